@@ -1,0 +1,184 @@
+"""The configuration: one YAML file, for the command line, ``serve deploy`` and the helm chart alike.
+
+Unknown keys are refused. Everything has a default except what the user must decide; with an empty file the
+embedded pair is served. Environment variables are read here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from specray.errors import ConfigError
+from specray.types import Overlap, Verification
+
+Dtype = Literal["bfloat16", "float32"]
+EMBEDDED = "embedded"
+"""The model name that stands for the pair that ships with the package."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class EngineConfig(_Section):
+    """What draft and target engines have in common."""
+
+    model: str = Field(EMBEDDED, description="Path or hub id of a causal LM in safetensors, or 'embedded'.")
+    dtype: Dtype = "bfloat16"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    max_model_len: int | None = Field(
+        None, ge=16, description="Most tokens of one sequence; default: what the model allows, at most 4096."
+    )
+    block_size: int | None = Field(
+        None, ge=1, description="Tokens per cache block; default: 16 on CUDA, max_model_len on CPU."
+    )
+    max_num_seqs: int = Field(64, ge=1, le=4096, description="Most sequences held at once.")
+    max_num_batched_tokens: int = Field(2048, ge=16, description="Most new tokens of one step.")
+    cache_memory_gib: float = Field(4.0, gt=0, description="Memory for the block cache, per rank.")
+    num_threads: int | None = Field(None, ge=1, description="CPU threads per process; default: by cores.")
+    forward: Literal["auto", "lowered", "generic"] = Field(
+        "auto", description="auto: lowered where the architecture allows it, else generic."
+    )
+    trust_remote_code: Literal[False] = Field(False, description="Remote code is never run.")
+
+
+class TargetConfig(EngineConfig):
+    """The large model, whose distribution is authoritative."""
+
+    tensor_parallel_size: int = Field(1, ge=1, le=64)
+    ray_actor_options: dict[str, Any] = Field(default_factory=dict, description="For each rank's bundle.")
+
+
+class DraftConfig(EngineConfig):
+    """The small model that proposes."""
+
+    enabled: bool = Field(True, description="False: plain decoding.")
+    num_replicas: int = Field(1, ge=0, le=1024)
+    ray_actor_options: dict[str, Any] = Field(default_factory=dict)
+
+
+class SpeculationConfig(_Section):
+    """How the pair works together."""
+
+    num_speculative_tokens: int | Literal["auto"] = Field(
+        "auto", description="K: most draft tokens per round, 0..32; auto: chosen by measurement."
+    )
+    verification: Verification = Verification.COUPLED
+    overlap: Overlap | Literal["auto"] = "auto"
+    max_num_draft_probs: int = Field(
+        64, ge=1, le=256, description="Support of the sparse draft distribution under rejection."
+    )
+
+    @model_validator(mode="after")
+    def _check_k(self) -> SpeculationConfig:
+        k = self.num_speculative_tokens
+        if k != "auto" and not 0 <= k <= 32:
+            raise ValueError(f"num_speculative_tokens is {k}; allowed: 0..32 or auto")
+        return self
+
+
+class RouterConfig(_Section):
+    """Queues, budgets and deadlines."""
+
+    max_queued_requests: int = Field(256, ge=0, description="Waiting requests; more are refused (429).")
+    max_queued_tokens: int = Field(262_144, ge=1, description="Prompt tokens of waiting requests.")
+    prefill_chunk_tokens: int = Field(512, ge=16, description="Prompt tokens mixed into one Verify.")
+    round_timeout_s: float = Field(5.0, gt=0, description="A draft that is silent for so long is lost.")
+    verify_timeout_s: float = Field(60.0, gt=0, description="A target that is silent for so long is lost.")
+    request_timeout_s: float = Field(600.0, gt=0, description="From arrival to the last token.")
+    stream_interval_ms: float = Field(5.0, ge=0, description="At most one chunk of a stream per interval.")
+    start_timeout_s: float = Field(600.0, gt=0, description="For loading models and connecting workers.")
+
+
+class HttpConfig(_Section):
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=1, le=65535)
+    max_body_bytes: int = Field(4 * 1024 * 1024, ge=1024)
+
+
+class GrpcConfig(_Section):
+    host: str = "127.0.0.1"
+    port: int = Field(9000, ge=0, le=65535, description="0: no gRPC endpoint.")
+    max_message_bytes: int = Field(4 * 1024 * 1024, ge=1024)
+
+
+class IngressConfig(_Section):
+    num_replicas: int = Field(1, ge=1, le=64)
+    max_ongoing_requests: int = Field(1024, ge=1)
+    ray_actor_options: dict[str, Any] = Field(default_factory=dict)
+
+
+class Config(_Section):
+    """The whole service."""
+
+    served_model_name: str | None = Field(
+        None, min_length=1, description="Name in the API; default: the target's directory or hub name."
+    )
+    target: TargetConfig = Field(default_factory=TargetConfig)  # type: ignore[arg-type]
+    draft: DraftConfig = Field(default_factory=DraftConfig)  # type: ignore[arg-type]
+    speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)  # type: ignore[arg-type]
+    router: RouterConfig = Field(default_factory=RouterConfig)  # type: ignore[arg-type]
+    ingress: IngressConfig = Field(default_factory=IngressConfig)  # type: ignore[arg-type]
+    http: HttpConfig = Field(default_factory=HttpConfig)  # type: ignore[arg-type]
+    grpc: GrpcConfig = Field(default_factory=GrpcConfig)  # type: ignore[arg-type]
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients send as ``model``."""
+        if self.served_model_name is not None:
+            return self.served_model_name
+        return "specray-embedded" if self.target.model == EMBEDDED else Path(self.target.model).name
+
+
+def parse_config(values: dict[str, Any]) -> Config:
+    """Validates a configuration given as nested dictionaries.
+
+    Raises:
+        ConfigError: names every wrong key, its value and what is allowed.
+    """
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        lines = [
+            f"{'.'.join(map(str, problem['loc'])) or 'configuration'}: {problem['msg']}"
+            + (f" (got {problem['input']!r})" if problem["type"] != "extra_forbidden" else "")
+            for problem in error.errors()
+        ]
+        raise ConfigError("; ".join(lines)) from None
+
+
+def load_config(path: str | Path) -> Config:
+    """Reads and validates a YAML file. Raises ConfigError for a missing or wrong file."""
+    return parse_config(read_config_file(path))
+
+
+def read_config_file(path: str | Path) -> dict[str, Any]:
+    """The file's nested dictionaries, not yet validated, so that options can be merged over them.
+
+    Raises:
+        ConfigError: the file is missing or is not a YAML mapping.
+    """
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"configuration file {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"configuration file {path} is not YAML: {error}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"configuration file {path} must hold a mapping, not a {type(values).__name__}")
+    return values
+
+
+def log_level() -> str:
+    """``SPECRAY_LOG_LEVEL``, default INFO. Raises ConfigError for an unknown level."""
+    level = os.environ.get("SPECRAY_LOG_LEVEL", "INFO").upper()
+    if level not in {"DEBUG", "INFO", "WARNING", "ERROR"}:
+        raise ConfigError(f"SPECRAY_LOG_LEVEL is {level!r}; allowed: DEBUG, INFO, WARNING, ERROR")
+    return level

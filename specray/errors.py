@@ -1,0 +1,72 @@
+"""The exceptions of specray.
+
+SpecrayError
+├── ConfigError            a configuration value, file or model is wrong: shown at start, exit code 2
+├── InvalidRequestError    a request is wrong: HTTP 400 (or its own status), INVALID_ARGUMENT
+│   └── ModelNotFoundError HTTP 404, NOT_FOUND
+├── OverloadedError        queues are full: HTTP 429 with Retry-After, RESOURCE_EXHAUSTED
+├── EngineLostError        a worker died, hung or was partitioned: retriable
+├── ProtocolError          a peer broke the protocol: a bug or a version mismatch
+└── OutOfBlocksError       the block cache has no room for a sequence; raised before anything changed
+"""
+
+from __future__ import annotations
+
+
+class SpecrayError(Exception):
+    """Base of everything that specray raises on purpose."""
+
+
+class ConfigError(SpecrayError):
+    """A setting is wrong; the message names it, its value and what is allowed."""
+
+
+class InvalidRequestError(SpecrayError):
+    """A request's field is wrong.
+
+    Args:
+        message: names the field, the value and the allowed range.
+        field: the field's name as the user wrote it, for the API's ``param``.
+    """
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exceptions with keyword-only arguments do not survive pickling (Ray handles) by default.
+        return _rebuild_invalid_request, (type(self), str(self), self.field)
+
+
+def _rebuild_invalid_request(
+    cls: type[InvalidRequestError], message: str, field: str | None
+) -> InvalidRequestError:
+    return cls(message, field=field)
+
+
+class ModelNotFoundError(InvalidRequestError):
+    """The request names a model that this service does not serve."""
+
+
+class OverloadedError(SpecrayError):
+    """Queues are full; try again after ``retry_after_s`` seconds."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message, retry_after_s)
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class EngineLostError(SpecrayError):
+    """A worker cannot be reached or did not answer in time."""
+
+
+class ProtocolError(SpecrayError):
+    """A peer sent what the protocol forbids."""
+
+
+class OutOfBlocksError(SpecrayError):
+    """The block cache has no room; nothing was changed."""

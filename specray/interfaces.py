@@ -1,0 +1,173 @@
+"""The seams: what the router needs of a draft and of a target, and of time and text.
+
+``router`` and ``rpc`` do not import each other or ``engine``; they meet here. ``specray.fakes`` ships a
+scripted implementation of each, and one composition root (``actors``) chooses the real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from specray.types import (
+    DraftReplies,
+    EngineInfo,
+    GenerateRequest,
+    OutputChunk,
+    ServiceInfo,
+    SpeculateItem,
+    TargetReplies,
+    VerifyItem,
+)
+
+
+class Drafter(Protocol):
+    """A connection to one draft: items go out, replies come back, matched by (request_id, round_id).
+
+    Sending does not wait for replies, so that the draft can work while the target verifies. Replies may
+    come late, twice, out of order or never; the session drops what it no longer waits for.
+    """
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the draft said of itself when the connection was made."""
+        ...
+
+    async def speculate(self, items: Sequence[SpeculateItem]) -> None:
+        """Sends one batch. Raises EngineLostError when the connection is gone."""
+        ...
+
+    async def release(self, request_ids: Sequence[str]) -> None:
+        """Frees the sequences on the draft; unknown ids are ignored. Raises EngineLostError."""
+        ...
+
+    async def replies(self) -> DraftReplies:
+        """Waits for the next batch of replies. Raises EngineLostError when the connection is gone."""
+        ...
+
+    async def close(self) -> None:
+        """Ends the connection; idempotent. A pending ``replies`` raises EngineLostError."""
+        ...
+
+
+class Verifier(Protocol):
+    """A connection to one target group (its leader); the same shape as :class:`Drafter`."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the target said of itself when the connection was made."""
+        ...
+
+    async def verify(self, items: Sequence[VerifyItem]) -> None:
+        """Sends one batch: one ragged forward. Raises EngineLostError."""
+        ...
+
+    async def release(self, request_ids: Sequence[str]) -> None:
+        """Frees the sequences on the target; unknown ids are ignored. Raises EngineLostError."""
+        ...
+
+    async def replies(self) -> TargetReplies:
+        """Waits for the next batch of replies. Raises EngineLostError when the connection is gone."""
+        ...
+
+    async def close(self) -> None:
+        """Ends the connection; idempotent. A pending ``replies`` raises EngineLostError."""
+        ...
+
+
+class DrafterSource(Protocol):
+    """Where the router leases a draft; with Ray a Serve handle, without Ray a fixed address."""
+
+    async def lease(self) -> Drafter:
+        """A fresh connection to a draft. Raises EngineLostError when none is to be had now."""
+        ...
+
+
+class Clock(Protocol):
+    """The only clock that router code may read, so that tests and simulations can own time."""
+
+    def monotonic(self) -> float:
+        """Seconds from an arbitrary origin, never going back."""
+        ...
+
+    async def sleep(self, seconds: float) -> None:
+        """Waits in this clock's time."""
+        ...
+
+
+class StopMatcher(Protocol):
+    """Watches one output for its stop strings."""
+
+    def push(self, token_ids: Sequence[int]) -> str | None:
+        """Adds committed tokens one by one; returns the first stop string that the text now contains."""
+        ...
+
+
+class StopMatcherFactory(Protocol):
+    """Makes the matcher of one request."""
+
+    def __call__(self, stop: Sequence[str]) -> StopMatcher: ...
+
+
+class DraftEngine(Protocol):
+    """The synchronous engine behind a draft worker; one thread calls it."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    def speculate(self, items: Sequence[SpeculateItem]) -> DraftReplies:
+        """One batch to completion. Bad items answer ItemFailed or UnknownSequence; never raises for them."""
+        ...
+
+    def release(self, request_ids: Sequence[str]) -> None: ...
+
+    def check(self) -> None:
+        """Runs a real one-token step; raises when the engine is broken."""
+        ...
+
+
+class TargetEngine(Protocol):
+    """The synchronous engine behind a target worker (its leader); one thread calls it."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
+        """One ragged forward. Bad items answer ItemFailed or UnknownSequence; never raises for them."""
+        ...
+
+    def release(self, request_ids: Sequence[str]) -> None: ...
+
+    def check(self) -> None:
+        """Runs a real one-token step; raises when the engine is broken."""
+        ...
+
+
+class RouterClient(Protocol):
+    """What an ingress needs of a router; the router itself is one, a Serve handle to it is another."""
+
+    async def complete(self, request: GenerateRequest) -> OutputChunk:
+        """The whole output as one chunk. Cancelling the call aborts the request.
+
+        Raises:
+            OverloadedError: queues are full.
+            EngineLostError: the target was lost; the request may be retried.
+            InvalidRequestError: the request does not fit the served model.
+        """
+        ...
+
+    def stream(self, request: GenerateRequest) -> AsyncIterator[OutputChunk]:
+        """The output in chunks as it is committed; closing the iterator aborts. Raises like ``complete``."""
+        ...
+
+    async def service_info(self) -> ServiceInfo:
+        """What is served, and its limits."""
+        ...
+
+    async def check_ready(self) -> None:
+        """Raises EngineLostError unless a real step of the target succeeds within its deadline."""
+        ...
+
+    async def metrics_text(self) -> str:
+        """All metrics in Prometheus text format."""
+        ...

@@ -1,0 +1,336 @@
+"""The vocabulary that crosses boundaries: what the router says to the two engines, and what they answer.
+
+Everything here is plain, frozen and free of imports from the rest of the package, so that router, engines,
+RPC and fakes can share it. A message is an *item* (router to engine) or a *reply* (engine to router).
+
+Every item says: *keep your first* ``base_len`` *tokens, append* ``token_ids``, *compute what is missing, then
+propose (draft) or verify (target)*. Prefill is ``base_len = 0`` plus the prompt; rollback is a smaller
+``base_len``; a retry is the same item again; a worker that lost its state answers ``UnknownSequence`` and
+gets everything again with ``base_len = 0``.
+
+``round_id`` counts the items of one session and engine, and replies echo it. ``base_len`` alone cannot tell a
+late reply to the first prefill from the reply to a recovery that also starts at 0.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+
+class Verification(enum.StrEnum):
+    """How draft tokens are accepted; each keeps the target's output distribution exactly."""
+
+    COUPLED = "coupled"
+    """Target and draft draw with shared position-keyed Gumbel noise; greedy at temperature 0."""
+    REJECTION = "rejection"
+    """Accept with min(1, target_prob / draft_prob), else sample the residual; greedy at temperature 0."""
+
+
+class Overlap(enum.StrEnum):
+    """What the draft does while the target verifies."""
+
+    SERIAL = "serial"
+    AHEAD = "ahead"
+    ENUMERATE = "enumerate"
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended; the values are those of the OpenAI API where it has one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the target's next token is drawn at every position; travels to an engine once per sequence.
+
+    All processors are applied per position with the state of exactly that position's prefix.
+    The ingress checks the ranges; engines trust them.
+    """
+
+    temperature: float = 1.0
+    """>= 0; 0 means greedy."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches top_p; in (0, 1]."""
+    min_p: float = 0.0
+    """Drop tokens less likely than min_p times the likeliest; in [0, 1]."""
+    repetition_penalty: float = 1.0
+    """> 0; applies to tokens of prompt and output."""
+    presence_penalty: float = 0.0
+    """In [-2, 2]; applies to tokens of the output."""
+    frequency_penalty: float = 0.0
+    """In [-2, 2]; times the token's count in the output."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, bias in [-100, 100]) pairs, added to the logits."""
+    seed: int = 0
+    """64-bit key of all noise; the ingress draws one when the user gives none."""
+    min_tokens: int = 0
+    """Stop tokens are impossible before this many output tokens."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the output (end-of-sequence included unless the request ignores it)."""
+    num_prompt_tokens: int = 0
+    """Where the output begins: penalties and min_tokens need it."""
+    num_logprobs: int | None = None
+    """None: no logprobs. n >= 0: the chosen token's logprob and those of the n likeliest tokens."""
+    verification: Verification = Verification.COUPLED
+
+    @property
+    def is_greedy(self) -> bool:
+        """True when the output is the argmax at every position."""
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SparseProbs:
+    """One position's draft distribution over the truncated support from which the draft really sampled.
+
+    Probabilities outside ``token_ids`` are exactly zero; ``probs`` sum to one up to rounding.
+    """
+
+    token_ids: tuple[int, ...]
+    probs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Logprobs (natural log, of the model's distribution before processors) of one output position."""
+
+    token_id: int
+    logprob: float
+    top_token_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculateItem:
+    """Router to draft: keep, append, then propose.
+
+    Without ``proposed_token_ids`` the draft answers a :class:`Proposal` of up to ``num_speculative_tokens``
+    tokens after the committed ones. With them (the proposal now under verification, or empty with a fan-out)
+    and a ``fanout`` it answers :class:`Outcomes`: for each number n of accepted tokens, a continuation for
+    each of the ``fanout[n]`` likeliest next tokens.
+    """
+
+    request_id: str
+    round_id: int
+    base_len: int
+    token_ids: tuple[int, ...]
+    num_speculative_tokens: int
+    proposed_token_ids: tuple[int, ...] = ()
+    fanout: tuple[int, ...] = ()
+    """F_0..F_K for K = len(proposed_token_ids); empty means: answer a Proposal."""
+    sampling: SamplingParams | None = None
+    """Present when base_len is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Draft to router: tokens to verify after the ``base_len + len(token_ids)`` tokens of the item."""
+
+    request_id: str
+    round_id: int
+    base_len: int
+    draft_token_ids: tuple[int, ...]
+    draft_probs: tuple[SparseProbs, ...] = ()
+    """One per draft token under rejection verification at temperature > 0, else empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """What to verify next if ``num_accepted_tokens`` are accepted and ``next_token_id`` follows them."""
+
+    num_accepted_tokens: int
+    next_token_id: int
+    draft_token_ids: tuple[int, ...]
+    draft_probs: tuple[SparseProbs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """Draft to router: continuations for the likely verdicts of the round under verification.
+
+    One request may be answered by several messages; a branch holds as soon as it has arrived.
+    """
+
+    request_id: str
+    round_id: int
+    base_len: int
+    branches: tuple[Branch, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownSequence:
+    """Engine to router: I do not have ``base_len`` tokens of this request; send everything from 0."""
+
+    request_id: str
+    round_id: int
+    base_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class ItemFailed:
+    """Engine to router: this item alone cannot be served (bad item, no room); others are not affected."""
+
+    request_id: str
+    round_id: int
+    base_len: int
+    message: str
+    is_retriable: bool
+    """True: no room now, try again later. False: this request can never be served."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyItem:
+    """Router to target: keep, append, then verify ``draft_token_ids`` and draw the token after them."""
+
+    request_id: str
+    round_id: int
+    base_len: int
+    token_ids: tuple[int, ...]
+    draft_token_ids: tuple[int, ...] = ()
+    draft_probs: tuple[SparseProbs, ...] = ()
+    sample: bool = True
+    """False: a chunk of a prefill; only the cache is filled, and the verdict carries no token."""
+    sampling: SamplingParams | None = None
+    """Present when base_len is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Target to router: how many draft tokens are kept, and the token that follows them."""
+
+    request_id: str
+    round_id: int
+    base_len: int
+    num_accepted_tokens: int
+    next_token_id: int | None
+    """The recovered or bonus token; None for a prefill chunk (``sample`` was False)."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per committed token (accepted, then next) when the request asks for them."""
+
+
+DraftReply = Proposal | Outcomes | UnknownSequence | ItemFailed
+TargetReply = Verdict | UnknownSequence | ItemFailed
+
+
+@dataclass(frozen=True, slots=True)
+class DraftReplies:
+    """What one draft step answered."""
+
+    replies: tuple[DraftReply, ...]
+    forward_ns: int
+    """Time of the step on the engine: forwards and sampling, without queueing and RPC."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetReplies:
+    """What one target step answered."""
+
+    replies: tuple[TargetReply, ...]
+    forward_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What a worker says of itself, so that nothing is configured twice."""
+
+    role: str
+    """``draft`` or ``target``."""
+    model: str
+    vocab_size: int
+    tokenizer_fingerprint: str
+    """Hash of the vocabulary: draft and target must agree."""
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    """Most tokens of one sequence, prompt and output together."""
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    """Most new tokens of one step over all sequences."""
+    protocol_version: int
+    dtype: str = ""
+    tensor_parallel_size: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationParams:
+    """What one request wants of speculation; None leaves the choice to the service."""
+
+    enabled: bool = True
+    num_speculative_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """Ingress to router: one prompt, one output. ``n`` and lists of prompts are several of these."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    max_tokens: int
+    """Most output tokens, >= 1; prompt and output together fit the target's max_model_len."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the output; matched on the text of the output."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Those of ``sampling.stop_token_ids`` that mean end-of-sequence: they give no stop_reason."""
+    speculation: SpeculationParams = field(default_factory=SpeculationParams)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """A request's counters with vLLM's meaning; the rates follow from them."""
+
+    num_spec_steps: int = 0
+    """Rounds that verified at least one draft token."""
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    acceptance_histogram: tuple[int, ...] = ()
+    """Entry n: rounds with n accepted tokens; as long as the longest proposal plus one."""
+
+    @property
+    def draft_acceptance_rate(self) -> float | None:
+        """Accepted over draft tokens; None before the first."""
+        return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """1 + accepted tokens per round: includes the recovered or bonus token, by convention."""
+        return 1 + self.num_accepted_draft_tokens / self.num_spec_steps if self.num_spec_steps else None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputChunk:
+    """Router to ingress: newly committed tokens of one request, in order, each exactly once.
+
+    A stop token that ended the output is the last of ``token_ids``; it is no part of the text.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    """Present on the last chunk only."""
+    stop_reason: str | int | None = None
+    """The stop string or stop token id that ended the output (None for end-of-sequence)."""
+    message: str = ""
+    """For finish_reason ``error``: what to tell the user."""
+    stats: SpeculationStats | None = None
+    """On the last chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceInfo:
+    """What a service serves, and its limits."""
+
+    model: str
+    draft_model: str | None
+    vocab_size: int
+    max_model_len: int
+    protocol_version: int
+    version: str
