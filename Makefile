@@ -1,0 +1,46 @@
+# Two commands for newcomers: `make serve` and `make test`. Both set everything up first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.specray-installed
+# Ray asks for it in every process that it starts; a local test cluster listens on loopback only.
+TEST_ENV := RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0
+
+.PHONY: setup serve test test-fast lint types protos protos-check check clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+serve: setup
+	exec $(BIN)/specray serve
+
+test: setup
+	$(TEST_ENV) $(BIN)/python -m pytest
+
+test-fast: setup
+	$(BIN)/python -m pytest tests/unit tests/rpc
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	cd protos && ../$(BIN)/buf lint
+
+types: setup
+	$(BIN)/mypy -p specray
+
+protos: setup
+	$(BIN)/python protos/generate.py
+
+protos-check: protos
+	git diff --exit-code -- specray/rpc/pb
+	test -z "$$(git status --porcelain -- specray/rpc/pb)"
+
+check: lint types protos-check test
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
