@@ -1,0 +1,76 @@
+"""Incremental detokenisation: what text each token completes."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class TokenDecoder(Protocol):
+    """Turns one output's token ids into text, a token at a time."""
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes; may be empty."""
+        ...
+
+    def finish(self) -> str:
+        """What was held back; incomplete characters become U+FFFD."""
+        ...
+
+
+class TokenTable(Protocol):
+    """What decoding needs of a tokenizer."""
+
+    def is_special(self, token_id: int) -> bool: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+
+class ByteDecoder:
+    """For byte-level vocabularies: the tokens' bytes through an incremental UTF-8 decoder."""
+
+    def __init__(self, tokenizer: TokenTable) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        if self._tokenizer.is_special(token_id):
+            return ""
+        return self._utf8.decode(self._tokenizer.token_bytes(token_id))
+
+    def finish(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class WindowDecoder:
+    """For other vocabularies, whose decoding of a token depends on the one before it.
+
+    The text is decoded from ``ids[start:]``, and what ``ids[start:read]`` gave has been told already. The
+    window moves on only when its text ends with a complete character. The scheme is that of Text Generation
+    Inference (``Model.decode_token``).
+    """
+
+    def __init__(self, tokenizer: TokenTable) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []  # The window, ids[start:].
+        self._num_read = 0  # read - start.
+        self._told = ""  # decode(ids[start:read])
+
+    def push(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        text = self._tokenizer.decode(self._ids)
+        if len(text) <= len(self._told) or text.endswith("\ufffd"):
+            return ""
+        delta = text[len(self._told) :]
+        self._ids = self._ids[self._num_read :]
+        self._num_read = len(self._ids)
+        self._told = self._tokenizer.decode(self._ids)
+        return delta
+
+    def finish(self) -> str:
+        delta = self._tokenizer.decode(self._ids)[len(self._told) :]
+        self._ids, self._num_read, self._told = [], 0, ""
+        return delta

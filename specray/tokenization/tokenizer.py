@@ -1,0 +1,177 @@
+"""A model's tokenizer: encoding, chat templates, and what a single token stands for."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specray.errors import InvalidRequestError
+from specray.tokenization.decoders import ByteDecoder, TokenDecoder, WindowDecoder
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One message of a conversation."""
+
+    role: str
+    content: str
+
+
+class Tokenizer:
+    """A model's tokenizer. Safe to use from several threads.
+
+    Args:
+        backend: the vocabulary, its merges and its decoder.
+        special_tokens: ``bos_token``, ``eos_token`` ... as chat templates know them.
+        chat_template: Jinja source; None when the model has none.
+        eos_token_ids: the tokens that end an output.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_template: str | None = None,
+        eos_token_ids: Iterable[int] = (),
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._special_tokens = dict(special_tokens or {})
+        self._chat_template = chat_template
+        self._special_ids = frozenset(
+            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        self._is_byte_level = type(backend.decoder).__name__ == "ByteLevel"
+        self._unicode_to_byte = _unicode_to_byte()
+        self._pieces: dict[int, bytes] = {}
+        self._template_lock = threading.Lock()
+        self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """Loads from a directory, or from the model hub when there is no such directory. Runs no remote code.
+
+        Raises:
+            ConfigError: there is no tokenizer, or it cannot be read.
+        """
+        from specray.tokenization.loading import load_tokenizer
+
+        return load_tokenizer(path)
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries of the vocabulary, added tokens included; the model's own may be padded beyond it."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the vocabulary (tokens and their ids), as hexadecimal digits."""
+        return vocabulary_fingerprint(self._backend.get_vocab(with_added_tokens=True))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat_template is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """The text's token ids; by default with the begin-of-sequence token where the tokenizer adds one."""
+        return tuple(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
+        """The conversation in the model's template, ending where the assistant's answer begins.
+
+        Raises:
+            InvalidRequestError: there is no template, or it refuses this conversation.
+        """
+        return self.encode(self.render_chat(messages), add_special_tokens=False)
+
+    def render_chat(self, messages: Sequence[ChatMessage]) -> str:
+        """The text of ``encode_chat``; raises like it."""
+        if self._chat_template is None:
+            raise InvalidRequestError(
+                "messages: this model has no chat template; use /v1/completions", field="messages"
+            )
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        variables: dict[str, Any] = {
+            **self._special_tokens,
+            "chat_template": self._chat_template,
+            "add_generation_prompt": True,
+        }
+        conversation = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            # The compiled template is shared state, and requests come from several threads.
+            with self._template_lock:
+                rendered = render_jinja_template([conversation], **variables)
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise InvalidRequestError(
+                f"messages: the model's chat template refuses them: {error}", field="messages"
+            ) from None
+        return str(rendered[0][0])
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of the tokens, special tokens left out; incomplete characters become U+FFFD."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=True)
+
+    def decoder(self) -> TokenDecoder:
+        """A decoder for one output, starting at its first token."""
+        return ByteDecoder(self) if self._is_byte_level else WindowDecoder(self)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that this token stands for; the name of a special token; empty for an unknown id."""
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            piece = self._pieces[token_id] = self._read_piece(token_id)
+        return piece
+
+    def token_text(self, token_id: int) -> str:
+        """How the token is shown in logprobs: its text, or ``bytes:\\x..`` for a part of a character."""
+        piece = self.token_bytes(token_id)
+        try:
+            return piece.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+    def is_special(self, token_id: int) -> bool:
+        """True for tokens that are no part of the text."""
+        return token_id in self._special_ids
+
+    def _read_piece(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self._special_ids:
+            return token.encode()
+        if not self._is_byte_level:
+            return self._backend.decode([token_id], skip_special_tokens=False).encode()
+        table = self._unicode_to_byte
+        # An added token is text, not bytes in disguise, when it leaves the byte alphabet.
+        if any(char not in table for char in token):
+            return token.encode()
+        return bytes(table[char] for char in token)
+
+
+def vocabulary_fingerprint(vocabulary: Mapping[str, int]) -> str:
+    """SHA-256 over the (id, token) pairs in the order of the ids, as hexadecimal digits."""
+    digest = hashlib.sha256()
+    for token, token_id in sorted(vocabulary.items(), key=lambda entry: (entry[1], entry[0])):
+        digest.update(f"{token_id}\t{token}\n".encode())
+    return digest.hexdigest()
+
+
+def _unicode_to_byte() -> dict[str, int]:
+    """The alphabet of byte-level BPE (GPT-2's ``bytes_to_unicode``), turned round."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + rank): byte for rank, byte in enumerate(others)
+    }
