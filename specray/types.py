@@ -16,6 +16,10 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import Final
+
+PROTOCOL_VERSION: Final = 1
+"""Of the engines' wire protocol; ``EngineInfo`` carries it, and peers with another one are refused."""
 
 
 class Verification(enum.StrEnum):
