@@ -1,0 +1,206 @@
+"""Logits processors, each applied to every row with the state of exactly that row's prefix.
+
+Order: logit bias, repetition / presence / frequency penalties, min_tokens, temperature, top-k, top-p, min-p.
+The meaning of each is that of vLLM and transformers. Nothing is kept between calls: what depends on the
+prefix is counted from its tokens, so a rejected token needs no undoing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specray.types import SamplingParams
+
+_MIN_TEMPERATURE = 1e-5
+"""Below it every draw is the argmax anyway; smaller divisors would overflow float32 logits."""
+_FIRST_TOP = 256
+"""So many of the likeliest tokens are tried for top-p before all are sorted (22 against 115 microseconds for
+4096 tokens)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """Consecutive logits rows of one sequence; the last predicts the token after all of ``token_ids``.
+
+    Row j predicts the token after the first ``len(token_ids) - num_rows + 1 + j`` tokens.
+    """
+
+    sampling: SamplingParams
+    token_ids: Sequence[int]
+    num_rows: int
+
+    @property
+    def first_position(self) -> int:
+        """Absolute position of the token that row 0 predicts."""
+        return len(self.token_ids) - self.num_rows + 1
+
+
+def process_logits(logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
+    """Applies each group's processors to its rows.
+
+    Greedy groups (temperature 0) take only what can change the argmax: bias, penalties and min_tokens.
+
+    Args:
+        logits: ``[sum of num_rows, vocab_size]``, the groups' rows in order; left unchanged.
+
+    Returns:
+        Float32 (float64 stays) of the same shape; impossible tokens are -inf, at least one is not. May be
+        ``logits`` itself when there is nothing to do.
+    """
+    if logits.dtype != torch.float64:
+        logits = logits.float()
+    if all(_is_plain(group.sampling) for group in groups):
+        return _scale(logits, groups)
+    processed, start = [], 0
+    for group in groups:
+        processed.append(_process_group(logits[start : start + group.num_rows], group))
+        start += group.num_rows
+    return processed[0] if len(processed) == 1 else torch.cat(processed)
+
+
+def _is_plain(sampling: SamplingParams) -> bool:
+    """True when at most the temperature is to be applied."""
+    return not (_shifts_logits(sampling) or (not sampling.is_greedy and _cuts_tail(sampling)))
+
+
+def _shifts_logits(sampling: SamplingParams) -> bool:
+    return (
+        sampling.repetition_penalty != 1.0
+        or sampling.presence_penalty != 0.0
+        or sampling.frequency_penalty != 0.0
+        or bool(sampling.logit_bias)
+        or (sampling.min_tokens > 0 and bool(sampling.stop_token_ids))
+    )
+
+
+def _cuts_tail(sampling: SamplingParams) -> bool:
+    return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
+
+
+def _divisor(sampling: SamplingParams) -> float:
+    return 1.0 if sampling.is_greedy else max(sampling.temperature, _MIN_TEMPERATURE)
+
+
+def _scale(logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
+    """Divides each group's rows by its temperature."""
+    divisors = [_divisor(group.sampling) for group in groups]
+    if all(divisor == divisors[0] for divisor in divisors):
+        return logits if not divisors or divisors[0] == 1.0 else logits / divisors[0]
+    rows = [divisor for divisor, group in zip(divisors, groups, strict=True) for _ in range(group.num_rows)]
+    return logits / torch.tensor(rows, dtype=logits.dtype, device=logits.device)[:, None]
+
+
+def _process_group(logits: Tensor, group: RowGroup) -> Tensor:
+    sampling = group.sampling
+    if _shifts_logits(sampling):
+        logits = logits.clone()
+        _add_bias(logits, sampling)
+        _apply_penalties(logits, group)
+        _forbid_early_stop(logits, group)
+    if sampling.is_greedy:
+        return logits
+    divisor = _divisor(sampling)
+    logits = logits / divisor if divisor != 1.0 else logits
+    if sampling.top_k > 0 or sampling.top_p < 1.0:
+        logits = keep_top(logits, top_k=sampling.top_k, top_p=sampling.top_p)
+    return _apply_min_p(logits, sampling.min_p) if sampling.min_p > 0.0 else logits
+
+
+def _add_bias(logits: Tensor, sampling: SamplingParams) -> None:
+    # A draft may have fewer tokens than the target, so what it lacks is skipped.
+    pairs = [pair for pair in sampling.logit_bias if pair[0] < logits.shape[1]]
+    if pairs:
+        token_ids = torch.tensor([pair[0] for pair in pairs], device=logits.device)
+        biases = torch.tensor([pair[1] for pair in pairs], dtype=logits.dtype, device=logits.device)
+        logits.index_add_(1, token_ids, biases.expand(len(logits), -1))
+
+
+def _apply_penalties(logits: Tensor, group: RowGroup) -> None:
+    """Repetition penalty over prompt and output, presence and frequency penalties over the output."""
+    sampling = group.sampling
+    if sampling.repetition_penalty != 1.0:
+        is_seen = _count_tokens(logits, group, 0) > 0
+        penalty = sampling.repetition_penalty
+        penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
+        logits.copy_(torch.where(is_seen, penalised, logits))
+    if sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0:
+        counts = _count_tokens(logits, group, sampling.num_prompt_tokens)
+        logits.sub_(counts, alpha=sampling.frequency_penalty)
+        logits.sub_((counts > 0).to(logits.dtype), alpha=sampling.presence_penalty)
+
+
+def _count_tokens(logits: Tensor, group: RowGroup, start: int) -> Tensor:
+    """Counts of each token in each row's prefix from index ``start`` on: ``[num_rows, vocab_size]``."""
+    num_rows, vocab_size = logits.shape
+    first = group.first_position
+    common = torch.tensor(group.token_ids[start:first], dtype=torch.int64, device=logits.device)
+    counts = torch.bincount(common, minlength=vocab_size).to(logits.dtype).repeat(num_rows, 1)
+    # Row j sees everything that row j - 1 sees and one token more.
+    for row, index in enumerate(range(first, len(group.token_ids)), start=1):
+        if index >= start:
+            counts[row:, group.token_ids[index]] += 1.0
+    return counts
+
+
+def _forbid_early_stop(logits: Tensor, group: RowGroup) -> None:
+    sampling = group.sampling
+    # Row j predicts output token number first_position + j - num_prompt_tokens, counted from 0.
+    num_rows = sampling.num_prompt_tokens + sampling.min_tokens - group.first_position
+    stop_ids = [token_id for token_id in sampling.stop_token_ids if token_id < logits.shape[1]]
+    if num_rows > 0 and stop_ids:
+        logits[:num_rows, stop_ids] = -math.inf
+
+
+def keep_top(logits: Tensor, *, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+    """Keeps the ``top_k`` likeliest tokens (0: all), and of them the smallest set that reaches ``top_p``.
+
+    Of equally likely tokens those with lower ids are kept first; at least one token is kept.
+
+    Args:
+        logits: ``[num_rows, vocab_size]``, after the temperature.
+
+    Returns:
+        A new tensor of the same shape; dropped tokens are -inf.
+    """
+    vocab_size = logits.shape[1]
+    size = min(vocab_size, top_k if top_k > 0 else _FIRST_TOP)
+    values = logits.topk(size, dim=-1).values
+    if top_p >= 1.0:
+        return _keep_first(logits, values, torch.full_like(values[:, :1], size, dtype=torch.int64))
+    # The total is that of the tokens which top-k has left.
+    total = (values if top_k > 0 else logits).double().logsumexp(-1, keepdim=True)
+    reached = (values.double() - total).exp().cumsum(-1)
+    if top_k <= 0 and size < vocab_size and bool((reached[:, -1] < top_p).any()):
+        values = logits.sort(dim=-1, descending=True).values
+        reached = (values.double() - total).exp().cumsum(-1)
+    num_kept = (reached[:, :-1] < top_p).sum(-1, keepdim=True) + 1
+    return _keep_first(logits, values, num_kept)
+
+
+def _keep_first(logits: Tensor, values: Tensor, num_kept: Tensor) -> Tensor:
+    """Keeps each row's ``num_kept`` largest logits.
+
+    Args:
+        logits: ``[num_rows, vocab_size]``.
+        values: the largest of them, in descending order: ``[num_rows, at least num_kept]``.
+        num_kept: ``[num_rows, 1]``, at least 1.
+    """
+    threshold = values.gather(-1, num_kept - 1)
+    is_kept = logits >= threshold
+    num_extra = is_kept.sum(-1, keepdim=True) - num_kept
+    if bool((num_extra > 0).any()):
+        is_tied = logits == threshold
+        num_tied_kept = is_tied.sum(-1, keepdim=True) - num_extra
+        is_kept &= ~is_tied | (is_tied.cumsum(-1) <= num_tied_kept)
+    return logits.masked_fill(~is_kept, -math.inf)
+
+
+def _apply_min_p(logits: Tensor, min_p: float) -> Tensor:
+    """Drops tokens less likely than ``min_p`` times the likeliest."""
+    threshold = logits.amax(-1, keepdim=True) + math.log(min_p)
+    return logits.masked_fill(logits < threshold, -math.inf)
