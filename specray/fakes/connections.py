@@ -1,0 +1,223 @@
+"""Async connections to engines in this process, over a transport that may misbehave on schedule."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+from specray.errors import EngineLostError
+from specray.interfaces import Clock, DraftEngine, Drafter, TargetEngine
+from specray.types import DraftReplies, EngineInfo, SpeculateItem, TargetReplies, VerifyItem
+
+RepliesT = TypeVar("RepliesT", DraftReplies, TargetReplies)
+
+
+@dataclass(slots=True)
+class Transport:
+    """How replies travel; each reply on its own, so different delays reorder them.
+
+    Args:
+        rng: the seeded schedule.
+        max_delay_s: delays are uniform in [0, max_delay_s].
+        loss: probability that a reply never arrives.
+        duplication: probability that it arrives twice.
+    """
+
+    rng: random.Random
+    max_delay_s: float = 0.0
+    loss: float = 0.0
+    duplication: float = 0.0
+
+    def delays(self) -> list[float]:
+        """When the copies of one reply arrive, in seconds from now; empty: lost."""
+        if self.rng.random() < self.loss:
+            return []
+        copies = 2 if self.rng.random() < self.duplication else 1
+        return [self.rng.uniform(0.0, self.max_delay_s) for _ in range(copies)]
+
+
+class _Wire(Generic[RepliesT]):
+    """Replies on their way back, and whether the connection still stands."""
+
+    def __init__(self, clock: Clock, transport: Transport | None) -> None:
+        self._clock = clock
+        self._transport = transport
+        self._arrived: deque[RepliesT] = deque()
+        self._wake = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._steps: asyncio.Queue[RepliesT] = asyncio.Queue()
+        self.is_lost = False
+        self.is_hanging = False
+
+    def check(self) -> None:
+        if self.is_lost:
+            raise EngineLostError("the fake connection is gone")
+
+    def answer(self, replies: RepliesT) -> None:
+        """Takes the step's result; a step of zero cost over a perfect transport is answered at once."""
+        if self.is_hanging:
+            return
+        if replies.forward_ns == 0 and self._transport is None:
+            self._arrive(replies)
+            return
+        self._steps.put_nowait(replies)
+        if not self._tasks:
+            self._spawn_worker()
+
+    async def receive(self) -> RepliesT:
+        while not self._arrived:
+            self.check()
+            self._wake.clear()
+            await self._wake.wait()
+        self.check()
+        return self._arrived.popleft()
+
+    def lose(self) -> None:
+        self.is_lost = True
+        self._wake.set()
+        for task in self._tasks:
+            task.cancel()
+
+    def _arrive(self, replies: RepliesT) -> None:
+        self._arrived.append(replies)
+        self._wake.set()
+
+    def _spawn_worker(self) -> None:
+        self._track(asyncio.create_task(self._work()))
+
+    def _track(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _work(self) -> None:
+        """One step after the other, like the thread of a real worker."""
+        while True:
+            replies = await self._steps.get()
+            await self._clock.sleep(replies.forward_ns / 1e9)
+            if self._transport is None:
+                self._arrive(replies)
+                continue
+            for reply in replies.replies:
+                single = replace(replies, replies=(reply,))
+                for delay_s in self._transport.delays():
+                    self._track(asyncio.create_task(self._travel(single, delay_s)))
+
+    async def _travel(self, replies: RepliesT, delay_s: float) -> None:
+        await self._clock.sleep(delay_s)
+        self._arrive(replies)
+
+
+class LocalVerifier:
+    """interfaces.Verifier over a TargetEngine in this process.
+
+    Args:
+        engine: answers each batch; an exception from it loses the connection.
+        clock: the step's ``forward_ns`` passes on it.
+        transport: None delivers at once, in order, exactly once.
+    """
+
+    def __init__(self, engine: TargetEngine, clock: Clock, *, transport: Transport | None = None) -> None:
+        self._engine = engine
+        self._wire: _Wire[TargetReplies] = _Wire(clock, transport)
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._engine.info
+
+    async def verify(self, items: Sequence[VerifyItem]) -> None:
+        self._wire.check()
+        self._wire.answer(self._engine.verify(items))
+
+    async def release(self, request_ids: Sequence[str]) -> None:
+        self._wire.check()
+        self._engine.release(request_ids)
+
+    async def replies(self) -> TargetReplies:
+        return await self._wire.receive()
+
+    async def close(self) -> None:
+        self._wire.lose()
+
+    def lose(self) -> None:
+        """Cuts the connection."""
+        self._wire.lose()
+
+    def hang(self) -> None:
+        """From now on nothing is answered."""
+        self._wire.is_hanging = True
+
+
+class LocalDrafter:
+    """interfaces.Drafter over a DraftEngine in this process.
+
+    Args:
+        engine: answers each batch.
+        clock: the step's ``forward_ns`` passes on it.
+        transport: None delivers at once, in order, exactly once.
+        dies_after: so many batches are answered, then the connection is lost.
+        hangs_after: so many batches are answered, then none any more.
+    """
+
+    def __init__(
+        self,
+        engine: DraftEngine,
+        clock: Clock,
+        *,
+        transport: Transport | None = None,
+        dies_after: int | None = None,
+        hangs_after: int | None = None,
+    ) -> None:
+        self._engine = engine
+        self._wire: _Wire[DraftReplies] = _Wire(clock, transport)
+        self._dies_after = dies_after
+        self._hangs_after = hangs_after
+        self.num_calls = 0
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._engine.info
+
+    async def speculate(self, items: Sequence[SpeculateItem]) -> None:
+        self._wire.check()
+        if self.num_calls == self._dies_after:
+            self._wire.lose()
+            self._wire.check()
+        if self.num_calls == self._hangs_after:
+            self._wire.is_hanging = True
+        self.num_calls += 1
+        self._wire.answer(self._engine.speculate(items))
+
+    async def release(self, request_ids: Sequence[str]) -> None:
+        self._wire.check()
+        self._engine.release(request_ids)
+
+    async def replies(self) -> DraftReplies:
+        return await self._wire.receive()
+
+    async def close(self) -> None:
+        self._wire.lose()
+
+    def lose(self) -> None:
+        """Cuts the connection."""
+        self._wire.lose()
+
+
+class FakeDrafterSource:
+    """interfaces.DrafterSource.
+
+    Args:
+        make: called with the number of the lease, 0 first; may raise EngineLostError.
+    """
+
+    def __init__(self, make: Callable[[int], Drafter]) -> None:
+        self._make = make
+        self.num_leases = 0
+
+    async def lease(self) -> Drafter:
+        number = self.num_leases
+        self.num_leases += 1
+        return self._make(number)

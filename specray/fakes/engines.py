@@ -1,0 +1,242 @@
+"""The two engines without tensors: they keep sequences exactly as the protocol says and guess with a toy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from specray.errors import ProtocolError
+from specray.fakes.models import Guesser, ToyModel
+from specray.types import (
+    Branch,
+    DraftReplies,
+    DraftReply,
+    EngineInfo,
+    ItemFailed,
+    Outcomes,
+    Proposal,
+    SamplingParams,
+    SpeculateItem,
+    TargetReplies,
+    TargetReply,
+    TokenLogprobs,
+    UnknownSequence,
+    Verdict,
+    VerifyItem,
+)
+
+Cost = Callable[[int], int]
+"""Nanoseconds of a step over so many rows."""
+
+
+def fake_info(
+    role: str,
+    *,
+    vocab_size: int = 64,
+    max_model_len: int = 4096,
+    max_num_seqs: int = 64,
+    max_num_batched_tokens: int = 2048,
+    tokenizer_fingerprint: str = "toy",
+) -> EngineInfo:
+    """What a fake worker says of itself."""
+    return EngineInfo(
+        role=role,
+        model=f"toy-{role}",
+        vocab_size=vocab_size,
+        tokenizer_fingerprint=tokenizer_fingerprint,
+        block_size=16,
+        num_blocks=max_num_seqs * max_model_len // 16,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        protocol_version=1,
+        dtype="float32",
+    )
+
+
+@dataclass(slots=True)
+class _Sequence:
+    sampling: SamplingParams
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    def noise_key(self) -> int:
+        return 0 if self.sampling.is_greedy else self.sampling.seed
+
+
+class _Sequences:
+    """Exactly what items have said, nothing of what was drafted: a router that claims too much is caught."""
+
+    def __init__(self, info: EngineInfo) -> None:
+        self._info = info
+        self.held: dict[str, _Sequence] = {}
+
+    def apply(self, item: SpeculateItem | VerifyItem) -> _Sequence | UnknownSequence | ItemFailed:
+        sequence = self.held.get(item.request_id)
+        if item.base_len == 0:
+            if item.sampling is None:
+                return _failed(item, "base_len is 0 and sampling is absent", is_retriable=False)
+            if sequence is None and len(self.held) >= self._info.max_num_seqs:
+                return _failed(item, "no room for a sequence", is_retriable=True)
+            sequence = self.held[item.request_id] = _Sequence(item.sampling)
+        elif sequence is None or item.base_len > len(sequence.tokens):
+            return UnknownSequence(item.request_id, item.round_id, item.base_len)
+        del sequence.tokens[item.base_len :]
+        sequence.tokens.extend(item.token_ids)
+        return sequence
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self.held.pop(request_id, None)
+
+
+def _failed(item: SpeculateItem | VerifyItem, message: str, *, is_retriable: bool) -> ItemFailed:
+    return ItemFailed(item.request_id, item.round_id, item.base_len, message, is_retriable)
+
+
+class FakeTarget:
+    """interfaces.TargetEngine over a toy model.
+
+    Args:
+        model: whose tokens are authoritative.
+        info: limits that it enforces; a step beyond them raises ProtocolError.
+        cost: nanoseconds of a step by rows, reported as ``forward_ns``.
+    """
+
+    def __init__(
+        self, model: ToyModel | None = None, *, info: EngineInfo | None = None, cost: Cost = lambda rows: 0
+    ) -> None:
+        self.model = model or ToyModel()
+        self._info = info or fake_info("target", vocab_size=self.model.vocab_size)
+        self._cost = cost
+        self._sequences = _Sequences(self._info)
+        self._scripted: dict[str, list[tuple[str, bool]]] = {}
+        self.num_steps = 0
+        self.num_rows = 0
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    @property
+    def held_request_ids(self) -> frozenset[str]:
+        """Sequences that have not been released."""
+        return frozenset(self._sequences.held)
+
+    def forget(self, request_id: str | None = None) -> None:
+        """Loses one sequence, or all: what a restart or an eviction does."""
+        self._sequences.release([request_id] if request_id else list(self._sequences.held))
+
+    def fail_next(self, request_id: str, message: str, *, is_retriable: bool) -> None:
+        """The next item of this request is answered by ItemFailed and not applied."""
+        self._scripted.setdefault(request_id, []).append((message, is_retriable))
+
+    def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
+        rows = sum(len(item.token_ids) + len(item.draft_token_ids) for item in items)
+        if rows > self._info.max_num_batched_tokens or len(items) > self._info.max_num_seqs:
+            raise ProtocolError(f"a step of {len(items)} items and {rows} rows is over the limits")
+        self.num_steps += 1
+        self.num_rows += rows
+        return TargetReplies(tuple(self._answer(item) for item in items), self._cost(rows))
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        self._sequences.release(request_ids)
+
+    def check(self) -> None:
+        self.model.next_token([0], 0)
+
+    def _answer(self, item: VerifyItem) -> TargetReply:
+        if scripted := self._scripted.get(item.request_id):
+            message, is_retriable = scripted.pop(0)
+            return _failed(item, message, is_retriable=is_retriable)
+        sequence = self._sequences.apply(item)
+        if not isinstance(sequence, _Sequence):
+            return sequence
+        if not item.sample:
+            return Verdict(item.request_id, item.round_id, item.base_len, 0, None)
+        tokens = list(sequence.tokens)
+        drawn: list[int] = []
+        for draft_token in (*item.draft_token_ids, None):
+            drawn.append(self.model.next_token(tokens, sequence.noise_key))
+            if drawn[-1] != draft_token:
+                break
+            tokens.append(drawn[-1])
+        logprobs = ()
+        if sequence.sampling.num_logprobs is not None:
+            logprobs = tuple(TokenLogprobs(token, -float(token)) for token in drawn)
+        return Verdict(item.request_id, item.round_id, item.base_len, len(drawn) - 1, drawn[-1], logprobs)
+
+
+class FakeDraft:
+    """interfaces.DraftEngine that guesses; answers proposals and general fan-outs.
+
+    Args:
+        guesser: what it thinks comes next.
+        info: what it says of itself.
+        cost: nanoseconds of a step by sequential draft steps times rows.
+    """
+
+    def __init__(
+        self, guesser: Guesser, *, info: EngineInfo | None = None, cost: Cost = lambda rows: 0
+    ) -> None:
+        self.guesser = guesser
+        self._info = info or fake_info("draft")
+        self._cost = cost
+        self._sequences = _Sequences(self._info)
+        self.num_steps = 0
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    @property
+    def held_request_ids(self) -> frozenset[str]:
+        """Sequences that have not been released."""
+        return frozenset(self._sequences.held)
+
+    def forget(self, request_id: str | None = None) -> None:
+        """Loses one sequence, or all."""
+        self._sequences.release([request_id] if request_id else list(self._sequences.held))
+
+    def speculate(self, items: Sequence[SpeculateItem]) -> DraftReplies:
+        self.num_steps += 1
+        steps = max((item.num_speculative_tokens + bool(item.fanout) for item in items), default=0)
+        return DraftReplies(tuple(self._answer(item) for item in items), self._cost(steps))
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        self._sequences.release(request_ids)
+
+    def check(self) -> None:
+        self.guesser.ranked([0], 0, 1)
+
+    def _answer(self, item: SpeculateItem) -> DraftReply:
+        sequence = self._sequences.apply(item)
+        if not isinstance(sequence, _Sequence):
+            return sequence
+        if item.fanout:
+            branches = tuple(self._branches(item, sequence))
+            return Outcomes(item.request_id, item.round_id, item.base_len, branches)
+        guesses = self._chain(sequence.tokens, item.num_speculative_tokens, sequence.noise_key)
+        return Proposal(item.request_id, item.round_id, item.base_len, guesses)
+
+    def _branches(self, item: SpeculateItem, sequence: _Sequence) -> list[Branch]:
+        if len(item.fanout) != len(item.proposed_token_ids) + 1:
+            raise ProtocolError(f"fanout {item.fanout} does not fit {len(item.proposed_token_ids)} tokens")
+        branches = []
+        for num_accepted, width in enumerate(item.fanout):
+            prefix = [*sequence.tokens, *item.proposed_token_ids[:num_accepted]]
+            rejected = item.proposed_token_ids[num_accepted : num_accepted + 1]
+            likely = self.guesser.ranked(prefix, sequence.noise_key, width + 1)
+            for token in [token for token in likely if token not in rejected][:width]:
+                chain = self._chain([*prefix, token], item.num_speculative_tokens, sequence.noise_key)
+                branches.append(Branch(num_accepted, token, chain))
+        return branches
+
+    def _chain(self, prefix: Sequence[int], length: int, noise_key: int) -> tuple[int, ...]:
+        tokens = list(prefix)
+        for _ in range(length):
+            guess = self.guesser.ranked(tokens, noise_key, 1)
+            if not guess:
+                break
+            tokens.append(guess[0])
+        return tuple(tokens[len(prefix) :])

@@ -1,0 +1,110 @@
+"""A toy language model, and guessers of known quality that play the draft for it."""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+def _mix(tokens: Sequence[int], salt: int) -> int:
+    """63 bits that depend on every token, the order, and the salt; the same on every machine."""
+    value = (zlib.crc32(array("I", tokens).tobytes()) + len(tokens) + salt * _GOLDEN) & _MASK
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
+    return (value ^ (value >> 31)) >> 1
+
+
+@dataclass(frozen=True, slots=True)
+class ToyModel:
+    """Maps each prefix to a ranking of the vocabulary; the first is the next token.
+
+    Every earlier token matters, so a wrong or missing one anywhere shows in the output.
+    """
+
+    vocab_size: int = 64
+    salt: int = 0
+
+    def ranked(self, tokens: Sequence[int], seed: int, count: int) -> tuple[int, ...]:
+        """The ``count`` likeliest next tokens (at most vocab_size), likeliest first."""
+        first = _mix(tokens, self.salt * 1_000_003 + seed) % self.vocab_size
+        return tuple((first + rank) % self.vocab_size for rank in range(min(count, self.vocab_size)))
+
+    def next_token(self, tokens: Sequence[int], seed: int) -> int:
+        """The token that the model draws after ``tokens``."""
+        return _mix(tokens, self.salt * 1_000_003 + seed) % self.vocab_size
+
+    def generate(self, prompt: Sequence[int], num_tokens: int, seed: int = 0) -> tuple[int, ...]:
+        """What the model alone would write: the oracle of every test of speculation."""
+        tokens = list(prompt)
+        for _ in range(num_tokens):
+            tokens.append(self.next_token(tokens, seed))
+        return tuple(tokens[len(prompt) :])
+
+
+class Guesser(Protocol):
+    """What a draft thinks comes next."""
+
+    def ranked(self, tokens: Sequence[int], seed: int, count: int) -> tuple[int, ...]:
+        """Up to ``count`` different next tokens, likeliest first; empty: no guess at all."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PerfectGuesser:
+    """Always right."""
+
+    model: ToyModel
+
+    def ranked(self, tokens: Sequence[int], seed: int, count: int) -> tuple[int, ...]:
+        return self.model.ranked(tokens, seed, count)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomGuesser:
+    """Right as often as chance has it."""
+
+    model: ToyModel
+    salt: int = 77
+
+    def ranked(self, tokens: Sequence[int], seed: int, count: int) -> tuple[int, ...]:
+        other = ToyModel(vocab_size=self.model.vocab_size, salt=self.salt)
+        return other.ranked(tokens, seed, count)
+
+
+@dataclass(frozen=True, slots=True)
+class AdversarialGuesser:
+    """Never right."""
+
+    model: ToyModel
+
+    def ranked(self, tokens: Sequence[int], seed: int, count: int) -> tuple[int, ...]:
+        return self.model.ranked(tokens, seed, self.model.vocab_size)[1 : 1 + count]
+
+
+@dataclass(frozen=True, slots=True)
+class EmptyGuesser:
+    """Has nothing to say."""
+
+    def ranked(self, tokens: Sequence[int], seed: int, count: int) -> tuple[int, ...]:
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class NoisyGuesser:
+    """Right with probability ``agreement`` at each position, else the right token is its second choice."""
+
+    model: ToyModel
+    agreement: float = 0.6
+    salt: int = 5
+
+    def ranked(self, tokens: Sequence[int], seed: int, count: int) -> tuple[int, ...]:
+        best = self.model.ranked(tokens, seed, max(2, count))
+        is_right = _mix(tokens, self.salt * 7_919 + seed) % 10_000 < self.agreement * 10_000
+        ranking = best if is_right else (best[1], best[0], *best[2:])
+        return ranking[:count]
