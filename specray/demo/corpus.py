@@ -1,0 +1,259 @@
+"""The training text: Python source of the standard library and of permissively licensed packages.
+
+Which packages count is decided from their installed metadata alone. Whole files are held out, chosen
+by the hash of their path, so that the split does not depend on the order or number of the others.
+"""
+
+import hashlib
+import importlib.metadata
+import os
+import re
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+STDLIB_SOURCE = "python-stdlib"
+
+PERMISSIVE_LICENSES = frozenset(
+    {
+        "MIT",
+        "MIT-0",
+        "0BSD",
+        "BSD",
+        "BSD-2-Clause",
+        "BSD-3-Clause",
+        "Apache-2.0",
+        "PSF-2.0",
+        "Python-2.0",
+    }
+)
+
+_CLASSIFIER_LICENSES = {
+    "License :: OSI Approved :: MIT License": "MIT",
+    "License :: OSI Approved :: MIT No Attribution License (MIT-0)": "MIT-0",
+    "License :: OSI Approved :: BSD License": "BSD",
+    "License :: OSI Approved :: Apache Software License": "Apache-2.0",
+    "License :: OSI Approved :: Python Software Foundation License": "PSF-2.0",
+}
+
+# The free-text field of older metadata; only these exact spellings are taken for a licence.
+_FREE_TEXT_LICENSES = {
+    "mit": "MIT",
+    "mit license": "MIT",
+    "bsd": "BSD",
+    "bsd-2-clause": "BSD-2-Clause",
+    "bsd-3-clause": "BSD-3-Clause",
+    "3-clause bsd license": "BSD-3-Clause",
+    "apache 2.0": "Apache-2.0",
+    "apache-2.0": "Apache-2.0",
+    "apache 2.0 license": "Apache-2.0",
+    "apache license 2.0": "Apache-2.0",
+    "psf-2.0": "PSF-2.0",
+}
+
+# Directories whose files are tests, data tables, or copies of other distributions.
+_SKIPPED_DIRECTORIES = frozenset(
+    {
+        "__pycache__",
+        "_vendor",
+        "dist-packages",
+        "idle_test",
+        "lib2to3",
+        "site-packages",
+        "test",
+        "tests",
+        "turtledemo",
+        "vendor",
+        "vendored",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusConfig:
+    """What is read and how it is split.
+
+    `max_source_bytes` bounds one distribution (the standard library is taken whole), so that no single
+    package sets the style. One file in `holdout_modulus` is held out.
+    """
+
+    max_source_bytes: int = 5_000_000
+    min_file_bytes: int = 200
+    max_file_bytes: int = 200_000
+    max_mean_line_len: float = 80.0
+    max_digit_share: float = 0.15
+    holdout_modulus: int = 40
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One Python file; `path` is relative to its source and has forward slashes."""
+
+    source: str
+    path: str
+    text: str
+
+    @property
+    def key(self) -> str:
+        return f"{self.source}/{self.path}"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSummary:
+    """What one distribution gave to the corpus."""
+
+    source: str
+    version: str
+    license: str
+    num_files: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Deduplicated files, split by `is_held_out`."""
+
+    train: tuple[SourceFile, ...]
+    held_out: tuple[SourceFile, ...]
+    sources: tuple[SourceSummary, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    name: str
+    version: str
+    license: str
+    files: tuple[tuple[str, Path], ...]  # (path relative to the source, absolute path)
+    max_bytes: int | None
+
+
+def load_corpus(config: CorpusConfig | None = None) -> Corpus:
+    """Read the corpus that this interpreter's environment offers, in an order fixed by its content."""
+    config = config or CorpusConfig()
+    seen_contents: set[bytes] = set()
+    train: list[SourceFile] = []
+    held_out: list[SourceFile] = []
+    summaries: list[SourceSummary] = []
+    for source in _find_sources(config):
+        files = list(_read_source(source, config, seen_contents))
+        for file in files:
+            (held_out if is_held_out(file.key, config.holdout_modulus) else train).append(file)
+        num_bytes = sum(len(file.text.encode()) for file in files)
+        if files:
+            summaries.append(
+                SourceSummary(source.name, source.version, source.license, len(files), num_bytes)
+            )
+    return Corpus(tuple(train), tuple(held_out), tuple(summaries))
+
+
+def is_held_out(key: str, modulus: int) -> bool:
+    """True for one key in `modulus`, by hash: stable across machines and runs."""
+    return _hash_number(key) % modulus == 0
+
+
+def permissive_license(
+    expression: str | None, classifiers: Iterable[str], free_text: str | None
+) -> str | None:
+    """The licence as an SPDX-like text when all of it is permissive, else None.
+
+    The `License-Expression` field wins over classifiers, and these over the free-text field.
+    """
+    if expression:
+        return expression if _is_permissive_expression(expression) else None
+    named = [line for line in classifiers if line.startswith("License ::")]
+    if named:
+        if all(line in _CLASSIFIER_LICENSES for line in named):
+            return " AND ".join(sorted({_CLASSIFIER_LICENSES[line] for line in named}))
+        return None
+    return _FREE_TEXT_LICENSES.get((free_text or "").strip().lower())
+
+
+def is_readable_code(text: str, config: CorpusConfig) -> bool:
+    """False for files that are tables, blobs or too small or large to teach anything about code."""
+    num_bytes = len(text.encode())
+    if not config.min_file_bytes <= num_bytes <= config.max_file_bytes:
+        return False
+    if "\x00" in text:
+        return False
+    num_digits = sum(character.isdigit() for character in text)
+    return (
+        num_bytes / (text.count("\n") + 1) <= config.max_mean_line_len
+        and num_digits / num_bytes <= config.max_digit_share
+    )
+
+
+def _is_permissive_expression(expression: str) -> bool:
+    """AND needs every part, OR one part; nested brackets other than around a part are refused."""
+    if re.search(r"\([^()]*\(|\bWITH\b", expression):
+        return False
+    parts = re.split(r"\s+AND\s+", expression)
+    return all(
+        any(name.strip(" ()") in PERMISSIVE_LICENSES for name in re.split(r"\s+OR\s+", part))
+        for part in parts
+    )
+
+
+def _find_sources(config: CorpusConfig) -> Iterator[_Source]:
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    version = sysconfig.get_python_version()
+    yield _Source(STDLIB_SOURCE, version, "PSF-2.0", tuple(_walk(stdlib)), None)
+    distributions: dict[str, importlib.metadata.Distribution] = {
+        distribution.metadata["Name"]: distribution for distribution in importlib.metadata.distributions()
+    }
+    for name in sorted(distributions):
+        if name == "specray":
+            continue
+        distribution = distributions[name]
+        metadata = distribution.metadata
+        license_name = permissive_license(
+            (metadata.get_all("License-Expression") or (None,))[0],
+            metadata.get_all("Classifier") or (),
+            (metadata.get_all("License") or (None,))[0],
+        )
+        if license_name is not None:
+            files = tuple(_distribution_files(distribution))
+            yield _Source(name, distribution.version, license_name, files, config.max_source_bytes)
+
+
+def _walk(root: Path) -> Iterator[tuple[str, Path]]:
+    for directory, names, files in os.walk(root):
+        names[:] = sorted(name for name in names if name not in _SKIPPED_DIRECTORIES)
+        for file in sorted(files):
+            if file.endswith(".py"):
+                path = Path(directory) / file
+                yield path.relative_to(root).as_posix(), path
+
+
+def _distribution_files(distribution: importlib.metadata.Distribution) -> Iterator[tuple[str, Path]]:
+    for file in distribution.files or ():
+        parts = file.parts
+        if file.suffix == ".py" and ".." not in parts and not _SKIPPED_DIRECTORIES.intersection(parts):
+            yield file.as_posix(), Path(str(file.locate()))
+
+
+def _read_source(source: _Source, config: CorpusConfig, seen: set[bytes]) -> Iterator[SourceFile]:
+    """Files in the order of their hashed keys until the bound is met; contents met before are skipped."""
+    left = source.max_bytes
+    for path, location in sorted(source.files, key=lambda item: _hash_number(f"{source.name}/{item[0]}")):
+        text = _read_text(location)
+        if text is None or not is_readable_code(text, config):
+            continue
+        digest = hashlib.sha256(text.encode()).digest()
+        num_bytes = len(text.encode())
+        if digest in seen or (left is not None and num_bytes > left):
+            continue
+        seen.add(digest)
+        left = None if left is None else left - num_bytes
+        yield SourceFile(source.name, path, text)
+
+
+def _read_text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _hash_number(key: str) -> int:
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")

@@ -1,0 +1,95 @@
+"""A bfloat16 model with float32 master weights: Muon for its matrices, AdamW for the rest.
+
+Muon: Jordan et al. 2024; update scale of Liu et al. 2025 (arXiv:2502.16982), so both share one scale.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerConfig:
+    """Peak learning rates and their schedule over the fraction of the run that is done."""
+
+    matrix_learning_rate: float = 4e-3
+    learning_rate: float = 3e-3
+    weight_decay: float = 0.05
+    warmup_fraction: float = 0.02
+    final_fraction: float = 0.02  # of the peak, reached at the end
+    max_grad_norm: float = 1.0
+
+    def scale_at(self, progress: float) -> float:
+        """Linear warm-up, then linear decay; `progress` in [0, 1]."""
+        if progress < self.warmup_fraction:
+            return max(progress / self.warmup_fraction, 0.05)
+        done = (min(progress, 1.0) - self.warmup_fraction) / (1 - self.warmup_fraction)
+        return 1 - (1 - self.final_fraction) * done
+
+
+class MasterOptimizer:
+    """Steps float32 copies of a model's parameters and writes them back in the model's own type."""
+
+    def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
+        self._config = config
+        self._parameters = dict(model.named_parameters())
+        self._masters = {
+            name: nn.Parameter(parameter.detach().float().clone())
+            for name, parameter in self._parameters.items()
+        }
+        matrices = [p for name, p in self._masters.items() if p.ndim == 2 and "embed" not in name]
+        others = [p for name, p in self._masters.items() if p.ndim != 2 or "embed" in name]
+        self._muon = torch.optim.Muon(
+            matrices,
+            lr=config.matrix_learning_rate,
+            weight_decay=config.weight_decay,
+            momentum=0.95,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        self._adamw = torch.optim.AdamW(
+            others, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        )
+
+    def step(self, progress: float) -> float:
+        """Apply the gradients that lie in the model, clear them, and return their norm."""
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                self._masters[name].grad = parameter.grad.float()
+                parameter.grad = None
+        norm = nn.utils.clip_grad_norm_(self._masters.values(), self._config.max_grad_norm)
+        scale = self._config.scale_at(progress)
+        self._set_learning_rate(self._muon, self._config.matrix_learning_rate * scale)
+        self._set_learning_rate(self._adamw, self._config.learning_rate * scale)
+        optimizers: tuple[torch.optim.Optimizer, ...] = (self._muon, self._adamw)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self._write_back()
+        return float(norm)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "masters": {name: master.detach() for name, master in self._masters.items()},
+            "muon": self._muon.state_dict(),
+            "adamw": self._adamw.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        with torch.no_grad():
+            for name, master in self._masters.items():
+                master.copy_(state["masters"][name])
+        self._muon.load_state_dict(state["muon"])
+        self._adamw.load_state_dict(state["adamw"])
+        self._write_back()
+
+    @torch.no_grad()
+    def _write_back(self) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.copy_(self._masters[name])
+
+    @staticmethod
+    def _set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
