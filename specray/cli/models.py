@@ -10,6 +10,11 @@ app = typer.Typer(no_args_is_help=True, help="Train, evaluate and inflate checkp
 EMBEDDED_TARGET = "embedded"
 
 
+@app.callback()
+def models() -> None:
+    """Keeps the commands below named even while there is only one."""
+
+
 @app.command()
 def inflate(
     source: Annotated[str, typer.Argument(help="Llama checkpoint directory, or 'embedded' for the target.")],
