@@ -1,0 +1,165 @@
+"""Attention of a ragged step over the block cache.
+
+A step's new tokens are rows ``0..num_rows - 1``, sequence after sequence. Each layer first writes the rows'
+keys and values to their slots, then attends; so a row sees all that is before it in its sequence, and itself:
+
+    positions of one sequence:   [0 ............ start) [start ......... start + num_rows)
+                                  valid in the cache     written by this step, causal inside
+
+Sequences whose blocks are consecutive (always so on CPU, where one block holds a whole sequence) are read as
+views; others are gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from specray.engine.cache import BlockCache
+
+Slots = slice | torch.Tensor
+"""Some slots of the cache: a slice, or an int64 tensor ``[num_tokens]``."""
+
+
+class _Context(NamedTuple):
+    """What the rows of one sequence may see."""
+
+    slots: Slots
+    mask: torch.Tensor | None  # [num_rows * group_size, num_slots], additive; None: everything is visible
+
+
+@dataclass(slots=True)
+class SequenceRows:
+    """The rows of one sequence in a step."""
+
+    first_row: int
+    num_rows: int
+    start: int
+    """Position of the first row."""
+    block_ids: Sequence[int]
+    contexts: dict[int | None, _Context] = field(default_factory=dict)
+    """By sliding window; layers share them."""
+
+    @property
+    def end(self) -> int:
+        """Position after the last row: tokens of the sequence that are valid after the step."""
+        return self.start + self.num_rows
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionStep:
+    """Where the rows of one step are written, and what each sequence may see."""
+
+    rows: tuple[SequenceRows, ...]
+    write_slots: Slots
+    cache: BlockCache
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+    ) -> torch.Tensor:
+        """Writes the rows' keys and values, then attends.
+
+        Args:
+            query: ``[num_rows, num_heads, head_dim]``; head ``h`` uses kv head ``h // group_size``.
+            key, value: ``[num_rows, num_kv_heads, head_dim]``.
+            scale: factor on the dot products.
+            window: sliding window: a row sees itself and the ``window - 1`` positions before it.
+
+        Returns:
+            ``[num_rows, num_heads * head_dim]``.
+        """
+        self.cache.write(layer, self.write_slots, key, value)
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        group_size = query.shape[1] // key.shape[1]
+        outputs = [
+            _attend_rows(
+                query if len(self.rows) == 1 else query[rows.first_row : rows.first_row + rows.num_rows],
+                keys,
+                values,
+                _context(rows, window, group_size, self.cache.block_size, query),
+                scale,
+            )
+            for rows in self.rows
+        ]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def plan_attention(rows: Sequence[SequenceRows], cache: BlockCache) -> AttentionStep:
+    """Maps every row of a step to its slot. Each sequence must hold blocks for ``rows.end`` tokens."""
+    device = cache.keys[0].device
+    spans = [sequence_slots(r.block_ids, r.start, r.end, cache.block_size, device) for r in rows]
+    if len(spans) == 1:
+        return AttentionStep(tuple(rows), spans[0], cache)
+    slots = [torch.arange(s.start, s.stop, device=device) if isinstance(s, slice) else s for s in spans]
+    return AttentionStep(tuple(rows), torch.cat(slots), cache)
+
+
+def sequence_slots(
+    block_ids: Sequence[int], first: int, last: int, block_size: int, device: torch.device
+) -> Slots:
+    """Slots of the positions ``first..last - 1`` of a sequence; a slice when they are consecutive."""
+    first_block, last_block = first // block_size, -(-last // block_size)
+    assert last_block <= len(block_ids), f"{last} tokens do not fit {len(block_ids)} blocks of {block_size}"
+    needed = block_ids[first_block:last_block]
+    base = needed[0]
+    if all(block_id == base + i for i, block_id in enumerate(needed)):
+        shift = (base - first_block) * block_size
+        return slice(first + shift, last + shift)
+    positions = torch.arange(first, last, device=device)
+    table = torch.tensor(needed, device=device)
+    return table[positions // block_size - first_block] * block_size + positions % block_size
+
+
+def _context(
+    rows: SequenceRows, window: int | None, group_size: int, block_size: int, query: torch.Tensor
+) -> _Context:
+    context = rows.contexts.get(window)
+    if context is None:
+        first = 0 if window is None else max(0, rows.start - window + 1)
+        slots = sequence_slots(rows.block_ids, first, rows.end, block_size, query.device)
+        mask = _mask(rows, first, window, group_size, query) if rows.num_rows > 1 else None
+        context = rows.contexts[window] = _Context(slots, mask)
+    return context
+
+
+def _mask(
+    rows: SequenceRows, first: int, window: int | None, group_size: int, like: torch.Tensor
+) -> torch.Tensor:
+    """Additive mask ``[num_rows * group_size, end - first]``: 0 where a row may look, -inf elsewhere."""
+    queries = torch.arange(rows.start, rows.end, device=like.device).repeat_interleave(group_size)[:, None]
+    keys = torch.arange(first, rows.end, device=like.device)
+    is_hidden = keys > queries
+    if window is not None:
+        is_hidden |= keys <= queries - window
+    mask = torch.zeros(is_hidden.shape, dtype=like.dtype, device=like.device)
+    return mask.masked_fill_(is_hidden, float("-inf"))
+
+
+def _attend_rows(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, context: _Context, scale: float
+) -> torch.Tensor:
+    """The rows of one sequence. Query heads that share a kv head become rows of it: nothing is expanded."""
+    num_rows, num_heads, head_dim = query.shape
+    num_kv_heads = keys.shape[1]
+    group_size = num_heads // num_kv_heads
+    grouped = query.view(num_rows, num_kv_heads, group_size, head_dim).transpose(0, 1)
+    output = F.scaled_dot_product_attention(
+        grouped.reshape(1, num_kv_heads, num_rows * group_size, head_dim),
+        keys[context.slots].transpose(0, 1).unsqueeze(0),
+        values[context.slots].transpose(0, 1).unsqueeze(0),
+        attn_mask=context.mask,
+        scale=scale,
+    )
+    by_row = output.view(num_kv_heads, num_rows, group_size, head_dim).transpose(0, 1)
+    return by_row.reshape(num_rows, num_heads * head_dim)

@@ -1,0 +1,31 @@
+"""Which device and how many threads a process uses."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from specray.config import EngineConfig
+from specray.errors import ConfigError
+
+_CGROUP_CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
+
+
+def num_usable_cores() -> int:
+    """Cores that this process may use: its affinity, cut by the container's CPU limit. At least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    try:
+        quota, period = _CGROUP_CPU_LIMIT.read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+def choose_device(config: EngineConfig) -> torch.device:
+    """The device that the configuration means here. Raises ConfigError for CUDA where there is none."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is 'cuda', but no CUDA device is available; allowed here: 'cpu' or 'auto'")
+    use_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    return torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")

@@ -1,0 +1,246 @@
+"""The device side of an engine: one ragged forward per call, over one block cache.
+
+Draft and target are the same runner; what is proposed or verified is decided above it. The runner owns the
+weights and the K/V tensors, never who runs or which block belongs to whom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from specray.config import EMBEDDED, EngineConfig
+from specray.demo.paths import demo_draft_path, demo_target_path
+from specray.engine.attention import SequenceRows, plan_attention, sequence_slots
+from specray.engine.cache import BlockCache, bytes_per_token
+from specray.engine.device import choose_device, num_usable_cores
+from specray.engine.forward import CacheShape, Forward, Step
+from specray.engine.generic import GenericForward
+from specray.engine.loader import LoadedModel, ModelArgs, load_model
+from specray.errors import ConfigError
+
+if TYPE_CHECKING:
+    from specray.engine.parallel import ParallelContext
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_CUDA_BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceInput:
+    """One sequence's part of a step."""
+
+    token_ids: Sequence[int]
+    """New tokens, at least one."""
+    start: int
+    """Position of the first new token: the number of tokens of the sequence whose K/V are valid."""
+    block_ids: Sequence[int]
+    """Enough blocks for ``start + len(token_ids)`` tokens."""
+    num_logits: int
+    """Logits are wanted for the last so many of ``token_ids``; 0 only fills the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerInfo:
+    """What a runner says of its model and its limits."""
+
+    model_name: str
+    vocab_size: int
+    max_model_len: int
+    """Most tokens of one sequence."""
+    eos_token_ids: tuple[int, ...]
+    tokenizer_fingerprint: str
+    block_size: int
+    num_blocks: int
+    dtype: torch.dtype
+    device: torch.device
+    tensor_parallel_size: int
+    forward: str
+    """``lowered`` or ``generic``."""
+
+
+class ModelRunner:
+    """One rank's model and cache. In a tensor-parallel group every rank has one and calls the same ``run``.
+
+    The leader's ``run`` hands the step to the other ranks, which sit in ``follow``.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        cache: BlockCache,
+        info: RunnerInfo,
+        *,
+        parallel: ParallelContext | None = None,
+    ) -> None:
+        self.info = info
+        self.model_name = info.model_name
+        self.vocab_size = info.vocab_size
+        self.max_model_len = info.max_model_len
+        self.eos_token_ids = info.eos_token_ids
+        self.tokenizer_fingerprint = info.tokenizer_fingerprint
+        self.block_size = info.block_size
+        self.num_blocks = info.num_blocks
+        self.dtype = info.dtype
+        self.device = info.device
+        self.cache = cache
+        self._forward = forward
+        self._parallel = parallel
+
+    @torch.inference_mode()
+    def run(self, inputs: Sequence[SequenceInput]) -> torch.Tensor:
+        """One forward over the new tokens of all ``inputs``; every sequence appears at most once.
+
+        Returns:
+            Logits ``[sum(num_logits), vocab_size]``, float32, in the order of ``inputs``.
+
+        Raises:
+            EngineLostError: a rank of the group is gone.
+        """
+        if self._parallel is not None:
+            self._parallel.send_step(inputs)
+        return self._forward(self._plan(inputs))
+
+    def follow(self) -> None:
+        """Ranks other than the leader: runs what the leader runs until it closes.
+
+        Raises:
+            EngineLostError: the leader was silent for longer than the group's deadline.
+        """
+        assert self._parallel is not None and self._parallel.rank > 0, "only a follower follows"
+        with torch.inference_mode():
+            while (inputs := self._parallel.receive_step()) is not None:
+                self._forward(self._plan(inputs))
+
+    @torch.inference_mode()
+    def copy_tokens(
+        self, source_block_ids: Sequence[int], destination_block_ids: Sequence[int], num_tokens: int
+    ) -> None:
+        """Copies the K/V of a sequence's first ``num_tokens`` tokens into another sequence's blocks.
+
+        What branches of one prefix need where a block holds a whole sequence. Single process only.
+        """
+        assert self._parallel is None, "copy_tokens is not broadcast to a group"
+        source, destination = (
+            sequence_slots(ids, 0, num_tokens, self.info.block_size, self.device)
+            for ids in (source_block_ids, destination_block_ids)
+        )
+        self.cache.copy(source, destination)
+
+    def close(self) -> None:
+        """Lets the followers go and leaves the group; idempotent."""
+        if self._parallel is not None:
+            self._parallel.close()
+
+    def _plan(self, inputs: Sequence[SequenceInput]) -> Step:
+        if len(inputs) == 1:
+            return self._plan_single(inputs[0])
+        device = self.device
+        token_ids: list[int] = []
+        positions: list[int] = []
+        logit_rows: list[int] = []
+        rows: list[SequenceRows] = []
+        for item in inputs:
+            first, count = len(token_ids), len(item.token_ids)
+            assert count >= 1 and 0 <= item.num_logits <= count, item
+            rows.append(SequenceRows(first, count, item.start, item.block_ids))
+            token_ids.extend(item.token_ids)
+            positions.extend(range(item.start, item.start + count))
+            logit_rows.extend(range(first + count - item.num_logits, first + count))
+        return Step(
+            token_ids=torch.tensor(token_ids, device=device),
+            positions=torch.tensor(positions, device=device),
+            attention=plan_attention(rows, self.cache),
+            logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
+        )
+
+    def _plan_single(self, item: SequenceInput) -> Step:
+        count = len(item.token_ids)
+        assert count >= 1 and 0 <= item.num_logits <= count, item
+        return Step(
+            token_ids=torch.tensor(item.token_ids, device=self.device),
+            positions=slice(item.start, item.start + count),
+            attention=plan_attention((SequenceRows(0, count, item.start, item.block_ids),), self.cache),
+            logit_rows=slice(count - item.num_logits, count),
+        )
+
+
+def build_runner(config: EngineConfig, *, role: str, parallel: ParallelContext | None = None) -> ModelRunner:
+    """Loads the model and prepares everything that a first step needs.
+
+    Args:
+        role: ``draft`` or ``target``: which of the embedded pair ``embedded`` means.
+        parallel: this process's place in a tensor-parallel group; every rank calls this with the same config.
+
+    Raises:
+        ConfigError: names the setting, its value and what is allowed.
+    """
+    device = choose_device(config)
+    torch.set_num_threads(config.num_threads or num_usable_cores())
+    loaded = load_model(
+        ModelArgs(
+            path=_model_path(config, role),
+            dtype=_DTYPES[config.dtype],
+            device=device,
+            max_model_len=config.max_model_len,
+            tensor_parallel_size=1 if parallel is None else parallel.world_size,
+        )
+    )
+    forward = _build_forward(config, loaded)
+    shape = forward.cache_shape
+    block_size = config.block_size or (_CUDA_BLOCK_SIZE if device.type == "cuda" else loaded.max_model_len)
+    num_blocks = _num_blocks(config, loaded, shape, block_size)
+    cache = BlockCache(
+        num_layers=shape.num_layers,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=loaded.dtype,
+        device=device,
+    )
+    info = RunnerInfo(
+        model_name=loaded.name,
+        vocab_size=loaded.vocab_size,
+        max_model_len=loaded.max_model_len,
+        eos_token_ids=loaded.eos_token_ids,
+        tokenizer_fingerprint=loaded.tokenizer_fingerprint,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        dtype=loaded.dtype,
+        device=device,
+        tensor_parallel_size=1 if parallel is None else parallel.world_size,
+        forward=forward.name,
+    )
+    return ModelRunner(forward, cache, info, parallel=parallel)
+
+
+def _model_path(config: EngineConfig, role: str) -> str:
+    if config.model != EMBEDDED:
+        return config.model
+    return str(demo_draft_path() if role == "draft" else demo_target_path())
+
+
+def _build_forward(config: EngineConfig, loaded: LoadedModel) -> Forward:
+    return GenericForward(loaded.model)
+
+
+def _num_blocks(config: EngineConfig, loaded: LoadedModel, shape: CacheShape, block_size: int) -> int:
+    per_block = block_size * bytes_per_token(
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=loaded.dtype,
+    )
+    per_sequence = -(-loaded.max_model_len // block_size)
+    affordable = int(config.cache_memory_gib * 2**30) // per_block
+    if affordable < per_sequence:
+        needed = per_sequence * per_block / 2**30
+        raise ConfigError(
+            f"cache_memory_gib is {config.cache_memory_gib}; one sequence of max_model_len "
+            f"{loaded.max_model_len} needs {needed:.3f} GiB"
+        )
+    return min(affordable, config.max_num_seqs * per_sequence)

@@ -1,0 +1,116 @@
+"""Tiny random checkpoints on disk, and the reference that engines are compared with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+)
+
+VOCAB_SIZE = 96
+HIDDEN = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+    # Wide enough that argmaxes differ from position to position.
+    "initializer_range": 0.3,
+}
+LOWERED: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 2, "tie_word_embeddings": True},
+    "llama-biased-scaled": {
+        "model_type": "llama",
+        "num_key_value_heads": 4,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "mistral": {"num_key_value_heads": 2, "sliding_window": None, "tie_word_embeddings": False},
+    "mistral-windowed": {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 7},
+    "qwen2": {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": False},
+}
+GENERIC: dict[str, dict[str, Any]] = {
+    "gpt_neox": {},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
+    "olmo2": {"num_key_value_heads": 2},
+}
+
+
+def tiny_config(name: str, **overrides: Any) -> PreTrainedConfig:
+    """The configuration of one of the architectures above."""
+    values = {**HIDDEN, **{**LOWERED, **GENERIC}[name], **overrides}
+    model_type = values.pop("model_type", name)
+    return AutoConfig.for_model(model_type, **values)
+
+
+def write_checkpoint(directory: Path, name: str, *, seed: int = 0, **overrides: Any) -> Path:
+    """Writes random float32 weights and a byte-free toy tokenizer; returns the directory."""
+    torch.manual_seed(seed)
+    config = tiny_config(name, **overrides)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            # Norm weights and biases are ones and zeros otherwise, and then a forgotten one goes unseen.
+            parameter.data.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(directory)
+    write_tokenizer(directory, config.vocab_size)
+    return directory
+
+
+def write_tokenizer(directory: Path, vocab_size: int, *, prefix: str = "") -> None:
+    """A tokenizer of ``vocab_size`` words: ``<s>``, ``</s>``, then ``w2``, ``w3``, ..."""
+    vocab = {"<s>": 0, "</s>": 1, **{f"{prefix}w{i}": i for i in range(2, vocab_size)}}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="</s>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.save_pretrained(directory)
+
+
+def reference_model(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The library's own model, with its own attention."""
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
+
+
+@torch.inference_mode()
+def reference_logits(model: Any, token_ids: list[int]) -> torch.Tensor:
+    """Logits ``[len(token_ids), vocab_size]`` of a plain forward without a cache."""
+    logits: torch.Tensor = model(torch.tensor([token_ids]), use_cache=False).logits[0].float()
+    return logits
+
+
+@torch.inference_mode()
+def reference_greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
+    """What the library's ``generate`` appends to the prompt at temperature 0, end-of-sequence ignored."""
+    output = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        max_new_tokens=num_tokens,
+        min_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=1,
+    )
+    generated: list[int] = output[0, len(prompt) :].tolist()
+    return generated
