@@ -1,0 +1,191 @@
+"""Where a worker listens, and the gRPC options of both ends of a connection."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import socket
+import stat
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from grpc import aio
+
+from specray.errors import ConfigError
+
+MAX_SOCKET_PATH_BYTES = 107
+"""Of ``sockaddr_un.sun_path`` on Linux, without its final zero."""
+
+GrpcOptions = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelOptions:
+    """How a connection behaves; the same object serves the client and the server end.
+
+    Both ends ping: a router learns of a lost worker, and a worker frees the sequences of a lost router,
+    within ``keepalive_time_s + keepalive_timeout_s`` even when no packet says so.
+    """
+
+    max_receive_bytes: int = 64 * 1024 * 1024
+    max_send_bytes: int = 64 * 1024 * 1024
+    keepalive_time_s: float = 20.0
+    keepalive_timeout_s: float = 5.0
+    reuse_port: bool = False
+    """True: several processes may listen on one port and the kernel spreads connections over them."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_receive_bytes", "max_send_bytes"):
+            if not 1 <= getattr(self, name) < 2**31:
+                raise ConfigError(f"{name} is {getattr(self, name)}; allowed: 1..{2**31 - 1}")
+        for name in ("keepalive_time_s", "keepalive_timeout_s"):
+            if not 0.001 <= getattr(self, name) <= 86_400:
+                raise ConfigError(f"{name} is {getattr(self, name)}; allowed: 0.001..86400")
+
+    def for_client(self) -> GrpcOptions:
+        """Options of a channel: a connection of its own, straight to the peer."""
+        return (
+            *self._common(),
+            ("grpc.use_local_subchannel_pool", 1),
+            # Peers are inside the cluster: a proxy of the environment must not come between.
+            ("grpc.enable_http_proxy", 0),
+        )
+
+    def for_server(self) -> GrpcOptions:
+        """Options of a server, tolerant of the client's pings (else GOAWAY "too_many_pings")."""
+        return (
+            *self._common(),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", int(self.keepalive_time_s * 500)),
+            ("grpc.so_reuseport", int(self.reuse_port)),
+        )
+
+    def _common(self) -> GrpcOptions:
+        return (
+            ("grpc.max_receive_message_length", self.max_receive_bytes),
+            ("grpc.max_send_message_length", self.max_send_bytes),
+            ("grpc.keepalive_time_ms", int(self.keepalive_time_s * 1000)),
+            ("grpc.keepalive_timeout_ms", int(self.keepalive_timeout_s * 1000)),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.max_pings_without_data", 0),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """``unix:/path`` or ``host:port``; exactly one of ``path`` and ``host`` is set."""
+
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+    @property
+    def is_unix(self) -> bool:
+        return bool(self.path)
+
+    @property
+    def target(self) -> str:
+        """As gRPC writes it, and as users do."""
+        if self.is_unix:
+            return f"unix:{self.path}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_address(text: str) -> Address:
+    """Reads ``unix:/absolute/path``, ``host:port`` or ``[ipv6]:port``.
+
+    Raises:
+        ConfigError: names the address and the allowed forms.
+    """
+    if text.startswith("unix:"):
+        return _parse_unix(text)
+    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.%\w]+)\]|([A-Za-z0-9._-]+)):([0-9]{1,5})", text)
+    if match is None or int(match[3]) > 65535:
+        raise ConfigError(
+            f"address is {text!r}; allowed: unix:/absolute/path or host:port with port 0..65535"
+        )
+    return Address(host=match[1] or match[2], port=int(match[3]))
+
+
+def _parse_unix(text: str) -> Address:
+    path = text.removeprefix("unix:")
+    if path.startswith("//"):
+        path = path[2:]
+    if not path.startswith("/") or "\0" in path or path.endswith("/"):
+        raise ConfigError(f"address is {text!r}; a socket path must be absolute: unix:/path")
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+        raise ConfigError(
+            f"address is {text!r}; a socket path has at most {MAX_SOCKET_PATH_BYTES} bytes, "
+            f"this one has {len(os.fsencode(path))}"
+        )
+    return Address(path=path)
+
+
+def check_can_listen(address: Address) -> None:
+    """Tries the address before anything slow is loaded; removes the socket file of a process that died.
+
+    Raises:
+        ConfigError: in use, not writable, or not an address of this machine.
+    """
+    try:
+        if address.is_unix:
+            _check_unix(Path(address.path))
+        else:
+            _check_tcp(address)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"cannot listen on {address.target}: {reason}") from None
+
+
+def _check_unix(path: Path) -> None:
+    directory = path.parent
+    if not directory.is_dir():
+        raise FileNotFoundError(errno.ENOENT, f"{directory} is no directory")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, f"{directory} is not writable")
+    if not path.exists():
+        return
+    if not stat.S_ISSOCK(path.stat().st_mode):
+        raise FileExistsError(errno.EEXIST, "the path exists and is no socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+    raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+
+
+def _check_tcp(address: Address) -> None:
+    candidates = socket.getaddrinfo(
+        address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+    family, kind, protocol, _, target = candidates[0]
+    with socket.socket(family, kind, protocol) as probe:
+        # As gRPC does, so that connections of an earlier server in TIME_WAIT do not count as in use.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(target)
+        # Of two sockets with SO_REUSEADDR, only a listening one is in the way.
+        probe.listen(1)
+
+
+def bind(server: aio.Server, address: Address) -> Address:
+    """Makes a server that is not started yet listen; the address with the real port.
+
+    Raises:
+        ConfigError: in use, not writable, or not an address of this machine.
+    """
+    check_can_listen(address)
+    try:
+        port = server.add_insecure_port(address.target)
+    except RuntimeError:
+        # gRPC has logged the reason and tells only that it failed.
+        raise ConfigError(f"cannot listen on {address.target}") from None
+    return address if address.is_unix else replace(address, port=port)
+
+
+def remove_socket(address: Address) -> None:
+    """Removes the socket file of a server that has stopped; nothing for TCP."""
+    if address.is_unix:
+        Path(address.path).unlink(missing_ok=True)

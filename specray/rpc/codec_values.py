@@ -1,0 +1,193 @@
+"""The parts of messages that several services share, between domain types and protobuf."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from specray.errors import ProtocolError
+from specray.rpc.pb import types_pb2
+from specray.types import (
+    EngineInfo,
+    ItemFailed,
+    SamplingParams,
+    SparseProbs,
+    TokenLogprobs,
+    UnknownSequence,
+    Verification,
+)
+
+MessageT = TypeVar("MessageT", bound=Message)
+
+
+def parse(message_type: type[MessageT], data: bytes) -> MessageT:
+    """The message in ``data``. Raises ProtocolError when the bytes are no such message."""
+    try:
+        return message_type.FromString(data)
+    except DecodeError:
+        name = message_type.DESCRIPTOR.full_name
+        raise ProtocolError(f"{len(data)} bytes that are not a {name} message") from None
+
+
+def encode_verification(verification: Verification) -> types_pb2.Verification:
+    match verification:
+        case Verification.COUPLED:
+            return types_pb2.VERIFICATION_COUPLED
+        case Verification.REJECTION:
+            return types_pb2.VERIFICATION_REJECTION
+
+
+def decode_verification(verification: int) -> Verification:
+    """Raises ProtocolError for the unspecified value and for values of other protocol versions."""
+    match verification:
+        case types_pb2.VERIFICATION_COUPLED:
+            return Verification.COUPLED
+        case types_pb2.VERIFICATION_REJECTION:
+            return Verification.REJECTION
+        case _:
+            raise ProtocolError(f"verification is {verification}; allowed: 1 (coupled), 2 (rejection)")
+
+
+def encode_sampling(out: types_pb2.SamplingParams, sampling: SamplingParams) -> None:
+    out.temperature = sampling.temperature
+    out.top_k = sampling.top_k
+    out.top_p = sampling.top_p
+    out.min_p = sampling.min_p
+    out.repetition_penalty = sampling.repetition_penalty
+    out.presence_penalty = sampling.presence_penalty
+    out.frequency_penalty = sampling.frequency_penalty
+    if sampling.logit_bias:
+        out.logit_bias.extend(encode_logit_bias(sampling.logit_bias))
+    out.seed = sampling.seed
+    out.min_tokens = sampling.min_tokens
+    out.stop_token_ids.extend(sampling.stop_token_ids)
+    out.num_prompt_tokens = sampling.num_prompt_tokens
+    if sampling.num_logprobs is not None:
+        out.num_logprobs = sampling.num_logprobs
+    out.verification = encode_verification(sampling.verification)
+
+
+def decode_sampling(sampling: types_pb2.SamplingParams) -> SamplingParams:
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=decode_logit_bias(sampling.logit_bias),
+        seed=sampling.seed,
+        min_tokens=sampling.min_tokens,
+        stop_token_ids=tuple(sampling.stop_token_ids[:]),
+        num_prompt_tokens=sampling.num_prompt_tokens,
+        num_logprobs=sampling.num_logprobs if sampling.HasField("num_logprobs") else None,
+        verification=decode_verification(sampling.verification),
+    )
+
+
+def encode_logit_bias(logit_bias: Sequence[tuple[int, float]]) -> list[types_pb2.LogitBias]:
+    return [types_pb2.LogitBias(token_id=token_id, bias=bias) for token_id, bias in logit_bias]
+
+
+def decode_logit_bias(logit_bias: Sequence[types_pb2.LogitBias]) -> tuple[tuple[int, float], ...]:
+    return tuple((entry.token_id, entry.bias) for entry in logit_bias)
+
+
+def encode_sparse_probs(out: types_pb2.SparseProbs, probs: SparseProbs) -> None:
+    out.token_ids.extend(probs.token_ids)
+    out.probs.extend(probs.probs)
+
+
+def decode_draft_probs(
+    draft_probs: Sequence[types_pb2.SparseProbs], num_draft_tokens: int
+) -> tuple[SparseProbs, ...]:
+    """One distribution per draft token, or none. Raises ProtocolError for other counts."""
+    if not draft_probs:
+        return ()
+    if len(draft_probs) != num_draft_tokens:
+        raise ProtocolError(
+            f"draft_probs has {len(draft_probs)} entries for {num_draft_tokens} draft tokens; "
+            f"allowed: none or {num_draft_tokens}"
+        )
+    return tuple(map(_decode_sparse_probs, draft_probs))
+
+
+def _decode_sparse_probs(probs: types_pb2.SparseProbs) -> SparseProbs:
+    token_ids, values = tuple(probs.token_ids[:]), tuple(probs.probs[:])
+    if len(token_ids) != len(values):
+        raise ProtocolError(f"SparseProbs has {len(token_ids)} token_ids and {len(values)} probs")
+    return SparseProbs(token_ids, values)
+
+
+def encode_token_logprobs(out: types_pb2.TokenLogprobs, logprobs: TokenLogprobs) -> None:
+    out.token_id = logprobs.token_id
+    out.logprob = logprobs.logprob
+    out.top_token_ids.extend(logprobs.top_token_ids)
+    out.top_logprobs.extend(logprobs.top_logprobs)
+
+
+def decode_token_logprobs(logprobs: types_pb2.TokenLogprobs) -> TokenLogprobs:
+    """Raises ProtocolError when ids and logprobs do not pair up."""
+    token_ids, values = tuple(logprobs.top_token_ids[:]), tuple(logprobs.top_logprobs[:])
+    if len(token_ids) != len(values):
+        raise ProtocolError(
+            f"TokenLogprobs has {len(token_ids)} top_token_ids and {len(values)} top_logprobs"
+        )
+    return TokenLogprobs(logprobs.token_id, logprobs.logprob, token_ids, values)
+
+
+def encode_unknown_sequence(out: types_pb2.UnknownSequence, reply: UnknownSequence) -> None:
+    out.request_id = reply.request_id
+    out.round_id = reply.round_id
+    out.base_len = reply.base_len
+
+
+def decode_unknown_sequence(reply: types_pb2.UnknownSequence) -> UnknownSequence:
+    return UnknownSequence(reply.request_id, reply.round_id, reply.base_len)
+
+
+def encode_item_failed(out: types_pb2.ItemFailed, reply: ItemFailed) -> None:
+    out.request_id = reply.request_id
+    out.round_id = reply.round_id
+    out.base_len = reply.base_len
+    out.message = reply.message
+    out.is_retriable = reply.is_retriable
+
+
+def decode_item_failed(reply: types_pb2.ItemFailed) -> ItemFailed:
+    return ItemFailed(reply.request_id, reply.round_id, reply.base_len, reply.message, reply.is_retriable)
+
+
+def encode_engine_info(out: types_pb2.EngineInfo, info: EngineInfo) -> None:
+    out.role = info.role
+    out.model = info.model
+    out.vocab_size = info.vocab_size
+    out.tokenizer_fingerprint = info.tokenizer_fingerprint
+    out.block_size = info.block_size
+    out.num_blocks = info.num_blocks
+    out.max_model_len = info.max_model_len
+    out.max_num_seqs = info.max_num_seqs
+    out.max_num_batched_tokens = info.max_num_batched_tokens
+    out.protocol_version = info.protocol_version
+    out.dtype = info.dtype
+    out.tensor_parallel_size = info.tensor_parallel_size
+
+
+def decode_engine_info(info: types_pb2.EngineInfo) -> EngineInfo:
+    return EngineInfo(
+        role=info.role,
+        model=info.model,
+        vocab_size=info.vocab_size,
+        tokenizer_fingerprint=info.tokenizer_fingerprint,
+        block_size=info.block_size,
+        num_blocks=info.num_blocks,
+        max_model_len=info.max_model_len,
+        max_num_seqs=info.max_num_seqs,
+        max_num_batched_tokens=info.max_num_batched_tokens,
+        protocol_version=info.protocol_version,
+        dtype=info.dtype,
+        tensor_parallel_size=info.tensor_parallel_size,
+    )

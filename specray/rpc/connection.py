@@ -1,0 +1,249 @@
+"""A router's connection to one engine: one channel, one long stream, the same for draft and target."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import grpc
+from grpc import aio
+
+from specray.errors import ConfigError, EngineLostError, ProtocolError
+from specray.rpc.channel import Address, ChannelOptions, parse_address
+from specray.rpc.role import ItemT, RepliesT, ReplyT, Role
+from specray.types import PROTOCOL_VERSION, EngineInfo
+
+logger = logging.getLogger(__name__)
+
+ValueT = TypeVar("ValueT")
+BytesStream = aio.StreamStreamCall[bytes, bytes]
+
+
+class EngineConnection(Generic[ItemT, ReplyT, RepliesT]):
+    """Sends batches of items and receives batches of replies, independently of each other.
+
+    A reader task takes replies off the stream as they arrive, so a caller may give up waiting for
+    ``replies`` without harm to the stream, and a lost engine is noticed while nobody waits. When
+    ``max_unread`` batches lie unread it stops reading, and gRPC's flow control holds the engine back.
+    """
+
+    def __init__(
+        self,
+        role: Role[ItemT, ReplyT, RepliesT],
+        address: Address,
+        channel: aio.Channel,
+        stream: BytesStream,
+        info: EngineInfo,
+        *,
+        send_timeout_s: float = 5.0,
+        max_unread: int = 256,
+    ) -> None:
+        self._role = role
+        self._address = address
+        self._channel = channel
+        self._stream = stream
+        self._info = info
+        self._send_timeout_s = send_timeout_s
+        self._inbox: _Inbox[RepliesT] = _Inbox(max_unread)
+        self._write_lock = asyncio.Lock()
+        self._is_closed = False
+        self._reader = asyncio.create_task(self._read_stream())
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine said of itself when the connection was made."""
+        return self._info
+
+    @property
+    def is_lost(self) -> bool:
+        """True when the connection is gone or closed; every call raises EngineLostError."""
+        return self._inbox.reason is not None
+
+    async def send(self, items: Sequence[ItemT]) -> None:
+        """Sends one batch. A send that is cancelled half-way ends the connection.
+
+        Raises:
+            EngineLostError: the connection is gone, or the engine took nothing for ``send_timeout_s``.
+        """
+        await self._write(self._role.encode_request(items, ()))
+
+    async def release(self, request_ids: Sequence[str]) -> None:
+        """Frees the sequences on the engine, in order with the items. Raises EngineLostError."""
+        if request_ids:
+            await self._write(self._role.encode_request((), request_ids))
+
+    async def replies(self) -> RepliesT:
+        """Waits for the next batch of replies; may be cancelled and called again.
+
+        Raises:
+            EngineLostError: the connection is gone and everything that had arrived was taken.
+        """
+        return await self._inbox.get()
+
+    async def close(self) -> None:
+        """Ends the stream, which frees everything it holds on the engine; idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._lose("the connection was closed")
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+        await self._channel.close(None)
+
+    async def _write(self, data: bytes) -> None:
+        try:
+            async with asyncio.timeout(self._send_timeout_s), self._write_lock:
+                self._inbox.raise_if_failed()
+                await self._stream.write(data)
+        except TimeoutError:
+            self._lose(f"took nothing for {self._send_timeout_s} s")
+        except aio.AioRpcError as error:
+            self._lose(describe(error))
+        except (asyncio.InvalidStateError, aio.BaseError) as error:
+            self._lose(f"the stream has ended ({error})")
+        except asyncio.CancelledError:
+            # gRPC also raises this in a writer whose stream the reader or close() has cancelled.
+            if _is_own_cancellation():
+                raise
+            self._lose("the stream was cancelled")
+        else:
+            return
+        self._inbox.raise_if_failed()
+
+    async def _read_stream(self) -> None:
+        try:
+            while (data := await self._stream.read()) is not aio.EOF:
+                await self._inbox.put(self._role.decode_replies(_as_bytes(data)))
+            self._lose("the engine ended the stream")
+        except aio.AioRpcError as error:
+            self._lose(describe(error))
+        except ProtocolError as error:
+            self._lose(f"broke the protocol: {error}")
+        except asyncio.CancelledError:
+            self._lose("the stream was cancelled")
+            raise
+        except Exception as error:
+            logger.exception("reading the stream of the %s at %s", self._role.name, self._address.target)
+            self._lose(f"the stream could not be read ({type(error).__name__})")
+
+    def _lose(self, reason: str) -> None:
+        self._inbox.fail(f"{self._role.name} at {self._address.target}: {reason}")
+        self._stream.cancel()
+
+
+class _Inbox(Generic[ValueT]):
+    """What has arrived and was not taken: bounded, and wakes its reader when nothing more will come."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._values: deque[ValueT] = deque()
+        self._arrived = asyncio.Event()
+        self._taken = asyncio.Event()
+        self.reason: str | None = None
+        """Why nothing more will come."""
+
+    async def put(self, value: ValueT) -> None:
+        while len(self._values) >= self._capacity:
+            self._taken.clear()
+            await self._taken.wait()
+        self._values.append(value)
+        self._arrived.set()
+
+    async def get(self) -> ValueT:
+        while not self._values:
+            self.raise_if_failed()
+            self._arrived.clear()
+            await self._arrived.wait()
+        self._taken.set()
+        return self._values.popleft()
+
+    def fail(self, reason: str) -> None:
+        if self.reason is None:
+            self.reason = reason
+        self._arrived.set()
+
+    def raise_if_failed(self) -> None:
+        if self.reason is not None:
+            raise EngineLostError(self.reason)
+
+
+async def open_stream(
+    role: Role[Any, Any, Any],
+    address: Address,
+    *,
+    timeout_s: float,
+    wait_for_ready: bool,
+    options: ChannelOptions,
+) -> tuple[aio.Channel, BytesStream, EngineInfo]:
+    """Asks the engine who it is and opens the stream; returns once the engine has accepted it.
+
+    Raises:
+        EngineLostError: nobody answers within ``timeout_s``, or the engine refuses.
+        ConfigError: the engine has another role.
+        ProtocolError: the engine speaks another protocol version or answers nonsense.
+    """
+    channel = aio.insecure_channel(
+        address.target, options=options.for_client(), compression=grpc.Compression.NoCompression
+    )
+    try:
+        async with asyncio.timeout(timeout_s):
+            get_info: aio.UnaryUnaryMultiCallable[bytes, bytes]
+            get_info = channel.unary_unary(role.info_path, None, None)
+            info = role.decode_info(await get_info(b"", timeout=timeout_s, wait_for_ready=wait_for_ready))
+            _check_info(role, address, info)
+            stream: BytesStream = channel.stream_stream(role.stream_path, None, None)()
+            await stream.initial_metadata()
+            if stream.done():
+                reason = f"{(await stream.code()).name}: {await stream.details()}"
+                raise EngineLostError(f"{role.name} at {address.target}: {reason}")
+        return channel, stream, info
+    except BaseException as error:
+        await channel.close(None)
+        match error:
+            case TimeoutError():
+                reason = f"no answer within {timeout_s} s"
+            case aio.AioRpcError():
+                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    raise ConfigError(
+                        f"{address.target} serves no {role.service}: is it a {role.name}?"
+                    ) from None
+                reason = describe(error)
+            case _:
+                raise
+        raise EngineLostError(f"{role.name} at {address.target}: {reason}") from None
+
+
+def _check_info(role: Role[Any, Any, Any], address: Address, info: EngineInfo) -> None:
+    if info.role != role.name:
+        raise ConfigError(f"the worker at {address.target} is a {info.role!r}; needed: {role.name!r}")
+    if info.protocol_version != PROTOCOL_VERSION:
+        raise ProtocolError(
+            f"the {role.name} at {address.target} speaks protocol version {info.protocol_version}; "
+            f"needed: {PROTOCOL_VERSION}"
+        )
+
+
+def describe(error: aio.AioRpcError) -> str:
+    """Status and text of a failed call, without gRPC's internals."""
+    return f"{error.code().name}: {error.details()}"
+
+
+def parse_peer(address: str) -> Address:
+    """An address to connect to. Raises ConfigError."""
+    parsed = parse_address(address)
+    if not parsed.is_unix and parsed.port == 0:
+        raise ConfigError(f"address is {address!r}; a port to connect to is 1..65535")
+    return parsed
+
+
+def _is_own_cancellation() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _as_bytes(data: object) -> bytes:
+    assert isinstance(data, bytes)
+    return data

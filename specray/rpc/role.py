@@ -1,0 +1,141 @@
+"""What differs between the two engines on the wire; everything else about them is one code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Generic, Literal, Protocol, TypeVar
+
+from specray.interfaces import DraftEngine, TargetEngine
+from specray.rpc import codec
+from specray.rpc.codec import RequestBatch
+from specray.types import (
+    DraftReplies,
+    DraftReply,
+    EngineInfo,
+    ItemFailed,
+    SpeculateItem,
+    TargetReplies,
+    TargetReply,
+    UnknownSequence,
+    VerifyItem,
+)
+
+RoleName = Literal["draft", "target"]
+
+
+class Item(Protocol):
+    """What the transport reads of an item; the rest is between router and engine."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def round_id(self) -> int: ...
+    @property
+    def base_len(self) -> int: ...
+
+
+ItemT = TypeVar("ItemT", bound=Item)
+ReplyT = TypeVar("ReplyT", bound=Item)
+RepliesT = TypeVar("RepliesT")
+
+
+@dataclass(frozen=True, slots=True)
+class Role(Generic[ItemT, ReplyT, RepliesT]):
+    """One engine's service: its names, its codec, and how its batches of replies are made and read."""
+
+    name: RoleName
+    service: str
+    """Full name of the gRPC service, also the name of its health status."""
+    stream_method: str
+    info_method: str
+    merges_requests: bool
+    """True: requests of all routers that wait become one engine call."""
+    encode_request: Callable[[Sequence[ItemT], Sequence[str]], bytes]
+    decode_request: Callable[[bytes], RequestBatch[ItemT]]
+    encode_replies: Callable[[RepliesT], bytes]
+    decode_replies: Callable[[bytes], RepliesT]
+    encode_info: Callable[[EngineInfo], bytes]
+    decode_info: Callable[[bytes], EngineInfo]
+    make_replies: Callable[[tuple[ReplyT, ...], int], RepliesT]
+    read_replies: Callable[[RepliesT], tuple[tuple[ReplyT, ...], int]]
+    """(replies, forward_ns)."""
+    unknown_sequence: Callable[[ItemT], ReplyT]
+    item_failed: Callable[[ItemT, str], ReplyT]
+    """The reply to an item that can never be served."""
+
+    @property
+    def stream_path(self) -> str:
+        return f"/{self.service}/{self.stream_method}"
+
+    @property
+    def info_path(self) -> str:
+        return f"/{self.service}/{self.info_method}"
+
+
+@dataclass(frozen=True, slots=True)
+class BoundEngine(Generic[ItemT, RepliesT]):
+    """An engine with its verb under a common name; :mod:`specray.interfaces` says what it promises."""
+
+    info: EngineInfo
+    run: Callable[[Sequence[ItemT]], RepliesT]
+    release: Callable[[Sequence[str]], None]
+    check: Callable[[], None]
+
+
+def bind_draft(engine: DraftEngine) -> BoundEngine[SpeculateItem, DraftReplies]:
+    return BoundEngine(engine.info, engine.speculate, engine.release, engine.check)
+
+
+def bind_target(engine: TargetEngine) -> BoundEngine[VerifyItem, TargetReplies]:
+    return BoundEngine(engine.info, engine.verify, engine.release, engine.check)
+
+
+DraftRole = Role[SpeculateItem, DraftReply, DraftReplies]
+TargetRole = Role[VerifyItem, TargetReply, TargetReplies]
+
+
+def _unknown_sequence(item: Item) -> UnknownSequence:
+    return UnknownSequence(item.request_id, item.round_id, item.base_len)
+
+
+def _item_failed(item: Item, message: str) -> ItemFailed:
+    return ItemFailed(item.request_id, item.round_id, item.base_len, message, is_retriable=False)
+
+
+DRAFT: Final[DraftRole] = Role(
+    name="draft",
+    service="specray.v1.DraftService",
+    stream_method="Speculate",
+    info_method="GetDraftInfo",
+    merges_requests=True,
+    encode_request=codec.encode_speculate_request,
+    decode_request=codec.decode_speculate_request,
+    encode_replies=codec.encode_draft_replies,
+    decode_replies=codec.decode_draft_replies,
+    encode_info=codec.encode_draft_info,
+    decode_info=codec.decode_draft_info,
+    make_replies=DraftReplies,
+    read_replies=lambda batch: (batch.replies, batch.forward_ns),
+    unknown_sequence=_unknown_sequence,
+    item_failed=_item_failed,
+)
+
+TARGET: Final[TargetRole] = Role(
+    name="target",
+    service="specray.v1.TargetService",
+    stream_method="Verify",
+    info_method="GetTargetInfo",
+    # One request is one ragged forward, composed by the router under its token budget.
+    merges_requests=False,
+    encode_request=codec.encode_verify_request,
+    decode_request=codec.decode_verify_request,
+    encode_replies=codec.encode_target_replies,
+    decode_replies=codec.decode_target_replies,
+    encode_info=codec.encode_target_info,
+    decode_info=codec.decode_target_info,
+    make_replies=TargetReplies,
+    read_replies=lambda batch: (batch.replies, batch.forward_ns),
+    unknown_sequence=_unknown_sequence,
+    item_failed=_item_failed,
+)

@@ -1,0 +1,212 @@
+"""The gRPC server of one engine: many routers' streams in front, one engine thread behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Generic
+
+import grpc
+from grpc import aio
+
+from specray.errors import ConfigError, EngineLostError
+from specray.interfaces import DraftEngine, TargetEngine
+from specray.rpc.channel import ChannelOptions, bind, check_can_listen, parse_address, remove_socket
+from specray.rpc.engine_thread import EngineThread
+from specray.rpc.health import Health
+from specray.rpc.role import (
+    DRAFT,
+    TARGET,
+    BoundEngine,
+    ItemT,
+    RepliesT,
+    ReplyT,
+    Role,
+    bind_draft,
+    bind_target,
+)
+from specray.rpc.router_stream import Ending, RouterStream
+from specray.types import (
+    DraftReplies,
+    DraftReply,
+    SpeculateItem,
+    TargetReplies,
+    TargetReply,
+    VerifyItem,
+)
+
+STOPPING = Ending(grpc.StatusCode.UNAVAILABLE, "the worker is stopping", drains=True)
+
+
+class EngineServer(Generic[ItemT, ReplyT, RepliesT]):
+    """Serves one engine to many routers; made by :func:`draft_server` and :func:`target_server`.
+
+    The engine lives on a thread of its own, from its construction on. A draft answers all requests that wait
+    with one engine call; a target makes each request one call, in order of arrival. A stream that ends frees
+    its sequences. When the engine breaks, streams end with INTERNAL and health becomes NOT_SERVING.
+    """
+
+    def __init__(
+        self,
+        role: Role[ItemT, ReplyT, RepliesT],
+        make_engine: Callable[[], BoundEngine[ItemT, RepliesT]],
+        address: str,
+        *,
+        options: ChannelOptions | None = None,
+        max_pending: int = 256,
+    ) -> None:
+        """``max_pending``: unanswered requests of one stream; more are not read.
+
+        Raises:
+            ConfigError: the address is no address.
+        """
+        self._role = role
+        self._make_engine = make_engine
+        self._address = parse_address(address)
+        self._options = options or ChannelOptions()
+        self._max_pending = max_pending
+        self._health = Health(role.service)
+        self._streams: set[RouterStream[ItemT, ReplyT, RepliesT]] = set()
+        self._refusal: Ending | None = None
+        self._info = b""
+        self._thread: EngineThread[ItemT, ReplyT, RepliesT] | None = None
+        self._server: aio.Server | None = None
+        self._background: set[asyncio.Task[None]] = set()
+        self._broken: asyncio.Future[EngineLostError] | None = None
+
+    @property
+    def address(self) -> str:
+        """Where the server listens; after ``start`` with the real port."""
+        return self._address.target
+
+    @property
+    def is_serving(self) -> bool:
+        """True between ``start`` and ``stop`` while the engine works."""
+        return self._health.is_serving
+
+    async def start(self, *, timeout_s: float = 600.0) -> str:
+        """Loads the engine, then listens. Returns the address.
+
+        Raises:
+            ConfigError: the address cannot be listened on, or the engine has the other role.
+            EngineLostError: the engine was not loaded within ``timeout_s`` seconds.
+            Exception: what the engine's factory raises.
+        """
+        check_can_listen(self._address)
+        self._broken = asyncio.get_running_loop().create_future()
+        self._thread = EngineThread(self._role, self._make_engine, on_broken=self._on_broken)
+        try:
+            info = await self._thread.start(timeout_s)
+            if info.role != self._role.name:
+                raise ConfigError(f"the engine is a {info.role!r}; needed: {self._role.name!r}")
+            self._info = self._role.encode_info(info)
+            self._server = aio.server(
+                options=self._options.for_server(), compression=grpc.Compression.NoCompression
+            )
+            await self._health.attach(self._server)
+            self._server.add_generic_rpc_handlers((self._handlers(),))
+            self._address = bind(self._server, self._address)
+            await self._server.start()
+        except BaseException:
+            await self._thread.stop(0.0)
+            raise
+        await self._health.set_serving(True)
+        return self.address
+
+    async def stop(self, grace_s: float = 5.0) -> None:
+        """NOT_SERVING first; then requests in hand are answered, for at most ``grace_s``; idempotent.
+
+        Routers get UNAVAILABLE, that is EngineLostError, and take their sessions elsewhere.
+        """
+        server, thread, self._server, self._thread = self._server, self._thread, None, None
+        if server is None or thread is None:
+            return
+        await self._health.stop()
+        self._refuse(STOPPING)
+        await server.stop(grace_s)
+        await thread.stop(grace_s)
+        remove_socket(self._address)
+
+    async def check(self, *, timeout_s: float) -> None:
+        """Runs the engine's real step on its thread.
+
+        Raises:
+            EngineLostError: the engine is broken, does not run, or needs longer than ``timeout_s`` seconds.
+        """
+        if self._thread is None:
+            raise EngineLostError(f"the {self._role.name} server does not run")
+        await self._thread.check(timeout_s)
+
+    async def wait_broken(self) -> EngineLostError:
+        """Waits until the engine breaks, if ever, and returns why; after ``start``."""
+        if self._broken is None:
+            raise EngineLostError(f"the {self._role.name} server does not run")
+        return await asyncio.shield(self._broken)
+
+    def _handlers(self) -> grpc.GenericRpcHandler:
+        # No (de)serialisers: messages stay bytes, so that broken ones are ours to answer.
+        return grpc.method_handlers_generic_handler(
+            self._role.service,
+            {
+                self._role.stream_method: grpc.stream_stream_rpc_method_handler(self._serve_stream),
+                self._role.info_method: grpc.unary_unary_rpc_method_handler(self._serve_info),
+            },
+        )
+
+    async def _serve_info(self, _: bytes, context: aio.ServicerContext[Any, Any]) -> bytes:
+        return self._info
+
+    async def _serve_stream(self, _: object, context: aio.ServicerContext[Any, Any]) -> None:
+        if self._refusal is not None or self._thread is None:
+            refusal = self._refusal or STOPPING
+            await context.abort(refusal.code, refusal.details)
+        thread = self._thread
+        await context.send_initial_metadata(())
+        stream = RouterStream(self._role, context, max_pending=self._max_pending)
+        self._streams.add(stream)
+        try:
+            ending = await stream.serve(lambda batch: thread.submit(stream, batch))
+        finally:
+            self._streams.discard(stream)
+            thread.end_stream(stream)
+        if ending.code is not grpc.StatusCode.OK:
+            await context.abort(ending.code, ending.details)
+
+    def _refuse(self, ending: Ending) -> None:
+        self._refusal = self._refusal or ending
+        for stream in self._streams:
+            stream.end(ending)
+
+    def _on_broken(self, error: EngineLostError) -> None:
+        self._refuse(Ending(grpc.StatusCode.INTERNAL, str(error)))
+        task = asyncio.create_task(self._health.set_serving(False))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        if self._broken is not None and not self._broken.done():
+            self._broken.set_result(error)
+
+
+def draft_server(
+    make_engine: Callable[[], DraftEngine],
+    address: str,
+    *,
+    options: ChannelOptions | None = None,
+    max_pending: int = 256,
+) -> EngineServer[SpeculateItem, DraftReply, DraftReplies]:
+    """A server for the draft that ``make_engine`` builds on the engine thread. Raises ConfigError."""
+    return EngineServer(
+        DRAFT, lambda: bind_draft(make_engine()), address, options=options, max_pending=max_pending
+    )
+
+
+def target_server(
+    make_engine: Callable[[], TargetEngine],
+    address: str,
+    *,
+    options: ChannelOptions | None = None,
+    max_pending: int = 256,
+) -> EngineServer[VerifyItem, TargetReply, TargetReplies]:
+    """A server for the target that ``make_engine`` builds on the engine thread. Raises ConfigError."""
+    return EngineServer(
+        TARGET, lambda: bind_target(make_engine()), address, options=options, max_pending=max_pending
+    )
