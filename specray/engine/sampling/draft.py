@@ -11,8 +11,8 @@ from torch import Tensor
 
 from specray.engine.sampling.noise import NoiseKey, NoiseSource, Purpose
 from specray.engine.sampling.processors import RowGroup, process_logits
-from specray.engine.sampling.verify import draw_coupled
-from specray.types import SamplingParams, SparseProbs, Verification
+from specray.engine.sampling.verify import add_draw_noise, draws_by_rejection
+from specray.types import SparseProbs
 
 
 class DraftToken(NamedTuple):
@@ -42,8 +42,7 @@ class DraftSampler:
             groups: one row each.
         """
         processed = process_logits(logits, groups)
-        scores = self._scores(processed, groups, rejection_purpose=None)
-        chosen = scores.argmax(-1).tolist()
+        chosen = add_draw_noise(processed, groups, self._noise).argmax(-1).tolist()
         return [
             self._draw_truncated(row, group)
             if draws_by_rejection(group.sampling)
@@ -64,45 +63,23 @@ class DraftSampler:
         of its residual draw; neither decides whether a draft token is accepted.
 
         Args:
-            logits: unprocessed, ``[len(groups), vocab_size]``.
-            groups: one row each.
-            counts: most tokens wanted per row.
+            logits: unprocessed, ``[sum of num_rows, vocab_size]``.
+            counts: most tokens wanted, per row.
             excluded: a token per row that cannot come (the rejected draft token), or None.
         """
-        processed = process_logits(logits, groups)
-        scores = self._scores(processed, groups, rejection_purpose=Purpose.RESIDUAL_DRAW)
-        width = min(scores.shape[1], max(counts) + 1)
-        values, token_ids = scores.topk(width, dim=-1)
-        ranked = []
-        for row_values, row, count, skip in zip(
-            values.tolist(), token_ids.tolist(), counts, excluded, strict=True
-        ):
-            possible = [
+        scores = add_draw_noise(
+            process_logits(logits, groups), groups, self._noise, rejection_purpose=Purpose.RESIDUAL_DRAW
+        )
+        values, token_ids = scores.topk(min(scores.shape[1], max(counts) + 1), dim=-1)
+        rows = zip(values.tolist(), token_ids.tolist(), counts, excluded, strict=True)
+        return [
+            [
                 token
                 for value, token in zip(row_values, row, strict=True)
                 if token != skip and value > -math.inf
-            ]
-            ranked.append(possible[:count])
-        return ranked
-
-    def _scores(
-        self, processed: Tensor, groups: Sequence[RowGroup], *, rejection_purpose: Purpose | None
-    ) -> Tensor:
-        """Processed logits plus the noise of each row's rule; greedy rows have none.
-
-        Args:
-            rejection_purpose: noise for rows under rejection verification; None leaves them without.
-        """
-        keys = [_score_key(group, rejection_purpose) for group in groups]
-        rows = [row for row, key in enumerate(keys) if key is not None]
-        if not rows:
-            return processed
-        noise = self._noise.gumbel([key for key in keys if key is not None])
-        if len(rows) == len(keys):
-            return processed + noise
-        scores = processed.double()
-        scores[rows] += noise
-        return scores
+            ][:count]
+            for row_values, row, count, skip in rows
+        ]
 
     def _draw_truncated(self, processed: Tensor, group: RowGroup) -> DraftToken:
         """Samples the likeliest tokens' renormalised distribution, rounded to the float32 that travels."""
@@ -112,20 +89,7 @@ class DraftSampler:
         is_possible = probs > 0.0
         probs, token_ids = probs[is_possible], token_ids[is_possible]
         key = NoiseKey(group.sampling.seed, group.first_position, Purpose.DRAFT_DRAW)
-        noise = self._noise.gumbel([key])[:, token_ids]
-        choice = int(draw_coupled(probs.double().log()[None], noise))
+        gumbel = self._noise.gumbel([key])[0, token_ids]
+        choice = int((probs.double().log() + gumbel).argmax())
         support = tuple(token_ids.tolist())
         return DraftToken(support[choice], SparseProbs(support, tuple(probs.tolist())))
-
-
-def draws_by_rejection(sampling: SamplingParams) -> bool:
-    """True when draft tokens are samples that travel with their distribution."""
-    return sampling.verification is Verification.REJECTION and not sampling.is_greedy
-
-
-def _score_key(group: RowGroup, rejection_purpose: Purpose | None) -> NoiseKey | None:
-    sampling = group.sampling
-    if sampling.is_greedy:
-        return None
-    purpose = rejection_purpose if draws_by_rejection(sampling) else Purpose.COUPLED_DRAW
-    return None if purpose is None else NoiseKey(sampling.seed, group.first_position, purpose)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from specray.engine.sampling.noise import NoiseKey, NoiseSource, Purpose
-from specray.types import SparseProbs
+from specray.engine.sampling.processors import RowGroup
+from specray.types import SamplingParams, SparseProbs, Verification
 
 
 class Verified(NamedTuple):
@@ -47,22 +48,45 @@ def verify_greedy(logits: Tensor, draft_token_ids: Sequence[int]) -> Verified:
     return accept_equal(logits.argmax(-1).tolist(), draft_token_ids)
 
 
-def draw_coupled(logits: Tensor, noise: Tensor) -> Tensor:
-    """Draws from ``softmax(logits)`` with given Gumbel noise (the Gumbel-max trick).
+def add_draw_noise(
+    logits: Tensor,
+    groups: Sequence[RowGroup],
+    noise: NoiseSource,
+    *,
+    rejection_purpose: Purpose | None = None,
+) -> Tensor:
+    """Adds to each row the Gumbel noise of its rule, so that the argmax is a draw (the Gumbel-max trick).
+
+    Greedy rows get none. The sum is float64, so that ties have no weight.
 
     Args:
-        logits: ``[num_rows, vocab_size]``.
-        noise: float64, the same shape; the sum is float64, so that ties have no weight.
-
-    Returns:
-        int64 ``[num_rows]``.
+        logits: processed, ``[sum of num_rows, vocab_size]``; left unchanged.
+        rejection_purpose: noise for groups under rejection verification; None leaves them without.
     """
-    return (logits + noise).argmax(-1)
+    keys = [key for group in groups for key in _draw_keys(group, rejection_purpose)]
+    rows = [row for row, key in enumerate(keys) if key is not None]
+    if not rows:
+        return logits
+    gumbel = noise.gumbel([key for key in keys if key is not None])
+    if len(rows) == len(keys):
+        return logits + gumbel
+    scores = logits.double()
+    scores[rows] += gumbel
+    return scores
 
 
-def coupled_keys(seed: int, first_position: int, num_rows: int) -> list[NoiseKey]:
-    """The noise rows of consecutive positions, the same for draft and target."""
-    return [NoiseKey(seed, first_position + row, Purpose.COUPLED_DRAW) for row in range(num_rows)]
+def draws_by_rejection(sampling: SamplingParams) -> bool:
+    """True when draft tokens are samples that travel with their distribution."""
+    return sampling.verification is Verification.REJECTION and not sampling.is_greedy
+
+
+def _draw_keys(group: RowGroup, rejection_purpose: Purpose | None) -> list[NoiseKey | None]:
+    sampling = group.sampling
+    purpose = rejection_purpose if draws_by_rejection(sampling) else Purpose.COUPLED_DRAW
+    if sampling.is_greedy or purpose is None:
+        return [None] * group.num_rows
+    first = group.first_position
+    return [NoiseKey(sampling.seed, first + row, purpose) for row in range(group.num_rows)]
 
 
 def verify_coupled(
@@ -82,8 +106,9 @@ def verify_coupled(
         logits: ``[num_draft_tokens + 1, vocab_size]``.
         first_position: absolute position of the token that row 0 predicts.
     """
-    own = draw_coupled(logits, noise.gumbel(coupled_keys(seed, first_position, len(logits))))
-    return accept_equal(own.tolist(), draft_token_ids)
+    positions = range(first_position, first_position + len(logits))
+    gumbel = noise.gumbel([NoiseKey(seed, position, Purpose.COUPLED_DRAW) for position in positions])
+    return accept_equal((logits + gumbel).argmax(-1).tolist(), draft_token_ids)
 
 
 def verify_rejection(
@@ -142,3 +167,39 @@ def _draw_residual(weights: Tensor, noise: NoiseSource, seed: int, position: int
     """Draws from unnormalised ``weights`` ``[vocab_size]``; a scale does not change a Gumbel argmax."""
     gumbel = noise.gumbel([NoiseKey(seed, position, Purpose.RESIDUAL_DRAW)])[0]
     return int((weights.log() + gumbel).argmax())
+
+
+class Round(NamedTuple):
+    """One sequence's part of a batch to verify."""
+
+    group: RowGroup
+    """Its tokens end with the draft tokens; one row more than those."""
+    draft_token_ids: Sequence[int]
+    draft_probs: Sequence[SparseProbs]
+
+
+def verify_rounds(logits: Tensor, rounds: Sequence[Round], noise: NoiseSource) -> list[Verified]:
+    """Verifies a batch, each sequence by its own rule; greedy and coupled rows share one argmax.
+
+    Args:
+        logits: processed, ``[sum of num_rows, vocab_size]``.
+    """
+    own = add_draw_noise(logits, [item.group for item in rounds], noise).argmax(-1).tolist()
+    verified, start = [], 0
+    for group, draft_token_ids, draft_probs in rounds:
+        end = start + group.num_rows
+        if draws_by_rejection(group.sampling):
+            verified.append(
+                verify_rejection(
+                    logits[start:end],
+                    draft_token_ids,
+                    draft_probs,
+                    noise=noise,
+                    seed=group.sampling.seed,
+                    first_position=group.first_position,
+                )
+            )
+        else:
+            verified.append(accept_equal(own[start:end], draft_token_ids))
+        start = end
+    return verified

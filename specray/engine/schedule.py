@@ -1,0 +1,118 @@
+"""What both heads do before and around a forward: check items, form waves, catch sequences up in steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from specray.engine.runner import SequenceInput
+from specray.engine.sequences import EngineSequence, UnknownSequenceError
+from specray.errors import InvalidRequestError, OutOfBlocksError, OverloadedError, SpecrayError
+from specray.types import ItemFailed, SpeculateItem, UnknownSequence, VerifyItem
+
+
+class Runner(Protocol):
+    """What a head needs of ``runner.ModelRunner``."""
+
+    def run(self, inputs: Sequence[SequenceInput]) -> Tensor:
+        """One ragged forward; logits ``[sum of num_logits, vocab_size]`` in the order of ``inputs``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CatchUp:
+    """Compute all missing tokens of a sequence; logits are wanted for the last ``num_logits`` of them."""
+
+    sequence: EngineSequence
+    num_logits: int
+
+
+Item = TypeVar("Item", SpeculateItem, VerifyItem)
+
+
+def split_waves(items: Sequence[Item]) -> Iterator[list[tuple[int, Item]]]:
+    """Splits a batch so that no wave has two items of one request; yields (index, item) pairs.
+
+    Items of one request keep their order. Nearly always there is one wave.
+    """
+    rest = list(enumerate(items))
+    while rest:
+        wave: list[tuple[int, Item]] = []
+        later: list[tuple[int, Item]] = []
+        taken: set[str] = set()
+        for index, item in rest:
+            (later if item.request_id in taken else wave).append((index, item))
+            taken.add(item.request_id)
+        yield wave
+        rest = later
+
+
+def failure_reply(item: SpeculateItem | VerifyItem, error: Exception) -> UnknownSequence | ItemFailed:
+    """What an item that raised ``error`` is answered."""
+    if isinstance(error, UnknownSequenceError):
+        return UnknownSequence(item.request_id, item.round_id, item.base_len)
+    is_retriable = isinstance(error, OutOfBlocksError | OverloadedError)
+    message = str(error) if isinstance(error, SpecrayError) else f"{type(error).__name__}: {error}"
+    return ItemFailed(item.request_id, item.round_id, item.base_len, message, is_retriable)
+
+
+def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises InvalidRequestError for a token id outside the vocabulary."""
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+        raise InvalidRequestError(f"{field} holds {wrong}; allowed: 0..{vocab_size - 1}", field=field)
+
+
+def check_length(base_len: int, length: int, max_model_len: int) -> None:
+    """Raises InvalidRequestError when a sequence would be empty or longer than the model allows."""
+    if base_len < 0:
+        raise InvalidRequestError(f"base_len is {base_len}; allowed: 0 or more", field="base_len")
+    if not 1 <= length <= max_model_len:
+        raise InvalidRequestError(
+            f"the sequence would have {length} tokens; allowed: 1..{max_model_len}", field="token_ids"
+        )
+
+
+def catch_up(runner: Runner, work: Sequence[CatchUp], max_num_batched_tokens: int) -> Tensor | None:
+    """Brings every sequence's computed length up to its tokens, in one forward where the budget allows.
+
+    Returns:
+        ``[sum of num_logits, vocab_size]`` in the order of ``work``; None when no logits are wanted.
+    """
+    # Sequences are cut in order, so the pieces of the logits come in the order of ``work`` too.
+    pieces = [runner.run(inputs) for inputs in _plan_steps(work, max_num_batched_tokens) if inputs]
+    for item in work:
+        item.sequence.num_computed_tokens = len(item.sequence.token_ids)
+    wanted = [piece for piece in pieces if len(piece)]
+    if not wanted:
+        return None
+    return wanted[0] if len(wanted) == 1 else torch.cat(wanted)
+
+
+def _plan_steps(work: Iterable[CatchUp], budget: int) -> Iterator[list[SequenceInput]]:
+    """Cuts the missing tokens into steps of at most ``budget`` tokens."""
+    inputs: list[SequenceInput] = []
+    left = budget
+    for item in work:
+        sequence = item.sequence
+        start, end = sequence.num_computed_tokens, len(sequence.token_ids)
+        assert end - start >= item.num_logits, (start, end, item.num_logits)
+        while start < end:
+            if left == 0:
+                yield inputs
+                inputs, left = [], budget
+            stop = min(end, start + left)
+            # Of the wanted rows [end - num_logits, end), those below stop that no earlier piece gave.
+            num_logits = max(0, stop - max(start, end - item.num_logits))
+            inputs.append(
+                SequenceInput(
+                    sequence.token_ids[start:stop], start, sequence.block_table.block_ids, num_logits
+                )
+            )
+            left -= stop - start
+            start = stop
+    yield inputs

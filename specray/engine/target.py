@@ -1,0 +1,227 @@
+"""The head of the target engine: keep, append, verify.
+
+One step is schedule, run, postprocess. A prefill chunk is an item that is not sampled; a rejected draft token
+is undone by lowering a length.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from specray.engine.cache import BlockAllocator, BlockTable
+from specray.engine.runner import SequenceInput
+from specray.engine.sampling.logprobs import token_logprobs
+from specray.engine.sampling.noise import NoiseSource
+from specray.engine.sampling.processors import RowGroup, process_logits
+from specray.engine.sampling.verify import Round, Verified, verify_rounds
+from specray.engine.schedule import (
+    CatchUp,
+    Runner,
+    catch_up,
+    check_length,
+    check_token_ids,
+    failure_reply,
+    split_waves,
+)
+from specray.engine.sequences import EngineSequence, SequenceTable
+from specray.errors import EngineLostError, InvalidRequestError, SpecrayError
+from specray.types import EngineInfo, TargetReplies, TargetReply, TokenLogprobs, Verdict, VerifyItem
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+Answer = tuple[int, TargetReply]
+"""An item's index in its batch, and the reply to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Scheduled:
+    """An item whose sequence has its tokens and its room."""
+
+    index: int
+    item: VerifyItem
+    sequence: EngineSequence
+
+    @property
+    def num_logits(self) -> int:
+        return len(self.item.draft_token_ids) + 1 if self.item.sample else 0
+
+
+class TargetHead:
+    """Implements ``interfaces.TargetEngine`` over a runner.
+
+    Args:
+        runner: the leader's; followers of a tensor-parallel group run what it broadcasts.
+        info: what the engine says of itself; its limits hold here. One block is kept for ``check``.
+        device: where the runner's logits are.
+    """
+
+    def __init__(self, runner: Runner, info: EngineInfo, *, device: torch.device) -> None:
+        self._runner = runner
+        self._info = info
+        self._allocator = BlockAllocator(info.num_blocks, info.block_size)
+        self._check_table = BlockTable(self._allocator)
+        self._check_table.reserve(1)
+        self._table = SequenceTable(self._allocator, max_num_seqs=info.max_num_seqs)
+        self._noise = NoiseSource(info.vocab_size, device)
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no sequence holds; all but the one kept for ``check`` when idle."""
+        return self._allocator.num_free
+
+    @torch.inference_mode()
+    def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
+        """One step: one ragged forward, or several when the items exceed ``max_num_batched_tokens``."""
+        started_ns = time.perf_counter_ns()
+        answers: dict[int, TargetReply] = {}
+        for wave in split_waves(items):
+            scheduled, failed = self._schedule(wave)
+            logits = self._run(scheduled)
+            answers.update(failed)
+            answers.update(self._postprocess(scheduled, logits))
+        replies = tuple(answers[index] for index in range(len(items)))
+        return TargetReplies(replies, time.perf_counter_ns() - started_ns)
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        """Frees the sequences; unknown ids are ignored."""
+        self._table.release(request_ids)
+
+    def check(self) -> None:
+        """Runs a real one-token step in the block kept for it. Raises EngineLostError for broken logits."""
+        run_check_step(self._runner, self._check_table)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when a block is lost or owned twice."""
+        self._table.check_integrity([self._check_table])
+
+    def _schedule(self, wave: Sequence[tuple[int, VerifyItem]]) -> tuple[list[_Scheduled], list[Answer]]:
+        scheduled: list[_Scheduled] = []
+        failed: list[Answer] = []
+        self._table.begin_step()
+        for index, item in wave:
+            try:
+                scheduled.append(_Scheduled(index, item, self._admit(item)))
+            except SpecrayError as error:
+                failed.append((index, failure_reply(item, error)))
+        return scheduled, failed
+
+    def _admit(self, item: VerifyItem) -> EngineSequence:
+        """Gives the sequence its tokens and its room; raises before anything changed."""
+        num_drafts = len(item.draft_token_ids)
+        length = item.base_len + len(item.token_ids) + num_drafts
+        check_length(item.base_len, length - num_drafts, self._info.max_model_len)
+        check_length(item.base_len, length, self._info.max_model_len)
+        check_token_ids("token_ids", item.token_ids, self._info.vocab_size)
+        check_token_ids("draft_token_ids", item.draft_token_ids, self._info.vocab_size)
+        if num_drafts and not item.sample:
+            raise InvalidRequestError("a prefill chunk has draft tokens; allowed: none", field="sample")
+        _check_draft_probs(item, self._info.vocab_size)
+        sequence = self._table.keep_and_append(
+            item.request_id, item.base_len, item.token_ids, item.sampling, num_extra_tokens=num_drafts
+        )
+        sequence.set_tail(item.draft_token_ids)
+        if item.sample:
+            sequence.recompute_last(num_drafts + 1)
+        return sequence
+
+    def _run(self, scheduled: Sequence[_Scheduled]) -> Tensor | None:
+        work = [CatchUp(entry.sequence, entry.num_logits) for entry in scheduled]
+        return catch_up(self._runner, work, self._info.max_num_batched_tokens)
+
+    def _postprocess(self, scheduled: Sequence[_Scheduled], logits: Tensor | None) -> Iterator[Answer]:
+        sampled = [entry for entry in scheduled if entry.item.sample]
+        for entry in scheduled:
+            if not entry.item.sample:
+                item = entry.item
+                yield entry.index, Verdict(item.request_id, item.round_id, item.base_len, 0, None)
+        if logits is None:
+            return
+        try:
+            verified = self._verify(sampled, logits)
+        except Exception:
+            # Whichever item it was, the others must not suffer: each on its own.
+            _log.exception("a batch of %d items could not be verified together", len(sampled))
+            yield from self._postprocess_singly(sampled, logits)
+            return
+        for entry, rows, result in _with_rows(sampled, logits, verified):
+            yield entry.index, _commit(entry, rows, result)
+
+    def _postprocess_singly(self, sampled: Sequence[_Scheduled], logits: Tensor) -> Iterator[Answer]:
+        for entry, rows, _ in _with_rows(sampled, logits, [None] * len(sampled)):
+            try:
+                yield entry.index, _commit(entry, rows, self._verify([entry], rows)[0])
+            except Exception as error:
+                yield entry.index, failure_reply(entry.item, error)
+
+    def _verify(self, sampled: Sequence[_Scheduled], logits: Tensor) -> list[Verified]:
+        rounds = [
+            Round(
+                RowGroup(entry.sequence.sampling, entry.sequence.token_ids, entry.num_logits),
+                entry.item.draft_token_ids,
+                entry.item.draft_probs,
+            )
+            for entry in sampled
+        ]
+        processed = process_logits(logits, [item.group for item in rounds])
+        return verify_rounds(processed, rounds, self._noise)
+
+
+def run_check_step(runner: Runner, table: BlockTable) -> None:
+    """Runs one token in ``table``'s first block. Raises EngineLostError when a logit is not a number."""
+    logits = runner.run([SequenceInput((0,), 0, table.block_ids, 1)])
+    if logits.shape[0] != 1 or bool(logits.isnan().any()):
+        raise EngineLostError("a one-token step gives logits that are not numbers")
+
+
+def _with_rows(
+    sampled: Sequence[_Scheduled], logits: Tensor, values: Sequence[T]
+) -> Iterator[tuple[_Scheduled, Tensor, T]]:
+    start = 0
+    for entry, value in zip(sampled, values, strict=True):
+        yield entry, logits[start : start + entry.num_logits], value
+        start += entry.num_logits
+
+
+def _commit(entry: _Scheduled, logits: Tensor, verified: Verified) -> Verdict:
+    """Keeps the accepted draft tokens, drops the others, and answers."""
+    item, (num_accepted, next_token_id) = entry.item, verified
+    num_logprobs = entry.sequence.sampling.num_logprobs
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    if num_logprobs is not None:
+        committed = (*item.draft_token_ids[:num_accepted], next_token_id)
+        logprobs = token_logprobs(logits[: num_accepted + 1], committed, num_logprobs)
+    entry.sequence.accept_tail(num_accepted)
+    return Verdict(item.request_id, item.round_id, item.base_len, num_accepted, next_token_id, logprobs)
+
+
+def _check_draft_probs(item: VerifyItem, vocab_size: int) -> None:
+    if not item.draft_probs:
+        return
+    if len(item.draft_probs) != len(item.draft_token_ids):
+        raise InvalidRequestError(
+            f"{len(item.draft_probs)} draft_probs for {len(item.draft_token_ids)} draft tokens; "
+            "allowed: none, or one for each",
+            field="draft_probs",
+        )
+    for row in item.draft_probs:
+        check_token_ids("draft_probs", row.token_ids, vocab_size)
+        is_distribution = all(0.0 <= prob < math.inf for prob in row.probs) and sum(row.probs) > 0.0
+        is_map = len(row.probs) == len(row.token_ids) == len(set(row.token_ids))
+        if not (is_map and is_distribution):
+            raise InvalidRequestError(
+                "draft_probs is no distribution; allowed: distinct token ids, a finite probability for each",
+                field="draft_probs",
+            )
