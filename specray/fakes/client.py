@@ -112,7 +112,7 @@ class FakeRouterClient:
         for start in range(0, len(tokens), size):
             part = tokens[start : start + size]
             is_last = start + size >= len(tokens)
-            logprobs = ()
+            logprobs: tuple[TokenLogprobs, ...] = ()
             if request.sampling.num_logprobs is not None:
                 logprobs = tuple(TokenLogprobs(token, -0.5, (token,), (-0.5,)) for token in part)
             chunks.append(

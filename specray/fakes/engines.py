@@ -161,7 +161,7 @@ class FakeTarget:
             if drawn[-1] != draft_token:
                 break
             tokens.append(drawn[-1])
-        logprobs = ()
+        logprobs: tuple[TokenLogprobs, ...] = ()
         if sequence.sampling.num_logprobs is not None:
             logprobs = tuple(TokenLogprobs(token, -float(token)) for token in drawn)
         return Verdict(item.request_id, item.round_id, item.base_len, len(drawn) - 1, drawn[-1], logprobs)

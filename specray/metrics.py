@@ -1,0 +1,159 @@
+"""Prometheus metrics of the router, in a registry of their own: no globals, several routers per process.
+
+Counters have vLLM's meaning; every rate follows from two of them, for instance the mean acceptance length::
+
+    1 + rate(specray_spec_decode_num_accepted_tokens_total[1m])
+      / rate(specray_spec_decode_num_drafts_total[1m])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+_LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
+_OVERHEAD_S = (0.0001, 0.00025, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 1)
+_NUM_POSITIONS = 32
+
+
+class RouterMetrics:
+    """What a router counts. Children of labelled metrics are made once, since rounds are frequent."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry or CollectorRegistry()
+        self._make_speculation_metrics()
+        self._make_round_metrics()
+        self._make_request_metrics()
+
+    def text(self) -> str:
+        """All metrics in Prometheus text format."""
+        return generate_latest(self.registry).decode()
+
+    def _make_speculation_metrics(self) -> None:
+        registry = self.registry
+        prefix = "specray_spec_decode_"
+        self._drafts = Counter(f"{prefix}num_drafts", "Rounds that verified draft tokens.", registry=registry)
+        self._draft_tokens = Counter(f"{prefix}num_draft_tokens", "Draft tokens verified.", registry=registry)
+        self._accepted = Counter(f"{prefix}num_accepted_tokens", "Draft tokens kept.", registry=registry)
+        per_position = Counter(
+            f"{prefix}num_accepted_tokens_per_pos",
+            "Draft tokens kept, by their position in the proposal.",
+            ["position"],
+            registry=registry,
+        )
+        self._per_position = [per_position.labels(str(position)) for position in range(_NUM_POSITIONS)]
+        self._outcomes = Counter(
+            "specray_outcomes",
+            "Verdicts looked up in the outcomes that the draft prepared, by what was found.",
+            ["result"],
+            registry=registry,
+        )
+        self._ahead_depth = Histogram(
+            "specray_draft_ahead_depth",
+            "Draft tokens ready when a verdict arrived; 0 after a miss.",
+            buckets=(0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 32),
+            registry=registry,
+        )
+        self.draft_lost = Counter("specray_draft_lost", "Drafts lost or given up.", registry=registry)
+        self.draft_leases = Counter("specray_draft_leases", "Drafts leased.", registry=registry)
+        self.draft_refused = Counter(
+            "specray_draft_refused", "Leased drafts that do not fit the target.", registry=registry
+        )
+        self.draft_connected = Gauge(
+            "specray_draft_connected", "1 while a draft is leased.", registry=registry
+        )
+
+    def _make_round_metrics(self) -> None:
+        registry = self.registry
+        self.rounds = Counter("specray_rounds", "Verdicts that committed tokens.", registry=registry)
+        self.round_overhead_s = Histogram(
+            "specray_round_overhead_seconds",
+            "A round from its first item to its verdict, less the forwards in between.",
+            buckets=_OVERHEAD_S,
+            registry=registry,
+        )
+        self.verify_forward_s = Histogram(
+            "specray_verify_forward_seconds", "Target steps.", buckets=_LATENCY_S, registry=registry
+        )
+        self.draft_forward_s = Histogram(
+            "specray_draft_forward_seconds", "Draft steps.", buckets=_LATENCY_S, registry=registry
+        )
+        self.target_idle_s = Histogram(
+            "specray_target_idle_seconds",
+            "Between a verdict and the next Verify while sessions run.",
+            buckets=_LATENCY_S,
+            registry=registry,
+        )
+        self.target_lost = Counter("specray_target_lost", "Targets lost.", registry=registry)
+        self.preemptions = Counter(
+            "specray_preemptions", "Sessions put back for lack of room.", registry=registry
+        )
+        self.late_replies = Counter(
+            "specray_late_replies", "Replies that nobody waited for any more.", ["engine"], registry=registry
+        )
+
+    def _make_request_metrics(self) -> None:
+        registry = self.registry
+        self._requests = Counter(
+            "specray_requests", "Requests ended, by finish reason.", ["finish_reason"], registry=registry
+        )
+        self.refused = Counter(
+            "specray_requests_refused", "Requests refused: queues full.", registry=registry
+        )
+        self.prompt_tokens = Counter("specray_prompt_tokens", "Prompt tokens admitted.", registry=registry)
+        self.output_tokens = Counter("specray_output_tokens", "Tokens committed.", registry=registry)
+        self.ttft_s = Histogram(
+            "specray_time_to_first_token_seconds", "From arrival.", buckets=_LATENCY_S, registry=registry
+        )
+        self.itl_s = Histogram(
+            "specray_inter_token_latency_seconds",
+            "Between commits, shared among the tokens of the later one.",
+            buckets=_LATENCY_S,
+            registry=registry,
+        )
+        self.queued_requests = Gauge("specray_queue_depth", "Requests that wait.", registry=registry)
+        self.running_sessions = Gauge("specray_running_sessions", "Sessions that run.", registry=registry)
+        self.blocks_in_use = Gauge(
+            "specray_target_blocks_in_use_at_least",
+            "Cache blocks that the committed tokens of running sessions need.",
+            registry=registry,
+        )
+
+    # What happens
+
+    def observe_round(self, num_drafts: int, num_accepted: int) -> None:
+        """One verdict of one session."""
+        self.rounds.inc()
+        if num_drafts == 0:
+            return
+        self._drafts.inc()
+        self._draft_tokens.inc(num_drafts)
+        if num_accepted:
+            self._accepted.inc(num_accepted)
+            for child in self._per_position[:num_accepted]:
+                child.inc()
+
+    def observe_lookup(self, result: str, depth: int) -> None:
+        """What was found for a verdict: ``hit``, ``miss_token``, ``miss_count``, ``late_hit``, ``late_miss``."""
+        self._outcomes.labels(result).inc()
+        self._ahead_depth.observe(depth)
+
+    def observe_tokens(self, num_tokens: int, seconds: float) -> None:
+        """Tokens committed together, ``seconds`` after those before."""
+        self.output_tokens.inc(num_tokens)
+        for _ in range(num_tokens):
+            self.itl_s.observe(seconds / num_tokens)
+
+    def observe_first_tokens(self, num_tokens: int, seconds: float) -> None:
+        """The first tokens of a request, ``seconds`` after its arrival."""
+        self.output_tokens.inc(num_tokens)
+        self.ttft_s.observe(seconds)
+
+    def observe_end(self, finish_reason: str) -> None:
+        """A request ended."""
+        self._requests.labels(finish_reason).inc()
+
+    def value(self, name: str, labels: Sequence[tuple[str, str]] = ()) -> float:
+        """One sample by its exposed name; 0 when it has not been counted yet."""
+        return self.registry.get_sample_value(name, dict(labels)) or 0.0

@@ -1,0 +1,93 @@
+"""Which sessions go into the next Verify, and how many tokens each may bring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeVar
+
+
+class Schedulable(Protocol):
+    """What the batch needs to know of a session that could be verified now."""
+
+    @property
+    def is_prefilling(self) -> bool: ...
+
+    @property
+    def num_missing(self) -> int:
+        """Committed tokens that the target lacks, >= 1."""
+        ...
+
+    @property
+    def num_drafted(self) -> int:
+        """Draft tokens in hand."""
+        ...
+
+    @property
+    def last_step(self) -> int:
+        """Number of the target step that it was last part of."""
+        ...
+
+
+SchedulableT = TypeVar("SchedulableT", bound=Schedulable)
+
+
+class Share(NamedTuple):
+    """How a session takes part: index into what was offered, and its room in the step."""
+
+    index: int
+    max_new_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """Bounds of one target step."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    prefill_chunk_tokens: int
+    """Prompt tokens of all prefills together."""
+
+
+def form_batch(offered: Sequence[Schedulable], limits: BatchLimits) -> list[Share]:
+    """Chooses for one step: running sessions first, then chunks of prefills while there is room.
+
+    Running sessions that do not fit take turns: those longest without a step go first. Prefills are served
+    first come, first served, one chunk budget for all, so that running sessions keep their pace.
+
+    Args:
+        offered: sessions that could be verified now, in order of arrival.
+        limits: bounds of the step.
+
+    Returns:
+        At most max_num_seqs shares; their rooms add up to at most max_num_batched_tokens.
+    """
+    shares: list[Share] = []
+    left = limits.max_num_batched_tokens
+    running = [index for index, session in enumerate(offered) if not session.is_prefilling]
+    if len(running) > limits.max_num_seqs or _rows(offered[index] for index in running) > left:
+        running.sort(key=lambda index: offered[index].last_step)
+    for index in running:
+        session = offered[index]
+        if len(shares) == limits.max_num_seqs or left < session.num_missing:
+            continue
+        room = min(left, session.num_missing + session.num_drafted)
+        shares.append(Share(index, room))
+        left -= room
+    chunk_left = min(limits.prefill_chunk_tokens, left)
+    for index, session in enumerate(offered):
+        if not session.is_prefilling:
+            continue
+        if len(shares) == limits.max_num_seqs or chunk_left <= 0:
+            break
+        num_prompt = min(chunk_left, session.num_missing)
+        is_last = num_prompt == session.num_missing
+        room = min(left, num_prompt + session.num_drafted) if is_last else num_prompt
+        shares.append(Share(index, room))
+        left -= room
+        chunk_left = min(chunk_left - num_prompt, left)
+    return shares
+
+
+def _rows(sessions: Iterable[Schedulable]) -> int:
+    return sum(session.num_missing + session.num_drafted for session in sessions)

@@ -1,0 +1,107 @@
+"""Running averages of what was measured: step times by rows, acceptance, hit rates."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+_NUM_WARMUP = 5
+_WEIGHT = 0.1
+_MAX_JUMP = 3.0
+_EXACT_ROWS = 64
+_BUCKET_ROWS = 32
+
+
+class Average:
+    """A running average that starts with the least of its first samples, since warm-up only slows down.
+
+    Later samples count for at most three times the average: one hiccup must not change a plan.
+    """
+
+    __slots__ = ("_count", "value")
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+        self._count = 0
+
+    def add(self, sample: float) -> None:
+        """Takes one measurement."""
+        self._count += 1
+        if self.value is None:
+            self.value = sample
+        elif self._count <= _NUM_WARMUP:
+            self.value = min(self.value, sample)
+        else:
+            self.value += _WEIGHT * (min(sample, _MAX_JUMP * self.value) - self.value)
+
+
+class TimeTable:
+    """Seconds of a step by its size. Unknown sizes are interpolated; outside of what was measured, flat.
+
+    Flat is optimistic upwards, so a larger size is tried once it looks worth it, and then it is measured.
+    """
+
+    def __init__(self) -> None:
+        self._averages: dict[int, Average] = {}
+        self._sizes: list[int] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._sizes)
+
+    def add(self, size: int, seconds: float) -> None:
+        """Takes one measurement of a step of ``size`` rows."""
+        bucket = _bucket(size)
+        average = self._averages.get(bucket)
+        if average is None:
+            average = self._averages[bucket] = Average()
+            insort(self._sizes, bucket)
+        average.add(seconds)
+
+    def predict(self, size: int) -> float | None:
+        """Seconds of a step of ``size`` rows; None before the first measurement."""
+        sizes = self._sizes
+        if not sizes:
+            return None
+        bucket = _bucket(size)
+        index = bisect_left(sizes, bucket)
+        if index == len(sizes):
+            return self._averages[sizes[-1]].value
+        upper = self._averages[sizes[index]].value
+        if sizes[index] == bucket or index == 0:
+            return upper
+        lower = self._averages[sizes[index - 1]].value
+        assert lower is not None and upper is not None
+        share = (bucket - sizes[index - 1]) / (sizes[index] - sizes[index - 1])
+        return lower + share * (upper - lower)
+
+
+def _bucket(size: int) -> int:
+    return size if size <= _EXACT_ROWS else -(-size // _BUCKET_ROWS) * _BUCKET_ROWS
+
+
+class Rate:
+    """A probability with a prior: ``(successes + prior * weight) / (trials + weight)``, old trials fading."""
+
+    __slots__ = ("_prior", "_successes", "_trials", "_weight")
+
+    _FADING = 0.98
+
+    def __init__(self, prior: float, weight: float = 8.0) -> None:
+        self._prior = prior
+        self._weight = weight
+        self._successes = 0.0
+        self._trials = 0.0
+
+    @property
+    def value(self) -> float:
+        """In (0, 1)."""
+        return (self._successes + self._prior * self._weight) / (self._trials + self._weight)
+
+    def add(self, successes: int, trials: int) -> None:
+        """Takes the trials of one round."""
+        self._successes = self._successes * self._FADING + successes
+        self._trials = self._trials * self._FADING + trials
+
+
+def chain_trials(num_drafts: int, num_accepted: int) -> int:
+    """Independent acceptance tests that one round made: those passed, and the one that failed, if any."""
+    return num_accepted + (num_accepted < num_drafts)

@@ -1,0 +1,263 @@
+"""How much to speculate: for each session and step, K and the fan-out, or nothing at all.
+
+What is predicted, with a = acceptance per token, n = running sessions, V = target step by rows, D = draft
+time, R = round trip to the draft, h = hit rate::
+
+    tokens per round   E(a, K) = (1 - a^(K+1)) / (1 - a)                          (Leviathan et al. 2023)
+    no speculation     V(n)
+    serial             V(n(K+1)) + D(K) + R
+    ahead, enumerate   max(V(n(K+1)), D_outcomes(K) + R) + (1 - h)(D(K) + R)      outcomes are pushed
+
+The geometric fan-out is that of SSD/Saguaro (arXiv 2603.03251, theorem 12) with r = 1:
+``F_n = F_0 a^(n/2)`` and ``F_K = F_0 a^(K/2) (1 - a)^(-1/2)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from specray.config import SpeculationConfig
+from specray.router.estimates import Average, Rate, TimeTable, chain_trials
+from specray.router.records import Lookup
+from specray.types import GenerateRequest, Overlap
+
+AUTO_K = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
+"""What ``num_speculative_tokens: auto`` chooses from, besides 0."""
+FIRST_K = 3
+PRIOR_ACCEPTANCE = 0.7
+PRIOR_HIT_RATE = 0.8
+PRIOR_DRAFT_SHARE = 0.15
+"""A draft step as part of a target step, before both are measured."""
+REVIEW_ROUNDS = 16
+"""A plan stands for so many rounds."""
+HYSTERESIS = 1.05
+"""A plan is left only for one that promises so much more."""
+PROBE_INTERVAL_ROUNDS = 128
+PROBE_ROUNDS = 2
+"""With speculation off, so many rounds in each interval try it again: below 1 % even where it costs half."""
+MAX_FANOUT = 3
+MAX_BRANCH_ROWS = 96
+"""Branches of all sessions together; a small draft becomes compute-bound beyond about a hundred rows."""
+FAILED_DRAFT_REST_ROUNDS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a session does until the next review."""
+
+    num_speculative_tokens: int
+    overlap: Overlap = Overlap.SERIAL
+
+    @property
+    def is_off(self) -> bool:
+        return self.num_speculative_tokens == 0
+
+
+OFF = Plan(0)
+
+
+@dataclass(slots=True)
+class Pacing:
+    """One session's part in the policy."""
+
+    acceptance: Rate
+    fixed_k: int | None = None
+    """What configuration or request say; None: chosen by measurement."""
+    plan: Plan | None = None
+    rounds_to_review: int = 0
+    rounds_off: int = 0
+    rest_rounds: int = 0
+    """Rounds without draft after the draft refused the session."""
+
+
+@dataclass(slots=True)
+class _Measured:
+    verify: dict[bool, TimeTable] = field(default_factory=lambda: {False: TimeTable(), True: TimeTable()})
+    """By whether the draft works meanwhile: engines that share memory slow each other."""
+    propose_per_token: Average = field(default_factory=Average)
+    outcomes_per_step: dict[Overlap, Average] = field(
+        default_factory=lambda: {Overlap.AHEAD: Average(), Overlap.ENUMERATE: Average()}
+    )
+    draft_round_trip: Average = field(default_factory=Average)
+    hit_rate: dict[Overlap, Rate] = field(default_factory=dict)
+
+
+class Policy:
+    """Chooses plans from configuration, request and measurements. Holds no session.
+
+    Args:
+        config: the ``speculation`` section.
+    """
+
+    def __init__(self, config: SpeculationConfig) -> None:
+        fixed = config.num_speculative_tokens
+        self._fixed_k = None if fixed == "auto" else fixed
+        self._overlaps = _overlaps(config)
+        self._acceptance = Rate(PRIOR_ACCEPTANCE, weight=4.0)
+        self._measured = _Measured()
+
+    def pace(self, request: GenerateRequest) -> Pacing:
+        """The record of a new session; its acceptance starts where the service's stands."""
+        wanted = request.speculation
+        fixed = wanted.num_speculative_tokens if wanted.num_speculative_tokens is not None else self._fixed_k
+        fixed_k = fixed if wanted.enabled else 0
+        return Pacing(Rate(self._acceptance.value), fixed_k)
+
+    def plan(self, pacing: Pacing, *, num_remaining: int, num_running: int) -> Plan:
+        """The plan of the round to come.
+
+        Args:
+            pacing: of the session.
+            num_remaining: output tokens that may still come; K stays below.
+            num_running: sessions that share the steps.
+        """
+        if pacing.fixed_k == 0 or num_remaining <= 1 or pacing.rest_rounds > 0:
+            return OFF
+        if pacing.plan is None or pacing.rounds_to_review <= 0:
+            self._review(pacing, num_running)
+        assert pacing.plan is not None
+        plan = pacing.plan
+        if plan.num_speculative_tokens < num_remaining:
+            return plan
+        return Plan(num_remaining - 1, plan.overlap)
+
+    def fanout(self, plan: Plan, num_drafts: int, pacing: Pacing, *, num_running: int) -> tuple[int, ...]:
+        """F_0..F_K for the proposal under verification; empty: the draft rests until the verdict."""
+        if plan.is_off or plan.overlap is Overlap.SERIAL:
+            return ()
+        if plan.overlap is Overlap.AHEAD:
+            return (0,) * num_drafts + (1,)
+        first = min(MAX_FANOUT, max(1, MAX_BRANCH_ROWS // (max(1, num_running) * (num_drafts + 1))))
+        return geometric_fanout(first, num_drafts, pacing.acceptance.value)
+
+    def patience_s(self) -> float | None:
+        """How long a round may wait for the draft: four times what it usually takes. None: not measured."""
+        per_token = self._measured.propose_per_token.value
+        if per_token is None:
+            return None
+        k = self._fixed_k or AUTO_K[-1]
+        return max(0.05, 4 * (per_token * k + (self._measured.draft_round_trip.value or 0.0)))
+
+    def verify_s(self, rows: int) -> float | None:
+        """Expected seconds of a target step; None before the first measurement."""
+        return self._verify(rows, is_overlapped=True)
+
+    # Measurements
+
+    def observe_verify(self, rows: int, seconds: float, *, is_overlapped: bool) -> None:
+        """One target step, with its transport."""
+        self._measured.verify[is_overlapped].add(rows, seconds)
+
+    def observe_proposal(self, num_tokens: int, forward_s: float, round_trip_s: float) -> None:
+        """One draft step that answered proposals of ``num_tokens`` and nothing else."""
+        if num_tokens > 0:
+            self._measured.propose_per_token.add(forward_s / num_tokens)
+            self._measured.draft_round_trip.add(max(0.0, round_trip_s))
+
+    def observe_outcomes(self, num_tokens: int, forward_s: float, overlap: Overlap) -> None:
+        """One draft step that answered outcomes with branches of ``num_tokens`` and nothing else."""
+        if overlap in self._measured.outcomes_per_step:
+            self._measured.outcomes_per_step[overlap].add(forward_s / (num_tokens + 1))
+
+    def observe_round(self, pacing: Pacing, num_drafts: int, num_accepted: int) -> None:
+        """One verdict of a session."""
+        pacing.rounds_to_review -= 1
+        pacing.rest_rounds = max(0, pacing.rest_rounds - 1)
+        pacing.rounds_off = pacing.rounds_off + 1 if num_drafts == 0 else 0
+        if num_drafts:
+            trials = chain_trials(num_drafts, num_accepted)
+            pacing.acceptance.add(num_accepted, trials)
+            self._acceptance.add(num_accepted, trials)
+
+    def observe_lookup(self, overlap: Overlap, lookup: Lookup) -> None:
+        """What outcomes asked under ``overlap`` were good for."""
+        rate = self._measured.hit_rate.setdefault(overlap, Rate(self._prior_hit_rate(overlap)))
+        rate.add(int(lookup is Lookup.HIT), 1)
+
+    # Choice
+
+    def _review(self, pacing: Pacing, num_running: int) -> None:
+        pacing.rounds_to_review = REVIEW_ROUNDS
+        candidates = self._candidates(pacing.fixed_k)
+        if len(candidates) == 1:
+            pacing.plan = candidates[0]
+            return
+        current = pacing.plan
+        if current is not None and current.is_off and pacing.rounds_off >= PROBE_INTERVAL_ROUNDS:
+            pacing.plan = self._best([plan for plan in candidates if not plan.is_off], pacing, num_running)
+            pacing.rounds_to_review = PROBE_ROUNDS
+            return
+        best = self._best(candidates, pacing, num_running)
+        if (
+            current is None
+            or best == current
+            or self.goodput(best, pacing, num_running)
+            > HYSTERESIS * self.goodput(current, pacing, num_running)
+        ):
+            pacing.plan = best
+
+    def _candidates(self, fixed_k: int | None) -> list[Plan]:
+        if fixed_k is not None:
+            return [Plan(fixed_k, overlap) for overlap in self._overlaps]
+        return [OFF, *(Plan(k, overlap) for overlap in self._overlaps for k in AUTO_K)]
+
+    def _best(self, candidates: Sequence[Plan], pacing: Pacing, num_running: int) -> Plan:
+        if self._verify(num_running, is_overlapped=False) is None:
+            first = [plan for plan in candidates if plan.num_speculative_tokens == FIRST_K] or candidates
+            return first[-1]
+        return max(candidates, key=lambda plan: self.goodput(plan, pacing, num_running))
+
+    def goodput(self, plan: Plan, pacing: Pacing, num_running: int) -> float:
+        """Predicted tokens per second of one session under ``plan``."""
+        k, overlap = plan.num_speculative_tokens, plan.overlap
+        is_overlapped = overlap is not Overlap.SERIAL
+        verify = self._verify(num_running * (k + 1), is_overlapped=is_overlapped) or 1e-3
+        if k == 0:
+            return 1.0 / max(verify, 1e-9)
+        acceptance = min(pacing.acceptance.value, 0.99)
+        tokens = (1 - acceptance ** (k + 1)) / (1 - acceptance)
+        draft_step = self._measured.propose_per_token.value
+        step = PRIOR_DRAFT_SHARE * verify if draft_step is None else draft_step
+        round_trip = self._measured.draft_round_trip.value or 0.0
+        fresh = step * k + round_trip
+        if not is_overlapped:
+            return tokens / (verify + fresh)
+        outcomes_step = self._measured.outcomes_per_step[overlap].value
+        outcomes = (k + 1) * (1.5 * step if outcomes_step is None else outcomes_step) + round_trip
+        hits = self._hit_rate(overlap, acceptance, k)
+        return tokens / (max(verify, outcomes) + (1 - hits) * fresh)
+
+    def _verify(self, rows: int, *, is_overlapped: bool) -> float | None:
+        own, other = self._measured.verify[is_overlapped], self._measured.verify[not is_overlapped]
+        return own.predict(rows) if own else other.predict(rows)
+
+    def _hit_rate(self, overlap: Overlap, acceptance: float, k: int) -> float:
+        measured = self._measured.hit_rate.get(overlap)
+        if overlap is Overlap.AHEAD:
+            # One chain holds only when all K tokens are accepted and the bonus guess is right as well.
+            return float(acceptance ** (k + 1))
+        return PRIOR_HIT_RATE if measured is None else measured.value
+
+    def _prior_hit_rate(self, overlap: Overlap) -> float:
+        return PRIOR_HIT_RATE if overlap is Overlap.ENUMERATE else PRIOR_ACCEPTANCE ** (FIRST_K + 1)
+
+
+def geometric_fanout(first: int, num_drafts: int, acceptance: float) -> tuple[int, ...]:
+    """F_0..F_K by the law above, each at least 1.
+
+    Args:
+        first: F_0, >= 1.
+        num_drafts: K, the draft tokens under verification, >= 0.
+        acceptance: per token, in [0, 1).
+    """
+    decay = max(acceptance, 0.01) ** 0.5
+    widths = [max(1, round(first * decay**index)) for index in range(num_drafts)]
+    last = first * decay**num_drafts / max(1 - acceptance, 0.01) ** 0.5
+    return (*widths, max(1, min(2 * first, round(last))) if num_drafts else first)
+
+
+def _overlaps(config: SpeculationConfig) -> tuple[Overlap, ...]:
+    if config.overlap == "auto":
+        return (Overlap.SERIAL, Overlap.AHEAD, Overlap.ENUMERATE)
+    return (config.overlap,)

@@ -1,0 +1,119 @@
+"""Small values of a session: what is drafted, what was told to an engine, what a verdict meant."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
+
+from specray.types import (
+    DraftReply,
+    SparseProbs,
+    SpeculateItem,
+    SpeculationStats,
+    TargetReply,
+    TokenLogprobs,
+    VerifyItem,
+)
+
+ItemT = TypeVar("ItemT", SpeculateItem, VerifyItem)
+
+
+class Drafted(NamedTuple):
+    """Draft tokens in hand, to be verified after all committed tokens."""
+
+    token_ids: tuple[int, ...] = ()
+    probs: tuple[SparseProbs, ...] = ()
+
+
+NOTHING_DRAFTED = Drafted()
+
+
+class Lookup(enum.Enum):
+    """What the outcomes said of a verdict."""
+
+    NOT_ASKED = "not_asked"
+    """The draft was not asked for outcomes of this round."""
+    PENDING = "pending"
+    """It was, and has not answered yet."""
+    HIT = "hit"
+    MISS_TOKEN = "miss_token"
+    """The number of accepted tokens was foreseen, the next token was not among its branches."""
+    MISS_COUNT = "miss_count"
+    """No branch was asked for this number of accepted tokens."""
+
+
+class Commit(NamedTuple):
+    """What a verdict added to the output."""
+
+    token_ids: tuple[int, ...]
+    """After stop conditions; empty for a chunk of a prefill."""
+    logprobs: tuple[TokenLogprobs, ...]
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    """Before stop conditions."""
+    lookup: Lookup
+
+
+@dataclass(slots=True)
+class EngineView(Generic[ItemT]):
+    """What one engine has been told of a session."""
+
+    round_id: int = 0
+    """Of the last item made; never reused, not even after the engine was lost."""
+    synced_len: int = 0
+    """Committed tokens that the engine is known to hold."""
+    in_flight: ItemT | None = None
+
+    def accept(self, reply: DraftReply | TargetReply) -> ItemT | None:
+        """The item that ``reply`` answers; None when it comes late.
+
+        This is the one place where late replies are dropped: those of rounds that were timed out, replaced,
+        answered before, or sent to an engine that has been lost since.
+        """
+        item = self.in_flight
+        return item if item is not None and item.round_id == reply.round_id else None
+
+    def lose(self) -> None:
+        """The engine no longer holds anything, and owes nothing."""
+        self.synced_len = 0
+        self.in_flight = None
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counters of one request. At any time ``num_verified_tokens == num_accepted_tokens + num_rounds``."""
+
+    num_rounds: int = 0
+    num_verified_tokens: int = 0
+    """Output tokens before stop trimming."""
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    histogram: list[int] = field(default_factory=list)
+
+    def observe(self, num_drafts: int, num_accepted: int) -> None:
+        """Counts one round."""
+        self.num_rounds += 1
+        self.num_verified_tokens += num_accepted + 1
+        if num_drafts == 0:
+            return
+        self.num_spec_steps += 1
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_tokens += num_accepted
+        self.histogram.extend([0] * (num_drafts + 1 - len(self.histogram)))
+        self.histogram[num_accepted] += 1
+
+    @property
+    def stats(self) -> SpeculationStats:
+        """The counters that a user may see."""
+        return SpeculationStats(
+            self.num_spec_steps, self.num_draft_tokens, self.num_accepted_tokens, tuple(self.histogram)
+        )
+
+
+def miss_cause(asked: SpeculateItem | None, num_accepted: int) -> Lookup:
+    """Why the next token was not foreseen."""
+    fanout = asked.fanout if asked is not None else ()
+    is_foreseen = num_accepted < len(fanout) and fanout[num_accepted] > 0
+    return Lookup.MISS_TOKEN if is_foreseen or not fanout else Lookup.MISS_COUNT

@@ -1,0 +1,340 @@
+"""The life of one request as a pure state machine: no I/O, no clock.
+
+Inputs are verdicts, proposals, outcomes and bad news; outputs are the items to send next. Intervals of the
+committed tokens, for each engine::
+
+    [0, synced_len)              known to be held by the engine
+    [synced_len, len(committed)) goes with the next item as ``token_ids``
+
+An item in flight changes nothing here until its reply arrives: lengths are planned in the item and done in
+``synced_len``. Losing an engine's state is ``synced_len = 0`` and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specray.errors import ProtocolError
+from specray.interfaces import StopMatcher
+from specray.router.records import NOTHING_DRAFTED, Commit, Drafted, EngineView, Lookup, Tally, miss_cause
+from specray.router.stops import StopConditions
+from specray.types import (
+    Branch,
+    FinishReason,
+    GenerateRequest,
+    ItemFailed,
+    Outcomes,
+    Proposal,
+    SparseProbs,
+    SpeculateItem,
+    UnknownSequence,
+    Verdict,
+    Verification,
+    VerifyItem,
+)
+
+MAX_SPECULATIVE_TOKENS = 32
+"""The largest K that a configuration or a request may ask for."""
+
+
+class Session:
+    """Committed tokens of one request, and the round in flight.
+
+    Args:
+        request: checked by the ingress and by the router.
+        matcher: for its stop strings; None when it has none.
+        vocab_size: draft tokens outside of it are cut off, they must not reach the target.
+    """
+
+    def __init__(self, request: GenerateRequest, matcher: StopMatcher | None, *, vocab_size: int) -> None:
+        self.request = request
+        self.request_id = request.request_id
+        self.committed: list[int] = list(request.prompt_token_ids)
+        self.num_prompt_tokens = len(self.committed)
+        self.target: EngineView[VerifyItem] = EngineView()
+        self.draft: EngineView[SpeculateItem] = EngineView()
+        self.drafted: Drafted | None = None
+        """What the next Verify carries; None: not decided yet."""
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        self.message = ""
+        self.tally = Tally()
+        self._stops = StopConditions(request, matcher)
+        self._needs_probs = (
+            request.sampling.verification is Verification.REJECTION and not request.sampling.is_greedy
+        )
+        self._vocab_size = vocab_size
+        self._branches: dict[tuple[int, int], Drafted] = {}
+        self._has_outcomes = False
+        self._open_verdict: tuple[int, int] | None = None
+
+    # What is known
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.committed) - self.num_prompt_tokens
+
+    @property
+    def num_remaining(self) -> int:
+        """Output tokens that may still come."""
+        return self.request.max_tokens - self.num_output_tokens
+
+    @property
+    def num_missing(self) -> int:
+        """Committed tokens that the target does not hold yet; at least 1 while the session runs."""
+        return len(self.committed) - self.target.synced_len
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def is_prefilling(self) -> bool:
+        """The target fills its cache (prompt, or everything after a loss): nothing waits for the draft."""
+        return (
+            self.num_output_tokens == 0
+            or self.target.synced_len == 0
+            or self.num_missing > 1 + MAX_SPECULATIVE_TOKENS
+        )
+
+    @property
+    def is_waiting_for_draft(self) -> bool:
+        """The next Verify is held back until the draft answers, or the wait is given up."""
+        return (
+            self.drafted is None
+            and self.draft.in_flight is not None
+            and self.target.in_flight is None
+            and not self.is_prefilling
+        )
+
+    # Items to send
+
+    def verify_item(self, max_new_tokens: int) -> VerifyItem:
+        """Sends the session to the target: the next chunk of a prefill, or a round.
+
+        Args:
+            max_new_tokens: room in the step, >= 1. Draft tokens that do not fit are left out.
+        """
+        assert self.target.in_flight is None and not self.is_finished and max_new_tokens >= 1
+        view = self.target
+        view.round_id += 1
+        start, missing = view.synced_len, self.num_missing
+        is_chunk = missing > max_new_tokens
+        end = start + max_new_tokens if is_chunk else len(self.committed)
+        drafted = NOTHING_DRAFTED if is_chunk or self.drafted is None else self.drafted
+        num_drafts = max(0, min(len(drafted.token_ids), max_new_tokens - missing, self.num_remaining - 1))
+        item = VerifyItem(
+            self.request_id,
+            view.round_id,
+            start,
+            tuple(self.committed[start:end]),
+            drafted.token_ids[:num_drafts],
+            drafted.probs[:num_drafts],
+            sample=not is_chunk,
+            sampling=self.request.sampling if start == 0 else None,
+        )
+        view.in_flight = item
+        return item
+
+    def proposal_item(self, num_speculative_tokens: int) -> SpeculateItem:
+        """Asks the draft what may follow the committed tokens; replaces what it was asked before."""
+        self._open_verdict = None
+        self._has_outcomes = False
+        return self._speculate_item(num_speculative_tokens, (), ())
+
+    def outcomes_item(self, num_speculative_tokens: int, fanout: tuple[int, ...]) -> SpeculateItem:
+        """Asks the draft for continuations of the round that the target is verifying now."""
+        verifying = self.target.in_flight
+        assert verifying is not None and verifying.sample
+        assert len(fanout) == len(verifying.draft_token_ids) + 1
+        self._branches.clear()
+        self._has_outcomes = False
+        return self._speculate_item(num_speculative_tokens, verifying.draft_token_ids, fanout)
+
+    def _speculate_item(
+        self, num_speculative_tokens: int, proposed: tuple[int, ...], fanout: tuple[int, ...]
+    ) -> SpeculateItem:
+        view = self.draft
+        view.round_id += 1
+        start = view.synced_len
+        view.in_flight = SpeculateItem(
+            self.request_id,
+            view.round_id,
+            start,
+            tuple(self.committed[start:]),
+            num_speculative_tokens,
+            proposed,
+            fanout,
+            self.request.sampling if start == 0 else None,
+        )
+        return view.in_flight
+
+    # Replies of the target
+
+    def on_verdict(self, verdict: Verdict) -> Commit | None:
+        """Commits what the target kept. None: a late reply, nothing changed.
+
+        Raises:
+            ProtocolError: the verdict does not fit the item; nothing changed but that it is answered.
+        """
+        item = self.target.accept(verdict)
+        if item is None:
+            return None
+        self.target.in_flight = None
+        if not item.sample:
+            self.target.synced_len = item.base_len + len(item.token_ids)
+            return Commit((), (), 0, 0, Lookup.NOT_ASKED)
+        num_accepted, next_token_id = verdict.num_accepted_tokens, verdict.next_token_id
+        num_drafts = len(item.draft_token_ids)
+        if next_token_id is None or not 0 <= num_accepted <= num_drafts:
+            raise ProtocolError(
+                f"verdict with {num_accepted} of {num_drafts} draft tokens and next token {next_token_id}"
+            )
+        self.target.synced_len = item.base_len + len(item.token_ids)
+        token_ids = (*item.draft_token_ids[:num_accepted], next_token_id)
+        self.tally.observe(num_drafts, num_accepted)
+        cut = self._stops.cut(token_ids, self.num_output_tokens)
+        token_ids = token_ids[: cut.num_kept]
+        self.committed.extend(token_ids)
+        self.finish_reason, self.stop_reason = cut.finish_reason, cut.stop_reason
+        lookup = self._look_up(num_accepted, next_token_id)
+        return Commit(token_ids, verdict.logprobs[: cut.num_kept], num_drafts, num_accepted, lookup)
+
+    def on_target_unknown(self, reply: UnknownSequence) -> bool:
+        """The target lost the sequence; the next item carries everything. False: a late reply."""
+        if self.target.accept(reply) is None:
+            return False
+        self.lose_target()
+        return True
+
+    def on_target_failed(self, reply: ItemFailed) -> bool:
+        """A retriable failure starts over from 0 when sent again, any other ends the request.
+
+        Returns:
+            False for a late reply.
+        """
+        if self.target.accept(reply) is None:
+            return False
+        self.lose_target()
+        if not reply.is_retriable:
+            self.fail(reply.message)
+        return True
+
+    def lose_target(self) -> None:
+        """The target holds nothing of this session any more. What was drafted for the next round still fits.
+
+        Branches for the round that was lost stay: when the same draft tokens are verified again, under a new
+        round id, they answer it.
+        """
+        self.target.lose()
+
+    # Replies of the draft
+
+    def on_proposal(self, proposal: Proposal) -> bool:
+        """Takes a proposal. False: a late reply.
+
+        While the target samples the first token without draft tokens, a proposal made for the same prefix is
+        the one branch "the next token is its first".
+        """
+        item = self.draft.accept(proposal)
+        if item is None or item.fanout:
+            return False
+        self.draft.synced_len = item.base_len + len(item.token_ids)
+        drafted = self._checked(proposal.draft_token_ids, proposal.draft_probs, item.num_speculative_tokens)
+        is_current = self.draft.synced_len == len(self.committed)
+        verifying = self.target.in_flight
+        if is_current and (verifying is None or not verifying.sample):
+            self.draft.in_flight = None
+            self.drafted = drafted
+            return True
+        if len(drafted.token_ids) > 1:
+            self._branches[0, drafted.token_ids[0]] = Drafted(drafted.token_ids[1:], drafted.probs[1:])
+        self._take_branches()
+        return True
+
+    def on_outcomes(self, outcomes: Outcomes) -> bool:
+        """Takes branches of the round in flight, or of the verdict that came before them. False: late."""
+        item = self.draft.accept(outcomes)
+        if item is None or not item.fanout:
+            return False
+        self.draft.synced_len = item.base_len + len(item.token_ids)
+        for branch in outcomes.branches:
+            self._keep_branch(branch, item.num_speculative_tokens)
+        self._take_branches()
+        return True
+
+    def on_draft_unknown(self, reply: UnknownSequence) -> bool:
+        """The draft lost the sequence; the next item carries everything. False: a late reply."""
+        if self.draft.accept(reply) is None:
+            return False
+        self.lose_draft()
+        return True
+
+    def on_draft_failed(self, reply: ItemFailed) -> bool:
+        """The draft cannot serve this item; the session goes on without. False: a late reply."""
+        return self.on_draft_unknown(UnknownSequence(reply.request_id, reply.round_id, reply.base_len))
+
+    def lose_draft(self) -> None:
+        """The draft holds nothing of this session and owes nothing. What it had answered is kept."""
+        self.draft.lose()
+        self._open_verdict = None
+
+    def skip_draft(self) -> None:
+        """Goes on without draft tokens in this round; what the draft was asked is forgotten."""
+        self.draft.in_flight = None
+        self._open_verdict = None
+        self.drafted = NOTHING_DRAFTED
+
+    # Ends
+
+    def abort(self) -> None:
+        """The caller went away."""
+        if not self.is_finished:
+            self.finish_reason = FinishReason.ABORT
+
+    def fail(self, message: str) -> None:
+        """Ends the request with an error for its user."""
+        if not self.is_finished:
+            self.finish_reason, self.message = FinishReason.ERROR, message
+
+    # Branches
+
+    def _look_up(self, num_accepted: int, next_token_id: int) -> Lookup:
+        """Finds what to verify next; empties the branches, which belong to the round that just ended."""
+        key = (num_accepted, next_token_id)
+        asked = self.draft.in_flight
+        self.drafted = self._branches.get(key)
+        self._branches.clear()
+        has_outcomes, self._has_outcomes = self._has_outcomes, False
+        if self.drafted is None and asked is None:
+            return Lookup.NOT_ASKED
+        if self.drafted is None and not has_outcomes:
+            self._open_verdict = key
+            return Lookup.PENDING
+        self.draft.in_flight = None
+        return Lookup.HIT if self.drafted is not None else miss_cause(asked, num_accepted)
+
+    def _take_branches(self) -> None:
+        """After an answer of the draft: settles a verdict that waited for it. The first answer decides."""
+        if self._open_verdict is None:
+            self._has_outcomes = True
+            return
+        self.drafted = self._branches.get(self._open_verdict)
+        self._branches.clear()
+        self._open_verdict = None
+        self.draft.in_flight = None
+
+    def _keep_branch(self, branch: Branch, num_speculative_tokens: int) -> None:
+        drafted = self._checked(branch.draft_token_ids, branch.draft_probs, num_speculative_tokens)
+        self._branches[branch.num_accepted_tokens, branch.next_token_id] = drafted
+
+    def _checked(
+        self, token_ids: Sequence[int], probs: tuple[SparseProbs, ...], num_speculative_tokens: int
+    ) -> Drafted:
+        """Cuts what a broken draft must not do to the target: foreign tokens, missing distributions."""
+        tokens = tuple(token_ids[:num_speculative_tokens])
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
+            return NOTHING_DRAFTED
+        if not self._needs_probs:
+            return Drafted(tokens)
+        return Drafted(tokens, probs[: len(tokens)]) if len(probs) >= len(tokens) else NOTHING_DRAFTED
