@@ -280,7 +280,7 @@ class DraftHead:
 
     def _add_branches(self, branching: _Branching, ranked: Sequence[Sequence[int]]) -> None:
         """The likeliest outcome of most acceptance continues in the sequence's own blocks, so that the round
-        after a hit finds it computed; the others get scratch sequences, while the sequence is as they need it.
+        after a hit finds it computed. The others get scratch sequences, before the sequence changes.
         """
         outcomes = [
             (branching.first + row, token_id)
