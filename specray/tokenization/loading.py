@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from specray.config import EMBEDDED
+from specray.demo.paths import demo_target_path
 from specray.errors import ConfigError
 from specray.tokenization.tokenizer import Tokenizer
 
@@ -18,6 +20,7 @@ _CHANGING_KEYS = ("add_bos_token", "add_eos_token", "added_tokens_decoder", "add
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """See :meth:`Tokenizer.load`."""
+    path = demo_target_path() if path == EMBEDDED else path
     is_local = Path(path).is_dir()
     settings = _read_json(Path(path) / "tokenizer_config.json") if is_local else {}
     if is_local and _is_verbatim(Path(path), settings):

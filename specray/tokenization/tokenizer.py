@@ -60,6 +60,8 @@ class Tokenizer:
     def load(cls, path: str | Path) -> Tokenizer:
         """Loads from a directory, or from the model hub when there is no such directory. Runs no remote code.
 
+        ``embedded`` is the tokenizer of the embedded pair.
+
         Raises:
             ConfigError: there is no tokenizer, or it cannot be read.
         """
