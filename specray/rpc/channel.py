@@ -107,6 +107,14 @@ def parse_address(text: str) -> Address:
     return Address(host=match[1] or match[2], port=int(match[3]))
 
 
+def parse_peer(address: str) -> Address:
+    """An address to connect to. Raises ConfigError."""
+    parsed = parse_address(address)
+    if not parsed.is_unix and parsed.port == 0:
+        raise ConfigError(f"address is {address!r}; a port to connect to is 1..65535")
+    return parsed
+
+
 def _parse_unix(text: str) -> Address:
     path = text.removeprefix("unix:")
     if path.startswith("//"):

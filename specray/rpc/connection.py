@@ -12,7 +12,7 @@ import grpc
 from grpc import aio
 
 from specray.errors import ConfigError, EngineLostError, ProtocolError
-from specray.rpc.channel import Address, ChannelOptions, parse_address
+from specray.rpc.channel import Address, ChannelOptions
 from specray.rpc.role import ItemT, RepliesT, ReplyT, Role
 from specray.types import PROTOCOL_VERSION, EngineInfo
 
@@ -229,14 +229,6 @@ def _check_info(role: Role[Any, Any, Any], address: Address, info: EngineInfo) -
 def describe(error: aio.AioRpcError) -> str:
     """Status and text of a failed call, without gRPC's internals."""
     return f"{error.code().name}: {error.details()}"
-
-
-def parse_peer(address: str) -> Address:
-    """An address to connect to. Raises ConfigError."""
-    parsed = parse_address(address)
-    if not parsed.is_unix and parsed.port == 0:
-        raise ConfigError(f"address is {address!r}; a port to connect to is 1..65535")
-    return parsed
 
 
 def _is_own_cancellation() -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specray.rpc.channel import ChannelOptions
-from specray.rpc.connection import EngineConnection, open_stream, parse_peer
+from specray.rpc.channel import ChannelOptions, parse_peer
+from specray.rpc.connection import EngineConnection, open_stream
 from specray.rpc.role import DRAFT
 from specray.types import DraftReplies, DraftReply, SpeculateItem
 

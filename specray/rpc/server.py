@@ -100,15 +100,16 @@ class EngineServer(Generic[ItemT, ReplyT, RepliesT]):
             if info.role != self._role.name:
                 raise ConfigError(f"the engine is a {info.role!r}; needed: {self._role.name!r}")
             self._info = self._role.encode_info(info)
-            self._server = aio.server(
+            server = aio.server(
                 options=self._options.for_server(), compression=grpc.Compression.NoCompression
             )
-            await self._health.attach(self._server)
-            self._server.add_generic_rpc_handlers((self._handlers(),))
-            self._address = bind(self._server, self._address)
-            await self._server.start()
+            await self._health.attach(server)
+            server.add_generic_rpc_handlers((self._handlers(),))
+            self._address = bind(server, self._address)
+            self._server = server
+            await server.start()
         except BaseException:
-            await self._thread.stop(0.0)
+            await self.stop(0.0)
             raise
         await self._health.set_serving(True)
         return self.address
@@ -119,13 +120,13 @@ class EngineServer(Generic[ItemT, ReplyT, RepliesT]):
         Routers get UNAVAILABLE, that is EngineLostError, and take their sessions elsewhere.
         """
         server, thread, self._server, self._thread = self._server, self._thread, None, None
-        if server is None or thread is None:
-            return
-        await self._health.stop()
-        self._refuse(STOPPING)
-        await server.stop(grace_s)
-        await thread.stop(grace_s)
-        remove_socket(self._address)
+        if server is not None:
+            await self._health.stop()
+            self._refuse(STOPPING)
+            await server.stop(grace_s)
+            remove_socket(self._address)
+        if thread is not None:
+            await thread.stop(grace_s)
 
     async def check(self, *, timeout_s: float) -> None:
         """Runs the engine's real step on its thread.

@@ -1,0 +1,155 @@
+"""The gRPC server of the public InferenceService, around a handler in domain terms.
+
+Whoever serves (the ingress) implements :class:`InferenceHandler` and raises the errors of
+:mod:`specray.errors`; nothing here knows a tokenizer or a router.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from typing import Any, Final, TypeVar
+
+import grpc
+from grpc import aio
+
+from specray.rpc.channel import ChannelOptions, bind, parse_address, remove_socket
+from specray.rpc.health import Health
+from specray.rpc.inference_codec import (
+    decode_generate_request,
+    encode_generate_event,
+    encode_service_info,
+)
+from specray.rpc.inference_types import GenerateEvent, GenerateParams, InferenceHandler, Usage
+from specray.rpc.status import status_of
+
+__all__ = ["GenerateEvent", "GenerateParams", "InferenceHandler", "InferenceServer", "Usage"]
+
+INFERENCE_SERVICE: Final = "specray.v1.InferenceService"
+
+ResultT = TypeVar("ResultT")
+Context = aio.ServicerContext[Any, Any]
+
+
+class InferenceServer:
+    """Serves a handler over gRPC, with the standard health service beside it.
+
+    ``start`` and ``stop`` run on the event loop that is to carry the connections. The handler runs on
+    ``handler_loop`` when one is given (an ingress may keep its own), else on the same loop.
+    """
+
+    def __init__(
+        self,
+        handler: InferenceHandler,
+        address: str,
+        *,
+        options: ChannelOptions | None = None,
+        handler_loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        """``options.max_receive_bytes`` bounds a request: a larger one gets RESOURCE_EXHAUSTED.
+
+        Raises:
+            ConfigError: the address is no address.
+        """
+        self._handler = handler
+        self._address = parse_address(address)
+        self._options = options or ChannelOptions()
+        self._handler_loop = handler_loop
+        self._health = Health(INFERENCE_SERVICE)
+        self._server: aio.Server | None = None
+
+    @property
+    def address(self) -> str:
+        """Where the server listens; after ``start`` with the real port."""
+        return self._address.target
+
+    async def start(self) -> str:
+        """Listens and answers; returns the address.
+
+        Raises:
+            ConfigError: the address is in use, not writable, or not of this machine.
+        """
+        server = aio.server(options=self._options.for_server(), compression=grpc.Compression.NoCompression)
+        await self._health.attach(server)
+        server.add_generic_rpc_handlers((self._handlers(),))
+        self._address = bind(server, self._address)
+        self._server = server
+        await server.start()
+        await self._health.set_serving(True)
+        return self.address
+
+    async def set_ready(self, is_ready: bool) -> None:
+        """What the health service answers, for a handler that knows more than that the port is open."""
+        await self._health.set_serving(is_ready)
+
+    async def stop(self, grace_s: float = 5.0) -> None:
+        """NOT_SERVING first; requests in hand may end within ``grace_s`` seconds; idempotent."""
+        server, self._server = self._server, None
+        if server is None:
+            return
+        await self._health.stop()
+        await server.stop(grace_s)
+        remove_socket(self._address)
+
+    def _handlers(self) -> grpc.GenericRpcHandler:
+        # No (de)serialisers: messages stay bytes, so that broken ones are ours to answer.
+        return grpc.method_handlers_generic_handler(
+            INFERENCE_SERVICE,
+            {
+                "Generate": grpc.unary_stream_rpc_method_handler(self._serve_generate),
+                "Info": grpc.unary_unary_rpc_method_handler(self._serve_info),
+            },
+        )
+
+    async def _serve_generate(self, data: bytes, context: Context) -> None:
+        async def work() -> None:
+            params = decode_generate_request(data)
+            write = self._writer(context)
+            await _run_on(self._handler_loop, _pump(self._handler, params, write))
+
+        await _answer(context, work())
+
+    async def _serve_info(self, _: bytes, context: Context) -> bytes:
+        async def work() -> bytes:
+            return encode_service_info(await _run_on(self._handler_loop, self._handler.info()))
+
+        return await _answer(context, work())
+
+    def _writer(self, context: Context) -> Callable[[bytes], Awaitable[None]]:
+        """Writes messages from the handler's loop; returns when gRPC has taken the message."""
+        if self._handler_loop is None:
+            return context.write
+        this_loop = asyncio.get_running_loop()
+
+        async def write(data: bytes) -> None:
+            await context.write(data)
+
+        return lambda data: _run_on(this_loop, write(data))
+
+
+async def _pump(
+    handler: InferenceHandler, params: GenerateParams, write: Callable[[bytes], Awaitable[None]]
+) -> None:
+    events = handler.generate(params)
+    try:
+        async for event in events:
+            await write(encode_generate_event(event))
+    finally:
+        # Only generators have it; closing here, not at garbage collection, ends the work of a lost client.
+        if isinstance(events, AsyncGenerator):
+            await events.aclose()
+
+
+async def _answer(context: Context, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    try:
+        return await work
+    except Exception as error:
+        status = status_of(error)
+        await context.abort(status.code, status.details, status.metadata)
+
+
+async def _run_on(loop: asyncio.AbstractEventLoop | None, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """Awaits the work on ``loop`` (None: on this one); cancelling the wait cancels the work."""
+    if loop is None or loop is asyncio.get_running_loop():
+        return await work
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))

@@ -1,0 +1,68 @@
+"""An event loop on a thread of its own, for servers that live inside somebody else's process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from specray.errors import EngineLostError
+from specray.rpc.event_loop import new_event_loop
+
+ResultT = TypeVar("ResultT")
+
+
+class LoopThread:
+    """Runs coroutines for callers on other threads. Made running; ended by ``stop``, which is idempotent."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = new_event_loop()
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        return self._loop
+
+    def run(self, coroutine: Coroutine[Any, Any, ResultT], *, timeout_s: float) -> ResultT:
+        """The coroutine's result; it is cancelled after ``timeout_s`` seconds.
+
+        Raises:
+            EngineLostError: the loop does not run, or the time is over.
+        """
+        if not self.is_alive:
+            coroutine.close()
+            raise EngineLostError(f"{self._thread.name} does not run")
+        future: Future[ResultT] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            if future.done() and not future.cancelled():
+                raise
+            future.cancel()
+            raise EngineLostError(f"{self._thread.name} did not answer within {timeout_s} s") from None
+
+    def stop(self, *, timeout_s: float = 5.0) -> None:
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout_s)
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            tasks = asyncio.all_tasks(self._loop)
+            for task in tasks:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        finally:
+            asyncio.set_event_loop(None)
+            self._loop.close()
