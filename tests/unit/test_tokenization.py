@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -31,7 +32,7 @@ def stream_all(ids: list[int], cuts: list[int], stop: tuple[str, ...] = ()) -> t
     """The whole text of a stream fed in pieces that end at the cuts."""
     stream = TextStream(TOKENIZER, stop)
     bounds = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
-    text = "".join(stream.push(ids[a:b]) for a, b in zip(bounds, bounds[1:], strict=False))
+    text = "".join(stream.push(ids[a:b]) for a, b in itertools.pairwise(bounds))
     return text + stream.finish(), stream
 
 
@@ -122,7 +123,9 @@ def test_one_token_may_hold_the_stop_string_and_what_follows() -> None:
     stop=st.lists(st.text(alphabet="abé", min_size=1, max_size=4), min_size=1, max_size=3),
     cuts=st.lists(st.integers(0, 100), max_size=6),
 )
-def test_stop_strings_cut_like_a_search_of_the_whole_text(text: str, stop: list[str], cuts: list[int]) -> None:
+def test_stop_strings_cut_like_a_search_of_the_whole_text(
+    text: str, stop: list[str], cuts: list[int]
+) -> None:
     ends = [(text.find(one) + len(one), text.find(one), one) for one in stop if one in text]
     expected = (text[: min(ends)[1]], min(ends)[2]) if ends else (text, None)
     told, stream = stream_all(byte_ids(text.encode()), cuts, tuple(stop))

@@ -1,0 +1,1 @@
+"""The ingress: OpenAI-compatible HTTP and the public gRPC service, in front of any RouterClient."""

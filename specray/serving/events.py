@@ -1,0 +1,68 @@
+"""Server-sent events, and work that ends when its client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from specray.serving.generation import close
+
+T = TypeVar("T")
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Runs ``work``, and cancels it when the client leaves or this call is cancelled.
+
+    Args:
+        receive: of the request, whose body has been read.
+
+    Raises:
+        ClientDisconnect: the client left first.
+    """
+    task = asyncio.create_task(work)
+    watcher = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+class EventStreamResponse(Response):
+    """Sends events as they come; closes their iterator as soon as the client leaves, or on cancellation."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], *, headers: dict[str, str]) -> None:
+        super().__init__(None, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await until_disconnect(receive, self._send_all(send))
+        except (ClientDisconnect, OSError):
+            return
+        finally:
+            await close(self._events)
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for event in self._events:
+            if event:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

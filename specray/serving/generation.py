@@ -1,0 +1,192 @@
+"""From the router's chunks to what users see: text, logprobs, finish reasons; many choices at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from specray.errors import EngineLostError, SpecrayError
+from specray.interfaces import RouterClient
+from specray.tokenization import TextStream, Tokenizer
+from specray.types import FinishReason, GenerateRequest, OutputChunk, SpeculationStats, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one choice has gained; the whole of it when nothing is streamed."""
+
+    index: int
+    """Of the choice, counted over all prompts of the call."""
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    text_offsets: tuple[int, ...] = ()
+    """Per logprob: where in the output's text its token begins, in characters."""
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    stats: SpeculationStats | None = None
+
+    @property
+    def is_visible(self) -> bool:
+        """False for tokens that have not completed a text yet."""
+        return bool(self.text or self.logprobs or self.finish_reason)
+
+
+class Choice:
+    """One output being detokenised."""
+
+    def __init__(self, index: int, request: GenerateRequest, tokenizer: Tokenizer) -> None:
+        self._index = index
+        self._text = TextStream(tokenizer, request.stop)
+
+    def advance(self, chunk: OutputChunk) -> Delta:
+        """The chunk in the user's terms.
+
+        Raises:
+            EngineLostError: the router aborted the request.
+            SpecrayError: it failed; the message is for the user.
+        """
+        if chunk.finish_reason is FinishReason.ABORT:
+            raise EngineLostError(chunk.message or "the request was aborted; it may be sent again")
+        if chunk.finish_reason is FinishReason.ERROR:
+            raise SpecrayError(chunk.message or "the request failed")
+        text, offsets = "", []
+        for position, token_id in enumerate(chunk.token_ids):
+            offsets.append(self._text.num_chars)
+            if not _is_stop_token(chunk, position):
+                text += self._text.push([token_id])
+        if chunk.finish_reason is not None:
+            text += self._text.finish()
+        return Delta(
+            index=self._index,
+            text=text,
+            token_ids=chunk.token_ids,
+            logprobs=chunk.logprobs,
+            text_offsets=tuple(offsets[: len(chunk.logprobs)]),
+            finish_reason=chunk.finish_reason,
+            stop_reason=chunk.stop_reason,
+            stats=chunk.stats,
+        )
+
+
+async def complete(
+    client: RouterClient, requests: Sequence[GenerateRequest], tokenizer: Tokenizer, *, timeout_s: float
+) -> list[Delta]:
+    """All outputs, in the order of the requests. The first failure, or a cancellation, aborts the others.
+
+    Raises:
+        EngineLostError: the target was lost, or the answer took longer than ``timeout_s``.
+        OverloadedError, InvalidRequestError: as the router says.
+    """
+    tasks = [asyncio.create_task(client.complete(request)) for request in requests]
+    try:
+        async with asyncio.timeout(timeout_s):
+            chunks = await asyncio.gather(*tasks)
+    except TimeoutError:
+        raise _too_late(timeout_s) from None
+    finally:
+        await _cancel(tasks)
+    return [
+        Choice(index, request, tokenizer).advance(chunk)
+        for index, (request, chunk) in enumerate(zip(requests, chunks, strict=True))
+    ]
+
+
+async def stream(
+    client: RouterClient, requests: Sequence[GenerateRequest], tokenizer: Tokenizer, *, timeout_s: float
+) -> AsyncIterator[Delta]:
+    """The outputs as they grow, mixed; closing the iterator aborts what is not finished.
+
+    Raises like ``complete``. The deadline holds from the first step of the iterator to the last.
+    """
+    deltas = _merge(
+        [_choice_stream(client, index, request, tokenizer) for index, request in enumerate(requests)]
+    )
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    try:
+        while True:
+            # A timeout that spans a yield would cancel whichever task happens to be running then.
+            async with asyncio.timeout_at(deadline):
+                delta = await anext(deltas, None)
+            if delta is None:
+                return
+            yield delta
+    except TimeoutError:
+        raise _too_late(timeout_s) from None
+    finally:
+        await close(deltas)
+
+
+async def close(iterator: AsyncIterator[object]) -> None:
+    """Closes an async generator now, not when it is collected; other iterators are left as they are."""
+    aclose = getattr(iterator, "aclose", None)
+    if aclose is not None:
+        await aclose()
+
+
+async def _choice_stream(
+    client: RouterClient, index: int, request: GenerateRequest, tokenizer: Tokenizer
+) -> AsyncIterator[Delta]:
+    choice = Choice(index, request, tokenizer)
+    chunks = client.stream(request)
+    try:
+        async for chunk in chunks:
+            delta = choice.advance(chunk)
+            yield delta
+            if delta.finish_reason is not None:
+                return
+        raise EngineLostError("the stream ended without a finish reason; the request may be sent again")
+    finally:
+        await close(chunks)
+
+
+async def _merge(streams: Sequence[AsyncIterator[Delta]]) -> AsyncIterator[Delta]:
+    """What any of the streams yields, as it comes; the first exception ends all of them."""
+    # One entry per stream is enough: a slow reader holds the streams up, not this process's memory.
+    queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue(maxsize=len(streams))
+    tasks = [asyncio.create_task(_pump(source, queue)) for source in streams]
+    num_running = len(tasks)
+    try:
+        while num_running:
+            item = await queue.get()
+            if item is None:
+                num_running -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield item
+    finally:
+        await _cancel(tasks)
+
+
+async def _pump(source: AsyncIterator[Delta], queue: asyncio.Queue[Delta | Exception | None]) -> None:
+    """Moves a stream into the queue; then None, or the exception that ended it."""
+    end: Exception | None = None
+    try:
+        async for delta in source:
+            await queue.put(delta)
+    except Exception as error:
+        end = error
+    finally:
+        await close(source)
+    await queue.put(end)
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[object]] | Sequence[asyncio.Task[OutputChunk]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _is_stop_token(chunk: OutputChunk, position: int) -> bool:
+    """A stop token is the last of the output, and no part of its text; a stop string is cut by TextStream."""
+    return (
+        chunk.finish_reason is FinishReason.STOP
+        and not isinstance(chunk.stop_reason, str)
+        and position == len(chunk.token_ids) - 1
+    )
+
+
+def _too_late(timeout_s: float) -> EngineLostError:
+    return EngineLostError(f"no answer within {timeout_s:g} s; the request may be sent again")

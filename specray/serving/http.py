@@ -1,0 +1,163 @@
+"""The HTTP ingress: an OpenAI-compatible FastAPI application in front of a RouterClient.
+
+It has no state beyond the client and the tokenizer. Prompts and outputs are never logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from specray import __version__
+from specray.config import Config
+from specray.errors import EngineLostError, ModelNotFoundError, SpecrayError
+from specray.interfaces import RouterClient
+from specray.serving.body import read_json
+from specray.serving.events import EventStreamResponse, until_disconnect
+from specray.serving.generation import Delta, close
+from specray.serving.limits import ServiceLimits
+from specray.serving.openai_api import Call, OpenAiApi
+from specray.serving.problems import HttpError, problem_body, problem_response
+from specray.serving.validation import shown
+from specray.tokenization import Tokenizer
+
+Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+
+PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
+READY_TIMEOUT_S = 30.0
+METRICS_TIMEOUT_S = 10.0
+_CLIENT_LEFT = 499
+"""nginx's status for a request whose client is gone; nobody reads it."""
+
+
+def build_http_app(
+    *, client: RouterClient, tokenizer: Tokenizer, config: Config, lifespan: Lifespan | None = None
+) -> FastAPI:
+    """The application of design section 9.
+
+    Args:
+        client: the router.
+        tokenizer: of the target.
+        lifespan: runs around the application, for what else lives in its process.
+    """
+    app = FastAPI(title="specray", version=__version__, lifespan=lifespan, openapi_url=None)
+    limits = ServiceLimits(client, tokenizer, config)
+    _add_problem_handlers(app)
+    _add_service_routes(app, client)
+    _add_model_routes(app, limits, config)
+    _add_openai_routes(
+        app, OpenAiApi(client=client, tokenizer=tokenizer, config=config, limits=limits), config
+    )
+    return app
+
+
+def _add_openai_routes(app: FastAPI, api: OpenAiApi, config: Config) -> None:
+    async def run(request: Request, parse: Callable[[object], Coroutine[Any, Any, Call]]) -> Response:
+        values = await read_json(request, max_body_bytes=config.http.max_body_bytes)
+        call = await until_disconnect(request.receive, parse(values))
+        headers = {"X-Request-Id": call.response_id}
+        if not call.is_stream:
+            body = await until_disconnect(request.receive, api.answer(call))
+            return JSONResponse(body, headers=headers)
+        deltas = api.deltas(call)
+        first = await _first(request, deltas)
+        return EventStreamResponse(api.events(call, first, deltas), headers=headers)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await run(request, api.completion_call)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await run(request, api.chat_call)
+
+
+async def _first(request: Request, deltas: AsyncIterator[Delta]) -> Delta:
+    async def first() -> Delta:
+        return await anext(deltas)
+
+    try:
+        return await until_disconnect(request.receive, first())
+    except BaseException:
+        await close(deltas)
+        raise
+
+
+def _add_model_routes(app: FastAPI, limits: ServiceLimits, config: Config) -> None:
+    async def model() -> dict[str, Any]:
+        info = await limits.info()
+        return {
+            "id": config.model_name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "specray",
+            "max_model_len": info.max_model_len,
+        }
+
+    @app.get("/v1/models")
+    async def models() -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [await model()]})
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> JSONResponse:
+        if name != config.model_name:
+            raise ModelNotFoundError(
+                f"model {shown(name)} is not served here; allowed: {config.model_name!r}", field="model"
+            )
+        return JSONResponse(await model())
+
+
+def _add_service_routes(app: FastAPI, client: RouterClient) -> None:
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/ready")
+    async def ready() -> JSONResponse:
+        try:
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                await client.check_ready()
+        except TimeoutError:
+            raise EngineLostError(f"no step of the target within {READY_TIMEOUT_S:g} s") from None
+        return JSONResponse({"status": "ready"})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        try:
+            async with asyncio.timeout(METRICS_TIMEOUT_S):
+                text = await client.metrics_text()
+        except TimeoutError:
+            raise EngineLostError(f"no metrics within {METRICS_TIMEOUT_S:g} s") from None
+        return Response(text, headers={"Content-Type": PROMETHEUS_TEXT})
+
+    @app.get("/version")
+    async def version() -> JSONResponse:
+        return JSONResponse({"version": __version__})
+
+
+def _add_problem_handlers(app: FastAPI) -> None:
+    @app.exception_handler(SpecrayError)
+    async def on_problem(_: Request, error: SpecrayError) -> Response:
+        return problem_response(error)
+
+    @app.exception_handler(HTTPException)
+    async def on_http(request: Request, error: HTTPException) -> Response:
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
+        message = f"{request.method} {request.url.path[:100]}: {error.detail}"
+        problem = HttpError(error.status_code, message, code=code)
+        return JSONResponse(problem_body(problem), status_code=error.status_code, headers=error.headers)
+
+    @app.exception_handler(ClientDisconnect)
+    async def on_disconnect(_: Request, error: ClientDisconnect) -> Response:
+        return PlainTextResponse("", status_code=_CLIENT_LEFT)
+
+    @app.exception_handler(Exception)
+    async def on_bug(_: Request, error: Exception) -> Response:
+        return problem_response(error)

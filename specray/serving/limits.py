@@ -1,0 +1,47 @@
+"""What the served model allows, asked of the router once."""
+
+from __future__ import annotations
+
+import asyncio
+
+from specray.config import Config
+from specray.errors import EngineLostError
+from specray.interfaces import RouterClient
+from specray.serving.validation import Limits
+from specray.tokenization import Tokenizer
+from specray.types import ServiceInfo
+
+INFO_TIMEOUT_S = 30.0
+
+
+class ServiceLimits:
+    """The limits of the service behind ``client``; they do not change while it lives."""
+
+    def __init__(self, client: RouterClient, tokenizer: Tokenizer, config: Config) -> None:
+        self._client = client
+        self._tokenizer = tokenizer
+        self._config = config
+        self._info: ServiceInfo | None = None
+
+    async def info(self) -> ServiceInfo:
+        """What the router says of itself. Raises EngineLostError when it does not answer in time."""
+        if self._info is None:
+            try:
+                async with asyncio.timeout(INFO_TIMEOUT_S):
+                    self._info = await self._client.service_info()
+            except TimeoutError:
+                raise EngineLostError(f"the router did not answer within {INFO_TIMEOUT_S:g} s") from None
+        return self._info
+
+    async def get(self) -> Limits:
+        """Raises EngineLostError when the router does not answer in time."""
+        info = await self.info()
+        return Limits(
+            model_name=self._config.model_name,
+            vocab_size=info.vocab_size,
+            max_model_len=info.max_model_len,
+            eos_token_ids=tuple(
+                token_id for token_id in self._tokenizer.eos_token_ids if token_id < info.vocab_size
+            ),
+            verification=self._config.speculation.verification,
+        )

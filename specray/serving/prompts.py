@@ -1,0 +1,71 @@
+"""Prompts as users send them, and their tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from specray.errors import InvalidRequestError
+from specray.serving.validation import MAX_PROMPTS, Range, shown
+from specray.tokenization import ChatMessage, Tokenizer
+
+Prompt = str | tuple[int, ...]
+
+# Above this many characters the tokenizer works in a thread, so that other requests are not held up.
+_INLINE_CHARS = 4096
+
+
+def parse_prompt(value: object) -> list[Prompt]:
+    """The ``prompt`` of the completions API: a string, a list of strings, token ids, or lists of token ids.
+
+    Raises:
+        InvalidRequestError: it is none of these, or empty.
+    """
+    if isinstance(value, str):
+        return [_text(value)]
+    if not isinstance(value, list):
+        raise _wrong(value)
+    if not value:
+        raise InvalidRequestError("prompt is empty; allowed: at least one token", field="prompt")
+    if all(_is_int(entry) for entry in value):
+        return [tuple(value)]
+    Range(1, MAX_PROMPTS).check("prompt", len(value), what="number of prompts in prompt")
+    if all(isinstance(entry, str) for entry in value):
+        return [_text(entry) for entry in value]
+    if all(isinstance(entry, list) and all(_is_int(part) for part in entry) for entry in value):
+        return [tuple(entry) for entry in value]
+    raise _wrong(value)
+
+
+async def encode_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+    """The token ids of each prompt; those that are token ids already stay as they are."""
+    return [await _encode(prompt, tokenizer) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+
+async def encode_chat(messages: Sequence[ChatMessage], tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The token ids of a conversation. Raises InvalidRequestError where the template refuses it."""
+    return await asyncio.to_thread(tokenizer.encode_chat, messages)
+
+
+async def _encode(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    if len(text) <= _INLINE_CHARS:
+        return tokenizer.encode(text)
+    return await asyncio.to_thread(tokenizer.encode, text)
+
+
+def _text(value: str) -> str:
+    if not value:
+        raise InvalidRequestError("prompt is empty; allowed: at least one character", field="prompt")
+    return value
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _wrong(value: object) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"prompt is {shown(value)}; allowed: a string, a list of strings, a list of token ids, "
+        "or a list of lists of token ids",
+        field="prompt",
+    )

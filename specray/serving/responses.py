@@ -1,0 +1,220 @@
+"""Response bodies of the two OpenAI APIs, whole and in events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from specray.serving.generation import Delta
+from specray.tokenization import Tokenizer
+from specray.types import SpeculationStats, TokenLogprobs
+
+Json = dict[str, Any]
+
+_MIN_LOGPROB = -9999.0
+"""JSON has no minus infinity; this is what OpenAI and vLLM write."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What every body of one call begins with."""
+
+    response_id: str
+    created: int
+    """Seconds since 1970."""
+    model: str
+
+    def fields(self, kind: str) -> Json:
+        return {"id": self.response_id, "object": kind, "created": self.created, "model": self.model}
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counters of one call over all its choices."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int = 0
+    stats: list[SpeculationStats] = field(default_factory=list)
+
+    def add(self, delta: Delta) -> None:
+        self.num_output_tokens += len(delta.token_ids)
+        if delta.stats is not None:
+            self.stats.append(delta.stats)
+
+    def usage(self) -> Json:
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_output_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
+        }
+
+    def metrics(self) -> Json:
+        """``speculative_decoding`` with vLLM's field names."""
+        total = sum_stats(self.stats)
+        return {
+            "speculative_decoding": {
+                "mean_acceptance_length": total.mean_acceptance_length,
+                "draft_acceptance_rate": total.draft_acceptance_rate,
+                "num_spec_steps": total.num_spec_steps,
+                "num_accepted_draft_tokens": total.num_accepted_draft_tokens,
+                "num_draft_tokens": total.num_draft_tokens,
+                "acceptance_histogram": list(total.acceptance_histogram),
+            }
+        }
+
+
+class ResponseFormat(Protocol):
+    """How one of the APIs writes the outputs of a call."""
+
+    def body(self, outputs: Sequence[Delta], totals: Totals) -> Json:
+        """The whole response, without its metrics."""
+        ...
+
+    def opening(self, num_choices: int) -> Iterable[Json]:
+        """Events before the first delta."""
+        ...
+
+    def event(self, delta: Delta) -> Json:
+        """The event of one delta."""
+        ...
+
+    def summary(self) -> Json:
+        """The last event, without choices: it carries usage and metrics."""
+        ...
+
+
+class CompletionFormat:
+    """Bodies of /v1/completions.
+
+    Args:
+        echoes: per choice, the prompt's text that comes first; empty strings without ``echo``.
+    """
+
+    def __init__(self, header: Header, tokenizer: Tokenizer, echoes: Sequence[str]) -> None:
+        self._header = header
+        self._tokenizer = tokenizer
+        self._echoes = echoes
+
+    def body(self, outputs: Sequence[Delta], totals: Totals) -> Json:
+        choices = [self._choice(delta, self._echoes[delta.index] + delta.text) for delta in outputs]
+        return {**self._header.fields("text_completion"), "choices": choices, "usage": totals.usage()}
+
+    def opening(self, num_choices: int) -> Iterable[Json]:
+        for index in range(num_choices):
+            if self._echoes[index]:
+                yield self.event(Delta(index, self._echoes[index], ()))
+
+    def event(self, delta: Delta) -> Json:
+        return {**self.summary(), "choices": [self._choice(delta, delta.text)]}
+
+    def summary(self) -> Json:
+        return {**self._header.fields("text_completion"), "choices": []}
+
+    def _choice(self, delta: Delta, text: str) -> Json:
+        return {
+            "index": delta.index,
+            "text": text,
+            "logprobs": self._logprobs(delta) if delta.logprobs else None,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+
+    def _logprobs(self, delta: Delta) -> Json:
+        name = self._tokenizer.token_text
+        return {
+            "tokens": [name(entry.token_id) for entry in delta.logprobs],
+            "token_logprobs": [_finite(entry.logprob) for entry in delta.logprobs],
+            "top_logprobs": [
+                {name(token_id): _finite(logprob) for token_id, logprob in _alternatives(entry)}
+                for entry in delta.logprobs
+            ],
+            "text_offset": list(delta.text_offsets),
+        }
+
+
+class ChatFormat:
+    """Bodies of /v1/chat/completions."""
+
+    def __init__(self, header: Header, tokenizer: Tokenizer) -> None:
+        self._header = header
+        self._tokenizer = tokenizer
+
+    def body(self, outputs: Sequence[Delta], totals: Totals) -> Json:
+        choices = [
+            {
+                "index": delta.index,
+                "message": {"role": "assistant", "content": delta.text, "refusal": None},
+                **self._ending(delta),
+            }
+            for delta in outputs
+        ]
+        return {**self._header.fields("chat.completion"), "choices": choices, "usage": totals.usage()}
+
+    def opening(self, num_choices: int) -> Iterable[Json]:
+        for index in range(num_choices):
+            yield self._event(Delta(index, "", ()), {"role": "assistant", "content": ""})
+
+    def event(self, delta: Delta) -> Json:
+        return self._event(delta, {"content": delta.text} if delta.text else {})
+
+    def summary(self) -> Json:
+        return {**self._header.fields("chat.completion.chunk"), "choices": []}
+
+    def _event(self, delta: Delta, content: Json) -> Json:
+        choice = {"index": delta.index, "delta": content, **self._ending(delta)}
+        return {**self.summary(), "choices": [choice]}
+
+    def _ending(self, delta: Delta) -> Json:
+        logprobs = [self._logprob(entry) for entry in delta.logprobs]
+        return {
+            "logprobs": {"content": logprobs, "refusal": None} if logprobs else None,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+
+    def _logprob(self, entry: TokenLogprobs) -> Json:
+        tops = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
+        return {
+            **self._token(entry.token_id, entry.logprob),
+            "top_logprobs": [self._token(token_id, logprob) for token_id, logprob in tops],
+        }
+
+    def _token(self, token_id: int, logprob: float) -> Json:
+        return {
+            "token": self._tokenizer.token_text(token_id),
+            "logprob": _finite(logprob),
+            "bytes": list(self._tokenizer.token_bytes(token_id)),
+        }
+
+
+def sum_stats(stats: Iterable[SpeculationStats]) -> SpeculationStats:
+    """The counters of several outputs together."""
+    total = SpeculationStats()
+    for one in stats:
+        total = SpeculationStats(
+            total.num_spec_steps + one.num_spec_steps,
+            total.num_draft_tokens + one.num_draft_tokens,
+            total.num_accepted_draft_tokens + one.num_accepted_draft_tokens,
+            _add(total.acceptance_histogram, one.acceptance_histogram),
+        )
+    return total
+
+
+def _add(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
+    longer, shorter = (left, right) if len(left) >= len(right) else (right, left)
+    return tuple(
+        count + (shorter[index] if index < len(shorter) else 0) for index, count in enumerate(longer)
+    )
+
+
+def _alternatives(entry: TokenLogprobs) -> list[tuple[int, float]]:
+    """The likeliest tokens, and the chosen one when it is not among them, as in OpenAI's completions API."""
+    tops = list(zip(entry.top_token_ids, entry.top_logprobs, strict=True))
+    if entry.token_id in entry.top_token_ids:
+        return tops
+    return [*tops, (entry.token_id, entry.logprob)]
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _MIN_LOGPROB)

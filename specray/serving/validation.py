@@ -1,0 +1,315 @@
+"""What a request may ask for: every range in one place, for HTTP and gRPC alike.
+
+Values arrive here with the right types; they leave as the router's GenerateRequests. Nothing that is out of
+range reaches an engine.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
+from types import MappingProxyType
+from typing import Final
+
+from specray.errors import InvalidRequestError, ModelNotFoundError
+from specray.types import GenerateRequest, SamplingParams, SpeculationParams, Verification
+
+_UINT64: Final = (1 << 64) - 1
+# Below these, float32 on the way to the engine or in its softmax would make them zero or infinite; the
+# output is the same as with the smaller value.
+_GREEDY_BELOW: Final = 1e-5
+_MIN_TOP_P: Final = 1e-6
+
+MAX_STOP_STRINGS: Final = 16
+MAX_STOP_STRING_LEN: Final = 256
+MAX_STOP_TOKEN_IDS: Final = 128
+MAX_LOGIT_BIAS_ENTRIES: Final = 1024
+MAX_PROMPTS: Final = 128
+MAX_CHOICES: Final = 1024
+"""Prompts times n of one call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The allowed values of a numeric field, both ends included unless ``is_low_open``."""
+
+    low: float
+    high: float
+    is_low_open: bool = False
+
+    def __str__(self) -> str:
+        return (
+            f"more than {self.low} and at most {self.high}"
+            if self.is_low_open
+            else f"{self.low}..{self.high}"
+        )
+
+    def contains(self, value: float) -> bool:
+        """False for NaN too."""
+        return (self.low < value if self.is_low_open else self.low <= value) and value <= self.high
+
+    def check(self, field: str, value: float, *, what: str | None = None) -> None:
+        """Raises InvalidRequestError for a value outside, naming the field (and ``what`` of it is meant)."""
+        if not self.contains(value):
+            raise out_of_range(field, value, str(self), what=what)
+
+
+RANGES: Final[Mapping[str, Range]] = MappingProxyType(
+    {
+        "temperature": Range(0, 2),
+        "top_k": Range(0, 2**31 - 1),
+        "top_p": Range(0, 1, is_low_open=True),
+        "min_p": Range(0, 1),
+        "repetition_penalty": Range(0.01, 100),
+        "presence_penalty": Range(-2, 2),
+        "frequency_penalty": Range(-2, 2),
+        "logit_bias": Range(-100, 100),
+        "seed": Range(-(1 << 63), _UINT64),
+        "n": Range(1, 128),
+        "logprobs": Range(0, 20),
+        "top_logprobs": Range(0, 20),
+        "num_speculative_tokens": Range(0, 32),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the served model allows."""
+
+    model_name: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    verification: Verification = Verification.COUPLED
+    """What a request gets that asks for none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationOptions:
+    """What one call asks for, whatever API it came through; None is the default.
+
+    Ranges are checked by :func:`to_generate_requests`, not here.
+    """
+
+    max_tokens: int | None = None
+    default_max_tokens: int | None = None
+    """Used without ``max_tokens``, cut to the room that is left; None: all of that room."""
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    n: int | None = None
+    num_logprobs: int | None = None
+    is_speculation_enabled: bool | None = None
+    num_speculative_tokens: int | None = None
+    verification: Verification | None = None
+    names: Mapping[str, str] = dataclass_field(default_factory=dict)
+    """Names of fields as this API's users write them, where they differ (for errors)."""
+
+    def name(self, own_name: str) -> str:
+        """The field's name in the user's API."""
+        return self.names.get(own_name, own_name)
+
+
+def out_of_range(field: str, value: object, allowed: str, *, what: str | None = None) -> InvalidRequestError:
+    """The error that names the field, its value (or that of ``what`` about it) and what is allowed."""
+    return InvalidRequestError(f"{what or field} is {shown(value)}; allowed: {allowed}", field=field)
+
+
+def shown(value: object) -> str:
+    """The value for an error message, cut to a readable length."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def check_model(name: str | None, limits: Limits) -> None:
+    """Raises ModelNotFoundError unless the name is absent, empty or the served model's."""
+    if name and name != limits.model_name:
+        raise ModelNotFoundError(
+            f"model {shown(name)} is not served here; allowed: {limits.model_name!r}", field="model"
+        )
+
+
+def check_options(options: GenerationOptions, limits: Limits) -> None:
+    """Raises InvalidRequestError for the first option out of range, prompts aside."""
+    ranged: dict[str, float | None] = {
+        "temperature": options.temperature,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+        "min_p": options.min_p,
+        "repetition_penalty": options.repetition_penalty,
+        "presence_penalty": options.presence_penalty,
+        "frequency_penalty": options.frequency_penalty,
+        "seed": options.seed,
+        "n": options.n,
+        "num_speculative_tokens": options.num_speculative_tokens,
+        "logprobs": options.num_logprobs,
+    }
+    for own_name, value in ranged.items():
+        if value is not None:
+            RANGES[own_name].check(options.name(own_name), value)
+    _check_lengths(options, limits)
+    _check_stop(options, limits)
+    _check_logit_bias(options, limits)
+
+
+def check_prompts(prompts: Sequence[tuple[int, ...]], options: GenerationOptions, limits: Limits) -> None:
+    """Raises InvalidRequestError for the first prompt that is empty, too long or outside the vocabulary."""
+    name = options.name("prompt")
+    Range(1, MAX_PROMPTS).check(name, len(prompts), what=f"number of prompts in {name}")
+    Range(1, MAX_CHOICES).check("n", len(prompts) * (options.n or 1), what="number of prompts times n")
+    for token_ids in prompts:
+        if not token_ids:
+            raise InvalidRequestError(f"{name} is empty; allowed: at least one token", field=name)
+        Range(1, limits.max_model_len - 1).check(name, len(token_ids), what=f"number of tokens in {name}")
+        check_token_ids(name, token_ids, limits)
+        if options.max_tokens is not None:
+            room = limits.max_model_len - len(token_ids)
+            after = f"after a {name} of {len(token_ids)} tokens (together at most {limits.max_model_len})"
+            if options.max_tokens > room:
+                raise out_of_range(options.name("max_tokens"), options.max_tokens, f"1..{room} {after}")
+
+
+def check_token_ids(name: str, token_ids: Sequence[int], limits: Limits) -> None:
+    """Raises InvalidRequestError for the first id outside the vocabulary."""
+    for token_id in token_ids:
+        if not 0 <= token_id < limits.vocab_size:
+            raise out_of_range(name, token_id, f"0..{limits.vocab_size - 1}", what=f"token id in {name}")
+
+
+def to_generate_requests(
+    prompts: Sequence[tuple[int, ...]],
+    options: GenerationOptions,
+    *,
+    limits: Limits,
+    request_id: str,
+    draw_seed: Callable[[], int] | None = None,
+) -> list[GenerateRequest]:
+    """One request per prompt and choice, the choices of the first prompt first.
+
+    Choice 0 uses the given seed itself, so that ``n`` changes nothing for it.
+
+    Args:
+        request_id: prefix of the requests' ids; unique.
+        draw_seed: gives 64 random bits when the call has no seed; default: the system's generator.
+
+    Raises:
+        InvalidRequestError: an option or a prompt is out of range.
+    """
+    check_options(options, limits)
+    check_prompts(prompts, options, limits)
+    seed = options.seed if options.seed is not None else (draw_seed or _random_seed)()
+    return [
+        _generate_request(
+            f"{request_id}-{prompt_index}-{choice}", token_ids, mix_seed(seed, choice), options, limits
+        )
+        for prompt_index, token_ids in enumerate(prompts)
+        for choice in range(options.n or 1)
+    ]
+
+
+def mix_seed(seed: int, choice: int) -> int:
+    """The 64-bit seed of one choice: the seed itself for choice 0, else splitmix64 (Steele et al., 2014)."""
+    if choice == 0:
+        return seed & _UINT64
+    mixed = (seed + choice * 0x9E3779B97F4A7C15) & _UINT64
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _UINT64
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _UINT64
+    return mixed ^ (mixed >> 31)
+
+
+def _generate_request(
+    request_id: str, token_ids: tuple[int, ...], seed: int, options: GenerationOptions, limits: Limits
+) -> GenerateRequest:
+    eos_token_ids = () if options.ignore_eos else limits.eos_token_ids
+    return GenerateRequest(
+        request_id=request_id,
+        prompt_token_ids=token_ids,
+        sampling=_sampling_params(options, limits, seed=seed, num_prompt_tokens=len(token_ids)),
+        max_tokens=_max_tokens(options, limits.max_model_len - len(token_ids)),
+        stop=options.stop,
+        eos_token_ids=eos_token_ids,
+        speculation=SpeculationParams(
+            enabled=options.is_speculation_enabled is not False,
+            num_speculative_tokens=options.num_speculative_tokens,
+        ),
+    )
+
+
+def _sampling_params(
+    options: GenerationOptions, limits: Limits, *, seed: int, num_prompt_tokens: int
+) -> SamplingParams:
+    temperature = _default(options.temperature, 1.0)
+    eos_token_ids = () if options.ignore_eos else limits.eos_token_ids
+    return SamplingParams(
+        temperature=temperature if temperature >= _GREEDY_BELOW else 0.0,
+        top_k=options.top_k or 0,
+        top_p=max(_default(options.top_p, 1.0), _MIN_TOP_P),
+        min_p=_default(options.min_p, 0.0),
+        repetition_penalty=_default(options.repetition_penalty, 1.0),
+        presence_penalty=_default(options.presence_penalty, 0.0),
+        frequency_penalty=_default(options.frequency_penalty, 0.0),
+        logit_bias=options.logit_bias,
+        seed=seed,
+        min_tokens=options.min_tokens or 0,
+        stop_token_ids=tuple(sorted({*eos_token_ids, *options.stop_token_ids})),
+        num_prompt_tokens=num_prompt_tokens,
+        num_logprobs=options.num_logprobs,
+        verification=options.verification or limits.verification,
+    )
+
+
+def _default(value: float | None, default: float) -> float:
+    return default if value is None else float(value)
+
+
+def _max_tokens(options: GenerationOptions, room: int) -> int:
+    if options.max_tokens is not None:
+        return options.max_tokens
+    return room if options.default_max_tokens is None else min(options.default_max_tokens, room)
+
+
+def _check_lengths(options: GenerationOptions, limits: Limits) -> None:
+    longest = limits.max_model_len - 1
+    if options.max_tokens is not None:
+        Range(1, longest).check(options.name("max_tokens"), options.max_tokens)
+        longest = options.max_tokens
+    elif options.default_max_tokens is not None:
+        longest = options.default_max_tokens
+    if options.min_tokens is not None:
+        Range(0, longest).check("min_tokens", options.min_tokens)
+
+
+def _check_stop(options: GenerationOptions, limits: Limits) -> None:
+    Range(0, MAX_STOP_STRINGS).check("stop", len(options.stop), what="number of strings in stop")
+    for stop in options.stop:
+        Range(1, MAX_STOP_STRING_LEN).check("stop", len(stop), what="length of a string in stop")
+    Range(0, MAX_STOP_TOKEN_IDS).check(
+        "stop_token_ids", len(options.stop_token_ids), what="number of ids in stop_token_ids"
+    )
+    check_token_ids("stop_token_ids", options.stop_token_ids, limits)
+
+
+def _check_logit_bias(options: GenerationOptions, limits: Limits) -> None:
+    Range(0, MAX_LOGIT_BIAS_ENTRIES).check(
+        "logit_bias", len(options.logit_bias), what="number of entries in logit_bias"
+    )
+    check_token_ids("logit_bias", [token_id for token_id, _ in options.logit_bias], limits)
+    for token_id, bias in options.logit_bias:
+        RANGES["logit_bias"].check("logit_bias", bias, what=f"logit_bias of token {token_id}")
+
+
+def _random_seed() -> int:
+    return secrets.randbits(64)
