@@ -1,0 +1,142 @@
+"""The noise: the published generator, the same on every device, keyed by position, never by draft offset."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from specray.engine.sampling.noise import (
+    NoiseKey,
+    NoiseSource,
+    PhiloxGenerator,
+    Purpose,
+    gumbel_from_words,
+    philox_block,
+    philox_words,
+)
+
+CPU = torch.device("cpu")
+ONES = (1 << 64) - 1
+KEYS = [
+    NoiseKey(seed, position, purpose)
+    for seed in (0, 7, 1 << 63, ONES)
+    for position in (0, 1, 131_071)
+    for purpose in Purpose
+]
+
+
+def signed(word: int) -> torch.Tensor:
+    return torch.tensor(word - (1 << 64) if word >> 63 else word)
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        (
+            (0, 0, 0, 0),
+            (0, 0),
+            (0x16554D9ECA36314C, 0xDB20FE9D672D0FDC, 0xD7E772CEE186176B, 0x7E68B68AEC7BA23B),
+        ),
+        (
+            (ONES, ONES, ONES, ONES),
+            (ONES, ONES),
+            (0x87B092C3013FE90B, 0x438C3C67BE8D0224, 0x9CC7D7C69CD777B6, 0xA09CAEBF594F0BA0),
+        ),
+        (
+            (0x243F6A8885A308D3, 0x13198A2E03707344, 0xA4093822299F31D0, 0x082EFA98EC4E6C89),
+            (0x452821E638D01377, 0xBE5466CF34E90C6C),
+            (0xA528F45403E61D95, 0x38C72DBD566E9788, 0xA5A1610E72FD18B5, 0x57BD43B5E52B7FE6),
+        ),
+    ],
+)
+def test_known_answers_of_philox4x64_10(
+    counter: tuple[int, ...], key: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
+    """The vectors that the authors publish with their reference implementation (Random123)."""
+    words = philox_block([signed(word) for word in counter], [signed(word) for word in key])
+    assert tuple(int(word) & ONES for word in words) == expected
+
+
+def test_numpy_and_torch_forms_give_the_same_words() -> None:
+    generator = PhiloxGenerator()
+    for count in (1, 3, 4, 1001):
+        expected = np.stack([generator.words(key, count) for key in KEYS])
+        assert np.array_equal(philox_words(KEYS, count, CPU).numpy().view(np.uint64), expected)
+
+
+def test_numpy_and_torch_forms_give_the_same_gumbel_noise() -> None:
+    rows = NoiseSource(500, CPU).gumbel(KEYS)
+    torch.testing.assert_close(rows, gumbel_from_words(philox_words(KEYS, 500, CPU)), rtol=1e-14, atol=1e-14)
+
+
+def test_token_noise_does_not_depend_on_vocabulary_size() -> None:
+    """Draft and target may pad their vocabularies differently."""
+    small, large = NoiseSource(96, CPU), NoiseSource(1024, CPU)
+    assert torch.equal(small.gumbel(KEYS), large.gumbel(KEYS)[:, :96])
+
+
+def test_noise_depends_on_absolute_position_and_not_on_draft_offset() -> None:
+    source = NoiseSource(64, CPU)
+    from_ten = source.gumbel([NoiseKey(5, 10 + offset, Purpose.COUPLED_DRAW) for offset in range(4)])
+    from_twelve = source.gumbel([NoiseKey(5, 12 + offset, Purpose.COUPLED_DRAW) for offset in range(4)])
+    assert torch.equal(from_ten[2:], from_twelve[:2])
+    assert not torch.equal(from_ten[0], from_twelve[0])
+
+
+def test_every_part_of_the_key_matters() -> None:
+    source = NoiseSource(64, CPU)
+    keys = [
+        NoiseKey(1, 2, Purpose.COUPLED_DRAW),
+        NoiseKey(2, 2, Purpose.COUPLED_DRAW),
+        NoiseKey(1, 3, Purpose.COUPLED_DRAW),
+        *(NoiseKey(1, 2, purpose) for purpose in Purpose if purpose is not Purpose.COUPLED_DRAW),
+    ]
+    rows = source.gumbel(keys)
+    assert len({tuple(row.tolist()) for row in rows}) == len(keys)
+    assert len({source.uniform(key) for key in keys}) == len(keys)
+
+
+def test_rows_kept_from_earlier_equal_fresh_rows() -> None:
+    kept, fresh = NoiseSource(64, CPU), NoiseSource(64, CPU, max_cached_bytes=0)
+    for keys in (KEYS[:5], KEYS[3:9], KEYS[::-1], [KEYS[0], KEYS[0]]):
+        assert torch.equal(kept.gumbel(keys), fresh.gumbel(keys))
+
+
+def test_rows_kept_stay_within_the_budget() -> None:
+    source = NoiseSource(64, CPU, max_cached_bytes=3 * 64 * 8)
+    for position in range(10):
+        source.gumbel([NoiseKey(0, position, Purpose.COUPLED_DRAW)])
+    assert len(source._cached_rows) == 3
+
+
+def test_smallest_and_largest_words_give_finite_noise() -> None:
+    words = torch.tensor([0, -1])
+    lowest, highest = gumbel_from_words(words).tolist()
+    assert lowest == pytest.approx(-math.log(53 * math.log(2)), rel=1e-12)
+    assert highest == pytest.approx(53 * math.log(2), rel=1e-12)
+
+
+def test_gumbel_noise_has_the_gumbel_distribution() -> None:
+    rows = NoiseSource(4096, CPU).gumbel(
+        [NoiseKey(3, position, Purpose.COUPLED_DRAW) for position in range(8)]
+    )
+    assert stats.kstest(rows.flatten().numpy(), "gumbel_r").pvalue > 0.01
+
+
+def test_uniforms_are_uniform_over_positions_and_seeds() -> None:
+    source = NoiseSource(16, CPU)
+    by_position = [source.uniform(NoiseKey(3, position, Purpose.ACCEPT_TEST)) for position in range(5000)]
+    by_seed = [source.uniform(NoiseKey(seed, 3, Purpose.ACCEPT_TEST)) for seed in range(5000)]
+    assert stats.kstest(by_position, "uniform").pvalue > 0.01
+    assert stats.kstest(by_seed, "uniform").pvalue > 0.01
+
+
+def test_neighbouring_positions_are_uncorrelated() -> None:
+    rows = NoiseSource(20_000, CPU).gumbel(
+        [NoiseKey(3, position, Purpose.COUPLED_DRAW) for position in (5, 6)]
+    )
+    assert abs(torch.corrcoef(rows)[0, 1].item()) < 0.03

@@ -1,0 +1,197 @@
+"""Committed tokens against exact probabilities: chi-square over many seeds, all processors on.
+
+A toy target and draft over five tokens, each a table over the last token. Exact probabilities of two output
+tokens come from the naive product of processed target rows; the samples from the real draft sampler and the
+real verification, with as many rounds as it takes. A wrong rule must fail the same test.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from scipy import stats
+
+from specray.engine.sampling.draft import DraftSampler
+from specray.engine.sampling.noise import NoiseKey, NoiseSource, Purpose
+from specray.engine.sampling.processors import RowGroup, process_logits
+from specray.engine.sampling.verify import Round, Verified, verify_rejection, verify_rounds
+from specray.types import SamplingParams, SparseProbs, Verification
+
+VOCAB_SIZE = 5
+NUM_SAMPLES = 2500
+SIGNIFICANCE = 1e-3
+PROMPT = [2, 0]
+TARGET = 1.2 * torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
+DRAFT = TARGET + 0.9 * torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(2))
+PLAIN = SamplingParams(num_prompt_tokens=len(PROMPT), verification=Verification.REJECTION)
+PROCESSED = replace(
+    PLAIN,
+    temperature=0.8,
+    top_p=0.93,
+    repetition_penalty=1.2,
+    presence_penalty=0.3,
+    frequency_penalty=0.2,
+    logit_bias=((1, 0.5),),
+)
+Propose = Callable[[list[int], SamplingParams, int], tuple[list[int], list[SparseProbs]]]
+Verify = Callable[[torch.Tensor, Round], Verified]
+
+
+@pytest.fixture(scope="module")
+def noise() -> NoiseSource:
+    return NoiseSource(VOCAB_SIZE, torch.device("cpu"))
+
+
+def rows(table: torch.Tensor, token_ids: list[int], count: int) -> torch.Tensor:
+    return table[token_ids[len(token_ids) - count :]]
+
+
+def exact(sampling: SamplingParams, num_tokens: int) -> dict[tuple[int, ...], float]:
+    """Probability of each output of the target alone."""
+    probabilities = {}
+    for output in product(range(VOCAB_SIZE), repeat=num_tokens):
+        probability = 1.0
+        for index, token_id in enumerate(output):
+            prefix = PROMPT + list(output[:index])
+            processed = process_logits(rows(TARGET, prefix, 1), [RowGroup(sampling, prefix, 1)])
+            probability *= processed[0].double().softmax(-1)[token_id].item()
+        probabilities[output] = probability
+    return probabilities
+
+
+def generate(
+    sampling: SamplingParams, num_tokens: int, num_drafts: int, propose: Propose, verify: Verify
+) -> tuple[int, ...]:
+    token_ids = list(PROMPT)
+    while len(token_ids) < len(PROMPT) + num_tokens:
+        drafts, probs = propose(token_ids, sampling, num_drafts)
+        known = token_ids + drafts
+        group = RowGroup(sampling, known, len(drafts) + 1)
+        processed = process_logits(rows(TARGET, known, len(drafts) + 1), [group])
+        verified = verify(processed, Round(group, drafts, probs))
+        token_ids += [*drafts[: verified.num_accepted_tokens], verified.next_token_id]
+    return tuple(token_ids[len(PROMPT) : len(PROMPT) + num_tokens])
+
+
+def p_value(sampling: SamplingParams, num_drafts: int, propose: Propose, verify: Verify) -> float:
+    """Of the chi-square test of two output tokens; outputs expected less than five times are pooled."""
+    expected = exact(sampling, 2)
+    seen = Counter(
+        generate(replace(sampling, seed=seed), 2, num_drafts, propose, verify) for seed in range(NUM_SAMPLES)
+    )
+    assert all(expected[output] > 0.0 for output in seen), "an impossible output was committed"
+    common = [output for output, probability in expected.items() if probability * NUM_SAMPLES >= 5]
+    observed = [float(seen[output]) for output in common]
+    wanted = [expected[output] * NUM_SAMPLES for output in common]
+    rest = NUM_SAMPLES - sum(wanted)
+    if rest >= 1.0:
+        observed.append(NUM_SAMPLES - sum(observed))
+        wanted.append(rest)
+    scale = sum(observed) / sum(wanted)
+    return float(stats.chisquare(observed, [value * scale for value in wanted]).pvalue)
+
+
+def sampled_draft(
+    noise: NoiseSource, *, support: int = 64, verification: Verification | None = None
+) -> Propose:
+    """The draft engine's own sampler over the toy draft."""
+    sampler = DraftSampler(noise, max_num_draft_probs=support)
+
+    def propose(
+        token_ids: list[int], sampling: SamplingParams, num_drafts: int
+    ) -> tuple[list[int], list[SparseProbs]]:
+        sampling = replace(sampling, verification=verification or sampling.verification)
+        known, probs = list(token_ids), []
+        for _ in range(num_drafts):
+            [token] = sampler.draw(rows(DRAFT, known, 1), [RowGroup(sampling, known, 1)])
+            known.append(token.token_id)
+            if token.probs is not None:
+                probs.append(token.probs)
+        return known[len(token_ids) :], probs
+
+    return propose
+
+
+def fixed_draft(
+    token_ids: list[int], sampling: SamplingParams, num_drafts: int
+) -> tuple[list[int], list[SparseProbs]]:
+    """Tokens chosen without randomness, as an n-gram proposer does."""
+    return [(token_ids[-1] + 1) % VOCAB_SIZE] * num_drafts, []
+
+
+def real(noise: NoiseSource) -> Verify:
+    return lambda processed, item: verify_rounds(processed, [item], noise)[0]
+
+
+@pytest.mark.parametrize("sampling", [PLAIN, PROCESSED], ids=["plain", "processed"])
+@pytest.mark.parametrize("num_drafts", [1, 3])
+def test_rejection_with_sampled_drafts(noise: NoiseSource, sampling: SamplingParams, num_drafts: int) -> None:
+    assert p_value(sampling, num_drafts, sampled_draft(noise), real(noise)) > SIGNIFICANCE
+
+
+def test_rejection_with_a_truncated_support(noise: NoiseSource) -> None:
+    assert p_value(PROCESSED, 2, sampled_draft(noise, support=2), real(noise)) > SIGNIFICANCE
+
+
+@pytest.mark.parametrize("sampling", [PLAIN, PROCESSED], ids=["plain", "processed"])
+def test_rejection_with_one_hot_drafts(noise: NoiseSource, sampling: SamplingParams) -> None:
+    assert p_value(sampling, 2, fixed_draft, real(noise)) > SIGNIFICANCE
+
+
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_coupled(noise: NoiseSource, num_drafts: int) -> None:
+    sampling = replace(PROCESSED, verification=Verification.COUPLED)
+    assert p_value(sampling, num_drafts, sampled_draft(noise), real(noise)) > SIGNIFICANCE
+
+
+def test_coupled_output_equals_target_only_draws(noise: NoiseSource) -> None:
+    sampling = replace(PROCESSED, verification=Verification.COUPLED)
+    for seed in range(200):
+        seeded = replace(sampling, seed=seed)
+        alone = generate(seeded, 6, 0, fixed_draft, real(noise))
+        for num_drafts in (1, 2, 5):
+            for propose in (sampled_draft(noise), fixed_draft):
+                assert generate(seeded, 6, num_drafts, propose, real(noise)) == alone
+
+
+def test_residual_rule_on_coupled_drafts_would_fail(noise: NoiseSource) -> None:
+    """The noise that drew the draft token also draws the recovered one, and is no longer fresh."""
+
+    def wrong(processed: torch.Tensor, item: Round) -> Verified:
+        group = item.group
+        verified = verify_rejection(
+            processed,
+            item.draft_token_ids,
+            (),
+            noise=noise,
+            seed=group.sampling.seed,
+            first_position=group.first_position,
+        )
+        position = group.first_position + verified.num_accepted_tokens
+        weights = processed[verified.num_accepted_tokens].double().softmax(-1)
+        if verified.num_accepted_tokens < len(item.draft_token_ids):
+            weights[item.draft_token_ids[verified.num_accepted_tokens]] = 0.0
+        gumbel = noise.gumbel([NoiseKey(group.sampling.seed, position, Purpose.COUPLED_DRAW)])[0]
+        return verified._replace(next_token_id=int((weights.log() + gumbel).argmax()))
+
+    coupled = sampled_draft(noise, verification=Verification.COUPLED)
+    assert p_value(PLAIN, 1, coupled, wrong) < SIGNIFICANCE
+
+
+def test_another_distribution_than_the_drafts_would_fail(noise: NoiseSource) -> None:
+    """The draft samples its processed distribution and claims a flat one."""
+    propose = sampled_draft(noise)
+    flat = SparseProbs(tuple(range(VOCAB_SIZE)), (1.0 / VOCAB_SIZE,) * VOCAB_SIZE)
+
+    def claim_flat(
+        token_ids: list[int], sampling: SamplingParams, num_drafts: int
+    ) -> tuple[list[int], list[SparseProbs]]:
+        drafts, probs = propose(token_ids, sampling, num_drafts)
+        return drafts, [flat] * len(probs)
+
+    assert p_value(PLAIN, 1, claim_flat, real(noise)) < SIGNIFICANCE
