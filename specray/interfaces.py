@@ -99,7 +99,7 @@ class StopMatcher(Protocol):
     """Watches one output for its stop strings."""
 
     def push(self, token_ids: Sequence[int]) -> str | None:
-        """Adds committed tokens one by one; returns the first stop string that the text now contains."""
+        """Adds committed tokens; returns the first stop string that they complete, and goes on after it."""
         ...
 
 

@@ -62,7 +62,7 @@ RANGES: Final[Mapping[str, Range]] = MappingProxyType(
         "top_k": Range(0, 2**31 - 1),
         "top_p": Range(0, 1, is_low_open=True),
         "min_p": Range(0, 1),
-        "repetition_penalty": Range(0.01, 100),
+        "repetition_penalty": Range(1 / 64, 64),
         "presence_penalty": Range(-2, 2),
         "frequency_penalty": Range(-2, 2),
         "logit_bias": Range(-100, 100),

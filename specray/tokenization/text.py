@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from specray.interfaces import StopMatcher, StopMatcherFactory
@@ -13,14 +14,19 @@ class TextStream:
 
     A text that may be the beginning of a stop string is held back until the next tokens decide. Of several
     stop strings the one that is complete first counts, and of those the longest; so the result does not
-    depend on how the tokens are cut into pushes.
+    depend on how the tokens are cut into pushes. A stop string that is complete within the first
+    ``min_tokens`` tokens is ordinary text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, min_tokens: float = 0) -> None:
         self._decoder = tokenizer.decoder()
         self._stop = tuple(stop)
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
         self._held = ""
         self.stop_reason: str | None = None
+        self.passed: list[str] = []
+        """Stop strings that were complete too early to count."""
         self.num_chars = 0
         """Characters decoded so far, told or held back."""
 
@@ -30,6 +36,7 @@ class TextStream:
         for token_id in token_ids:
             if self.stop_reason is not None:
                 break
+            self._num_tokens += 1
             told += self._scan(self._decoder.push(token_id))
         return told
 
@@ -44,16 +51,23 @@ class TextStream:
         self.num_chars += len(new)
         if not self._stop or not new:
             return new
-        text = self._held + new
         # Whatever was told before cannot begin a stop string, so matches begin in the held text or later.
-        matches = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
-        if matches:
-            _, start, self.stop_reason = min(matches)
-            self._held = ""
-            return text[:start]
+        told, text = "", self._held + new
+        while (match := self._first_match(text)) is not None:
+            end, start, stop = match
+            if self._num_tokens > self._min_tokens:
+                self._held, self.stop_reason = "", stop
+                return told + text[:start]
+            self.passed.append(stop)
+            told, text = told + text[:end], text[end:]
         num_held = max(_overlap(text, stop) for stop in self._stop)
         self._held = text[len(text) - num_held :]
-        return text[: len(text) - num_held]
+        return told + text[: len(text) - num_held]
+
+    def _first_match(self, text: str) -> tuple[int, int, str] | None:
+        """End, start and stop string of the match that is complete first; of those the longest."""
+        matches = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
+        return min(matches, default=None)
 
 
 class _TextStopMatcher:
@@ -61,15 +75,19 @@ class _TextStopMatcher:
         self._text = text
 
     def push(self, token_ids: Sequence[int]) -> str | None:
+        num_before = len(self._text.passed)
         self._text.push(token_ids)
-        return self._text.stop_reason
+        return self._text.passed[num_before] if len(self._text.passed) > num_before else None
 
 
 def make_stop_matcher(tokenizer: Tokenizer) -> StopMatcherFactory:
-    """What the router needs of a tokenizer: where the stop strings of an output are met."""
+    """What the router needs of a tokenizer: which tokens complete a stop string.
+
+    The router decides whether a match counts (``min_tokens``), so a matcher goes on after one.
+    """
 
     def make(stop: Sequence[str]) -> StopMatcher:
-        return _TextStopMatcher(TextStream(tokenizer, stop))
+        return _TextStopMatcher(TextStream(tokenizer, stop, min_tokens=math.inf))
 
     return make
 

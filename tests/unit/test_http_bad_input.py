@@ -64,7 +64,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"top_k": 1.5}, "top_k", "allowed: a valid integer"),
     ({"min_p": -0.5}, "min_p", "-0.5; allowed: 0..1"),
     ({"min_p": NAN}, "min_p", "nan"),
-    ({"repetition_penalty": 0}, "repetition_penalty", "0.0; allowed: 0.01..100"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "0.0; allowed: 0.015625..64"),
     ({"repetition_penalty": NAN}, "repetition_penalty", "nan"),
     ({"presence_penalty": -2.5}, "presence_penalty", "-2.5; allowed: -2..2"),
     ({"frequency_penalty": NAN}, "frequency_penalty", "nan; allowed: -2..2"),
@@ -308,7 +308,7 @@ async def test_body_that_stops_coming_leaves_no_work_behind(
         "Content-Type: application/json",
         "Content-Length: 100",
     ]
-    writer.write("\r\n".join([*head, "", '{"prompt"']).encode())
+    writer.write("\r\n".join([*head, "Content-Length: 100", "", '{"prompt"']).encode())
     await writer.drain()
     writer.close()
     await writer.wait_closed()

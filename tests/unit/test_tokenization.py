@@ -133,9 +133,22 @@ def test_stop_strings_cut_like_a_search_of_the_whole_text(
 
 
 def test_stop_matcher_names_the_string_at_the_token_that_completes_it() -> None:
-    matcher = make_stop_matcher(TOKENIZER)(["lo w", "zzz"])
+    matcher = make_stop_matcher(TOKENIZER)(["lo w", "zzz", "d"])
     results = [matcher.push([token_id]) for token_id in TOKENIZER.encode("hello world")]
-    assert results == [None, None, "lo w", "lo w", "lo w", "lo w", "lo w"]
+    assert results == [None, None, "lo w", None, None, None, "d"]
+
+
+def test_stop_matcher_names_the_first_of_several_in_one_push() -> None:
+    matcher = make_stop_matcher(TOKENIZER)(["a", "b"])
+    assert matcher.push(byte_ids(b"xbxa")) == "b"
+    assert matcher.push(byte_ids(b"xa")) == "a"
+
+
+def test_stop_string_within_the_first_min_tokens_is_text() -> None:
+    stream = TextStream(TOKENIZER, ["ab"], min_tokens=2)
+    assert stream.push(byte_ids(b"abxab")) == "abx"
+    assert stream.stop_reason == "ab"
+    assert TextStream(TOKENIZER, ["ab"], min_tokens=1).push(byte_ids(b"abx")) == ""
 
 
 def word_tokenizer() -> Tokenizer:

@@ -1,0 +1,107 @@
+"""The public gRPC service's handler: the same checks and the same router as the HTTP ingress."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import AsyncGenerator
+
+from specray.config import Config
+from specray.errors import InvalidRequestError
+from specray.interfaces import RouterClient
+from specray.rpc.inference import GenerateEvent, GenerateParams, Usage
+from specray.serving.generation import Delta, close, stream
+from specray.serving.limits import ServiceLimits
+from specray.serving.openai_api import DEADLINE_MARGIN_S
+from specray.serving.prompts import Prompt, encode_prompts
+from specray.serving.schemas import DEFAULT_MAX_TOKENS
+from specray.serving.validation import GenerationOptions, check_model, check_options, to_generate_requests
+from specray.tokenization import Tokenizer
+from specray.types import GenerateRequest, ServiceInfo
+
+
+class GrpcIngress:
+    """rpc.inference.InferenceHandler in front of a RouterClient."""
+
+    def __init__(self, *, client: RouterClient, tokenizer: Tokenizer, config: Config) -> None:
+        self._client = client
+        self._tokenizer = tokenizer
+        self._limits = ServiceLimits(client, tokenizer, config)
+        self._model_name = config.model_name
+        self._timeout_s = config.router.request_timeout_s + DEADLINE_MARGIN_S
+
+    async def generate(self, params: GenerateParams) -> AsyncGenerator[GenerateEvent, None]:
+        """See rpc.inference.InferenceHandler."""
+        request = await self._request(params)
+        deltas = stream(self._client, [request], self._tokenizer, timeout_s=self._timeout_s)
+        num_output_tokens = 0
+        try:
+            async for delta in deltas:
+                num_output_tokens += len(delta.token_ids)
+                yield _event(request, delta, num_output_tokens)
+        finally:
+            await close(deltas)
+
+    async def info(self) -> ServiceInfo:
+        """See rpc.inference.InferenceHandler."""
+        return dataclasses.replace(await self._limits.info(), model=self._model_name)
+
+    async def _request(self, params: GenerateParams) -> GenerateRequest:
+        limits = await self._limits.get()
+        check_model(params.model, limits)
+        options = _options(params)
+        check_options(options, limits)
+        prompts = await encode_prompts([_prompt(params)], self._tokenizer)
+        (request,) = to_generate_requests(
+            prompts, options, limits=limits, request_id=f"grpc-{uuid.uuid4().hex}"
+        )
+        return request
+
+
+def _prompt(params: GenerateParams) -> Prompt:
+    if params.token_ids is not None:
+        return params.token_ids
+    if not params.text:
+        raise InvalidRequestError("text is empty; allowed: at least one character", field="text")
+    return params.text
+
+
+def _options(params: GenerateParams) -> GenerationOptions:
+    return GenerationOptions(
+        max_tokens=params.max_tokens,
+        default_max_tokens=DEFAULT_MAX_TOKENS,
+        min_tokens=params.min_tokens,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=params.logit_bias,
+        seed=params.seed,
+        stop=params.stop,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+        num_logprobs=params.logprobs,
+        is_speculation_enabled=params.speculation_enabled,
+        num_speculative_tokens=params.num_speculative_tokens,
+        verification=params.verification,
+        names={
+            "prompt": "tokens" if params.token_ids is not None else "text",
+            "num_speculative_tokens": "speculation.num_speculative_tokens",
+        },
+    )
+
+
+def _event(request: GenerateRequest, delta: Delta, num_output_tokens: int) -> GenerateEvent:
+    is_last = delta.finish_reason is not None
+    return GenerateEvent(
+        request_id=request.request_id,
+        text=delta.text,
+        token_ids=delta.token_ids,
+        logprobs=delta.logprobs,
+        finish_reason=delta.finish_reason,
+        usage=Usage(len(request.prompt_token_ids), num_output_tokens) if is_last else None,
+        speculation=delta.stats if is_last else None,
+    )
