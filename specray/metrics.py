@@ -86,9 +86,7 @@ class RouterMetrics:
             registry=registry,
         )
         self.target_lost = Counter("specray_target_lost", "Targets lost.", registry=registry)
-        self.preemptions = Counter(
-            "specray_preemptions", "Sessions put back for lack of room.", registry=registry
-        )
+        self.preemptions = Counter("specray_preemptions", "Sessions put back: no room.", registry=registry)
         self.late_replies = Counter(
             "specray_late_replies", "Replies that nobody waited for any more.", ["engine"], registry=registry
         )
@@ -98,9 +96,7 @@ class RouterMetrics:
         self._requests = Counter(
             "specray_requests", "Requests ended, by finish reason.", ["finish_reason"], registry=registry
         )
-        self.refused = Counter(
-            "specray_requests_refused", "Requests refused: queues full.", registry=registry
-        )
+        self.refused = Counter("specray_requests_refused", "Requests refused.", registry=registry)
         self.prompt_tokens = Counter("specray_prompt_tokens", "Prompt tokens admitted.", registry=registry)
         self.output_tokens = Counter("specray_output_tokens", "Tokens committed.", registry=registry)
         self.ttft_s = Histogram(
@@ -135,7 +131,7 @@ class RouterMetrics:
                 child.inc()
 
     def observe_lookup(self, result: str, depth: int) -> None:
-        """What was found for a verdict: ``hit``, ``miss_token``, ``miss_count``, ``late_hit``, ``late_miss``."""
+        """What was found for a verdict: ``hit``, ``miss_token``, ``miss_count``, ``late_hit`` or ``late_miss``."""
         self._outcomes.labels(result).inc()
         self._ahead_depth.observe(depth)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 
 class Schedulable(Protocol):
@@ -29,13 +29,10 @@ class Schedulable(Protocol):
         ...
 
 
-SchedulableT = TypeVar("SchedulableT", bound=Schedulable)
-
-
 class Share(NamedTuple):
-    """How a session takes part: index into what was offered, and its room in the step."""
+    """How a session takes part: where it stands in what was offered, and its room in the step."""
 
-    index: int
+    position: int
     max_new_tokens: int
 
 
@@ -69,8 +66,8 @@ def form_batch(offered: Sequence[Schedulable], limits: BatchLimits) -> list[Shar
         running.sort(key=lambda index: offered[index].last_step)
     for index in running:
         session = offered[index]
-        if len(shares) == limits.max_num_seqs or left < session.num_missing:
-            continue
+        if len(shares) == limits.max_num_seqs or left <= 0:
+            break
         room = min(left, session.num_missing + session.num_drafted)
         shares.append(Share(index, room))
         left -= room

@@ -1,9 +1,15 @@
-"""The real clock; everything else in the router takes an interfaces.Clock."""
+"""Time in the router: the real clock, deadlines and alarms. Everything else takes an interfaces.Clock."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from specray.interfaces import Clock
+
+T = TypeVar("T")
 
 
 class SystemClock:
@@ -16,3 +22,58 @@ class SystemClock:
     async def sleep(self, seconds: float) -> None:
         """Waits in real time."""
         await asyncio.sleep(seconds)
+
+
+async def within(clock: Clock, seconds: float, awaitable: Awaitable[T]) -> T:
+    """Waits for ``awaitable`` for at most so long on ``clock``; then it is cancelled.
+
+    Raises:
+        TimeoutError: the time is over.
+    """
+    task = asyncio.ensure_future(awaitable)
+    timer = asyncio.ensure_future(clock.sleep(seconds))
+    try:
+        await asyncio.wait({task, timer}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise TimeoutError
+        return task.result()
+    finally:
+        timer.cancel()
+        if not task.done():
+            task.cancel()
+
+
+class Alarm:
+    """Wakes its owner at or before each time that was asked for; spurious calls are normal.
+
+    Args:
+        clock: times are on it.
+        ring: called when the time has come.
+    """
+
+    def __init__(self, clock: Clock, ring: Callable[[], None]) -> None:
+        self._clock = clock
+        self._ring = ring
+        self._set_for: float | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def set(self, at: float) -> None:
+        """Asks for a call at ``at``. Free of cost while an earlier call is due anyway."""
+        if self._set_for is not None and self._set_for <= at:
+            return
+        self.cancel()
+        self._set_for = at
+        self._task = asyncio.get_running_loop().create_task(self._sleep(at - self._clock.monotonic()))
+
+    def cancel(self) -> None:
+        """Forgets what was asked for."""
+        if self._task is not None:
+            self._task.cancel()
+        self._task = None
+        self._set_for = None
+
+    async def _sleep(self, seconds: float) -> None:
+        await self._clock.sleep(max(0.0, seconds))
+        self._task = None
+        self._set_for = None
+        self._ring()

@@ -136,8 +136,10 @@ class Policy:
         per_token = self._measured.propose_per_token.value
         if per_token is None:
             return None
+        outcomes = [average.value or 0.0 for average in self._measured.outcomes_per_step.values()]
         k = self._fixed_k or AUTO_K[-1]
-        return max(0.05, 4 * (per_token * k + (self._measured.draft_round_trip.value or 0.0)))
+        step = max(per_token, *outcomes)
+        return max(0.05, 4 * (step * (k + 1) + (self._measured.draft_round_trip.value or 0.0)))
 
     def verify_s(self, rows: int) -> float | None:
         """Expected seconds of a target step; None before the first measurement."""
@@ -189,13 +191,11 @@ class Policy:
             pacing.rounds_to_review = PROBE_ROUNDS
             return
         best = self._best(candidates, pacing, num_running)
-        if (
-            current is None
-            or best == current
-            or self.goodput(best, pacing, num_running)
-            > HYSTERESIS * self.goodput(current, pacing, num_running)
-        ):
-            pacing.plan = best
+        if current is not None and best != current:
+            expected = self.goodput(current, pacing, num_running)
+            if self.goodput(best, pacing, num_running) <= HYSTERESIS * expected:
+                return
+        pacing.plan = best
 
     def _candidates(self, fixed_k: int | None) -> list[Plan]:
         if fixed_k is not None:

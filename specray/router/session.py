@@ -107,6 +107,11 @@ class Session:
             and not self.is_prefilling
         )
 
+    @property
+    def has_open_verdict(self) -> bool:
+        """A verdict came before the outcomes that the draft was asked for."""
+        return self._open_verdict is not None
+
     # Items to send
 
     def verify_item(self, max_new_tokens: int) -> VerifyItem:

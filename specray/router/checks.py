@@ -1,0 +1,47 @@
+"""The router's own defence: what no engine must be asked. The ingress checks requests as well."""
+
+from __future__ import annotations
+
+from specray.errors import InvalidRequestError
+from specray.router.session import MAX_SPECULATIVE_TOKENS
+from specray.types import EngineInfo, GenerateRequest
+
+
+def check_request(request: GenerateRequest, info: EngineInfo, *, has_stop_strings: bool) -> None:
+    """Refuses a request that the target cannot serve.
+
+    Raises:
+        InvalidRequestError: names the field, its value and the allowed range.
+    """
+    prompt, max_tokens = request.prompt_token_ids, request.max_tokens
+    if not request.request_id:
+        raise InvalidRequestError("request_id is empty", field="request_id")
+    if not prompt:
+        raise InvalidRequestError("prompt is empty; at least 1 token is needed", field="prompt")
+    if not 0 <= min(prompt) <= max(prompt) < info.vocab_size:
+        wrong = next(token for token in prompt if not 0 <= token < info.vocab_size)
+        raise InvalidRequestError(
+            f"prompt holds token id {wrong}; allowed: 0..{info.vocab_size - 1}", field="prompt"
+        )
+    if max_tokens < 1:
+        raise InvalidRequestError(f"max_tokens is {max_tokens}; allowed: at least 1", field="max_tokens")
+    num_tokens = len(prompt) + max_tokens
+    if num_tokens > info.max_model_len:
+        raise InvalidRequestError(
+            f"{len(prompt)} prompt tokens and max_tokens = {max_tokens} are {num_tokens} tokens;"
+            f" allowed: {info.max_model_len} together",
+            field="max_tokens",
+        )
+    if info.num_blocks and num_tokens > info.num_blocks * info.block_size:
+        raise InvalidRequestError(
+            f"{num_tokens} tokens do not fit the cache of {info.num_blocks * info.block_size} tokens",
+            field="max_tokens",
+        )
+    k = request.speculation.num_speculative_tokens
+    if k is not None and not 0 <= k <= MAX_SPECULATIVE_TOKENS:
+        raise InvalidRequestError(
+            f"num_speculative_tokens is {k}; allowed: 0..{MAX_SPECULATIVE_TOKENS}",
+            field="num_speculative_tokens",
+        )
+    if request.stop and not has_stop_strings:
+        raise InvalidRequestError("stop strings are not supported by this service", field="stop")

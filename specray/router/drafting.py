@@ -1,0 +1,257 @@
+"""What the draft is asked, and when; what its answers are worth; when it is given up.
+
+A draft is never waited for beyond ``patience_s``: a session whose proposal is late goes on without one in
+that round. A draft that has not answered anything for so long is asked nothing more until it answers, and
+after ``round_timeout_s`` it is given up and another is leased.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+from specray.metrics import RouterMetrics
+from specray.router.leases import DraftLeases
+from specray.router.links import DraftLink
+from specray.router.live import LiveSession
+from specray.router.policy import FAILED_DRAFT_REST_ROUNDS, OFF, Plan, Policy
+from specray.router.records import NOTHING_DRAFTED, Lookup
+from specray.types import (
+    DraftReplies,
+    DraftReply,
+    ItemFailed,
+    Outcomes,
+    Proposal,
+    SpeculateItem,
+    UnknownSequence,
+)
+
+logger = logging.getLogger(__name__)
+
+_LONG_ITEM = 64
+"""Items that bring more tokens than this are prefills: their times say nothing about a draft step."""
+
+
+class Drafting:
+    """The draft's side of all running sessions.
+
+    Args:
+        leases: hold the link; None: nothing is ever drafted.
+        running: the sessions, shared with their owner.
+        policy: chooses K and fan-out, and learns from what is measured.
+        metrics: of lookups and draft steps.
+        round_timeout_s: a draft that is silent for so long is lost.
+    """
+
+    def __init__(
+        self,
+        leases: DraftLeases | None,
+        running: dict[str, LiveSession],
+        policy: Policy,
+        metrics: RouterMetrics,
+        *,
+        round_timeout_s: float,
+        is_serial: bool,
+    ) -> None:
+        self._leases = leases
+        self._running = running
+        self._policy = policy
+        self._metrics = metrics
+        self._round_timeout_s = round_timeout_s
+        self._is_serial = is_serial
+
+    @property
+    def link(self) -> DraftLink | None:
+        """To the leased draft."""
+        return None if self._leases is None else self._leases.link
+
+    @property
+    def model(self) -> str | None:
+        """Name of the draft leased last."""
+        return None if self._leases is None else self._leases.model
+
+    async def close(self) -> None:
+        """Ends the lease."""
+        if self._leases is not None:
+            await self._leases.close()
+
+    # Questions
+
+    def propose(self, now: float) -> None:
+        """Settles what every idle session verifies next: asks the draft, or decides to go without."""
+        for live in self._running.values():
+            session = live.session
+            if (
+                session.drafted is not None
+                or session.draft.in_flight is not None
+                or session.target.in_flight is not None
+                or session.is_prefilling
+            ):
+                continue
+            plan = self._plan(live, session.num_remaining, now)
+            if plan.is_off:
+                session.drafted = NOTHING_DRAFTED
+                continue
+            self._push(session.proposal_item(plan.num_speculative_tokens), now)
+            live.waiting_since_s = now
+            live.round_started_s = now
+
+    def prime(self, now: float) -> None:
+        """Gives the draft the prompts that the target is filling in, so that both prefills overlap."""
+        for live in self._running.values():
+            session = live.session
+            if session.draft.synced_len or session.draft.in_flight is not None or not session.is_prefilling:
+                continue
+            plan = self._plan(live, session.num_remaining, now)
+            if not plan.is_off and session.drafted is None:
+                self._push(session.proposal_item(plan.num_speculative_tokens), now)
+
+    def draft_ahead(self, verified: Iterable[LiveSession], now: float) -> bool:
+        """Asks for the outcomes of the rounds that have just been sent. True: the draft was given work."""
+        is_asked = False
+        for live in verified:
+            session = live.session
+            verifying = session.target.in_flight
+            if verifying is None or not verifying.sample or session.draft.in_flight is not None:
+                continue
+            # At least one token of this round will be committed before the next.
+            plan = self._plan(live, session.num_remaining - 1, now)
+            num_drafts = len(verifying.draft_token_ids)
+            fanout = self._policy.fanout(plan, num_drafts, live.pacing, num_running=len(self._running))
+            if fanout:
+                live.ahead = plan
+                self._push(session.outcomes_item(plan.num_speculative_tokens, fanout), now)
+                is_asked = True
+        return is_asked
+
+    def release(self, request_id: str) -> None:
+        """Frees a sequence on the draft."""
+        if self.link is not None:
+            self.link.release(request_id)
+
+    def flush(self) -> None:
+        """Sends what was asked."""
+        if self.link is not None:
+            self.link.flush()
+
+    # Answers
+
+    def on_replies(self, link: DraftLink, replies: DraftReplies, now: float) -> None:
+        """Takes a batch of replies; those of a link that was given up are late."""
+        self._metrics.draft_forward_s.observe(replies.forward_ns / 1e9)
+        asked_since, link.unanswered_since = link.unanswered_since, None
+        answered: list[SpeculateItem] = []
+        for reply in replies.replies:
+            live = self._running.get(reply.request_id)
+            asked = None if live is None else live.session.draft.in_flight
+            if live is None or link is not self.link or not self._take(live, reply, now):
+                self._metrics.late_replies.labels("draft").inc()
+                continue
+            if asked is not None and isinstance(reply, (Proposal, Outcomes)):
+                answered.append(asked)
+            if live.waiting_since_s is not None and not live.session.is_waiting_for_draft:
+                live.waiting_since_s = None
+                if isinstance(reply, Proposal):
+                    live.draft_forward_s += replies.forward_ns / 1e9
+        if asked_since is not None:
+            self._learn(answered, replies.forward_ns / 1e9, now - asked_since)
+
+    def _take(self, live: LiveSession, reply: DraftReply, now: float) -> bool:
+        session = live.session
+        match reply:
+            case Proposal():
+                is_awaited = session.has_open_verdict
+                is_taken = session.on_proposal(reply)
+            case Outcomes():
+                is_awaited = session.has_open_verdict
+                is_taken = session.on_outcomes(reply)
+            case UnknownSequence():
+                return session.on_draft_unknown(reply)
+            case ItemFailed():
+                logger.info("the draft refused %s: %s", reply.request_id, reply.message)
+                live.pacing.rest_rounds = FAILED_DRAFT_REST_ROUNDS
+                return session.on_draft_failed(reply)
+        if is_taken and is_awaited:
+            is_hit = session.drafted is not None
+            self._metrics.observe_lookup("late_hit" if is_hit else "late_miss", live.num_drafted)
+            self._policy.observe_lookup(live.ahead.overlap, Lookup.HIT if is_hit else Lookup.MISS_TOKEN)
+        return is_taken
+
+    def on_lookup(self, live: LiveSession, lookup: Lookup, now: float) -> None:
+        """What the outcomes said of a verdict that has just been committed."""
+        if lookup is Lookup.PENDING:
+            live.waiting_since_s = now
+        elif lookup is not Lookup.NOT_ASKED:
+            self._metrics.observe_lookup(lookup.value, live.num_drafted)
+            self._policy.observe_lookup(live.ahead.overlap, lookup)
+
+    def _learn(self, answered: Sequence[SpeculateItem], forward_s: float, elapsed_s: float) -> None:
+        """Measures steps of one kind; mixed ones and prefills say nothing about either."""
+        kinds = {bool(item.fanout) for item in answered}
+        if len(kinds) != 1 or any(len(item.token_ids) > _LONG_ITEM for item in answered):
+            return
+        num_tokens = max(item.num_speculative_tokens for item in answered)
+        if not answered[0].fanout:
+            self._policy.observe_proposal(num_tokens, forward_s, elapsed_s - forward_s)
+            return
+        live = self._running.get(answered[0].request_id)
+        if live is not None:
+            self._policy.observe_outcomes(num_tokens, forward_s, live.ahead.overlap)
+
+    # Losses
+
+    def on_lost(self, link: DraftLink, reason: object) -> None:
+        """The draft is gone: all sessions go on without, at once, and come back to it with base_len 0."""
+        if self._leases is None or not self._leases.lose(link):
+            return
+        logger.warning("draft lost, decoding without: %s", reason)
+        for live in self._running.values():
+            live.session.lose_draft()
+            live.waiting_since_s = None
+
+    def expire(self, now: float) -> float | None:
+        """Gives up waits that took too long. Returns when to look again; None: nothing is awaited."""
+        link = self.link
+        if link is not None and link.unanswered_since is not None:
+            if not self._running:
+                link.unanswered_since = None
+            elif now - link.unanswered_since >= self._round_timeout_s:
+                self.on_lost(link, f"silent for round_timeout_s = {self._round_timeout_s:g} s")
+        patience_s = self._patience_s()
+        due = self._silence_due()
+        for live in self._running.values():
+            if live.waiting_since_s is None:
+                continue
+            if not live.session.is_waiting_for_draft:
+                live.waiting_since_s = None
+            elif now - live.waiting_since_s >= patience_s:
+                live.session.skip_draft()
+                live.waiting_since_s = None
+            else:
+                due = min(due, live.waiting_since_s + patience_s)
+        return due if due < float("inf") else None
+
+    def _silence_due(self) -> float:
+        link = self.link
+        if link is None or link.unanswered_since is None:
+            return float("inf")
+        return link.unanswered_since + self._round_timeout_s
+
+    def _patience_s(self) -> float:
+        patience_s = None if self._is_serial else self._policy.patience_s()
+        return self._round_timeout_s if patience_s is None else min(patience_s, self._round_timeout_s)
+
+    def _plan(self, live: LiveSession, num_remaining: int, now: float) -> Plan:
+        link = self.link
+        if link is None or self._is_stalled(link, now):
+            return OFF
+        plan = self._policy.plan(live.pacing, num_remaining=num_remaining, num_running=len(self._running))
+        longest = len(live.session.committed) + 2 * (plan.num_speculative_tokens + 1)
+        return plan if longest <= link.info.max_model_len else OFF
+
+    def _is_stalled(self, link: DraftLink, now: float) -> bool:
+        return link.unanswered_since is not None and now - link.unanswered_since >= self._patience_s()
+
+    def _push(self, item: SpeculateItem, now: float) -> None:
+        assert self.link is not None
+        self.link.push(item, now)

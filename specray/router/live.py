@@ -1,0 +1,53 @@
+"""A session with what surrounds it: its caller, its pace and its times."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from specray.router.delivery import Delivery
+from specray.router.policy import OFF, Pacing, Plan
+from specray.router.session import Session
+
+
+@dataclass(slots=True, eq=False)
+class LiveSession:
+    """One request between arrival and end. Seconds are on the router's clock."""
+
+    session: Session
+    delivery: Delivery
+    pacing: Pacing
+    arrived_s: float
+    deadline_s: float
+    last_step: int = 0
+    """Number of the target step that it was last part of."""
+    ahead: Plan = field(default=OFF)
+    """Under which the draft was asked for outcomes of the round in flight."""
+    waiting_since_s: float | None = None
+    """Since when the next Verify has been held back for the draft."""
+    round_started_s: float | None = None
+    """When the first item of the round in flight was sent."""
+    draft_forward_s: float = 0.0
+    """Draft steps that the round in flight had to wait for."""
+    committed_s: float | None = None
+    """When tokens were committed last."""
+
+    @property
+    def request_id(self) -> str:
+        return self.session.request_id
+
+    @property
+    def num_queued_tokens(self) -> int:
+        return len(self.session.committed)
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.session.is_prefilling
+
+    @property
+    def num_missing(self) -> int:
+        return self.session.num_missing
+
+    @property
+    def num_drafted(self) -> int:
+        drafted = self.session.drafted
+        return 0 if drafted is None else len(drafted.token_ids)

@@ -1,0 +1,68 @@
+"""The two loops: the same calls in another order.
+
+``serial_loop`` is the reference: propose for all, wait, verify all, commit. ``overlapped_loop`` is event
+driven: whenever something happened it takes one step, and what is in flight on the target is the argument
+and the result of that step. At most one Verify is in flight; while it is, the draft works on its outcomes.
+A hit makes a session ready at once; a miss asks for a fresh proposal, or none when that would not pay.
+
+With K = 0 for all sessions both are plain continuous batching and the draft is not touched.
+"""
+
+from __future__ import annotations
+
+from specray.router.rounds import Rounds, VerifyInFlight
+
+
+async def serial_loop(rounds: Rounds) -> None:
+    """Draft and target take turns. Ends when ``rounds`` is closed."""
+    while rounds.is_open:
+        await rounds.wait()
+        while await serial_step(rounds):
+            pass
+
+
+async def serial_step(rounds: Rounds) -> bool:
+    """One round of all sessions. False: nothing was to be done."""
+    rounds.collect(None)
+    rounds.admit()
+    rounds.propose()
+    rounds.flush()
+    while rounds.is_open and rounds.is_waiting_for_draft():
+        await rounds.wait()
+        rounds.collect(None)
+        rounds.propose()
+        rounds.flush()
+    batch = rounds.schedule(has_grace=False)
+    if not rounds.is_open or not batch:
+        return False
+    verifying: VerifyInFlight | None = rounds.verify(batch)
+    rounds.prime()
+    rounds.flush()
+    while rounds.is_open and verifying is not None:
+        await rounds.wait()
+        verifying = rounds.collect(verifying)
+        rounds.flush()
+    return True
+
+
+async def overlapped_loop(rounds: Rounds) -> None:
+    """Draft and target work at the same time. Ends when ``rounds`` is closed."""
+    verifying: VerifyInFlight | None = None
+    while rounds.is_open:
+        await rounds.wait()
+        verifying = overlapped_step(rounds, verifying)
+
+
+def overlapped_step(rounds: Rounds, verifying: VerifyInFlight | None) -> VerifyInFlight | None:
+    """Takes in what happened and keeps both engines busy. Takes and returns the Verify in flight."""
+    verifying = rounds.collect(verifying)
+    rounds.admit()
+    rounds.propose()
+    if verifying is None:
+        batch = rounds.schedule(has_grace=True)
+        if batch:
+            verifying = rounds.verify(batch)
+            rounds.draft_ahead(verifying)
+    rounds.prime()
+    rounds.flush()
+    return verifying

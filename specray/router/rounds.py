@@ -1,0 +1,307 @@
+"""The calls of a round: collect what happened, schedule, verify, commit. ``loops`` puts them in order."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from specray.config import RouterConfig
+from specray.errors import ProtocolError
+from specray.interfaces import Clock
+from specray.metrics import RouterMetrics
+from specray.router.batch import BatchLimits, Share, form_batch
+from specray.router.clock import Alarm
+from specray.router.drafting import Drafting
+from specray.router.links import DraftReplied, Inbox, LinkLost, TargetLink, TargetReplied
+from specray.router.live import LiveSession
+from specray.router.policy import Policy
+from specray.router.records import Commit
+from specray.router.sessions import Sessions
+from specray.types import ItemFailed, TargetReplies, TargetReply, UnknownSequence, Verdict
+
+logger = logging.getLogger(__name__)
+
+GRACE_SHARE = 0.25
+"""An idle target waits for late proposals so long, as part of its own step, when others could go."""
+
+
+@dataclass(slots=True, eq=False)
+class VerifyInFlight:
+    """One target step that was sent and is not answered yet."""
+
+    link: TargetLink
+    sessions: tuple[LiveSession, ...]
+    pending: set[tuple[str, int]]
+    """(request_id, round_id) of items without reply."""
+    num_rows: int
+    sent_s: float
+    is_overlapped: bool = False
+    """The draft works at the same time."""
+
+
+class Rounds:
+    """Everything that both loops do; synchronous, between two looks into the inbox.
+
+    Args:
+        sessions: who runs.
+        drafting: the draft's side.
+        policy: learns target times.
+        inbox: what happened.
+        config: budgets and deadlines.
+        clock: of deadlines and measurements.
+        metrics: of rounds.
+        on_target_lost: decides what becomes of the sessions.
+    """
+
+    def __init__(
+        self,
+        *,
+        sessions: Sessions,
+        drafting: Drafting,
+        policy: Policy,
+        inbox: Inbox,
+        config: RouterConfig,
+        clock: Clock,
+        metrics: RouterMetrics,
+        on_target_lost: Callable[[TargetLink, Exception], None],
+    ) -> None:
+        self.sessions = sessions
+        self.drafting = drafting
+        self.is_open = True
+        self.target: TargetLink | None = None
+        self.last_verdict_s: float | None = None
+        self._policy = policy
+        self._inbox = inbox
+        self._config = config
+        self._clock = clock
+        self._metrics = metrics
+        self._on_target_lost = on_target_lost
+        self._alarm = Alarm(clock, inbox.wake)
+        self._num_steps = 0
+        self._idle_since_s: float | None = None
+        self._now = clock.monotonic()
+
+    async def wait(self) -> None:
+        """Waits until something happened or is due."""
+        await self._inbox.wait()
+
+    def close(self) -> None:
+        """Ends the loop at its next look."""
+        self.is_open = False
+        self._inbox.wake()
+
+    def cancel_alarm(self) -> None:
+        """Nothing will be due any more."""
+        self._alarm.cancel()
+
+    # What happened
+
+    def collect(self, verifying: VerifyInFlight | None) -> VerifyInFlight | None:
+        """Applies everything that happened. Returns ``verifying`` while it is still in flight."""
+        self._now = now = self._clock.monotonic()
+        for event in self._inbox.drain():
+            match event:
+                case TargetReplied():
+                    if event.link is self.target:
+                        self._on_target_replies(event.replies, verifying)
+                case DraftReplied():
+                    self.drafting.on_replies(event.link, event.replies, now)
+                case LinkLost(link, error):
+                    if isinstance(link, TargetLink):
+                        self._lose_target(link, error)
+                    else:
+                        self.drafting.on_lost(link, error)
+        self.sessions.expire(now)
+        if verifying is not None and now - verifying.sent_s >= self._config.verify_timeout_s:
+            timeout = f"silent for verify_timeout_s = {self._config.verify_timeout_s:g} s"
+            self._lose_target(verifying.link, TimeoutError(timeout))
+        if verifying is not None and (verifying.link is not self.target or not verifying.pending):
+            verifying = None
+        self._set_alarm(verifying)
+        return verifying
+
+    def _set_alarm(self, verifying: VerifyInFlight | None) -> None:
+        dues = [self.drafting.expire(self._now), self.sessions.next_due_s]
+        if verifying is not None:
+            dues.append(verifying.sent_s + self._config.verify_timeout_s)
+        known = [due for due in dues if due is not None]
+        if known:
+            self._alarm.set(min(known))
+
+    def _on_target_replies(self, replies: TargetReplies, verifying: VerifyInFlight | None) -> None:
+        forward_s = replies.forward_ns / 1e9
+        for reply in replies.replies:
+            if verifying is not None:
+                verifying.pending.discard((reply.request_id, reply.round_id))
+            live = self.sessions.running.get(reply.request_id)
+            if live is None or not self._take(live, reply, forward_s):
+                self._metrics.late_replies.labels("target").inc()
+        if verifying is not None and not verifying.pending:
+            self._metrics.verify_forward_s.observe(forward_s)
+            elapsed_s = self._now - verifying.sent_s
+            self._policy.observe_verify(verifying.num_rows, elapsed_s, is_overlapped=verifying.is_overlapped)
+            self._idle_since_s = self._now
+
+    def _take(self, live: LiveSession, reply: TargetReply, forward_s: float) -> bool:
+        session = live.session
+        match reply:
+            case Verdict():
+                try:
+                    commit = session.on_verdict(reply)
+                except ProtocolError as error:
+                    logger.error("the target broke the protocol for %s: %s", reply.request_id, error)
+                    session.fail(f"the target broke the protocol: {error}")
+                    self.sessions.end(live, self._now)
+                    return True
+                if commit is not None:
+                    self._deliver(live, commit, forward_s)
+                return commit is not None
+            case UnknownSequence():
+                return session.on_target_unknown(reply)
+            case ItemFailed():
+                is_taken = session.on_target_failed(reply)
+                if session.is_finished:
+                    self.sessions.end(live, self._now)
+                elif is_taken:
+                    self.sessions.preempt(live, self._now)
+                return is_taken
+
+    def _deliver(self, live: LiveSession, commit: Commit, forward_s: float) -> None:
+        if not commit.token_ids:
+            return
+        now = self._now
+        self._measure(live, commit, forward_s)
+        self.last_verdict_s = live.committed_s = now
+        live.delivery.push(commit.token_ids, commit.logprobs)
+        if live.session.is_finished:
+            self.sessions.end(live, now)
+        else:
+            self.drafting.on_lookup(live, commit.lookup, now)
+
+    def _measure(self, live: LiveSession, commit: Commit, forward_s: float) -> None:
+        now, num_tokens = self._now, len(commit.token_ids)
+        self._policy.observe_round(live.pacing, commit.num_draft_tokens, commit.num_accepted_tokens)
+        self._metrics.observe_round(commit.num_draft_tokens, commit.num_accepted_tokens)
+        if live.committed_s is None:
+            self._metrics.observe_first_tokens(num_tokens, now - live.arrived_s)
+        else:
+            self._metrics.observe_tokens(num_tokens, now - live.committed_s)
+            if live.round_started_s is not None:
+                overhead_s = now - live.round_started_s - forward_s - live.draft_forward_s
+                self._metrics.round_overhead_s.observe(max(0.0, overhead_s))
+        live.round_started_s = None
+        live.draft_forward_s = 0.0
+
+    def _lose_target(self, link: TargetLink, error: Exception) -> None:
+        if link is not self.target:
+            return
+        self.target = None
+        self._idle_since_s = None
+        self._metrics.target_lost.inc()
+        for live in self.sessions.running.values():
+            live.session.lose_target()
+            live.round_started_s = None
+        self._on_target_lost(link, error)
+
+    # What to do next
+
+    def admit(self) -> None:
+        """Lets waiting requests in while there are places and a target."""
+        if self.target is not None:
+            self.sessions.admit(self._now)
+
+    def propose(self) -> None:
+        """Asks the draft for sessions that have nothing to verify yet."""
+        self.drafting.propose(self._now)
+
+    def schedule(self, *, has_grace: bool) -> list[tuple[LiveSession, int]]:
+        """Chooses the next target step: (session, room) pairs; empty: nothing to do yet.
+
+        Stragglers: while some sessions could go and others wait for the draft, an idle target holds back for
+        at most GRACE_SHARE of its usual step. A proposal that comes in that time rides along at no cost to
+        anybody; a later one misses this step and takes part in the next. So nobody is delayed by another's
+        draft for more than that share, and a straggler's own wait ends with its patience (``drafting``).
+        """
+        if self.target is None:
+            return []
+        ready: list[LiveSession] = []
+        has_stragglers = False
+        for live in self.sessions.running.values():
+            session = live.session
+            if session.target.in_flight is not None:
+                continue
+            if session.drafted is not None or session.is_prefilling:
+                ready.append(live)
+            else:
+                has_stragglers = True
+        if not ready or (has_stragglers and has_grace and self._holds_back(ready)):
+            return []
+        return [(ready[share.position], share.max_new_tokens) for share in self._shares(ready)]
+
+    def _shares(self, ready: Sequence[LiveSession]) -> list[Share]:
+        assert self.target is not None
+        info = self.target.info
+        limits = BatchLimits(
+            info.max_num_seqs, info.max_num_batched_tokens, self._config.prefill_chunk_tokens
+        )
+        return form_batch(ready, limits)
+
+    def _holds_back(self, ready: Sequence[LiveSession]) -> bool:
+        step_s = self._policy.verify_s(sum(live.num_missing + live.num_drafted for live in ready))
+        if step_s is None or self._idle_since_s is None:
+            return False
+        until_s = self._idle_since_s + GRACE_SHARE * step_s
+        if self._now >= until_s:
+            return False
+        self._alarm.set(until_s)
+        return True
+
+    def verify(self, batch: Sequence[tuple[LiveSession, int]]) -> VerifyInFlight:
+        """Sends one target step."""
+        assert self.target is not None
+        now = self._now
+        self._num_steps += 1
+        pending: set[tuple[str, int]] = set()
+        num_rows = 0
+        for live, room in batch:
+            item = live.session.verify_item(room)
+            pending.add((item.request_id, item.round_id))
+            num_rows += len(item.token_ids) + len(item.draft_token_ids)
+            live.last_step = self._num_steps
+            if live.round_started_s is None:
+                live.round_started_s = now
+            self.target.push(item, now)
+        self.target.flush()
+        if self._idle_since_s is not None:
+            self._metrics.target_idle_s.observe(now - self._idle_since_s)
+            self._idle_since_s = None
+        self._alarm.set(now + self._config.verify_timeout_s)
+        sessions = tuple(live for live, _ in batch)
+        return VerifyInFlight(self.target, sessions, pending, num_rows, now)
+
+    def draft_ahead(self, verifying: VerifyInFlight) -> None:
+        """The draft works on the outcomes of ``verifying`` meanwhile."""
+        verifying.is_overlapped = self.drafting.draft_ahead(verifying.sessions, self._now)
+
+    def prime(self) -> None:
+        """The draft gets prompts that the target is filling in."""
+        self.drafting.prime(self._now)
+
+    def is_waiting_for_draft(self) -> bool:
+        """Some session's next Verify is held back for the draft."""
+        return any(live.session.is_waiting_for_draft for live in self.sessions.running.values())
+
+    def flush(self) -> None:
+        """Sends what is left of this step; an idle target's idleness counts only while sessions run."""
+        if self.target is not None:
+            self.target.flush()
+        self.drafting.flush()
+        if not self.sessions.running:
+            self._idle_since_s = None
+
+    def release(self, request_id: str) -> None:
+        """Frees a session on both engines, with the next flush."""
+        if self.target is not None:
+            self.target.release(request_id)
+        self.drafting.release(request_id)

@@ -1,0 +1,367 @@
+"""The router: the one object behind every request, and the composition of its parts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+
+from specray import __version__
+from specray.config import RouterConfig, SpeculationConfig
+from specray.errors import EngineLostError, InvalidRequestError, OverloadedError
+from specray.interfaces import Clock, DrafterSource, StopMatcherFactory, Verifier
+from specray.metrics import RouterMetrics
+from specray.router.checks import check_request
+from specray.router.clock import SystemClock, within
+from specray.router.delivery import Delivery
+from specray.router.drafting import Drafting
+from specray.router.leases import DraftLeases
+from specray.router.links import Inbox, TargetLink
+from specray.router.live import LiveSession
+from specray.router.loops import overlapped_loop, serial_loop
+from specray.router.policy import Policy
+from specray.router.queue import AdmissionQueue
+from specray.router.rounds import Rounds
+from specray.router.session import Session
+from specray.router.sessions import Sessions
+from specray.types import (
+    EngineInfo,
+    GenerateRequest,
+    OutputChunk,
+    Overlap,
+    SamplingParams,
+    ServiceInfo,
+    SpeculationParams,
+)
+
+logger = logging.getLogger(__name__)
+
+VerifierFactory = Callable[[], Awaitable[Verifier]]
+
+READY_FRESH_S = 5.0
+"""A verdict this young proves that the target works; no probe is needed."""
+RECONNECT_BACKOFF_S = 0.5
+MAX_RECONNECT_BACKOFF_S = 10.0
+
+
+class Router:
+    """interfaces.RouterClient over one target group and a leased draft.
+
+    Sessions live here and nowhere else. A lost draft costs speed only. A lost target is connected anew when
+    ``verifier`` is a factory: sessions pause, come back with ``base_len`` 0 and go on with the same tokens;
+    when that fails within ``start_timeout_s``, or ``verifier`` is a plain connection, every session gets
+    EngineLostError.
+
+    Args:
+        verifier: a connection to the target, or what makes one (called again after a loss).
+        drafter_source: where drafts are leased; None: plain decoding.
+        config: queues, budgets and deadlines.
+        speculation: how draft and target work together.
+        model: the served model's name; default: what the target says.
+        clock: all time is read from it.
+        stop_matcher_factory: for stop strings; without it requests that have some are refused.
+        metrics: default: a fresh registry.
+        version: of the service.
+        seed: of the jitter of retries.
+    """
+
+    def __init__(
+        self,
+        verifier: Verifier | VerifierFactory,
+        drafter_source: DrafterSource | None = None,
+        *,
+        config: RouterConfig | None = None,
+        speculation: SpeculationConfig | None = None,
+        model: str | None = None,
+        clock: Clock | None = None,
+        stop_matcher_factory: StopMatcherFactory | None = None,
+        metrics: RouterMetrics | None = None,
+        version: str = __version__,
+        seed: int = 0,
+    ) -> None:
+        self.metrics = metrics or RouterMetrics()
+        self._verifier = verifier
+        self._drafter_source = drafter_source
+        self._config = config or RouterConfig.model_validate({})
+        self._speculation = speculation or SpeculationConfig.model_validate({})
+        self._model = model
+        self._clock = clock or SystemClock()
+        self._stop_matcher_factory = stop_matcher_factory
+        self._version = version
+        self._rng = random.Random(seed)
+        self._inbox = Inbox()
+        self._policy = Policy(self._speculation)
+        queue: AdmissionQueue[LiveSession] = AdmissionQueue(
+            max_requests=self._config.max_queued_requests, max_tokens=self._config.max_queued_tokens
+        )
+        self._sessions = Sessions(queue, self.metrics, self._release)
+        self._rounds: Rounds | None = None
+        self._info: EngineInfo | None = None
+        self._loop: asyncio.Task[None] | None = None
+        self._reconnecting: asyncio.Task[None] | None = None
+        self._broken: Exception | None = None
+        self._is_draining = False
+        self._num_probes = 0
+
+    # Life
+
+    async def start(self) -> None:
+        """Connects the target, leases a draft, and begins to serve.
+
+        Raises:
+            EngineLostError: the target cannot be reached within start_timeout_s.
+            ConfigError: the draft does not fit the target.
+        """
+        assert self._loop is None, "start() is called once"
+        link = await self._connect()
+        self._info = link.info
+        self._sessions.set_limit(link.info.max_num_seqs)
+        leases = self._make_leases(link.info)
+        is_serial = self._speculation.overlap is Overlap.SERIAL
+        drafting = Drafting(
+            leases,
+            self._sessions.running,
+            self._policy,
+            self.metrics,
+            round_timeout_s=self._config.round_timeout_s,
+            is_serial=is_serial,
+        )
+        self._rounds = Rounds(
+            sessions=self._sessions,
+            drafting=drafting,
+            policy=self._policy,
+            inbox=self._inbox,
+            config=self._config,
+            clock=self._clock,
+            metrics=self.metrics,
+            on_target_lost=self._on_target_lost,
+        )
+        self._rounds.target = link
+        if leases is not None:
+            try:
+                await leases.start()
+            except BaseException:
+                await link.close(self._clock)
+                raise
+        self._loop = asyncio.create_task(self._serve(self._rounds, is_serial=is_serial))
+
+    async def run(self) -> None:
+        """Serves until ``stop``; starts when that has not been done. Raises what broke the loop."""
+        if self._loop is None:
+            await self.start()
+        assert self._loop is not None
+        await asyncio.shield(self._loop)
+        if self._broken is not None:
+            raise self._broken
+
+    async def stop(self, drain: bool = False) -> None:
+        """Takes no new requests, ends or (``drain``) finishes those it has, and closes all connections."""
+        self._is_draining = True
+        if self._rounds is None:
+            return
+        while drain and len(self._sessions) and self._broken is None:
+            # Sessions end by themselves or by their deadline; there is nothing to be woken by.
+            await self._clock.sleep(0.01)
+        self._fail_all(EngineLostError("the service is stopping; the request may be sent again"))
+        self._rounds.flush()
+        self._rounds.close()
+        if self._loop is not None:
+            await asyncio.gather(self._loop, return_exceptions=True)
+        if self._reconnecting is not None:
+            self._reconnecting.cancel()
+            await asyncio.gather(self._reconnecting, return_exceptions=True)
+        self._rounds.cancel_alarm()
+        await self._rounds.drafting.close()
+        if self._rounds.target is not None:
+            await self._rounds.target.close(self._clock)
+
+    # interfaces.RouterClient
+
+    async def complete(self, request: GenerateRequest) -> OutputChunk:
+        """See interfaces.RouterClient."""
+        live = self._submit(request, is_stream=False)
+        try:
+            return await live.delivery.whole()
+        finally:
+            self._abandon(live)
+
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[OutputChunk]:
+        """See interfaces.RouterClient."""
+        live = self._submit(request, is_stream=True)
+        chunks = live.delivery.chunks(self._clock, self._config.stream_interval_ms / 1e3)
+        try:
+            async with contextlib.aclosing(chunks):
+                async for chunk in chunks:
+                    yield chunk
+        finally:
+            self._abandon(live)
+
+    async def service_info(self) -> ServiceInfo:
+        """See interfaces.RouterClient."""
+        info = self._require_info()
+        assert self._rounds is not None
+        return ServiceInfo(
+            model=self._model or info.model,
+            draft_model=self._rounds.drafting.model,
+            vocab_size=info.vocab_size,
+            max_model_len=info.max_model_len,
+            protocol_version=info.protocol_version,
+            version=self._version,
+        )
+
+    async def check_ready(self) -> None:
+        """See interfaces.RouterClient. A verdict of the last seconds counts as the real step."""
+        self._require_info()
+        assert self._rounds is not None
+        last_s = self._rounds.last_verdict_s
+        if last_s is not None and self._clock.monotonic() - last_s < READY_FRESH_S:
+            return
+        self._num_probes += 1
+        probe = GenerateRequest(
+            request_id=f"ready-{id(self):x}-{self._num_probes}",
+            prompt_token_ids=(0,),
+            sampling=SamplingParams(temperature=0.0, num_prompt_tokens=1),
+            max_tokens=1,
+            speculation=SpeculationParams(enabled=False),
+        )
+        try:
+            await within(self._clock, self._config.verify_timeout_s, self.complete(probe))
+        except TimeoutError:
+            raise EngineLostError(
+                f"no step of the target within verify_timeout_s = {self._config.verify_timeout_s:g} s"
+            ) from None
+        except OverloadedError:
+            return  # Queues are full of work that the target does; being busy is not being unready.
+
+    async def metrics_text(self) -> str:
+        """See interfaces.RouterClient."""
+        if self._info is not None:
+            size = max(1, self._info.block_size)
+            running = self._sessions.running.values()
+            self.metrics.blocks_in_use.set(
+                sum(-(-live.session.target.synced_len // size) for live in running)
+            )
+        return self.metrics.text()
+
+    # Requests
+
+    def _submit(self, request: GenerateRequest, *, is_stream: bool) -> LiveSession:
+        info = self._require_info()
+        check_request(request, info, has_stop_strings=self._stop_matcher_factory is not None)
+        if self._is_draining:
+            raise EngineLostError("the service is stopping; the request may be sent again")
+        self._check_unused(request.request_id)
+        if request.sampling.num_prompt_tokens != len(request.prompt_token_ids):
+            sampling = replace(request.sampling, num_prompt_tokens=len(request.prompt_token_ids))
+            request = replace(request, sampling=sampling)
+        factory = self._stop_matcher_factory
+        matcher = factory(request.stop) if factory is not None and request.stop else None
+        now = self._clock.monotonic()
+        live = LiveSession(
+            Session(request, matcher, vocab_size=info.vocab_size),
+            Delivery(request.request_id, is_stream=is_stream),
+            self._policy.pace(request),
+            arrived_s=now,
+            deadline_s=now + self._config.request_timeout_s,
+        )
+        try:
+            self._sessions.submit(live)
+        except OverloadedError:
+            self.metrics.refused.inc()
+            raise
+        self._inbox.wake()
+        return live
+
+    def _check_unused(self, request_id: str) -> None:
+        if request_id in self._sessions:
+            raise InvalidRequestError(f"request_id {request_id!r} is in use", field="request_id")
+
+    def _abandon(self, live: LiveSession) -> None:
+        """The caller takes nothing more: a request that still runs is aborted."""
+        if not live.delivery.is_ended:
+            self._sessions.abort(live.request_id, self._clock.monotonic())
+            self._inbox.wake()
+
+    def _require_info(self) -> EngineInfo:
+        if self._broken is not None:
+            raise EngineLostError(f"the router failed: {self._broken}")
+        if self._info is None:
+            raise EngineLostError("the router has not started")
+        if self._rounds is not None and self._rounds.target is None and self._reconnecting is None:
+            raise EngineLostError("the target is lost")
+        return self._info
+
+    def _release(self, request_id: str) -> None:
+        if self._rounds is not None:
+            self._rounds.release(request_id)
+
+    def _fail_all(self, error: EngineLostError) -> None:
+        self._sessions.fail_all(error, self._clock.monotonic())
+
+    # Target and loop
+
+    async def _serve(self, rounds: Rounds, *, is_serial: bool) -> None:
+        try:
+            await (serial_loop(rounds) if is_serial else overlapped_loop(rounds))
+        except Exception as error:
+            # A bug must end requests with an error, not leave them waiting for ever.
+            logger.exception("the router's loop failed")
+            self._broken = error
+            self._fail_all(EngineLostError(f"the router failed: {error}"))
+
+    async def _connect(self) -> TargetLink:
+        source = self._verifier
+        if not callable(source):
+            return TargetLink(source, self._inbox)
+        timeout_s = self._config.start_timeout_s
+        try:
+            verifier = await within(self._clock, timeout_s, source())
+        except TimeoutError:
+            raise EngineLostError(f"no target within start_timeout_s = {timeout_s:g} s") from None
+        return TargetLink(verifier, self._inbox)
+
+    def _on_target_lost(self, link: TargetLink, error: Exception) -> None:
+        logger.error("target lost: %s", error)
+        is_renewable = callable(self._verifier) and not self._is_draining
+        if not is_renewable:
+            self._fail_all(EngineLostError(f"the target was lost: {error}"))
+        self._reconnecting = asyncio.create_task(self._renew(link, is_renewable=is_renewable))
+
+    async def _renew(self, lost: TargetLink, *, is_renewable: bool) -> None:
+        """Closes the lost link and connects anew, with backoff, until start_timeout_s have passed."""
+        await lost.close(self._clock)
+        give_up_s = self._clock.monotonic() + self._config.start_timeout_s
+        backoff_s = RECONNECT_BACKOFF_S
+        while is_renewable:
+            try:
+                link = await self._connect()
+                break
+            except Exception as error:
+                logger.warning("target still lost: %s", error)
+                if self._clock.monotonic() + backoff_s > give_up_s:
+                    self._fail_all(EngineLostError(f"the target was lost: {error}"))
+                    is_renewable = False
+                    break
+            await self._clock.sleep(backoff_s * self._rng.uniform(0.5, 1.5))
+            backoff_s = min(MAX_RECONNECT_BACKOFF_S, 2 * backoff_s)
+        if is_renewable:
+            assert self._rounds is not None
+            self._rounds.target = link
+            logger.info("target connected anew")
+        self._reconnecting = None
+        self._inbox.wake()
+
+    def _make_leases(self, info: EngineInfo) -> DraftLeases | None:
+        if self._drafter_source is None:
+            return None
+        return DraftLeases(
+            self._drafter_source,
+            info,
+            inbox=self._inbox,
+            clock=self._clock,
+            metrics=self.metrics,
+            rng=self._rng,
+        )

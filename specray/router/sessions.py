@@ -1,0 +1,150 @@
+"""Who runs and who waits: admission, preemption, deadlines and ends of sessions."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from specray.errors import EngineLostError
+from specray.metrics import RouterMetrics
+from specray.router.live import LiveSession
+from specray.router.queue import AdmissionQueue
+from specray.types import FinishReason
+
+RETRY_S = 0.1
+"""A session that finds no room on an idle target tries again so much later."""
+
+
+class Sessions:
+    """All requests between arrival and end. Ending one is one call, wherever it stands.
+
+    Args:
+        queue: of those that wait.
+        metrics: counts ends and shows who is where.
+        release: frees a session on both engines.
+    """
+
+    def __init__(
+        self, queue: AdmissionQueue[LiveSession], metrics: RouterMetrics, release: Callable[[str], None]
+    ) -> None:
+        self.running: dict[str, LiveSession] = {}
+        self._queue = queue
+        self._metrics = metrics
+        self._release = release
+        self._all: dict[str, LiveSession] = {}
+        # All deadlines are the same time after arrival, so arrival order is deadline order.
+        self._by_deadline: deque[LiveSession] = deque()
+        self._max_running = 1
+        self._limit = 1
+        self._retry_at_s: float | None = None
+        self._ended_s: float | None = None
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._all
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue)
+
+    @property
+    def next_due_s(self) -> float | None:
+        """When ``expire`` or ``admit`` has something to do even if nothing else happens."""
+        while self._by_deadline and self._by_deadline[0].delivery.is_ended:
+            self._by_deadline.popleft()
+        deadline = self._by_deadline[0].deadline_s if self._by_deadline else None
+        if self._retry_at_s is None or not self._queue:
+            return deadline
+        return self._retry_at_s if deadline is None else min(deadline, self._retry_at_s)
+
+    def set_limit(self, max_num_seqs: int) -> None:
+        """The target holds so many sequences at once."""
+        self._limit = self._max_running = max_num_seqs
+
+    def submit(self, live: LiveSession) -> None:
+        """Takes a new request. Raises OverloadedError; nothing was changed then."""
+        self._queue.push(live, num_free_places=max(0, self._max_running - len(self.running)))
+        self._all[live.request_id] = live
+        self._by_deadline.append(live)
+
+    def admit(self, now: float) -> None:
+        """Moves the first of the queue to the running ones while there are places."""
+        if self._retry_at_s is not None and now < self._retry_at_s:
+            return
+        self._retry_at_s = None
+        while self._queue and len(self.running) < self._max_running:
+            live = self._queue.pop()
+            self.running[live.request_id] = live
+            self._metrics.prompt_tokens.inc(live.session.num_prompt_tokens)
+        self._show()
+
+    def preempt(self, live: LiveSession, now: float) -> None:
+        """The target had no room: the session gives back what it holds and goes first when others ended."""
+        del self.running[live.request_id]
+        self._release(live.request_id)
+        live.session.lose_target()
+        live.session.lose_draft()
+        live.waiting_since_s = None
+        live.round_started_s = None
+        self._max_running = max(1, len(self.running))
+        if not self.running:
+            self._retry_at_s = now + RETRY_S
+        self._queue.push_front(live)
+        self._metrics.preemptions.inc()
+
+    def end(self, live: LiveSession, now: float) -> None:
+        """The session has a finish reason: the caller gets it, both engines forget the request."""
+        session = live.session
+        assert session.finish_reason is not None
+        if not self._forget(live, now):
+            return
+        live.delivery.finish(
+            session.finish_reason,
+            stop_reason=session.stop_reason,
+            message=session.message,
+            stats=session.tally.stats,
+        )
+        self._metrics.observe_end(session.finish_reason.value)
+
+    def abort(self, request_id: str, now: float) -> None:
+        """The caller went away. Unknown ids are ignored."""
+        live = self._all.get(request_id)
+        if live is not None:
+            live.session.abort()
+            self.end(live, now)
+
+    def expire(self, now: float) -> None:
+        """Ends what took longer than it may, queued or running."""
+        while self._by_deadline and self._by_deadline[0].deadline_s <= now:
+            live = self._by_deadline.popleft()
+            if not live.delivery.is_ended:
+                seconds = live.deadline_s - live.arrived_s
+                live.session.fail(f"the request took longer than request_timeout_s = {seconds:g} s")
+                self.end(live, now)
+
+    def fail_all(self, error: EngineLostError, now: float) -> None:
+        """Every caller gets ``error``."""
+        for live in list(self._all.values()):
+            live.session.fail(str(error))
+            if self._forget(live, now):
+                live.delivery.fail(error)
+                self._metrics.observe_end(FinishReason.ERROR.value)
+
+    def _forget(self, live: LiveSession, now: float) -> bool:
+        if self._all.pop(live.request_id, None) is None:
+            return False
+        self._queue.remove(live.request_id)
+        if self.running.pop(live.request_id, None) is not None:
+            self._release(live.request_id)
+            self._max_running = min(self._limit, self._max_running + 1)
+        if self._ended_s is not None:
+            self._queue.observe_service(now - self._ended_s)
+        self._ended_s = now
+        self._show()
+        return True
+
+    def _show(self) -> None:
+        self._metrics.queued_requests.set(len(self._queue))
+        self._metrics.running_sessions.set(len(self.running))
