@@ -1,18 +1,83 @@
-"""`specray models`: train, evaluate and inflate checkpoints."""
+"""`specray models`: train and evaluate the embedded pair, inflate checkpoints."""
 
+import json
+import shlex
+import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="Train, evaluate and inflate checkpoints.")
+if TYPE_CHECKING:
+    from specray.demo.evaluate import PairEvaluation
 
-EMBEDDED_TARGET = "embedded"
+app = typer.Typer(no_args_is_help=True, help="Train and evaluate the embedded pair, inflate checkpoints.")
+
+EMBEDDED = "embedded"
 
 
-@app.callback()
-def models() -> None:
-    """Keeps the commands below named even while there is only one."""
+@app.command()
+def train(
+    work_dir: Annotated[
+        Path, typer.Option(help="State of the run; calling again with the same options goes on from here.")
+    ] = Path("specray-training"),
+    output_dir: Annotated[
+        Path | None, typer.Option(help="Gets target/, draft/ and README.md (default: WORK_DIR/pair).")
+    ] = None,
+    target_time_budget: Annotated[
+        float | None, typer.Option(help="Seconds for the target (4500 unless steps are given).")
+    ] = None,
+    draft_time_budget: Annotated[
+        float | None, typer.Option(help="Seconds for the draft (2000 unless steps are given).")
+    ] = None,
+    sample_time_budget: Annotated[float, typer.Option(help="Seconds for sampling from the target.")] = 300,
+    target_steps: Annotated[int | None, typer.Option(help="Instead of a time budget: repeatable.")] = None,
+    draft_steps: Annotated[int | None, typer.Option(help="Instead of a time budget: repeatable.")] = None,
+    seed: Annotated[int, typer.Option(help="Of initial weights, order of data and samples.")] = 0,
+    num_workers: Annotated[int, typer.Option(min=1, help="Threads that compute gradients.")] = 2,
+) -> None:
+    """Train target and draft on the Python source that this environment offers."""
+    from specray.demo.loop import RunLimit
+    from specray.demo.pipeline import pair_config, train_pair
+
+    if target_steps is None and target_time_budget is None:
+        target_time_budget = 4500
+    if draft_steps is None and draft_time_budget is None:
+        draft_time_budget = 2000
+    config = pair_config(
+        target_limit=RunLimit(target_steps, target_time_budget),
+        draft_limit=RunLimit(draft_steps, draft_time_budget),
+        sample_time_budget_s=sample_time_budget,
+        seed=seed,
+        num_workers=num_workers,
+    )
+    command = shlex.join(["specray", *sys.argv[1:]])
+    output = output_dir or work_dir / "pair"
+    evaluation = train_pair(work_dir, output, config, command=command, on_stage=_show_stage)
+    _print_evaluation(evaluation)
+
+
+@app.command()
+def evaluate(
+    target: Annotated[str, typer.Option(help="Checkpoint directory.")] = EMBEDDED,
+    draft: Annotated[str, typer.Option(help="Checkpoint directory with the same tokenizer.")] = EMBEDDED,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures here.")] = None,
+    num_workers: Annotated[int, typer.Option(min=1, help="Threads.")] = 2,
+) -> None:
+    """Measure a pair on held-out files: losses, and how often the draft agrees with the target."""
+    from specray.demo.evaluate import EvaluateConfig, evaluate_pair
+    from specray.demo.paths import demo_draft_path, demo_target_path
+
+    evaluation = evaluate_pair(
+        demo_target_path() if target == EMBEDDED else Path(target),
+        demo_draft_path() if draft == EMBEDDED else Path(draft),
+        config=EvaluateConfig(num_workers=num_workers),
+        on_stage=_show_stage,
+    )
+    _print_evaluation(evaluation)
+    if json_file is not None:
+        json_file.write_text(json.dumps(asdict(evaluation), indent=1) + "\n")
 
 
 @app.command()
@@ -25,7 +90,7 @@ def inflate(
     num_heads: Annotated[int, typer.Option(help="Query heads.")],
     num_kv_heads: Annotated[int, typer.Option(help="Key/value heads; divides --num-heads.")],
     dtype: Annotated[
-        str | None, typer.Option(help="bfloat16, float16 or float32; default: as SOURCE.")
+        str | None, typer.Option(help="bfloat16, float16 or float32 (default: as SOURCE).")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the random weights in what is added.")] = 0,
 ) -> None:
@@ -40,6 +105,24 @@ def inflate(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
     )
-    directory = demo_target_path() if source == EMBEDDED_TARGET else Path(source)
+    directory = demo_target_path() if source == EMBEDDED else Path(source)
     written = inflate_checkpoint(directory, destination, shape, dtype=dtype, seed=seed)
     typer.echo(f"wrote {written}")
+
+
+def _show_stage(stage: str) -> None:
+    typer.echo(f"{stage} ...", err=True)
+
+
+def _print_evaluation(evaluation: "PairEvaluation") -> None:
+    text = evaluation.held_out_text
+    typer.echo(f"held-out text ({text.num_files} files, {text.num_tokens} tokens)")
+    typer.echo(f"  target  {text.target_loss:.3f} nats/token  {text.target_bits_per_byte:.3f} bits/byte")
+    typer.echo(f"  draft   {text.draft_loss:.3f} nats/token  {text.draft_bits_per_byte:.3f} bits/byte")
+    typer.echo(f"  greedy agreement {text.agreement:.3f}")
+    for name, scores in (
+        ("greedy continuations", evaluation.greedy_samples),
+        ("continuations at temperature 1", evaluation.temperature_1_samples),
+    ):
+        typer.echo(f"target's {name} ({scores.num_positions} positions)")
+        typer.echo(f"  greedy agreement {scores.agreement:.3f}  overlap {scores.overlap:.3f}")

@@ -15,26 +15,15 @@ Tokens = npt.NDArray[np.uint16]
 
 _TRAIN_FILE = "train.npy"
 _HELD_OUT_FILE = "held_out.npy"
-_HELD_OUT_OFFSETS_FILE = "held_out_offsets.npy"
 _SUMMARY_FILE = "corpus.json"
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedData:
-    """Token ids of the corpus.
-
-    `held_out_offsets` has one entry per held-out document plus the end of the last, so document `i` is
-    `held_out[held_out_offsets[i]:held_out_offsets[i + 1]]`.
-    """
+    """Token ids of the corpus: documents one after another, each `<s>` text `</s>`."""
 
     train: Tokens
     held_out: Tokens
-    held_out_offsets: npt.NDArray[np.int64]
-    held_out_num_bytes: int
-
-    def held_out_documents(self) -> list[Tokens]:
-        bounds = self.held_out_offsets
-        return [self.held_out[bounds[i] : bounds[i + 1]] for i in range(len(bounds) - 1)]
 
 
 def prepare_data(
@@ -56,12 +45,8 @@ def prepare_data(
 
 def load_prepared(work_dir: Path) -> PreparedData:
     """Open what `prepare_data` wrote; raises FileNotFoundError when it has not run."""
-    summary = json.loads((work_dir / _SUMMARY_FILE).read_text())
     return PreparedData(
-        train=np.load(work_dir / _TRAIN_FILE, mmap_mode="r"),
-        held_out=np.load(work_dir / _HELD_OUT_FILE),
-        held_out_offsets=np.load(work_dir / _HELD_OUT_OFFSETS_FILE),
-        held_out_num_bytes=int(summary["held_out_num_bytes"]),
+        train=np.load(work_dir / _TRAIN_FILE, mmap_mode="r"), held_out=np.load(work_dir / _HELD_OUT_FILE)
     )
 
 
@@ -111,7 +96,6 @@ def _write_tokens(work_dir: Path, corpus: Corpus) -> None:
     ]
     np.save(work_dir / _TRAIN_FILE, np.concatenate([train[i] for i in order]))
     np.save(work_dir / _HELD_OUT_FILE, np.concatenate(held_out))
-    np.save(work_dir / _HELD_OUT_OFFSETS_FILE, np.cumsum([0] + [len(ids) for ids in held_out]))
     summary = {
         "sources": [asdict(source) for source in corpus.sources],
         "train_num_files": len(corpus.train),

@@ -33,18 +33,18 @@ class GradientWorkers:
         self._pool.shutdown(cancel_futures=True)
 
     def accumulate(self, micro_batches: Sequence[torch.Tensor], loss_fn: LossFunction) -> float:
-        """Set every parameter's `grad` to that of the mean of `loss_fn` over all rows; return that mean.
+        """Set every parameter's `grad` to that of the mean of `loss_fn` over all tokens; return that mean.
 
         Sums run in the order of the micro-batches and in float32, so the result does not depend on
         which worker was faster.
         """
-        num_rows = sum(len(micro) for micro in micro_batches)
+        num_tokens = sum(micro.numel() for micro in micro_batches)
         futures = [self._pool.submit(self._gradients, micro, loss_fn) for micro in micro_batches]
         totals: list[torch.Tensor] | None = None
         total_loss = 0.0
         for micro, future in zip(micro_batches, futures, strict=True):
             loss, gradients = future.result()
-            share = len(micro) / num_rows
+            share = micro.numel() / num_tokens
             total_loss += loss * share
             if totals is None:
                 totals = [gradient.float() * share for gradient in gradients]

@@ -85,7 +85,7 @@ def next_token_loss(model: LlamaForCausalLM, sequences: torch.Tensor) -> torch.T
 
 @torch.no_grad()
 def quick_held_out_loss(
-    model: LlamaForCausalLM, data: PreparedData, *, sequence_len: int, num_sequences: int = 64
+    model: LlamaForCausalLM, data: PreparedData, *, sequence_len: int, num_sequences: int = 24
 ) -> float:
     """Loss on a fixed sample of held-out text: a gauge while training, not the published figure."""
     num_available = (len(data.held_out) - 1) // sequence_len
