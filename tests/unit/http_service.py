@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 import uvicorn
@@ -54,6 +55,11 @@ def endless(**options: object) -> FakeRouterClient:
 class Service:
     url: str
     http: aiohttp.ClientSession
+
+    async def post(self, path: str, body: object) -> tuple[int, Any]:
+        """Status and decoded body."""
+        async with self.http.post(path, json=body) as response:
+            return response.status, await response.json()
 
 
 @asynccontextmanager

@@ -1,0 +1,107 @@
+"""The public gRPC service over a scripted router: the same checks as HTTP, through a real server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from http_service import INFO, MODEL, REPLY, TOKENIZER, endless, say, wait_until
+from tiny_tokenizer import EOS
+
+from specray.config import parse_config
+from specray.errors import InvalidRequestError, ModelNotFoundError, OverloadedError
+from specray.fakes import FakeRouterClient
+from specray.interfaces import RouterClient
+from specray.rpc.client import SpecrayClient
+from specray.rpc.inference import GenerateParams, InferenceServer
+from specray.serving.grpc_ingress import GrpcIngress
+from specray.types import FinishReason
+
+
+@asynccontextmanager
+async def connected(router: RouterClient) -> AsyncIterator[SpecrayClient]:
+    config = parse_config({"served_model_name": MODEL})
+    handler = GrpcIngress(client=router, tokenizer=TOKENIZER, config=config)
+    server = InferenceServer(handler, "127.0.0.1:0")
+    await server.start()
+    try:
+        async with SpecrayClient(server.address) as client:
+            yield client
+    finally:
+        await server.stop(grace_s=0)
+
+
+async def test_generate_streams_text_and_ends_with_usage() -> None:
+    async with connected(say(REPLY, then=(EOS,))) as client:
+        events = [event async for event in client.generate(GenerateParams(text="def", max_tokens=50))]
+    assert "".join(event.text for event in events) == REPLY
+    assert [event.finish_reason for event in events][-2:] == [None, FinishReason.STOP]
+    usage, stats = events[-1].usage, events[-1].speculation
+    assert usage is not None and stats is not None
+    num_reply = len(TOKENIZER.encode(REPLY))
+    assert (usage.num_prompt_tokens, usage.num_output_tokens) == (1, num_reply + 1)
+    assert stats.num_draft_tokens == 8
+    assert sum((event.token_ids for event in events), ()) == (*TOKENIZER.encode(REPLY), EOS)
+
+
+@pytest.mark.parametrize(
+    ("params", "field", "part"),
+    [
+        ({"text": ""}, "text", "empty"),
+        ({"token_ids": ()}, "tokens", "empty"),
+        ({"token_ids": (264,)}, "tokens", "264; allowed: 0..263"),
+        ({"text": "x" * 64}, "text", "64; allowed: 1..63"),
+        ({"text": "a", "max_tokens": 0}, "max_tokens", "0; allowed: 1..63"),
+        ({"text": "ab", "max_tokens": 63}, "max_tokens", "63; allowed: 1..62"),
+        ({"text": "a", "temperature": float("nan")}, "temperature", "nan; allowed: 0..2"),
+        ({"text": "a", "top_p": -1.0}, "top_p", "-1.0"),
+        ({"text": "a", "logprobs": 21}, "logprobs", "21; allowed: 0..20"),
+        ({"text": "a", "stop": ("",)}, "stop", "0; allowed: 1..256"),
+        ({"text": "a", "logit_bias": ((5, 200.0),)}, "logit_bias", "200.0; allowed: -100..100"),
+        (
+            {"text": "a", "num_speculative_tokens": 33},
+            "speculation.num_speculative_tokens",
+            "33; allowed: 0..32",
+        ),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+async def test_bad_input_is_invalid_argument_naming_the_field(
+    params: dict[str, Any], field: str, part: str
+) -> None:
+    router = FakeRouterClient(info=INFO)
+    async with connected(router) as client:
+        with pytest.raises(InvalidRequestError, match=part) as caught:
+            await anext(client.generate(GenerateParams(**params)))
+    assert caught.value.field == field
+    assert router.requests == []
+
+
+async def test_unknown_model_is_not_found() -> None:
+    async with connected(FakeRouterClient(info=INFO)) as client:
+        with pytest.raises(ModelNotFoundError, match="allowed: 'tiny'"):
+            await anext(client.generate(GenerateParams(text="a", model="gpt-9")))
+
+
+async def test_overload_says_when_to_come_back() -> None:
+    router = FakeRouterClient(info=INFO, errors=[OverloadedError("full", retry_after_s=7)])
+    async with connected(router) as client:
+        with pytest.raises(OverloadedError) as caught:
+            await anext(client.generate(GenerateParams(text="a")))
+    assert caught.value.retry_after_s == 7
+
+
+async def test_caller_that_cancels_aborts_the_request() -> None:
+    router = endless()
+    async with connected(router) as client:
+        with pytest.raises(Exception, match="DEADLINE"):
+            await anext(client.generate(GenerateParams(text="a"), timeout_s=0.3))
+        await wait_until(lambda: len(router.aborted_request_ids) == 1)
+
+
+async def test_info_names_the_served_model() -> None:
+    async with connected(FakeRouterClient(info=INFO)) as client:
+        info = await client.info()
+    assert (info.model, info.draft_model, info.vocab_size, info.max_model_len) == (MODEL, "draft", 264, 64)
