@@ -162,10 +162,11 @@ class EngineServer(Generic[ItemT, ReplyT, RepliesT]):
             refusal = self._refusal or STOPPING
             await context.abort(refusal.code, refusal.details)
         thread = self._thread
-        await context.send_initial_metadata(())
         stream = RouterStream(self._role, context, max_pending=self._max_pending)
+        # Known before anything is awaited: an ending that comes meanwhile must find it.
         self._streams.add(stream)
         try:
+            await context.send_initial_metadata(())
             ending = await stream.serve(lambda batch: thread.submit(stream, batch))
         finally:
             self._streams.discard(stream)

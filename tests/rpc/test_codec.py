@@ -1,0 +1,333 @@
+"""Every message survives the wire; every malformed one is refused with ProtocolError."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from google.protobuf.message import Message
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specray.errors import InvalidRequestError, ProtocolError
+from specray.rpc import codec, inference_codec
+from specray.rpc.codec import RequestBatch
+from specray.rpc.inference import GenerateEvent, GenerateParams, Usage
+from specray.rpc.pb import draft_pb2, inference_pb2, target_pb2, types_pb2
+from specray.types import (
+    Branch,
+    DraftReplies,
+    EngineInfo,
+    FinishReason,
+    ItemFailed,
+    Outcomes,
+    Proposal,
+    SamplingParams,
+    ServiceInfo,
+    SparseProbs,
+    SpeculateItem,
+    SpeculationStats,
+    TargetReplies,
+    TokenLogprobs,
+    UnknownSequence,
+    Verdict,
+    Verification,
+    VerifyItem,
+)
+
+U32 = st.integers(0, 2**32 - 1)
+U64 = st.integers(0, 2**64 - 1)
+F32 = st.floats(width=32, allow_nan=False)
+TEXT = st.text(max_size=20)
+IDS = st.lists(U32, max_size=6).map(tuple)
+HEAD = (TEXT, U64, U32)
+
+
+def tuples_of(
+    strategy: st.SearchStrategy, *, size: int | None = None, max_size: int = 4
+) -> st.SearchStrategy:
+    if size is not None:
+        return st.lists(strategy, min_size=size, max_size=size).map(tuple)
+    return st.lists(strategy, max_size=max_size).map(tuple)
+
+
+@st.composite
+def sparse_probs(draw: st.DrawFn) -> SparseProbs:
+    token_ids = draw(IDS)
+    return SparseProbs(token_ids, draw(tuples_of(F32, size=len(token_ids))))
+
+
+@st.composite
+def draft_tokens(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[SparseProbs, ...]]:
+    """Draft tokens with their distributions, or without any."""
+    token_ids = draw(IDS)
+    has_probs = draw(st.booleans())
+    return token_ids, draw(tuples_of(sparse_probs(), size=len(token_ids))) if has_probs else ()
+
+
+@st.composite
+def token_logprobs(draw: st.DrawFn) -> TokenLogprobs:
+    top = draw(IDS)
+    return TokenLogprobs(draw(U32), draw(F32), top, draw(tuples_of(F32, size=len(top))))
+
+
+SAMPLING = st.builds(
+    SamplingParams,
+    temperature=F32,
+    top_k=U32,
+    top_p=F32,
+    min_p=F32,
+    repetition_penalty=F32,
+    presence_penalty=F32,
+    frequency_penalty=F32,
+    logit_bias=tuples_of(st.tuples(U32, F32)),
+    seed=U64,
+    min_tokens=U32,
+    stop_token_ids=IDS,
+    num_prompt_tokens=U32,
+    num_logprobs=st.none() | U32,
+    verification=st.sampled_from(Verification),
+)
+
+
+@st.composite
+def speculate_items(draw: st.DrawFn) -> SpeculateItem:
+    proposed = draw(IDS)
+    fanout = draw(st.just(()) | tuples_of(U32, size=len(proposed) + 1))
+    sampling = draw(st.none() | SAMPLING)
+    return SpeculateItem(draw(TEXT), draw(U64), draw(U32), draw(IDS), draw(U32), proposed, fanout, sampling)
+
+
+@st.composite
+def verify_items(draw: st.DrawFn) -> VerifyItem:
+    tokens, probs = draw(draft_tokens())
+    head = [draw(part) for part in HEAD]
+    return VerifyItem(*head, draw(IDS), tokens, probs, draw(st.booleans()), draw(st.none() | SAMPLING))
+
+
+UNKNOWN = st.builds(UnknownSequence, *HEAD)
+FAILED = st.builds(ItemFailed, *HEAD, TEXT, st.booleans())
+PROPOSALS = st.builds(lambda head, draft: Proposal(*head, *draft), st.tuples(*HEAD), draft_tokens())
+BRANCHES = st.builds(lambda n, token, draft: Branch(n, token, *draft), U32, U32, draft_tokens())
+OUTCOMES = st.builds(Outcomes, *HEAD, tuples_of(BRANCHES))
+VERDICTS = st.builds(Verdict, *HEAD, U32, st.none() | U32, tuples_of(token_logprobs()))
+INFOS = st.builds(
+    EngineInfo, TEXT, TEXT, U32, TEXT, U32, U32, U32, U32, U32, U32, dtype=TEXT, tensor_parallel_size=U32
+)
+
+
+@given(tuples_of(speculate_items()), tuples_of(TEXT))
+def test_speculate_request_round_trip(items: tuple[SpeculateItem, ...], releases: tuple[str, ...]) -> None:
+    data = codec.encode_speculate_request(items, releases)
+    assert codec.decode_speculate_request(data) == RequestBatch(items, releases)
+
+
+@given(tuples_of(PROPOSALS | OUTCOMES | UNKNOWN | FAILED), U64)
+def test_draft_replies_round_trip(replies: tuple, forward_ns: int) -> None:
+    batch = DraftReplies(replies, forward_ns)
+    assert codec.decode_draft_replies(codec.encode_draft_replies(batch)) == batch
+
+
+@given(tuples_of(verify_items()), tuples_of(TEXT))
+def test_verify_request_round_trip(items: tuple[VerifyItem, ...], releases: tuple[str, ...]) -> None:
+    data = codec.encode_verify_request(items, releases)
+    assert codec.decode_verify_request(data) == RequestBatch(items, releases)
+
+
+@given(tuples_of(VERDICTS | UNKNOWN | FAILED), U64)
+def test_target_replies_round_trip(replies: tuple, forward_ns: int) -> None:
+    batch = TargetReplies(replies, forward_ns)
+    assert codec.decode_target_replies(codec.encode_target_replies(batch)) == batch
+
+
+@given(INFOS)
+def test_info_round_trip_in_both_services(info: EngineInfo) -> None:
+    assert codec.decode_draft_info(codec.encode_draft_info(info)) == info
+    assert codec.decode_target_info(codec.encode_target_info(info)) == info
+
+
+PARAMS = st.builds(
+    GenerateParams,
+    model=TEXT,
+    max_tokens=st.none() | U32,
+    min_tokens=st.none() | U32,
+    temperature=st.none() | F32,
+    top_k=st.none() | U32,
+    top_p=st.none() | F32,
+    min_p=st.none() | F32,
+    repetition_penalty=st.none() | F32,
+    presence_penalty=st.none() | F32,
+    frequency_penalty=st.none() | F32,
+    logit_bias=tuples_of(st.tuples(U32, F32)),
+    seed=st.none() | U64,
+    stop=tuples_of(TEXT),
+    stop_token_ids=IDS,
+    ignore_eos=st.booleans(),
+    logprobs=st.none() | U32,
+    speculation_enabled=st.none() | st.booleans(),
+    num_speculative_tokens=st.none() | U32,
+    verification=st.none() | st.sampled_from(Verification),
+)
+PROMPTS = st.tuples(TEXT, st.none()) | st.tuples(st.none(), IDS)
+
+
+@settings(max_examples=50)
+@given(PARAMS, PROMPTS)
+def test_generate_request_round_trip(params: GenerateParams, prompt: tuple) -> None:
+    params = replace(params, text=prompt[0], token_ids=prompt[1])
+    assert inference_codec.decode_generate_request(inference_codec.encode_generate_request(params)) == params
+
+
+EVENTS = st.builds(
+    GenerateEvent,
+    TEXT,
+    TEXT,
+    IDS,
+    tuples_of(token_logprobs()),
+    st.none() | st.sampled_from([FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT]),
+    st.none() | st.builds(Usage, U32, U32),
+    st.none() | st.builds(SpeculationStats, U32, U32, U32, IDS),
+)
+
+
+@given(EVENTS)
+def test_generate_event_round_trip(event: GenerateEvent) -> None:
+    assert inference_codec.decode_generate_event(inference_codec.encode_generate_event(event)) == event
+
+
+@given(st.builds(ServiceInfo, TEXT, st.none() | st.text(min_size=1, max_size=5), U32, U32, U32, TEXT))
+def test_service_info_round_trip(info: ServiceInfo) -> None:
+    assert inference_codec.decode_service_info(inference_codec.encode_service_info(info)) == info
+
+
+def draft_reply(**reply: Message) -> bytes:
+    return draft_pb2.SpeculateResponse(replies=[draft_pb2.DraftReply(**reply)]).SerializeToString()
+
+
+def target_reply(**reply: Message) -> bytes:
+    return target_pb2.VerifyResponse(replies=[target_pb2.TargetReply(**reply)]).SerializeToString()
+
+
+def verify_item(**fields: object) -> bytes:
+    return target_pb2.VerifyRequest(items=[target_pb2.VerifyItem(**fields)]).SerializeToString()
+
+
+def speculate_item(**fields: object) -> bytes:
+    return draft_pb2.SpeculateRequest(items=[draft_pb2.SpeculateItem(**fields)]).SerializeToString()
+
+
+PROBS = types_pb2.SparseProbs(token_ids=[1], probs=[1.0])
+UNPAIRED_PROBS = types_pb2.SparseProbs(token_ids=[1, 2], probs=[1.0])
+UNPAIRED_LOGPROBS = types_pb2.TokenLogprobs(top_token_ids=[1], top_logprobs=[-0.1, -0.2])
+
+
+@pytest.mark.parametrize(
+    ("decode", "data", "says"),
+    [
+        (codec.decode_draft_replies, draft_reply(), "DraftReply without a reply"),
+        (codec.decode_target_replies, target_reply(), "TargetReply without a reply"),
+        (codec.decode_draft_info, b"", "without info"),
+        (codec.decode_target_info, b"", "without info"),
+        (codec.decode_speculate_request, b"\xff\xff", "specray.v1.SpeculateRequest"),
+        (codec.decode_draft_replies, b"\xff\xff", "specray.v1.SpeculateResponse"),
+        (codec.decode_verify_request, b"\xff\xff", "specray.v1.VerifyRequest"),
+        (codec.decode_target_replies, b"\xff\xff", "specray.v1.VerifyResponse"),
+        # Field 1 (an item) of field 1 (its request_id) holding a byte that is not UTF-8.
+        (codec.decode_speculate_request, b"\x0a\x03\x0a\x01\xff", "specray.v1.SpeculateRequest"),
+        (
+            codec.decode_speculate_request,
+            speculate_item(proposed_token_ids=[1, 2], fanout=[1, 1]),
+            "fanout has 2 entries for 2 proposed tokens; allowed: none or 3",
+        ),
+        (
+            codec.decode_speculate_request,
+            speculate_item(sampling=types_pb2.SamplingParams(top_p=1.0)),
+            "verification is 0; allowed: 1 (coupled), 2 (rejection)",
+        ),
+        (
+            codec.decode_verify_request,
+            verify_item(sampling=types_pb2.SamplingParams(verification=9)),
+            "verification is 9",
+        ),
+        (
+            codec.decode_verify_request,
+            verify_item(draft_token_ids=[1, 2], draft_probs=[PROBS]),
+            "draft_probs has 1 entries for 2 draft tokens",
+        ),
+        (
+            codec.decode_verify_request,
+            verify_item(draft_token_ids=[1], draft_probs=[UNPAIRED_PROBS]),
+            "SparseProbs has 2 token_ids and 1 probs",
+        ),
+        (
+            codec.decode_draft_replies,
+            draft_reply(proposal=draft_pb2.Proposal(draft_token_ids=[1], draft_probs=[PROBS, PROBS])),
+            "draft_probs has 2 entries for 1 draft tokens",
+        ),
+        (
+            codec.decode_draft_replies,
+            draft_reply(outcomes=draft_pb2.Outcomes(branches=[draft_pb2.Branch(draft_probs=[PROBS])])),
+            "draft_probs has 1 entries for 0 draft tokens",
+        ),
+        (
+            codec.decode_target_replies,
+            target_reply(verdict=target_pb2.Verdict(logprobs=[UNPAIRED_LOGPROBS])),
+            "TokenLogprobs has 1 top_token_ids and 2 top_logprobs",
+        ),
+    ],
+)
+def test_malformed_peer_message_is_a_protocol_error(decode: object, data: bytes, says: str) -> None:
+    assert callable(decode)
+    with pytest.raises(ProtocolError) as caught:
+        decode(data)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "field", "says"),
+    [
+        (b"\xff\xff", None, "specray.v1.GenerateRequest"),
+        (b"\x12\x01\xff", None, "not UTF-8"),
+        (b"", "prompt", "give text or tokens"),
+        (
+            inference_pb2.GenerateRequest(
+                text="a", speculation=inference_pb2.SpeculationParams(verification=5)
+            ).SerializeToString(),
+            "speculation.verification",
+            "speculation.verification is 5; allowed: 1 (coupled), 2 (rejection)",
+        ),
+    ],
+)
+def test_malformed_public_request_names_the_field(data: bytes, field: str | None, says: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        inference_codec.decode_generate_request(data)
+    assert says in str(caught.value)
+    assert caught.value.field == field
+
+
+def test_an_empty_token_prompt_is_not_an_absent_one() -> None:
+    data = inference_codec.encode_generate_request(GenerateParams(token_ids=()))
+    assert inference_codec.decode_generate_request(data).token_ids == ()
+
+
+@pytest.mark.parametrize("params", [GenerateParams(token_ids=(-1,)), GenerateParams(text="a", seed=2**64)])
+def test_what_the_wire_cannot_carry_is_refused_by_the_client(params: GenerateParams) -> None:
+    with pytest.raises(InvalidRequestError, match="cannot be sent"):
+        inference_codec.encode_generate_request(params)
+
+
+def test_a_round_of_one_coupled_session_fits_the_network_budget() -> None:
+    item = VerifyItem("r" * 36, 1000, 4000, tuple(range(4000, 4009)), tuple(range(8)))
+    reply = Verdict("r" * 36, 1000, 4000, 8, 4009)
+    size = len(codec.encode_verify_request([item], ())) + len(
+        codec.encode_target_replies(TargetReplies((reply,), 20_000_000))
+    )
+    assert size < 1024
+
+
+def test_not_a_number_reaches_the_handler_who_refuses_it() -> None:
+    data = inference_codec.encode_generate_request(GenerateParams(text="a", temperature=math.nan))
+    temperature = inference_codec.decode_generate_request(data).temperature
+    assert temperature is not None
+    assert math.isnan(temperature)
