@@ -29,8 +29,9 @@ PRIOR_ACCEPTANCE = 0.7
 PRIOR_HIT_RATE = 0.8
 PRIOR_DRAFT_SHARE = 0.15
 """A draft step as part of a target step, before both are measured."""
+FIRST_REVIEW_ROUNDS = 4
 REVIEW_ROUNDS = 16
-"""A plan stands for so many rounds."""
+"""A plan stands for so many rounds; the first ones for fewer, each twice as long as the one before."""
 HYSTERESIS = 1.05
 """A plan is left only for one that promises so much more."""
 PROBE_INTERVAL_ROUNDS = 128
@@ -66,6 +67,7 @@ class Pacing:
     """What configuration or request say; None: chosen by measurement."""
     plan: Plan | None = None
     rounds_to_review: int = 0
+    review_rounds: int = FIRST_REVIEW_ROUNDS
     rounds_off: int = 0
     rest_rounds: int = 0
     """Rounds without draft after the draft refused the session."""
@@ -102,7 +104,7 @@ class Policy:
         wanted = request.speculation
         fixed = wanted.num_speculative_tokens if wanted.num_speculative_tokens is not None else self._fixed_k
         fixed_k = fixed if wanted.enabled else 0
-        return Pacing(Rate(self._acceptance.value), fixed_k)
+        return Pacing(Rate(self._acceptance.value, weight=4.0), fixed_k)
 
     def plan(self, pacing: Pacing, *, num_remaining: int, num_running: int) -> Plan:
         """The plan of the round to come.
@@ -180,7 +182,8 @@ class Policy:
     # Choice
 
     def _review(self, pacing: Pacing, num_running: int) -> None:
-        pacing.rounds_to_review = REVIEW_ROUNDS
+        pacing.rounds_to_review = pacing.review_rounds
+        pacing.review_rounds = min(REVIEW_ROUNDS, 2 * pacing.review_rounds)
         candidates = self._candidates(pacing.fixed_k)
         if len(candidates) == 1:
             pacing.plan = candidates[0]
