@@ -35,8 +35,8 @@ class DistillConfig:
     )
     seed: int = 1
     window_len: int = 1024
-    windows_per_step: int = 4
-    sampled_rows_per_step: int = 8
+    windows_per_step: int = 2
+    sampled_rows_per_step: int = 4
     argmax_weight: float = 0.3
     micro_batch_tokens: int = 1024
     num_workers: int = 2
@@ -61,6 +61,7 @@ def distill_draft(
     """
     target.train(False)
     draft = new_model(config.shape, seed=config.seed)
+    project_embeddings(target, draft)
     optimizer = MasterOptimizer(draft, config.optimizer)
     run = TrainingRun("draft", work_dir, optimizer, config.limit)
 
@@ -84,6 +85,19 @@ def distill_draft(
     with GradientWorkers(draft, num_workers=config.num_workers) as workers:
         run.run(step, on_checkpoint=export, stop_after=stop_after)
     return draft
+
+
+@torch.no_grad()
+def project_embeddings(target: LlamaForCausalLM, draft: LlamaForCausalLM) -> None:
+    """Give the draft's embeddings the target's principal directions, at the draft's initial scale.
+
+    Half of a small draft's parameters are embeddings, and rare tokens teach them little.
+    """
+    small = draft.model.embed_tokens.weight
+    left, singular_values, _ = torch.linalg.svd(target.model.embed_tokens.weight.float(), full_matrices=False)
+    rank = min(small.shape[1], len(singular_values))
+    principal = left[:, :rank] * singular_values[:rank]
+    small[:, :rank] = (principal * (small.float().std() / principal.std())).to(small.dtype)
 
 
 def distillation_loss(

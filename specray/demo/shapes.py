@@ -29,7 +29,7 @@ TARGET_SHAPE = ModelShape(
     hidden_size=384, num_layers=5, intermediate_size=1024, num_heads=6, num_kv_heads=2, head_dim=64
 )
 DRAFT_SHAPE = ModelShape(
-    hidden_size=160, num_layers=2, intermediate_size=448, num_heads=5, num_kv_heads=1, head_dim=32
+    hidden_size=160, num_layers=2, intermediate_size=448, num_heads=5, num_kv_heads=5, head_dim=32
 )
 
 
