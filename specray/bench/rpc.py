@@ -1,0 +1,145 @@
+"""What a round costs in the RPC layer itself: a worker process with an engine that does nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.process import BaseProcess
+from typing import Literal
+
+from specray.rpc.event_loop import new_event_loop
+from specray.rpc.verifier import GrpcVerifier
+from specray.rpc.worker import serve_engine
+from specray.types import (
+    PROTOCOL_VERSION,
+    EngineInfo,
+    SamplingParams,
+    TargetReplies,
+    Verdict,
+    VerifyItem,
+)
+
+NUM_WARMUP = 200
+"""Round trips before the measurement."""
+TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTrip:
+    """Times from before ``verify`` is called to after ``replies`` returned, in milliseconds."""
+
+    transport: str
+    num_sessions: int
+    num_rounds: int
+    p50_ms: float
+    p95_ms: float
+    p99_ms: float
+
+
+def measure_rpc(
+    *,
+    transport: Literal["unix", "tcp"] = "unix",
+    num_sessions: int = 1,
+    num_rounds: int = 2000,
+    num_draft_tokens: int = 4,
+    pause_s: float = 0.0,
+) -> RoundTrip:
+    """Round trips of a batch, one at a time, through client, server and engine thread.
+
+    Args:
+        transport: a unix socket, or TCP on the loopback.
+        num_sessions: items of each batch.
+        num_rounds: round trips that are measured.
+        num_draft_tokens: of each item; as many tokens are appended.
+        pause_s: between round trips; a pause lets processes and threads fall asleep, as a real step does.
+    """
+    with tempfile.TemporaryDirectory(prefix="specray-") as directory:
+        address = f"unix:{directory}/target" if transport == "unix" else "127.0.0.1:0"
+        process, address = _start_worker(address)
+        try:
+            with asyncio.Runner(loop_factory=new_event_loop) as runner:
+                times = runner.run(_measure(address, num_sessions, num_rounds, num_draft_tokens, pause_s))
+        finally:
+            process.terminate()
+            process.join(TIMEOUT_S)
+    times.sort()
+    p50, p95, p99 = (1e3 * times[int(len(times) * part)] for part in (0.50, 0.95, 0.99))
+    return RoundTrip(transport, num_sessions, num_rounds, p50, p95, p99)
+
+
+def _start_worker(address: str) -> tuple[BaseProcess, str]:
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(
+        target=partial(serve_engine, NoopTarget, role="target", address=address, on_ready=sender.send),
+        daemon=True,
+    )
+    process.start()
+    if not receiver.poll(TIMEOUT_S):
+        process.kill()
+        raise TimeoutError(f"the worker was not ready within {TIMEOUT_S} s")
+    return process, receiver.recv()
+
+
+async def _measure(
+    address: str, num_sessions: int, num_rounds: int, num_draft_tokens: int, pause_s: float
+) -> list[float]:
+    verifier = await GrpcVerifier.connect(address, timeout_s=TIMEOUT_S)
+    times: list[float] = []
+    for round_id in range(NUM_WARMUP + num_rounds):
+        items = _items(round_id, num_sessions, num_draft_tokens)
+        started = time.perf_counter()
+        await verifier.verify(items)
+        await verifier.replies()
+        times.append(time.perf_counter() - started)
+        if pause_s:
+            await asyncio.sleep(pause_s)
+    await verifier.close()
+    return times[NUM_WARMUP:]
+
+
+def _items(round_id: int, num_sessions: int, num_draft_tokens: int) -> list[VerifyItem]:
+    token_ids = tuple(range(1000, 1000 + num_draft_tokens))
+    sampling = SamplingParams(num_prompt_tokens=num_draft_tokens) if round_id == 0 else None
+    base_len = round_id * num_draft_tokens
+    return [
+        VerifyItem(f"session-{index:04d}", round_id, base_len, token_ids, token_ids, sampling=sampling)
+        for index in range(num_sessions)
+    ]
+
+
+class NoopTarget:
+    """Accepts everything at once."""
+
+    info = EngineInfo(
+        role="target",
+        model="noop",
+        vocab_size=1 << 17,
+        tokenizer_fingerprint="",
+        block_size=1 << 20,
+        num_blocks=1 << 10,
+        max_model_len=1 << 20,
+        max_num_seqs=1 << 10,
+        max_num_batched_tokens=1 << 20,
+        protocol_version=PROTOCOL_VERSION,
+    )
+
+    def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
+        return TargetReplies(
+            tuple(
+                Verdict(item.request_id, item.round_id, item.base_len, len(item.draft_token_ids), 7)
+                for item in items
+            ),
+            forward_ns=0,
+        )
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        """Holds nothing."""
+
+    def check(self) -> None:
+        """Cannot break."""
