@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
@@ -47,8 +48,12 @@ class EngineConnection(Generic[ItemT, ReplyT, RepliesT]):
         self._stream = stream
         self._info = info
         self._send_timeout_s = send_timeout_s
+        self._loop = asyncio.get_running_loop()
         self._inbox: _Inbox[RepliesT] = _Inbox(max_unread)
         self._write_lock = asyncio.Lock()
+        self._write_since: float | None = None
+        """When the write in progress began, by the monotonic clock."""
+        self._watchdog: asyncio.TimerHandle | None = None
         self._is_closed = False
         self._reader = asyncio.create_task(self._read_stream())
 
@@ -89,29 +94,48 @@ class EngineConnection(Generic[ItemT, ReplyT, RepliesT]):
             return
         self._is_closed = True
         self._lose("the connection was closed")
+        if self._watchdog is not None:
+            self._watchdog.cancel()
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
         await self._channel.close(None)
 
     async def _write(self, data: bytes) -> None:
-        try:
-            async with asyncio.timeout(self._send_timeout_s), self._write_lock:
-                self._inbox.raise_if_failed()
+        async with self._write_lock:
+            self._inbox.raise_if_failed()
+            self._watch_write()
+            try:
                 await self._stream.write(data)
-        except TimeoutError:
-            self._lose(f"took nothing for {self._send_timeout_s} s")
-        except aio.AioRpcError as error:
-            self._lose(describe(error))
-        except (asyncio.InvalidStateError, aio.BaseError) as error:
-            self._lose(f"the stream has ended ({error})")
-        except asyncio.CancelledError:
-            # gRPC also raises this in a writer whose stream the reader or close() has cancelled.
-            if _is_own_cancellation():
-                raise
-            self._lose("the stream was cancelled")
-        else:
-            return
+                return
+            except aio.AioRpcError as error:
+                self._lose(describe(error))
+            except (asyncio.InvalidStateError, aio.BaseError) as error:
+                self._lose(f"the stream has ended ({error})")
+            except asyncio.CancelledError:
+                # gRPC also raises this in a writer whose stream somebody else has cancelled.
+                if _is_own_cancellation():
+                    raise
+                self._lose("the stream was cancelled")
+            finally:
+                self._write_since = None
         self._inbox.raise_if_failed()
+
+    def _watch_write(self) -> None:
+        # One timer for all writes, which is set anew only when it fires: a time-out per write costs as much
+        # as the codec.
+        self._write_since = time.monotonic()
+        if self._watchdog is None:
+            self._watchdog = self._loop.call_later(self._send_timeout_s, self._check_write)
+
+    def _check_write(self) -> None:
+        self._watchdog = None
+        if self._write_since is None or self.is_lost:
+            return
+        remaining_s = self._write_since + self._send_timeout_s - time.monotonic()
+        if remaining_s > 0:
+            self._watchdog = self._loop.call_later(remaining_s, self._check_write)
+        else:
+            self._lose(f"took nothing for {self._send_timeout_s} s")
 
     async def _read_stream(self) -> None:
         try:
