@@ -22,6 +22,8 @@ class Runner(Protocol):
         """One ragged forward; logits ``[sum of num_logits, vocab_size]`` in the order of ``inputs``."""
         ...
 
+    def close(self) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class CatchUp:

@@ -150,7 +150,7 @@ class SequenceTable:
             sequence = self._new_sequence(request_id, sampling)
         # Before the reservation, which must not evict the sequence that it is for.
         sequence.last_used_step = self._step
-        self.reserve(sequence, num_reserved)
+        self._reserve(sequence, num_reserved)
         self._sequences[request_id] = sequence
         self._sequences.move_to_end(request_id)
         if sampling is not None:
@@ -160,7 +160,7 @@ class SequenceTable:
         sequence.block_table.truncate(num_reserved)
         return sequence
 
-    def reserve(self, sequence: EngineSequence, num_tokens: int) -> None:
+    def _reserve(self, sequence: EngineSequence, num_tokens: int) -> None:
         """Makes room for ``num_tokens`` tokens, if need be at the cost of idle sequences (draft only).
 
         Raises:

@@ -103,6 +103,10 @@ class TargetHead:
         """Runs a real one-token step in the block kept for it. Raises EngineLostError for broken logits."""
         run_check_step(self._runner, self._check_table)
 
+    def close(self) -> None:
+        """Lets the runner go, and with it the other ranks of its group; idempotent."""
+        self._runner.close()
+
     def check_integrity(self) -> None:
         """Raises AssertionError when a block is lost or owned twice."""
         self._table.check_integrity([self._check_table])

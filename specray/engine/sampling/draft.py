@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from specray.engine.sampling.noise import NoiseKey, NoiseSource, Purpose
-from specray.engine.sampling.processors import RowGroup, process_logits
+from specray.engine.sampling.processors import RowGroup, cuts_tail, process_logits, without_tail_cut
 from specray.engine.sampling.verify import add_draw_noise, draws_by_rejection
 from specray.types import SparseProbs
+
+_DEMOTION = 1e6
+"""More than logits and noise differ: every token of the nucleus ranks before every other."""
 
 
 class DraftToken(NamedTuple):
@@ -68,7 +71,7 @@ class DraftSampler:
             excluded: a token per row that cannot come (the rejected draft token), or None.
         """
         scores = add_draw_noise(
-            process_logits(logits, groups), groups, self._noise, rejection_purpose=Purpose.RESIDUAL_DRAW
+            _rankable(logits, groups), groups, self._noise, rejection_purpose=Purpose.RESIDUAL_DRAW
         )
         values, token_ids = scores.topk(min(scores.shape[1], max(counts) + 1), dim=-1)
         rows = zip(values.tolist(), token_ids.tolist(), counts, excluded, strict=True)
@@ -93,3 +96,16 @@ class DraftSampler:
         choice = int((probs.double().log() + gumbel).argmax())
         support = tuple(token_ids.tolist())
         return DraftToken(support[choice], SparseProbs(support, tuple(probs.tolist())))
+
+
+def _rankable(logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
+    """Processed logits in which the tail is demoted, not impossible.
+
+    The target cuts its own tail, elsewhere: where the draft's leaves the rejected token alone, its next ones
+    are still the best guesses.
+    """
+    processed = process_logits(logits, groups)
+    if not any(cuts_tail(group.sampling) for group in groups):
+        return processed
+    uncut = process_logits(logits, [without_tail_cut(group) for group in groups])
+    return torch.where(processed == -math.inf, uncut - _DEMOTION, uncut)

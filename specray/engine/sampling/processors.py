@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -65,7 +65,7 @@ def process_logits(logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
 
 def _is_plain(sampling: SamplingParams) -> bool:
     """True when at most the temperature is to be applied."""
-    return not (_shifts_logits(sampling) or (not sampling.is_greedy and _cuts_tail(sampling)))
+    return not (_shifts_logits(sampling) or cuts_tail(sampling))
 
 
 def _shifts_logits(sampling: SamplingParams) -> bool:
@@ -78,8 +78,14 @@ def _shifts_logits(sampling: SamplingParams) -> bool:
     )
 
 
-def _cuts_tail(sampling: SamplingParams) -> bool:
-    return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
+def cuts_tail(sampling: SamplingParams) -> bool:
+    """True when top-k, top-p or min-p make unlikely tokens impossible."""
+    return not sampling.is_greedy and (sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0)
+
+
+def without_tail_cut(group: RowGroup) -> RowGroup:
+    """The same rows with every token possible that bias, penalties and min_tokens leave possible."""
+    return replace(group, sampling=replace(group.sampling, top_k=0, top_p=1.0, min_p=0.0))
 
 
 def _divisor(sampling: SamplingParams) -> float:
