@@ -62,8 +62,7 @@ class AttentionStep:
         self,
         layer: int,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        keys_values: torch.Tensor,
         *,
         scale: float,
         window: int | None = None,
@@ -72,16 +71,16 @@ class AttentionStep:
 
         Args:
             query: ``[num_rows, num_heads, head_dim]``; head ``h`` uses kv head ``h // group_size``.
-            key, value: ``[num_rows, num_kv_heads, head_dim]``.
+            keys_values: ``[num_rows, 2 * num_kv_heads, head_dim]``, the keys before the values.
             scale: factor on the dot products.
             window: sliding window: a row sees itself and the ``window - 1`` positions before it.
 
         Returns:
             ``[num_rows, num_heads * head_dim]``.
         """
-        self.cache.write(layer, self.write_slots, key, value)
+        self.cache.write(layer, self.write_slots, keys_values)
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        group_size = query.shape[1] // key.shape[1]
+        group_size = query.shape[1] // keys.shape[1]
         outputs = [
             _attend_rows(
                 query if len(self.rows) == 1 else query[rows.first_row : rows.first_row + rows.num_rows],
@@ -97,7 +96,7 @@ class AttentionStep:
 
 def plan_attention(rows: Sequence[SequenceRows], cache: BlockCache) -> AttentionStep:
     """Maps every row of a step to its slot. Each sequence must hold blocks for ``rows.end`` tokens."""
-    device = cache.keys[0].device
+    device = cache.layers[0].device
     spans = [sequence_slots(r.block_ids, r.start, r.end, cache.block_size, device) for r in rows]
     if len(spans) == 1:
         return AttentionStep(tuple(rows), spans[0], cache)

@@ -132,9 +132,10 @@ class BlockTable:
 class BlockCache:
     """The K/V tensors of all layers.
 
-    Each is ``[num_blocks * block_size, num_kv_heads, head_dim]``: consecutive slots of a block are
-    consecutive in memory, so the tokens of a sequence whose blocks are consecutive are one view. On CPU the
-    allocation is virtual until it is written.
+    ``layers``: ``[num_blocks * block_size, 2 * num_kv_heads, head_dim]`` each, a slot's keys before its
+    values, so that both are written at once; ``keys`` and ``values`` are views of the halves. Consecutive
+    slots are consecutive in memory, so the tokens of a sequence whose blocks are consecutive are one view.
+    On CPU the allocation is virtual until it is written.
     """
 
     def __init__(
@@ -148,36 +149,28 @@ class BlockCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (num_blocks * block_size, num_kv_heads, head_dim)
+        shape = (num_blocks * block_size, 2 * num_kv_heads, head_dim)
         self.num_blocks = num_blocks
         self.block_size = block_size
         # Zeros, not garbage: a masked slot has weight 0, and 0 times a stray NaN would still be NaN.
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.keys = [layer[:, :num_kv_heads] for layer in self.layers]
+        self.values = [layer[:, num_kv_heads:] for layer in self.layers]
 
-    @property
-    def num_layers(self) -> int:
-        """Layers with a K and a V tensor each."""
-        return len(self.keys)
-
-    def write(
-        self, layer: int, slots: slice | torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> None:
-        """Stores ``keys`` and ``values`` ``[num_tokens, num_kv_heads, head_dim]`` at ``slots``.
+    def write(self, layer: int, slots: slice | torch.Tensor, keys_values: torch.Tensor) -> None:
+        """Stores keys and values ``[num_tokens, 2 * num_kv_heads, head_dim]`` at ``slots``.
 
         Args:
             slots: a slice, or an index tensor ``[num_tokens]``, of slots.
         """
         if isinstance(slots, slice):
-            self.keys[layer][slots] = keys
-            self.values[layer][slots] = values
+            self.layers[layer][slots] = keys_values
         else:
-            self.keys[layer].index_copy_(0, slots, keys)
-            self.values[layer].index_copy_(0, slots, values)
+            self.layers[layer].index_copy_(0, slots, keys_values)
 
     def copy(self, source: slice | torch.Tensor, destination: slice | torch.Tensor) -> None:
         """Copies the K/V of ``source`` slots to ``destination`` slots of the same number, in every layer."""
-        for tensor in (*self.keys, *self.values):
+        for tensor in self.layers:
             tensor[destination] = tensor[source]
 
 

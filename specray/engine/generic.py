@@ -28,8 +28,7 @@ class _Attention(Protocol):
         self,
         layer: int,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        keys_values: torch.Tensor,
         *,
         scale: float,
         window: int | None = None,
@@ -80,23 +79,18 @@ class _Probe:
     """Stands in for a step to learn what each layer would keep, on this rank, whatever the architecture."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, tuple[int, ...]] = {}
+        self._kept: dict[int, tuple[int, int]] = {}
 
     def attend(
         self,
         layer: int,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        keys_values: torch.Tensor,
         *,
         scale: float,
         window: int | None = None,
     ) -> torch.Tensor:
-        if key.shape != value.shape:
-            raise ConfigError(
-                f"keys of {tuple(key.shape)} and values of {tuple(value.shape)} are not supported"
-            )
-        self._kept[layer] = tuple(key.shape[1:])
+        self._kept[layer] = (keys_values.shape[1] // 2, keys_values.shape[2])
         return torch.zeros_like(query).flatten(1)
 
     def cache_shape(self, model: str) -> CacheShape:
@@ -127,11 +121,12 @@ def _block_attention(
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ConfigError(f"{type(module).__name__} uses attention with {name}, which is not supported")
+    if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
+        raise ConfigError(f"{type(module).__name__} has keys and values of different sizes; allowed: equal")
     output = attention_step.attend(
         layer,
         query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
+        torch.cat((key[0], value[0])).transpose(0, 1),
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window,
     )

@@ -66,6 +66,7 @@ def load_model(args: ModelArgs) -> LoadedModel:
     config = _load_config(args.path, source)
     text_config = config.get_text_config()
     max_model_len = _max_model_len(text_config, args)
+    _check_shards(text_config, args)
     fingerprint = tokenizer_fingerprint(args.path)
     model = _load_weights(args, config, source)
     return LoadedModel(
@@ -119,10 +120,14 @@ def _load_config(path: str, source: dict[str, Any]) -> PreTrainedConfig:
         config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False, **source)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model {path!r} cannot be loaded: {error}") from None
+    _check_architecture(path, config)
+    return config
+
+
+def _check_architecture(path: str, config: PreTrainedConfig) -> None:
     architecture = ", ".join(getattr(config, "architectures", None) or [type(config).__name__])
     if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(f"model {path!r} is {architecture}; allowed: decoder-only causal language models")
-    return config
 
 
 def _max_model_len(config: PreTrainedConfig, args: ModelArgs) -> int:
@@ -137,6 +142,20 @@ def _max_model_len(config: PreTrainedConfig, args: ModelArgs) -> int:
             f"max_model_len is {args.max_model_len}; model {args.path!r} allows at most {limit}"
         )
     return args.max_model_len
+
+
+def _check_shards(config: PreTrainedConfig, args: ModelArgs) -> None:
+    size = args.tensor_parallel_size
+    if size == 1:
+        return
+    if not config.base_model_tp_plan:
+        raise ConfigError(f"tensor_parallel_size is {size}; model type {config.model_type!r} allows only 1")
+    for name in ("num_key_value_heads", "num_attention_heads", "intermediate_size"):
+        value = getattr(config, name, None)
+        if value is not None and value % size:
+            raise ConfigError(
+                f"tensor_parallel_size is {size}, which must divide the model's {name} of {value}"
+            )
 
 
 def _load_weights(args: ModelArgs, config: PreTrainedConfig, source: dict[str, Any]) -> PreTrainedModel:
@@ -166,3 +185,14 @@ def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     if eos is None:
         return ()
     return tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
+
+
+def check_loadable(path: str, *, max_model_len: int | None = None) -> int:
+    """Reads the configuration only, and returns the vocabulary's size.
+
+    Raises:
+        ConfigError: as :func:`load_model`, as far as the weights do not matter.
+    """
+    config = _load_config(path, _local_options(path)).get_text_config()
+    _max_model_len(config, ModelArgs(path, torch.float32, torch.device("cpu"), max_model_len))
+    return int(config.vocab_size)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,28 +18,14 @@ from specray.engine.cache import BlockCache, bytes_per_token
 from specray.engine.device import choose_device, num_usable_cores
 from specray.engine.forward import CacheShape, Forward, Step
 from specray.engine.generic import GenericForward
+from specray.engine.inputs import SequenceInput
 from specray.engine.loader import LoadedModel, ModelArgs, load_model
+from specray.engine.lowering import can_lower, lower
+from specray.engine.parallel import ParallelContext
 from specray.errors import ConfigError
-
-if TYPE_CHECKING:
-    from specray.engine.parallel import ParallelContext
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _CUDA_BLOCK_SIZE = 16
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceInput:
-    """One sequence's part of a step."""
-
-    token_ids: Sequence[int]
-    """New tokens, at least one."""
-    start: int
-    """Position of the first new token: the number of tokens of the sequence whose K/V are valid."""
-    block_ids: Sequence[int]
-    """Enough blocks for ``start + len(token_ids)`` tokens."""
-    num_logits: int
-    """Logits are wanted for the last so many of ``token_ids``; 0 only fills the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +174,7 @@ def build_runner(config: EngineConfig, *, role: str, parallel: ParallelContext |
             tensor_parallel_size=1 if parallel is None else parallel.world_size,
         )
     )
-    forward = _build_forward(config, loaded)
+    forward = _build_forward(config, loaded, parallel)
     shape = forward.cache_shape
     block_size = config.block_size or (_CUDA_BLOCK_SIZE if device.type == "cuda" else loaded.max_model_len)
     num_blocks = _num_blocks(config, loaded, shape, block_size)
@@ -215,6 +200,8 @@ def build_runner(config: EngineConfig, *, role: str, parallel: ParallelContext |
         tensor_parallel_size=1 if parallel is None else parallel.world_size,
         forward=forward.name,
     )
+    if parallel is not None:
+        parallel.start()
     return ModelRunner(forward, cache, info, parallel=parallel)
 
 
@@ -224,7 +211,14 @@ def _model_path(config: EngineConfig, role: str) -> str:
     return str(demo_draft_path() if role == "draft" else demo_target_path())
 
 
-def _build_forward(config: EngineConfig, loaded: LoadedModel) -> Forward:
+def _build_forward(config: EngineConfig, loaded: LoadedModel, parallel: ParallelContext | None) -> Forward:
+    if config.forward != "generic" and can_lower(loaded):
+        return lower(loaded, parallel)
+    if config.forward == "lowered":
+        raise ConfigError(
+            f"forward is 'lowered', which does not cover this {loaded.config.model_type!r} model; "
+            "allowed: 'auto' or 'generic'"
+        )
     return GenericForward(loaded.model)
 
 
