@@ -11,6 +11,8 @@ from specray.interfaces import Clock
 
 T = TypeVar("T")
 
+_MIN_SLEEP_S = 1e-4
+
 
 class SystemClock:
     """interfaces.Clock over the monotonic clock and the event loop."""
@@ -73,7 +75,8 @@ class Alarm:
         self._set_for = None
 
     async def _sleep(self, seconds: float) -> None:
-        await self._clock.sleep(max(0.0, seconds))
+        # Never zero: a deadline that rounds to just ahead of now must not make the loop spin.
+        await self._clock.sleep(max(_MIN_SLEEP_S, seconds))
         self._task = None
         self._set_for = None
         self._ring()

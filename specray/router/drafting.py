@@ -215,8 +215,9 @@ class Drafting:
         if link is not None and link.unanswered_since is not None:
             if not self._running:
                 link.unanswered_since = None
-            elif now - link.unanswered_since >= self._round_timeout_s:
+            elif now >= link.unanswered_since + self._round_timeout_s:
                 self.on_lost(link, f"silent for round_timeout_s = {self._round_timeout_s:g} s")
+        # Deadlines are compared as sums, as the alarm is set: a difference can round to just below.
         patience_s = self._patience_s()
         due = self._silence_due()
         for live in self._running.values():
@@ -224,7 +225,7 @@ class Drafting:
                 continue
             if not live.session.is_waiting_for_draft:
                 live.waiting_since_s = None
-            elif now - live.waiting_since_s >= patience_s:
+            elif now >= live.waiting_since_s + patience_s:
                 live.session.skip_draft()
                 live.waiting_since_s = None
             else:
@@ -250,7 +251,7 @@ class Drafting:
         return plan if longest <= link.info.max_model_len else OFF
 
     def _is_stalled(self, link: DraftLink, now: float) -> bool:
-        return link.unanswered_since is not None and now - link.unanswered_since >= self._patience_s()
+        return link.unanswered_since is not None and now >= link.unanswered_since + self._patience_s()
 
     def _push(self, item: SpeculateItem, now: float) -> None:
         assert self.link is not None

@@ -113,7 +113,7 @@ class Rounds:
                     else:
                         self.drafting.on_lost(link, error)
         self.sessions.expire(now)
-        if verifying is not None and now - verifying.sent_s >= self._config.verify_timeout_s:
+        if verifying is not None and now >= verifying.sent_s + self._config.verify_timeout_s:
             timeout = f"silent for verify_timeout_s = {self._config.verify_timeout_s:g} s"
             self._lose_target(verifying.link, TimeoutError(timeout))
         if verifying is not None and (verifying.link is not self.target or not verifying.pending):

@@ -57,12 +57,12 @@ class Router:
 
     Args:
         verifier: a connection to the target, or what makes one (called again after a loss).
-        drafter_source: where drafts are leased; None: plain decoding.
-        config: queues, budgets and deadlines.
-        speculation: how draft and target work together.
+        drafters: where drafts are leased; None: plain decoding.
+        router: the section of the configuration: queues, budgets and deadlines.
+        speculation: the section of the configuration: how draft and target work together.
         model: the served model's name; default: what the target says.
         clock: all time is read from it.
-        stop_matcher_factory: for stop strings; without it requests that have some are refused.
+        stop_matchers: for stop strings; without it requests that have some are refused.
         metrics: default: a fresh registry.
         version: of the service.
         seed: of the jitter of retries.
@@ -71,25 +71,25 @@ class Router:
     def __init__(
         self,
         verifier: Verifier | VerifierFactory,
-        drafter_source: DrafterSource | None = None,
+        drafters: DrafterSource | None = None,
         *,
-        config: RouterConfig | None = None,
+        router: RouterConfig | None = None,
         speculation: SpeculationConfig | None = None,
         model: str | None = None,
         clock: Clock | None = None,
-        stop_matcher_factory: StopMatcherFactory | None = None,
+        stop_matchers: StopMatcherFactory | None = None,
         metrics: RouterMetrics | None = None,
         version: str = __version__,
         seed: int = 0,
     ) -> None:
         self.metrics = metrics or RouterMetrics()
         self._verifier = verifier
-        self._drafter_source = drafter_source
-        self._config = config or RouterConfig.model_validate({})
+        self._drafters = drafters
+        self._config = router or RouterConfig.model_validate({})
         self._speculation = speculation or SpeculationConfig.model_validate({})
         self._model = model
         self._clock = clock or SystemClock()
-        self._stop_matcher_factory = stop_matcher_factory
+        self._stop_matchers = stop_matchers
         self._version = version
         self._rng = random.Random(seed)
         self._inbox = Inbox()
@@ -250,14 +250,14 @@ class Router:
 
     def _submit(self, request: GenerateRequest, *, is_stream: bool) -> LiveSession:
         info = self._require_info()
-        check_request(request, info, has_stop_strings=self._stop_matcher_factory is not None)
+        check_request(request, info, has_stop_strings=self._stop_matchers is not None)
         if self._is_draining:
             raise EngineLostError("the service is stopping; the request may be sent again")
         self._check_unused(request.request_id)
         if request.sampling.num_prompt_tokens != len(request.prompt_token_ids):
             sampling = replace(request.sampling, num_prompt_tokens=len(request.prompt_token_ids))
             request = replace(request, sampling=sampling)
-        factory = self._stop_matcher_factory
+        factory = self._stop_matchers
         matcher = factory(request.stop) if factory is not None and request.stop else None
         now = self._clock.monotonic()
         live = LiveSession(
@@ -355,10 +355,10 @@ class Router:
         self._inbox.wake()
 
     def _make_leases(self, info: EngineInfo) -> DraftLeases | None:
-        if self._drafter_source is None:
+        if self._drafters is None:
             return None
         return DraftLeases(
-            self._drafter_source,
+            self._drafters,
             info,
             inbox=self._inbox,
             clock=self._clock,

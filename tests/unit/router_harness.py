@@ -1,0 +1,138 @@
+"""A router over fakes in virtual time, and shorthands for requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from specray.config import RouterConfig, SpeculationConfig
+from specray.fakes import (
+    FakeDraft,
+    FakeDrafterSource,
+    FakeTarget,
+    LocalDrafter,
+    LocalVerifier,
+    NoisyGuesser,
+    ToyModel,
+    VirtualClock,
+)
+from specray.interfaces import Drafter, DrafterSource, Verifier
+from specray.router import Router
+from specray.types import GenerateRequest, SamplingParams, SpeculationParams
+
+T = TypeVar("T")
+MODEL = ToyModel()
+PROMPT = (3, 1, 4, 1, 5)
+TARGET_S = 0.020
+DRAFT_STEP_S = 0.004
+
+
+def run(clock: VirtualClock, main: Coroutine[Any, Any, T]) -> T:
+    """Runs a test's coroutine in virtual time."""
+    return clock.run(main)
+
+
+def request(
+    request_id: str = "a",
+    prompt: Sequence[int] = PROMPT,
+    max_tokens: int = 24,
+    *,
+    stop: tuple[str, ...] = (),
+    eos: tuple[int, ...] = (),
+    speculation: SpeculationParams | None = None,
+    **sampling: Any,
+) -> GenerateRequest:
+    """A request, greedy unless it says otherwise."""
+    params = SamplingParams(**{"temperature": 0.0, "num_prompt_tokens": len(prompt), **sampling})
+    return GenerateRequest(
+        request_id,
+        tuple(prompt),
+        params,
+        max_tokens,
+        stop=stop,
+        eos_token_ids=eos,
+        speculation=speculation or SpeculationParams(),
+    )
+
+
+def expected(given: GenerateRequest) -> tuple[int, ...]:
+    """What the target alone writes for it, up to max_tokens."""
+    seed = 0 if given.sampling.is_greedy else given.sampling.seed
+    return MODEL.generate(given.prompt_token_ids, given.max_tokens, seed)
+
+
+def router_config(**values: Any) -> RouterConfig:
+    return RouterConfig.model_validate(values)
+
+
+def speculation_config(**values: Any) -> SpeculationConfig:
+    return SpeculationConfig.model_validate(values)
+
+
+def fake_target(**info: Any) -> FakeTarget:
+    """A target of 20 ms per step."""
+    target = FakeTarget(MODEL, cost=lambda rows: int(TARGET_S * 1e9))
+    return FakeTarget(MODEL, info=replace(target.info, **info), cost=lambda rows: int(TARGET_S * 1e9))
+
+
+def fake_draft(guesser: Any = None, **info: Any) -> FakeDraft:
+    """A draft of 4 ms per token."""
+    guesser = guesser or NoisyGuesser(MODEL)
+    base = FakeDraft(guesser).info
+    return FakeDraft(guesser, info=replace(base, **info), cost=lambda steps: int(steps * DRAFT_STEP_S * 1e9))
+
+
+@dataclass
+class Pair:
+    """A running router and what lies behind it."""
+
+    clock: VirtualClock
+    router: Router
+    target: FakeTarget
+    draft: FakeDraft
+
+    def counted(self, name: str, **labels: str) -> float:
+        return self.router.metrics.value(name, tuple(labels.items()))
+
+    async def settle(self) -> None:
+        """Lets everything that is under way arrive, then checks that nothing is held any more."""
+        await asyncio.sleep(1.0)
+        assert self.target.held_request_ids == frozenset()
+        assert self.draft.held_request_ids == frozenset()
+        assert self.counted("specray_running_sessions") == 0
+        assert self.counted("specray_queue_depth") == 0
+
+
+@asynccontextmanager
+async def serving(
+    clock: VirtualClock,
+    *,
+    target: FakeTarget | None = None,
+    draft: FakeDraft | None = None,
+    verifier: Verifier | Callable[[], Coroutine[Any, Any, Verifier]] | None = None,
+    make_drafter: Callable[[int], Drafter] | None = None,
+    drafters: DrafterSource | None = None,
+    config: RouterConfig | None = None,
+    **options: Any,
+) -> AsyncIterator[Pair]:
+    """Starts a router and stops it."""
+    target = target or fake_target()
+    draft = draft or fake_draft()
+    source = drafters or FakeDrafterSource(make_drafter or (lambda _: LocalDrafter(draft, clock)))
+    stop_matchers = options.pop("stop_matchers", None)
+    router = Router(
+        verifier or LocalVerifier(target, clock),
+        source,
+        router=config or router_config(),
+        speculation=speculation_config(**options),
+        clock=clock,
+        stop_matchers=stop_matchers,
+    )
+    await router.start()
+    try:
+        yield Pair(clock, router, target, draft)
+    finally:
+        await router.stop()
