@@ -1,0 +1,73 @@
+"""The one place where an engine is put together: a runner and the head above it."""
+
+from __future__ import annotations
+
+from specray.config import Config, EngineConfig
+from specray.engine.draft import DraftHead
+from specray.engine.parallel import ParallelContext
+from specray.engine.runner import ModelRunner, RunnerInfo, build_runner
+from specray.engine.target import TargetHead
+from specray.errors import ConfigError
+from specray.types import PROTOCOL_VERSION, EngineInfo
+
+_SCRATCH_PER_SEQUENCE = 7
+"""Branches of a draft's sequence that get room in the cache, where ``cache_memory_gib`` allows it."""
+
+
+def build_target_engine(config: Config, *, parallel: ParallelContext | None = None) -> TargetHead:
+    """Loads the target; with ``parallel``, as the leader of its group.
+
+    Raises:
+        ConfigError: names the setting, its value and what is allowed.
+    """
+    runner = _build_runner(config.target, role="target", num_scratch=0, parallel=parallel)
+    return TargetHead(runner, _engine_info("target", config.target, runner.info), device=runner.info.device)
+
+
+def build_draft_engine(config: Config) -> DraftHead:
+    """Loads the draft.
+
+    Raises:
+        ConfigError: names the setting, its value and what is allowed.
+    """
+    runner = _build_runner(config.draft, role="draft", num_scratch=_SCRATCH_PER_SEQUENCE, parallel=None)
+    return DraftHead(
+        runner,
+        _engine_info("draft", config.draft, runner.info),
+        device=runner.info.device,
+        max_num_draft_probs=config.speculation.max_num_draft_probs,
+    )
+
+
+def _build_runner(
+    config: EngineConfig, *, role: str, num_scratch: int, parallel: ParallelContext | None
+) -> ModelRunner:
+    """A runner with room for every sequence, its scratch sequences, and the block of the health check."""
+    num_rooms = config.max_num_seqs * (1 + num_scratch) + 1
+    runner = build_runner(config.model_copy(update={"max_num_seqs": num_rooms}), role=role, parallel=parallel)
+    info = runner.info
+    needed = -(-info.max_model_len // info.block_size) + 1
+    if info.num_blocks < needed:
+        raise ConfigError(
+            f"{role}.cache_memory_gib is {config.cache_memory_gib}, room for {info.num_blocks} blocks of "
+            f"{info.block_size} tokens; allowed: at least {needed} blocks, one sequence of "
+            f"{info.max_model_len} tokens and a block for the health check"
+        )
+    return runner
+
+
+def _engine_info(role: str, config: EngineConfig, runner: RunnerInfo) -> EngineInfo:
+    return EngineInfo(
+        role=role,
+        model=runner.model_name,
+        vocab_size=runner.vocab_size,
+        tokenizer_fingerprint=runner.tokenizer_fingerprint,
+        block_size=runner.block_size,
+        num_blocks=runner.num_blocks,
+        max_model_len=runner.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        protocol_version=PROTOCOL_VERSION,
+        dtype=config.dtype,
+        tensor_parallel_size=runner.tensor_parallel_size,
+    )
