@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from specray.engine.runner import SequenceInput
+from specray.engine.inputs import SequenceInput
 from specray.engine.sequences import EngineSequence, UnknownSequenceError
 from specray.errors import InvalidRequestError, OutOfBlocksError, OverloadedError, SpecrayError
 from specray.types import ItemFailed, SpeculateItem, UnknownSequence, VerifyItem

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from specray.engine.cache import BlockAllocator, BlockTable
-from specray.engine.runner import SequenceInput
+from specray.engine.inputs import SequenceInput
 from specray.engine.sampling.logprobs import token_logprobs
 from specray.engine.sampling.noise import NoiseSource
 from specray.engine.sampling.processors import RowGroup, process_logits

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specray.engine.draft import DraftHead
-from specray.engine.runner import SequenceInput
+from specray.engine.inputs import SequenceInput
 from specray.engine.sampling.noise import NoiseSource
 from specray.engine.sampling.processors import RowGroup, process_logits
 from specray.engine.sampling.verify import add_draw_noise
