@@ -1,1 +1,1 @@
-"""Workloads and measurements."""
+"""Measuring: a running server, and the parts of one."""

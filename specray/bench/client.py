@@ -1,0 +1,134 @@
+"""A small OpenAI client that remembers when everything arrived. Every wait has a deadline."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+
+from specray.errors import EngineLostError, InvalidRequestError, OverloadedError, SpecrayError
+
+CONNECT_TIMEOUT_S = 10.0
+_MAX_LINE_BYTES = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEvent:
+    """One server-sent event, decoded."""
+
+    arrived_s: float
+    """On the monotonic clock."""
+    body: Mapping[str, Any]
+
+    @property
+    def text(self) -> str:
+        """What all choices of the event add to their texts."""
+        return "".join(choice.get("text") or "" for choice in self.body.get("choices") or ())
+
+
+class ServerClient:
+    """Calls one server; an async context manager.
+
+    Args:
+        url: without ``/v1``.
+        timeout_s: for one call, from its start to its last byte.
+    """
+
+    def __init__(self, url: str, *, timeout_s: float = 600.0, max_connections: int = 0) -> None:
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s, connect=CONNECT_TIMEOUT_S)
+        self._max_connections = max_connections
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession(
+            timeout=self._timeout,
+            connector=aiohttp.TCPConnector(limit=self._max_connections),
+            read_bufsize=_MAX_LINE_BYTES,
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def stream_completion(self, body: Mapping[str, Any]) -> AsyncIterator[StreamEvent]:
+        """POSTs /v1/completions with ``stream`` and yields its events.
+
+        Raises:
+            InvalidRequestError, OverloadedError: as the server says.
+            EngineLostError: the server is away, too slow, or lost its target.
+            SpecrayError: it failed.
+        """
+        url = f"{self._url}/v1/completions"
+        try:
+            async with self._opened.post(url, json={**body, "stream": True}) as response:
+                await _raise_for_status(response)
+                async for line in response.content:
+                    event = _event(line)
+                    if event is not None:
+                        yield event
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise _unreachable(self._url, error) from None
+
+    async def metrics_text(self) -> str:
+        """GETs /metrics. Raises like ``stream_completion``."""
+        return await self._get("/metrics")
+
+    async def model(self) -> str:
+        """The first served model's name. Raises like ``stream_completion``."""
+        models = json.loads(await self._get("/v1/models"))
+        return str(models["data"][0]["id"])
+
+    async def _get(self, path: str) -> str:
+        try:
+            async with self._opened.get(f"{self._url}{path}") as response:
+                await _raise_for_status(response)
+                return await response.text()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise _unreachable(self._url, error) from None
+
+    @property
+    def _opened(self) -> aiohttp.ClientSession:
+        assert self._session is not None, "use it as a context manager"
+        return self._session
+
+
+def _event(line: bytes) -> StreamEvent | None:
+    """One line of the stream; None for empty lines and the end. Raises SpecrayError for an error event."""
+    data = line.strip().removeprefix(b"data:").strip()
+    if not data or data == b"[DONE]":
+        return None
+    body = json.loads(data)
+    if "error" in body:
+        raise SpecrayError(str(body["error"].get("message", "the stream failed")))
+    return StreamEvent(time.monotonic(), body)
+
+
+async def _raise_for_status(response: aiohttp.ClientResponse) -> None:
+    if response.status < 400:
+        return
+    text = await response.text()
+    try:
+        error = json.loads(text)["error"]
+        message, field = str(error["message"]), error.get("param")
+    except (ValueError, KeyError, TypeError):
+        message, field = text[:200], None
+    if response.status == 429:
+        raise OverloadedError(message, float(response.headers.get("Retry-After", "1")))
+    if response.status == 503:
+        raise EngineLostError(message)
+    if response.status < 500:
+        raise InvalidRequestError(f"the server answers {response.status}: {message}", field=field)
+    raise SpecrayError(f"the server answers {response.status}: {message}")
+
+
+def _unreachable(url: str, error: Exception) -> EngineLostError:
+    return EngineLostError(f"server {url}: {error or type(error).__name__}")

@@ -1,0 +1,81 @@
+"""Prompts to measure with: the data sets that papers use, from files, or a few of our own."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from specray.errors import ConfigError
+
+
+class Dataset(StrEnum):
+    """Where prompts come from."""
+
+    BUILTIN = "builtin"
+    HUMANEVAL = "humaneval"
+    """openai/human-eval: JSON lines with ``prompt``."""
+    SPECBENCH = "specbench"
+    """hemingkx/Spec-Bench: JSON lines with ``turns``, of which the first is used."""
+
+
+BUILTIN_PROMPTS = (
+    "def fibonacci(n):\n    ",
+    "class Stack:\n    def __init__(self):\n        ",
+    "import os\nimport sys\n\n\ndef main():\n    ",
+    "def read_lines(path):\n    with open(path) as file:\n        ",
+    "def binary_search(values, target):\n    low, high = 0, len(values) - 1\n    ",
+    "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        ",
+    "def test_addition():\n    assert ",
+    "for index, value in enumerate(values):\n    if value is None:\n        ",
+    "try:\n    import json\nexcept ImportError:\n    ",
+    "def merge(left, right):\n    result = []\n    while left and right:\n        ",
+    "@property\ndef name(self):\n    ",
+    "def parse_args(argv=None):\n    parser = argparse.ArgumentParser(",
+)
+
+
+def load_prompts(dataset: Dataset, path: Path | None, num_prompts: int) -> list[str]:
+    """The first prompts of a data set, from its beginning again when it has fewer.
+
+    Args:
+        path: of the data set's file, plain or gzip.
+
+    Raises:
+        ConfigError: the file is missing or is not of that data set.
+    """
+    if dataset is Dataset.BUILTIN:
+        prompts = list(BUILTIN_PROMPTS)
+    elif path is None:
+        raise ConfigError(f"--dataset-path is missing; --dataset {dataset} needs its file")
+    else:
+        prompts = list(itertools.islice(_read(dataset, path), num_prompts))
+    if not prompts:
+        raise ConfigError(f"--dataset-path {path}: there is no prompt in it")
+    return list(itertools.islice(itertools.cycle(prompts), num_prompts))
+
+
+def _read(dataset: Dataset, path: Path) -> Iterator[str]:
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open("r") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield _prompt(dataset, json.loads(line), f"{path}, line {number}")
+    except OSError as error:
+        raise ConfigError(f"--dataset-path {path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ConfigError(f"--dataset-path {path} is not JSON lines: {error}") from None
+
+
+def _prompt(dataset: Dataset, entry: Any, where: str) -> str:
+    try:
+        prompt = entry["prompt"] if dataset is Dataset.HUMANEVAL else entry["turns"][0]
+    except (KeyError, IndexError, TypeError):
+        prompt = None
+    if not isinstance(prompt, str) or not prompt:
+        raise ConfigError(f"--dataset-path {where}: there is no prompt of {dataset}")
+    return prompt

@@ -1,0 +1,65 @@
+"""Results as a table for people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rich.table import Table
+
+from specray.bench.serve import ArmResult, Result
+from specray.bench.stats import ArmSummary, Percentiles
+
+_DASH = "–"
+
+
+def serve_table(result: Result) -> Table:
+    """One row per arm; the first arm is what the others are compared with."""
+    plan = result.plan
+    table = Table(
+        title=f"{result.model}: {len(plan.prompts)} prompts, {plan.max_tokens} new tokens, "
+        f"{plan.concurrency} at a time, temperature {plan.temperature:g}, {plan.num_repeats} passes in turns"
+    )
+    table.add_column("speculation")
+    for name, _ in _COLUMNS:
+        table.add_column(name, justify="right")
+    base = result.arms[0].summary
+    for arm in result.arms:
+        table.add_row(arm.arm.name, *(cell(arm, arm.summary, base) for _, cell in _COLUMNS))
+    return table
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return _DASH if value is None else f"{value:.{digits}f}"
+
+
+def _spread(values: Percentiles | None) -> str:
+    return _DASH if values is None else f"{values.p50:.1f} / {values.p90:.1f} / {values.p99:.1f}"
+
+
+def _speedup(summary: ArmSummary, base: ArmSummary) -> str:
+    return f"{summary.tokens_per_s / base.tokens_per_s:.2f}x" if base.tokens_per_s else _DASH
+
+
+def _last_server(arm: ArmResult, name: str) -> float | None:
+    """Median over the passes of one of the server's own figures."""
+    values = sorted(value for stats in arm.server if (value := getattr(stats, name)) is not None)
+    return values[len(values) // 2] if values else None
+
+
+Cell = Callable[[ArmResult, ArmSummary, ArmSummary], str]
+
+_COLUMNS: tuple[tuple[str, Cell], ...] = (
+    ("tokens/s", lambda arm, summary, base: _number(summary.tokens_per_s, 1)),
+    ("speedup", lambda arm, summary, base: _speedup(summary, base)),
+    ("TTFT ms\np50/p90/p99", lambda arm, summary, base: _spread(summary.ttft_ms)),
+    ("ITL ms\np50/p90/p99", lambda arm, summary, base: _spread(summary.itl_ms)),
+    ("TPOT ms\np50/p90/p99", lambda arm, summary, base: _spread(summary.tpot_ms)),
+    ("acceptance\nrate", lambda arm, summary, base: _number(summary.acceptance_rate)),
+    ("acceptance\nlength", lambda arm, summary, base: _number(summary.mean_acceptance_length)),
+    ("hit rate", lambda arm, summary, base: _number(_last_server(arm, "hit_rate"))),
+    (
+        "round overhead\nms p50",
+        lambda arm, summary, base: _number(_last_server(arm, "round_overhead_ms_p50")),
+    ),
+    ("failed", lambda arm, summary, base: str(summary.num_failed)),
+)

@@ -1,0 +1,87 @@
+"""What a server's /metrics say about a stretch of time: differences of two readings."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_SAMPLE = re.compile(r"^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(.*)\})?\s+(\S+)")
+_LABEL = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)="((?:[^"\\]|\\.)*)"')
+
+Labels = tuple[tuple[str, str], ...]
+Samples = Mapping[tuple[str, Labels], float]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStats:
+    """The server's own view of one pass; None where it does not tell."""
+
+    round_overhead_ms_p50: float | None
+    verify_forward_ms_mean: float | None
+    draft_forward_ms_mean: float | None
+    num_rounds: float
+    hit_rate: float | None
+    """Verdicts whose continuation was ready, among those looked up."""
+
+
+def parse_samples(text: str) -> Samples:
+    """The samples of Prometheus text format by name and sorted labels."""
+    samples: dict[tuple[str, Labels], float] = {}
+    for line in text.splitlines():
+        match = None if line.startswith("#") else _SAMPLE.match(line)
+        if match is not None:
+            labels = tuple(sorted(_LABEL.findall(match[2] or "")))
+            samples[match[1], labels] = float(match[3])
+    return samples
+
+
+def difference(before: Samples, after: Samples) -> Samples:
+    """What was counted in between; a sample that is new started at 0."""
+    return {key: value - before.get(key, 0.0) for key, value in after.items()}
+
+
+def server_stats(samples: Samples) -> ServerStats:
+    """The figures of a stretch, from the difference of two readings."""
+    hits, lookups = 0.0, 0.0
+    for (name, labels), value in samples.items():
+        if name == "specray_outcomes_total":
+            lookups += value
+            hits += value if ("result", "hit") in labels else 0.0
+    overhead_s = histogram_quantile(samples, "specray_round_overhead_seconds", 0.5)
+    return ServerStats(
+        round_overhead_ms_p50=None if overhead_s is None else 1e3 * overhead_s,
+        verify_forward_ms_mean=_mean_ms(samples, "specray_verify_forward_seconds"),
+        draft_forward_ms_mean=_mean_ms(samples, "specray_draft_forward_seconds"),
+        num_rounds=samples.get(("specray_rounds_total", ()), 0.0),
+        hit_rate=hits / lookups if lookups else None,
+    )
+
+
+def histogram_quantile(samples: Samples, name: str, quantile: float) -> float | None:
+    """The quantile, linear within its bucket as PromQL has it; None without observations."""
+    buckets = sorted(
+        (math.inf if bound == "+Inf" else float(bound), value)
+        for (sample, labels), value in samples.items()
+        if sample == f"{name}_bucket"
+        for label, bound in labels
+        if label == "le"
+    )
+    if not buckets or buckets[-1][1] <= 0:
+        return None
+    rank = quantile * buckets[-1][1]
+    low, num_below = 0.0, 0.0
+    for bound, count in buckets:
+        if count >= rank and count > num_below:
+            # The last bucket has no upper end: its lower one is all that is known.
+            return (
+                low if math.isinf(bound) else low + (bound - low) * (rank - num_below) / (count - num_below)
+            )
+        low, num_below = bound, count
+    return low
+
+
+def _mean_ms(samples: Samples, name: str) -> float | None:
+    count = samples.get((f"{name}_count", ()), 0.0)
+    return 1e3 * samples[f"{name}_sum", ()] / count if count else None

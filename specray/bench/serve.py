@@ -1,0 +1,182 @@
+"""A running server over HTTP, with speculation on and off in one run.
+
+The arms take turns (A B A B ...), so that what changes on the machine in the meantime touches both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from specray.bench.client import ServerClient
+from specray.bench.scrape import ServerStats, difference, parse_samples, server_stats
+from specray.bench.stats import ArmSummary, Pass, RequestRecord, summarize
+from specray.errors import SpecrayError
+
+MAX_KEPT_ERRORS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to serve the same prompts."""
+
+    name: str
+    speculation: dict[str, Any]
+    """The request's ``speculation`` object."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure."""
+
+    url: str
+    prompts: Sequence[str]
+    arms: Sequence[Arm]
+    num_repeats: int = 2
+    concurrency: int = 1
+    max_tokens: int = 128
+    temperature: float = 0.0
+    seed: int = 0
+    ignore_eos: bool = True
+    """All outputs have max_tokens tokens, so that the arms do equal work."""
+    num_warmup: int = 2
+    """Requests per arm before anything is counted."""
+    timeout_s: float = 600.0
+
+
+@dataclass(slots=True)
+class ArmResult:
+    """What one arm's passes gave."""
+
+    arm: Arm
+    passes: list[Pass] = field(default_factory=list)
+    server: list[ServerStats] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    @property
+    def summary(self) -> ArmSummary:
+        return summarize(self.arm.name, self.passes)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A whole run."""
+
+    plan: Plan
+    model: str
+    arms: tuple[ArmResult, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything but the prompts, for ``--json``."""
+        plan = {key: value for key, value in asdict(self.plan).items() if key not in ("prompts", "arms")}
+        return {
+            "model": self.model,
+            "plan": {**plan, "num_prompts": len(self.plan.prompts)},
+            "arms": [
+                {
+                    **asdict(result.summary),
+                    "speculation": result.arm.speculation,
+                    "server": [asdict(stats) for stats in result.server],
+                    "errors": result.errors,
+                }
+                for result in self.arms
+            ],
+        }
+
+
+def default_arms(num_speculative_tokens: Sequence[int] = ()) -> list[Arm]:
+    """Speculation off, as the server chooses, and with each given K."""
+    return [
+        Arm("off", {"enabled": False}),
+        Arm("on", {"enabled": True}),
+        *(Arm(f"K={k}", {"enabled": True, "num_speculative_tokens": k}) for k in num_speculative_tokens),
+    ]
+
+
+async def measure(plan: Plan, on_progress: Callable[[str, int, int], None]) -> Result:
+    """Runs the plan.
+
+    Args:
+        on_progress: called after each request with the arm's name, requests done and requests in all.
+
+    Raises:
+        EngineLostError: there is no server.
+    """
+    results = tuple(ArmResult(arm) for arm in plan.arms)
+    num_done, num_all = 0, len(plan.prompts) * len(results) * plan.num_repeats
+    async with ServerClient(plan.url, timeout_s=plan.timeout_s) as client:
+        model = await client.model()
+        for arm in plan.arms:
+            for prompt in plan.prompts[: plan.num_warmup]:
+                await _request(client, plan, arm, prompt)
+        for _ in range(plan.num_repeats):
+            for result in results:
+
+                def advance(name: str = result.arm.name) -> None:
+                    nonlocal num_done
+                    num_done += 1
+                    on_progress(name, num_done, num_all)
+
+                await _run_pass(client, plan, result, advance)
+    return Result(plan, model, results)
+
+
+async def _run_pass(client: ServerClient, plan: Plan, result: ArmResult, advance: Callable[[], None]) -> None:
+    before = parse_samples(await client.metrics_text())
+    prompts = iter(plan.prompts)
+    records: list[RequestRecord] = []
+    errors: list[str] = []
+
+    async def work() -> None:
+        for prompt in prompts:
+            try:
+                records.append(await _request(client, plan, result.arm, prompt))
+            except SpecrayError as error:
+                errors.append(str(error))
+            advance()
+
+    started_s = time.monotonic()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(plan.concurrency):
+            group.create_task(work())
+    duration_s = time.monotonic() - started_s
+    result.passes.append(Pass(tuple(records), duration_s, len(errors)))
+    result.errors.extend(errors[: MAX_KEPT_ERRORS - len(result.errors)])
+    result.server.append(server_stats(difference(before, parse_samples(await client.metrics_text()))))
+
+
+async def _request(client: ServerClient, plan: Plan, arm: Arm, prompt: str) -> RequestRecord:
+    body = {
+        "prompt": prompt,
+        "max_tokens": plan.max_tokens,
+        "temperature": plan.temperature,
+        "seed": plan.seed,
+        "ignore_eos": plan.ignore_eos,
+        "speculation": arm.speculation,
+        "stream_options": {"include_usage": True},
+        "return_speculation_metrics": True,
+    }
+    started_s = time.monotonic()
+    event_times_s: list[float] = []
+    usage: dict[str, int] = {}
+    counters: dict[str, Any] = {}
+    async for event in client.stream_completion(body):
+        if event.text:
+            event_times_s.append(event.arrived_s)
+        usage = event.body.get("usage") or usage
+        counters = (event.body.get("metrics") or {}).get("speculative_decoding", counters)
+    if not usage:
+        raise SpecrayError("the stream ended without its usage")
+    return RequestRecord(
+        started_s=started_s,
+        event_times_s=tuple(event_times_s),
+        ended_s=time.monotonic(),
+        num_prompt_tokens=usage["prompt_tokens"],
+        num_output_tokens=usage["completion_tokens"],
+        num_spec_steps=counters.get("num_spec_steps", 0),
+        num_draft_tokens=counters.get("num_draft_tokens", 0),
+        num_accepted_draft_tokens=counters.get("num_accepted_draft_tokens", 0),
+    )

@@ -1,0 +1,5 @@
+"""``python -m specray.cli``."""
+
+from specray.cli import main
+
+main()

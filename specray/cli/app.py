@@ -1,0 +1,69 @@
+"""The commands together, and what their errors look like."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from specray import __version__
+from specray.cli import bench, models
+from specray.cli.generate import generate
+from specray.cli.serve import serve
+from specray.cli.worker import worker
+from specray.errors import ConfigError, InvalidRequestError, SpecrayError
+
+EXIT_FAILED = 1
+EXIT_WRONG_INPUT = 2
+
+app = typer.Typer(
+    name="specray",
+    help="Speculative decoding as a distributed service on Ray.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(serve)
+app.command()(generate)
+app.command()(worker)
+app.add_typer(models.app, name="models")
+app.add_typer(bench.app, name="bench")
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"specray {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Speculative decoding as a distributed service on Ray."""
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; errors become one line on stderr.
+
+    Returns:
+        0; 2 when the user's input is wrong; 1 for another failure; 130 after an interrupt.
+    """
+    try:
+        app(args=None if arguments is None else list(arguments))
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0
+    except (ConfigError, InvalidRequestError) as error:
+        return _fail(error, EXIT_WRONG_INPUT)
+    except SpecrayError as error:
+        return _fail(error, EXIT_FAILED)
+    return 0
+
+
+def _fail(error: Exception, exit_code: int) -> int:
+    print(f"specray: {error}", file=sys.stderr)
+    return exit_code

@@ -1,0 +1,198 @@
+"""``specray generate``: one prompt, from a server or from a pair started for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from specray.cli.serve import Setting
+from specray.types import SpeculationStats
+
+if TYPE_CHECKING:
+    from specray.config import Config
+    from specray.serving.validation import GenerationOptions
+
+EXIT_TERMINATED = 143
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of the output; the last one has the counts."""
+
+    text: str
+    num_output_tokens: int | None = None
+    stats: SpeculationStats | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """What the command's options ask for."""
+
+    max_tokens: int
+    temperature: float
+    top_p: float
+    seed: int | None
+    stop: tuple[str, ...]
+    is_speculating: bool
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from stdin.")],
+    server: Annotated[
+        str | None, typer.Option(help="URL of a running server; default: a pair of its own.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="Configuration file (YAML) of that pair.")] = None,
+    target: Annotated[str | None, typer.Option(help="Target model: path or hub id.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Draft model: path, hub id, or none.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32, of both models.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most output tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="In (0, 1].")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Of all draws; default: drawn.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="A string that ends the output; may be repeated.")
+    ] = None,
+    speculation: Annotated[bool, typer.Option(help="Draft and verify, or decode plainly.")] = True,
+    num_speculative_tokens: Annotated[str | None, typer.Option(help="0..32 or auto.")] = None,
+    verification: Annotated[str | None, typer.Option(help="coupled or rejection.")] = None,
+    overlap: Annotated[str | None, typer.Option(help="auto, serial, ahead or enumerate.")] = None,
+    settings: Setting = None,
+) -> None:
+    """Print the continuation of a prompt as it is generated, and what speculation did (on stderr)."""
+    from specray.cli.settings import build_config, pair_options
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    sampling = Sampling(max_tokens, temperature, top_p, seed, tuple(stop or ()), speculation)
+    if server is not None:
+        pieces = _from_server(server, text, sampling)
+    else:
+        options = pair_options(
+            target=target,
+            draft=draft,
+            dtype=dtype,
+            device=device,
+            num_speculative_tokens=num_speculative_tokens,
+            verification=verification,
+            overlap=overlap,
+        )
+        pieces = _from_own_pair(build_config(config, options, settings or []), text, sampling)
+
+    from specray.rpc.event_loop import new_event_loop
+
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        try:
+            runner.run(_print_all(pieces))
+        except asyncio.CancelledError:
+            raise typer.Exit(EXIT_TERMINATED) from None
+
+
+async def _print_all(pieces: AsyncGenerator[Piece, None]) -> None:
+    """Prints the pieces; SIGTERM ends the generator, and with it the processes that it started."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    started_s, last = 0.0, None
+    async with contextlib.aclosing(pieces):
+        async for piece in pieces:
+            started_s = started_s or time.monotonic()
+            print(piece.text, end="", flush=True)
+            last = piece if piece.num_output_tokens is not None else last
+    print(flush=True)
+    if last is not None:
+        print(_summary(last, time.monotonic() - started_s), file=sys.stderr)
+
+
+def _summary(last: Piece, seconds: float) -> str:
+    """Counts of one output; ``seconds`` from its first piece to its last."""
+    line = f"{last.num_output_tokens} tokens, {seconds:.2f} s after the first"
+    stats = last.stats
+    if stats is None or stats.mean_acceptance_length is None:
+        return f"{line}; no speculation"
+    return (
+        f"{line}; {stats.num_spec_steps} speculative rounds, "
+        f"{stats.num_accepted_draft_tokens} of {stats.num_draft_tokens} draft tokens accepted "
+        f"({stats.draft_acceptance_rate:.2f}), mean acceptance length {stats.mean_acceptance_length:.2f}"
+    )
+
+
+async def _from_own_pair(config: Config, prompt: str, sampling: Sampling) -> AsyncGenerator[Piece, None]:
+    from specray.serving.generation import stream
+    from specray.serving.limits import ServiceLimits
+    from specray.serving.local import local_router
+    from specray.serving.prompts import encode_prompts, parse_prompt
+    from specray.serving.validation import to_generate_requests
+    from specray.tokenization import Tokenizer, make_stop_matcher
+
+    prompts = parse_prompt(prompt)
+    tokenizer = await asyncio.to_thread(Tokenizer.load, config.target.model)
+    async with local_router(config, stop_matchers=make_stop_matcher(tokenizer)) as router:
+        requests = to_generate_requests(
+            await encode_prompts(prompts, tokenizer),
+            _options(sampling),
+            limits=await ServiceLimits(router, tokenizer, config).get(),
+            request_id="generate",
+        )
+        num_output_tokens = 0
+        timeout_s = config.router.request_timeout_s
+        async for delta in stream(router, requests, tokenizer, timeout_s=timeout_s):
+            num_output_tokens += len(delta.token_ids)
+            is_last = delta.finish_reason is not None
+            yield Piece(delta.text, num_output_tokens if is_last else None, delta.stats)
+
+
+def _options(sampling: Sampling) -> GenerationOptions:
+    from specray.serving.validation import GenerationOptions
+
+    return GenerationOptions(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        seed=sampling.seed,
+        stop=sampling.stop,
+        is_speculation_enabled=sampling.is_speculating,
+    )
+
+
+async def _from_server(url: str, prompt: str, sampling: Sampling) -> AsyncGenerator[Piece, None]:
+    from specray.bench.client import ServerClient
+
+    body: dict[str, Any] = {
+        "prompt": prompt,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "seed": sampling.seed,
+        "stop": list(sampling.stop),
+        "speculation": {"enabled": sampling.is_speculating},
+        "stream_options": {"include_usage": True},
+        "return_speculation_metrics": True,
+    }
+    async with ServerClient(url) as client:
+        async for event in client.stream_completion(body):
+            usage = event.body.get("usage")
+            if not usage:
+                yield Piece(event.text)
+                continue
+            yield Piece(event.text, int(usage["completion_tokens"]), _stats(event.body.get("metrics")))
+
+
+def _stats(metrics: dict[str, Any] | None) -> SpeculationStats | None:
+    if metrics is None:
+        return None
+    fields = metrics["speculative_decoding"]
+    return SpeculationStats(
+        num_spec_steps=fields["num_spec_steps"],
+        num_draft_tokens=fields["num_draft_tokens"],
+        num_accepted_draft_tokens=fields["num_accepted_draft_tokens"],
+        acceptance_histogram=tuple(fields["acceptance_histogram"]),
+    )

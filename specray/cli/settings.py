@@ -1,0 +1,114 @@
+"""Options of the command line, merged over a configuration file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from specray.config import EMBEDDED, Config, parse_config, read_config_file
+from specray.errors import ConfigError
+
+NO_DRAFT = "none"
+
+
+def build_config(path: Path | None, options: Mapping[str, object], assignments: Sequence[str] = ()) -> Config:
+    """The configuration file with options and assignments over it.
+
+    Args:
+        path: of the file; None starts from the defaults.
+        options: dotted keys; those with value None say nothing.
+        assignments: ``dotted.key=value`` with a YAML value, as ``--set`` takes them; they come last.
+
+    Raises:
+        ConfigError: names every wrong key, its value and what is allowed.
+    """
+    values = {} if path is None else read_config_file(path)
+    for key, value in options.items():
+        if value is not None:
+            _assign(values, key, value)
+    for assignment in assignments:
+        key, value = _parse_assignment(assignment)
+        _assign(values, key, value)
+    _check_pair(values)
+    return parse_config(values)
+
+
+def pair_options(
+    *,
+    target: str | None = None,
+    draft: str | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+    max_model_len: int | None = None,
+    num_threads: int | None = None,
+    num_speculative_tokens: str | None = None,
+    verification: str | None = None,
+    overlap: str | None = None,
+) -> dict[str, object]:
+    """Dotted keys of the options that say what the pair is and how it works together."""
+    has_no_draft = draft == NO_DRAFT
+    return {
+        "target.model": target,
+        "draft.model": None if has_no_draft else draft,
+        "draft.enabled": False if has_no_draft else None,
+        **{
+            f"{role}.{key}": value
+            for role in ("target", "draft")
+            for key, value in {
+                "dtype": dtype,
+                "device": device,
+                "max_model_len": max_model_len,
+                "num_threads": num_threads,
+            }.items()
+        },
+        "speculation.num_speculative_tokens": _number(num_speculative_tokens),
+        "speculation.verification": verification,
+        "speculation.overlap": overlap,
+    }
+
+
+def write_config(config: Config, path: Path) -> None:
+    """Writes a configuration that ``read_config_file`` reads back."""
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
+
+
+def _number(text: str | None) -> int | str | None:
+    return int(text) if text is not None and text.isdecimal() else text
+
+
+def _parse_assignment(assignment: str) -> tuple[str, object]:
+    key, separator, text = assignment.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"--set is {assignment!r}; allowed: dotted.key=value")
+    try:
+        return key, yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {key}: the value is not YAML: {error}") from None
+
+
+def _assign(values: dict[str, Any], key: str, value: object) -> None:
+    *sections, name = key.split(".")
+    for section in sections:
+        inner = values.setdefault(section, {})
+        if inner is None:
+            inner = values[section] = {}
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{key}: {section} is {inner!r}; allowed: a mapping")
+        values = inner
+    values[name] = value
+
+
+def _check_pair(values: Mapping[str, Any]) -> None:
+    """The embedded draft fits the embedded target only; say so before anything is loaded."""
+    target, draft = values.get("target") or {}, values.get("draft") or {}
+    if not isinstance(target, dict) or not isinstance(draft, dict):
+        return
+    is_own_target = target.get("model", EMBEDDED) != EMBEDDED
+    if is_own_target and draft.get("enabled", True) and "model" not in draft:
+        raise ConfigError(
+            f"draft.model is not set for the target {target['model']}; "
+            "allowed: a model with the target's tokenizer (--draft PATH), or no draft (--draft none)"
+        )

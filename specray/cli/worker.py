@@ -1,0 +1,62 @@
+"""``specray worker``: an engine as a plain process, without Ray."""
+
+from __future__ import annotations
+
+import logging
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specray.cli.serve import Setting
+
+
+class Role(StrEnum):
+    DRAFT = "draft"
+    TARGET = "target"
+
+
+def worker(
+    role: Annotated[Role, typer.Argument(help="Which engine.")],
+    listen: Annotated[str, typer.Option(help="Where to listen: unix:/path or host:port (port 0: any).")],
+    config: Annotated[Path | None, typer.Option(help="Configuration file (YAML).")] = None,
+    model: Annotated[str | None, typer.Option(help="Path, hub id, or embedded.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Most tokens of one sequence.")] = None,
+    num_threads: Annotated[int | None, typer.Option(help="CPU threads; default: by cores.")] = None,
+    settings: Setting = None,
+) -> None:
+    """Serve one engine over gRPC until Ctrl-C: a draft or a target of one rank."""
+    from specray.cli.settings import build_config
+    from specray.config import log_level
+
+    options = {
+        "model": model,
+        "dtype": dtype,
+        "device": device,
+        "max_model_len": max_model_len,
+        "num_threads": num_threads,
+    }
+    own = {f"{role}.{key}": value for key, value in options.items()}
+    # Of a pair this process knows one half only.
+    other: dict[str, object] = {"draft.enabled": False} if role is Role.TARGET and config is None else {}
+    merged = build_config(config, own | other, settings or [])
+    logging.basicConfig(level=log_level(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    from specray.engine.build import build_draft_engine, build_target_engine
+    from specray.rpc.worker import serve_engine
+
+    start_timeout_s = merged.router.start_timeout_s
+    if role is Role.DRAFT:
+        serve_engine(
+            lambda: build_draft_engine(merged), role="draft", address=listen, start_timeout_s=start_timeout_s
+        )
+    else:
+        serve_engine(
+            lambda: build_target_engine(merged),
+            role="target",
+            address=listen,
+            start_timeout_s=start_timeout_s,
+        )

@@ -1,0 +1,144 @@
+"""A pair without Ray: both workers as child processes on unix sockets, the router in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import yaml
+
+from specray.config import Config
+from specray.errors import ConfigError, EngineLostError
+from specray.interfaces import Drafter, StopMatcherFactory
+from specray.router import Router
+from specray.rpc.drafter import GrpcDrafter
+from specray.rpc.verifier import GrpcVerifier
+
+WORKER_COMMAND = (sys.executable, "-m", "specray.cli", "worker")
+CONNECT_TIMEOUT_S = 20.0
+_END_TIMEOUT_S = 10.0
+_MAX_ERROR_CHARS = 2000
+
+
+class PeerDrafterSource:
+    """interfaces.DrafterSource over one fixed address."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    async def lease(self) -> Drafter:
+        """See interfaces.DrafterSource."""
+        return await GrpcDrafter.connect(self._address, timeout_s=CONNECT_TIMEOUT_S)
+
+
+@asynccontextmanager
+async def local_router(
+    config: Config,
+    *,
+    stop_matchers: StopMatcherFactory | None = None,
+    worker_command: Sequence[str] = WORKER_COMMAND,
+) -> AsyncIterator[Router]:
+    """Starts the pair, serves it for the length of the block, and ends every process that it started.
+
+    Args:
+        config: its engines, router and speculation; a target of one rank.
+        worker_command: what starts a worker, before its role and options.
+
+    Raises:
+        ConfigError: a model or a setting is wrong.
+        EngineLostError: a worker did not start within start_timeout_s.
+    """
+    with tempfile.TemporaryDirectory(prefix="specray-") as name:
+        directory = Path(name)
+        config_path = directory / "config.yaml"
+        config_path.write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
+        roles = ["target", "draft"] if config.draft.enabled else ["target"]
+        async with contextlib.AsyncExitStack() as stack:
+            workers = [
+                await stack.enter_async_context(_worker(role, config_path, worker_command)) for role in roles
+            ]
+            timeout_s = config.router.start_timeout_s
+            await asyncio.gather(*(worker.wait_ready(timeout_s) for worker in workers))
+            router = _router(config, directory, stop_matchers)
+            await router.start()
+            try:
+                yield router
+            finally:
+                await router.stop(drain=False)
+
+
+class _Worker:
+    def __init__(self, role: str, process: asyncio.subprocess.Process, log: Path) -> None:
+        self._role = role
+        self._process = process
+        self._log = log
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Returns once the worker has said where it listens; raises when it ended, or took too long."""
+        assert self._process.stdout is not None
+        try:
+            async with asyncio.timeout(timeout_s):
+                line = await self._process.stdout.readline()
+        except TimeoutError:
+            raise EngineLostError(f"the {self._role} worker did not start within {timeout_s:g} s") from None
+        if not line:
+            # What the worker says of itself is its last word on stderr.
+            text = self._log.read_text("utf-8", "replace").strip()[-_MAX_ERROR_CHARS:]
+            reason = text.removeprefix("specray: ") or "it ended without a word"
+            raise ConfigError(f"{self._role} worker: {reason}")
+
+    async def end(self) -> None:
+        """Asks it to end, and ends it when it does not."""
+        for stop in (self._process.terminate, self._process.kill):
+            with contextlib.suppress(ProcessLookupError, TimeoutError):
+                if self._process.returncode is None:
+                    stop()
+                async with asyncio.timeout(_END_TIMEOUT_S):
+                    await self._process.wait()
+                return
+
+
+@asynccontextmanager
+async def _worker(role: str, config_path: Path, command: Sequence[str]) -> AsyncIterator[_Worker]:
+    log = config_path.with_name(f"{role}.log")
+    with log.open("wb") as stderr:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            role,
+            f"--config={config_path}",
+            f"--listen={_address(config_path.parent, role)}",
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=stderr,
+            # An interrupt at the terminal is ours to pass on, in order.
+            start_new_session=True,
+        )
+    worker = _Worker(role, process, log)
+    try:
+        yield worker
+    finally:
+        await worker.end()
+
+
+def _router(config: Config, directory: Path, stop_matchers: StopMatcherFactory | None) -> Router:
+    async def connect_target() -> GrpcVerifier:
+        return await GrpcVerifier.connect(_address(directory, "target"), timeout_s=CONNECT_TIMEOUT_S)
+
+    source = PeerDrafterSource(_address(directory, "draft")) if config.draft.enabled else None
+    return Router(
+        connect_target,
+        source,
+        router=config.router,
+        speculation=config.speculation,
+        model=config.model_name,
+        stop_matchers=stop_matchers,
+    )
+
+
+def _address(directory: Path, role: str) -> str:
+    return f"unix:{directory / role}.sock"
