@@ -66,6 +66,8 @@ class ChannelOptions:
             ("grpc.max_send_message_length", self.max_send_bytes),
             ("grpc.keepalive_time_ms", int(self.keepalive_time_s * 1000)),
             ("grpc.keepalive_timeout_ms", int(self.keepalive_timeout_s * 1000)),
+            # Without it an unanswered ping ends the connection after a minute, whatever the time-out above.
+            ("grpc.http2.ping_timeout_ms", int(self.keepalive_timeout_s * 1000)),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_pings_without_data", 0),
         )

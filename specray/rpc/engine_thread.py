@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic
 
-from specray.errors import EngineLostError
+from specray.errors import EngineLostError, SpecrayError
 from specray.rpc.batch_runner import BatchRunner, Delivery, Outlet
 from specray.rpc.codec import RequestBatch
 from specray.rpc.role import BoundEngine, ItemT, RepliesT, ReplyT, Role
@@ -129,6 +129,8 @@ class EngineThread(Generic[ItemT, ReplyT, RepliesT]):
         except BaseException as error:
             logger.exception("the %s engine thread ends", self._role.name)
             self._break(error)
+        finally:
+            self._guard(engine.close)
 
     def _run_waiting(
         self, engine: BoundEngine[ItemT, RepliesT], runner: BatchRunner[ItemT, ReplyT, RepliesT]
@@ -169,7 +171,8 @@ class EngineThread(Generic[ItemT, ReplyT, RepliesT]):
     def _break(self, error: BaseException) -> None:
         if self._broken is None:
             logger.error("the %s engine is broken", self._role.name, exc_info=error)
-            self._broken = EngineLostError(f"the {self._role.name} engine is broken: {type(error).__name__}")
+            reason = str(error) if isinstance(error, SpecrayError) else type(error).__name__
+            self._broken = EngineLostError(f"the {self._role.name} engine is broken: {reason}")
             self._on_loop(self._on_broken, self._broken)
 
     def _deliver(self, deliveries: list[Delivery[RepliesT]]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Generic, Literal, Protocol, TypeVar
+from functools import partial
+from typing import Final, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 from specray.interfaces import DraftEngine, TargetEngine
 from specray.rpc import codec
@@ -81,14 +82,28 @@ class BoundEngine(Generic[ItemT, RepliesT]):
     run: Callable[[Sequence[ItemT]], RepliesT]
     release: Callable[[Sequence[str]], None]
     check: Callable[[], None]
+    close: Callable[[], None]
+    """The last call: lets go of what is outside the process, such as the other ranks."""
+
+
+@runtime_checkable
+class _Closeable(Protocol):
+    def close(self) -> None: ...
+
+
+def _close(engine: object) -> None:
+    if isinstance(engine, _Closeable):
+        engine.close()
 
 
 def bind_draft(engine: DraftEngine) -> BoundEngine[SpeculateItem, DraftReplies]:
-    return BoundEngine(engine.info, engine.speculate, engine.release, engine.check)
+    close = partial(_close, engine)
+    return BoundEngine(engine.info, engine.speculate, engine.release, engine.check, close)
 
 
 def bind_target(engine: TargetEngine) -> BoundEngine[VerifyItem, TargetReplies]:
-    return BoundEngine(engine.info, engine.verify, engine.release, engine.check)
+    close = partial(_close, engine)
+    return BoundEngine(engine.info, engine.verify, engine.release, engine.check, close)
 
 
 DraftRole = Role[SpeculateItem, DraftReply, DraftReplies]

@@ -61,6 +61,7 @@ class ScriptedEngine:
     """A call with this request id raises."""
     silent: str = "\0"
     """This request id gets no reply."""
+    num_closed: int = 0
     is_broken: bool = False
     """``check`` raises."""
     gate: threading.Event = field(default_factory=threading.Event)
@@ -91,6 +92,10 @@ class ScriptedEngine:
         self.releases.append(tuple(request_ids))
         for request_id in request_ids:
             self.sequences.pop(request_id, None)
+
+    def close(self) -> None:
+        self.threads.add(threading.get_ident())
+        self.num_closed += 1
 
     def check(self) -> None:
         self.threads.add(threading.get_ident())

@@ -59,6 +59,7 @@ def test_keepalive_sizes_and_pools_are_set_on_both_sides() -> None:
         assert side["grpc.max_send_message_length"] == 2000
         assert side["grpc.keepalive_time_ms"] == 20_000
         assert side["grpc.keepalive_timeout_ms"] == 5_000
+        assert side["grpc.http2.ping_timeout_ms"] == 5_000
         assert side["grpc.keepalive_permit_without_calls"] == 1
         assert side["grpc.http2.max_pings_without_data"] == 0
     assert client["grpc.use_local_subchannel_pool"] == 1

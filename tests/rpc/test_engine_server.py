@@ -135,6 +135,8 @@ async def test_engine_lives_on_one_thread_which_is_not_the_loops(address: str) -
             await within(drafter.replies())
         await drafter.release(["a"])
         await server.check(timeout_s=DEADLINE_S)
+        assert engine.num_closed == 0
+    assert engine.num_closed == 1
     assert len(engine.threads) == 1
     assert threading.get_ident() not in engine.threads
 
@@ -423,6 +425,8 @@ async def test_unread_replies_hold_the_engine_back_but_are_not_lost(address: str
         for round_id in range(10):
             await drafter.speculate([speculate("a", round_id=round_id)])
             await eventually(lambda n=round_id: len(engine.calls) > n)
+        await asyncio.sleep(0.05)
+        assert len(drafter._inbox._values) == 2
         rounds = [(await within(drafter.replies())).replies[0].round_id for _ in range(10)]
     assert rounds == list(range(10))
 
@@ -486,6 +490,68 @@ async def test_an_engine_that_cannot_be_built_is_the_error_of_start(address: str
         await server.start(timeout_s=DEADLINE_S)
     assert not is_there(socket_path)
     assert not server.is_serving
+
+
+class Partition:
+    """A TCP forwarder that can fall silent without closing anything, as a lost network does."""
+
+    def __init__(self, target: str) -> None:
+        self._host, self._port = target.rsplit(":", 1)
+        self._is_open = asyncio.Event()
+        self._is_open.set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> str:
+        self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
+        return "127.0.0.1:" + str(self._server.sockets[0].getsockname()[1])
+
+    def cut(self) -> None:
+        self._is_open.clear()
+
+    def stop(self) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection(self._host, int(self._port))
+        for source, sink in ((reader, back), (there, writer)):
+            self._tasks.add(asyncio.create_task(self._forward(source, sink)))
+
+    async def _forward(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while data := await source.read(1 << 16):
+            await self._is_open.wait()
+            sink.write(data)
+            await sink.drain()
+        sink.close()
+
+
+async def test_partition_is_noticed_by_keepalive_on_both_sides() -> None:
+    engine = ScriptedDraft()
+    options = ChannelOptions(keepalive_time_s=0.1, keepalive_timeout_s=0.2)
+    async with serving_draft(engine, "127.0.0.1:0", options=options) as server:
+        partition = Partition(server.address)
+        drafter = await GrpcDrafter.connect(await partition.start(), timeout_s=DEADLINE_S, options=options)
+        await drafter.speculate([speculate("a")])
+        await within(drafter.replies())
+        partition.cut()
+        with pytest.raises(EngineLostError, match="ping timeout"):
+            await within(drafter.replies())
+        await eventually(lambda: engine.releases == [("a",)])
+        await drafter.close()
+        partition.stop()
+
+
+async def test_pings_of_an_idle_connection_do_not_end_it(address: str) -> None:
+    engine = ScriptedDraft()
+    options = ChannelOptions(keepalive_time_s=0.05, keepalive_timeout_s=DEADLINE_S)
+    async with serving_draft(engine, address, options=options):
+        drafter = await GrpcDrafter.connect(address, timeout_s=DEADLINE_S, options=options)
+        await asyncio.sleep(0.5)
+        assert not drafter.is_lost
+        await drafter.speculate([speculate("a")])
+        await within(drafter.replies())
+        await drafter.close()
 
 
 async def test_many_items_both_ways(address: str) -> None:

@@ -222,9 +222,12 @@ async def test_a_client_that_does_not_read_holds_the_handler_back(address: str) 
 
     async def endless(params: GenerateParams) -> AsyncIterator[GenerateEvent]:
         nonlocal produced
-        while True:
-            produced += 1
-            yield GenerateEvent("r-1", text="x" * 10_000)
+        try:
+            while True:
+                produced += 1
+                yield GenerateEvent("r-1", text="x" * 10_000)
+        finally:
+            handler.closed.set()
 
     handler.generate = endless  # type: ignore[method-assign, assignment]
     async with serving(handler, address), aio.insecure_channel(address) as channel:
@@ -236,6 +239,7 @@ async def test_a_client_that_does_not_read_holds_the_handler_back(address: str) 
         await asyncio.sleep(0.3)
         assert produced == before
         call.cancel()
+        assert await closed(handler)
 
 
 @pytest.mark.parametrize("failure", [None, OverloadedError("full", 1.0)])
