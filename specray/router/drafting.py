@@ -209,8 +209,8 @@ class Drafting:
             live.session.lose_draft()
             live.waiting_since_s = None
 
-    def expire(self, now: float) -> float | None:
-        """Gives up waits that took too long. Returns when to look again; None: nothing is awaited."""
+    def expire(self, now: float) -> None:
+        """Gives up waits that took too long, and a draft that is silent."""
         link = self.link
         if link is not None and link.unanswered_since is not None:
             if not self._running:
@@ -219,7 +219,6 @@ class Drafting:
                 self.on_lost(link, f"silent for round_timeout_s = {self._round_timeout_s:g} s")
         # Deadlines are compared as sums, as the alarm is set: a difference can round to just below.
         patience_s = self._patience_s()
-        due = self._silence_due()
         for live in self._running.values():
             if live.waiting_since_s is None:
                 continue
@@ -228,15 +227,16 @@ class Drafting:
             elif now >= live.waiting_since_s + patience_s:
                 live.session.skip_draft()
                 live.waiting_since_s = None
-            else:
-                due = min(due, live.waiting_since_s + patience_s)
-        return due if due < float("inf") else None
 
-    def _silence_due(self) -> float:
+    @property
+    def next_due_s(self) -> float | None:
+        """When ``expire`` has something to do if nothing else happens."""
+        waits = [live.waiting_since_s for live in self._running.values() if live.waiting_since_s is not None]
+        dues = [min(waits) + self._patience_s()] if waits else []
         link = self.link
-        if link is None or link.unanswered_since is None:
-            return float("inf")
-        return link.unanswered_since + self._round_timeout_s
+        if link is not None and link.unanswered_since is not None:
+            dues.append(link.unanswered_since + self._round_timeout_s)
+        return min(dues, default=None)
 
     def _patience_s(self) -> float:
         patience_s = None if self._is_serial else self._policy.patience_s()

@@ -26,22 +26,22 @@ async def serial_step(rounds: Rounds) -> bool:
     rounds.collect(None)
     rounds.admit()
     rounds.propose()
-    rounds.flush()
+    rounds.flush(None)
     while rounds.is_open and rounds.is_waiting_for_draft():
         await rounds.wait()
         rounds.collect(None)
         rounds.propose()
-        rounds.flush()
+        rounds.flush(None)
     batch = rounds.schedule(has_grace=False)
     if not rounds.is_open or not batch:
         return False
     verifying: VerifyInFlight | None = rounds.verify(batch)
     rounds.prime()
-    rounds.flush()
+    rounds.flush(verifying)
     while rounds.is_open and verifying is not None:
         await rounds.wait()
         verifying = rounds.collect(verifying)
-        rounds.flush()
+        rounds.flush(verifying)
     return True
 
 
@@ -64,5 +64,5 @@ def overlapped_step(rounds: Rounds, verifying: VerifyInFlight | None) -> VerifyI
             verifying = rounds.verify(batch)
             rounds.draft_ahead(verifying)
     rounds.prime()
-    rounds.flush()
+    rounds.flush(verifying)
     return verifying

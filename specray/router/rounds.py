@@ -118,16 +118,8 @@ class Rounds:
             self._lose_target(verifying.link, TimeoutError(timeout))
         if verifying is not None and (verifying.link is not self.target or not verifying.pending):
             verifying = None
-        self._set_alarm(verifying)
+        self.drafting.expire(now)
         return verifying
-
-    def _set_alarm(self, verifying: VerifyInFlight | None) -> None:
-        dues = [self.drafting.expire(self._now), self.sessions.next_due_s]
-        if verifying is not None:
-            dues.append(verifying.sent_s + self._config.verify_timeout_s)
-        known = [due for due in dues if due is not None]
-        if known:
-            self._alarm.set(min(known))
 
     def _on_target_replies(self, replies: TargetReplies, verifying: VerifyInFlight | None) -> None:
         forward_s = replies.forward_ns / 1e9
@@ -276,7 +268,6 @@ class Rounds:
         if self._idle_since_s is not None:
             self._metrics.target_idle_s.observe(now - self._idle_since_s)
             self._idle_since_s = None
-        self._alarm.set(now + self._config.verify_timeout_s)
         sessions = tuple(live for live, _ in batch)
         return VerifyInFlight(self.target, sessions, pending, num_rows, now)
 
@@ -292,13 +283,19 @@ class Rounds:
         """Some session's next Verify is held back for the draft."""
         return any(live.session.is_waiting_for_draft for live in self.sessions.running.values())
 
-    def flush(self) -> None:
-        """Sends what is left of this step; an idle target's idleness counts only while sessions run."""
+    def flush(self, verifying: VerifyInFlight | None) -> None:
+        """Ends a step: sends what is left, and sees to it that the next is taken when something is due."""
         if self.target is not None:
             self.target.flush()
         self.drafting.flush()
         if not self.sessions.running:
             self._idle_since_s = None
+        dues = [self.drafting.next_due_s, self.sessions.next_due_s]
+        if verifying is not None:
+            dues.append(verifying.sent_s + self._config.verify_timeout_s)
+        known = [due for due in dues if due is not None]
+        if known:
+            self._alarm.set(min(known))
 
     def release(self, request_id: str) -> None:
         """Frees a session on both engines, with the next flush."""

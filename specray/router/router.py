@@ -103,6 +103,8 @@ class Router:
         self._loop: asyncio.Task[None] | None = None
         self._reconnecting: asyncio.Task[None] | None = None
         self._broken: Exception | None = None
+        self._lost: Exception | None = None
+        """Why there is no target and none is being sought."""
         self._is_draining = False
         self._num_probes = 0
 
@@ -166,7 +168,7 @@ class Router:
             # Sessions end by themselves or by their deadline; there is nothing to be woken by.
             await self._clock.sleep(0.01)
         self._fail_all(EngineLostError("the service is stopping; the request may be sent again"))
-        self._rounds.flush()
+        self._rounds.flush(None)
         self._rounds.close()
         if self._loop is not None:
             await asyncio.gather(self._loop, return_exceptions=True)
@@ -290,8 +292,8 @@ class Router:
             raise EngineLostError(f"the router failed: {self._broken}")
         if self._info is None:
             raise EngineLostError("the router has not started")
-        if self._rounds is not None and self._rounds.target is None and self._reconnecting is None:
-            raise EngineLostError("the target is lost")
+        if self._lost is not None:
+            raise EngineLostError(f"the target was lost: {self._lost}")
         return self._info
 
     def _release(self, request_id: str) -> None:
@@ -327,7 +329,7 @@ class Router:
         logger.error("target lost: %s", error)
         is_renewable = callable(self._verifier) and not self._is_draining
         if not is_renewable:
-            self._fail_all(EngineLostError(f"the target was lost: {error}"))
+            self._give_up(error)
         self._reconnecting = asyncio.create_task(self._renew(link, is_renewable=is_renewable))
 
     async def _renew(self, lost: TargetLink, *, is_renewable: bool) -> None:
@@ -342,7 +344,7 @@ class Router:
             except Exception as error:
                 logger.warning("target still lost: %s", error)
                 if self._clock.monotonic() + backoff_s > give_up_s:
-                    self._fail_all(EngineLostError(f"the target was lost: {error}"))
+                    self._give_up(error)
                     is_renewable = False
                     break
             await self._clock.sleep(backoff_s * self._rng.uniform(0.5, 1.5))
@@ -351,8 +353,11 @@ class Router:
             assert self._rounds is not None
             self._rounds.target = link
             logger.info("target connected anew")
-        self._reconnecting = None
         self._inbox.wake()
+
+    def _give_up(self, error: Exception) -> None:
+        self._lost = error
+        self._fail_all(EngineLostError(f"the target was lost: {error}"))
 
     def _make_leases(self, info: EngineInfo) -> DraftLeases | None:
         if self._drafters is None:

@@ -158,6 +158,7 @@ def test_delay_loss_duplication_and_reordering_change_nothing(seed: int, overlap
             assert [output.token_ids for output in outputs] == [expected(each) for each in given]
             accepted = pair.counted("specray_spec_decode_num_accepted_tokens_total")
             assert accepted + pair.counted("specray_rounds_total") == 4 * 30
+            assert clock.monotonic() < 60.0, "something waited for what could not come"
             await asyncio.sleep(1.0)
             assert target.held_request_ids == frozenset()
 
