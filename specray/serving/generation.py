@@ -130,13 +130,14 @@ async def _choice_stream(
 ) -> AsyncIterator[Delta]:
     choice = Choice(index, request, tokenizer)
     chunks = client.stream(request)
+    is_finished = False
     try:
+        # To its own end, though the last chunk is known: closing it earlier would be an abort.
         async for chunk in chunks:
-            delta = choice.advance(chunk)
-            yield delta
-            if delta.finish_reason is not None:
-                return
-        raise EngineLostError("the stream ended without a finish reason; the request may be sent again")
+            is_finished = chunk.finish_reason is not None
+            yield choice.advance(chunk)
+        if not is_finished:
+            raise EngineLostError("the stream ended without a finish reason; the request may be sent again")
     finally:
         await close(chunks)
 

@@ -1,0 +1,67 @@
+"""A pair without Ray: worker processes that start, serve, fail to start, and end."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from http_service import TOKENIZER, wait_until
+
+from specray.config import parse_config
+from specray.errors import ConfigError
+from specray.fakes import ToyModel
+from specray.serving.generation import stream
+from specray.serving.limits import ServiceLimits
+from specray.serving.local import local_router
+from specray.serving.validation import GenerationOptions, to_generate_requests
+from specray.tokenization import make_stop_matcher
+
+WORKER = (sys.executable, str(Path(__file__).with_name("local_worker.py")))
+
+
+def num_children() -> int:
+    """Processes that this one has started and that are still there."""
+    return len(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+
+
+async def generate(
+    config_values: dict[str, object], command: tuple[str, ...]
+) -> tuple[list[int], float | None]:
+    """Eight greedy tokens of the prompt (5, 6), and the acceptance rate."""
+    config = parse_config(config_values)
+    stop_matchers = make_stop_matcher(TOKENIZER)
+    async with local_router(config, stop_matchers=stop_matchers, worker_command=command) as router:
+        assert num_children() == (2 if config.draft.enabled else 1)
+        limits = await ServiceLimits(router, TOKENIZER, config).get()
+        options = GenerationOptions(max_tokens=8, temperature=0, seed=0, ignore_eos=True)
+        requests = to_generate_requests([(5, 6)], options, limits=limits, request_id="test")
+        deltas = [delta async for delta in stream(router, requests, TOKENIZER, timeout_s=30)]
+    stats = deltas[-1].stats
+    assert stats is not None
+    return [token for delta in deltas for token in delta.token_ids], stats.draft_acceptance_rate
+
+
+async def test_local_pair_gives_the_targets_tokens_and_leaves_no_process() -> None:
+    num_before = num_children()
+    tokens, acceptance_rate = await generate({}, WORKER)
+    assert tuple(tokens) == ToyModel(vocab_size=264).generate((5, 6), 8)
+    assert acceptance_rate == 1.0
+    await wait_until(lambda: num_children() == num_before)
+
+
+async def test_local_target_alone() -> None:
+    tokens, acceptance_rate = await generate({"draft": {"enabled": False}}, WORKER)
+    assert tuple(tokens) == ToyModel(vocab_size=264).generate((5, 6), 8)
+    assert acceptance_rate is None
+
+
+async def test_worker_that_does_not_start_is_a_config_error_with_its_reason() -> None:
+    num_before = num_children()
+    with pytest.raises(
+        ConfigError, match=r"^(target|draft) worker: target\.model: /models/x does not exist$"
+    ):
+        async with local_router(parse_config({}), worker_command=(*WORKER, "--fail")):
+            pytest.fail("the block must not run")
+    assert num_children() == num_before
