@@ -34,6 +34,8 @@ REVIEW_ROUNDS = 16
 """A plan stands for so many rounds; the first ones for fewer, each twice as long as the one before."""
 HYSTERESIS = 1.05
 """A plan is left only for one that promises so much more."""
+MIN_GAIN = 1.02
+"""Speculation must promise so much more than none: predictions err, and none is sure."""
 PROBE_INTERVAL_ROUNDS = 128
 PROBE_ROUNDS = 2
 """With speculation off, so many rounds in each interval try it again: below 1 % even where it costs half."""
@@ -69,6 +71,7 @@ class Pacing:
     rounds_to_review: int = 0
     review_rounds: int = FIRST_REVIEW_ROUNDS
     rounds_off: int = 0
+    is_probing: bool = False
     rest_rounds: int = 0
     """Rounds without draft after the draft refused the session."""
 
@@ -188,16 +191,20 @@ class Policy:
         if len(candidates) == 1:
             pacing.plan = candidates[0]
             return
-        current = pacing.plan
-        if current is not None and current.is_off and pacing.rounds_off >= PROBE_INTERVAL_ROUNDS:
+        # A probe is a look, not a change of plan.
+        current = OFF if pacing.is_probing else pacing.plan
+        pacing.is_probing = False
+        if current == OFF and pacing.rounds_off >= PROBE_INTERVAL_ROUNDS:
             pacing.plan = self._best([plan for plan in candidates if not plan.is_off], pacing, num_running)
             pacing.rounds_to_review = PROBE_ROUNDS
+            pacing.is_probing = True
             return
         best = self._best(candidates, pacing, num_running)
-        if current is not None and best != current:
+        # Speculation is left as soon as it promises less than none; any other change must be worth it.
+        if current is not None and best not in (current, OFF):
             expected = self.goodput(current, pacing, num_running)
             if self.goodput(best, pacing, num_running) <= HYSTERESIS * expected:
-                return
+                best = current
         pacing.plan = best
 
     def _candidates(self, fixed_k: int | None) -> list[Plan]:
@@ -209,7 +216,10 @@ class Policy:
         if self._verify(num_running, is_overlapped=False) is None:
             first = [plan for plan in candidates if plan.num_speculative_tokens == FIRST_K] or candidates
             return first[-1]
-        return max(candidates, key=lambda plan: self.goodput(plan, pacing, num_running))
+        return max(
+            candidates,
+            key=lambda plan: self.goodput(plan, pacing, num_running) * (MIN_GAIN if plan.is_off else 1.0),
+        )
 
     def goodput(self, plan: Plan, pacing: Pacing, num_running: int) -> float:
         """Predicted tokens per second of one session under ``plan``."""

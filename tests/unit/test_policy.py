@@ -1,0 +1,281 @@
+"""What is chosen when: modes, K, fan-out, and when to leave speculation off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from router_harness import request, speculation_config
+
+from specray.router.estimates import Average, Rate, TimeTable, chain_trials
+from specray.router.policy import (
+    AUTO_K,
+    OFF,
+    PROBE_INTERVAL_ROUNDS,
+    PROBE_ROUNDS,
+    Pacing,
+    Plan,
+    Policy,
+    geometric_fanout,
+)
+from specray.router.records import Lookup
+from specray.types import Overlap, SpeculationParams
+
+
+def measured(
+    *,
+    verify_s: float = 0.020,
+    draft_step_s: float = 0.004,
+    rows_s: float = 0.0,
+    acceptance: float = 0.6,
+    hits: float = 0.85,
+    **config: Any,
+) -> tuple[Policy, Pacing]:
+    """A policy and a session that have seen a pair of this speed and agreement."""
+    policy = Policy(speculation_config(**config))
+    pacing = policy.pace(request())
+    for rows in (1, 2, 4, 8, 16, 32, 64, 256):
+        for is_overlapped in (False, True):
+            policy.observe_verify(rows, verify_s + rows_s * rows, is_overlapped=is_overlapped)
+    for _ in range(10):
+        policy.observe_proposal(4, 4 * draft_step_s, 0.0002)
+        policy.observe_outcomes(4, 5 * draft_step_s * 1.2, Overlap.ENUMERATE)
+        policy.observe_outcomes(4, 5 * draft_step_s, Overlap.AHEAD)
+    for index in range(200):
+        policy.observe_lookup(
+            Overlap.ENUMERATE, Lookup.HIT if index * 37 % 100 < 100 * hits else Lookup.MISS_TOKEN
+        )
+        passed = index * 37 % 100 < 100 * acceptance
+        policy.observe_round(pacing, 1, int(passed))
+    pacing.plan = None
+    pacing.rounds_to_review = 0
+    return policy, pacing
+
+
+def chosen(policy: Policy, pacing: Pacing, *, num_remaining: int = 100, num_running: int = 1) -> Plan:
+    return policy.plan(pacing, num_remaining=num_remaining, num_running=num_running)
+
+
+# Fixed by configuration or request
+
+
+@pytest.mark.parametrize("overlap", [Overlap.SERIAL, Overlap.AHEAD, Overlap.ENUMERATE])
+def test_configured_mode_and_k_stand(overlap: Overlap) -> None:
+    policy, pacing = measured(overlap=overlap, num_speculative_tokens=5)
+    assert chosen(policy, pacing) == Plan(5, overlap)
+
+
+def test_k_stays_below_what_remains() -> None:
+    policy, pacing = measured(overlap="serial", num_speculative_tokens=5)
+    assert chosen(policy, pacing, num_remaining=4).num_speculative_tokens == 3
+    assert chosen(policy, pacing, num_remaining=1) == OFF
+
+
+@pytest.mark.parametrize(
+    ("wanted", "k"),
+    [
+        (SpeculationParams(enabled=False), 0),
+        (SpeculationParams(enabled=False, num_speculative_tokens=7), 0),
+        (SpeculationParams(num_speculative_tokens=7), 7),
+        (SpeculationParams(num_speculative_tokens=0), 0),
+        (SpeculationParams(), 5),
+    ],
+)
+def test_request_goes_before_configuration(wanted: SpeculationParams, k: int) -> None:
+    policy = Policy(speculation_config(num_speculative_tokens=5))
+    pacing = policy.pace(request(speculation=wanted))
+    assert chosen(policy, pacing).num_speculative_tokens == k
+
+
+def test_draft_that_refused_is_left_alone_for_some_rounds() -> None:
+    policy, pacing = measured(num_speculative_tokens=3)
+    pacing.rest_rounds = 2
+    for expected in (0, 0, 3):
+        assert chosen(policy, pacing).num_speculative_tokens == expected
+        policy.observe_round(pacing, 0, 0)
+
+
+# Fan-out
+
+
+def test_fanout_of_each_mode() -> None:
+    policy, pacing = measured(acceptance=0.58)
+    for plan, fanout in (
+        (Plan(3, Overlap.SERIAL), ()),
+        (Plan(3, Overlap.AHEAD), (0, 0, 0, 1)),
+        (Plan(3, Overlap.ENUMERATE), (3, 2, 2, 2)),
+        (OFF, ()),
+    ):
+        assert policy.fanout(plan, 3, pacing, num_running=1) == fanout
+
+
+def test_fanout_of_a_round_without_draft_tokens_foresees_the_next_token() -> None:
+    policy, pacing = measured()
+    assert policy.fanout(Plan(3, Overlap.AHEAD), 0, pacing, num_running=1) == (1,)
+    assert policy.fanout(Plan(3, Overlap.ENUMERATE), 0, pacing, num_running=1) == (3,)
+
+
+def test_fanout_shrinks_as_load_grows() -> None:
+    policy, pacing = measured()
+    plan = Plan(3, Overlap.ENUMERATE)
+    sums = [sum(policy.fanout(plan, 3, pacing, num_running=count)) for count in (1, 12, 64)]
+    assert sums == sorted(sums, reverse=True)
+    assert sums[0] > sums[1] > sums[2] == 4
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.6, 0.9, 0.999])
+@pytest.mark.parametrize("k", range(9))
+def test_geometric_fanout_has_a_branch_for_every_outcome(acceptance: float, k: int) -> None:
+    fanout = geometric_fanout(3, k, acceptance)
+    assert len(fanout) == k + 1
+    assert all(1 <= width <= 6 for width in fanout)
+    assert list(fanout[:k]) == sorted(fanout[:k], reverse=True)
+
+
+# Auto
+
+
+def test_k_grows_with_acceptance() -> None:
+    ks = []
+    for acceptance in (0.3, 0.6, 0.9):
+        policy, pacing = measured(acceptance=acceptance, overlap="serial")
+        ks.append(chosen(policy, pacing).num_speculative_tokens)
+    assert ks == sorted(ks) and ks[0] < ks[2]
+
+
+def test_serial_k_is_the_optimum_of_the_formula() -> None:
+    policy, pacing = measured(acceptance=0.6, overlap="serial", draft_step_s=0.004)
+    acceptance = pacing.acceptance.value
+
+    def goodput(k: int) -> float:
+        return (1 - acceptance ** (k + 1)) / (1 - acceptance) / (0.020 + 0.004 * k + 0.0002)
+
+    assert chosen(policy, pacing).num_speculative_tokens == max(AUTO_K, key=goodput)
+
+
+def test_enumeration_is_chosen_where_it_hides_the_draft() -> None:
+    policy, pacing = measured(overlap="auto", draft_step_s=0.002, hits=0.9)
+    assert chosen(policy, pacing).overlap is Overlap.ENUMERATE
+
+
+def test_overlap_is_not_chosen_where_it_slows_the_target_more_than_it_hides() -> None:
+    policy, pacing = measured(overlap="auto", draft_step_s=0.002)
+    for rows in (1, 2, 4, 8, 16, 32):
+        for _ in range(60):
+            policy.observe_verify(rows, 0.035, is_overlapped=True)
+    assert chosen(policy, pacing).overlap is Overlap.SERIAL
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        {"acceptance": 0.02, "hits": 0.0},
+        {"draft_step_s": 0.030},
+        {"rows_s": 0.020, "acceptance": 0.5},
+    ],
+    ids=["poor acceptance", "slow draft", "every row costs"],
+)
+def test_speculation_that_would_lose_is_off(pair: dict[str, Any]) -> None:
+    policy, pacing = measured(**pair)
+    assert chosen(policy, pacing) == OFF
+
+
+def test_large_batches_switch_speculation_off() -> None:
+    policy, pacing = measured(verify_s=0.018, rows_s=0.002, overlap="serial", acceptance=0.7)
+    assert not chosen(policy, pacing, num_running=1).is_off
+    pacing.plan, pacing.rounds_to_review = None, 0
+    assert chosen(policy, pacing, num_running=64).is_off
+
+
+def test_plan_is_kept_while_another_promises_little_more() -> None:
+    policy, pacing = measured(overlap="serial", acceptance=0.6)
+    best = chosen(policy, pacing)
+    near = next(
+        Plan(k)
+        for k in AUTO_K
+        if k != best.num_speculative_tokens
+        and policy.goodput(best, pacing, 1) < 1.05 * policy.goodput(Plan(k), pacing, 1)
+    )
+    pacing.plan, pacing.rounds_to_review = near, 0
+    assert chosen(policy, pacing) == near
+    pacing.plan, pacing.rounds_to_review = Plan(16), 0
+    assert chosen(policy, pacing) == best
+
+
+def test_probes_are_rare_and_short_while_speculation_is_off() -> None:
+    policy, pacing = measured(hits=0.0, acceptance=0.02)
+    probes = 0
+    for _ in range(4 * PROBE_INTERVAL_ROUNDS):
+        plan = chosen(policy, pacing)
+        probes += not plan.is_off
+        policy.observe_round(pacing, plan.num_speculative_tokens, 0)
+    assert 2 * PROBE_ROUNDS <= probes <= 4 * PROBE_ROUNDS
+
+
+def test_speculation_returns_when_a_probe_finds_agreement() -> None:
+    policy, pacing = measured(hits=0.0, acceptance=0.02)
+    for _ in range(12 * PROBE_INTERVAL_ROUNDS):
+        k = chosen(policy, pacing).num_speculative_tokens
+        policy.observe_round(pacing, k, k)
+    assert not chosen(policy, pacing).is_off
+
+
+def test_never_below_098_of_plain_decoding_with_a_draft_that_is_always_wrong() -> None:
+    policy, pacing = measured(hits=0.0, acceptance=0.02, draft_step_s=0.004)
+    seconds = tokens = 0.0
+    for _ in range(2000):
+        k = chosen(policy, pacing).num_speculative_tokens
+        policy.observe_round(pacing, k, 0)
+        seconds += 0.020 + 0.004 * k
+        tokens += 1
+    assert tokens / seconds > 0.98 / 0.020
+
+
+def test_first_plan_before_any_measurement_speculates_moderately() -> None:
+    policy = Policy(speculation_config())
+    assert chosen(policy, policy.pace(request())) == Plan(3, Overlap.ENUMERATE)
+
+
+def test_patience_is_unknown_before_the_first_proposal_and_follows_the_draft_after() -> None:
+    assert Policy(speculation_config()).patience_s() is None
+    policy, _ = measured(num_speculative_tokens=4, draft_step_s=0.010)
+    assert policy.patience_s() == pytest.approx(4 * (5 * 0.012 + 0.0002))
+
+
+# Estimates
+
+
+def test_average_forgets_a_slow_start_and_caps_a_hiccup() -> None:
+    average = Average()
+    for sample in (1.0, 0.02, 0.021, 0.02, 0.02):
+        average.add(sample)
+    assert average.value == 0.02
+    average.add(5.0)
+    assert average.value == pytest.approx(0.02 + 0.1 * (0.06 - 0.02))
+
+
+def test_time_table_interpolates_between_and_is_flat_outside() -> None:
+    table = TimeTable()
+    assert table.predict(4) is None
+    table.add(4, 0.010)
+    table.add(12, 0.018)
+    assert [table.predict(rows) for rows in (1, 4, 8, 12, 500)] == pytest.approx(
+        [0.010, 0.010, 0.014, 0.018, 0.018]
+    )
+
+
+def test_rate_begins_at_its_prior_and_follows_the_trials() -> None:
+    rate = Rate(0.7, weight=8.0)
+    assert rate.value == pytest.approx(0.7)
+    for _ in range(300):
+        rate.add(0, 1)
+    assert rate.value < 0.12
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "num_accepted", "trials"), [(4, 0, 1), (4, 2, 3), (4, 4, 4), (0, 0, 0)]
+)
+def test_a_rejection_is_one_trial_and_what_follows_it_none(
+    num_drafts: int, num_accepted: int, trials: int
+) -> None:
+    assert chain_trials(num_drafts, num_accepted) == trials
