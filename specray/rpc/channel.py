@@ -193,9 +193,3 @@ def bind(server: aio.Server, address: Address) -> Address:
         # gRPC has logged the reason and tells only that it failed.
         raise ConfigError(f"cannot listen on {address.target}") from None
     return address if address.is_unix else replace(address, port=port)
-
-
-def remove_socket(address: Address) -> None:
-    """Removes the socket file of a server that has stopped; nothing for TCP."""
-    if address.is_unix:
-        Path(address.path).unlink(missing_ok=True)

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 import grpc
 from grpc import aio
 
-from specray.rpc.channel import ChannelOptions, bind, parse_address, remove_socket
+from specray.rpc.channel import ChannelOptions, bind, parse_address
 from specray.rpc.health import Health
 from specray.rpc.inference_codec import (
     decode_generate_request,
@@ -89,7 +89,6 @@ class InferenceServer:
             return
         await self._health.stop()
         await server.stop(grace_s)
-        remove_socket(self._address)
 
     def _handlers(self) -> grpc.GenericRpcHandler:
         # No (de)serialisers: messages stay bytes, so that broken ones are ours to answer.

@@ -11,7 +11,7 @@ from grpc import aio
 
 from specray.errors import ConfigError, EngineLostError
 from specray.interfaces import DraftEngine, TargetEngine
-from specray.rpc.channel import ChannelOptions, bind, check_can_listen, parse_address, remove_socket
+from specray.rpc.channel import ChannelOptions, bind, check_can_listen, parse_address
 from specray.rpc.engine_thread import EngineThread
 from specray.rpc.health import Health
 from specray.rpc.role import (
@@ -124,7 +124,6 @@ class EngineServer(Generic[ItemT, ReplyT, RepliesT]):
             await self._health.stop()
             self._refuse(STOPPING)
             await server.stop(grace_s)
-            remove_socket(self._address)
         if thread is not None:
             await thread.stop(grace_s)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from google.protobuf.message import Message
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from specray.errors import InvalidRequestError, ProtocolError
@@ -117,12 +117,16 @@ INFOS = st.builds(
 )
 
 
+@example(
+    (SpeculateItem("", 0, 0, (), 0, (), (0,), SamplingParams(0.0, top_p=0.0, repetition_penalty=0.0)),), ()
+)
 @given(tuples_of(speculate_items()), tuples_of(TEXT))
 def test_speculate_request_round_trip(items: tuple[SpeculateItem, ...], releases: tuple[str, ...]) -> None:
     data = codec.encode_speculate_request(items, releases)
     assert codec.decode_speculate_request(data) == RequestBatch(items, releases)
 
 
+@example((Proposal("", 0, 0, ()), Outcomes("", 0, 0, ()), UnknownSequence("", 0, 0)), 0)
 @given(tuples_of(PROPOSALS | OUTCOMES | UNKNOWN | FAILED), U64)
 def test_draft_replies_round_trip(replies: tuple, forward_ns: int) -> None:
     batch = DraftReplies(replies, forward_ns)
@@ -135,6 +139,7 @@ def test_verify_request_round_trip(items: tuple[VerifyItem, ...], releases: tupl
     assert codec.decode_verify_request(data) == RequestBatch(items, releases)
 
 
+@example((Verdict("", 0, 0, 0, 0), Verdict("", 0, 0, 0, None)), 0)
 @given(tuples_of(VERDICTS | UNKNOWN | FAILED), U64)
 def test_target_replies_round_trip(replies: tuple, forward_ns: int) -> None:
     batch = TargetReplies(replies, forward_ns)

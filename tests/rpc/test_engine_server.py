@@ -232,6 +232,7 @@ async def test_release_is_in_order_with_the_items_of_its_stream(address: str) ->
         await drafter.speculate([speculate("a", round_id=1, base_len=3, token_ids=(4,))])
         engine.gate.set()
         got = [await within(drafter.replies()) for _ in range(3)]
+        assert set(engine.sequences) == {"first"}
     assert got[1].replies == (Proposal("a", 0, 0, (4, 5)),)
     assert got[2].replies == (UnknownSequence("a", 1, 3),)
     assert engine.releases[0] == ("a",)
