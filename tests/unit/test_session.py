@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from router_harness import MODEL, expected, request
@@ -544,4 +544,10 @@ class SessionMachine(RuleBasedStateMachine):
 
 
 TestSessionAgainstOracle = SessionMachine.TestCase
-TestSessionAgainstOracle.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestSessionAgainstOracle.settings = settings(
+    max_examples=100,
+    stateful_step_count=50,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
