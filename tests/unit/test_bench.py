@@ -117,6 +117,7 @@ def test_stats_of_a_server_that_tells_nothing_are_none() -> None:
     [
         ({"1": 2, "2": 4, "+Inf": 4}, 1.0),
         ({"1": 0, "2": 4, "+Inf": 4}, 1.5),
+        ({"1": 1, "2": 5, "+Inf": 6}, 1.5),
         ({"1": 1, "2": 1, "+Inf": 4}, 2.0),
         ({"1": 0, "2": 0, "+Inf": 0}, None),
     ],
@@ -214,8 +215,10 @@ async def test_concurrency_bounds_the_requests_in_flight() -> None:
                 yield chunk
             Counting.running -= 1
 
-    await run(Counting(info=INFO), prompts=["a"] * 12, concurrency=3, arms=[Arm("on", {})], num_repeats=1)
-    assert Counting.peak <= 3
+    router = Counting(info=INFO)
+    await run(router, prompts=["a"] * 12, concurrency=3, arms=[Arm("on", {})], num_repeats=1)
+    assert Counting.peak == 3
+    assert len(router.requests) == 12
 
 
 async def test_failed_requests_are_counted_and_told() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
-from http_service import INFO, MODEL, REPLY, TOKENIZER, Service, endless, say, serving, wait_until
+from http_service import INFO, MODEL, REPLY, TOKENIZER, RealClock, Service, endless, say, serving, wait_until
 from tiny_tokenizer import EOS
 
 from specray.config import parse_config
@@ -293,7 +293,8 @@ async def test_speculation_metrics_have_vllms_names() -> None:
 async def test_request_carries_every_sampling_field_to_the_router() -> None:
     body = {
         "prompt": "a", "temperature": 0.5, "top_k": 7, "top_p": 0.25, "min_p": 0.125,
-        "repetition_penalty": 1.5, "presence_penalty": -1, "frequency_penalty": 2, "logit_bias": {"5": -100, "6": 1.5},
+        "repetition_penalty": 1.5, "presence_penalty": -1, "frequency_penalty": 2,
+        "logit_bias": {"5": -100, "6": 1.5},
         "seed": -1,
         "stop": "x", "stop_token_ids": [9], "max_tokens": 5, "min_tokens": 2, "logprobs": 0,
         "speculation": {"enabled": False, "num_speculative_tokens": 3, "verification": "rejection"},
@@ -328,6 +329,24 @@ async def test_client_that_leaves_aborts_every_choice(is_stream: bool) -> None:
             await service.http.post("/v1/completions", json=body, timeout=timeout)
         await wait_until(lambda: len(router.aborted_request_ids) == 2)
     assert sorted(router.aborted_request_ids) == sorted(request.request_id for request in router.requests)
+
+
+class FailingFirst(FakeRouterClient):
+    """The first request fails once the second waits for ever."""
+
+    async def complete(self, request: GenerateRequest) -> OutputChunk:
+        if request.request_id.endswith("-0"):
+            await wait_until(lambda: len(self.requests) == 1)
+            raise EngineLostError("the target was lost")
+        return await super().complete(request)
+
+
+async def test_failure_of_one_choice_aborts_the_others() -> None:
+    router = FailingFirst(info=INFO, clock=RealClock(), chunk_interval_s=1000.0)
+    async with serving(router) as service:
+        status, _ = await service.post("/v1/completions", {"prompt": "a", "n": 2})
+        assert status == 503
+        assert len(router.aborted_request_ids) == 1
 
 
 class Stuck(FakeRouterClient):
