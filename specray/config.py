@@ -182,3 +182,8 @@ def log_level() -> str:
     if level not in {"DEBUG", "INFO", "WARNING", "ERROR"}:
         raise ConfigError(f"SPECRAY_LOG_LEVEL is {level!r}; allowed: DEBUG, INFO, WARNING, ERROR")
     return level
+
+
+def external_ray_address() -> str | None:
+    """``RAY_ADDRESS``: the cluster to join instead of starting one."""
+    return os.environ.get("RAY_ADDRESS") or None

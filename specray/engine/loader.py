@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -163,16 +164,21 @@ def _load_weights(args: ModelArgs, config: PreTrainedConfig, source: dict[str, A
     if args.tensor_parallel_size > 1:
         options["distributed_config"] = DistributedConfig(tp_size=args.tensor_parallel_size, tp_plan="auto")
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        model: Any
+        model, report = AutoModelForCausalLM.from_pretrained(
             args.path,
             config=config,
             dtype=args.dtype,
             use_safetensors=True,
             trust_remote_code=False,
+            output_loading_info=True,
             **options,
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"model {args.path!r} cannot be loaded: {error}") from None
+    if report["missing_keys"]:
+        # The library fills them with random numbers.
+        raise ConfigError(f"model {args.path!r} lacks weights: {', '.join(sorted(report['missing_keys']))}")
     if args.tensor_parallel_size == 1:
         model = model.to(args.device)
     loaded: PreTrainedModel = model.eval().requires_grad_(False)

@@ -1,0 +1,41 @@
+"""Where a router leases its draft: a Serve handle inside Ray, a fixed address outside."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from ray.exceptions import RayError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
+from ray.serve.handle import DeploymentHandle
+
+from specray.actors.draft import DraftReplica
+from specray.errors import EngineLostError
+from specray.interfaces import Drafter
+from specray.rpc.drafter import GrpcDrafter
+
+
+class ServeDrafterSource:
+    """interfaces.DrafterSource over the Draft deployment: Serve picks the replica, gRPC carries the tokens.
+
+    Args:
+        handle: of the Draft deployment.
+        timeout_s: for a lease and the connection together, in seconds.
+    """
+
+    def __init__(self, handle: DeploymentHandle[DraftReplica], *, timeout_s: float) -> None:
+        self._handle = handle
+        self._timeout_s = timeout_s
+
+    async def lease(self) -> Drafter:
+        """See interfaces.DrafterSource."""
+        response: Any = self._handle.lease.remote()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                lease = await response
+                return await GrpcDrafter.connect(lease.address, timeout_s=self._timeout_s)
+        except TimeoutError:
+            response.cancel()
+            raise EngineLostError(f"no draft could be leased within {self._timeout_s:g} s") from None
+        except (RayError, BackPressureError, DeploymentUnavailableError, RequestCancelledError) as error:
+            raise EngineLostError(f"no draft can be leased: {type(error).__name__}") from error

@@ -1,0 +1,63 @@
+"""The ranks of a tensor-parallel target: one plain Ray actor each, in the Router's placement group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from specray.config import parse_config
+
+if TYPE_CHECKING:
+    from specray.actors.workers import FollowerWorker, LeaderWorker
+    from specray.engine.parallel import GroupStore
+
+
+class TargetRank:
+    """One rank. The constructor is light: the model is loaded by ``start``, after every rank exists."""
+
+    def __init__(self, values: dict[str, Any], rank: int) -> None:
+        self._config = parse_config(values)
+        self._rank = rank
+        self._store: GroupStore | None = None
+        self._worker: LeaderWorker | FollowerWorker | None = None
+
+    def open_store(self) -> str:
+        """On the leader: opens the store where the ranks meet, on a free port; returns its ``host:port``."""
+        from specray.engine.parallel import GroupStore
+
+        self._store = GroupStore(
+            ray.util.get_node_ip_address(), timeout_s=self._config.router.start_timeout_s
+        )
+        return self._store.address
+
+    def start(self, meeting: str | None) -> str | None:
+        """Loads this rank's shard. The leader serves gRPC and returns its address, a follower None.
+
+        Args:
+            meeting: ``host:port`` of the leader's store; None for a target of one rank.
+        """
+        from specray.actors.workers import start_target_rank
+
+        self._worker = start_target_rank(
+            self._config,
+            rank=self._rank,
+            meeting=self._store or meeting,
+            listen_host=ray.util.get_node_ip_address(),
+        )
+        return self._worker.address
+
+    def wait(self) -> str:
+        """Returns only when the rank can no longer work, and says why."""
+        assert self._worker is not None, "wait comes after start"
+        return self._worker.wait()
+
+    def check(self) -> None:
+        """On the leader: a real one-token step of the whole group. Raises EngineLostError."""
+        assert self._worker is not None, "check comes after start"
+        self._worker.check()
+
+    def stop(self) -> None:
+        """Ends the rank; idempotent."""
+        if self._worker is not None:
+            self._worker.stop()

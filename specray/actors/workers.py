@@ -1,0 +1,115 @@
+"""The composition root on the engine side: which engine and which server a worker is made of."""
+
+from __future__ import annotations
+
+import threading
+
+from specray.config import Config
+from specray.engine.build import build_draft_engine, build_target_engine
+from specray.engine.device import choose_device
+from specray.engine.parallel import GroupArgs, GroupStore, ParallelContext
+from specray.engine.runner import ModelRunner, build_runner
+from specray.errors import SpecrayError
+from specray.rpc.worker import EngineServerThread
+
+CHECK_TIMEOUT_S = 20.0
+
+
+def start_draft(config: Config, *, listen_host: str) -> tuple[EngineServerThread, str]:
+    """Loads the draft and serves it on a free port of ``listen_host``.
+
+    Returns:
+        The server and its address.
+
+    Raises:
+        ConfigError: the model or a setting is wrong.
+        EngineLostError: the engine was not loaded in time.
+    """
+    server = EngineServerThread(lambda: build_draft_engine(config), role="draft", address=f"{listen_host}:0")
+    return server, server.start(timeout_s=config.router.start_timeout_s)
+
+
+class LeaderWorker:
+    """Rank 0 of a target: speaks gRPC, samples, and tells the other ranks what to run."""
+
+    def __init__(self, config: Config, parallel: ParallelContext | None, *, listen_host: str) -> None:
+        self._server = EngineServerThread(
+            lambda: build_target_engine(config, parallel=parallel), role="target", address=f"{listen_host}:0"
+        )
+        self._ended = threading.Event()
+        self.address: str | None = self._server.start(timeout_s=config.router.start_timeout_s)
+
+    def wait(self) -> str:
+        """Returns when the engine is broken or stopped, and says so."""
+        while not self._ended.wait(timeout=0.5):
+            if not self._server.is_alive:
+                return "its engine is broken"
+        return "stopped"
+
+    def check(self) -> None:
+        """A real one-token step of the whole group. Raises EngineLostError."""
+        self._server.check(timeout_s=CHECK_TIMEOUT_S)
+
+    def stop(self) -> None:
+        """Ends the server; followers are let go."""
+        self._ended.set()
+        self._server.stop()
+
+
+class FollowerWorker:
+    """Another rank: runs what the leader runs until the leader closes or is silent for too long."""
+
+    address: str | None = None
+
+    def __init__(self, config: Config, parallel: ParallelContext) -> None:
+        self._runner: ModelRunner = build_runner(config.target, role="target", parallel=parallel)
+        self._reason = "the leader closed the group"
+        self._thread = threading.Thread(target=self._follow, name="specray-follower", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> str:
+        """Returns when the rank no longer follows, and says why."""
+        self._thread.join()
+        return self._reason
+
+    def check(self) -> None:
+        """A follower is checked by the leader's step."""
+
+    def stop(self) -> None:
+        """Leaves the group."""
+        self._runner.close()
+
+    def _follow(self) -> None:
+        try:
+            self._runner.follow()
+        except SpecrayError as error:
+            self._reason = str(error)
+
+
+def start_target_rank(
+    config: Config, *, rank: int, meeting: GroupStore | str | None, listen_host: str
+) -> LeaderWorker | FollowerWorker:
+    """Joins the group, loads this rank's shard and starts its part of the work.
+
+    Args:
+        meeting: where the ranks meet: on the leader its own store, on the others its address ``host:port``;
+            None for a target of one rank.
+
+    Raises:
+        ConfigError: the model or a setting is wrong.
+        EngineLostError: the group did not form, or the engine was not loaded in time.
+    """
+    parallel = None
+    if meeting is not None:
+        args = GroupArgs(
+            rank=rank,
+            world_size=config.target.tensor_parallel_size,
+            device_type=choose_device(config.target).type,
+            start_timeout_s=config.router.start_timeout_s,
+            silence_timeout_s=config.router.verify_timeout_s,
+        )
+        parallel = ParallelContext.join(args, meeting)
+    if rank == 0:
+        return LeaderWorker(config, parallel, listen_host=listen_host)
+    assert parallel is not None, "a follower needs a group"
+    return FollowerWorker(config, parallel)

@@ -1,0 +1,94 @@
+"""The application: the only place that binds deployments to each other.
+
+``build_app`` is what ``serve run``, ``serve deploy`` and ``specray serve`` all call, with the same
+configuration::
+
+    applications:
+    - name: specray
+      route_prefix: /
+      import_path: specray.serving.app:build_app
+      args: {target: {model: ...}, draft: {model: ...}}
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+
+from specray.actors.draft import DraftReplica
+from specray.actors.router import RouterReplica
+from specray.config import Config, parse_config
+from specray.serving.ingress import ingress_deployment
+
+NUM_CPUS_PER_INGRESS = 0.1
+NUM_CPUS_PER_ROUTER = 0.1
+NUM_CPUS_PER_DRAFT = 0.5
+NUM_CPUS_PER_RANK = 1.0
+
+
+def build_app(args: dict[str, Any] | Config) -> Application:
+    """Binds Ingress -> Router -> Draft for one configuration.
+
+    Raises:
+        ConfigError: a key is unknown or a value is not allowed.
+    """
+    config = args if isinstance(args, Config) else parse_config(args)
+    values = config.model_dump(mode="json")
+    has_draft = config.draft.enabled and config.draft.num_replicas > 0
+    draft = _draft_deployment(config).bind(values) if has_draft else None
+    router = _router_deployment(config).bind(values, draft)
+    return ingress_deployment(config, num_cpus=NUM_CPUS_PER_INGRESS).bind(router)
+
+
+def num_cpus(config: Config) -> float:
+    """Logical CPUs that one of everything asks of Ray."""
+    draft = config.draft.ray_actor_options.get("num_cpus", NUM_CPUS_PER_DRAFT) * config.draft.num_replicas
+    ranks = config.target.ray_actor_options.get("num_cpus", NUM_CPUS_PER_RANK)
+    return float(
+        NUM_CPUS_PER_INGRESS * config.ingress.num_replicas
+        + NUM_CPUS_PER_ROUTER
+        + (draft if config.draft.enabled else 0)
+        + ranks * config.target.tensor_parallel_size
+    )
+
+
+def _draft_deployment(config: Config) -> serve.Deployment:
+    return serve.deployment(
+        name="Draft",
+        num_replicas=config.draft.num_replicas,
+        ray_actor_options={"num_cpus": NUM_CPUS_PER_DRAFT, **config.draft.ray_actor_options},
+        max_ongoing_requests=64,
+        health_check_period_s=1,
+        health_check_timeout_s=30,
+        graceful_shutdown_timeout_s=5,
+        graceful_shutdown_wait_loop_s=0.1,
+        max_constructor_retry_count=3,
+    )(DraftReplica)
+
+
+def _router_deployment(config: Config) -> serve.Deployment:
+    rank = {"CPU": NUM_CPUS_PER_RANK}
+    options = dict(config.target.ray_actor_options)
+    if "num_cpus" in options:
+        rank["CPU"] = options["num_cpus"]
+    if options.get("num_gpus"):
+        rank["GPU"] = options["num_gpus"]
+    return serve.deployment(
+        name="Router",
+        num_replicas=1,
+        ray_actor_options={"num_cpus": NUM_CPUS_PER_ROUTER},
+        placement_group_bundles=[
+            {"CPU": NUM_CPUS_PER_ROUTER},
+            *([rank] * config.target.tensor_parallel_size),
+        ],
+        placement_group_strategy="PACK",
+        # The Router's own bounded queue decides what is refused, with a reason and a Retry-After.
+        max_ongoing_requests=100_000,
+        health_check_period_s=1,
+        health_check_timeout_s=30,
+        graceful_shutdown_timeout_s=10,
+        graceful_shutdown_wait_loop_s=0.1,
+        max_constructor_retry_count=3,
+    )(RouterReplica)
