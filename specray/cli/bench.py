@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,11 +15,18 @@ from typer.core import TyperGroup
 
 from specray.bench.prompts import Dataset
 from specray.errors import ConfigError
+from specray.types import Overlap
 
 if TYPE_CHECKING:
     from specray.bench.serve import Plan, Result
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+JsonPath = Annotated[Path | None, typer.Option("--json", help="Write the results there.")]
+
+
+class Transport(StrEnum):
+    UNIX = "unix"
+    TCP = "tcp"
 
 
 class _ServeByDefault(TyperGroup):
@@ -59,7 +69,7 @@ def serve(
     ] = None,
     ignore_eos: Annotated[bool, typer.Option(help="Every output has max-tokens tokens.")] = True,
     timeout_s: Annotated[float, typer.Option(min=1, help="For one request.")] = 600.0,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the results there.")] = None,
+    json_path: JsonPath = None,
 ) -> None:
     """Measure a running server over HTTP, speculation off and on in turns."""
     from specray.bench.prompts import load_prompts
@@ -79,6 +89,80 @@ def serve(
         timeout_s=timeout_s,
     )
     raise typer.Exit(_report(_run(plan), json_path))
+
+
+@app.command()
+def router(
+    overlap: Annotated[Overlap, typer.Option(help="The loop and its fan-out.")] = Overlap.ENUMERATE,
+    num_speculative_tokens: Annotated[int, typer.Option(min=0, max=32, help="K.")] = 3,
+    num_sessions: Annotated[
+        list[int] | None, typer.Option(min=1, help="Requests at once; may be repeated.")
+    ] = None,
+    num_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of each request.")] = 1000,
+    agreement: Annotated[float, typer.Option(min=0, max=1, help="How often the draft is right.")] = 0.6,
+    json_path: JsonPath = None,
+) -> None:
+    """Measure the router's own work per target step, with engines that cost nothing."""
+    from specray.bench.router import measure_router
+
+    costs = [
+        measure_router(
+            overlap=overlap,
+            num_speculative_tokens=num_speculative_tokens,
+            num_sessions=sessions,
+            num_tokens=num_tokens,
+            agreement=agreement,
+        )
+        for sessions in num_sessions or [1, 8, 32]
+    ]
+    _print_rows("router", costs, json_path)
+
+
+@app.command()
+def rpc(
+    transport: Annotated[Transport, typer.Option(help="Between router and worker.")] = Transport.UNIX,
+    num_sessions: Annotated[
+        list[int] | None, typer.Option(min=1, help="Items per batch; may be repeated.")
+    ] = None,
+    num_rounds: Annotated[int, typer.Option(min=1, help="Round trips.")] = 2000,
+    num_draft_tokens: Annotated[int, typer.Option(min=0, max=32, help="Per item.")] = 4,
+    json_path: JsonPath = None,
+) -> None:
+    """Measure a round trip to a worker whose engine answers at once."""
+    from specray.bench.rpc import measure_rpc
+
+    trips = [
+        measure_rpc(
+            transport=transport.value,
+            num_sessions=sessions,
+            num_rounds=num_rounds,
+            num_draft_tokens=num_draft_tokens,
+        )
+        for sessions in num_sessions or [1, 8, 32]
+    ]
+    _print_rows("rpc", trips, json_path)
+
+
+def _print_rows(title: str, rows: Sequence[Any], json_path: Path | None) -> None:
+    """A table of equal dataclasses, one column per field."""
+    from rich.console import Console
+    from rich.table import Table
+
+    values = [asdict(row) for row in rows]
+    table = Table(*values[0], title=title)
+    for row in values:
+        table.add_row(*(f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()))
+    Console().print(table)
+    _write_json(values, json_path)
+
+
+def _write_json(values: object, path: Path | None) -> None:
+    if path is None:
+        return
+    try:
+        path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--json {path}: {error.strerror}") from None
 
 
 def _run(plan: Plan) -> Result:
@@ -104,11 +188,7 @@ def _report(result: Result, json_path: Path | None) -> int:
 
     console = Console()
     console.print(serve_table(result))
-    if json_path is not None:
-        try:
-            json_path.write_text(json.dumps(result.as_json(), indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--json {json_path}: {error.strerror}") from None
+    _write_json(result.as_json(), json_path)
     failures = [text for arm in result.arms for text in arm.errors]
     for failure in failures:
         Console(stderr=True).print(f"failed: {failure}", markup=False)
