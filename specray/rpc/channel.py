@@ -131,8 +131,10 @@ def _parse_unix(text: str) -> Address:
     return Address(path=path)
 
 
-def check_can_listen(address: Address) -> None:
+def check_can_listen(address: Address, *, reuse_port: bool = False) -> None:
     """Tries the address before anything slow is loaded; removes the socket file of a process that died.
+
+    ``reuse_port`` is that of the server's options.
 
     Raises:
         ConfigError: in use, not writable, or not an address of this machine.
@@ -141,7 +143,7 @@ def check_can_listen(address: Address) -> None:
         if address.is_unix:
             _check_unix(Path(address.path))
         else:
-            _check_tcp(address)
+            _check_tcp(address, reuse_port)
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(f"cannot listen on {address.target}: {reason}") from None
@@ -167,7 +169,7 @@ def _check_unix(path: Path) -> None:
     raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 
-def _check_tcp(address: Address) -> None:
+def _check_tcp(address: Address, reuse_port: bool) -> None:
     candidates = socket.getaddrinfo(
         address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )
@@ -175,18 +177,22 @@ def _check_tcp(address: Address) -> None:
     with socket.socket(family, kind, protocol) as probe:
         # As gRPC does, so that connections of an earlier server in TIME_WAIT do not count as in use.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         probe.bind(target)
         # Of two sockets with SO_REUSEADDR, only a listening one is in the way.
         probe.listen(1)
 
 
-def bind(server: aio.Server, address: Address) -> Address:
+def bind(server: aio.Server, address: Address, *, reuse_port: bool) -> Address:
     """Makes a server that is not started yet listen; the address with the real port.
+
+    ``reuse_port`` is that of the server's options.
 
     Raises:
         ConfigError: in use, not writable, or not an address of this machine.
     """
-    check_can_listen(address)
+    check_can_listen(address, reuse_port=reuse_port)
     try:
         port = server.add_insecure_port(address.target)
     except RuntimeError:

@@ -20,6 +20,8 @@ from specray.types import PROTOCOL_VERSION, EngineInfo
 logger = logging.getLogger(__name__)
 
 ValueT = TypeVar("ValueT")
+CLOSE_TIMEOUT_S = 1.0
+
 BytesStream = aio.StreamStreamCall[bytes, bytes]
 
 
@@ -96,8 +98,10 @@ class EngineConnection(Generic[ItemT, ReplyT, RepliesT]):
         self._lose("the connection was closed")
         if self._watchdog is not None:
             self._watchdog.cancel()
+        # The reader ends by itself once gRPC has cancelled its read: cancelled first, it would leave that
+        # read behind for a loop that may be closed by then.
+        await asyncio.wait((self._reader,), timeout=CLOSE_TIMEOUT_S)
         self._reader.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
         await self._channel.close(None)
 
     async def _write(self, data: bytes) -> None:
@@ -170,7 +174,7 @@ class _Inbox(Generic[ValueT]):
         """Why nothing more will come."""
 
     async def put(self, value: ValueT) -> None:
-        while len(self._values) >= self._capacity:
+        while len(self._values) >= self._capacity and self.reason is None:
             self._taken.clear()
             await self._taken.wait()
         self._values.append(value)
@@ -188,6 +192,7 @@ class _Inbox(Generic[ValueT]):
         if self.reason is None:
             self.reason = reason
         self._arrived.set()
+        self._taken.set()
 
     def raise_if_failed(self) -> None:
         if self.reason is not None:

@@ -92,7 +92,7 @@ class EngineServer(Generic[ItemT, ReplyT, RepliesT]):
             EngineLostError: the engine was not loaded within ``timeout_s`` seconds.
             Exception: what the engine's factory raises.
         """
-        check_can_listen(self._address)
+        check_can_listen(self._address, reuse_port=self._options.reuse_port)
         self._broken = asyncio.get_running_loop().create_future()
         self._thread = EngineThread(self._role, self._make_engine, on_broken=self._on_broken)
         try:
@@ -105,7 +105,7 @@ class EngineServer(Generic[ItemT, ReplyT, RepliesT]):
             )
             await self._health.attach(server)
             server.add_generic_rpc_handlers((self._handlers(),))
-            self._address = bind(server, self._address)
+            self._address = bind(server, self._address, reuse_port=self._options.reuse_port)
             self._server = server
             await server.start()
         except BaseException:

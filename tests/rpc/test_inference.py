@@ -334,6 +334,18 @@ async def test_a_port_in_use_is_a_config_error() -> None:
     await first.stop(0.1)
 
 
+async def test_replicas_may_share_a_port_when_asked() -> None:
+    options = ChannelOptions(reuse_port=True)
+    first = InferenceServer(ScriptedHandler(), "127.0.0.1:0", options=options)
+    address = await first.start()
+    second = InferenceServer(ScriptedHandler(), address, options=options)
+    assert await second.start() == address
+    await first.stop(0.1)
+    async with SpecrayClient(address) as client:
+        assert await client.info(timeout_s=DEADLINE_S) == SERVICE_INFO
+    await second.stop(0.1)
+
+
 def test_new_event_loop_is_a_fresh_loop_each_time() -> None:
     loops = [new_event_loop(), new_event_loop()]
     assert loops[0] is not loops[1]
