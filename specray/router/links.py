@@ -133,7 +133,10 @@ class Link(Generic[ItemT, RepliesT]):
             self.unanswered_since = now
 
     def release(self, request_id: str) -> None:
-        """Frees a sequence with the next ``flush``, after all items before."""
+        """Frees a sequence with the next ``flush``: after the items of earlier ones, before those of its own.
+
+        So a place that one session left is free for the next in the same step.
+        """
         self._released.append(request_id)
 
     def flush(self) -> None:
@@ -166,10 +169,10 @@ class Link(Generic[ItemT, RepliesT]):
                 self._has_mail.clear()
                 while self._outbox:
                     items, released = self._outbox[0]
-                    if items:
-                        await self._send(items)
                     if released:
                         await self._connection.release(released)
+                    if items:
+                        await self._send(items)
                     self._outbox.popleft()
                 self._is_drained.set()
         except Exception as error:

@@ -275,6 +275,7 @@ def test_full_queue_refuses_with_retry_after_and_admitted_requests_go_on() -> No
             await asyncio.gather(*calls)
             assert pair.counted("specray_requests_refused_total") == 1
             await complete(pair, request_id="later")
+            assert pair.counted("specray_preemptions_total") == 0, "a place that was left is free at once"
             await pair.settle()
 
     run(clock, main())
