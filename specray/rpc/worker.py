@@ -69,6 +69,7 @@ async def _serve(
         await asyncio.wait({started, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if not started.done():
             started.cancel()
+            await asyncio.gather(started, return_exceptions=True)
             return
         on_ready(started.result())
         broken = asyncio.create_task(server.wait_broken())

@@ -23,14 +23,14 @@ DEADLINE_S = 20.0
 
 
 @contextmanager
-def worker_process(address: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process and the address that it printed."""
+def worker_process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process and the last word of its first line: the address, once it listens."""
     script = Path(__file__).with_name("worker_process.py")
-    process = subprocess.Popen([sys.executable, str(script), address], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, str(script), *arguments], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
-        assert line.startswith("specray draft worker listens on "), line
+        assert line.startswith(("specray draft worker listens on ", "loading")), line
         yield process, line.split()[-1]
     finally:
         process.kill()
@@ -68,6 +68,12 @@ async def test_signal_ends_a_worker_with_its_socket(number: int, address: str, s
         await drafter.close()
         assert await asyncio.to_thread(process.wait, DEADLINE_S) == 0
     assert not is_there(socket_path)
+
+
+def test_signal_ends_a_worker_that_still_loads(address: str) -> None:
+    with worker_process(address, "60") as (process, _):
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(DEADLINE_S) == 0
 
 
 async def test_worker_reports_the_real_port() -> None:

@@ -1,12 +1,21 @@
-"""A scripted draft as a process of its own: ``python worker_process.py ADDRESS``."""
+"""A scripted draft as a process of its own: ``python worker_process.py ADDRESS [SECONDS_TO_LOAD]``."""
 
 from __future__ import annotations
 
 import sys
+import time
 
 from rpc_engines import ScriptedDraft
 
 from specray.rpc.worker import serve_engine
 
+
+def load() -> ScriptedDraft:
+    if len(sys.argv) > 2:
+        print("loading", flush=True)
+        time.sleep(float(sys.argv[2]))
+    return ScriptedDraft()
+
+
 if __name__ == "__main__":
-    serve_engine(ScriptedDraft, role="draft", address=sys.argv[1], grace_s=1.0)
+    serve_engine(load, role="draft", address=sys.argv[1], grace_s=60.0)
