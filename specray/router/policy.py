@@ -138,13 +138,12 @@ class Policy:
 
     def patience_s(self) -> float | None:
         """How long a round may wait for the draft: four times what it usually takes. None: not measured."""
-        per_token = self._measured.propose_per_token.value
-        if per_token is None:
+        averages = (self._measured.propose_per_token, *self._measured.outcomes_per_step.values())
+        steps = [average.value for average in averages if average.value is not None]
+        if not steps:
             return None
-        outcomes = [average.value or 0.0 for average in self._measured.outcomes_per_step.values()]
         k = self._fixed_k or AUTO_K[-1]
-        step = max(per_token, *outcomes)
-        return max(0.05, 4 * (step * (k + 1) + (self._measured.draft_round_trip.value or 0.0)))
+        return max(0.05, 4 * (max(steps) * (k + 1) + (self._measured.draft_round_trip.value or 0.0)))
 
     def verify_s(self, rows: int) -> float | None:
         """Expected seconds of a target step; None before the first measurement."""

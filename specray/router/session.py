@@ -310,10 +310,9 @@ class Session:
         asked = self.draft.in_flight
         self.drafted = self._branches.get(key)
         self._branches.clear()
-        has_outcomes, self._has_outcomes = self._has_outcomes, False
         if self.drafted is None and asked is None:
             return Lookup.NOT_ASKED
-        if self.drafted is None and not has_outcomes:
+        if self.drafted is None and not self._has_outcomes:
             self._open_verdict = key
             return Lookup.PENDING
         self.draft.in_flight = None

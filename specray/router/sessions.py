@@ -138,7 +138,8 @@ class Sessions:
         self._queue.remove(live.request_id)
         if self.running.pop(live.request_id, None) is not None:
             self._release(live.request_id)
-            self._max_running = min(self._limit, self._max_running + 1)
+            # What one session left has room for another; when nobody waits, there is room for all.
+            self._max_running = min(self._limit, self._max_running + 1) if self._queue else self._limit
         if self._ended_s is not None:
             self._queue.observe_service(now - self._ended_s)
         self._ended_s = now

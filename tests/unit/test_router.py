@@ -368,6 +368,12 @@ def test_retriable_failure_puts_the_request_back_and_it_completes() -> None:
             await complete(pair, request_id="preempted")
             await other
             assert pair.counted("specray_preemptions_total") == 3
+            steps = pair.target.num_steps
+            off = SpeculationParams(enabled=False)
+            await asyncio.gather(
+                *(complete(pair, request_id=str(index), max_tokens=9, speculation=off) for index in range(3))
+            )
+            assert pair.target.num_steps == steps + 9, "all places are open again"
             await pair.settle()
 
     run(clock, main())
@@ -438,6 +444,28 @@ def test_hanging_draft_costs_at_most_one_round_timeout(overlap: str) -> None:
             assert max(gaps) < 2.0 + 2 * TARGET_S
             assert sum(gap > 2 * TARGET_S for gap in gaps) <= 1
             assert pair.counted("specray_draft_lost_total") == 1
+
+    run(clock, main())
+
+
+def test_draft_that_is_late_beyond_patience_is_not_waited_for_again_and_again() -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        draft = fake_draft(PerfectGuesser(MODEL))
+        hanging = LocalDrafter(draft, clock, hangs_after=10)
+        config = router_config(round_timeout_s=50.0)
+        async with serving(
+            clock,
+            draft=draft,
+            make_drafter=lambda _: hanging,
+            config=config,
+            overlap="ahead",
+            num_speculative_tokens=3,
+        ) as pair:
+            await complete(pair, max_tokens=300)
+            assert clock.monotonic() < 300 * TARGET_S + 0.3
+            assert pair.counted("specray_draft_lost_total") == 0
 
     run(clock, main())
 
