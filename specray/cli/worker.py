@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import threading
+import time
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -27,6 +31,9 @@ def worker(
     max_model_len: Annotated[int | None, typer.Option(help="Most tokens of one sequence.")] = None,
     num_threads: Annotated[int | None, typer.Option(help="CPU threads; default: by cores.")] = None,
     settings: Setting = None,
+    parent_pid: Annotated[
+        int | None, typer.Option(help="End when this process, which started this one, has ended.")
+    ] = None,
 ) -> None:
     """Serve one engine over gRPC until Ctrl-C: a draft or a target of one rank."""
     from specray.cli.settings import build_config
@@ -43,6 +50,8 @@ def worker(
     # Of a pair this process knows one half only.
     other: dict[str, object] = {"draft.enabled": False} if role is Role.TARGET and config is None else {}
     merged = build_config(config, own | other, settings or [])
+    if parent_pid is not None:
+        end_with_parent(parent_pid)
     logging.basicConfig(level=log_level(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     from specray.engine.build import build_draft_engine, build_target_engine
@@ -60,3 +69,14 @@ def worker(
             address=listen,
             start_timeout_s=start_timeout_s,
         )
+
+
+def end_with_parent(parent_pid: int, *, period_s: float = 1.0) -> None:
+    """This process gets SIGTERM once its parent has ended, however that ended, and also if it did before."""
+
+    def watch() -> None:
+        while os.getppid() == parent_pid:
+            time.sleep(period_s)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
@@ -112,6 +113,7 @@ async def _worker(role: str, config_path: Path, command: Sequence[str]) -> Async
             role,
             f"--config={config_path}",
             f"--listen={_address(config_path.parent, role)}",
+            f"--parent-pid={os.getpid()}",
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=stderr,

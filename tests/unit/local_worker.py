@@ -1,4 +1,4 @@
-"""A worker process around the fake engines: ``python local_worker.py ROLE --config=… --listen=…``.
+"""A worker process around the fake engines, called as ``specray worker`` is by local_router.
 
 With ``--fail`` first it ends before it listens, as a worker whose model is missing does.
 """
@@ -12,7 +12,7 @@ from specray.fakes.engines import fake_info
 from specray.rpc.worker import serve_engine
 
 if __name__ == "__main__":
-    *flags, role, _, listen = sys.argv[1:]
+    *flags, role, _, listen, _ = sys.argv[1:]
     if flags == ["--fail"]:
         sys.exit("specray: target.model: /models/x does not exist")
     model = ToyModel(vocab_size=264)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -229,3 +230,33 @@ def test_generate_without_its_server_ends_with_1(capsys: pytest.CaptureFixture[s
 def test_build_config_refuses_before_it_parses() -> None:
     with pytest.raises(ConfigError, match=r"draft\.model is not set for the target /x"):
         build_config(None, {"target.model": "/x"})
+
+
+def test_worker_with_parent_ends_when_its_parent_is_killed() -> None:
+    child = (
+        "import sys, time\nfrom specray.cli.worker import end_with_parent\n"
+        "end_with_parent(int(sys.argv[1]), period_s=0.01)\ntime.sleep(60)"
+    )
+    parent = (
+        "import os, subprocess, sys, time\n"
+        f"command = [sys.executable, '-c', {child!r}, str(os.getpid())]\n"
+        "print(subprocess.Popen(command).pid, flush=True)\ntime.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        assert is_running(pid)
+        process.kill()
+    deadline_s = time.monotonic() + 20
+    while is_running(pid) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert not is_running(pid)
+
+
+def is_running(pid: int) -> bool:
+    """False also for a process that nobody has collected yet."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
