@@ -107,6 +107,14 @@ class GrpcConfig(_Section):
     max_message_bytes: int = Field(4 * 1024 * 1024, ge=1024)
 
 
+class RpcConfig(_Section):
+    """The streams between router, draft and target."""
+
+    listen: Literal["loopback", "node"] = Field(
+        "loopback", description="loopback: all on one machine; node: on the address of the worker's node."
+    )
+
+
 class IngressConfig(_Section):
     num_replicas: int = Field(1, ge=1, le=64)
     max_ongoing_requests: int = Field(1024, ge=1)
@@ -123,6 +131,7 @@ class Config(_Section):
     draft: DraftConfig = Field(default_factory=DraftConfig)  # type: ignore[arg-type]
     speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)  # type: ignore[arg-type]
     router: RouterConfig = Field(default_factory=RouterConfig)  # type: ignore[arg-type]
+    rpc: RpcConfig = Field(default_factory=RpcConfig)  # type: ignore[arg-type]
     ingress: IngressConfig = Field(default_factory=IngressConfig)  # type: ignore[arg-type]
     http: HttpConfig = Field(default_factory=HttpConfig)  # type: ignore[arg-type]
     grpc: GrpcConfig = Field(default_factory=GrpcConfig)  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 
+from specray.actors.node import listen_host
 from specray.config import parse_config
 from specray.errors import EngineLostError
 
@@ -33,9 +34,8 @@ class DraftReplica:
 
         from specray.actors.workers import start_draft
 
-        self._server, address = await asyncio.to_thread(
-            start_draft, parse_config(values), listen_host=ray.util.get_node_ip_address()
-        )
+        config = parse_config(values)
+        self._server, address = await asyncio.to_thread(start_draft, config, listen_host=listen_host(config))
         self._lease = DraftLease(
             replica_id=serve.get_replica_context().replica_id.unique_id,
             node_id=ray.get_runtime_context().get_node_id(),

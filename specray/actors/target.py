@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import ray
-
+from specray.actors.node import listen_host
 from specray.config import parse_config
 
 if TYPE_CHECKING:
@@ -26,9 +25,7 @@ class TargetRank:
         """On the leader: opens the store where the ranks meet, on a free port; returns its ``host:port``."""
         from specray.engine.parallel import GroupStore
 
-        self._store = GroupStore(
-            ray.util.get_node_ip_address(), timeout_s=self._config.router.start_timeout_s
-        )
+        self._store = GroupStore(listen_host(self._config), timeout_s=self._config.router.start_timeout_s)
         return self._store.address
 
     def start(self, meeting: str | None) -> str | None:
@@ -43,7 +40,7 @@ class TargetRank:
             self._config,
             rank=self._rank,
             meeting=self._store or meeting,
-            listen_host=ray.util.get_node_ip_address(),
+            listen_host=listen_host(self._config),
         )
         return self._worker.address
 

@@ -1,24 +1,28 @@
-"""One real service for all end-to-end tests: Ray, Serve, HTTP and gRPC, the embedded pair in float32."""
+"""A real service for each module of end-to-end tests: Ray, Serve, HTTP, gRPC, and the embedded pair."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
+import aiohttp
 import pytest
-from e2e_service import Service, free_port
+from e2e_service import DEADLINE_S, Service, free_port
 
 from specray.config import parse_config
 from specray.serving.launch import running_service
 
 
-@pytest.fixture(scope="session")
-def service() -> Iterator[Service]:
+@pytest.fixture(scope="module")
+def service(request: pytest.FixtureRequest) -> Iterator[Service]:
+    """A module that defines TENSOR_PARALLEL_SIZE gets a target of so many ranks."""
+    # float32: a forward's width does not change the tokens, so outputs can be compared exactly.
+    # One thread each: OpenMP threads that share a core with others' spin instead of working.
+    engine = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "num_threads": 1}
+    size = getattr(request.module, "TENSOR_PARALLEL_SIZE", 1)
     config = parse_config(
         {
-            # float32: a forward's width does not change the tokens, so outputs can be compared exactly.
-            # One thread each: OpenMP threads that share a core with others' spin instead of working.
-            "target": {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "num_threads": 1},
-            "draft": {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "num_threads": 1},
+            "target": {**engine, "tensor_parallel_size": size},
+            "draft": engine,
             "speculation": {"num_speculative_tokens": 4},
             "http": {"port": free_port()},
             "grpc": {"port": free_port()},
@@ -31,3 +35,10 @@ def service() -> Iterator[Service]:
             url=f"http://127.0.0.1:{config.http.port}",
             grpc_address=f"127.0.0.1:{config.grpc.port}",
         )
+
+
+@pytest.fixture
+async def http(service: Service) -> AsyncIterator[aiohttp.ClientSession]:
+    timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
+    async with aiohttp.ClientSession(service.url, timeout=timeout) as session:
+        yield session

@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from e2e_service import Service
+from e2e_service import DEADLINE_S, Service, complete
 from openai import AsyncOpenAI
 from ray import serve
 
@@ -21,15 +21,7 @@ from specray.rpc.inference_types import GenerateParams
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
-DEADLINE_S = 60.0
 PROMPTS = ["def fibonacci(n):\n", "class Stack:\n    def push(self, item):\n", "import os\nimport sys\n\n"]
-
-
-@pytest.fixture
-async def http(service: Service) -> AsyncIterator[aiohttp.ClientSession]:
-    timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
-    async with aiohttp.ClientSession(service.url, timeout=timeout) as session:
-        yield session
 
 
 @pytest.fixture
@@ -38,14 +30,6 @@ async def openai(service: Service) -> AsyncIterator[AsyncOpenAI]:
         base_url=f"{service.url}/v1", api_key="unused", timeout=DEADLINE_S, max_retries=0
     ) as client:
         yield client
-
-
-async def complete(http: aiohttp.ClientSession, service: Service, **fields: Any) -> dict[str, Any]:
-    body = {"model": service.model, "max_tokens": 48, "temperature": 0, **fields}
-    async with http.post("/v1/completions", json=body) as response:
-        answer: dict[str, Any] = await response.json()
-        assert response.status == 200, answer
-        return answer
 
 
 async def metric(http: aiohttp.ClientSession, name: str) -> float:

@@ -1,0 +1,100 @@
+"""What cannot work fails at the start: one clear line, exit code 2, and not even Ray was started."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from checkpoints import write_checkpoint
+from transformers import AutoConfig, T5Config
+
+from specray.cli.app import run
+
+EXIT_WRONG_INPUT = 2
+
+
+@pytest.fixture(autouse=True)
+def no_ray() -> Iterator[None]:
+    yield
+    assert not ray.is_initialized()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("pair")
+    write_checkpoint(directory / "target", "llama")
+    write_checkpoint(directory / "draft", "llama", seed=1)
+    return directory
+
+
+def serve(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Runs ``specray serve`` with what must not start, and returns what it said."""
+    with socket.socket() as http, socket.socket() as grpc:
+        http.bind(("127.0.0.1", 0))
+        grpc.bind(("127.0.0.1", 0))
+        ports = [str(item.getsockname()[1]) for item in (http, grpc)]
+    options = [str(argument) for argument in arguments]
+    for name, port in zip(("--port", "--grpc-port"), ports, strict=True):
+        if name not in options:
+            options += [name, port]
+    assert run(["serve", *options]) == EXIT_WRONG_INPUT
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert "Traceback" not in output.err
+    return output.err
+
+
+@pytest.mark.parametrize("option", ["--port", "--grpc-port"])
+def test_port_in_use(capsys: pytest.CaptureFixture[str], pair: Path, option: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        said = serve(capsys, "--target", pair / "target", "--draft", pair / "draft", option, port)
+    field = {"--port": "http.port", "--grpc-port": "grpc.port"}[option]
+    assert f"{field}: cannot listen on 127.0.0.1:{port}: Address already in use" in said
+
+
+def test_same_port_twice(capsys: pytest.CaptureFixture[str], pair: Path) -> None:
+    said = serve(
+        capsys, "--target", pair / "target", "--draft", pair / "draft", "--port", 18431, "--grpc-port", 18431
+    )
+    assert "grpc.port: 18431 is http.port as well; they must differ" in said
+
+
+def test_missing_model(capsys: pytest.CaptureFixture[str], pair: Path) -> None:
+    said = serve(capsys, "--target", pair / "nowhere", "--draft", pair / "draft")
+    assert f"{pair / 'nowhere'}" in said
+    assert "does not exist" in said
+
+
+def test_missing_weights(capsys: pytest.CaptureFixture[str], pair: Path, tmp_path: Path) -> None:
+    shutil.copytree(pair / "draft", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.safetensors").unlink()
+    said = serve(capsys, "--target", pair / "target", "--draft", tmp_path)
+    assert "holds no *.safetensors file" in said
+
+
+def test_unsupported_architecture(capsys: pytest.CaptureFixture[str], pair: Path, tmp_path: Path) -> None:
+    shutil.copytree(pair / "target", tmp_path, dirs_exist_ok=True)
+    T5Config().save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).is_encoder_decoder
+    said = serve(capsys, "--target", tmp_path, "--draft", pair / "draft")
+    assert "allowed: decoder-only causal language models" in said
+
+
+def test_draft_with_another_tokenizer(capsys: pytest.CaptureFixture[str], pair: Path, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama", vocab_size=97)
+    said = serve(capsys, "--target", pair / "target", "--draft", tmp_path)
+    assert "draft.model:" in said
+    assert "has another tokenizer than the target" in said
+
+
+def test_max_model_len_beyond_the_model(capsys: pytest.CaptureFixture[str], pair: Path) -> None:
+    said = serve(capsys, "--target", pair / "target", "--draft", pair / "draft", "--max-model-len", 100_000)
+    assert "max_model_len is 100000" in said
+    assert "allows at most 128" in said
