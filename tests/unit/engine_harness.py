@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -95,21 +95,19 @@ class SlotRunner:
 
 
 def engine_info(role: str, **changes: int) -> EngineInfo:
-    limits = {
-        "block_size": 4,
-        "num_blocks": 400,
-        "max_model_len": 96,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 64,
-    } | changes
-    return EngineInfo(
+    info = EngineInfo(
         role=role,
         model="toy",
         vocab_size=VOCAB_SIZE,
         tokenizer_fingerprint="toy",
+        block_size=4,
+        num_blocks=400,
+        max_model_len=96,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
         protocol_version=1,
-        **limits,
     )
+    return replace(info, **changes)  # type: ignore[arg-type]
 
 
 def toy_target(**changes: int) -> tuple[TargetHead, SlotRunner]:

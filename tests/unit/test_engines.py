@@ -114,6 +114,10 @@ def expected(target_path: Path) -> dict[str, list[int]]:
     return outputs
 
 
+def heads_of(target: TargetHead, drafts: dict[str, DraftHead]) -> list[TargetHead | DraftHead]:
+    return [target, *drafts.values()]
+
+
 def assert_all_free(head: TargetHead | DraftHead) -> None:
     head.release(["a"])
     head.check_integrity()
@@ -151,7 +155,7 @@ def test_output_is_the_models_own_with_any_draft(
             assert set(session.accepted) == {num_drafts}
         if name == "adversarial":
             assert set(session.accepted) == {0}
-        for head in (target, *drafts.values()):
+        for head in heads_of(target, drafts):
             assert_all_free(head)
 
 
@@ -175,7 +179,7 @@ def test_output_is_the_models_own_with_overlap(
             assert output == expected[sampling][:NUM_OUTPUT], label
             if name == "perfect":
                 assert all(session.hits)
-            for head in (target, *drafts.values()):
+            for head in heads_of(target, drafts):
                 assert_all_free(head)
 
 
@@ -222,7 +226,7 @@ def test_info_and_check(target: TargetHead, drafts: dict[str, DraftHead]) -> Non
     assert (info.block_size, info.num_blocks) == (16, 5 * 4)
     assert (drafts["perfect"].info.block_size, drafts["perfect"].info.num_blocks) == (64, 4 * 8 + 1)
     assert drafts["perfect"].info.tokenizer_fingerprint == info.tokenizer_fingerprint
-    for head in (target, *drafts.values()):
+    for head in heads_of(target, drafts):
         head.check()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -34,10 +35,12 @@ from engine_harness import (
     verify,
     verify_item,
 )
+from scipy import stats
 from torch import Tensor
 
 from specray.engine.draft import DraftHead
 from specray.engine.sampling.logprobs import token_logprobs
+from specray.engine.sampling.processors import RowGroup, process_logits
 from specray.engine.target import TargetHead
 from specray.errors import EngineLostError
 from specray.types import (
@@ -200,6 +203,45 @@ def test_rejection_repeats_with_the_same_seed_and_not_with_another() -> None:
 
     assert output(1) == output(1)
     assert output(1) != output(2)
+
+
+def exact_probabilities(sampling: SamplingParams, num_tokens: int) -> dict[tuple[int, ...], float]:
+    """Of every possible output of the target alone."""
+    found: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(num_tokens):
+        longer = {}
+        for output, probability in found.items():
+            prefix = [*PROMPT, *output]
+            row = process_logits(model_logits(TARGET, prefix)[None], [RowGroup(sampling, prefix, 1)])[0]
+            for token_id, factor in enumerate(row.double().softmax(-1).tolist()):
+                if factor > 0.0:
+                    longer[*output, token_id] = probability * factor
+        found = longer
+    return found
+
+
+@pytest.mark.parametrize("fanout", ["ahead", "enumerated"])
+def test_rejection_keeps_the_distribution_through_both_heads(fanout: str) -> None:
+    """Sampled drafts, their distributions and branches drafted before the verdict, over many seeds."""
+    sampling = replace(REJECTION, temperature=1.5, top_k=3, presence_penalty=1.0)
+    expected = exact_probabilities(sampling, 3)
+    target, _ = toy_target()
+    draft, _ = toy_draft(table(error=1.5))
+    seen: Counter[tuple[int, ...]] = Counter()
+    accepted, hits = [], []
+    for seed in range(1500):
+        current = session(replace(sampling, seed=seed))
+        output = generate_overlapped(target, draft, current, 3, 1, FANOUTS[fanout])
+        seen[tuple(output)] += 1
+        accepted += current.accepted
+        hits += current.hits
+        target.release(["a"])
+        draft.release(["a"])
+    assert set(accepted) == {0, 1} and set(hits) == {False, True}
+    assert set(seen) <= set(expected)
+    outputs = list(expected)
+    observed = [seen[output] for output in outputs]
+    assert stats.chisquare(observed, [1500 * expected[output] for output in outputs]).pvalue > 1e-3
 
 
 # ---- the target
