@@ -106,6 +106,16 @@ def test_rows_kept_from_earlier_equal_fresh_rows() -> None:
         assert torch.equal(kept.gumbel(keys), fresh.gumbel(keys))
 
 
+@pytest.mark.parametrize("max_cached_rows", [0, 3, 10, 1000])
+def test_source_on_a_device_gives_the_same_rows(max_cached_rows: int) -> None:
+    """It also computes the positions that follow, as far as they may be kept."""
+    reference = NoiseSource(64, CPU)
+    source = NoiseSource(64, CPU, max_cached_bytes=max_cached_rows * 64 * 8, on_device=True)
+    for keys in (KEYS[:1], KEYS[:5], [KEYS[0], KEYS[0]], [KEYS[2]._replace(position=9)]):
+        torch.testing.assert_close(source.gumbel(keys), reference.gumbel(keys), rtol=1e-14, atol=1e-14)
+    assert len(source._cached_rows) <= max_cached_rows
+
+
 def test_rows_kept_stay_within_the_budget() -> None:
     source = NoiseSource(64, CPU, max_cached_bytes=3 * 64 * 8)
     for position in range(10):

@@ -29,6 +29,7 @@ _MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
 _WEYL = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
 _NUM_ROUNDS = 10
 _DEFAULT_CACHE_BYTES = 64 * 1024 * 1024
+_MAX_POSITIONS_AHEAD = 16
 
 
 class Purpose(enum.IntEnum):
@@ -170,41 +171,63 @@ class NoiseSource:
 
     Keeps the rows used last: the draft ranks outcomes at positions where it has just drawn, and the target
     sees a rejected position again. A row is a function of its key, so keeping it cannot change a result.
+
+    Args:
+        max_cached_bytes: for the rows kept.
+        on_device: compute with torch on ``device``, not with numpy; default: unless it is the CPU.
     """
 
     def __init__(
-        self, vocab_size: int, device: torch.device, *, max_cached_bytes: int = _DEFAULT_CACHE_BYTES
+        self,
+        vocab_size: int,
+        device: torch.device,
+        *,
+        max_cached_bytes: int = _DEFAULT_CACHE_BYTES,
+        on_device: bool | None = None,
     ) -> None:
         self._vocab_size = vocab_size
         self._device = device
+        self._on_device = device.type != "cpu" if on_device is None else on_device
         self._generator = PhiloxGenerator()
         self._max_cached_rows = max_cached_bytes // (8 * vocab_size)
         self._cached_rows: OrderedDict[NoiseKey, Tensor] = OrderedDict()
 
     def gumbel(self, keys: Sequence[NoiseKey]) -> Tensor:
         """Gumbel noise, float64 ``[len(keys), vocab_size]`` on the source's device."""
-        missing = [key for key in dict.fromkeys(keys) if key not in self._cached_rows]
-        fresh = dict(zip(missing, self._compute(missing), strict=True)) if missing else {}
-        rows = [fresh[key] if key in fresh else self._cached_rows[key] for key in keys]
-        self._remember(keys, rows)
-        return rows[0][None] if len(rows) == 1 else torch.stack(rows)
+        rows = {key: self._cached_rows[key] for key in keys if key in self._cached_rows}
+        missing = [key for key in dict.fromkeys(keys) if key not in rows]
+        if missing:
+            rows |= self._compute_on_device(missing) if self._on_device else self._compute(missing)
+        self._remember(rows)
+        return rows[keys[0]][None] if len(keys) == 1 else torch.stack([rows[key] for key in keys])
 
     def uniform(self, key: NoiseKey) -> float:
         """One uniform in (0, 1): that of token id 0."""
         return float(_uniform_numpy(self._generator.words(key, 1))[0])
 
-    def _compute(self, keys: Sequence[NoiseKey]) -> Sequence[Tensor]:
-        if self._device.type == "cpu":
-            words = (self._generator.words(key, self._vocab_size) for key in keys)
-            return [torch.from_numpy(_gumbel_numpy(row)) for row in words]
-        noise = gumbel_from_words(philox_words(keys, self._vocab_size, self._device))
-        # Own storage for each row: a kept view would keep the whole batch.
-        return [row.clone() for row in noise]
+    def _compute(self, keys: Sequence[NoiseKey]) -> dict[NoiseKey, Tensor]:
+        words = (self._generator.words(key, self._vocab_size) for key in keys)
+        return {key: torch.from_numpy(_gumbel_numpy(row)) for key, row in zip(keys, words, strict=True)}
 
-    def _remember(self, keys: Sequence[NoiseKey], rows: Sequence[Tensor]) -> None:
-        if len(keys) > self._max_cached_rows:
+    def _compute_on_device(self, keys: Sequence[NoiseKey]) -> dict[NoiseKey, Tensor]:
+        """Also computes the positions that follow: some 400 small kernels cost the same for many rows."""
+        num_ahead = max(1, min(_MAX_POSITIONS_AHEAD, self._max_cached_rows // (2 * len(keys))))
+        ahead = list(
+            dict.fromkeys(
+                [
+                    *keys,
+                    *(key._replace(position=key.position + n) for key in keys for n in range(1, num_ahead)),
+                ]
+            )
+        )
+        noise = gumbel_from_words(philox_words(ahead, self._vocab_size, self._device))
+        # Own storage for each row: a kept view would keep the whole batch.
+        return {key: row.clone() for key, row in zip(ahead, noise, strict=True)}
+
+    def _remember(self, rows: dict[NoiseKey, Tensor]) -> None:
+        if len(rows) > self._max_cached_rows:
             return
-        for key, row in zip(keys, rows, strict=True):
+        for key, row in rows.items():
             self._cached_rows[key] = row
             self._cached_rows.move_to_end(key)
         while len(self._cached_rows) > self._max_cached_rows:
