@@ -171,7 +171,7 @@ class BlockCache:
     def copy(self, source: slice | torch.Tensor, destination: slice | torch.Tensor) -> None:
         """Copies the K/V of ``source`` slots to ``destination`` slots of the same number, in every layer."""
         for tensor in self.layers:
-            tensor[destination] = tensor[source]
+            tensor[destination] = tensor[source].clone()
 
 
 def bytes_per_token(*, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
