@@ -33,6 +33,10 @@ class Drafter(Protocol):
         """What the draft said of itself when the connection was made."""
         ...
 
+    async def fetch_info(self) -> EngineInfo:
+        """Asks again, for the blocks in use now. Raises EngineLostError."""
+        ...
+
     async def speculate(self, items: Sequence[SpeculateItem]) -> None:
         """Sends one batch. Raises EngineLostError when the connection is gone."""
         ...
@@ -56,6 +60,10 @@ class Verifier(Protocol):
     @property
     def info(self) -> EngineInfo:
         """What the target said of itself when the connection was made."""
+        ...
+
+    async def fetch_info(self) -> EngineInfo:
+        """Asks again, for the blocks in use now. Raises EngineLostError."""
         ...
 
     async def verify(self, items: Sequence[VerifyItem]) -> None:
@@ -113,7 +121,9 @@ class DraftEngine(Protocol):
     """The synchronous engine behind a draft worker; one thread calls it."""
 
     @property
-    def info(self) -> EngineInfo: ...
+    def info(self) -> EngineInfo:
+        """Of now. May be read from any thread; all else belongs to the engine's own."""
+        ...
 
     def speculate(self, items: Sequence[SpeculateItem]) -> DraftReplies:
         """One batch to completion. Bad items answer ItemFailed or UnknownSequence; never raises for them."""
@@ -130,7 +140,9 @@ class TargetEngine(Protocol):
     """The synchronous engine behind a target worker (its leader); one thread calls it."""
 
     @property
-    def info(self) -> EngineInfo: ...
+    def info(self) -> EngineInfo:
+        """Of now. May be read from any thread; all else belongs to the engine's own."""
+        ...
 
     def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
         """One ragged forward. Bad items answer ItemFailed or UnknownSequence; never raises for them."""

@@ -110,9 +110,12 @@ class RouterMetrics:
         )
         self.queued_requests = Gauge("specray_queue_depth", "Requests that wait.", registry=registry)
         self.running_sessions = Gauge("specray_running_sessions", "Sessions that run.", registry=registry)
-        self.blocks_in_use = Gauge(
-            "specray_target_blocks_in_use_at_least",
-            "Cache blocks that the committed tokens of running sessions need.",
+        self.target_blocks_in_use = Gauge(
+            "specray_target_blocks_in_use", "Cache blocks of the target that are taken.", registry=registry
+        )
+        self.draft_blocks_in_use = Gauge(
+            "specray_draft_blocks_in_use",
+            "Cache blocks of the leased draft that are taken, by other routers too.",
             registry=registry,
         )
 
@@ -131,7 +134,7 @@ class RouterMetrics:
                 child.inc()
 
     def observe_lookup(self, result: str, depth: int) -> None:
-        """What was found for a verdict: ``hit``, ``miss_token``, ``miss_count``, ``late_hit`` or ``late_miss``."""
+        """What a verdict found: ``hit``, ``miss_token``, ``miss_count``, ``late_hit`` or ``late_miss``."""
         self._outcomes.labels(result).inc()
         self._ahead_depth.observe(depth)
 

@@ -260,6 +260,8 @@ class EngineInfo:
     protocol_version: int
     dtype: str = ""
     tensor_parallel_size: int = 1
+    num_blocks_in_use: int = 0
+    """Of ``num_blocks``, at the moment of asking; 0 when idle."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -131,7 +131,9 @@ class DraftHead:
 
     @property
     def info(self) -> EngineInfo:
-        return self._info
+        # The block of the health check is not in use.
+        in_use = self._info.num_blocks - 1 - self._allocator.num_free
+        return replace(self._info, num_blocks_in_use=in_use)
 
     @property
     def num_free_blocks(self) -> int:

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -75,7 +75,9 @@ class TargetHead:
 
     @property
     def info(self) -> EngineInfo:
-        return self._info
+        # The block of the health check is not in use.
+        in_use = self._info.num_blocks - 1 - self._allocator.num_free
+        return replace(self._info, num_blocks_in_use=in_use)
 
     @property
     def num_free_blocks(self) -> int:

@@ -128,6 +128,10 @@ class LocalVerifier:
     def info(self) -> EngineInfo:
         return self._engine.info
 
+    async def fetch_info(self) -> EngineInfo:
+        self._wire.check()
+        return self._engine.info
+
     async def verify(self, items: Sequence[VerifyItem]) -> None:
         self._wire.check()
         self._wire.answer(self._engine.verify(items))
@@ -179,6 +183,10 @@ class LocalDrafter:
 
     @property
     def info(self) -> EngineInfo:
+        return self._engine.info
+
+    async def fetch_info(self) -> EngineInfo:
+        self._wire.check()
         return self._engine.info
 
     async def speculate(self, items: Sequence[SpeculateItem]) -> None:

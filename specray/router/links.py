@@ -12,8 +12,9 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
+from specray.errors import EngineLostError
 from specray.interfaces import Clock, Drafter, Verifier
 from specray.router.clock import within
 from specray.types import DraftReplies, EngineInfo, SpeculateItem, TargetReplies, VerifyItem
@@ -25,6 +26,7 @@ RepliesT_co = TypeVar("RepliesT_co", covariant=True)
 RepliesT = TypeVar("RepliesT")
 
 CLOSE_TIMEOUT_S = 2.0
+INFO_TIMEOUT_S = 2.0
 
 
 class Connection(Protocol[RepliesT_co]):
@@ -32,6 +34,8 @@ class Connection(Protocol[RepliesT_co]):
 
     @property
     def info(self) -> EngineInfo: ...
+
+    async def fetch_info(self) -> EngineInfo: ...
 
     async def release(self, request_ids: Sequence[str]) -> None: ...
 
@@ -126,6 +130,10 @@ class Link(Generic[ItemT, RepliesT]):
         self._is_lost = False
         self._tasks = [asyncio.create_task(self._write()), asyncio.create_task(self._read())]
 
+    async def fetch_info(self) -> EngineInfo:
+        """What the engine says of itself now. Raises EngineLostError."""
+        return await self._connection.fetch_info()
+
     def push(self, item: ItemT, now: float) -> None:
         """Puts an item into the message that the next ``flush`` sends."""
         self._items.append(item)
@@ -214,3 +222,14 @@ class DraftLink(Link[SpeculateItem, DraftReplies]):
             lambda replies: inbox.put(DraftReplied(self, replies)),
             lambda error: inbox.put(LinkLost(self, error)),
         )
+
+
+async def num_blocks_in_use(link: Link[Any, Any] | None, clock: Clock) -> int:
+    """Cache blocks that the engine at the other end has taken; 0 without one, or when it does not say."""
+    if link is None:
+        return 0
+    try:
+        info = await within(clock, INFO_TIMEOUT_S, link.fetch_info())
+    except (EngineLostError, TimeoutError):
+        return 0
+    return info.num_blocks_in_use

@@ -19,7 +19,7 @@ from specray.router.clock import SystemClock, within
 from specray.router.delivery import Delivery
 from specray.router.drafting import Drafting
 from specray.router.leases import DraftLeases
-from specray.router.links import Inbox, TargetLink
+from specray.router.links import Inbox, TargetLink, num_blocks_in_use
 from specray.router.live import LiveSession
 from specray.router.loops import overlapped_loop, serial_loop
 from specray.router.policy import Policy
@@ -99,6 +99,7 @@ class Router:
         )
         self._sessions = Sessions(queue, self.metrics, self._release)
         self._rounds: Rounds | None = None
+        self._leases: DraftLeases | None = None
         self._info: EngineInfo | None = None
         self._loop: asyncio.Task[None] | None = None
         self._reconnecting: asyncio.Task[None] | None = None
@@ -121,7 +122,7 @@ class Router:
         link = await self._connect()
         self._info = link.info
         self._sessions.set_limit(link.info.max_num_seqs)
-        leases = self._make_leases(link.info)
+        leases = self._leases = self._make_leases(link.info)
         is_serial = self._speculation.overlap is Overlap.SERIAL
         drafting = Drafting(
             leases,
@@ -240,12 +241,13 @@ class Router:
 
     async def metrics_text(self) -> str:
         """See interfaces.RouterClient."""
-        if self._info is not None:
-            size = max(1, self._info.block_size)
-            running = self._sessions.running.values()
-            self.metrics.blocks_in_use.set(
-                sum(-(-live.session.target.synced_len // size) for live in running)
-            )
+        target = self._rounds.target if self._rounds is not None else None
+        draft = self._leases.link if self._leases is not None else None
+        blocks = await asyncio.gather(
+            num_blocks_in_use(target, self._clock), num_blocks_in_use(draft, self._clock)
+        )
+        self.metrics.target_blocks_in_use.set(blocks[0])
+        self.metrics.draft_blocks_in_use.set(blocks[1])
         return self.metrics.text()
 
     # Requests

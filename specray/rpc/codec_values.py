@@ -174,6 +174,7 @@ def encode_engine_info(out: types_pb2.EngineInfo, info: EngineInfo) -> None:
     out.protocol_version = info.protocol_version
     out.dtype = info.dtype
     out.tensor_parallel_size = info.tensor_parallel_size
+    out.num_blocks_in_use = info.num_blocks_in_use
 
 
 def decode_engine_info(info: types_pb2.EngineInfo) -> EngineInfo:
@@ -190,4 +191,5 @@ def decode_engine_info(info: types_pb2.EngineInfo) -> EngineInfo:
         protocol_version=info.protocol_version,
         dtype=info.dtype,
         tensor_parallel_size=info.tensor_parallel_size,
+        num_blocks_in_use=info.num_blocks_in_use,
     )

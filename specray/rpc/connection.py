@@ -64,6 +64,14 @@ class EngineConnection(Generic[ItemT, ReplyT, RepliesT]):
         """What the engine said of itself when the connection was made."""
         return self._info
 
+    async def fetch_info(self, *, timeout_s: float = 2.0) -> EngineInfo:
+        """Asks the engine again. Raises EngineLostError when it does not answer within ``timeout_s``."""
+        self._inbox.raise_if_failed()
+        try:
+            return await _get_info(self._role, self._channel, timeout_s=timeout_s, wait_for_ready=False)
+        except aio.AioRpcError as error:
+            raise EngineLostError(f"{self._role.name} at {self._address.target}: {describe(error)}") from None
+
     @property
     def is_lost(self) -> bool:
         """True when the connection is gone or closed; every call raises EngineLostError."""
@@ -219,9 +227,7 @@ async def open_stream(
     )
     try:
         async with asyncio.timeout(timeout_s):
-            get_info: aio.UnaryUnaryMultiCallable[bytes, bytes]
-            get_info = channel.unary_unary(role.info_path, None, None)
-            info = role.decode_info(await get_info(b"", timeout=timeout_s, wait_for_ready=wait_for_ready))
+            info = await _get_info(role, channel, timeout_s=timeout_s, wait_for_ready=wait_for_ready)
             _check_info(role, address, info)
             stream: BytesStream = channel.stream_stream(role.stream_path, None, None)()
             await stream.initial_metadata()
@@ -243,6 +249,15 @@ async def open_stream(
             case _:
                 raise
         raise EngineLostError(f"{role.name} at {address.target}: {reason}") from None
+
+
+async def _get_info(
+    role: Role[Any, Any, Any], channel: aio.Channel, *, timeout_s: float, wait_for_ready: bool
+) -> EngineInfo:
+    get_info: aio.UnaryUnaryMultiCallable[bytes, bytes]
+    get_info = channel.unary_unary(role.info_path, None, None)
+    info: EngineInfo = role.decode_info(await get_info(b"", timeout=timeout_s, wait_for_ready=wait_for_ready))
+    return info
 
 
 def _check_info(role: Role[Any, Any, Any], address: Address, info: EngineInfo) -> None:

@@ -62,6 +62,7 @@ class EngineThread(Generic[ItemT, ReplyT, RepliesT]):
             _Request[ItemT, RepliesT] | _StreamEnd[RepliesT] | _Check | _Stop
         ] = queue.SimpleQueue()
         self._started: asyncio.Future[EngineInfo] = self._loop.create_future()
+        self._read_info: Callable[[], EngineInfo] | None = None
         self._broken: EngineLostError | None = None
         self._thread = threading.Thread(target=self._main, name=f"specray-{role.name}-engine", daemon=True)
 
@@ -82,6 +83,11 @@ class EngineThread(Generic[ItemT, ReplyT, RepliesT]):
             return await asyncio.wait_for(self._started, timeout_s)
         except TimeoutError:
             raise EngineLostError(f"the {self._role.name} was not loaded within {timeout_s} s") from None
+
+    def info(self) -> EngineInfo:
+        """What the engine says of itself now; after ``start``."""
+        assert self._read_info is not None, "info comes after start"
+        return self._read_info()
 
     def submit(self, outlet: Outlet[RepliesT], batch: RequestBatch[ItemT]) -> None:
         self._commands.put(_Request(outlet, batch))
@@ -121,7 +127,8 @@ class EngineThread(Generic[ItemT, ReplyT, RepliesT]):
         except BaseException as error:
             self._on_loop(_set_exception, self._started, error)
             return
-        self._on_loop(_set_result, self._started, engine.info)
+        self._read_info = engine.read_info
+        self._on_loop(_set_result, self._started, engine.read_info())
         runner = BatchRunner(self._role, engine, self._deliver)
         try:
             while self._run_waiting(engine, runner):

@@ -78,7 +78,7 @@ class Role(Generic[ItemT, ReplyT, RepliesT]):
 class BoundEngine(Generic[ItemT, RepliesT]):
     """An engine with its verb under a common name; :mod:`specray.interfaces` says what it promises."""
 
-    info: EngineInfo
+    read_info: Callable[[], EngineInfo]
     run: Callable[[Sequence[ItemT]], RepliesT]
     release: Callable[[Sequence[str]], None]
     check: Callable[[], None]
@@ -98,12 +98,12 @@ def _close(engine: object) -> None:
 
 def bind_draft(engine: DraftEngine) -> BoundEngine[SpeculateItem, DraftReplies]:
     close = partial(_close, engine)
-    return BoundEngine(engine.info, engine.speculate, engine.release, engine.check, close)
+    return BoundEngine(lambda: engine.info, engine.speculate, engine.release, engine.check, close)
 
 
 def bind_target(engine: TargetEngine) -> BoundEngine[VerifyItem, TargetReplies]:
     close = partial(_close, engine)
-    return BoundEngine(engine.info, engine.verify, engine.release, engine.check, close)
+    return BoundEngine(lambda: engine.info, engine.verify, engine.release, engine.check, close)
 
 
 DraftRole = Role[SpeculateItem, DraftReply, DraftReplies]

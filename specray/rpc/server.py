@@ -68,7 +68,6 @@ class EngineServer(Generic[ItemT, ReplyT, RepliesT]):
         self._health = Health(role.service)
         self._streams: set[RouterStream[ItemT, ReplyT, RepliesT]] = set()
         self._refusal: Ending | None = None
-        self._info = b""
         self._thread: EngineThread[ItemT, ReplyT, RepliesT] | None = None
         self._server: aio.Server | None = None
         self._background: set[asyncio.Task[None]] = set()
@@ -99,7 +98,6 @@ class EngineServer(Generic[ItemT, ReplyT, RepliesT]):
             info = await self._thread.start(timeout_s)
             if info.role != self._role.name:
                 raise ConfigError(f"the engine is a {info.role!r}; needed: {self._role.name!r}")
-            self._info = self._role.encode_info(info)
             server = aio.server(
                 options=self._options.for_server(), compression=grpc.Compression.NoCompression
             )
@@ -154,7 +152,9 @@ class EngineServer(Generic[ItemT, ReplyT, RepliesT]):
         )
 
     async def _serve_info(self, _: bytes, context: aio.ServicerContext[Any, Any]) -> bytes:
-        return self._info
+        if self._thread is None:
+            await context.abort(STOPPING.code, STOPPING.details)
+        return self._role.encode_info(self._thread.info())
 
     async def _serve_stream(self, _: object, context: aio.ServicerContext[Any, Any]) -> None:
         if self._refusal is not None or self._thread is None:
