@@ -78,6 +78,17 @@ class ServerClient:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise _unreachable(self._url, error) from None
 
+    async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """POSTs /v1/completions and returns the whole response. Raises like ``stream_completion``."""
+        url = f"{self._url}/v1/completions"
+        try:
+            async with self._opened.post(url, json=body) as response:
+                await _raise_for_status(response)
+                answer: dict[str, Any] = await response.json()
+                return answer
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise _unreachable(self._url, error) from None
+
     async def metrics_text(self) -> str:
         """GETs /metrics. Raises like ``stream_completion``."""
         return await self._get("/metrics")

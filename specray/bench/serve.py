@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -42,6 +42,8 @@ class Plan:
     seed: int = 0
     ignore_eos: bool = True
     """All outputs have max_tokens tokens, so that the arms do equal work."""
+    is_stream: bool = True
+    """False: one response per request; no time to the first token then."""
     num_warmup: int = 2
     """Requests per arm before anything is counted."""
     timeout_s: float = 600.0
@@ -156,23 +158,34 @@ async def _request(client: ServerClient, plan: Plan, arm: Arm, prompt: str) -> R
         "seed": plan.seed,
         "ignore_eos": plan.ignore_eos,
         "speculation": arm.speculation,
-        "stream_options": {"include_usage": True},
         "return_speculation_metrics": True,
     }
     started_s = time.monotonic()
+    if not plan.is_stream:
+        answer = await client.complete(body)
+        return _record(started_s, (), answer["usage"], answer.get("metrics"))
     event_times_s: list[float] = []
-    usage: dict[str, int] = {}
-    counters: dict[str, Any] = {}
-    async for event in client.stream_completion(body):
+    summary: Mapping[str, Any] = {}
+    async for event in client.stream_completion({**body, "stream_options": {"include_usage": True}}):
         if event.text:
             event_times_s.append(event.arrived_s)
-        usage = event.body.get("usage") or usage
-        counters = (event.body.get("metrics") or {}).get("speculative_decoding", counters)
-    if not usage:
+        if event.body.get("usage"):
+            summary = event.body
+    if not summary:
         raise SpecrayError("the stream ended without its usage")
+    return _record(started_s, tuple(event_times_s), summary["usage"], summary.get("metrics"))
+
+
+def _record(
+    started_s: float,
+    event_times_s: tuple[float, ...],
+    usage: Mapping[str, int],
+    metrics: Mapping[str, Any] | None,
+) -> RequestRecord:
+    counters = (metrics or {}).get("speculative_decoding", {})
     return RequestRecord(
         started_s=started_s,
-        event_times_s=tuple(event_times_s),
+        event_times_s=event_times_s,
         ended_s=time.monotonic(),
         num_prompt_tokens=usage["prompt_tokens"],
         num_output_tokens=usage["completion_tokens"],

@@ -68,6 +68,9 @@ def serve(
         list[int] | None, typer.Option(min=0, max=32, help="One more arm with this K; may be repeated.")
     ] = None,
     ignore_eos: Annotated[bool, typer.Option(help="Every output has max-tokens tokens.")] = True,
+    stream: Annotated[
+        bool, typer.Option(help="Stream the outputs; without, there is no TTFT and ITL.")
+    ] = True,
     timeout_s: Annotated[float, typer.Option(min=1, help="For one request.")] = 600.0,
     json_path: JsonPath = None,
 ) -> None:
@@ -85,6 +88,7 @@ def serve(
         temperature=temperature,
         seed=seed,
         ignore_eos=ignore_eos,
+        is_stream=stream,
         num_warmup=num_warmup,
         timeout_s=timeout_s,
     )

@@ -221,6 +221,14 @@ async def test_concurrency_bounds_the_requests_in_flight() -> None:
     assert len(router.requests) == 12
 
 
+async def test_without_streaming_the_counts_are_the_same() -> None:
+    router = FakeRouterClient(info=INFO)
+    result, _ = await run(router, is_stream=False, num_repeats=1)
+    on = result.arms[1].summary
+    assert (on.num_output_tokens, on.acceptance_rate, on.ttft_ms, on.itl_ms) == (8, 0.5, None, None)
+    assert on.latency_ms is not None
+
+
 async def test_failed_requests_are_counted_and_told() -> None:
     router = FakeRouterClient(info=INFO, errors=[OverloadedError("queues are full")])
     result, _ = await run(router, num_repeats=1)
