@@ -80,10 +80,10 @@ class AttentionStep:
         """
         self.cache.write(layer, self.write_slots, keys_values)
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        group_size = query.shape[1] // keys.shape[1]
+        group_size = query.shape[1] // keys.shape[0]
         outputs = [
             _attend_rows(
-                query if len(self.rows) == 1 else query[rows.first_row : rows.first_row + rows.num_rows],
+                query if len(self.rows) == 1 else query.narrow(0, rows.first_row, rows.num_rows),
                 keys,
                 values,
                 _context(rows, window, group_size, self.cache.block_size, query),
@@ -148,17 +148,34 @@ def _mask(
 def _attend_rows(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, context: _Context, scale: float
 ) -> torch.Tensor:
-    """The rows of one sequence. Query heads that share a kv head become rows of it: nothing is expanded."""
+    """The rows of one sequence.
+
+    Kv heads are the batch, and the query heads that share one are further rows of it: nothing is expanded,
+    and one row's result comes out in the order of its heads.
+    """
     num_rows, num_heads, head_dim = query.shape
-    num_kv_heads = keys.shape[1]
+    num_kv_heads = keys.shape[0]
     group_size = num_heads // num_kv_heads
-    grouped = query.view(num_rows, num_kv_heads, group_size, head_dim).transpose(0, 1)
+    if num_rows == 1:
+        grouped = query.view(num_kv_heads, 1, group_size, head_dim)
+    else:
+        by_head = query.view(num_rows, num_kv_heads, group_size, head_dim).transpose(0, 1)
+        grouped = by_head.reshape(num_kv_heads, 1, num_rows * group_size, head_dim)
     output = F.scaled_dot_product_attention(
-        grouped.reshape(1, num_kv_heads, num_rows * group_size, head_dim),
-        keys[context.slots].transpose(0, 1).unsqueeze(0),
-        values[context.slots].transpose(0, 1).unsqueeze(0),
+        grouped,
+        _select(keys, context.slots),
+        _select(values, context.slots),
         attn_mask=context.mask,
         scale=scale,
     )
+    if num_rows == 1:
+        return output.view(1, num_heads * head_dim)
     by_row = output.view(num_kv_heads, num_rows, group_size, head_dim).transpose(0, 1)
     return by_row.reshape(num_rows, num_heads * head_dim)
+
+
+def _select(heads: torch.Tensor, slots: Slots) -> torch.Tensor:
+    """The slots of ``[num_kv_heads, 1, num_slots, head_dim]``."""
+    if isinstance(slots, slice):
+        return heads.narrow(2, slots.start, slots.stop - slots.start)
+    return heads.index_select(2, slots)

@@ -133,8 +133,9 @@ class BlockCache:
     """The K/V tensors of all layers.
 
     ``layers``: ``[num_blocks * block_size, 2 * num_kv_heads, head_dim]`` each, a slot's keys before its
-    values, so that both are written at once; ``keys`` and ``values`` are views of the halves. Consecutive
-    slots are consecutive in memory, so the tokens of a sequence whose blocks are consecutive are one view.
+    values, so that both are written at once; ``keys`` and ``values`` are views of the halves as attention
+    wants them, ``[num_kv_heads, 1, num_slots, head_dim]``. Consecutive slots are consecutive in memory, so
+    the tokens of a sequence whose blocks are consecutive are one view.
     On CPU the allocation is virtual until it is written.
     """
 
@@ -154,8 +155,9 @@ class BlockCache:
         self.block_size = block_size
         # Zeros, not garbage: a masked slot has weight 0, and 0 times a stray NaN would still be NaN.
         self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.keys = [layer[:, :num_kv_heads] for layer in self.layers]
-        self.values = [layer[:, num_kv_heads:] for layer in self.layers]
+        by_head = [layer.transpose(0, 1).unsqueeze(1) for layer in self.layers]
+        self.keys = [heads[:num_kv_heads] for heads in by_head]
+        self.values = [heads[num_kv_heads:] for heads in by_head]
 
     def write(self, layer: int, slots: slice | torch.Tensor, keys_values: torch.Tensor) -> None:
         """Stores keys and values ``[num_tokens, 2 * num_kv_heads, head_dim]`` at ``slots``.
@@ -164,7 +166,7 @@ class BlockCache:
             slots: a slice, or an index tensor ``[num_tokens]``, of slots.
         """
         if isinstance(slots, slice):
-            self.layers[layer][slots] = keys_values
+            self.layers[layer].narrow(0, slots.start, slots.stop - slots.start).copy_(keys_values)
         else:
             self.layers[layer].index_copy_(0, slots, keys_values)
 

@@ -17,7 +17,7 @@ class Step:
     token_ids: torch.Tensor  # [num_rows], int64
     positions: Slots  # of each row in its sequence; a slice for a single sequence
     attention: AttentionStep
-    logit_rows: Slots  # the rows whose logits are wanted, in order
+    logit_rows: Slots | None  # the rows whose logits are wanted, in order; None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,5 +41,5 @@ class Forward(Protocol):
     def cache_shape(self) -> CacheShape: ...
 
     def __call__(self, step: Step) -> torch.Tensor:
-        """Fills the cache and returns the logits ``[len(logit_rows), vocab_size]``, float32."""
+        """Fills the cache and returns the logits ``[number of logit_rows, vocab_size]``, float32."""
         ...

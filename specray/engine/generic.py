@@ -61,7 +61,7 @@ class GenericForward:
         positions, device = step.positions, step.token_ids.device
         if isinstance(positions, slice):
             positions = torch.arange(positions.start, positions.stop, device=device)
-        rows = step.logit_rows
+        rows = slice(0, len(step.token_ids)) if step.logit_rows is None else step.logit_rows
         if isinstance(rows, slice):
             rows = torch.arange(rows.start, rows.stop, device=device)
         output = self._model(

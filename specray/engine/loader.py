@@ -164,8 +164,7 @@ def _load_weights(args: ModelArgs, config: PreTrainedConfig, source: dict[str, A
     if args.tensor_parallel_size > 1:
         options["distributed_config"] = DistributedConfig(tp_size=args.tensor_parallel_size, tp_plan="auto")
     try:
-        model: Any
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model_and_report: Any = AutoModelForCausalLM.from_pretrained(
             args.path,
             config=config,
             dtype=args.dtype,
@@ -176,6 +175,7 @@ def _load_weights(args: ModelArgs, config: PreTrainedConfig, source: dict[str, A
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"model {args.path!r} cannot be loaded: {error}") from None
+    model, report = model_and_report
     if report["missing_keys"]:
         # The library fills them with random numbers.
         raise ConfigError(f"model {args.path!r} lacks weights: {', '.join(sorted(report['missing_keys']))}")

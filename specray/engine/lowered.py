@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from specray.engine.forward import CacheShape, Step
-from specray.engine.linear import Linear
+from specray.engine.linear import Linear, PackedLinear, PlainLinear
 
 if TYPE_CHECKING:
     from specray.engine.attention import Slots
@@ -67,7 +67,8 @@ class MirroredRMSNorm:
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         mirrored = torch.cat((rows, rows.neg()), -1)
-        return F.layer_norm(mirrored, self.weight.shape, self.weight, None, self.eps)[..., : rows.shape[-1]]
+        normed = torch.layer_norm(mirrored, self.weight.shape, self.weight, None, self.eps)
+        return normed.narrow(-1, 0, rows.shape[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,9 @@ class Rotary:
 
     def at(self, positions: Slots) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows' tables."""
+        if isinstance(positions, slice):
+            first, count = positions.start, positions.stop - positions.start
+            return self.cos.narrow(0, first, count), self.sin.narrow(0, first, count)
         return self.cos[positions], self.sin[positions]
 
 
@@ -130,13 +134,22 @@ class LoweredForward:
     def cache_shape(self) -> CacheShape:
         return CacheShape(len(self.layers), self.num_kv_heads, self.head_dim)
 
+    def linears(self) -> list[PackedLinear | PlainLinear]:
+        """Every linear layer of this rank that is not part of a group, in the order of the forward."""
+        kinds = [
+            kind
+            for layer in self.layers
+            for kind in (layer.qkv, layer.output, layer.gate, layer.up, layer.down)
+        ]
+        return [kind for kind in (*kinds, self.head) if isinstance(kind, (PackedLinear, PlainLinear))]
+
     def __call__(self, step: Step) -> torch.Tensor:
         hidden = self.embedding(step.token_ids)
         cos, sin = self.rotary.at(step.positions)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             attended = self._attend(index, layer, hidden, cos, sin, step)
-            if index == last:
+            if index == last and step.logit_rows is not None:
                 # Nothing after the last attention is needed of rows whose logits nobody wants.
                 attended, hidden = attended[step.logit_rows], hidden[step.logit_rows]
             hidden = layer.output.plus(attended, hidden)
@@ -156,11 +169,15 @@ class LoweredForward:
         num_heads, num_kv_heads, head_dim = self.num_heads, self.num_kv_heads, self.head_dim
         num_rotated = num_heads + num_kv_heads
         qkv = layer.qkv(layer.input_norm(hidden)).view(-1, num_rotated + num_kv_heads, head_dim)
-        rotated = qkv[:, :num_rotated]
+        rotated = qkv.narrow(1, 0, num_rotated)
         if layer.head_norm is not None:
             rotated.copy_(layer.head_norm(rotated))
         swapped = torch.roll(rotated, head_dim // 2, -1)
         rotated.mul_(cos).addcmul_(swapped, sin)
         return step.attention.attend(
-            index, qkv[:, :num_heads], qkv[:, num_heads:], scale=self.scale, window=layer.window
+            index,
+            qkv.narrow(1, 0, num_heads),
+            qkv.narrow(1, num_heads, 2 * num_kv_heads),
+            scale=self.scale,
+            window=layer.window,
         )

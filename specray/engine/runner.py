@@ -62,17 +62,8 @@ class ModelRunner:
         parallel: ParallelContext | None = None,
     ) -> None:
         self.info = info
-        self.model_name = info.model_name
-        self.vocab_size = info.vocab_size
-        self.max_model_len = info.max_model_len
-        self.eos_token_ids = info.eos_token_ids
-        self.tokenizer_fingerprint = info.tokenizer_fingerprint
-        self.block_size = info.block_size
-        self.num_blocks = info.num_blocks
-        self.dtype = info.dtype
-        self.device = info.device
         self.cache = cache
-        self._forward = forward
+        self.forward = forward
         self._parallel = parallel
 
     @torch.inference_mode()
@@ -87,7 +78,7 @@ class ModelRunner:
         """
         if self._parallel is not None:
             self._parallel.send_step(inputs)
-        return self._forward(self._plan(inputs))
+        return self.forward(self._plan(inputs))
 
     def follow(self) -> None:
         """Ranks other than the leader: runs what the leader runs until it closes.
@@ -98,7 +89,7 @@ class ModelRunner:
         assert self._parallel is not None and self._parallel.rank > 0, "only a follower follows"
         with torch.inference_mode():
             while (inputs := self._parallel.receive_step()) is not None:
-                self._forward(self._plan(inputs))
+                self.forward(self._plan(inputs))
 
     @torch.inference_mode()
     def copy_tokens(
@@ -110,7 +101,7 @@ class ModelRunner:
         """
         assert self._parallel is None, "copy_tokens is not broadcast to a group"
         source, destination = (
-            sequence_slots(ids, 0, num_tokens, self.info.block_size, self.device)
+            sequence_slots(ids, 0, num_tokens, self.info.block_size, self.info.device)
             for ids in (source_block_ids, destination_block_ids)
         )
         self.cache.copy(source, destination)
@@ -123,7 +114,7 @@ class ModelRunner:
     def _plan(self, inputs: Sequence[SequenceInput]) -> Step:
         if len(inputs) == 1:
             return self._plan_single(inputs[0])
-        device = self.device
+        device = self.info.device
         token_ids: list[int] = []
         positions: list[int] = []
         logit_rows: list[int] = []
@@ -146,10 +137,10 @@ class ModelRunner:
         count = len(item.token_ids)
         assert count >= 1 and 0 <= item.num_logits <= count, item
         return Step(
-            token_ids=torch.tensor(item.token_ids, device=self.device),
+            token_ids=torch.tensor(item.token_ids, device=self.info.device),
             positions=slice(item.start, item.start + count),
             attention=plan_attention((SequenceRows(0, count, item.start, item.block_ids),), self.cache),
-            logit_rows=slice(count - item.num_logits, count),
+            logit_rows=None if item.num_logits == count else slice(count - item.num_logits, count),
         )
 
 

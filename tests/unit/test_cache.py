@@ -148,8 +148,8 @@ def test_write_by_slice_and_by_index_are_the_same() -> None:
     by_slice.write(1, slice(5, 8), keys_values)
     by_index.write(1, torch.tensor([5, 6, 7]), keys_values)
     assert torch.equal(by_slice.layers[1], by_index.layers[1])
-    assert torch.equal(by_slice.keys[1][5:8], keys_values[:, :2])
-    assert torch.equal(by_slice.values[1][5:8], keys_values[:, 2:])
+    assert torch.equal(by_slice.keys[1][:, 0, 5:8].transpose(0, 1), keys_values[:, :2])
+    assert torch.equal(by_slice.values[1][:, 0, 5:8].transpose(0, 1), keys_values[:, 2:])
     assert not by_slice.layers[0].any()
 
 

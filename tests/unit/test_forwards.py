@@ -74,12 +74,12 @@ def run_one(
 
 
 def new_table(runner: ModelRunner) -> BlockTable:
-    return BlockTable(BlockAllocator(runner.num_blocks, runner.block_size))
+    return BlockTable(BlockAllocator(runner.info.num_blocks, runner.info.block_size))
 
 
 def shuffled_table(runner: ModelRunner) -> BlockTable:
     """Blocks that do not follow each other, so that nothing is one view."""
-    allocator = BlockAllocator(runner.num_blocks, runner.block_size)
+    allocator = BlockAllocator(runner.info.num_blocks, runner.info.block_size)
     held = allocator.allocate(12)
     allocator.free(held[::2])
     allocator.free(held[1::2])
@@ -111,7 +111,7 @@ def test_chunks_equal_the_whole(case: tuple[Path, str], block_size: int | None) 
 def test_ragged_batch_equals_single_sequences(case: tuple[Path, str], block_size: int | None) -> None:
     runner = make_runner(case, block_size)
     model = reference_model(case[0])
-    allocator = BlockAllocator(runner.num_blocks, runner.block_size)
+    allocator = BlockAllocator(runner.info.num_blocks, runner.info.block_size)
     tables = [BlockTable(allocator) for _ in range(3)]
     for table in tables:
         table.reserve(len(PROMPT) + 1)
@@ -150,7 +150,7 @@ def test_truncated_and_overwritten_equals_fresh(case: tuple[Path, str], block_si
 
 def test_no_logits_wanted_gives_none(case: tuple[Path, str]) -> None:
     runner = make_runner(case)
-    assert run_one(runner, new_table(runner), PROMPT, 0, 0).shape == (0, runner.vocab_size)
+    assert run_one(runner, new_table(runner), PROMPT, 0, 0).shape == (0, runner.info.vocab_size)
 
 
 def test_bfloat16_stays_close_to_float32(case: tuple[Path, str]) -> None:
@@ -168,7 +168,7 @@ def test_the_last_token_of_the_longest_sequence(checkpoint: Callable[[str], Path
     path = checkpoint("llama")
     tokens = [(7 * i) % 90 + 2 for i in range(128)]
     runner = make_runner((path, "lowered"))
-    assert runner.max_model_len == 128
+    assert runner.info.max_model_len == 128
     logits = run_one(runner, new_table(runner), tokens, 0, 1)
     expected = reference_logits(reference_model(path), tokens)[-1:]
     torch.testing.assert_close(logits, expected, atol=ATOL, rtol=0)
@@ -177,7 +177,7 @@ def test_the_last_token_of_the_longest_sequence(checkpoint: Callable[[str], Path
 def test_copied_tokens_serve_another_sequence(checkpoint: Callable[[str], Path]) -> None:
     path = checkpoint("llama")
     runner = make_runner((path, "lowered"))
-    allocator = BlockAllocator(runner.num_blocks, runner.block_size)
+    allocator = BlockAllocator(runner.info.num_blocks, runner.info.block_size)
     first, second = BlockTable(allocator), BlockTable(allocator)
     run_one(runner, first, PROMPT, 0)
     second.reserve(len(PROMPT))

@@ -162,13 +162,13 @@ def build(path: Path, **options: Any) -> Any:
 
 def test_one_block_holds_a_whole_sequence_on_cpu(llama: Path) -> None:
     runner = build(llama, max_num_seqs=5)
-    assert (runner.block_size, runner.num_blocks) == (128, 5)
+    assert (runner.info.block_size, runner.info.num_blocks) == (128, 5)
 
 
 def test_cache_memory_bounds_the_blocks(llama: Path) -> None:
     # 2 layers x (2 kv heads x 8) x keys and values x 4 bytes = 256 bytes per token, 4096 per block.
     runner = build(llama, block_size=16, max_num_seqs=64, cache_memory_gib=4096 * 10 / 2**30)
-    assert runner.num_blocks == 10
+    assert runner.info.num_blocks == 10
 
 
 def test_cache_memory_too_small_for_one_sequence(llama: Path) -> None:
