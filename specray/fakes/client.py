@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from specray.errors import EngineLostError
 from specray.interfaces import Clock, StopMatcherFactory
@@ -74,7 +74,7 @@ class FakeRouterClient:
                 self.aborted_request_ids.append(request.request_id)
         return self._chunks(request, size=request.max_tokens)[-1]
 
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[OutputChunk]:
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[OutputChunk, None]:
         """The output in chunks of ``chunk_size`` tokens."""
         self._take(request)
         is_done = False

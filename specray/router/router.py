@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
 
 from specray import __version__
@@ -191,7 +191,7 @@ class Router:
         finally:
             self._abandon(live)
 
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[OutputChunk]:
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[OutputChunk, None]:
         """See interfaces.RouterClient."""
         live = self._submit(request, is_stream=True)
         chunks = live.delivery.chunks(self._clock, self._config.stream_interval_ms / 1e3)

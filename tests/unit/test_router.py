@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from router_harness import (
@@ -210,7 +210,7 @@ def test_closed_stream_is_released_on_both_engines_within_one_step() -> None:
 
     async def main() -> None:
         async with serving(clock, overlap="serial", num_speculative_tokens=3) as pair:
-            stream = cast(AsyncGenerator[OutputChunk, None], pair.router.stream(request(max_tokens=2000)))
+            stream = pair.router.stream(request(max_tokens=2000))
             await anext(stream)
             await stream.aclose()
             await asyncio.sleep(2 * TARGET_S)
