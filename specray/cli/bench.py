@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from specray.bench.prompts import Dataset
+from specray.cli.worker import Role
 from specray.errors import ConfigError
 from specray.types import Overlap
 
@@ -145,6 +146,44 @@ def rpc(
         for sessions in num_sessions or [1, 8, 32]
     ]
     _print_rows("rpc", trips, json_path)
+
+
+@app.command()
+def forwards(
+    model: Annotated[str, typer.Option(help="Path, hub id, or embedded.")] = "embedded",
+    role: Annotated[Role, typer.Option(help="Which of the embedded pair.")] = Role.TARGET,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    num_threads: Annotated[int | None, typer.Option(help="CPU threads; default: by cores.")] = None,
+    rows: Annotated[
+        list[int] | None, typer.Option(min=1, help="Width of the forward; may be repeated.")
+    ] = None,
+    context_len: Annotated[int, typer.Option(min=0, help="Tokens before it.")] = 256,
+    num_repeats: Annotated[int, typer.Option(min=1, help="Measurements per width.")] = 50,
+    json_path: JsonPath = None,
+) -> None:
+    """Measure an engine's forward against the least it can cost: reading its weights once."""
+    from rich.console import Console
+    from rich.progress import track
+
+    from specray.bench.forwards import ROWS, forwards_table, measure_forwards
+    from specray.cli.settings import build_config
+    from specray.engine.runner import build_runner
+
+    options = {"model": model, "dtype": dtype, "device": device, "num_threads": num_threads}
+    other: dict[str, object] = {"draft.enabled": False} if role is Role.TARGET else {}
+    config = build_config(None, {f"{role}.{key}": value for key, value in options.items()} | other)
+    engine = config.draft if role is Role.DRAFT else config.target
+    runner = build_runner(engine, role=role.value)
+    costs = [
+        cost
+        for num_rows in track(rows or ROWS, "forwards", console=Console(stderr=True), transient=True)
+        for cost in measure_forwards(
+            runner, rows=[num_rows], context_len=context_len, num_repeats=num_repeats
+        )
+    ]
+    Console().print(forwards_table(costs, title=f"{role} {model}, {dtype}"))
+    _write_json([asdict(cost) for cost in costs], json_path)
 
 
 def _print_rows(title: str, rows: Sequence[Any], json_path: Path | None) -> None:

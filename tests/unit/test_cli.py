@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -260,3 +261,19 @@ def is_running(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return state != "Z"
+
+
+def test_bench_router_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "router.json"
+    arguments = ["--num-tokens", "20", "--num-sessions", "1", "--num-sessions", "2", "--json", str(path)]
+    assert run("bench", "router", *arguments) == 0
+    assert [row["num_sessions"] for row in json.loads(path.read_text())] == [1, 2]
+    assert "num_sessions" in capsys.readouterr().out
+
+
+def test_bench_to_a_directory_that_is_not_there_ends_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "no" / "x.json"
+    assert run("bench", "router", "--num-tokens", "20", "--num-sessions", "1", "--json", str(path)) == 2
+    assert f"--json {path}: No such file" in capsys.readouterr().err

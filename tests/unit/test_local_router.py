@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from pathlib import Path
 
 import pytest
 from http_service import TOKENIZER, wait_until
+from tiny_tokenizer import EOS, write_tiny_tokenizer
 
+from specray.cli.generate import Sampling, _from_own_pair, _print_all
 from specray.config import parse_config
 from specray.errors import ConfigError
 from specray.fakes import ToyModel
@@ -17,6 +20,8 @@ from specray.serving.limits import ServiceLimits
 from specray.serving.local import local_router
 from specray.serving.validation import GenerationOptions, to_generate_requests
 from specray.tokenization import make_stop_matcher
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts processes through /proc")
 
 WORKER = (sys.executable, str(Path(__file__).with_name("local_worker.py")))
 
@@ -55,6 +60,24 @@ async def test_local_target_alone() -> None:
     tokens, acceptance_rate = await generate({"draft": {"enabled": False}}, WORKER)
     assert tuple(tokens) == ToyModel(vocab_size=264).generate((5, 6), 8)
     assert acceptance_rate is None
+
+
+async def test_generate_from_its_own_pair_prints_the_targets_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    num_before = num_children()
+    with_fakes = functools.partial(local_router, worker_command=WORKER)
+    monkeypatch.setattr("specray.serving.local.local_router", with_fakes)
+    path = str(write_tiny_tokenizer(tmp_path))
+    config = parse_config({"target": {"model": path}, "draft": {"model": path}})
+    sampling = Sampling(max_tokens=8, temperature=0, top_p=1, seed=0, stop=(), is_speculating=True)
+    await _print_all(_from_own_pair(config, "def", sampling))
+    output = ToyModel(vocab_size=264).generate(TOKENIZER.encode("def"), 8)
+    assert EOS not in output
+    captured = capsys.readouterr()
+    assert captured.out == TOKENIZER.decode(output) + "\n"
+    assert "8 tokens" in captured.err and "(1.00)" in captured.err
+    await wait_until(lambda: num_children() == num_before)
 
 
 async def test_worker_that_does_not_start_is_a_config_error_with_its_reason() -> None:
