@@ -57,6 +57,8 @@ class ChannelOptions:
         return (
             *self._common(),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", int(self.keepalive_time_s * 500)),
+            # A peer whose pings pile up while its machine stalls is slow, not hostile.
+            ("grpc.http2.max_ping_strikes", 0),
             ("grpc.so_reuseport", int(self.reuse_port)),
         )
 
@@ -70,6 +72,8 @@ class ChannelOptions:
             ("grpc.http2.ping_timeout_ms", int(self.keepalive_timeout_s * 1000)),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_pings_without_data", 0),
+            # Messages are a few hundred bytes: probing the bandwidth would only add pings to them.
+            ("grpc.http2.bdp_probe", 0),
         )
 
 

@@ -14,6 +14,7 @@ from ray import serve
 
 from specray.actors.client import ServeRouterClient
 from specray.config import Config
+from specray.rpc.channel import ChannelOptions
 from specray.rpc.inference import InferenceServer
 from specray.serving.grpc_ingress import GrpcIngress
 from specray.serving.http import build_http_app
@@ -54,7 +55,12 @@ def _build_replica_app(config: Config) -> FastAPI:
         server = None
         if config.grpc.port:
             handler = GrpcIngress(client=client, tokenizer=tokenizer, config=config)
-            server = InferenceServer(handler, address=f"{config.grpc.host}:{config.grpc.port}")
+            server = InferenceServer(
+                handler,
+                address=f"{config.grpc.host}:{config.grpc.port}",
+                # A replica that replaces another may start before the other has ended.
+                options=ChannelOptions(max_receive_bytes=config.grpc.max_message_bytes, reuse_port=True),
+            )
             await server.start()
         try:
             yield
