@@ -13,10 +13,13 @@ from typing import Any, Protocol
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
+from specray.engine.attention import SequenceRows, plan_attention
+from specray.engine.cache import BlockCache
 from specray.engine.forward import CacheShape, Step
 from specray.errors import ConfigError
 
 ATTENTION_NAME = "specray_blocks"
+_CHECKED_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8)
 # Arguments that change what attention computes, and that the block attention does not implement.
 _UNSUPPORTED = ("softcap", "s_aux", "head_mask", "position_bias", "cu_seq_lens_q", "encoder_hidden_states")
 
@@ -39,16 +42,20 @@ class GenericForward:
     """Runs a transformers model as it is, attention excepted.
 
     Raises:
-        ConfigError: the architecture's attention cannot be replaced, or its layers differ in what they keep.
+        ConfigError: the architecture's attention cannot be replaced, its layers differ in what they keep, or
+            it keeps more than keys and values.
     """
 
     name = "generic"
 
     def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        with torch.inference_mode():
+            expected = model(torch.tensor([_CHECKED_TOKENS], device=model.device), use_cache=False).logits[0]
         AttentionInterface.register(ATTENTION_NAME, _block_attention)
         model.set_attn_implementation(ATTENTION_NAME)
-        self._model = model
         self.cache_shape = self._probe()
+        self._check(expected.float())
 
     def _probe(self) -> CacheShape:
         probe = _Probe()
@@ -56,6 +63,35 @@ class GenericForward:
         with torch.inference_mode():
             self._model(one_token, position_ids=one_token, use_cache=False, attention_step=probe)
         return probe.cache_shape(type(self._model).__name__)
+
+    def _check(self, expected: torch.Tensor) -> None:
+        """Two cached chunks must give the plain forward's logits: whatever else the model keeps is lost."""
+        shape, device, dtype = self.cache_shape, self._model.device, self._model.dtype
+        num_tokens = len(_CHECKED_TOKENS)
+        cache = BlockCache(
+            num_layers=shape.num_layers,
+            num_blocks=1,
+            block_size=num_tokens,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            dtype=dtype,
+            device=device,
+        )
+        logits = []
+        for first, last in ((0, num_tokens // 2), (num_tokens // 2, num_tokens)):
+            rows = SequenceRows(0, last - first, first, [0])
+            token_ids = torch.tensor(_CHECKED_TOKENS[first:last], device=device)
+            step = Step(token_ids, slice(first, last), plan_attention([rows], cache), None)
+            with torch.inference_mode():
+                logits.append(self(step))
+        error = float((torch.cat(logits) - expected).square().mean().sqrt() / expected.std())
+        allowed = 1e-3 if dtype == torch.float32 else 5e-2
+        if not error < allowed:
+            raise ConfigError(
+                f"{type(self._model).__name__} is not supported: over the block cache its logits are off by "
+                f"{error:.2g} of their deviation (allowed: {allowed}); it keeps more than keys and values, "
+                "or attends in its own way"
+            )
 
     def __call__(self, step: Step) -> torch.Tensor:
         positions, device = step.positions, step.token_ids.device
