@@ -81,7 +81,7 @@ class SlotRunner:
         pass
 
     def _run_sequence(self, item: SequenceInput) -> list[Tensor]:
-        assert len(item.token_ids) >= 1
+        assert 0 <= item.num_logits <= len(item.token_ids) and len(item.token_ids) >= 1
         end = item.start + len(item.token_ids)
         assert end <= len(item.block_ids) * self._info.block_size, "the sequence outgrew its blocks"
         for position, token_id in enumerate(item.token_ids, start=item.start):

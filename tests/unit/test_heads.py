@@ -446,6 +446,34 @@ def test_branches_are_what_a_fresh_proposal_would_be(sampling: SamplingParams) -
         draft.check_integrity()
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, REJECTION])
+def test_resent_item_gets_the_same_reply(sampling: SamplingParams) -> None:
+    """What the draft itself put behind the told tokens is not taken for told."""
+    draft, _ = toy_draft()
+    item = SpeculateItem("a", 1, 0, tuple(PROMPT), 4, sampling=sampling)
+    [proposal] = draft.speculate([item]).replies
+    assert isinstance(proposal, Proposal)
+    assert draft.speculate([item]).replies == (proposal,)
+    ahead = SpeculateItem("a", 2, len(PROMPT), (), 4, proposal.draft_token_ids, (2, 0, 1, 0, 1))
+    assert draft.speculate([ahead]).replies == draft.speculate([ahead]).replies
+    assert draft.speculate([item]).replies == (proposal,)
+
+
+def test_branches_of_a_long_prefix_copy_it() -> None:
+    draft, runner = toy_draft()
+    current = Session("a", PROMPT * 8, GREEDY)
+    drafted = propose(draft, current, 2)
+    before = runner.num_rows
+    branches = outcomes(draft, current, drafted, (1, 1, 1), 2).branches
+    # Three rows for the rankings; then two steps of three lines each.
+    assert runner.num_rows - before == 3 + 2 * 3
+    for branch in branches:
+        prefix = [*drafted[0][: branch.num_accepted_tokens], branch.next_token_id]
+        fresh = Session("a", current.token_ids + prefix, GREEDY)
+        assert branch.draft_token_ids == propose(toy_draft()[0], fresh, 2)[0]
+    draft.check_integrity()
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, COUPLED, PROCESSED, REJECTION])
 def test_full_fanout_never_misses(sampling: SamplingParams) -> None:
     draft, _ = toy_draft(table(error=2.0), max_num_batched_tokens=16)

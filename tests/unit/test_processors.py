@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -118,11 +119,12 @@ def test_row_j_has_the_state_of_its_own_prefix(sampling: SamplingParams) -> None
 
 def test_rows_that_begin_within_the_prompt() -> None:
     """Prompt tokens count for the repetition penalty alone, also where the rows themselves cross them."""
+    sampling = replace(EVERYTHING, top_k=0, top_p=1.0, min_p=0.0)
     token_ids = PROMPT + OUTPUT[:2]
     logits = random_logits(5)
-    processed = process_logits(logits, [RowGroup(EVERYTHING, token_ids, 5)])
+    processed = process_logits(logits, [RowGroup(sampling, token_ids, 5)])
     for row in range(5):
-        expected = torch.tensor(naive(logits[row], EVERYTHING, token_ids[: 2 + row]))
+        expected = torch.tensor(naive(logits[row], sampling, token_ids[: 2 + row]))
         torch.testing.assert_close(processed[row], expected, rtol=1e-5, atol=1e-5)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from specray.engine.sampling.draft import DraftSampler
 from specray.engine.sampling.logprobs import token_logprobs
 from specray.engine.sampling.noise import NoiseKey, NoiseSource, Purpose
 from specray.engine.sampling.processors import RowGroup
@@ -140,6 +141,38 @@ def test_rejection_without_draft_probs_never_recovers_the_rejected_token() -> No
             rejected += 1
             assert verified.next_token_id != 4
     assert rejected > 40
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_rejection_uses_each_number_for_one_purpose(seed: int) -> None:
+    """Draft draw, acceptance and residual draw by their definitions, each with noise of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    draft_logits, target_logits = torch.randn(2, 1, VOCAB_SIZE, generator=generator)
+    sampling = SamplingParams(seed=seed, verification=Verification.REJECTION)
+    [token] = DraftSampler(NOISE).draw(draft_logits, [RowGroup(sampling, [0] * 6, 1)])
+
+    def gumbel(purpose: Purpose) -> torch.Tensor:
+        return NOISE.gumbel([NoiseKey(seed, 6, purpose)])[0]
+
+    draft_probs, target_probs = draft_logits[0].softmax(-1).double(), target_logits[0].double().softmax(-1)
+    assert token.token_id == int((draft_probs.log() + gumbel(Purpose.DRAFT_DRAW)).argmax())
+    assert token.probs is not None
+    verified = verify_rejection(
+        torch.cat([target_logits, target_logits]),
+        (token.token_id,),
+        (token.probs,),
+        noise=NOISE,
+        seed=seed,
+        first_position=6,
+    )
+    uniform = NOISE.uniform(NoiseKey(seed, 6, Purpose.ACCEPT_TEST))
+    ratio = target_probs[token.token_id] / draft_probs[token.token_id]
+    if uniform < ratio.item():
+        bonus = target_probs.log() + NOISE.gumbel([NoiseKey(seed, 7, Purpose.RESIDUAL_DRAW)])[0]
+        assert verified == Verified(1, int(bonus.argmax()))
+    else:
+        residual = (target_probs - draft_probs).clamp(min=0.0).log()
+        assert verified == Verified(0, int((residual + gumbel(Purpose.RESIDUAL_DRAW)).argmax()))
 
 
 def test_rejection_repeats_with_the_same_seed() -> None:
