@@ -166,6 +166,9 @@ def forwards(
     from rich.console import Console
     from rich.progress import track
 
+    from specray.config import apply_thread_environment
+
+    apply_thread_environment()
     from specray.bench.forwards import ROWS, forwards_table, measure_forwards
     from specray.cli.settings import build_config
     from specray.engine.runner import build_runner

@@ -37,7 +37,9 @@ def worker(
 ) -> None:
     """Serve one engine over gRPC until Ctrl-C: a draft or a target of one rank."""
     from specray.cli.settings import build_config
-    from specray.config import log_level
+    from specray.config import apply_thread_environment, log_level
+
+    apply_thread_environment()
 
     options = {
         "model": model,

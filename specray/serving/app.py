@@ -19,7 +19,7 @@ from ray.serve import Application
 
 from specray.actors.draft import DraftReplica
 from specray.actors.router import RouterReplica
-from specray.config import Config, parse_config
+from specray.config import Config, parse_config, thread_environment
 from specray.serving.ingress import ingress_deployment
 
 NUM_CPUS_PER_INGRESS = 0.1
@@ -58,7 +58,11 @@ def _draft_deployment(config: Config) -> serve.Deployment:
     return serve.deployment(
         name="Draft",
         num_replicas=config.draft.num_replicas,
-        ray_actor_options={"num_cpus": NUM_CPUS_PER_DRAFT, **config.draft.ray_actor_options},
+        ray_actor_options={
+            "num_cpus": NUM_CPUS_PER_DRAFT,
+            "runtime_env": {"env_vars": thread_environment()},
+            **config.draft.ray_actor_options,
+        },
         max_ongoing_requests=64,
         health_check_period_s=1,
         health_check_timeout_s=30,
