@@ -6,11 +6,16 @@ blocks and nothing else; stale slots are overwritten before anything attends to 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 
 from specray.errors import OutOfBlocksError
+
+_ALIGNMENT = 64
+"""Bytes of a cache line and of the widest vector register."""
 
 
 class BlockAllocator:
@@ -154,7 +159,7 @@ class BlockCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         # Zeros, not garbage: a masked slot has weight 0, and 0 times a stray NaN would still be NaN.
-        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.layers = [_zeros(shape, dtype, device) for _ in range(num_layers)]
         by_head = [layer.transpose(0, 1).unsqueeze(1) for layer in self.layers]
         self.keys = [heads[:num_kv_heads] for heads in by_head]
         self.values = [heads[num_kv_heads:] for heads in by_head]
@@ -174,6 +179,16 @@ class BlockCache:
         """Copies the K/V of ``source`` slots to ``destination`` slots of the same number, in every layer."""
         for tensor in self.layers:
             tensor[destination] = tensor[source].clone()
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # torch.zeros writes every page of the cache at start; numpy asks the system for pages that are zero.
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)
+    first = -memory.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(memory[first : first + num_bytes]).view(dtype).view(shape)
 
 
 def bytes_per_token(*, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

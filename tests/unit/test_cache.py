@@ -1,5 +1,8 @@
 """Blocks have exactly one owner, whatever is reserved, truncated and released in whatever order."""
 
+import resource
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -161,6 +164,30 @@ def test_copy_takes_every_layer() -> None:
     for layer in cache.layers:
         assert torch.equal(layer[8:11], layer[0:3])
         assert layer[0:3].any()
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+def test_memory_is_taken_when_written_and_not_before() -> None:
+    before = resident_bytes()
+    cache = BlockCache(
+        num_layers=4,
+        num_blocks=64,
+        block_size=1024,
+        num_kv_heads=4,
+        head_dim=64,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )
+    total = sum(layer.nbytes for layer in cache.layers)
+    assert total == 2**28
+    assert resident_bytes() - before < total // 8
+    assert cache.layers[3].data_ptr() % 64 == 0
+    assert not cache.layers[3][-1].any()
 
 
 def test_bytes_per_token_is_what_the_tensors_take() -> None:
