@@ -13,18 +13,20 @@ _DASH = "–"
 
 
 def serve_table(result: Result) -> Table:
-    """One row per arm; the first arm is what the others are compared with."""
+    """One column per arm, so that it fits a terminal; the first arm is what the others are compared with."""
     plan = result.plan
     table = Table(
         title=f"{result.model}: {len(plan.prompts)} prompts, {plan.max_tokens} new tokens, "
         f"{plan.concurrency} at a time, temperature {plan.temperature:g}, {plan.num_repeats} passes in turns"
     )
     table.add_column("speculation")
-    for name, _ in _COLUMNS:
-        table.add_column(name, justify="right")
-    base = result.arms[0].summary
     for arm in result.arms:
-        table.add_row(arm.arm.name, *(cell(arm, arm.summary, base) for _, cell in _COLUMNS))
+        table.add_column(arm.arm.name, justify="right")
+    base = result.arms[0].summary
+    for name, cell in _ROWS:
+        cells = [cell(arm, arm.summary, base) for arm in result.arms]
+        if any(value != _DASH for value in cells):
+            table.add_row(name, *cells)
     return table
 
 
@@ -48,18 +50,18 @@ def _last_server(arm: ArmResult, name: str) -> float | None:
 
 Cell = Callable[[ArmResult, ArmSummary, ArmSummary], str]
 
-_COLUMNS: tuple[tuple[str, Cell], ...] = (
+_ROWS: tuple[tuple[str, Cell], ...] = (
     ("tokens/s", lambda arm, summary, base: _number(summary.tokens_per_s, 1)),
     ("speedup", lambda arm, summary, base: _speedup(summary, base)),
-    ("TTFT ms\np50/p90/p99", lambda arm, summary, base: _spread(summary.ttft_ms)),
-    ("ITL ms\np50/p90/p99", lambda arm, summary, base: _spread(summary.itl_ms)),
-    ("TPOT ms\np50/p90/p99", lambda arm, summary, base: _spread(summary.tpot_ms)),
-    ("acceptance\nrate", lambda arm, summary, base: _number(summary.acceptance_rate)),
-    ("acceptance\nlength", lambda arm, summary, base: _number(summary.mean_acceptance_length)),
+    ("TTFT ms, p50 / p90 / p99", lambda arm, summary, base: _spread(summary.ttft_ms)),
+    ("ITL ms, p50 / p90 / p99", lambda arm, summary, base: _spread(summary.itl_ms)),
+    ("TPOT ms, p50 / p90 / p99", lambda arm, summary, base: _spread(summary.tpot_ms)),
+    ("acceptance rate", lambda arm, summary, base: _number(summary.acceptance_rate)),
+    ("mean acceptance length", lambda arm, summary, base: _number(summary.mean_acceptance_length)),
     ("hit rate", lambda arm, summary, base: _number(_last_server(arm, "hit_rate"))),
     (
-        "round overhead\nms p50",
+        "round overhead ms, p50",
         lambda arm, summary, base: _number(_last_server(arm, "round_overhead_ms_p50")),
     ),
-    ("failed", lambda arm, summary, base: str(summary.num_failed)),
+    ("failed requests", lambda arm, summary, base: str(summary.num_failed)),
 )
