@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from typing import Any, TypeVar
 
 from ray.serve.handle import DeploymentHandle
 from ray.util.placement_group import get_current_placement_group
@@ -12,19 +12,27 @@ from ray.util.placement_group import get_current_placement_group
 from specray.actors.draft import DraftReplica
 from specray.actors.group import TargetGroup
 from specray.actors.source import ServeDrafterSource
-from specray.config import parse_config
+from specray.config import Config, parse_config
 from specray.errors import EngineLostError
+from specray.interfaces import DrafterSource
 from specray.router import Router
+from specray.rpc.loop_thread import LoopThread, run_on
 from specray.rpc.verifier import GrpcVerifier
 from specray.tokenization import Tokenizer, make_stop_matcher
 from specray.types import GenerateRequest, OutputChunk, ServiceInfo
+
+T = TypeVar("T")
 
 LEASE_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 20.0
 
 
 class RouterReplica:
-    """A Serve replica around a router; it owns its target group and dies with it."""
+    """A Serve replica around a router; it owns its target group and dies with it.
+
+    The router and its two streams have an event loop and a thread of their own: Serve's loop has calls,
+    health checks and statistics to serve, and each would be a delay in somebody's round.
+    """
 
     # Serve awaits a constructor that is a coroutine.
     async def __init__(  # type: ignore[misc]
@@ -35,38 +43,38 @@ class RouterReplica:
         assert placement_group is not None, "the Router deployment has a placement group"
         self._group = TargetGroup(config, placement_group)
         address = await self._group.start()
-        verifier = await GrpcVerifier.connect(address, timeout_s=CONNECT_TIMEOUT_S)
-        tokenizer = await asyncio.to_thread(Tokenizer.load, config.target.model)
-        self._router = Router(
-            verifier,
-            ServeDrafterSource(draft, timeout_s=LEASE_TIMEOUT_S) if draft is not None else None,
-            router=config.router,
-            speculation=config.speculation,
-            model=config.model_name,
-            stop_matchers=make_stop_matcher(tokenizer),
-        )
-        await self._router.start()
+        source = None
+        if draft is not None:
+            source = ServeDrafterSource(
+                draft, serve_loop=asyncio.get_running_loop(), timeout_s=LEASE_TIMEOUT_S
+            )
+        self._loop_thread = LoopThread("specray-router")
+        self._router = await self._on_loop(_start_router(config, address, source))
 
     async def complete(self, request: GenerateRequest) -> OutputChunk:
         """See interfaces.RouterClient."""
-        return await self._router.complete(request)
+        return await self._on_loop(self._router.complete(request))
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[OutputChunk]:
         """See interfaces.RouterClient."""
-        async for chunk in self._router.stream(request):
-            yield chunk
+        chunks = self._router.stream(request)
+        try:
+            while (chunk := await self._on_loop(_next(chunks))) is not None:
+                yield chunk
+        finally:
+            await self._on_loop(chunks.aclose())
 
     async def service_info(self) -> ServiceInfo:
         """See interfaces.RouterClient."""
-        return await self._router.service_info()
+        return await self._on_loop(self._router.service_info())
 
     async def check_ready(self) -> None:
         """See interfaces.RouterClient."""
-        await self._router.check_ready()
+        await self._on_loop(self._router.check_ready())
 
     async def metrics_text(self) -> str:
         """See interfaces.RouterClient."""
-        return await self._router.metrics_text()
+        return await self._on_loop(self._router.metrics_text())
 
     async def check_health(self) -> None:
         """Liveness, cheap: raises EngineLostError when a rank has ended; Serve then replaces the group."""
@@ -74,9 +82,32 @@ class RouterReplica:
         if failure is not None:
             raise EngineLostError(failure)
 
+    async def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        return await run_on(self._loop_thread.loop, work)
+
     async def __del__(self) -> None:
         # Serve awaits this before it ends the replica's process.
         if hasattr(self, "_router"):
-            await self._router.stop(drain=False)
+            await self._on_loop(self._router.stop(drain=False))
+            await asyncio.to_thread(self._loop_thread.stop)
         if hasattr(self, "_group"):
             self._group.stop()
+
+
+async def _next(chunks: AsyncGenerator[OutputChunk, None]) -> OutputChunk | None:
+    return await anext(chunks, None)
+
+
+async def _start_router(config: Config, address: str, source: DrafterSource | None) -> Router:
+    verifier = await GrpcVerifier.connect(address, timeout_s=CONNECT_TIMEOUT_S)
+    tokenizer = await asyncio.to_thread(Tokenizer.load, config.target.model)
+    router = Router(
+        verifier,
+        source,
+        router=config.router,
+        speculation=config.speculation,
+        model=config.model_name,
+        stop_matchers=make_stop_matcher(tokenizer),
+    )
+    await router.start()
+    return router

@@ -9,10 +9,11 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
-from specray.actors.draft import DraftReplica
+from specray.actors.draft import DraftLease, DraftReplica
 from specray.errors import EngineLostError
 from specray.interfaces import Drafter
 from specray.rpc.drafter import GrpcDrafter
+from specray.rpc.loop_thread import run_on
 
 
 class ServeDrafterSource:
@@ -20,20 +21,32 @@ class ServeDrafterSource:
 
     Args:
         handle: of the Draft deployment.
-        timeout_s: for a lease and the connection together, in seconds.
+        serve_loop: the event loop on which the handle may be used; the connection lives on the caller's.
+        timeout_s: for a lease and the connection, each, in seconds.
     """
 
-    def __init__(self, handle: DeploymentHandle[DraftReplica], *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        handle: DeploymentHandle[DraftReplica],
+        *,
+        serve_loop: asyncio.AbstractEventLoop,
+        timeout_s: float,
+    ) -> None:
         self._handle = handle
+        self._serve_loop = serve_loop
         self._timeout_s = timeout_s
 
     async def lease(self) -> Drafter:
         """See interfaces.DrafterSource."""
+        lease = await run_on(self._serve_loop, self._ask())
+        return await GrpcDrafter.connect(lease.address, timeout_s=self._timeout_s)
+
+    async def _ask(self) -> DraftLease:
         response: Any = self._handle.lease.remote()
         try:
             async with asyncio.timeout(self._timeout_s):
-                lease = await response
-                return await GrpcDrafter.connect(lease.address, timeout_s=self._timeout_s)
+                lease: DraftLease = await response
+                return lease
         except TimeoutError:
             response.cancel()
             raise EngineLostError(f"no draft could be leased within {self._timeout_s:g} s") from None

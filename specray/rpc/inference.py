@@ -21,6 +21,7 @@ from specray.rpc.inference_codec import (
     encode_service_info,
 )
 from specray.rpc.inference_types import GenerateEvent, GenerateParams, InferenceHandler, Usage
+from specray.rpc.loop_thread import run_on
 from specray.rpc.status import status_of
 
 __all__ = ["GenerateEvent", "GenerateParams", "InferenceHandler", "InferenceServer", "Usage"]
@@ -104,13 +105,13 @@ class InferenceServer:
         async def work() -> None:
             params = decode_generate_request(data)
             write = self._writer(context)
-            await _run_on(self._handler_loop, _pump(self._handler, params, write))
+            await run_on(self._handler_loop, _pump(self._handler, params, write))
 
         await _answer(context, work())
 
     async def _serve_info(self, _: bytes, context: Context) -> bytes:
         async def work() -> bytes:
-            return encode_service_info(await _run_on(self._handler_loop, self._handler.info()))
+            return encode_service_info(await run_on(self._handler_loop, self._handler.info()))
 
         return await _answer(context, work())
 
@@ -123,7 +124,7 @@ class InferenceServer:
         async def write(data: bytes) -> None:
             await context.write(data)
 
-        return lambda data: _run_on(this_loop, write(data))
+        return lambda data: run_on(this_loop, write(data))
 
 
 async def _pump(
@@ -145,10 +146,3 @@ async def _answer(context: Context, work: Coroutine[Any, Any, ResultT]) -> Resul
     except Exception as error:
         status = status_of(error)
         await context.abort(status.code, status.details, status.metadata)
-
-
-async def _run_on(loop: asyncio.AbstractEventLoop | None, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """Awaits the work on ``loop`` (None: on this one); cancelling the wait cancels the work."""
-    if loop is None or loop is asyncio.get_running_loop():
-        return await work
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))

@@ -66,3 +66,10 @@ class LoopThread:
         finally:
             asyncio.set_event_loop(None)
             self._loop.close()
+
+
+async def run_on(loop: asyncio.AbstractEventLoop | None, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """Awaits the work on ``loop`` (None: on this one); cancelling the wait cancels the work."""
+    if loop is None or loop is asyncio.get_running_loop():
+        return await work
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
