@@ -9,16 +9,23 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from specray.config import Config, external_ray_address
 from specray.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ray.serve import Application
 
 APP_NAME = "specray"
 LOOPBACK = "127.0.0.1"
 HTTP_TIMEOUT_MARGIN_S = 30.0
 KEEP_ALIVE_TIMEOUT_S = 90
+START_MARGIN_S = 60.0
+POLL_INTERVAL_S = 0.1
 
 
 def run_service(config: Config) -> int:
@@ -71,10 +78,11 @@ def running_service(config: Config, *, stop: threading.Event | None = None) -> I
             logging_config={"log_level": "WARNING", "enable_access_log": False},
         )
         try:
-            _deploy(build_app(config), stop)
+            _deploy(build_app(config), stop, timeout_s=config.router.start_timeout_s + START_MARGIN_S)
             yield
         finally:
-            serve.shutdown()
+            # Of a cluster that was there before, other applications stay.
+            serve.delete(APP_NAME)
 
 
 def check_ports_are_free(config: Config) -> None:
@@ -127,6 +135,7 @@ def _ray(config: Config) -> Iterator[None]:
     from specray.serving.app import num_cpus
 
     print("specray: starting Ray", file=sys.stderr, flush=True)
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     if external_ray_address():
         ray.init(logging_level=logging.WARNING, log_to_driver=True)
     else:
@@ -144,29 +153,33 @@ def _ray(config: Config) -> Iterator[None]:
         ray.shutdown()
 
 
-def _deploy(app: object, stop: threading.Event) -> None:
-    """Deploys and waits until every part is ready, or a stop is asked for.
+def _deploy(app: Application, stop: threading.Event, *, timeout_s: float) -> None:
+    """Deploys; returns when every part is ready, or a stop is asked for.
 
-    serve.run waits in small steps without looking at our event, so it runs on a thread of its own; when the
-    user stops first, the shutdown that follows ends its wait.
+    Raises:
+        ConfigError: a part could not start, or not in time.
     """
     from ray import serve
-
-    failure: list[BaseException] = []
-
-    def deploy() -> None:
-        try:
-            serve.run(app, name=APP_NAME, route_prefix="/")  # type: ignore[arg-type]
-        except BaseException as error:
-            failure.append(error)
+    from ray.serve.schema import ApplicationStatus
 
     print("specray: loading the models", file=sys.stderr, flush=True)
-    thread = threading.Thread(target=deploy, name="deploy", daemon=True)
-    thread.start()
-    while thread.is_alive() and not stop.is_set():
-        thread.join(timeout=0.2)
-    if failure and not stop.is_set():
-        raise ConfigError(f"the service did not start: {failure[0]}") from failure[0]
+    # serve.run would wait without looking at the stop event.
+    target = serve.RunTarget(app, name=APP_NAME, route_prefix="/")
+    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+    end = time.monotonic() + timeout_s
+    while not stop.wait(POLL_INTERVAL_S):
+        overview = serve.status().applications.get(APP_NAME)
+        if overview is None or overview.status in (
+            ApplicationStatus.NOT_STARTED,
+            ApplicationStatus.DEPLOYING,
+        ):
+            if time.monotonic() > end:
+                raise ConfigError(f"the service did not start within {timeout_s:g} s")
+            continue
+        if overview.status is ApplicationStatus.RUNNING:
+            return
+        reasons = [overview.message, *(part.message for part in overview.deployments.values())]
+        raise ConfigError("the service did not start: " + "\n".join(filter(None, reasons)))
 
 
 def _announce(config: Config) -> None:
