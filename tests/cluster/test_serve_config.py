@@ -1,0 +1,44 @@
+"""The Serve configuration file that ships is one that Serve and specray both accept in full."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray.serve import Application
+from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
+
+from specray.errors import ConfigError
+from specray.serving.app import build_app
+
+PATH = Path(__file__).resolve().parents[2] / "cluster" / "serve.yaml"
+
+
+@pytest.fixture
+def values() -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load(PATH.read_text(encoding="utf-8"))
+    return loaded
+
+
+def test_serve_accepts_the_file_and_knows_every_key(values: dict[str, Any]) -> None:
+    ServeDeploySchema.model_validate(values)
+    # Serve ignores what it does not know, so a misspelt key would go unseen.
+    assert set(values) <= set(ServeDeploySchema.model_fields)
+    for application in values["applications"]:
+        assert set(application) <= set(ServeApplicationSchema.model_fields)
+
+
+def test_its_builder_binds_an_application(values: dict[str, Any]) -> None:
+    (application,) = values["applications"]
+    module, _, name = application["import_path"].partition(":")
+    built = getattr(importlib.import_module(module), name)(application["args"])
+    assert isinstance(built, Application)
+
+
+def test_builder_refuses_an_unknown_key(values: dict[str, Any]) -> None:
+    (application,) = values["applications"]
+    with pytest.raises(ConfigError, match=r"target\.modle: Extra inputs are not permitted"):
+        build_app({**application["args"], "target": {"modle": "embedded"}})
