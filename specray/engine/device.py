@@ -10,6 +10,7 @@ import torch
 from specray.config import EngineConfig
 from specray.errors import ConfigError
 
+_SMALL_MODEL_BYTES = 8 * 2**20
 _CGROUP_CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -21,6 +22,15 @@ def num_usable_cores() -> int:
     except (OSError, ValueError):
         return cores
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+def num_threads_for(num_weight_bytes: int) -> int:
+    """CPU threads that pay for a model of this size.
+
+    Measured on 2 cores: a draft of 2.5 MB runs as fast on one thread as on two, and leaves the other core to
+    the target; a target of 19 MB gains a tenth from the second thread, one of 390 MB a third.
+    """
+    return 1 if num_weight_bytes < _SMALL_MODEL_BYTES else num_usable_cores()
 
 
 def choose_device(config: EngineConfig) -> torch.device:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specray.config import EMBEDDED, EngineConfig
-from specray.demo.paths import demo_draft_path, demo_target_path
+from specray.config import EngineConfig
 from specray.engine.loader import check_loadable, tokenizer_fingerprint
+from specray.engine.runner import model_path
 from specray.errors import ConfigError
 
 
@@ -17,13 +17,6 @@ class ModelSummary:
     path: str
     vocab_size: int
     tokenizer_fingerprint: str
-
-
-def model_path(config: EngineConfig, role: str) -> str:
-    """The path or hub id that ``config.model`` means for a draft or a target."""
-    if config.model != EMBEDDED:
-        return config.model
-    return str(demo_draft_path() if role == "draft" else demo_target_path())
 
 
 def check_model(config: EngineConfig, role: str) -> ModelSummary:

@@ -15,7 +15,7 @@ from specray.config import EMBEDDED, EngineConfig
 from specray.demo.paths import demo_draft_path, demo_target_path
 from specray.engine.attention import SequenceRows, plan_attention, sequence_slots
 from specray.engine.cache import BlockCache, bytes_per_token
-from specray.engine.device import choose_device, num_usable_cores
+from specray.engine.device import choose_device, num_threads_for
 from specray.engine.forward import CacheShape, Forward, Step
 from specray.engine.generic import GenericForward
 from specray.engine.inputs import SequenceInput
@@ -155,16 +155,17 @@ def build_runner(config: EngineConfig, *, role: str, parallel: ParallelContext |
         ConfigError: names the setting, its value and what is allowed.
     """
     device = choose_device(config)
-    torch.set_num_threads(config.num_threads or num_usable_cores())
     loaded = load_model(
         ModelArgs(
-            path=_model_path(config, role),
+            path=model_path(config, role),
             dtype=_DTYPES[config.dtype],
             device=device,
             max_model_len=config.max_model_len,
             tensor_parallel_size=1 if parallel is None else parallel.world_size,
         )
     )
+    num_weight_bytes = sum(weight.nbytes for weight in loaded.model.parameters())
+    torch.set_num_threads(config.num_threads or num_threads_for(num_weight_bytes))
     forward = _build_forward(config, loaded, parallel)
     shape = forward.cache_shape
     block_size = config.block_size or (_CUDA_BLOCK_SIZE if device.type == "cuda" else loaded.max_model_len)
@@ -196,7 +197,8 @@ def build_runner(config: EngineConfig, *, role: str, parallel: ParallelContext |
     return ModelRunner(forward, cache, info, parallel=parallel)
 
 
-def _model_path(config: EngineConfig, role: str) -> str:
+def model_path(config: EngineConfig, role: str) -> str:
+    """The path or hub id that ``config.model`` means for a draft or a target."""
     if config.model != EMBEDDED:
         return config.model
     return str(demo_draft_path() if role == "draft" else demo_target_path())

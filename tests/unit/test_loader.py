@@ -10,7 +10,7 @@ from checkpoints import write_checkpoint, write_tokenizer
 from transformers import T5Config, T5ForConditionalGeneration
 
 from specray.config import EngineConfig
-from specray.engine.device import num_usable_cores
+from specray.engine.device import num_threads_for, num_usable_cores
 from specray.engine.loader import ModelArgs, load_model, tokenizer_fingerprint
 from specray.engine.runner import build_runner
 from specray.errors import ConfigError
@@ -193,9 +193,14 @@ def test_cuda_where_there_is_none(llama: Path) -> None:
 def test_threads_follow_the_configuration(llama: Path) -> None:
     before = torch.get_num_threads()
     try:
-        build(llama, num_threads=1)
-        assert torch.get_num_threads() == 1
+        build(llama, num_threads=2)
+        assert torch.get_num_threads() == 2
         build(llama, num_threads=None)
-        assert torch.get_num_threads() == num_usable_cores()
+        assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_model_of_eight_mebibytes_gets_every_core() -> None:
+    assert num_threads_for(8 * 2**20 - 1) == 1
+    assert num_threads_for(8 * 2**20) == num_usable_cores()
