@@ -127,14 +127,14 @@ class Config(_Section):
     served_model_name: str | None = Field(
         None, min_length=1, description="Name in the API; default: the target's directory or hub name."
     )
-    target: TargetConfig = Field(default_factory=TargetConfig)  # type: ignore[arg-type]
-    draft: DraftConfig = Field(default_factory=DraftConfig)  # type: ignore[arg-type]
-    speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)  # type: ignore[arg-type]
-    router: RouterConfig = Field(default_factory=RouterConfig)  # type: ignore[arg-type]
-    rpc: RpcConfig = Field(default_factory=RpcConfig)  # type: ignore[arg-type]
-    ingress: IngressConfig = Field(default_factory=IngressConfig)  # type: ignore[arg-type]
-    http: HttpConfig = Field(default_factory=HttpConfig)  # type: ignore[arg-type]
-    grpc: GrpcConfig = Field(default_factory=GrpcConfig)  # type: ignore[arg-type]
+    target: TargetConfig = Field(default_factory=TargetConfig)
+    draft: DraftConfig = Field(default_factory=DraftConfig)
+    speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
+    router: RouterConfig = Field(default_factory=RouterConfig)
+    rpc: RpcConfig = Field(default_factory=RpcConfig)
+    ingress: IngressConfig = Field(default_factory=IngressConfig)
+    http: HttpConfig = Field(default_factory=HttpConfig)
+    grpc: GrpcConfig = Field(default_factory=GrpcConfig)
 
     @property
     def model_name(self) -> str:
