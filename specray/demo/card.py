@@ -30,13 +30,17 @@ Trained on sequences of up to {trained_len} tokens; later positions are allowed 
 Greedy agreement is the share of positions at which the draft's most likely token is the target's. The
 continuations are of the first {prompt_lens} tokens of held-out files, {continuation_len} tokens each,
 written by the target itself. Overlap is the mean of sum(min(target_probs, draft_probs)), the acceptance
-rate of rejection sampling at temperature 1. Measured in bfloat16 on CPU by `specray models evaluate`.
+rate of rejection sampling at temperature 1. Measured in bfloat16 on CPU by `specray models evaluate`,
+which reads the held-out files that the environment has at that time: {evaluated_files} here.
 
 ## Training
 
-Command: `{command}`. Seeds: target {target_seed}, draft {draft_seed}. The target's schedule
-{target_limit}, the draft's {draft_limit}. The tokens per second are those of wall time, on CPU cores
-that other programs used as well.
+    {command}
+
+Seeds: target {target_seed}, draft {draft_seed}. The target's schedule {target_limit}, the draft's
+{draft_limit}. Runs that follow the clock are resumable but not repeatable to the bit (`--target-steps`
+and `--draft-steps` are); interrupted calls were resumed with the same state, samples included. Tokens
+per second are those of wall time, on CPU cores that other programs used as well.
 
 | | steps | tokens | wall time | tokens/s |
 |---|---|---|---|---|
@@ -47,7 +51,8 @@ that other programs used as well.
   {target_batch} tokens a step.
 - Draft: Kullback-Leibler divergence to the target's distribution plus {argmax_weight} times the
   cross-entropy on the target's argmax; half on real text, half on {num_rows} rows of {row_len} tokens
-  that begin with training text and that the target continued at temperatures {temperatures}.
+  that begin with training text and that the target continued at temperatures {temperatures}. Its
+  embeddings start from the principal directions of the target's.
 
 ## Data
 
@@ -84,6 +89,7 @@ def write_card(
         continuation_len=config["evaluate"]["continuation_len"],
         prompt_lens=_join(config["evaluate"]["prompt_lens"]),
         command=command,
+        evaluated_files=evaluation.held_out_text.num_files,
         target_seed=target["seed"],
         draft_seed=draft["seed"],
         target_limit=_describe_limit(target["limit"]),
