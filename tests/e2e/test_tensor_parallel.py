@@ -14,6 +14,7 @@ from specray.tokenization import Tokenizer
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 TENSOR_PARALLEL_SIZE = 2
+OVERLAP = "serial"
 PROMPT = "def fibonacci(n):\n"
 NUM_TOKENS = 48
 
