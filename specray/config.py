@@ -69,8 +69,8 @@ class SpeculationConfig(_Section):
         "auto", description="K: most draft tokens per round, 0..32; auto: chosen by measurement."
     )
     verification: Verification = Verification.COUPLED
-    # Measured with a 193M target on 2 cores that both engines share: 38 tokens/s without speculation, 114 serial,
-    # 96 auto. Overlap pays where the engines have hardware of their own; there, choose auto.
+    # Measured with a 193M target on 2 cores that both engines share: 38 tokens/s without speculation, 114
+    # serial, 96 auto. Overlap pays where the engines have hardware of their own; there, choose auto.
     overlap: Overlap | Literal["auto"] = Overlap.SERIAL
     max_num_draft_probs: int = Field(
         64, ge=1, le=256, description="Support of the sparse draft distribution under rejection."

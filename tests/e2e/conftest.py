@@ -14,7 +14,7 @@ from specray.serving.launch import running_service
 
 @pytest.fixture(scope="module")
 def service(request: pytest.FixtureRequest) -> Iterator[Service]:
-    """A module that defines TENSOR_PARALLEL_SIZE gets a target of so many ranks; OVERLAP is auto by default."""
+    """A module that defines TENSOR_PARALLEL_SIZE gets so many ranks; OVERLAP defaults to auto."""
     # float32: a forward's width does not change the tokens, so outputs can be compared exactly.
     # One thread each: OpenMP threads that share a core with others' spin instead of working.
     engine = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "num_threads": 1}
