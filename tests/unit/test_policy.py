@@ -232,7 +232,7 @@ def test_never_below_098_of_plain_decoding_with_a_draft_that_is_always_wrong() -
 
 
 def test_first_plan_before_any_measurement_speculates_moderately() -> None:
-    policy = Policy(speculation_config())
+    policy = Policy(speculation_config(overlap="auto"))
     assert chosen(policy, policy.pace(request())) == Plan(3, Overlap.ENUMERATE)
 
 
