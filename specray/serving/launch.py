@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ HTTP_TIMEOUT_MARGIN_S = 30.0
 KEEP_ALIVE_TIMEOUT_S = 90
 START_MARGIN_S = 60.0
 POLL_INTERVAL_S = 0.1
+_OWN_ERROR = re.compile(r"^specray\.errors\.(\w+): (.+)$", re.MULTILINE)
 
 
 def run_service(config: Config) -> int:
@@ -179,7 +181,23 @@ def _deploy(app: Application, stop: threading.Event, *, timeout_s: float) -> Non
         if overview.status is ApplicationStatus.RUNNING:
             return
         reasons = [overview.message, *(part.message for part in overview.deployments.values())]
-        raise ConfigError("the service did not start: " + "\n".join(filter(None, reasons)))
+        raise ConfigError(f"the service did not start: {root_cause(reasons)}")
+
+
+def root_cause(messages: Sequence[str]) -> str:
+    """What a person needs of Serve's messages, which hold the tracebacks of every process on the way.
+
+    Our own errors end such a traceback with their class and text; a ConfigError says most. Without any of
+    them it is the messages' last line. All of it is in the logs of Serve's controller.
+    """
+    text = "\n".join(filter(None, messages))
+    errors = _OWN_ERROR.findall(text)
+    for name, message in errors:
+        if name == ConfigError.__name__:
+            return str(message)
+    if errors:
+        return str(errors[-1][1])
+    return text.strip().splitlines()[-1] if text.strip() else "Serve does not say why"
 
 
 def _announce(config: Config) -> None:

@@ -13,6 +13,7 @@ from checkpoints import write_checkpoint
 from transformers import AutoConfig, T5Config
 
 from specray.cli.app import run
+from specray.serving.launch import root_cause
 
 EXIT_WRONG_INPUT = 2
 
@@ -98,3 +99,17 @@ def test_max_model_len_beyond_the_model(capsys: pytest.CaptureFixture[str], pair
     said = serve(capsys, "--target", pair / "target", "--draft", pair / "draft", "--max-model-len", 100_000)
     assert "max_model_len is 100000" in said
     assert "allows at most 128" in said
+
+
+def test_root_cause_of_a_start_that_failed_in_an_actor() -> None:
+    message = (
+        "The deployment failed to start 3 times in a row. Error:\n"
+        "ray::TargetRank.start() (pid=1)\n"
+        "specray.errors.ConfigError: cache_memory_gib is 0.001; one sequence needs 0.005 GiB\n"
+        "\n"
+        "The above exception was the direct cause of the following exception:\n"
+        "specray.errors.EngineLostError: the target did not start: ray::TargetRank.start()\n"
+    )
+    assert root_cause(["", message]) == "cache_memory_gib is 0.001; one sequence needs 0.005 GiB"
+    assert root_cause(["first\nlast line\n"]) == "last line"
+    assert root_cause(["", ""]) == "Serve does not say why"
