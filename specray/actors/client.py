@@ -13,6 +13,9 @@ from ray.serve.handle import DeploymentHandle
 from specray.errors import EngineLostError, OverloadedError, SpecrayError
 from specray.types import GenerateRequest, OutputChunk, ServiceInfo
 
+SERVE_ERRORS = (RayError, BackPressureError, DeploymentUnavailableError, RequestCancelledError)
+"""What a call through a Serve handle may raise besides its own result."""
+
 
 def translate(error: Exception) -> Exception:
     """The exception that a caller of a remote router should see for what Ray raised."""
@@ -44,7 +47,7 @@ class ServeRouterClient:
 
     async def complete(self, request: GenerateRequest) -> OutputChunk:
         """See interfaces.RouterClient."""
-        chunk: OutputChunk = await self._call(self._handle.complete.remote(request), self._timeout_s)
+        chunk: OutputChunk = await self._call(self._handle.complete.remote(request))
         return chunk
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[OutputChunk]:
@@ -65,9 +68,7 @@ class ServeRouterClient:
                     return
         except TimeoutError:
             raise EngineLostError(f"the router did not answer within {self._timeout_s:g} s") from None
-        except RayError as error:
-            raise translate(error) from error
-        except (BackPressureError, DeploymentUnavailableError, RequestCancelledError) as error:
+        except SERVE_ERRORS as error:
             raise translate(error) from error
         finally:
             if not is_done:
@@ -75,33 +76,27 @@ class ServeRouterClient:
 
     async def service_info(self) -> ServiceInfo:
         """See interfaces.RouterClient."""
-        info: ServiceInfo = await self._call(self._handle.service_info.remote(), self._timeout_s)
+        info: ServiceInfo = await self._call(self._handle.service_info.remote())
         return info
 
     async def check_ready(self) -> None:
         """See interfaces.RouterClient."""
-        await self._call(self._handle.check_ready.remote(), self._timeout_s)
+        await self._call(self._handle.check_ready.remote())
 
     async def metrics_text(self) -> str:
         """See interfaces.RouterClient."""
-        text: str = await self._call(self._handle.metrics_text.remote(), self._timeout_s)
+        text: str = await self._call(self._handle.metrics_text.remote())
         return text
 
-    async def _call(self, response: Any, timeout_s: float) -> Any:
-        is_done = False
+    async def _call(self, response: Any) -> Any:
         try:
-            async with asyncio.timeout(timeout_s):
-                result = await response
-            is_done = True
-            return result
+            async with asyncio.timeout(self._timeout_s):
+                return await response
         except TimeoutError:
-            raise EngineLostError(f"the router did not answer within {timeout_s:g} s") from None
-        except RayError as error:
-            is_done = True
+            response.cancel()
+            raise EngineLostError(f"the router did not answer within {self._timeout_s:g} s") from None
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+        except SERVE_ERRORS as error:
             raise translate(error) from error
-        except (BackPressureError, DeploymentUnavailableError, RequestCancelledError) as error:
-            is_done = True
-            raise translate(error) from error
-        finally:
-            if not is_done:
-                response.cancel()

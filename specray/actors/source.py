@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from ray.exceptions import RayError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
+from specray.actors.client import SERVE_ERRORS
 from specray.actors.draft import DraftLease, DraftReplica
 from specray.errors import EngineLostError
 from specray.interfaces import Drafter
@@ -50,5 +49,5 @@ class ServeDrafterSource:
         except TimeoutError:
             response.cancel()
             raise EngineLostError(f"no draft could be leased within {self._timeout_s:g} s") from None
-        except (RayError, BackPressureError, DeploymentUnavailableError, RequestCancelledError) as error:
+        except SERVE_ERRORS as error:
             raise EngineLostError(f"no draft can be leased: {type(error).__name__}") from error

@@ -5,6 +5,7 @@ pydantic checks types here, without coercion; ranges are checked in ``validation
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -76,9 +77,9 @@ class SamplingFields(_Fields):
     field_names: ClassVar[dict[str, str]] = {}
 
     @property
+    @abstractmethod
     def num_logprobs(self) -> int | None:
         """Likeliest tokens to tell per position; None: no logprobs."""
-        raise NotImplementedError
 
     def max_tokens_field(self) -> tuple[str, int | None]:
         """The field that bounds the output, and its value."""
