@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from specray.metrics import RouterMetrics
+from specray.router.later import Later
 from specray.router.leases import DraftLeases
 from specray.router.links import DraftLink
 from specray.router.live import LiveSession
@@ -40,6 +41,7 @@ class Drafting:
         running: the sessions, shared with their owner.
         policy: chooses K and fan-out, and learns from what is measured.
         metrics: of lookups and draft steps.
+        later: what is counted when the messages of a step have left.
         round_timeout_s: a draft that is silent for so long is lost.
     """
 
@@ -49,6 +51,7 @@ class Drafting:
         running: dict[str, LiveSession],
         policy: Policy,
         metrics: RouterMetrics,
+        later: Later,
         *,
         round_timeout_s: float,
         is_serial: bool,
@@ -57,6 +60,7 @@ class Drafting:
         self._running = running
         self._policy = policy
         self._metrics = metrics
+        self._later = later
         self._round_timeout_s = round_timeout_s
         self._is_serial = is_serial
 
@@ -138,7 +142,7 @@ class Drafting:
 
     def on_replies(self, link: DraftLink, replies: DraftReplies, now: float) -> None:
         """Takes a batch of replies; those of a link that was given up are late."""
-        self._metrics.draft_forward_s.observe(replies.forward_ns / 1e9)
+        self._later.add(self._metrics.draft_forward_s.observe, replies.forward_ns / 1e9)
         asked_since, link.unanswered_since = link.unanswered_since, None
         answered: list[SpeculateItem] = []
         for reply in replies.replies:
@@ -173,7 +177,8 @@ class Drafting:
                 return session.on_draft_failed(reply)
         if is_taken and is_awaited:
             is_hit = session.drafted is not None
-            self._metrics.observe_lookup("late_hit" if is_hit else "late_miss", live.num_drafted)
+            result = "late_hit" if is_hit else "late_miss"
+            self._later.add(self._metrics.observe_lookup, result, live.num_drafted)
             self._policy.observe_lookup(live.ahead.overlap, Lookup.HIT if is_hit else Lookup.MISS_TOKEN)
         return is_taken
 
@@ -182,7 +187,7 @@ class Drafting:
         if lookup is Lookup.PENDING:
             live.waiting_since_s = now
         elif lookup is not Lookup.NOT_ASKED:
-            self._metrics.observe_lookup(lookup.value, live.num_drafted)
+            self._later.add(self._metrics.observe_lookup, lookup.value, live.num_drafted)
             self._policy.observe_lookup(live.ahead.overlap, lookup)
 
     def _learn(self, answered: Sequence[SpeculateItem], forward_s: float, elapsed_s: float) -> None:

@@ -16,7 +16,7 @@ from specray.router.rounds import Rounds, VerifyInFlight
 async def serial_loop(rounds: Rounds) -> None:
     """Draft and target take turns. Ends when ``rounds`` is closed."""
     while rounds.is_open:
-        await rounds.wait()
+        await rounds.wait(None)
         while await serial_step(rounds):
             pass
 
@@ -26,22 +26,24 @@ async def serial_step(rounds: Rounds) -> bool:
     rounds.collect(None)
     rounds.admit()
     rounds.propose()
-    rounds.flush(None)
+    rounds.flush()
     while rounds.is_open and rounds.is_waiting_for_draft():
-        await rounds.wait()
+        await rounds.wait(None)
         rounds.collect(None)
         rounds.propose()
-        rounds.flush(None)
+        rounds.flush()
     batch = rounds.schedule(has_grace=False)
     if not rounds.is_open or not batch:
         return False
     verifying: VerifyInFlight | None = rounds.verify(batch)
     rounds.prime()
-    rounds.flush(verifying)
+    rounds.flush()
     while rounds.is_open and verifying is not None:
-        await rounds.wait()
+        await rounds.wait(verifying)
         verifying = rounds.collect(verifying)
-        rounds.flush(verifying)
+        if verifying is not None:
+            # Nobody's round has ended: what is left are releases, and primes of new sessions.
+            rounds.flush()
     return True
 
 
@@ -49,7 +51,7 @@ async def overlapped_loop(rounds: Rounds) -> None:
     """Draft and target work at the same time. Ends when ``rounds`` is closed."""
     verifying: VerifyInFlight | None = None
     while rounds.is_open:
-        await rounds.wait()
+        await rounds.wait(verifying)
         verifying = overlapped_step(rounds, verifying)
 
 
@@ -64,5 +66,5 @@ def overlapped_step(rounds: Rounds, verifying: VerifyInFlight | None) -> VerifyI
             verifying = rounds.verify(batch)
             rounds.draft_ahead(verifying)
     rounds.prime()
-    rounds.flush(verifying)
+    rounds.flush()
     return verifying

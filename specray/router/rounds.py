@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from specray.metrics import RouterMetrics
 from specray.router.batch import BatchLimits, Share, form_batch
 from specray.router.clock import Alarm
 from specray.router.drafting import Drafting
+from specray.router.later import Later
 from specray.router.links import DraftReplied, Inbox, LinkLost, TargetLink, TargetReplied
 from specray.router.live import LiveSession
 from specray.router.policy import Policy
@@ -51,6 +53,7 @@ class Rounds:
         config: budgets and deadlines.
         clock: of deadlines and measurements.
         metrics: of rounds.
+        later: what is counted when the messages of a step have left; shared with ``drafting``.
         on_target_lost: decides what becomes of the sessions.
     """
 
@@ -64,6 +67,7 @@ class Rounds:
         config: RouterConfig,
         clock: Clock,
         metrics: RouterMetrics,
+        later: Later,
         on_target_lost: Callable[[TargetLink, Exception], None],
     ) -> None:
         self.sessions = sessions
@@ -76,14 +80,20 @@ class Rounds:
         self._config = config
         self._clock = clock
         self._metrics = metrics
+        self._later = later
         self._on_target_lost = on_target_lost
         self._alarm = Alarm(clock, inbox.wake)
         self._num_steps = 0
         self._idle_since_s: float | None = None
         self._now = clock.monotonic()
 
-    async def wait(self) -> None:
-        """Waits until something happened or is due."""
+    async def wait(self, verifying: VerifyInFlight | None) -> None:
+        """Waits until something happened or is due; what was put off is done meanwhile."""
+        if self._later:
+            # The links' writers run first: they were woken before.
+            await asyncio.sleep(0)
+            self._later.run()
+        self._set_alarm(verifying)
         await self._inbox.wait()
 
     def close(self) -> None:
@@ -130,7 +140,7 @@ class Rounds:
             if live is None or not self._take(live, reply, forward_s):
                 self._metrics.late_replies.labels("target").inc()
         if verifying is not None and not verifying.pending:
-            self._metrics.verify_forward_s.observe(forward_s)
+            self._later.add(self._metrics.verify_forward_s.observe, forward_s)
             elapsed_s = self._now - verifying.sent_s
             self._policy.observe_verify(verifying.num_rows, elapsed_s, is_overlapped=verifying.is_overlapped)
             self._idle_since_s = self._now
@@ -144,7 +154,7 @@ class Rounds:
                 except ProtocolError as error:
                     logger.error("the target broke the protocol for %s: %s", reply.request_id, error)
                     session.fail(f"the target broke the protocol: {error}")
-                    self.sessions.end(live, self._now)
+                    self._end(live)
                     return True
                 if commit is not None:
                     self._deliver(live, commit, forward_s)
@@ -154,7 +164,7 @@ class Rounds:
             case ItemFailed():
                 is_taken = session.on_target_failed(reply)
                 if session.is_finished:
-                    self.sessions.end(live, self._now)
+                    self._end(live)
                 elif is_taken:
                     self.sessions.preempt(live, self._now)
                 return is_taken
@@ -167,21 +177,27 @@ class Rounds:
         self.last_verdict_s = live.committed_s = now
         live.delivery.push(commit.token_ids, commit.logprobs)
         if live.session.is_finished:
-            self.sessions.end(live, now)
+            self._end(live)
         else:
             self.drafting.on_lookup(live, commit.lookup, now)
+
+    def _end(self, live: LiveSession) -> None:
+        # Who is woken by the end may read the counters.
+        self._later.run()
+        self.sessions.end(live, self._now)
 
     def _measure(self, live: LiveSession, commit: Commit, forward_s: float) -> None:
         now, num_tokens = self._now, len(commit.token_ids)
         self._policy.observe_round(live.pacing, commit.num_draft_tokens, commit.num_accepted_tokens)
-        self._metrics.observe_round(commit.num_draft_tokens, commit.num_accepted_tokens)
+        metrics, later = self._metrics, self._later
+        later.add(metrics.observe_round, commit.num_draft_tokens, commit.num_accepted_tokens)
         if live.committed_s is None:
-            self._metrics.observe_first_tokens(num_tokens, now - live.arrived_s)
+            later.add(metrics.observe_first_tokens, num_tokens, now - live.arrived_s)
         else:
-            self._metrics.observe_tokens(num_tokens, now - live.committed_s)
+            later.add(metrics.observe_tokens, num_tokens, now - live.committed_s)
             if live.round_started_s is not None:
                 overhead_s = now - live.round_started_s - forward_s - live.draft_forward_s
-                self._metrics.round_overhead_s.observe(max(0.0, overhead_s))
+                later.add(metrics.round_overhead_s.observe, max(0.0, overhead_s))
         live.round_started_s = None
         live.draft_forward_s = 0.0
 
@@ -266,7 +282,7 @@ class Rounds:
             self.target.push(item, now)
         self.target.flush()
         if self._idle_since_s is not None:
-            self._metrics.target_idle_s.observe(now - self._idle_since_s)
+            self._later.add(self._metrics.target_idle_s.observe, now - self._idle_since_s)
             self._idle_since_s = None
         sessions = tuple(live for live, _ in batch)
         return VerifyInFlight(self.target, sessions, pending, num_rows, now)
@@ -283,11 +299,14 @@ class Rounds:
         """Some session's next Verify is held back for the draft."""
         return any(live.session.is_waiting_for_draft for live in self.sessions.running.values())
 
-    def flush(self, verifying: VerifyInFlight | None) -> None:
-        """Ends a step: sends what is left, and sees to it that the next is taken when something is due."""
+    def flush(self) -> None:
+        """Ends a step: sends what is left."""
         if self.target is not None:
             self.target.flush()
         self.drafting.flush()
+
+    def _set_alarm(self, verifying: VerifyInFlight | None) -> None:
+        """Sees to it that the next step is taken when something is due."""
         if not self.sessions.running:
             self._idle_since_s = None
         dues = [self.drafting.next_due_s, self.sessions.next_due_s]

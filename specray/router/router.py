@@ -18,6 +18,7 @@ from specray.router.checks import check_request
 from specray.router.clock import SystemClock, within
 from specray.router.delivery import Delivery
 from specray.router.drafting import Drafting
+from specray.router.later import Later
 from specray.router.leases import DraftLeases
 from specray.router.links import Inbox, TargetLink, num_blocks_in_use
 from specray.router.live import LiveSession
@@ -124,11 +125,13 @@ class Router:
         self._sessions.set_limit(link.info.max_num_seqs)
         leases = self._leases = self._make_leases(link.info)
         is_serial = self._speculation.overlap is Overlap.SERIAL
+        later = Later()
         drafting = Drafting(
             leases,
             self._sessions.running,
             self._policy,
             self.metrics,
+            later,
             round_timeout_s=self._config.round_timeout_s,
             is_serial=is_serial,
         )
@@ -140,6 +143,7 @@ class Router:
             config=self._config,
             clock=self._clock,
             metrics=self.metrics,
+            later=later,
             on_target_lost=self._on_target_lost,
         )
         self._rounds.target = link
@@ -169,7 +173,7 @@ class Router:
             # Sessions end by themselves or by their deadline; there is nothing to be woken by.
             await self._clock.sleep(0.01)
         self._fail_all(EngineLostError("the service is stopping; the request may be sent again"))
-        self._rounds.flush(None)
+        self._rounds.flush()
         self._rounds.close()
         if self._loop is not None:
             await asyncio.gather(self._loop, return_exceptions=True)
