@@ -46,7 +46,11 @@ class Drafter(Protocol):
         ...
 
     async def replies(self) -> DraftReplies:
-        """Waits for the next batch of replies. Raises EngineLostError when the connection is gone."""
+        """Waits for the next batch of replies; a wait that is cancelled may end the connection.
+
+        Raises:
+            EngineLostError: the connection is gone.
+        """
         ...
 
     async def close(self) -> None:
@@ -75,7 +79,11 @@ class Verifier(Protocol):
         ...
 
     async def replies(self) -> TargetReplies:
-        """Waits for the next batch of replies. Raises EngineLostError when the connection is gone."""
+        """Waits for the next batch of replies; a wait that is cancelled may end the connection.
+
+        Raises:
+            EngineLostError: the connection is gone.
+        """
         ...
 
     async def close(self) -> None:

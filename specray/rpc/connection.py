@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections import deque
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import grpc
 from grpc import aio
@@ -17,20 +15,14 @@ from specray.rpc.channel import Address, ChannelOptions
 from specray.rpc.role import ItemT, RepliesT, ReplyT, Role
 from specray.types import PROTOCOL_VERSION, EngineInfo
 
-logger = logging.getLogger(__name__)
-
-ValueT = TypeVar("ValueT")
-CLOSE_TIMEOUT_S = 1.0
-
 BytesStream = aio.StreamStreamCall[bytes, bytes]
 
 
 class EngineConnection(Generic[ItemT, ReplyT, RepliesT]):
     """Sends batches of items and receives batches of replies, independently of each other.
 
-    A reader task takes replies off the stream as they arrive, so a caller may give up waiting for
-    ``replies`` without harm to the stream, and a lost engine is noticed while nobody waits. When
-    ``max_unread`` batches lie unread it stops reading, and gRPC's flow control holds the engine back.
+    What has arrived and is not taken lies in gRPC, whose flow control holds the engine back. A reader task
+    between the stream and ``replies`` would cost every round another turn of the event loop.
     """
 
     def __init__(
@@ -42,7 +34,6 @@ class EngineConnection(Generic[ItemT, ReplyT, RepliesT]):
         info: EngineInfo,
         *,
         send_timeout_s: float = 5.0,
-        max_unread: int = 256,
     ) -> None:
         self._role = role
         self._address = address
@@ -51,13 +42,13 @@ class EngineConnection(Generic[ItemT, ReplyT, RepliesT]):
         self._info = info
         self._send_timeout_s = send_timeout_s
         self._loop = asyncio.get_running_loop()
-        self._inbox: _Inbox[RepliesT] = _Inbox(max_unread)
+        self._reason: str | None = None
+        """Why the connection is lost."""
         self._write_lock = asyncio.Lock()
         self._write_since: float | None = None
         """When the write in progress began, by the monotonic clock."""
         self._watchdog: asyncio.TimerHandle | None = None
         self._is_closed = False
-        self._reader = asyncio.create_task(self._read_stream())
 
     @property
     def info(self) -> EngineInfo:
@@ -66,7 +57,7 @@ class EngineConnection(Generic[ItemT, ReplyT, RepliesT]):
 
     async def fetch_info(self, *, timeout_s: float = 2.0) -> EngineInfo:
         """Asks the engine again. Raises EngineLostError when it does not answer within ``timeout_s``."""
-        self._inbox.raise_if_failed()
+        self._raise_if_lost()
         try:
             return await _get_info(self._role, self._channel, timeout_s=timeout_s, wait_for_ready=False)
         except aio.AioRpcError as error:
@@ -74,8 +65,8 @@ class EngineConnection(Generic[ItemT, ReplyT, RepliesT]):
 
     @property
     def is_lost(self) -> bool:
-        """True when the connection is gone or closed; every call raises EngineLostError."""
-        return self._inbox.reason is not None
+        """True when the connection is known to be gone or closed; every call raises EngineLostError then."""
+        return self._reason is not None or self._stream.done()
 
     async def send(self, items: Sequence[ItemT]) -> None:
         """Sends one batch. A send that is cancelled half-way ends the connection.
@@ -91,12 +82,29 @@ class EngineConnection(Generic[ItemT, ReplyT, RepliesT]):
             await self._write(self._role.encode_request((), request_ids))
 
     async def replies(self) -> RepliesT:
-        """Waits for the next batch of replies; may be cancelled and called again.
+        """Waits for the next batch of replies, one call at a time; cancelled, it ends the connection.
 
         Raises:
             EngineLostError: the connection is gone and everything that had arrived was taken.
         """
-        return await self._inbox.get()
+        self._raise_if_lost()
+        try:
+            data = await self._stream.read()
+            if data is not aio.EOF:
+                return self._role.decode_replies(_as_bytes(data))
+            self._lose("the engine ended the stream")
+        except aio.AioRpcError as error:
+            self._lose(describe(error))
+        except ProtocolError as error:
+            self._lose(f"broke the protocol: {error}")
+        except (asyncio.InvalidStateError, aio.BaseError) as error:
+            self._lose(f"the stream has ended ({error})")
+        except asyncio.CancelledError:
+            # gRPC also raises this in a reader whose stream somebody else has cancelled.
+            self._lose("the stream was cancelled")
+            if _is_own_cancellation():
+                raise
+        raise EngineLostError(self._describe_loss())
 
     async def close(self) -> None:
         """Ends the stream, which frees everything it holds on the engine; idempotent."""
@@ -106,15 +114,11 @@ class EngineConnection(Generic[ItemT, ReplyT, RepliesT]):
         self._lose("the connection was closed")
         if self._watchdog is not None:
             self._watchdog.cancel()
-        # The reader ends by itself once gRPC has cancelled its read: cancelled first, it would leave that
-        # read behind for a loop that may be closed by then.
-        await asyncio.wait((self._reader,), timeout=CLOSE_TIMEOUT_S)
-        self._reader.cancel()
         await self._channel.close(None)
 
     async def _write(self, data: bytes) -> None:
         async with self._write_lock:
-            self._inbox.raise_if_failed()
+            self._raise_if_lost()
             self._watch_write()
             try:
                 await self._stream.write(data)
@@ -124,13 +128,12 @@ class EngineConnection(Generic[ItemT, ReplyT, RepliesT]):
             except (asyncio.InvalidStateError, aio.BaseError) as error:
                 self._lose(f"the stream has ended ({error})")
             except asyncio.CancelledError:
-                # gRPC also raises this in a writer whose stream somebody else has cancelled.
                 if _is_own_cancellation():
                     raise
                 self._lose("the stream was cancelled")
             finally:
                 self._write_since = None
-        self._inbox.raise_if_failed()
+        self._raise_if_lost()
 
     def _watch_write(self) -> None:
         # One timer for all writes, which is set anew only when it fires: a time-out per write costs as much
@@ -149,62 +152,18 @@ class EngineConnection(Generic[ItemT, ReplyT, RepliesT]):
         else:
             self._lose(f"took nothing for {self._send_timeout_s} s")
 
-    async def _read_stream(self) -> None:
-        try:
-            while (data := await self._stream.read()) is not aio.EOF:
-                await self._inbox.put(self._role.decode_replies(_as_bytes(data)))
-            self._lose("the engine ended the stream")
-        except aio.AioRpcError as error:
-            self._lose(describe(error))
-        except ProtocolError as error:
-            self._lose(f"broke the protocol: {error}")
-        except asyncio.CancelledError:
-            self._lose("the stream was cancelled")
-            raise
-        except Exception as error:
-            logger.exception("reading the stream of the %s at %s", self._role.name, self._address.target)
-            self._lose(f"the stream could not be read ({type(error).__name__})")
-
     def _lose(self, reason: str) -> None:
-        self._inbox.fail(f"{self._role.name} at {self._address.target}: {reason}")
+        """The first reason counts."""
+        if self._reason is None:
+            self._reason = reason
         self._stream.cancel()
 
+    def _raise_if_lost(self) -> None:
+        if self._reason is not None:
+            raise EngineLostError(self._describe_loss())
 
-class _Inbox(Generic[ValueT]):
-    """What has arrived and was not taken: bounded, and wakes its reader when nothing more will come."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._values: deque[ValueT] = deque()
-        self._arrived = asyncio.Event()
-        self._taken = asyncio.Event()
-        self.reason: str | None = None
-        """Why nothing more will come."""
-
-    async def put(self, value: ValueT) -> None:
-        while len(self._values) >= self._capacity and self.reason is None:
-            self._taken.clear()
-            await self._taken.wait()
-        self._values.append(value)
-        self._arrived.set()
-
-    async def get(self) -> ValueT:
-        while not self._values:
-            self.raise_if_failed()
-            self._arrived.clear()
-            await self._arrived.wait()
-        self._taken.set()
-        return self._values.popleft()
-
-    def fail(self, reason: str) -> None:
-        if self.reason is None:
-            self.reason = reason
-        self._arrived.set()
-        self._taken.set()
-
-    def raise_if_failed(self) -> None:
-        if self.reason is not None:
-            raise EngineLostError(self.reason)
+    def _describe_loss(self) -> str:
+        return f"{self._role.name} at {self._address.target}: {self._reason}"
 
 
 async def open_stream(
