@@ -39,6 +39,17 @@ class Overlap(enum.StrEnum):
     ENUMERATE = "enumerate"
 
 
+class DraftKind(enum.StrEnum):
+    """What proposes for a request."""
+
+    MODEL = "model"
+    """A draft model."""
+    NGRAM = "ngram"
+    """What followed the last tokens when they came before in the same request; no model."""
+    SUFFIX = "suffix"
+    """What followed them most often, there or in the tenant's past outputs; no model."""
+
+
 class FinishReason(enum.StrEnum):
     """Why a request ended; the values are those of the OpenAI API where it has one."""
 
@@ -270,6 +281,9 @@ class SpeculationParams:
 
     enabled: bool = True
     num_speculative_tokens: int | None = None
+    draft: DraftKind | None = None
+    tenant: str = ""
+    """Whose past outputs ``suffix`` may propose from, and to whose this output is added; empty: nobody's."""
 
 
 @dataclass(frozen=True, slots=True)

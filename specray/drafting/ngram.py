@@ -1,0 +1,64 @@
+"""Prompt lookup: the last tokens were written before, so propose what followed them then.
+
+Saxena: *Prompt lookup decoding*, 2023 (github.com/apoorvumang/prompt-lookup-decoding); the same as vLLM's
+``ngram`` and transformers' ``prompt_lookup_num_tokens``. These scan all tokens in every round; here each
+token is indexed once, when it comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+MIN_MATCH_LEN = 2
+MAX_MATCH_LEN = 4
+
+
+class NgramProposer:
+    """Finds the longest of the last ``min_len..max_len`` tokens that came before, at its latest place.
+
+    ``extend`` costs O(max_len) per token, ``propose`` O(k), however long the session is.
+
+    Args:
+        min_len: shortest match that counts, >= 1.
+        max_len: longest match that is looked for, >= min_len.
+    """
+
+    def __init__(self, *, min_len: int = MIN_MATCH_LEN, max_len: int = MAX_MATCH_LEN) -> None:
+        assert 1 <= min_len <= max_len, (min_len, max_len)
+        self._tokens: list[int] = []
+        # For each length: n-gram -> where its latest occurrence ended, which is where what followed begins.
+        self._ends: list[tuple[int, dict[tuple[int, ...], int]]] = [
+            (length, {}) for length in range(min_len, max_len + 1)
+        ]
+        self._follow: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it was given."""
+        return len(self._tokens)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Takes the session's next tokens."""
+        tokens = self._tokens
+        for token_id in token_ids:
+            tokens.append(token_id)
+            end = len(tokens)
+            self._follow = None
+            for length, ends in self._ends:
+                if length > end:
+                    break
+                gram = tuple(tokens[end - length :])
+                earlier = ends.get(gram)
+                if earlier is not None:
+                    self._follow = earlier
+                ends[gram] = end
+
+    def propose(self, k: int) -> tuple[int, ...]:
+        """The ``k`` tokens that followed the match; empty without one.
+
+        A match so near that fewer than ``k`` tokens follow it means a period: it is gone through again.
+        """
+        if self._follow is None or k <= 0:
+            return ()
+        follow = self._tokens[self._follow : self._follow + k]
+        return tuple((follow * -(-k // len(follow)))[:k])
