@@ -5,18 +5,14 @@ The arms take turns (A B A B ...), so that what changes on the machine in the me
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from specray.bench.client import ServerClient
+from specray.bench.load import MAX_KEPT_ERRORS, run_pass, send
 from specray.bench.scrape import ServerStats, difference, parse_samples, server_stats
-from specray.bench.stats import ArmSummary, Pass, RequestRecord, summarize
-from specray.errors import SpecrayError
-
-MAX_KEPT_ERRORS = 5
+from specray.bench.stats import ArmSummary, Pass, summarize
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +109,7 @@ async def measure(plan: Plan, on_progress: Callable[[str, int, int], None]) -> R
         model = await client.model()
         for arm in plan.arms:
             for prompt in plan.prompts[: plan.num_warmup]:
-                await _request(client, plan, arm, prompt)
+                await send(client, _body(plan, arm, prompt), is_stream=plan.is_stream)
         for _ in range(plan.num_repeats):
             for result in results:
 
@@ -128,30 +124,20 @@ async def measure(plan: Plan, on_progress: Callable[[str, int, int], None]) -> R
 
 async def _run_pass(client: ServerClient, plan: Plan, result: ArmResult, advance: Callable[[], None]) -> None:
     before = parse_samples(await client.metrics_text())
-    prompts = iter(plan.prompts)
-    records: list[RequestRecord] = []
-    errors: list[str] = []
-
-    async def work() -> None:
-        for prompt in prompts:
-            try:
-                records.append(await _request(client, plan, result.arm, prompt))
-            except SpecrayError as error:
-                errors.append(str(error))
-            advance()
-
-    started_s = time.monotonic()
-    async with asyncio.TaskGroup() as group:
-        for _ in range(plan.concurrency):
-            group.create_task(work())
-    duration_s = time.monotonic() - started_s
-    result.passes.append(Pass(tuple(records), duration_s, len(errors)))
-    result.errors.extend(errors[: MAX_KEPT_ERRORS - len(result.errors)])
+    one = await run_pass(
+        client,
+        [_body(plan, result.arm, prompt) for prompt in plan.prompts],
+        concurrency=plan.concurrency,
+        is_stream=plan.is_stream,
+        on_done=advance,
+    )
+    result.passes.append(one.measured)
+    result.errors.extend(one.errors[: MAX_KEPT_ERRORS - len(result.errors)])
     result.server.append(server_stats(difference(before, parse_samples(await client.metrics_text()))))
 
 
-async def _request(client: ServerClient, plan: Plan, arm: Arm, prompt: str) -> RequestRecord:
-    body = {
+def _body(plan: Plan, arm: Arm, prompt: str) -> dict[str, Any]:
+    return {
         "prompt": prompt,
         "max_tokens": plan.max_tokens,
         "temperature": plan.temperature,
@@ -160,36 +146,3 @@ async def _request(client: ServerClient, plan: Plan, arm: Arm, prompt: str) -> R
         "speculation": arm.speculation,
         "return_speculation_metrics": True,
     }
-    started_s = time.monotonic()
-    if not plan.is_stream:
-        answer = await client.complete(body)
-        return _record(started_s, (), answer["usage"], answer.get("metrics"))
-    event_times_s: list[float] = []
-    summary: Mapping[str, Any] = {}
-    async for event in client.stream_completion({**body, "stream_options": {"include_usage": True}}):
-        if event.text:
-            event_times_s.append(event.arrived_s)
-        if event.body.get("usage"):
-            summary = event.body
-    if not summary:
-        raise SpecrayError("the stream ended without its usage")
-    return _record(started_s, tuple(event_times_s), summary["usage"], summary.get("metrics"))
-
-
-def _record(
-    started_s: float,
-    event_times_s: tuple[float, ...],
-    usage: Mapping[str, int],
-    metrics: Mapping[str, Any] | None,
-) -> RequestRecord:
-    counters = (metrics or {}).get("speculative_decoding", {})
-    return RequestRecord(
-        started_s=started_s,
-        event_times_s=event_times_s,
-        ended_s=time.monotonic(),
-        num_prompt_tokens=usage["prompt_tokens"],
-        num_output_tokens=usage["completion_tokens"],
-        num_spec_steps=counters.get("num_spec_steps", 0),
-        num_draft_tokens=counters.get("num_draft_tokens", 0),
-        num_accepted_draft_tokens=counters.get("num_accepted_draft_tokens", 0),
-    )

@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from specray.bench.prompts import Dataset
+from specray.cli.bench_compare import compare
 from specray.cli.worker import Role
 from specray.errors import ConfigError
 from specray.types import Overlap
@@ -44,6 +45,7 @@ app = typer.Typer(
     cls=_ServeByDefault,
     help="Measure a running server with speculation on and off (serve, the default), or the parts of one.",
 )
+app.command()(compare)
 
 
 @app.callback()

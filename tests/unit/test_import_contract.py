@@ -42,7 +42,7 @@ OWNERS: dict[str, set[str]] = {
     "google": {"rpc"},
     "ray": {"actors", "serving"},
     "torch": {"engine", "demo", "bench"},
-    "transformers": {"engine", "demo", "tokenization"},
+    "transformers": {"engine", "demo", "tokenization", "bench"},
     "fastapi": {"serving"},
     "starlette": {"serving"},
     "typer": {"cli"},

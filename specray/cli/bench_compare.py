@@ -1,0 +1,190 @@
+"""``specray bench compare``: specray and its peers in one run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from specray.bench.prompts import Dataset
+from specray.config import EMBEDDED
+from specray.errors import ConfigError
+
+if TYPE_CHECKING:
+    from specray.bench.compare import ComparePlan, Outcome
+    from specray.bench.journal import Journal
+    from specray.bench.peers import Setup, System
+
+DEFAULT_ARMS = (
+    *("specray:plain", "specray:serial", "specray:auto"),
+    *("transformers:plain", "transformers:draft:4", "transformers:ngram:4"),
+    *("vllm:plain", "vllm:draft:4", "vllm:ngram:4"),
+    *("llama.cpp:plain", "llama.cpp:draft:2", "llama.cpp:draft:4", "llama.cpp:ngram"),
+)
+_ARM_HELP = (
+    f"SYSTEM:MODE[:K]; may be repeated. Default: {', '.join(DEFAULT_ARMS)}. More: specray:ahead, "
+    "specray:enumerate, specray:ngram, specray:suffix, vllm:draft-probabilistic."
+)
+
+
+def compare(
+    out: Annotated[
+        Path, typer.Option(help="Directory for the report; a run that is there already is continued.")
+    ],
+    target: Annotated[str, typer.Option(help="Checkpoint directory, or embedded.")] = EMBEDDED,
+    draft: Annotated[str, typer.Option(help="Checkpoint directory, or embedded.")] = EMBEDDED,
+    vllm_python: Annotated[
+        Path | None, typer.Option(help="Interpreter of the environment with vLLM in it.")
+    ] = None,
+    llama_cpp: Annotated[Path | None, typer.Option(help="llama.cpp's source, built in build/.")] = None,
+    arm: Annotated[list[str] | None, typer.Option(help=_ARM_HELP)] = None,
+    dataset: Annotated[Dataset, typer.Option(help="Where prompts come from.")] = Dataset.BUILTIN,
+    dataset_path: Annotated[
+        Path | None, typer.Option(help="The data set's file (JSON lines, .gz too).")
+    ] = None,
+    concurrency: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Requests at a time; may be repeated. Default: 1 4 8 16 32."),
+    ] = None,
+    temperature: Annotated[
+        list[float] | None,
+        typer.Option(min=0, max=2, help="May be repeated. Default: 0 0.7 1."),
+    ] = None,
+    num_turns: Annotated[int, typer.Option(min=1, help="Passes of every arm, in turns.")] = 2,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Least requests of a pass.")] = 4,
+    max_tokens: Annotated[int, typer.Option(min=2, help="New tokens per prompt.")] = 128,
+    num_warmup: Annotated[int, typer.Option(min=1, help="Requests after each start, not counted.")] = 2,
+    num_threads: Annotated[int | None, typer.Option(min=1, help="Of every target; default: cores.")] = None,
+    max_model_len: Annotated[int, typer.Option(min=32, help="Most tokens of one sequence.")] = 1024,
+    start_timeout_s: Annotated[float, typer.Option(min=1, help="For a server to be ready.")] = 600.0,
+    timeout_s: Annotated[float, typer.Option(min=1, help="For one request.")] = 600.0,
+    time_limit_s: Annotated[
+        float | None,
+        typer.Option(min=0, help="After so long start no more servers; run again to go on from there."),
+    ] = None,
+) -> None:
+    """Measure specray and the peers that are installed over the same prompts, in turns, in one report.
+
+    Every arm's server is started, measured and stopped, one after another, in every turn.
+    """
+    from specray.bench.compare import ComparePlan
+    from specray.bench.journal import Journal
+    from specray.bench.peers import Setup, parse_arm
+    from specray.bench.prompts import load_prompts
+
+    systems = _systems(vllm_python, llama_cpp)
+    arms = tuple(dict.fromkeys(parse_arm(text, systems) for text in arm or DEFAULT_ARMS))
+    absent = {name: reason for name, system in systems.items() if (reason := system.absence()) is not None}
+    concurrencies = tuple(sorted(set(concurrency or (1, 4, 8, 16, 32))))
+    _make_directory(out)
+    plan = ComparePlan(
+        arms=tuple(one for one in arms if one.system not in absent),
+        prompts=load_prompts(dataset, dataset_path, max(num_prompts, num_warmup, *concurrencies)),
+        concurrencies=concurrencies,
+        temperatures=tuple(sorted(set(temperature or (0.0, 0.7, 1.0)))),
+        num_turns=num_turns,
+        num_prompts=num_prompts,
+        max_tokens=max_tokens,
+        num_warmup=num_warmup,
+        start_timeout_s=start_timeout_s,
+        request_timeout_s=timeout_s,
+    )
+    setup = Setup(
+        target=_checkpoint(target, "--target"),
+        draft=_checkpoint(draft, "--draft"),
+        num_threads=num_threads or os.cpu_count() or 1,
+        max_model_len=max_model_len,
+        max_num_seqs=max(concurrencies),
+        work_dir=out,
+    )
+    journal = Journal(out / "passes.jsonl", _conditions(plan, setup, dataset))
+    outcome = _run(plan, systems, setup, journal, time_limit_s)
+    wanted = {one.system for one in arms}
+    raise typer.Exit(
+        _report(out, journal, outcome, {name: absent[name] for name in absent if name in wanted})
+    )
+
+
+def _systems(vllm_python: Path | None, llama_cpp: Path | None) -> dict[str, System]:
+    from specray.bench.peers.llama_cpp import LlamaCpp
+    from specray.bench.peers.own import Specray
+    from specray.bench.peers.transformers import Transformers
+    from specray.bench.peers.vllm import Vllm
+
+    systems: Sequence[System] = (Specray(), Transformers(), Vllm(vllm_python), LlamaCpp(llama_cpp))
+    return {system.name: system for system in systems}
+
+
+def _make_directory(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {error.strerror}") from None
+
+
+def _checkpoint(name: str, option: str) -> Path:
+    """The directory; peers read it themselves, so a name of a hub does not do."""
+    from specray.demo.paths import demo_draft_path, demo_target_path
+
+    if name == EMBEDDED:
+        return demo_target_path() if option == "--target" else demo_draft_path()
+    path = Path(name).absolute()
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{option} {name}: there is no config.json; allowed: a checkpoint's directory")
+    return path
+
+
+def _conditions(plan: ComparePlan, setup: Setup, dataset: Dataset) -> dict[str, object]:
+    """What all passes of a run have in common, for the journal and the report."""
+    from specray.bench.compare import checkpoint_digest
+
+    return {
+        "target": f"{setup.target.name} {checkpoint_digest(setup.target)}",
+        "draft": f"{setup.draft.name} {checkpoint_digest(setup.draft)}",
+        "dtype": "bfloat16",
+        "cores": os.cpu_count(),
+        "threads": setup.num_threads,
+        "prompts": dataset.value,
+        "least requests of a pass": plan.num_prompts,
+        "new tokens per prompt": plan.max_tokens,
+        "most tokens of a sequence": setup.max_model_len,
+        "most requests at a time": setup.max_num_seqs,
+    }
+
+
+def _run(
+    plan: ComparePlan,
+    systems: dict[str, System],
+    setup: Setup,
+    journal: Journal,
+    time_limit_s: float | None,
+) -> Outcome:
+    from rich.console import Console
+
+    from specray.bench.compare import compare as measure
+
+    console = Console(stderr=True)
+    for name in dict.fromkeys(arm.system for arm in plan.arms):
+        systems[name].prepare(setup)
+    limit_s = float("inf") if time_limit_s is None else time_limit_s
+    return asyncio.run(
+        measure(plan, systems, setup, journal, on_progress=console.print, time_limit_s=limit_s)
+    )
+
+
+def _report(out: Path, journal: Journal, outcome: Outcome, absent: dict[str, str]) -> int:
+    from rich.console import Console
+
+    from specray.bench.compare_report import Report, markdown, write_report
+
+    title = "specray and its peers"
+    report = Report(title, journal.conditions, journal.rows, absent, dict(outcome.failed))
+    write_report(report, out)
+    print(markdown(report))
+    if not outcome.is_complete:
+        Console(stderr=True).print("the time limit is over: run the same command again to go on")
+    return 1 if outcome.failed else 0
