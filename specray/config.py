@@ -14,11 +14,13 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from specray.errors import ConfigError
-from specray.types import Overlap, Verification
+from specray.types import DraftKind, Overlap, Verification
 
 Dtype = Literal["bfloat16", "float32"]
 EMBEDDED = "embedded"
 """The model name that stands for the pair that ships with the package."""
+MODEL_FREE_DRAFTS = (DraftKind.NGRAM.value, DraftKind.SUFFIX.value)
+"""Names of drafts that are no models; a directory of that name is written with its path."""
 
 
 class _Section(BaseModel):
@@ -44,6 +46,7 @@ class EngineConfig(_Section):
     forward: Literal["auto", "lowered", "generic"] = Field(
         "auto", description="auto: lowered where the architecture allows it, else generic."
     )
+    prefix_cache: bool = Field(True, description="Computed prefixes of prompts are used again.")
     trust_remote_code: Literal[False] = Field(False, description="Remote code is never run.")
 
 
@@ -57,9 +60,23 @@ class TargetConfig(EngineConfig):
 class DraftConfig(EngineConfig):
     """The small model that proposes."""
 
+    model: str = Field(
+        EMBEDDED,
+        description="As for the target; or 'ngram' or 'suffix', which draft in the Router and need no model.",
+    )
     enabled: bool = Field(True, description="False: plain decoding.")
     num_replicas: int = Field(1, ge=0, le=1024)
     ray_actor_options: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def kind(self) -> DraftKind:
+        """What drafts, when anything does."""
+        return DraftKind(self.model) if self.model in MODEL_FREE_DRAFTS else DraftKind.MODEL
+
+    @property
+    def has_model(self) -> bool:
+        """There is a draft model to load and to lease."""
+        return self.enabled and self.kind is DraftKind.MODEL
 
 
 class SpeculationConfig(_Section):
@@ -72,6 +89,16 @@ class SpeculationConfig(_Section):
     # Measured with a 193M target on 2 cores that both engines share: 38 tokens/s without speculation, 114
     # serial, 96 auto. Overlap pays where the engines have hardware of their own; there, choose auto.
     overlap: Overlap | Literal["auto"] = Overlap.SERIAL
+    filler: Literal["none", "ngram", "suffix"] = Field(
+        "ngram",
+        description="What is verified where the draft model has nothing to offer, while its acceptance pays.",
+    )
+    past_output_tokens: int = Field(
+        0,
+        ge=0,
+        le=1_048_576,
+        description="Tokens of past outputs kept per tenant, for suffix drafts of its requests; 0: none.",
+    )
     max_num_draft_probs: int = Field(
         64, ge=1, le=256, description="Support of the sparse draft distribution under rejection."
     )

@@ -214,6 +214,9 @@ class VerifyItem:
     """False: a chunk of a prefill; only the cache is filled, and the verdict carries no token."""
     sampling: SamplingParams | None = None
     """Present when base_len is 0."""
+    max_new_tokens: int | None = None
+    """Of a chunk: most tokens to compute, >= 1. It is cut behind them; what is found in the prefix cache
+    does not count. None: all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +231,10 @@ class Verdict:
     """The recovered or bonus token; None for a prefill chunk (``sample`` was False)."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One per committed token (accepted, then next) when the request asks for them."""
+    held_len: int | None = None
+    """Tokens held after a chunk, which may have been cut; None: all that the item told."""
+    num_cached_tokens: int = 0
+    """Tokens of the item that were not computed but found in the prefix cache."""
 
 
 DraftReply = Proposal | Outcomes | UnknownSequence | ItemFailed
@@ -273,6 +280,10 @@ class EngineInfo:
     tensor_parallel_size: int = 1
     num_blocks_in_use: int = 0
     """Of ``num_blocks``, at the moment of asking; 0 when idle."""
+    num_prefix_cache_queries: int = 0
+    """Tokens looked up in the prefix cache since the engine started."""
+    num_prefix_cache_hits: int = 0
+    """Those of them that were found and not computed again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,12 @@ def build_target_engine(config: Config, *, parallel: ParallelContext | None = No
         ConfigError: names the setting, its value and what is allowed.
     """
     runner = _build_runner(config.target, role="target", num_scratch=0, parallel=parallel)
-    return TargetHead(runner, _engine_info("target", config.target, runner.info), device=runner.info.device)
+    return TargetHead(
+        runner,
+        _engine_info("target", config.target, runner.info),
+        device=runner.info.device,
+        prefix_cache=config.target.prefix_cache,
+    )
 
 
 def build_draft_engine(config: Config) -> DraftHead:
@@ -36,6 +41,7 @@ def build_draft_engine(config: Config) -> DraftHead:
         _engine_info("draft", config.draft, runner.info),
         device=runner.info.device,
         max_num_draft_probs=config.speculation.max_num_draft_probs,
+        prefix_cache=config.draft.prefix_cache,
     )
 
 

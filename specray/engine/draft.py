@@ -10,12 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from specray.engine.cache import BlockAllocator, BlockTable
+from specray.engine.prefix import PrefixIndex
 from specray.engine.sampling.draft import DraftSampler, DraftToken
 from specray.engine.sampling.noise import NoiseSource
 from specray.engine.sampling.processors import RowGroup
@@ -44,14 +44,6 @@ from specray.types import (
 
 _MAX_RECOMPUTED = 32
 """A scratch sequence that lacks more tokens of its prefix gets their K/V by copying."""
-
-
-class DraftRunner(Runner, Protocol):
-    """What the draft needs of ``runner.ModelRunner``: also to copy a prefix for a branch."""
-
-    def copy_tokens(
-        self, source_block_ids: Sequence[int], destination_block_ids: Sequence[int], num_tokens: int
-    ) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -115,17 +107,30 @@ class DraftHead:
         info: what the engine says of itself; its limits hold here. One block is kept for ``check``.
         device: where the runner's logits are.
         max_num_draft_probs: support of the sparse draft distribution under rejection verification.
+        prefix_cache: whether computed prefixes are used again.
     """
 
     def __init__(
-        self, runner: DraftRunner, info: EngineInfo, *, device: torch.device, max_num_draft_probs: int = 64
+        self,
+        runner: Runner,
+        info: EngineInfo,
+        *,
+        device: torch.device,
+        max_num_draft_probs: int = 64,
+        prefix_cache: bool = True,
     ) -> None:
         self._runner = runner
         self._info = info
-        self._allocator = BlockAllocator(info.num_blocks, info.block_size)
+        index = PrefixIndex(info.block_size) if prefix_cache else None
+        self._allocator = BlockAllocator(info.num_blocks, info.block_size, index=index)
         self._check_table = BlockTable(self._allocator)
         self._check_table.reserve(1)
-        self._table = SequenceTable(self._allocator, max_num_seqs=info.max_num_seqs, can_evict=True)
+        self._table = SequenceTable(
+            self._allocator,
+            max_num_seqs=info.max_num_seqs,
+            can_evict=True,
+            copy_tokens=runner.copy_tokens,
+        )
         noise = NoiseSource(info.vocab_size, device)
         self._sampler = DraftSampler(noise, max_num_draft_probs=max_num_draft_probs)
 
@@ -133,7 +138,12 @@ class DraftHead:
     def info(self) -> EngineInfo:
         # The block of the health check is not in use.
         in_use = self._info.num_blocks - 1 - self._allocator.num_free
-        return replace(self._info, num_blocks_in_use=in_use)
+        return replace(
+            self._info,
+            num_blocks_in_use=in_use,
+            num_prefix_cache_queries=self._table.num_queried_tokens,
+            num_prefix_cache_hits=self._table.num_cached_tokens,
+        )
 
     @property
     def num_free_blocks(self) -> int:

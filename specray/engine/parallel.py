@@ -6,6 +6,8 @@ leader says goes over a gloo group of its own, as one small integer tensor:
 
     [kind, payload_len, payload ...]     payload of a step, per sequence:
                                          start, num_logits, num_tokens, num_blocks, tokens ..., blocks ...
+                                         payload of a copy:
+                                         first, num_tokens, num_blocks, source ..., destination ...
 
 A silent leader is a lost leader: while it has nothing to run it sends beats.
 """
@@ -23,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from specray.engine.inputs import SequenceInput
+from specray.engine.inputs import CopyInput, SequenceInput
 from specray.errors import EngineLostError
 
 _MESSAGE_LEN = 256
@@ -35,6 +37,7 @@ class _Kind(enum.IntEnum):
     BEAT = 0
     STEP = 1
     CLOSE = 2
+    COPY = 3
 
 
 class GroupStore:
@@ -127,8 +130,12 @@ class ParallelContext:
         """Leader: hands a step to the other ranks. Raises EngineLostError when one is gone."""
         self._send(_Kind.STEP, encode_inputs(inputs))
 
-    def receive_step(self) -> list[SequenceInput] | None:
-        """Follower: waits for the next step; None: the leader has closed.
+    def send_copy(self, copy: CopyInput) -> None:
+        """Leader: hands a copy to the other ranks. Raises EngineLostError when one is gone."""
+        self._send(_Kind.COPY, encode_copy(copy))
+
+    def receive_step(self) -> list[SequenceInput] | CopyInput | None:
+        """Follower: waits for the next step or copy; None: the leader has closed.
 
         Raises:
             EngineLostError: the leader is gone, or was silent for ``silence_timeout_s``.
@@ -137,6 +144,8 @@ class ParallelContext:
             kind, payload = self._receive()
             if kind == _Kind.STEP:
                 return decode_inputs(payload)
+            if kind == _Kind.COPY:
+                return decode_copy(payload)
             if kind == _Kind.CLOSE:
                 return None
 
@@ -231,6 +240,18 @@ def decode_inputs(encoded: Sequence[int]) -> list[SequenceInput]:
         at, tokens_at = blocks_at + num_blocks, at + 4
         inputs.append(SequenceInput(encoded[tokens_at:blocks_at], start, encoded[blocks_at:at], num_logits))
     return inputs
+
+
+def encode_copy(copy: CopyInput) -> list[int]:
+    """A copy as integers."""
+    sources = copy.source_block_ids
+    return [copy.first, copy.num_tokens, len(sources), *sources, *copy.destination_block_ids]
+
+
+def decode_copy(encoded: Sequence[int]) -> CopyInput:
+    """The inverse of :func:`encode_copy`."""
+    first, num_tokens, num_sources = encoded[:3]
+    return CopyInput(encoded[3 : 3 + num_sources], encoded[3 + num_sources :], first, num_tokens)
 
 
 def _connect(address: str, timeout: timedelta) -> TCPStore:

@@ -18,7 +18,7 @@ from specray.engine.cache import BlockCache, bytes_per_token
 from specray.engine.device import choose_device, num_threads_for
 from specray.engine.forward import CacheShape, Forward, Step
 from specray.engine.generic import GenericForward
-from specray.engine.inputs import SequenceInput
+from specray.engine.inputs import CopyInput, SequenceInput
 from specray.engine.loader import LoadedModel, ModelArgs, load_model
 from specray.engine.lowering import can_lower, lower
 from specray.engine.parallel import ParallelContext
@@ -88,21 +88,37 @@ class ModelRunner:
         """
         assert self._parallel is not None and self._parallel.rank > 0, "only a follower follows"
         with torch.inference_mode():
-            while (inputs := self._parallel.receive_step()) is not None:
-                self.forward(self._plan(inputs))
+            while (received := self._parallel.receive_step()) is not None:
+                if isinstance(received, CopyInput):
+                    self._copy(received)
+                else:
+                    self.forward(self._plan(received))
 
     @torch.inference_mode()
     def copy_tokens(
-        self, source_block_ids: Sequence[int], destination_block_ids: Sequence[int], num_tokens: int
+        self,
+        source_block_ids: Sequence[int],
+        destination_block_ids: Sequence[int],
+        num_tokens: int,
+        *,
+        first: int = 0,
     ) -> None:
-        """Copies the K/V of a sequence's first ``num_tokens`` tokens into another sequence's blocks.
+        """Copies the K/V of the tokens ``first .. num_tokens - 1`` from one list of blocks to another.
 
-        What branches of one prefix need where a block holds a whole sequence. Single process only.
+        What two sequences with one prefix need where a block holds a whole sequence.
+
+        Raises:
+            EngineLostError: a rank of the group is gone.
         """
-        assert self._parallel is None, "copy_tokens is not broadcast to a group"
+        copy = CopyInput(source_block_ids, destination_block_ids, first, num_tokens)
+        if self._parallel is not None:
+            self._parallel.send_copy(copy)
+        self._copy(copy)
+
+    def _copy(self, copy: CopyInput) -> None:
         source, destination = (
-            sequence_slots(ids, 0, num_tokens, self.info.block_size, self.info.device)
-            for ids in (source_block_ids, destination_block_ids)
+            sequence_slots(ids, copy.first, copy.num_tokens, self.info.block_size, self.info.device)
+            for ids in (copy.source_block_ids, copy.destination_block_ids)
         )
         self.cache.copy(source, destination)
 

@@ -22,6 +22,17 @@ class Runner(Protocol):
         """One ragged forward; logits ``[sum of num_logits, vocab_size]`` in the order of ``inputs``."""
         ...
 
+    def copy_tokens(
+        self,
+        source_block_ids: Sequence[int],
+        destination_block_ids: Sequence[int],
+        num_tokens: int,
+        *,
+        first: int = 0,
+    ) -> None:
+        """Copies the K/V of the tokens ``first .. num_tokens - 1`` from one list of blocks to another."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -36,21 +47,33 @@ class CatchUp:
 Item = TypeVar("Item", SpeculateItem, VerifyItem)
 
 
-def split_waves(items: Sequence[Item]) -> Iterator[list[tuple[int, Item]]]:
+def split_waves(
+    items: Sequence[Item], *, num_shared_tokens: int | None = None
+) -> Iterator[list[tuple[int, Item]]]:
     """Splits a batch so that no wave has two items of one request; yields (index, item) pairs.
 
     Items of one request keep their order. Nearly always there is one wave.
+
+    Args:
+        num_shared_tokens: of sequences that begin with the same so many tokens one is in the first wave, and
+            the others are in the second, where they find that prefix computed.
     """
     rest = list(enumerate(items))
+    begun: set[tuple[int, ...]] | None = None if num_shared_tokens is None else set()
     while rest:
         wave: list[tuple[int, Item]] = []
         later: list[tuple[int, Item]] = []
         taken: set[str] = set()
         for index, item in rest:
-            (later if item.request_id in taken else wave).append((index, item))
+            waits = item.request_id in taken
             taken.add(item.request_id)
+            if begun is not None and item.base_len == 0 and len(item.token_ids) > (num_shared_tokens or 0):
+                beginning = item.token_ids[:num_shared_tokens]
+                waits = waits or beginning in begun
+                begun.add(beginning)
+            (later if waits else wave).append((index, item))
         yield wave
-        rest = later
+        rest, begun = later, None
 
 
 def failure_reply(item: SpeculateItem | VerifyItem, error: Exception) -> UnknownSequence | ItemFailed:

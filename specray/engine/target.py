@@ -18,6 +18,7 @@ from torch import Tensor
 
 from specray.engine.cache import BlockAllocator, BlockTable
 from specray.engine.inputs import SequenceInput
+from specray.engine.prefix import UNIT_TOKENS, PrefixIndex
 from specray.engine.sampling.logprobs import token_logprobs
 from specray.engine.sampling.noise import NoiseSource
 from specray.engine.sampling.processors import RowGroup, process_logits
@@ -36,6 +37,8 @@ from specray.errors import EngineLostError, InvalidRequestError, SpecrayError
 from specray.types import EngineInfo, TargetReplies, TargetReply, TokenLogprobs, Verdict, VerifyItem
 
 _log = logging.getLogger(__name__)
+_SHARED_TOKENS = 64
+"""Prompts of one step that begin with the same so many tokens: it pays to compute these once, first."""
 T = TypeVar("T")
 
 Answer = tuple[int, TargetReply]
@@ -62,22 +65,34 @@ class TargetHead:
         runner: the leader's; followers of a tensor-parallel group run what it broadcasts.
         info: what the engine says of itself; its limits hold here. One block is kept for ``check``.
         device: where the runner's logits are.
+        prefix_cache: whether computed prefixes are used again.
     """
 
-    def __init__(self, runner: Runner, info: EngineInfo, *, device: torch.device) -> None:
+    def __init__(
+        self, runner: Runner, info: EngineInfo, *, device: torch.device, prefix_cache: bool = True
+    ) -> None:
         self._runner = runner
         self._info = info
-        self._allocator = BlockAllocator(info.num_blocks, info.block_size)
+        self._num_shared_tokens = _SHARED_TOKENS if prefix_cache else None
+        index = PrefixIndex(info.block_size) if prefix_cache else None
+        self._allocator = BlockAllocator(info.num_blocks, info.block_size, index=index)
         self._check_table = BlockTable(self._allocator)
         self._check_table.reserve(1)
-        self._table = SequenceTable(self._allocator, max_num_seqs=info.max_num_seqs)
+        self._table = SequenceTable(
+            self._allocator, max_num_seqs=info.max_num_seqs, copy_tokens=runner.copy_tokens
+        )
         self._noise = NoiseSource(info.vocab_size, device)
 
     @property
     def info(self) -> EngineInfo:
         # The block of the health check is not in use.
         in_use = self._info.num_blocks - 1 - self._allocator.num_free
-        return replace(self._info, num_blocks_in_use=in_use)
+        return replace(
+            self._info,
+            num_blocks_in_use=in_use,
+            num_prefix_cache_queries=self._table.num_queried_tokens,
+            num_prefix_cache_hits=self._table.num_cached_tokens,
+        )
 
     @property
     def num_free_blocks(self) -> int:
@@ -89,7 +104,7 @@ class TargetHead:
         """One step: one ragged forward, or several when the items exceed ``max_num_batched_tokens``."""
         started_ns = time.perf_counter_ns()
         answers: dict[int, TargetReply] = {}
-        for wave in split_waves(items):
+        for wave in split_waves(items, num_shared_tokens=self._num_shared_tokens):
             scheduled, failed = self._schedule(wave)
             logits = self._run(scheduled)
             answers.update(failed)
@@ -134,9 +149,19 @@ class TargetHead:
         check_token_ids("draft_token_ids", item.draft_token_ids, self._info.vocab_size)
         if num_drafts and not item.sample:
             raise InvalidRequestError("a prefill chunk has draft tokens; allowed: none", field="sample")
+        if item.max_new_tokens is not None and (item.sample or item.max_new_tokens < 1):
+            raise InvalidRequestError(
+                f"max_new_tokens is {item.max_new_tokens}; allowed: at least 1, for a prefill chunk",
+                field="max_new_tokens",
+            )
         _check_draft_probs(item, self._info.vocab_size)
         sequence = self._table.keep_and_append(
-            item.request_id, item.base_len, item.token_ids, item.sampling, num_extra_tokens=num_drafts
+            item.request_id,
+            item.base_len,
+            item.token_ids,
+            item.sampling,
+            num_extra_tokens=num_drafts,
+            max_new_tokens=item.max_new_tokens,
         )
         sequence.set_tail(item.draft_token_ids)
         if item.sample:
@@ -145,14 +170,17 @@ class TargetHead:
 
     def _run(self, scheduled: Sequence[_Scheduled]) -> Tensor | None:
         work = [CatchUp(entry.sequence, entry.num_logits) for entry in scheduled]
-        return catch_up(self._runner, work, self._info.max_num_batched_tokens)
+        logits = catch_up(self._runner, work, self._info.max_num_batched_tokens)
+        for entry in scheduled:
+            if len(entry.item.token_ids) >= UNIT_TOKENS:
+                self._table.publish(entry.sequence)
+        return logits
 
     def _postprocess(self, scheduled: Sequence[_Scheduled], logits: Tensor | None) -> Iterator[Answer]:
         sampled = [entry for entry in scheduled if entry.item.sample]
         for entry in scheduled:
             if not entry.item.sample:
-                item = entry.item
-                yield entry.index, Verdict(item.request_id, item.round_id, item.base_len, 0, None)
+                yield entry.index, _chunk_verdict(entry)
         if logits is None:
             return
         try:
@@ -201,6 +229,19 @@ def _with_rows(
         start += entry.num_logits
 
 
+def _chunk_verdict(entry: _Scheduled) -> Verdict:
+    item, sequence = entry.item, entry.sequence
+    return Verdict(
+        item.request_id,
+        item.round_id,
+        item.base_len,
+        0,
+        None,
+        held_len=None if item.max_new_tokens is None else sequence.num_tokens,
+        num_cached_tokens=sequence.num_cached_tokens,
+    )
+
+
 def _commit(entry: _Scheduled, logits: Tensor, verified: Verified) -> Verdict:
     """Keeps the accepted draft tokens, drops the others, and answers."""
     item, (num_accepted, next_token_id) = entry.item, verified
@@ -210,7 +251,15 @@ def _commit(entry: _Scheduled, logits: Tensor, verified: Verified) -> Verdict:
         committed = (*item.draft_token_ids[:num_accepted], next_token_id)
         logprobs = token_logprobs(logits[: num_accepted + 1], committed, num_logprobs)
     entry.sequence.accept_tail(num_accepted)
-    return Verdict(item.request_id, item.round_id, item.base_len, num_accepted, next_token_id, logprobs)
+    return Verdict(
+        item.request_id,
+        item.round_id,
+        item.base_len,
+        num_accepted,
+        next_token_id,
+        logprobs,
+        num_cached_tokens=entry.sequence.num_cached_tokens,
+    )
 
 
 def _check_draft_probs(item: VerifyItem, vocab_size: int) -> None:

@@ -214,6 +214,8 @@ def encode_verify_request(items: Sequence[VerifyItem], release_request_ids: Sequ
         out.sample = item.sample
         if item.sampling is not None:
             encode_sampling(out.sampling, item.sampling)
+        if item.max_new_tokens is not None:
+            out.max_new_tokens = item.max_new_tokens
     return message.SerializeToString()
 
 
@@ -235,6 +237,7 @@ def _decode_verify_item(item: target_pb2.VerifyItem) -> VerifyItem:
         decode_draft_probs(item.draft_probs, len(draft_token_ids)),
         item.sample,
         decode_sampling(item.sampling) if item.HasField("sampling") else None,
+        item.max_new_tokens if item.HasField("max_new_tokens") else None,
     )
 
 
@@ -281,6 +284,10 @@ def _encode_verdict(out: target_pb2.Verdict, verdict: Verdict) -> None:
         out.next_token_id = verdict.next_token_id
     for logprobs in verdict.logprobs:
         encode_token_logprobs(out.logprobs.add(), logprobs)
+    if verdict.held_len is not None:
+        out.held_len = verdict.held_len
+    if verdict.num_cached_tokens:
+        out.num_cached_tokens = verdict.num_cached_tokens
 
 
 def _decode_verdict(verdict: target_pb2.Verdict) -> Verdict:
@@ -291,6 +298,8 @@ def _decode_verdict(verdict: target_pb2.Verdict) -> Verdict:
         verdict.num_accepted_tokens,
         verdict.next_token_id if verdict.HasField("next_token_id") else None,
         tuple(map(decode_token_logprobs, verdict.logprobs)) if verdict.logprobs else (),
+        verdict.held_len if verdict.HasField("held_len") else None,
+        verdict.num_cached_tokens,
     )
 
 

@@ -175,6 +175,8 @@ def encode_engine_info(out: types_pb2.EngineInfo, info: EngineInfo) -> None:
     out.dtype = info.dtype
     out.tensor_parallel_size = info.tensor_parallel_size
     out.num_blocks_in_use = info.num_blocks_in_use
+    out.num_prefix_cache_queries = info.num_prefix_cache_queries
+    out.num_prefix_cache_hits = info.num_prefix_cache_hits
 
 
 def decode_engine_info(info: types_pb2.EngineInfo) -> EngineInfo:
@@ -192,4 +194,6 @@ def decode_engine_info(info: types_pb2.EngineInfo) -> EngineInfo:
         dtype=info.dtype,
         tensor_parallel_size=info.tensor_parallel_size,
         num_blocks_in_use=info.num_blocks_in_use,
+        num_prefix_cache_queries=info.num_prefix_cache_queries,
+        num_prefix_cache_hits=info.num_prefix_cache_hits,
     )

@@ -73,8 +73,10 @@ class SlotRunner:
         logits = [row for item in inputs for row in self._run_sequence(item)]
         return torch.stack(logits) if logits else torch.empty(0, VOCAB_SIZE)
 
-    def copy_tokens(self, source: Sequence[int], destination: Sequence[int], num_tokens: int) -> None:
-        for position in range(num_tokens):
+    def copy_tokens(
+        self, source: Sequence[int], destination: Sequence[int], num_tokens: int, *, first: int = 0
+    ) -> None:
+        for position in range(first, num_tokens):
             self.slots[self._slot(destination, position)] = self.slots[self._slot(source, position)]
 
     def close(self) -> None:

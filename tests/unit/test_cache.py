@@ -42,7 +42,7 @@ def test_a_block_freed_twice_is_refused_and_changes_nothing() -> None:
 
 def test_integrity_sees_a_lost_block() -> None:
     allocator = BlockAllocator(4, 16)
-    allocator._free.pop()
+    allocator._blank.pop()
     with pytest.raises(AssertionError):
         allocator.check_integrity()
 
@@ -52,7 +52,7 @@ def test_integrity_sees_a_block_with_two_owners() -> None:
     tables = [BlockTable(allocator), BlockTable(allocator)]
     tables[0].reserve(16)
     tables[1].block_ids = list(tables[0].block_ids)
-    with pytest.raises(AssertionError, match="two sequences"):
+    with pytest.raises(AssertionError, match="owners of the used blocks"):
         allocator.check_integrity(tables)
 
 

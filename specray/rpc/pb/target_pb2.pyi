@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class VerifyItem(_message.Message):
-    __slots__ = ("request_id", "round_id", "base_len", "token_ids", "draft_token_ids", "draft_probs", "sample", "sampling")
+    __slots__ = ("request_id", "round_id", "base_len", "token_ids", "draft_token_ids", "draft_probs", "sample", "sampling", "max_new_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,7 @@ class VerifyItem(_message.Message):
     DRAFT_PROBS_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     round_id: int
     base_len: int
@@ -25,7 +26,8 @@ class VerifyItem(_message.Message):
     draft_probs: _containers.RepeatedCompositeFieldContainer[_types_pb2.SparseProbs]
     sample: bool
     sampling: _types_pb2.SamplingParams
-    def __init__(self, request_id: _Optional[str] = ..., round_id: _Optional[int] = ..., base_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., draft_probs: _Optional[_Iterable[_Union[_types_pb2.SparseProbs, _Mapping]]] = ..., sample: _Optional[bool] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ...) -> None: ...
+    max_new_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., round_id: _Optional[int] = ..., base_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., draft_probs: _Optional[_Iterable[_Union[_types_pb2.SparseProbs, _Mapping]]] = ..., sample: _Optional[bool] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ...) -> None: ...
 
 class VerifyRequest(_message.Message):
     __slots__ = ("items", "release_request_ids")
@@ -36,20 +38,24 @@ class VerifyRequest(_message.Message):
     def __init__(self, items: _Optional[_Iterable[_Union[VerifyItem, _Mapping]]] = ..., release_request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("request_id", "round_id", "base_len", "num_accepted_tokens", "next_token_id", "logprobs")
+    __slots__ = ("request_id", "round_id", "base_len", "num_accepted_tokens", "next_token_id", "logprobs", "held_len", "num_cached_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NEXT_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    HELD_LEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     round_id: int
     base_len: int
     num_accepted_tokens: int
     next_token_id: int
     logprobs: _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]
-    def __init__(self, request_id: _Optional[str] = ..., round_id: _Optional[int] = ..., base_len: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., next_token_id: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    held_len: int
+    num_cached_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., round_id: _Optional[int] = ..., base_len: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., next_token_id: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ..., held_len: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class TargetReply(_message.Message):
     __slots__ = ("verdict", "unknown_sequence", "item_failed")

@@ -101,7 +101,7 @@ class ItemFailed(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., round_id: _Optional[int] = ..., base_len: _Optional[int] = ..., message: _Optional[str] = ..., is_retriable: _Optional[bool] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
-    __slots__ = ("role", "model", "vocab_size", "tokenizer_fingerprint", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "protocol_version", "dtype", "tensor_parallel_size", "num_blocks_in_use")
+    __slots__ = ("role", "model", "vocab_size", "tokenizer_fingerprint", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "protocol_version", "dtype", "tensor_parallel_size", "num_blocks_in_use", "num_prefix_cache_queries", "num_prefix_cache_hits")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -115,6 +115,8 @@ class EngineInfo(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_IN_USE_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFIX_CACHE_QUERIES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFIX_CACHE_HITS_FIELD_NUMBER: _ClassVar[int]
     role: str
     model: str
     vocab_size: int
@@ -128,4 +130,6 @@ class EngineInfo(_message.Message):
     dtype: str
     tensor_parallel_size: int
     num_blocks_in_use: int
-    def __init__(self, role: _Optional[str] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., protocol_version: _Optional[int] = ..., dtype: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., num_blocks_in_use: _Optional[int] = ...) -> None: ...
+    num_prefix_cache_queries: int
+    num_prefix_cache_hits: int
+    def __init__(self, role: _Optional[str] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., protocol_version: _Optional[int] = ..., dtype: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., num_blocks_in_use: _Optional[int] = ..., num_prefix_cache_queries: _Optional[int] = ..., num_prefix_cache_hits: _Optional[int] = ...) -> None: ...
