@@ -46,6 +46,14 @@ class RouterMetrics:
             registry=registry,
         )
         self._per_position = [per_position.labels(str(position)) for position in range(_NUM_POSITIONS)]
+        self._by_source = tuple(
+            Counter(f"{prefix}{name}_by_source", text, ["source"], registry=registry)
+            for name, text in (
+                ("num_drafts", "Rounds that verified draft tokens, by what had proposed them."),
+                ("num_draft_tokens", "Draft tokens verified, by what had proposed them."),
+                ("num_accepted_tokens", "Draft tokens kept, by what had proposed them."),
+            )
+        )
         self._outcomes = Counter(
             "specray_outcomes",
             "Verdicts looked up in the outcomes that the draft prepared, by what was found.",
@@ -124,13 +132,15 @@ class RouterMetrics:
 
     # What happens
 
-    def observe_round(self, num_drafts: int, num_accepted: int) -> None:
-        """One verdict of one session."""
+    def observe_round(self, num_drafts: int, num_accepted: int, source: str = "model") -> None:
+        """One verdict of one session; ``source``: model, ngram, suffix, or filler in place of a model."""
         self.rounds.inc()
         if num_drafts == 0:
             return
         self._drafts.inc()
         self._draft_tokens.inc(num_drafts)
+        for counter, amount in zip(self._by_source, (1, num_drafts, num_accepted), strict=True):
+            counter.labels(source).inc(amount)
         if num_accepted:
             self._accepted.inc(num_accepted)
             for child in self._per_position[:num_accepted]:

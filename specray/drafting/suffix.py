@@ -16,7 +16,7 @@ from specray.drafting.suffix_index import MAX_MATCH_LEN, MAX_PROPOSAL_LEN, Match
 
 MIN_PROB = 0.1
 """A path ends where the estimated probability that all of it is accepted falls below."""
-SPEC_FACTOR = 2.0
+SPEC_FACTOR = 1.0
 """At most so many tokens are proposed per token of the match."""
 
 

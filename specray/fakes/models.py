@@ -24,20 +24,23 @@ def _mix(tokens: Sequence[int], salt: int) -> int:
 class ToyModel:
     """Maps each prefix to a ranking of the vocabulary; the first is the next token.
 
-    Every earlier token matters, so a wrong or missing one anywhere shows in the output.
+    Every earlier token matters, so a wrong or missing one anywhere shows in the output; or only the last
+    ``context_len`` tokens, so that the output soon repeats itself.
     """
 
     vocab_size: int = 64
     salt: int = 0
+    context_len: int | None = None
 
     def ranked(self, tokens: Sequence[int], seed: int, count: int) -> tuple[int, ...]:
         """The ``count`` likeliest next tokens (at most vocab_size), likeliest first."""
-        first = _mix(tokens, self.salt * 1_000_003 + seed) % self.vocab_size
+        first = self.next_token(tokens, seed)
         return tuple((first + rank) % self.vocab_size for rank in range(min(count, self.vocab_size)))
 
     def next_token(self, tokens: Sequence[int], seed: int) -> int:
         """The token that the model draws after ``tokens``."""
-        return _mix(tokens, self.salt * 1_000_003 + seed) % self.vocab_size
+        known = tokens if self.context_len is None else tokens[-self.context_len :]
+        return _mix(known, self.salt * 1_000_003 + seed) % self.vocab_size
 
     def generate(self, prompt: Sequence[int], num_tokens: int, seed: int = 0) -> tuple[int, ...]:
         """What the model alone would write: the oracle of every test of speculation."""

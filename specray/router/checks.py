@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from specray.errors import InvalidRequestError
 from specray.router.session import MAX_SPECULATIVE_TOKENS
-from specray.types import EngineInfo, GenerateRequest
+from specray.types import DraftKind, EngineInfo, GenerateRequest
 
 
-def check_request(request: GenerateRequest, info: EngineInfo, *, has_stop_strings: bool) -> None:
+def check_request(
+    request: GenerateRequest, info: EngineInfo, *, has_stop_strings: bool, has_draft_model: bool
+) -> None:
     """Refuses a request that the target cannot serve.
 
     Raises:
@@ -42,6 +44,10 @@ def check_request(request: GenerateRequest, info: EngineInfo, *, has_stop_string
         raise InvalidRequestError(
             f"num_speculative_tokens is {k}; allowed: 0..{MAX_SPECULATIVE_TOKENS}",
             field="num_speculative_tokens",
+        )
+    if request.speculation.draft is DraftKind.MODEL and not has_draft_model:
+        raise InvalidRequestError(
+            "draft is 'model', but this service has no draft model; allowed: ngram, suffix", field="draft"
         )
     if request.stop and not has_stop_strings:
         raise InvalidRequestError("stop strings are not supported by this service", field="stop")

@@ -3,6 +3,9 @@
 A draft is never waited for beyond ``patience_s``: a session whose proposal is late goes on without one in
 that round. A draft that has not answered anything for so long is asked nothing more until it answers, and
 after ``round_timeout_s`` it is given up and another is leased.
+
+A session that needs no draft model is settled at once by its local draft. That of the others is a *filler*:
+it proposes where the model has nothing to offer, and its tokens are accounted for apart from the model's.
 """
 
 from __future__ import annotations
@@ -15,13 +18,14 @@ from specray.router.later import Later
 from specray.router.leases import DraftLeases
 from specray.router.links import DraftLink
 from specray.router.live import LiveSession
-from specray.router.policy import FAILED_DRAFT_REST_ROUNDS, OFF, Plan, Policy
-from specray.router.records import NOTHING_DRAFTED, Lookup
+from specray.router.policy import FAILED_DRAFT_REST_ROUNDS, OFF, Plan, Policy, expected_tokens
+from specray.router.records import FILLER, NOTHING_DRAFTED, Commit, Drafted, Lookup
 from specray.types import (
     DraftReplies,
     DraftReply,
     ItemFailed,
     Outcomes,
+    Overlap,
     Proposal,
     SpeculateItem,
     UnknownSequence,
@@ -85,16 +89,16 @@ class Drafting:
         """Settles what every idle session verifies next: asks the draft, or decides to go without."""
         for live in self._running.values():
             session = live.session
-            if (
-                session.drafted is not None
-                or session.draft.in_flight is not None
-                or session.target.in_flight is not None
-                or session.is_prefilling
-            ):
+            if session.drafted is not None or session.target.in_flight is not None:
+                continue
+            if live.is_drafted_locally or (session.is_prefilling and live.local is not None):
+                session.drafted = self._draft_locally(live)
+                continue
+            if session.draft.in_flight is not None or session.is_prefilling:
                 continue
             plan = self._plan(live, session.num_remaining, now)
-            if plan.is_off:
-                session.drafted = NOTHING_DRAFTED
+            session.drafted = self._draft_locally(live) if plan.is_off else self._fill_miss(live, plan)
+            if session.drafted is not None:
                 continue
             self._push(session.proposal_item(plan.num_speculative_tokens), now)
             live.waiting_since_s = now
@@ -106,8 +110,10 @@ class Drafting:
             session = live.session
             if session.draft.synced_len or session.draft.in_flight is not None or not session.is_prefilling:
                 continue
+            if live.is_drafted_locally or (session.drafted is not None and session.drafted.source != FILLER):
+                continue
             plan = self._plan(live, session.num_remaining, now)
-            if not plan.is_off and session.drafted is None:
+            if not plan.is_off:
                 self._push(session.proposal_item(plan.num_speculative_tokens), now)
 
     def draft_ahead(self, verified: Iterable[LiveSession], now: float) -> bool:
@@ -118,6 +124,8 @@ class Drafting:
             verifying = session.target.in_flight
             if verifying is None or not verifying.sample or session.draft.in_flight is not None:
                 continue
+            if live.is_drafted_locally:
+                continue
             # At least one token of this round will be committed before the next.
             plan = self._plan(live, session.num_remaining - 1, now)
             num_drafts = len(verifying.draft_token_ids)
@@ -127,6 +135,33 @@ class Drafting:
                 self._push(session.outcomes_item(plan.num_speculative_tokens, fanout), now)
                 is_asked = True
         return is_asked
+
+    def _draft_locally(self, live: LiveSession) -> Drafted:
+        """What needs no draft model: a round without the model need not be one without draft tokens."""
+        if live.local is None:
+            return NOTHING_DRAFTED
+        return live.local.draft(live.session, num_running=len(self._running))
+
+    def _fill_miss(self, live: LiveSession, plan: Plan) -> Drafted | None:
+        """After a miss: a filler, to be verified at once, where that promises more than asking the draft.
+
+        With g tokens per second in the long run, a round that commits E tokens in t seconds is worth E - g t.
+
+        Returns:
+            None: the draft is to be asked.
+        """
+        if plan.overlap is Overlap.SERIAL or live.local is None:
+            return None
+        filler = self._draft_locally(live)
+        if not filler.token_ids:
+            return None
+        num_running, k = len(self._running), plan.num_speculative_tokens
+        rate = self._policy.goodput(plan, live.pacing, num_running)
+        asked_rate = self._policy.goodput(Plan(k), live.pacing, num_running)
+        asked_tokens = expected_tokens(min(live.pacing.acceptance.value, 0.99), k)
+        tokens, seconds = live.local.expect(len(filler.token_ids), num_running=num_running)
+        is_worth_more = tokens - rate * seconds > asked_tokens * (1 - rate / asked_rate)
+        return filler if is_worth_more else None
 
     def release(self, request_id: str) -> None:
         """Frees a sequence on the draft."""
@@ -139,6 +174,16 @@ class Drafting:
             self.link.flush()
 
     # Answers
+
+    def on_commit(self, live: LiveSession, commit: Commit) -> None:
+        """What a verdict says of the draft tokens' source; the model's acceptance is the model's alone."""
+        local, num_drafts, num_accepted = live.local, commit.num_draft_tokens, commit.num_accepted_tokens
+        if local is not None and live.session.is_finished:
+            self._later.add(local.keep_output, live.session)
+        if local is not None and commit.source == local.source:
+            local.observe(num_drafts, num_accepted)
+            num_drafts = num_accepted = 0
+        self._policy.observe_round(live.pacing, num_drafts, num_accepted)
 
     def on_replies(self, link: DraftLink, replies: DraftReplies, now: float) -> None:
         """Takes a batch of replies; those of a link that was given up are late."""
@@ -230,7 +275,7 @@ class Drafting:
             if not live.session.is_waiting_for_draft:
                 live.waiting_since_s = None
             elif now >= live.waiting_since_s + patience_s:
-                live.session.skip_draft()
+                live.session.skip_draft(self._draft_locally(live))
                 live.waiting_since_s = None
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from specray.router.delivery import Delivery
+from specray.router.local_draft import LocalDraft
 from specray.router.policy import OFF, Pacing, Plan
 from specray.router.session import Session
 
@@ -18,6 +19,8 @@ class LiveSession:
     pacing: Pacing
     arrived_s: float
     deadline_s: float
+    local: LocalDraft | None = None
+    """What drafts for it without a model, or fills in for the model; None: nothing does."""
     last_step: int = 0
     """Number of the target step that it was last part of."""
     ahead: Plan = field(default=OFF)
@@ -38,6 +41,11 @@ class LiveSession:
     @property
     def num_queued_tokens(self) -> int:
         return len(self.session.committed)
+
+    @property
+    def is_drafted_locally(self) -> bool:
+        """No draft model is asked for it."""
+        return self.local is not None and not self.local.is_filler
 
     @property
     def is_prefilling(self) -> bool:

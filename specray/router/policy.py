@@ -97,10 +97,23 @@ class Policy:
 
     def __init__(self, config: SpeculationConfig) -> None:
         fixed = config.num_speculative_tokens
+        self._config = config
         self._fixed_k = None if fixed == "auto" else fixed
         self._overlaps = _overlaps(config)
         self._acceptance = Rate(PRIOR_ACCEPTANCE, weight=4.0)
         self._measured = _Measured()
+
+    def beside(self, *, prior_acceptance: float) -> Policy:
+        """A policy of its own for drafts that take no time and so never overlap; target times are shared.
+
+        Args:
+            prior_acceptance: per token, until some have been verified; in (0, 1).
+        """
+        policy = Policy(self._config.model_copy(update={"overlap": Overlap.SERIAL}))
+        policy._acceptance = Rate(prior_acceptance, weight=4.0)
+        policy._measured.verify = self._measured.verify
+        policy.observe_proposal(1, 0.0, 0.0)
+        return policy
 
     def pace(self, request: GenerateRequest) -> Pacing:
         """The record of a new session; its acceptance starts where the service's stands."""
@@ -228,7 +241,7 @@ class Policy:
         if k == 0:
             return 1.0 / max(verify, 1e-9)
         acceptance = min(pacing.acceptance.value, 0.99)
-        tokens = (1 - acceptance ** (k + 1)) / (1 - acceptance)
+        tokens = expected_tokens(acceptance, k)
         draft_step = self._measured.propose_per_token.value
         step = PRIOR_DRAFT_SHARE * verify if draft_step is None else draft_step
         round_trip = self._measured.draft_round_trip.value or 0.0
@@ -253,6 +266,15 @@ class Policy:
 
     def _prior_hit_rate(self, overlap: Overlap) -> float:
         return PRIOR_HIT_RATE if overlap is Overlap.ENUMERATE else PRIOR_ACCEPTANCE ** (FIRST_K + 1)
+
+
+def expected_tokens(acceptance: float, num_drafts: int) -> float:
+    """Tokens that a round of ``num_drafts`` draft tokens commits on average.
+
+    Args:
+        acceptance: per token, in [0, 1).
+    """
+    return (1 - acceptance ** (num_drafts + 1)) / (1 - acceptance)
 
 
 def geometric_fanout(first: int, num_drafts: int, acceptance: float) -> tuple[int, ...]:

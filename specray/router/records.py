@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 from specray.types import (
+    DraftKind,
     DraftReply,
     SparseProbs,
     SpeculateItem,
@@ -19,11 +21,17 @@ from specray.types import (
 ItemT = TypeVar("ItemT", SpeculateItem, VerifyItem)
 
 
+FILLER = "filler"
+"""Source of draft tokens that stand in for those of a draft model."""
+
+
 class Drafted(NamedTuple):
     """Draft tokens in hand, to be verified after all committed tokens."""
 
     token_ids: tuple[int, ...] = ()
     probs: tuple[SparseProbs, ...] = ()
+    source: str = DraftKind.MODEL.value
+    """A DraftKind's value, or FILLER."""
 
 
 NOTHING_DRAFTED = Drafted()
@@ -53,6 +61,8 @@ class Commit(NamedTuple):
     num_accepted_tokens: int
     """Before stop conditions."""
     lookup: Lookup
+    source: str = DraftKind.MODEL.value
+    """Of the draft tokens."""
 
 
 @dataclass(slots=True)
@@ -117,3 +127,13 @@ def miss_cause(asked: SpeculateItem | None, num_accepted: int) -> Lookup:
     fanout = asked.fanout if asked is not None else ()
     is_foreseen = num_accepted < len(fanout) and fanout[num_accepted] > 0
     return Lookup.MISS_TOKEN if is_foreseen or not fanout else Lookup.MISS_COUNT
+
+
+def num_common(ours: Sequence[int], others: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    count = 0
+    for own, other in zip(ours, others, strict=False):
+        if own != other:
+            break
+        count += 1
+    return count

@@ -188,9 +188,9 @@ class Rounds:
 
     def _measure(self, live: LiveSession, commit: Commit, forward_s: float) -> None:
         now, num_tokens = self._now, len(commit.token_ids)
-        self._policy.observe_round(live.pacing, commit.num_draft_tokens, commit.num_accepted_tokens)
+        self.drafting.on_commit(live, commit)
         metrics, later = self._metrics, self._later
-        later.add(metrics.observe_round, commit.num_draft_tokens, commit.num_accepted_tokens)
+        later.add(metrics.observe_round, commit.num_draft_tokens, commit.num_accepted_tokens, commit.source)
         if live.committed_s is None:
             later.add(metrics.observe_first_tokens, num_tokens, now - live.arrived_s)
         else:

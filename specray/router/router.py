@@ -22,6 +22,7 @@ from specray.router.later import Later
 from specray.router.leases import DraftLeases
 from specray.router.links import Inbox, TargetLink, num_blocks_in_use
 from specray.router.live import LiveSession
+from specray.router.local_draft import LocalDrafts
 from specray.router.loops import overlapped_loop, serial_loop
 from specray.router.policy import Policy
 from specray.router.queue import AdmissionQueue
@@ -29,6 +30,7 @@ from specray.router.rounds import Rounds
 from specray.router.session import Session
 from specray.router.sessions import Sessions
 from specray.types import (
+    DraftKind,
     EngineInfo,
     GenerateRequest,
     OutputChunk,
@@ -58,13 +60,14 @@ class Router:
 
     Args:
         verifier: a connection to the target, or what makes one (called again after a loss).
-        drafters: where drafts are leased; None: plain decoding.
+        drafters: where draft models are leased; None: there is none.
         router: the section of the configuration: queues, budgets and deadlines.
         speculation: the section of the configuration: how draft and target work together.
         model: the served model's name; default: what the target says.
         clock: all time is read from it.
         stop_matchers: for stop strings; without it requests that have some are refused.
         metrics: default: a fresh registry.
+        draft: what drafts for requests that do not say; without ``drafters``, MODEL is plain decoding.
         version: of the service.
         seed: of the jitter of retries.
     """
@@ -80,6 +83,7 @@ class Router:
         clock: Clock | None = None,
         stop_matchers: StopMatcherFactory | None = None,
         metrics: RouterMetrics | None = None,
+        draft: DraftKind = DraftKind.MODEL,
         version: str = __version__,
         seed: int = 0,
     ) -> None:
@@ -94,7 +98,9 @@ class Router:
         self._version = version
         self._rng = random.Random(seed)
         self._inbox = Inbox()
+        self._draft = draft
         self._policy = Policy(self._speculation)
+        self._local_drafts = LocalDrafts(self._speculation, self._policy, has_model=drafters is not None)
         queue: AdmissionQueue[LiveSession] = AdmissionQueue(
             max_requests=self._config.max_queued_requests, max_tokens=self._config.max_queued_tokens
         )
@@ -212,7 +218,7 @@ class Router:
         assert self._rounds is not None
         return ServiceInfo(
             model=self._model or info.model,
-            draft_model=self._rounds.drafting.model,
+            draft_model=self._rounds.drafting.model if self._draft is DraftKind.MODEL else self._draft.value,
             vocab_size=info.vocab_size,
             max_model_len=info.max_model_len,
             protocol_version=info.protocol_version,
@@ -258,7 +264,12 @@ class Router:
 
     def _submit(self, request: GenerateRequest, *, is_stream: bool) -> LiveSession:
         info = self._require_info()
-        check_request(request, info, has_stop_strings=self._stop_matchers is not None)
+        check_request(
+            request,
+            info,
+            has_stop_strings=self._stop_matchers is not None,
+            has_draft_model=self._drafters is not None,
+        )
         if self._is_draining:
             raise EngineLostError("the service is stopping; the request may be sent again")
         self._check_unused(request.request_id)
@@ -274,6 +285,7 @@ class Router:
             self._policy.pace(request),
             arrived_s=now,
             deadline_s=now + self._config.request_timeout_s,
+            local=self._local_drafts.of(request, request.speculation.draft or self._draft),
         )
         try:
             self._sessions.submit(live)

@@ -16,7 +16,16 @@ from collections.abc import Sequence
 
 from specray.errors import ProtocolError
 from specray.interfaces import StopMatcher
-from specray.router.records import NOTHING_DRAFTED, Commit, Drafted, EngineView, Lookup, Tally, miss_cause
+from specray.router.records import (
+    NOTHING_DRAFTED,
+    Commit,
+    Drafted,
+    EngineView,
+    Lookup,
+    Tally,
+    miss_cause,
+    num_common,
+)
 from specray.router.stops import StopConditions
 from specray.types import (
     Branch,
@@ -60,6 +69,7 @@ class Session:
         self.message = ""
         self.tally = Tally()
         self._stops = StopConditions(request, matcher)
+        # A model's draft tokens are samples; those of anything else were chosen without randomness.
         self._needs_probs = (
             request.sampling.verification is Verification.REJECTION and not request.sampling.is_greedy
         )
@@ -67,6 +77,8 @@ class Session:
         self._branches: dict[tuple[int, int], Drafted] = {}
         self._has_outcomes = False
         self._open_verdict: tuple[int, int] | None = None
+        self._verified = NOTHING_DRAFTED
+        """What the last sampled round carried; its verdict may be known already."""
 
     # What is known
 
@@ -128,13 +140,14 @@ class Session:
         end = start + max_new_tokens if is_chunk else len(self.committed)
         drafted = NOTHING_DRAFTED if is_chunk or self.drafted is None else self.drafted
         num_drafts = max(0, min(len(drafted.token_ids), max_new_tokens - missing, self.num_remaining - 1))
+        self._verified = Drafted(drafted.token_ids[:num_drafts], drafted.probs[:num_drafts], drafted.source)
         item = VerifyItem(
             self.request_id,
             view.round_id,
             start,
             tuple(self.committed[start:end]),
-            drafted.token_ids[:num_drafts],
-            drafted.probs[:num_drafts],
+            self._verified.token_ids,
+            self._verified.probs,
             sample=not is_chunk,
             sampling=self.request.sampling if start == 0 else None,
         )
@@ -203,7 +216,8 @@ class Session:
         self.committed.extend(token_ids)
         self.finish_reason, self.stop_reason = cut.finish_reason, cut.stop_reason
         lookup = self._look_up(num_accepted, next_token_id)
-        return Commit(token_ids, verdict.logprobs[: cut.num_kept], num_drafts, num_accepted, lookup)
+        logprobs, source = verdict.logprobs[: cut.num_kept], self._verified.source
+        return Commit(token_ids, logprobs, num_drafts, num_accepted, lookup, source)
 
     def on_target_unknown(self, reply: UnknownSequence) -> bool:
         """The target lost the sequence; the next item carries everything. False: a late reply."""
@@ -238,8 +252,8 @@ class Session:
     def on_proposal(self, proposal: Proposal) -> bool:
         """Takes a proposal. False: a late reply.
 
-        While the target samples the first token without draft tokens, a proposal made for the same prefix is
-        the one branch "the next token is its first".
+        While the target verifies something else after the same prefix (nothing for the first token, or a
+        filler), a proposal is one branch: as many tokens as both have in common, then its next one.
         """
         item = self.draft.accept(proposal)
         if item is None or item.fanout:
@@ -252,8 +266,10 @@ class Session:
             self.draft.in_flight = None
             self.drafted = drafted
             return True
-        if len(drafted.token_ids) > 1:
-            self._branches[0, drafted.token_ids[0]] = Drafted(drafted.token_ids[1:], drafted.probs[1:])
+        agreed = num_common(drafted.token_ids, self._verified.token_ids)
+        if len(drafted.token_ids) > agreed + 1:
+            rest = Drafted(drafted.token_ids[agreed + 1 :], drafted.probs[agreed + 1 :])
+            self._branches[agreed, drafted.token_ids[agreed]] = rest
         self._take_branches()
         return True
 
@@ -284,11 +300,11 @@ class Session:
         self.draft.lose()
         self._open_verdict = None
 
-    def skip_draft(self) -> None:
-        """Goes on without draft tokens in this round; what the draft was asked is forgotten."""
+    def skip_draft(self, instead: Drafted = NOTHING_DRAFTED) -> None:
+        """Goes on without the draft in this round, with what is given; what it was asked is forgotten."""
         self.draft.in_flight = None
         self._open_verdict = None
-        self.drafted = NOTHING_DRAFTED
+        self.drafted = instead
 
     # Ends
 

@@ -21,7 +21,7 @@ from specray.fakes import (
 )
 from specray.interfaces import Drafter, DrafterSource, Verifier
 from specray.router import Router
-from specray.types import GenerateRequest, SamplingParams, SpeculationParams
+from specray.types import DraftKind, GenerateRequest, SamplingParams, SpeculationParams
 
 T = TypeVar("T")
 MODEL = ToyModel()
@@ -116,6 +116,7 @@ async def serving(
     make_drafter: Callable[[int], Drafter] | None = None,
     drafters: DrafterSource | None = None,
     config: RouterConfig | None = None,
+    has_draft_model: bool = True,
     **options: Any,
 ) -> AsyncIterator[Pair]:
     """Starts a router and stops it."""
@@ -123,13 +124,17 @@ async def serving(
     draft = draft or fake_draft()
     source = drafters or FakeDrafterSource(make_drafter or (lambda _: LocalDrafter(draft, clock)))
     stop_matchers = options.pop("stop_matchers", None)
+    kind = options.pop("draft_kind", DraftKind.MODEL)
+    # Most tests count what the draft model does.
+    options.setdefault("filler", "none")
     router = Router(
         verifier or LocalVerifier(target, clock),
-        source,
+        source if has_draft_model else None,
         router=config or router_config(),
         speculation=speculation_config(**options),
         clock=clock,
         stop_matchers=stop_matchers,
+        draft=kind,
     )
     await router.start()
     try:

@@ -1,0 +1,112 @@
+"""Drafts that need no model: a proposer per session, here in the router's process.
+
+What it proposes is there in microseconds, so nothing is asked, sent or waited for. A session has one when its
+request is drafted for by ``ngram`` or ``suffix``; with a draft model it may have one as its *filler*, which
+proposes where the model has nothing to offer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from specray.config import SpeculationConfig
+from specray.drafting import OutputStore, OutputStores, SessionProposer, make_proposer
+from specray.router.policy import Pacing, Plan, Policy, expected_tokens
+from specray.router.records import FILLER, Drafted
+from specray.router.session import MAX_SPECULATIVE_TOKENS, Session
+from specray.types import DraftKind, GenerateRequest
+
+PRIOR_ACCEPTANCE: Final[Mapping[str, float]] = MappingProxyType(
+    {DraftKind.NGRAM: 0.5, DraftKind.SUFFIX: 0.5, FILLER: 0.3}
+)
+
+
+@dataclass(slots=True, eq=False)
+class LocalDraft:
+    """One session's proposer and its own part in the policy, apart from that of a draft model."""
+
+    source: str
+    """ngram, suffix or FILLER."""
+    proposer: SessionProposer
+    policy: Policy
+    """Of all sessions with this source."""
+    pacing: Pacing
+    max_tokens: int
+    """Per proposal."""
+    store: OutputStore | None = None
+
+    @property
+    def is_filler(self) -> bool:
+        return self.source == FILLER
+
+    def draft(self, session: Session, *, num_running: int) -> Drafted:
+        """What to verify after all committed tokens; empty when nothing was found, or when it would not pay.
+
+        Args:
+            num_running: sessions that share the target's steps.
+        """
+        plan = self.policy.plan(self.pacing, num_remaining=session.num_remaining, num_running=num_running)
+        if plan.is_off:
+            return Drafted(source=self.source)
+        self.proposer.extend(session.committed[self.proposer.num_tokens :])
+        tokens = self.proposer.propose(min(plan.num_speculative_tokens, self.max_tokens))
+        return Drafted(tokens, source=self.source)
+
+    def observe(self, num_drafts: int, num_accepted: int) -> None:
+        """One verdict on what it drafted."""
+        self.policy.observe_round(self.pacing, num_drafts, num_accepted)
+
+    def expect(self, num_drafts: int, *, num_running: int) -> tuple[float, float]:
+        """Of a round with so many of its tokens: (tokens that it commits, seconds)."""
+        rate = self.policy.goodput(Plan(num_drafts), self.pacing, num_running)
+        tokens = expected_tokens(min(self.pacing.acceptance.value, 0.99), num_drafts)
+        return tokens, tokens / rate
+
+    def keep_output(self, session: Session) -> None:
+        """Adds a finished output to the tenant's past ones, where they are kept."""
+        if self.store is not None:
+            self.store.add(session.committed[session.num_prompt_tokens :])
+
+
+class LocalDrafts:
+    """Makes each session's local draft.
+
+    Args:
+        config: the ``speculation`` section.
+        policy: of the draft model; target times are shared with it.
+        has_model: there is a draft model, and fillers stand in for it.
+    """
+
+    def __init__(self, config: SpeculationConfig, policy: Policy, *, has_model: bool) -> None:
+        self._filler = None if config.filler == "none" or not has_model else DraftKind(config.filler)
+        self._policies = {
+            source: policy.beside(prior_acceptance=prior) for source, prior in PRIOR_ACCEPTANCE.items()
+        }
+        self._stores = OutputStores(config.past_output_tokens)
+
+    def of(self, request: GenerateRequest, draft: DraftKind) -> LocalDraft | None:
+        """The local draft of a new session.
+
+        Args:
+            draft: what drafts for the request.
+
+        Returns:
+            None when only a model drafts for it, or nothing does.
+        """
+        kind = self._filler if draft is DraftKind.MODEL else draft
+        if kind is None:
+            return None
+        source = FILLER if draft is DraftKind.MODEL else kind.value
+        policy = self._policies[source]
+        pacing = policy.pace(request)
+        if pacing.fixed_k == 0:
+            return None
+        max_tokens = pacing.fixed_k or MAX_SPECULATIVE_TOKENS
+        if source == FILLER:
+            # A filler is there to add speed, so it must be free to propose nothing, whatever K is configured.
+            pacing.fixed_k = None
+        store = self._stores.of(request.speculation.tenant) if kind is DraftKind.SUFFIX else None
+        return LocalDraft(source, make_proposer(kind, store), policy, pacing, max_tokens, store)
