@@ -14,6 +14,10 @@ from specray.rpc.event_loop import new_event_loop
 ResultT = TypeVar("ResultT")
 
 
+class NoAnswerError(EngineLostError):
+    """The loop did not run what it was asked in time, or does not run at all."""
+
+
 class LoopThread:
     """Runs coroutines for callers on other threads. Made running; ended by ``stop``, which is idempotent."""
 
@@ -34,11 +38,11 @@ class LoopThread:
         """The coroutine's result; it is cancelled after ``timeout_s`` seconds.
 
         Raises:
-            EngineLostError: the loop does not run, or the time is over.
+            NoAnswerError: the loop does not run, or the time is over.
         """
         if not self.is_alive:
             coroutine.close()
-            raise EngineLostError(f"{self._thread.name} does not run")
+            raise NoAnswerError(f"{self._thread.name} does not run")
         future: Future[ResultT] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result(timeout_s)
@@ -46,7 +50,7 @@ class LoopThread:
             if future.done() and not future.cancelled():
                 raise
             future.cancel()
-            raise EngineLostError(f"{self._thread.name} did not answer within {timeout_s} s") from None
+            raise NoAnswerError(f"{self._thread.name} did not answer within {timeout_s:g} s") from None
 
     def stop(self, *, timeout_s: float = 5.0) -> None:
         if self._thread.is_alive():

@@ -1,4 +1,4 @@
-"""The gRPC server of one engine: many routers' streams in front, one engine thread behind."""
+"""The gRPC server of one engine: many routers' streams in front, the engine behind, one thread for both."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpc import aio
 from specray.errors import ConfigError, EngineLostError
 from specray.interfaces import DraftEngine, TargetEngine
 from specray.rpc.channel import ChannelOptions, bind, check_can_listen, parse_address
-from specray.rpc.engine_thread import EngineThread
+from specray.rpc.engine_host import EngineHost
 from specray.rpc.health import Health
 from specray.rpc.role import (
     DRAFT,
@@ -41,9 +41,10 @@ STOPPING = Ending(grpc.StatusCode.UNAVAILABLE, "the worker is stopping", drains=
 class EngineServer(Generic[ItemT, ReplyT, RepliesT]):
     """Serves one engine to many routers; made by :func:`draft_server` and :func:`target_server`.
 
-    The engine lives on a thread of its own, from its construction on. A draft answers all requests that wait
-    with one engine call; a target makes each request one call, in order of arrival. A stream that ends frees
-    its sequences. When the engine breaks, streams end with INTERNAL and health becomes NOT_SERVING.
+    The engine lives on the loop's thread, which should do nothing else: see ``worker.EngineServerThread``. A
+    draft answers all requests that wait with one engine call; a target makes each request one call, in order
+    of arrival. A stream that ends frees its sequences. When the engine breaks, streams end with INTERNAL and
+    health becomes NOT_SERVING.
     """
 
     def __init__(
@@ -68,10 +69,11 @@ class EngineServer(Generic[ItemT, ReplyT, RepliesT]):
         self._health = Health(role.service)
         self._streams: set[RouterStream[ItemT, ReplyT, RepliesT]] = set()
         self._refusal: Ending | None = None
-        self._thread: EngineThread[ItemT, ReplyT, RepliesT] | None = None
+        self._host: EngineHost[ItemT, ReplyT, RepliesT] | None = None
         self._server: aio.Server | None = None
         self._background: set[asyncio.Task[None]] = set()
-        self._broken: asyncio.Future[EngineLostError] | None = None
+        self.failure: EngineLostError | None = None
+        """Why the engine is broken."""
 
     @property
     def address(self) -> str:
@@ -83,19 +85,17 @@ class EngineServer(Generic[ItemT, ReplyT, RepliesT]):
         """True between ``start`` and ``stop`` while the engine works."""
         return self._health.is_serving
 
-    async def start(self, *, timeout_s: float = 600.0) -> str:
+    async def start(self) -> str:
         """Loads the engine, then listens. Returns the address.
 
         Raises:
             ConfigError: the address cannot be listened on, or the engine has the other role.
-            EngineLostError: the engine was not loaded within ``timeout_s`` seconds.
             Exception: what the engine's factory raises.
         """
         check_can_listen(self._address, reuse_port=self._options.reuse_port)
-        self._broken = asyncio.get_running_loop().create_future()
-        self._thread = EngineThread(self._role, self._make_engine, on_broken=self._on_broken)
+        self._host = EngineHost(self._role, self._make_engine, on_broken=self._on_broken)
         try:
-            info = await self._thread.start(timeout_s)
+            info = self._host.start()
             if info.role != self._role.name:
                 raise ConfigError(f"the engine is a {info.role!r}; needed: {self._role.name!r}")
             server = aio.server(
@@ -117,29 +117,19 @@ class EngineServer(Generic[ItemT, ReplyT, RepliesT]):
 
         Routers get UNAVAILABLE, that is EngineLostError, and take their sessions elsewhere.
         """
-        server, thread, self._server, self._thread = self._server, self._thread, None, None
+        server, host, self._server, self._host = self._server, self._host, None, None
         if server is not None:
             await self._health.stop()
             self._refuse(STOPPING)
             await server.stop(grace_s)
-        if thread is not None:
-            await thread.stop(grace_s)
+        if host is not None:
+            host.stop()
 
-    async def check(self, *, timeout_s: float) -> None:
-        """Runs the engine's real step on its thread.
-
-        Raises:
-            EngineLostError: the engine is broken, does not run, or needs longer than ``timeout_s`` seconds.
-        """
-        if self._thread is None:
+    async def check(self) -> None:
+        """Runs the engine's real step. Raises EngineLostError when the engine is broken or does not run."""
+        if self._host is None:
             raise EngineLostError(f"the {self._role.name} server does not run")
-        await self._thread.check(timeout_s)
-
-    async def wait_broken(self) -> EngineLostError:
-        """Waits until the engine breaks, if ever, and returns why; after ``start``."""
-        if self._broken is None:
-            raise EngineLostError(f"the {self._role.name} server does not run")
-        return await asyncio.shield(self._broken)
+        await self._host.check()
 
     def _handlers(self) -> grpc.GenericRpcHandler:
         # No (de)serialisers: messages stay bytes, so that broken ones are ours to answer.
@@ -152,24 +142,24 @@ class EngineServer(Generic[ItemT, ReplyT, RepliesT]):
         )
 
     async def _serve_info(self, _: bytes, context: aio.ServicerContext[Any, Any]) -> bytes:
-        if self._thread is None:
+        if self._host is None:
             await context.abort(STOPPING.code, STOPPING.details)
-        return self._role.encode_info(self._thread.info())
+        return self._role.encode_info(self._host.info())
 
     async def _serve_stream(self, _: object, context: aio.ServicerContext[Any, Any]) -> None:
-        if self._refusal is not None or self._thread is None:
+        if self._refusal is not None or self._host is None:
             refusal = self._refusal or STOPPING
             await context.abort(refusal.code, refusal.details)
-        thread = self._thread
+        host = self._host
         stream = RouterStream(self._role, context, max_pending=self._max_pending)
         # Known before anything is awaited: an ending that comes meanwhile must find it.
         self._streams.add(stream)
         try:
             await context.send_initial_metadata(())
-            ending = await stream.serve(lambda batch: thread.submit(stream, batch))
+            ending = await stream.serve(lambda batch: host.submit(stream, batch))
         finally:
             self._streams.discard(stream)
-            thread.end_stream(stream)
+            host.end_stream(stream)
         if ending.code is not grpc.StatusCode.OK:
             await context.abort(ending.code, ending.details)
 
@@ -179,12 +169,11 @@ class EngineServer(Generic[ItemT, ReplyT, RepliesT]):
             stream.end(ending)
 
     def _on_broken(self, error: EngineLostError) -> None:
+        self.failure = error
         self._refuse(Ending(grpc.StatusCode.INTERNAL, str(error)))
         task = asyncio.create_task(self._health.set_serving(False))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
-        if self._broken is not None and not self._broken.done():
-            self._broken.set_result(error)
 
 
 def draft_server(
@@ -194,7 +183,7 @@ def draft_server(
     options: ChannelOptions | None = None,
     max_pending: int = 256,
 ) -> EngineServer[SpeculateItem, DraftReply, DraftReplies]:
-    """A server for the draft that ``make_engine`` builds on the engine thread. Raises ConfigError."""
+    """A server for the draft that ``make_engine`` builds on the loop's thread. Raises ConfigError."""
     return EngineServer(
         DRAFT, lambda: bind_draft(make_engine()), address, options=options, max_pending=max_pending
     )
@@ -207,7 +196,7 @@ def target_server(
     options: ChannelOptions | None = None,
     max_pending: int = 256,
 ) -> EngineServer[VerifyItem, TargetReply, TargetReplies]:
-    """A server for the target that ``make_engine`` builds on the engine thread. Raises ConfigError."""
+    """A server for the target that ``make_engine`` builds on the loop's thread. Raises ConfigError."""
     return EngineServer(
         TARGET, lambda: bind_target(make_engine()), address, options=options, max_pending=max_pending
     )

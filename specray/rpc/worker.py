@@ -1,30 +1,44 @@
-"""Engines as processes of their own, and as threads inside an actor."""
+"""An engine with its server on a thread of their own: inside an actor, or as a process."""
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
+import logging
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 from specray.errors import EngineLostError
 from specray.interfaces import DraftEngine, TargetEngine
 from specray.rpc.channel import ChannelOptions
-from specray.rpc.event_loop import new_event_loop
-from specray.rpc.loop_thread import LoopThread
+from specray.rpc.loop_thread import LoopThread, NoAnswerError
 from specray.rpc.role import RoleName
 from specray.rpc.server import EngineServer, draft_server, target_server
+
+logger = logging.getLogger(__name__)
+
+BROKEN_POLL_S = 0.2
+STOP_TIMEOUT_S = 5.0
 
 EngineFactory = Callable[[], DraftEngine] | Callable[[], TargetEngine]
 
 
 def engine_server(
-    engine_factory: EngineFactory, *, role: RoleName, address: str, options: ChannelOptions | None = None
+    engine_factory: EngineFactory,
+    *,
+    role: RoleName,
+    address: str,
+    options: ChannelOptions | None = None,
+    max_pending: int = 256,
 ) -> EngineServer[Any, Any, Any]:
     """The server for an engine of the given role. Raises ConfigError for a wrong address."""
     if role == "draft":
-        return draft_server(cast(Callable[[], DraftEngine], engine_factory), address, options=options)
-    return target_server(cast(Callable[[], TargetEngine], engine_factory), address, options=options)
+        make_draft = cast(Callable[[], DraftEngine], engine_factory)
+        return draft_server(make_draft, address, options=options, max_pending=max_pending)
+    make_target = cast(Callable[[], TargetEngine], engine_factory)
+    return target_server(make_target, address, options=options, max_pending=max_pending)
 
 
 def serve_engine(
@@ -36,10 +50,10 @@ def serve_engine(
     grace_s: float = 5.0,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
-    """Serves an engine in this process, on the main thread, until SIGINT or SIGTERM.
+    """Serves an engine in this process, called on its main thread, until SIGINT or SIGTERM.
 
     Args:
-        engine_factory: called once, on the engine thread; everything of the engine happens there.
+        engine_factory: called once, on the server's thread; everything of the engine happens there.
         address: ``unix:/path`` or ``host:port``; port 0 takes a free one.
         grace_s: at the end, requests in hand are answered for at most so many seconds.
         on_ready: called with the real address once the server answers; default: prints it.
@@ -48,40 +62,24 @@ def serve_engine(
         ConfigError: the address is wrong, in use or not writable; or what the factory raises.
         EngineLostError: the engine broke or was not loaded in time.
     """
-    server = engine_server(engine_factory, role=role, address=address)
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(_serve(server, start_timeout_s, grace_s, on_ready or _printer(role)))
+    server = EngineServerThread(engine_factory, role=role, address=address)
+    with _interrupted_by(signal.SIGINT, signal.SIGTERM), contextlib.suppress(KeyboardInterrupt):
+        try:
+            (on_ready or _printer(role))(server.start(timeout_s=start_timeout_s))
+            raise server.wait_broken()
+        finally:
+            server.stop(grace_s=grace_s)
 
 
-async def _serve(
-    server: EngineServer[Any, Any, Any],
-    start_timeout_s: float,
-    grace_s: float,
-    on_ready: Callable[[str], None],
-) -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    stopped = asyncio.create_task(stop.wait())
-    started = asyncio.create_task(server.start(timeout_s=start_timeout_s))
+@contextmanager
+def _interrupted_by(*numbers: signal.Signals) -> Iterator[None]:
+    """Inside, the signals raise KeyboardInterrupt on the main thread, wherever it waits."""
+    handlers = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
     try:
-        await asyncio.wait({started, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if not started.done():
-            started.cancel()
-            await asyncio.gather(started, return_exceptions=True)
-            return
-        on_ready(started.result())
-        broken = asyncio.create_task(server.wait_broken())
-        await asyncio.wait({broken, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if broken.done():
-            raise broken.result()
-        broken.cancel()
+        yield
     finally:
-        stopped.cancel()
-        await server.stop(grace_s)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _printer(role: RoleName) -> Callable[[str], None]:
@@ -89,7 +87,7 @@ def _printer(role: RoleName) -> Callable[[str], None]:
 
 
 class EngineServerThread:
-    """An engine server for use inside a Ray actor: its event loop and its engine have a thread each.
+    """An engine server with its engine, on one thread of their own.
 
     Methods are called from any other thread and block for at most their time-outs.
     """
@@ -101,11 +99,19 @@ class EngineServerThread:
         role: RoleName,
         address: str,
         options: ChannelOptions | None = None,
+        max_pending: int = 256,
     ) -> None:
         """Raises ConfigError for a wrong address; nothing runs before ``start``."""
-        self._server = engine_server(engine_factory, role=role, address=address, options=options)
+        self._server = engine_server(
+            engine_factory, role=role, address=address, options=options, max_pending=max_pending
+        )
         self._role = role
         self._loop_thread: LoopThread | None = None
+
+    @property
+    def address(self) -> str:
+        """Where the server listens; after ``start`` with the real port."""
+        return self._server.address
 
     @property
     def is_alive(self) -> bool:
@@ -119,25 +125,45 @@ class EngineServerThread:
             ConfigError: the address is in use or not writable; or what the engine's factory raises.
             EngineLostError: the engine was not loaded within ``timeout_s`` seconds.
         """
-        self._loop_thread = LoopThread(f"specray-{self._role}-server")
+        self._loop_thread = LoopThread(f"specray-{self._role}-engine")
         try:
-            return self._loop_thread.run(self._server.start(timeout_s=timeout_s), timeout_s=timeout_s + 5.0)
-        except BaseException:
-            self.stop(grace_s=0.0)
+            return self._loop_thread.run(self._server.start(), timeout_s=timeout_s)
+        except BaseException as error:
+            # The thread may still load; it ends once it has.
+            self._loop_thread.stop(timeout_s=0.0)
+            self._loop_thread = None
+            if isinstance(error, NoAnswerError):
+                reason = f"the {self._role} was not loaded within {timeout_s:g} s"
+                raise EngineLostError(reason) from None
             raise
 
     def check(self, *, timeout_s: float) -> None:
         """Runs the engine's real step. Raises EngineLostError when it fails or needs longer."""
         if self._loop_thread is None:
             raise EngineLostError(f"the {self._role} server does not run")
-        self._loop_thread.run(self._server.check(timeout_s=timeout_s), timeout_s=timeout_s + 1.0)
+        try:
+            self._loop_thread.run(self._server.check(), timeout_s=timeout_s)
+        except NoAnswerError:
+            reason = f"the {self._role} engine did not end a step within {timeout_s:g} s"
+            raise EngineLostError(reason) from None
+
+    def wait_broken(self) -> EngineLostError:
+        """Returns why the engine can work no longer, once it cannot."""
+        while self.is_alive:
+            time.sleep(BROKEN_POLL_S)
+        return self._server.failure or EngineLostError(f"the {self._role} server does not run")
 
     def stop(self, *, grace_s: float = 5.0) -> None:
-        """Answers what is in hand for at most ``grace_s`` seconds, then ends both threads; idempotent."""
+        """Answers what is in hand for at most ``grace_s`` seconds, then ends; idempotent.
+
+        An engine that hangs in a call is left behind with its thread.
+        """
         thread, self._loop_thread = self._loop_thread, None
         if thread is None:
             return
         try:
-            thread.run(self._server.stop(grace_s), timeout_s=2 * grace_s + 5.0)
+            thread.run(self._server.stop(grace_s), timeout_s=2 * grace_s + STOP_TIMEOUT_S)
+        except NoAnswerError as error:
+            logger.error("%s", error)
         finally:
-            thread.stop()
+            thread.stop(timeout_s=STOP_TIMEOUT_S)

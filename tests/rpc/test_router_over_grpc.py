@@ -43,8 +43,8 @@ async def test_router_over_grpc_gives_the_targets_own_tokens(
     draft = FakeDraft(NoisyGuesser(target.model, 0.6))
     verify_server = target_server(lambda: target, address + ".t")
     speculate_server = draft_server(lambda: draft, address + ".d")
-    await verify_server.start(timeout_s=DEADLINE_S)
-    await speculate_server.start(timeout_s=DEADLINE_S)
+    await verify_server.start()
+    await speculate_server.start()
     leases = Leases(address + ".d")
     router = Router(
         await GrpcVerifier.connect(address + ".t", timeout_s=DEADLINE_S),
