@@ -72,6 +72,8 @@ class LlamaCpp:
         command += ["--host", LOOPBACK, "--port", str(port)]
         command += ["--threads", num_threads, "--threads-batch", num_threads]
         command += ["--parallel", num_slots, "--ctx-size", str(setup.max_model_len * setup.max_num_seqs)]
+        # Its parser of chat templates does not know all of Jinja, and refuses to start; no chat is asked for.
+        command += ["--no-jinja", "--chat-template", "chatml"]
         command += _speculation(arm, setup)
         return Launch(tuple(command), f"http://{LOOPBACK}:{port}", "/health", {})
 
