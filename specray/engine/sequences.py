@@ -235,7 +235,9 @@ class SequenceTable:
             start = sequence.num_computed_tokens = prefix.withdraw(max(0, min(start, last)))
         found = None
         if prefix is not None and is_long:
-            found = prefix.find([*sequence.token_ids[:base_len], *token_ids], start, last)
+            told = [*sequence.token_ids[:base_len], *token_ids]
+            prefix.publish(told, min(start, last))
+            found = prefix.find(told, start, last)
         length = start if found is None else found.length
         if max_new_tokens is not None:
             token_ids = token_ids[: max(0, length + max_new_tokens - base_len)]

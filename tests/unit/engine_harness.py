@@ -67,11 +67,23 @@ class SlotRunner:
 
     def run(self, inputs: Sequence[SequenceInput]) -> Tensor:
         self.steps.append(list(inputs))
-        blocks = [block_id for item in inputs for block_id in item.block_ids]
-        assert inputs and len(set(blocks)) == len(blocks), "two sequences share a block"
+        assert inputs
+        self._check_writes(inputs)
         assert sum(len(item.token_ids) for item in inputs) <= self._info.max_num_batched_tokens
         logits = [row for item in inputs for row in self._run_sequence(item)]
         return torch.stack(logits) if logits else torch.empty(0, VOCAB_SIZE)
+
+    def _check_writes(self, inputs: Sequence[SequenceInput]) -> None:
+        """Sequences may share what they read, never what one of them writes."""
+        written: dict[int, int] = {}
+        for index, item in enumerate(inputs):
+            for position in range(item.start, item.start + len(item.token_ids)):
+                assert written.setdefault(self._slot(item.block_ids, position), index) == index
+        for index, item in enumerate(inputs):
+            for position in range(item.start):
+                assert self._slot(item.block_ids, position) not in written, (
+                    "a sequence writes what others read"
+                )
 
     def copy_tokens(
         self, source: Sequence[int], destination: Sequence[int], num_tokens: int, *, first: int = 0

@@ -16,9 +16,17 @@ from checkpoints import reference_greedy, reference_logits, reference_model, wri
 from group_ranks import DEADLINE_S, hang_or_die, join
 
 from specray.config import EngineConfig
-from specray.engine.inputs import SequenceInput
+from specray.engine.inputs import CopyInput, SequenceInput
 from specray.engine.loader import ModelArgs, load_model
-from specray.engine.parallel import GroupArgs, GroupStore, ParallelContext, decode_inputs, encode_inputs
+from specray.engine.parallel import (
+    GroupArgs,
+    GroupStore,
+    ParallelContext,
+    decode_copy,
+    decode_inputs,
+    encode_copy,
+    encode_inputs,
+)
 from specray.engine.runner import ModelRunner, build_runner
 from specray.errors import ConfigError, EngineLostError
 
@@ -33,6 +41,11 @@ def test_a_step_survives_the_wire() -> None:
     inputs = [SequenceInput([1, 2, 3], 7, [4, 0], 2), SequenceInput([9], 0, [1], 0)]
     assert decode_inputs(encode_inputs(inputs)) == inputs
     assert decode_inputs([]) == []
+
+
+def test_a_copy_survives_the_wire() -> None:
+    copy = CopyInput([3, 1], [4, 0, 2], 5, 30)
+    assert decode_copy(encode_copy(copy)) == copy
 
 
 def build(
@@ -58,7 +71,10 @@ def serve_rank(rank: int, meeting: Queue[str], answers: Queue[Any], cases: list[
 
 
 def lead(runner: ModelRunner) -> tuple[list[int], list[list[float]], list[list[float]]]:
-    """Greedy tokens, the prompt's logits, and those of a batch that does not fit the first broadcast."""
+    """Greedy tokens, the prompt's logits, and those of a batch that does not fit the first broadcast.
+
+    The last rows of the batch belong to a prefix that was copied, on every rank, from another block.
+    """
     prompt_logits = runner.run([SequenceInput(PROMPT, 0, [0], len(PROMPT))])
     tokens = [*PROMPT, int(prompt_logits[-1].argmax())]
     time.sleep(3)  # Longer than the silence that the follower allows: an idle leader is not a lost one.
@@ -66,7 +82,11 @@ def lead(runner: ModelRunner) -> tuple[list[int], list[list[float]], list[list[f
         logits = runner.run([SequenceInput(tokens[-1:], len(tokens) - 1, [0], 1)])
         tokens.append(int(logits[0].argmax()))
     batch = runner.run([SequenceInput(LONG, 0, [1], 1), SequenceInput(LONG, 0, [0], 1)])
-    return tokens, prompt_logits.tolist(), batch.tolist()
+    runner.run([SequenceInput(PROMPT, 0, [0], 0)])
+    runner.copy_tokens([1], [0], 60)
+    runner.copy_tokens([1], [0], 100, first=60)
+    copied = runner.run([SequenceInput(LONG[100:], 100, [0], 1)])
+    return tokens, prompt_logits.tolist(), [*batch.tolist(), *copied.tolist()]
 
 
 @contextmanager
@@ -101,7 +121,7 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
         model = reference_model(path)
         assert tokens[len(PROMPT) :] == reference_greedy(model, PROMPT, NUM_TOKENS)
         torch.testing.assert_close(torch.tensor(logits), reference_logits(model, PROMPT), atol=1e-5, rtol=0)
-        expected = reference_logits(model, LONG)[-1:].expand(2, -1)
+        expected = reference_logits(model, LONG)[-1:].expand(3, -1)
         torch.testing.assert_close(torch.tensor(batch), expected, atol=2e-5, rtol=0)
 
 
