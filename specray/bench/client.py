@@ -37,18 +37,24 @@ class ServerClient:
     Args:
         url: without ``/v1``.
         timeout_s: for one call, from its start to its last byte.
+        max_connections: at a time; 0: as many as there are calls.
+        keep_alive: use connections again. Not with a server that closes them without saying so: a call that
+            meets such a connection fails.
     """
 
-    def __init__(self, url: str, *, timeout_s: float = 600.0, max_connections: int = 0) -> None:
+    def __init__(
+        self, url: str, *, timeout_s: float = 600.0, max_connections: int = 0, keep_alive: bool = True
+    ) -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, connect=CONNECT_TIMEOUT_S)
         self._max_connections = max_connections
+        self._keep_alive = keep_alive
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
             timeout=self._timeout,
-            connector=aiohttp.TCPConnector(limit=self._max_connections),
+            connector=aiohttp.TCPConnector(limit=self._max_connections, force_close=not self._keep_alive),
             read_bufsize=_MAX_LINE_BYTES,
         )
         return self

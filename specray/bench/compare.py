@@ -114,7 +114,8 @@ async def _run_turn(
     log_path = setup.work_dir / f"{arm.name.replace(' ', '-')}.log"
     async with (
         running(launch, log_path, start_timeout_s=plan.start_timeout_s) as url,
-        ServerClient(url, timeout_s=plan.request_timeout_s) as client,
+        # llama.cpp's server closes a connection after a stream without saying so.
+        ServerClient(url, timeout_s=plan.request_timeout_s, keep_alive=False) as client,
     ):
         fields = {"model": await client.model(), "ignore_eos": True, "max_tokens": plan.max_tokens}
         await _warm_up(client, plan, fields, tokenizer, system)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 DEFAULT_ARMS = (
     *("specray:plain", "specray:serial", "specray:auto"),
     *("transformers:plain", "transformers:draft:4", "transformers:ngram:4"),
-    *("vllm:plain", "vllm:draft:4", "vllm:ngram:4"),
-    *("llama.cpp:plain", "llama.cpp:draft:2", "llama.cpp:draft:4", "llama.cpp:ngram"),
+    *("vllm:plain", "vllm:draft:4", "vllm:draft:8", "vllm:ngram:4"),
+    *("llama.cpp:plain", "llama.cpp:draft:4", "llama.cpp:draft:8", "llama.cpp:ngram:4"),
 )
 _ARM_HELP = (
     f"SYSTEM:MODE[:K]; may be repeated. Default: {', '.join(DEFAULT_ARMS)}. More: specray:ahead, "

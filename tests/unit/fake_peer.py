@@ -28,6 +28,8 @@ def main() -> None:
             file.write(json.dumps({"name": arguments.name, "event": event, "body": body}) + "\n")
 
     class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
         def do_GET(self) -> None:
             self._answer(200, json.dumps({"data": [{"id": arguments.name}]}).encode())
 
@@ -49,6 +51,8 @@ def main() -> None:
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)
+            # Without a word about it in the head, as llama.cpp's server does it after a stream.
+            self.close_connection = True
 
         def log_message(self, *_: object) -> None:
             pass

@@ -14,6 +14,7 @@ from tiny_tokenizer import write_tiny_tokenizer
 from specray.bench.compare import ComparePlan, Outcome, cell_prompts, checkpoint_digest, compare
 from specray.bench.journal import Journal, PassRow
 from specray.bench.peers import Arm, Launch, Setup, System
+from specray.cli import main
 from specray.errors import ConfigError
 from specray.tokenization import Tokenizer
 
@@ -228,3 +229,57 @@ def test_checkpoints_with_other_weights_have_other_digests(tmp_path: Path) -> No
     assert checkpoint_digest(tmp_path) == before
     path.write_bytes(b"1" * 99 + b"2")
     assert checkpoint_digest(tmp_path) != before
+
+
+# The command
+
+
+def call(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "compare", *arguments])
+    assert isinstance(end.value.code, int)
+    return end.value.code
+
+
+def test_the_command_reports_absent_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new" / "run"
+    assert call("--out", str(out), "--arm", "vllm:plain", "--arm", "llama.cpp:draft:4") == 0
+    text = (out / "report.md").read_text()
+    assert "- vllm is absent: --vllm-python is not given\n" in text
+    assert "- llama.cpp is absent: --llama-cpp is not given\n" in text
+    assert "transformers" not in text
+    assert capsys.readouterr().out.strip() == text.strip()
+    conditions = json.loads((out / "report.json").read_text())["conditions"]
+    assert (conditions["new tokens per prompt"], conditions["most requests at a time"]) == (128, 32)
+    assert sorted(path.name for path in out.iterdir()) == [
+        "latency.svg",
+        "passes.jsonl",
+        "report.json",
+        "report.md",
+        "throughput.svg",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--arm", "vllm:fast"], "vllm has no mode 'fast'"),
+        (["--target", "/no/such"], "--target /no/such: there is no config.json; allowed: a checkpoint's"),
+        (["--dataset", "humaneval"], "--dataset-path is missing"),
+        (["--out", "/dev/null/x"], "--out /dev/null/x: Not a directory"),
+    ],
+)
+def test_wrong_options_end_with_2(
+    arguments: list[str], part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("--out", str(tmp_path / "run"), *arguments) == 2
+    assert part in capsys.readouterr().err
+
+
+def test_another_number_of_tokens_in_the_same_directory_ends_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    same = ("--out", str(tmp_path), "--arm", "vllm:plain")
+    assert call(*same) == 0
+    assert call(*same, "--max-tokens", "64") == 2
+    assert "holds a run with new tokens per prompt = 128, this one has 64" in capsys.readouterr().err

@@ -68,7 +68,10 @@ LLAMA = (
             f"{LLAMA} --spec-type draft-simple --spec-draft-model /w/draft.gguf --spec-draft-n-max 3 "
             "--spec-draft-threads 2",
         ),
-        ("llama.cpp:ngram:6", f"{LLAMA} --spec-type ngram-simple --spec-ngram-simple-size-m 6"),
+        (
+            "llama.cpp:ngram:6",
+            f"{LLAMA} --spec-type ngram-simple --spec-ngram-simple-size-n 3 --spec-ngram-simple-size-m 6",
+        ),
     ],
 )
 def test_command_line(arm: str, expected: str) -> None:

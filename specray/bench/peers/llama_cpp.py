@@ -12,6 +12,7 @@ from specray.bench.peers.process import LOOPBACK
 from specray.errors import ConfigError
 
 CONVERSION_TIMEOUT_S = 900.0
+NGRAM_LEN = 3
 _SERVER = Path("build", "bin", "llama-server")
 _CONVERTER = Path("convert_hf_to_gguf.py")
 
@@ -88,7 +89,9 @@ def _speculation(arm: Arm, setup: Setup) -> list[str]:
         draft = ["--spec-type", "draft-simple", "--spec-draft-model", str(_gguf(setup.draft, setup))]
         return [*draft, "--spec-draft-n-max", k, "--spec-draft-threads", str(setup.num_threads)]
     if arm.mode == "ngram":
-        return ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-m", k]
+        # Its own default looks for twelve equal tokens, and so never drafts in a short output.
+        lookup = ["--spec-ngram-simple-size-n", str(NGRAM_LEN), "--spec-ngram-simple-size-m", k]
+        return ["--spec-type", "ngram-simple", *lookup]
     return []
 
 
