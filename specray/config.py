@@ -69,14 +69,15 @@ class DraftConfig(EngineConfig):
     ray_actor_options: dict[str, Any] = Field(default_factory=dict)
 
     @property
-    def kind(self) -> DraftKind:
-        """What drafts, when anything does."""
-        return DraftKind(self.model) if self.model in MODEL_FREE_DRAFTS else DraftKind.MODEL
+    def kind_in_use(self) -> DraftKind:
+        """What drafts for requests that do not say; MODEL also where there is no draft."""
+        is_model_free = self.enabled and self.model in MODEL_FREE_DRAFTS
+        return DraftKind(self.model) if is_model_free else DraftKind.MODEL
 
     @property
     def has_model(self) -> bool:
         """There is a draft model to load and to lease."""
-        return self.enabled and self.kind is DraftKind.MODEL
+        return self.enabled and self.model not in MODEL_FREE_DRAFTS
 
 
 class SpeculationConfig(_Section):
@@ -116,7 +117,13 @@ class RouterConfig(_Section):
 
     max_queued_requests: int = Field(256, ge=0, description="Waiting requests; more are refused (429).")
     max_queued_tokens: int = Field(262_144, ge=1, description="Prompt tokens of waiting requests.")
-    prefill_chunk_tokens: int = Field(512, ge=16, description="Prompt tokens mixed into one Verify.")
+    prefill_chunk_tokens: int = Field(512, ge=16, description="Most prompt tokens of one Verify.")
+    max_prefill_slowdown: float = Field(
+        3.0,
+        ge=1,
+        description="A step that running sessions share with prompts takes at most so many times as long as "
+        "without (but 16 prompt tokens always go along).",
+    )
     round_timeout_s: float = Field(5.0, gt=0, description="A draft that is silent for so long is lost.")
     verify_timeout_s: float = Field(60.0, gt=0, description="A target that is silent for so long is lost.")
     request_timeout_s: float = Field(600.0, gt=0, description="From arrival to the last token.")

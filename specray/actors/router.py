@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
@@ -50,6 +51,8 @@ class RouterReplica:
             )
         self._loop_thread = LoopThread("specray-router")
         self._router = await self._on_loop(_start_router(config, address, source))
+        gc.collect()
+        gc.freeze()
 
     async def complete(self, request: GenerateRequest) -> OutputChunk:
         """See interfaces.RouterClient."""
@@ -108,6 +111,7 @@ async def _start_router(config: Config, address: str, source: DrafterSource | No
         speculation=config.speculation,
         model=config.model_name,
         stop_matchers=make_stop_matcher(tokenizer),
+        draft=config.draft.kind_in_use,
     )
     await router.start()
     return router

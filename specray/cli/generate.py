@@ -52,7 +52,9 @@ def generate(
     ] = None,
     config: Annotated[Path | None, typer.Option(help="Configuration file (YAML) of that pair.")] = None,
     target: Annotated[str | None, typer.Option(help="Target model: path or hub id.")] = None,
-    draft: Annotated[str | None, typer.Option(help="Draft model: path, hub id, or none.")] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="Draft model: path or hub id; or ngram, suffix, none.")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32, of both models.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Most output tokens.")] = 128,

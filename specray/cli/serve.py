@@ -17,7 +17,9 @@ def serve(
         Path | None, typer.Argument(help="Configuration file (YAML); options come over it.")
     ] = None,
     target: Annotated[str | None, typer.Option(help="Target model: path or hub id.")] = None,
-    draft: Annotated[str | None, typer.Option(help="Draft model: path, hub id, or none.")] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="Draft model: path or hub id; or ngram, suffix, none.")
+    ] = None,
     tensor_parallel_size: Annotated[int | None, typer.Option(help="Ranks of the target.")] = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32, of both models.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,

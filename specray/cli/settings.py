@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from specray.config import EMBEDDED, Config, parse_config, read_config_file
+from specray.config import EMBEDDED, MODEL_FREE_DRAFTS, Config, parse_config, read_config_file
 from specray.errors import ConfigError
 
 NO_DRAFT = "none"
@@ -102,13 +102,25 @@ def _assign(values: dict[str, Any], key: str, value: object) -> None:
 
 
 def _check_pair(values: Mapping[str, Any]) -> None:
-    """The embedded draft fits the embedded target only; say so before anything is loaded."""
+    """What can be said of the pair before anything is loaded: the embedded draft fits its target only."""
     target, draft = values.get("target") or {}, values.get("draft") or {}
     if not isinstance(target, dict) or not isinstance(draft, dict):
         return
+    if draft.get("enabled", True):
+        _check_draft_name(draft.get("model", EMBEDDED))
     is_own_target = target.get("model", EMBEDDED) != EMBEDDED
     if is_own_target and draft.get("enabled", True) and "model" not in draft:
         raise ConfigError(
             f"draft.model is not set for the target {target['model']}; "
             "allowed: a model with the target's tokenizer (--draft PATH), or no draft (--draft none)"
+        )
+
+
+def _check_draft_name(name: object) -> None:
+    """A word that is no directory here is a misspelt name: hub ids have an owner."""
+    known = (EMBEDDED, *MODEL_FREE_DRAFTS)
+    if isinstance(name, str) and name not in known and "/" not in name and not Path(name).exists():
+        raise ConfigError(
+            f"draft.model is {name!r}, which is no directory; allowed: {', '.join(known)}, the path or hub id"
+            " (owner/name) of a model, or no draft (--draft none)"
         )

@@ -37,7 +37,8 @@ def worker(
 ) -> None:
     """Serve one engine over gRPC until Ctrl-C: a draft or a target of one rank."""
     from specray.cli.settings import build_config
-    from specray.config import apply_thread_environment, log_level
+    from specray.config import MODEL_FREE_DRAFTS, apply_thread_environment, log_level
+    from specray.errors import ConfigError
 
     apply_thread_environment()
 
@@ -52,6 +53,11 @@ def worker(
     # Of a pair this process knows one half only.
     other: dict[str, object] = {"draft.enabled": False} if role is Role.TARGET and config is None else {}
     merged = build_config(config, own | other, settings or [])
+    if role is Role.DRAFT and merged.draft.model in MODEL_FREE_DRAFTS:
+        raise ConfigError(
+            f"draft.model is {merged.draft.model!r}, which drafts in the Router and has no worker; "
+            "allowed: a model"
+        )
     if parent_pid is not None:
         end_with_parent(parent_pid)
     logging.basicConfig(level=log_level(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")

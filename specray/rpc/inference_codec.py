@@ -19,7 +19,7 @@ from specray.rpc.codec_values import (
 )
 from specray.rpc.inference_types import GenerateEvent, GenerateParams, Usage
 from specray.rpc.pb import inference_pb2, types_pb2
-from specray.types import FinishReason, ServiceInfo, SpeculationStats, Verification
+from specray.types import DraftKind, FinishReason, ServiceInfo, SpeculationStats, Verification
 
 FINISH_REASON_TO_PB = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
@@ -29,6 +29,15 @@ FINISH_REASON_TO_PB = {
 FINISH_REASON_FROM_PB = {
     inference_pb2.FINISH_REASON_UNSPECIFIED: None,
     **{number: reason for reason, number in FINISH_REASON_TO_PB.items()},
+}
+DRAFT_KIND_TO_PB = {
+    DraftKind.MODEL: inference_pb2.DRAFT_KIND_MODEL,
+    DraftKind.NGRAM: inference_pb2.DRAFT_KIND_NGRAM,
+    DraftKind.SUFFIX: inference_pb2.DRAFT_KIND_SUFFIX,
+}
+DRAFT_KIND_FROM_PB = {
+    inference_pb2.DRAFT_KIND_UNSPECIFIED: None,
+    **{number: kind for kind, number in DRAFT_KIND_TO_PB.items()},
 }
 OPTIONAL_FIELDS = (
     "max_tokens",
@@ -74,6 +83,10 @@ def _encode_speculation(message: inference_pb2.GenerateRequest, params: Generate
         message.speculation.num_speculative_tokens = params.num_speculative_tokens
     if params.verification is not None:
         message.speculation.verification = encode_verification(params.verification)
+    if params.draft is not None:
+        message.speculation.draft = DRAFT_KIND_TO_PB[params.draft]
+    if params.tenant:
+        message.speculation.tenant = params.tenant
 
 
 def decode_generate_request(data: bytes) -> GenerateParams:
@@ -101,6 +114,8 @@ def decode_generate_request(data: bytes) -> GenerateParams:
             speculation.num_speculative_tokens if speculation.HasField("num_speculative_tokens") else None
         ),
         verification=_decode_optional_verification(speculation.verification),
+        draft=_decode_draft_kind(speculation.draft),
+        tenant=speculation.tenant,
         **optional,
     )
 
@@ -112,6 +127,15 @@ def _decode_optional_verification(verification: int) -> Verification | None:
         return decode_verification(verification)
     except ProtocolError as error:
         raise InvalidRequestError(f"speculation.{error}", field="speculation.verification") from None
+
+
+def _decode_draft_kind(number: inference_pb2.DraftKind) -> DraftKind | None:
+    if number not in DRAFT_KIND_FROM_PB:
+        allowed = ", ".join(f"{value} ({kind})" for kind, value in DRAFT_KIND_TO_PB.items())
+        raise InvalidRequestError(
+            f"speculation.draft is {number}; allowed: {allowed}", field="speculation.draft"
+        )
+    return DRAFT_KIND_FROM_PB[number]
 
 
 def encode_generate_event(event: GenerateEvent) -> bytes:

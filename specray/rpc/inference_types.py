@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from specray.types import FinishReason, ServiceInfo, SpeculationStats, TokenLogprobs, Verification
+from specray.types import DraftKind, FinishReason, ServiceInfo, SpeculationStats, TokenLogprobs, Verification
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,8 @@ class GenerateParams:
     speculation_enabled: bool | None = None
     num_speculative_tokens: int | None = None
     verification: Verification | None = None
+    draft: DraftKind | None = None
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)

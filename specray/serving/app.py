@@ -36,7 +36,7 @@ def build_app(args: dict[str, Any] | Config) -> Application:
     """
     config = args if isinstance(args, Config) else parse_config(args)
     values = config.model_dump(mode="json")
-    has_draft = config.draft.enabled and config.draft.num_replicas > 0
+    has_draft = config.draft.has_model and config.draft.num_replicas > 0
     draft = _draft_deployment(config).bind(values) if has_draft else None
     router = _router_deployment(config).bind(values, draft)
     return ingress_deployment(config, num_cpus=NUM_CPUS_PER_INGRESS).bind(router)
@@ -49,7 +49,7 @@ def num_cpus(config: Config) -> float:
     return float(
         NUM_CPUS_PER_INGRESS * config.ingress.num_replicas
         + NUM_CPUS_PER_ROUTER
-        + (draft if config.draft.enabled else 0)
+        + (draft if config.draft.has_model else 0)
         + ranks * config.target.tensor_parallel_size
     )
 

@@ -87,9 +87,13 @@ def _options(params: GenerateParams) -> GenerationOptions:
         is_speculation_enabled=params.speculation_enabled,
         num_speculative_tokens=params.num_speculative_tokens,
         verification=params.verification,
+        draft=params.draft,
+        tenant=params.tenant,
         names={
             "prompt": "tokens" if params.token_ids is not None else "text",
             "num_speculative_tokens": "speculation.num_speculative_tokens",
+            "draft": "speculation.draft",
+            "tenant": "speculation.tenant",
         },
     )
 

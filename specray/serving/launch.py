@@ -113,7 +113,7 @@ def check_models(config: Config) -> None:
     """
     from specray.engine.preflight import check_pair
 
-    check_pair(config.target, config.draft if config.draft.enabled else None)
+    check_pair(config.target, config.draft if config.draft.has_model else None)
 
 
 @contextmanager

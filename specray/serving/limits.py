@@ -44,4 +44,5 @@ class ServiceLimits:
                 token_id for token_id in self._tokenizer.eos_token_ids if token_id < info.vocab_size
             ),
             verification=self._config.speculation.verification,
+            has_draft_model=self._config.draft.has_model,
         )

@@ -46,6 +46,8 @@ async def local_router(
 ) -> AsyncIterator[Router]:
     """Starts the pair, serves it for the length of the block, and ends every process that it started.
 
+    A draft that needs no model has no process.
+
     Args:
         config: its engines, router and speculation; a target of one rank.
         worker_command: what starts a worker, before its role and options.
@@ -58,7 +60,7 @@ async def local_router(
         directory = Path(name)
         config_path = directory / "config.yaml"
         config_path.write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
-        roles = ["target", "draft"] if config.draft.enabled else ["target"]
+        roles = ["target", "draft"] if config.draft.has_model else ["target"]
         async with contextlib.AsyncExitStack() as stack:
             workers = [
                 await stack.enter_async_context(_worker(role, config_path, worker_command)) for role in roles
@@ -131,7 +133,7 @@ def _router(config: Config, directory: Path, stop_matchers: StopMatcherFactory |
     async def connect_target() -> GrpcVerifier:
         return await GrpcVerifier.connect(_address(directory, "target"), timeout_s=CONNECT_TIMEOUT_S)
 
-    source = PeerDrafterSource(_address(directory, "draft")) if config.draft.enabled else None
+    source = PeerDrafterSource(_address(directory, "draft")) if config.draft.has_model else None
     return Router(
         connect_target,
         source,
@@ -139,6 +141,7 @@ def _router(config: Config, directory: Path, stop_matchers: StopMatcherFactory |
         speculation=config.speculation,
         model=config.model_name,
         stop_matchers=stop_matchers,
+        draft=config.draft.kind_in_use,
     )
 
 

@@ -6,6 +6,7 @@ pydantic checks types here, without coercion; ranges are checked in ``validation
 from __future__ import annotations
 
 from abc import abstractmethod
+from enum import StrEnum
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -15,7 +16,7 @@ from specray.serving.extras import check_extras
 from specray.serving.prompts import Prompt, parse_prompt
 from specray.serving.validation import RANGES, GenerationOptions, out_of_range, shown
 from specray.tokenization import ChatMessage
-from specray.types import Verification
+from specray.types import DraftKind, Verification
 
 DEFAULT_MAX_TOKENS = 16
 """Of the completions API; a chat may use the rest of the context."""
@@ -34,6 +35,9 @@ class SpeculationFields(_Fields):
     enabled: bool | None = None
     num_speculative_tokens: int | None = None
     verification: str | None = None
+    draft: str | None = None
+    tenant: str | None = None
+    """Whose past outputs a suffix draft may use, where the service keeps them."""
 
 
 class StreamOptions(_Fields):
@@ -119,9 +123,13 @@ class SamplingFields(_Fields):
             num_logprobs=self.num_logprobs,
             is_speculation_enabled=speculation.enabled,
             num_speculative_tokens=speculation.num_speculative_tokens,
-            verification=_verification(speculation.verification),
+            verification=_one_of(Verification, "speculation.verification", speculation.verification),
+            draft=_one_of(DraftKind, "speculation.draft", speculation.draft),
+            tenant=speculation.tenant or "",
             names={
                 "num_speculative_tokens": "speculation.num_speculative_tokens",
+                "draft": "speculation.draft",
+                "tenant": "speculation.tenant",
                 "max_tokens": max_tokens_name,
                 **self.field_names,
             },
@@ -204,6 +212,7 @@ class ChatCompletionRequest(SamplingFields):
 
 
 RequestT = TypeVar("RequestT", bound=BaseModel)
+ChoiceT = TypeVar("ChoiceT", bound=StrEnum)
 
 
 def parse_request(schema: type[RequestT], values: object) -> RequestT:
@@ -258,14 +267,13 @@ def _logit_bias(entries: dict[str, float]) -> tuple[tuple[int, float], ...]:
     return tuple((int(key), bias) for key, bias in entries.items())
 
 
-def _verification(value: str | None) -> Verification | None:
+def _one_of(choices: type[ChoiceT], field: str, value: str | None) -> ChoiceT | None:
     if value is None:
         return None
     try:
-        return Verification(value)
+        return choices(value)
     except ValueError:
-        allowed = " or ".join(sorted(Verification))
-        raise out_of_range("speculation.verification", value, allowed) from None
+        raise out_of_range(field, value, " or ".join(sorted(choices))) from None
 
 
 def _message(index: int, message: MessageFields) -> ChatMessage:

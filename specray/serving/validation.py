@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Final
 
 from specray.errors import InvalidRequestError, ModelNotFoundError
-from specray.types import GenerateRequest, SamplingParams, SpeculationParams, Verification
+from specray.types import DraftKind, GenerateRequest, SamplingParams, SpeculationParams, Verification
 
 _UINT64: Final = (1 << 64) - 1
 # Below these, float32 on the way to the engine or in its softmax would make them zero or infinite; the
@@ -26,6 +26,7 @@ MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_LEN: Final = 256
 MAX_STOP_TOKEN_IDS: Final = 128
 MAX_LOGIT_BIAS_ENTRIES: Final = 1024
+MAX_TENANT_LEN: Final = 64
 MAX_PROMPTS: Final = 128
 MAX_CHOICES: Final = 1024
 """Prompts times n of one call."""
@@ -85,6 +86,8 @@ class Limits:
     eos_token_ids: tuple[int, ...]
     verification: Verification = Verification.COUPLED
     """What a request gets that asks for none."""
+    has_draft_model: bool = True
+    """A request may ask for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +118,8 @@ class GenerationOptions:
     is_speculation_enabled: bool | None = None
     num_speculative_tokens: int | None = None
     verification: Verification | None = None
+    draft: DraftKind | None = None
+    tenant: str = ""
     names: Mapping[str, str] = dataclass_field(default_factory=dict)
     """Names of fields as this API's users write them, where they differ (for errors)."""
 
@@ -160,6 +165,7 @@ def check_options(options: GenerationOptions, limits: Limits) -> None:
     for own_name, value in ranged.items():
         if value is not None:
             RANGES[own_name].check(options.name(own_name), value)
+    _check_draft(options, limits)
     _check_lengths(options, limits)
     _check_stop(options, limits)
     _check_logit_bias(options, limits)
@@ -244,6 +250,8 @@ def _generate_request(
         speculation=SpeculationParams(
             enabled=options.is_speculation_enabled is not False,
             num_speculative_tokens=options.num_speculative_tokens,
+            draft=options.draft,
+            tenant=options.tenant,
         ),
     )
 
@@ -279,6 +287,16 @@ def _max_tokens(options: GenerationOptions, room: int) -> int:
     if options.max_tokens is not None:
         return options.max_tokens
     return room if options.default_max_tokens is None else min(options.default_max_tokens, room)
+
+
+def _check_draft(options: GenerationOptions, limits: Limits) -> None:
+    if options.draft is DraftKind.MODEL and not limits.has_draft_model:
+        allowed = ", ".join(kind for kind in DraftKind if kind is not DraftKind.MODEL)
+        raise out_of_range(
+            options.name("draft"), options.draft.value, f"{allowed} (no draft model is served)"
+        )
+    tenant = options.name("tenant")
+    Range(0, MAX_TENANT_LEN).check(tenant, len(options.tenant), what=f"length of {tenant}")
 
 
 def _check_lengths(options: GenerationOptions, limits: Limits) -> None:

@@ -17,6 +17,7 @@ from specray.rpc.inference import GenerateEvent, GenerateParams, Usage
 from specray.rpc.pb import draft_pb2, inference_pb2, target_pb2, types_pb2
 from specray.types import (
     Branch,
+    DraftKind,
     DraftReplies,
     EngineInfo,
     FinishReason,
@@ -173,6 +174,8 @@ PARAMS = st.builds(
     speculation_enabled=st.none() | st.booleans(),
     num_speculative_tokens=st.none() | U32,
     verification=st.none() | st.sampled_from(Verification),
+    draft=st.none() | st.sampled_from(DraftKind),
+    tenant=TEXT,
 )
 PROMPTS = st.tuples(TEXT, st.none()) | st.tuples(st.none(), IDS)
 
@@ -336,3 +339,14 @@ def test_not_a_number_reaches_the_handler_who_refuses_it() -> None:
     temperature = inference_codec.decode_generate_request(data).temperature
     assert temperature is not None
     assert math.isnan(temperature)
+
+
+def test_unknown_draft_kind_names_the_field() -> None:
+    data = inference_codec.encode_generate_request(GenerateParams(text="a", draft=DraftKind.NGRAM))
+    message = inference_pb2.GenerateRequest.FromString(data)
+    message.speculation.draft = 9
+    with pytest.raises(
+        InvalidRequestError, match=r"9; allowed: 1 \(model\), 2 \(ngram\), 3 \(suffix\)"
+    ) as caught:
+        inference_codec.decode_generate_request(message.SerializeToString())
+    assert caught.value.field == "speculation.draft"

@@ -20,7 +20,7 @@ from specray.cli.settings import build_config, pair_options
 from specray.config import Config, parse_config, read_config_file
 from specray.errors import ConfigError
 from specray.fakes import FakeRouterClient
-from specray.types import Overlap, Verification
+from specray.types import DraftKind, Overlap, Verification
 
 
 def run(*arguments: str) -> int:
@@ -111,6 +111,19 @@ def test_serve_without_a_draft(served: list[Config]) -> None:
     assert served[0].speculation.num_speculative_tokens == "auto"
 
 
+@pytest.mark.parametrize("name", ["ngram", "suffix"])
+def test_serve_with_a_draft_that_needs_no_model(served: list[Config], name: str) -> None:
+    run("serve", "--target", "/models/big", "--draft", name)
+    (config,) = served
+    assert (config.draft.enabled, config.draft.has_model) == (True, False)
+    assert config.draft.kind_in_use is DraftKind(name)
+
+
+def test_worker_for_a_draft_that_needs_no_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("worker", "draft", "--listen", "unix:/none", "--model", "suffix") == 2
+    assert "draft.model is 'suffix'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
@@ -121,6 +134,13 @@ def test_serve_without_a_draft(served: list[Config]) -> None:
         (["--port", "0"], "http.port"),
         (["--tensor-parallel-size", "0"], "target.tensor_parallel_size"),
         (["--target", "/models/big"], "--draft none"),
+        (["--draft", "n-gram"], "draft.model is 'n-gram'"),
+        (["--draft", "n-gram"], "allowed: embedded, ngram, suffix"),
+        (
+            ["--set", "speculation.filler=tree"],
+            "speculation.filler: Input should be 'none', 'ngram' or 'suffix'",
+        ),
+        (["--set", "speculation.past_output_tokens=-1"], "speculation.past_output_tokens"),
         (["--set", "router.nothing=1"], "router.nothing"),
         (["--set", "nothing"], "allowed: dotted.key=value"),
         (["--set", "http.port.x=1"], "http.port.x"),

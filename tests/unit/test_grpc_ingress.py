@@ -65,6 +65,7 @@ async def test_generate_streams_text_and_ends_with_usage() -> None:
             "speculation.num_speculative_tokens",
             "33; allowed: 0..32",
         ),
+        ({"text": "a", "tenant": "x" * 65}, "speculation.tenant", "65; allowed: 0..64"),
     ],
     ids=lambda value: str(value)[:40],
 )

@@ -15,7 +15,14 @@ from tiny_tokenizer import EOS
 from specray.config import parse_config
 from specray.errors import EngineLostError, InvalidRequestError, OverloadedError
 from specray.fakes import FakeRouterClient
-from specray.types import FinishReason, GenerateRequest, OutputChunk, Verification
+from specray.types import (
+    DraftKind,
+    FinishReason,
+    GenerateRequest,
+    OutputChunk,
+    SpeculationParams,
+    Verification,
+)
 
 NUM_REPLY = len(TOKENIZER.encode(REPLY))
 USER = [{"role": "user", "content": "hi"}]
@@ -297,7 +304,10 @@ async def test_request_carries_every_sampling_field_to_the_router() -> None:
         "logit_bias": {"5": -100, "6": 1.5},
         "seed": -1,
         "stop": "x", "stop_token_ids": [9], "max_tokens": 5, "min_tokens": 2, "logprobs": 0,
-        "speculation": {"enabled": False, "num_speculative_tokens": 3, "verification": "rejection"},
+        "speculation": {
+            "enabled": False, "num_speculative_tokens": 3, "verification": "rejection",
+            "draft": "suffix", "tenant": "a",
+        },
     }  # fmt: skip
     router = FakeRouterClient(info=INFO)
     async with serving(router) as service, service.http.post("/v1/completions", json=body) as response:
@@ -316,7 +326,7 @@ async def test_request_carries_every_sampling_field_to_the_router() -> None:
     assert (sampling.min_tokens, sampling.num_prompt_tokens, sampling.num_logprobs) == (2, 1, 0)
     assert sampling.verification is Verification.REJECTION
     assert (request.max_tokens, request.stop, request.eos_token_ids) == (5, ("x",), (EOS,))
-    assert (request.speculation.enabled, request.speculation.num_speculative_tokens) == (False, 3)
+    assert request.speculation == SpeculationParams(False, 3, DraftKind.SUFFIX, "a")
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -39,7 +39,7 @@ async def generate(
     stop_matchers = make_stop_matcher(TOKENIZER)
     num_before = num_children()
     async with local_router(config, stop_matchers=stop_matchers, worker_command=command) as router:
-        assert num_children() - num_before == (2 if config.draft.enabled else 1)
+        assert num_children() - num_before == (2 if config.draft.has_model else 1)
         limits = await ServiceLimits(router, TOKENIZER, config).get()
         options = GenerationOptions(max_tokens=8, temperature=0, seed=0, ignore_eos=True)
         requests = to_generate_requests([(5, 6)], options, limits=limits, request_id="test")
@@ -61,6 +61,12 @@ async def test_local_target_alone() -> None:
     tokens, acceptance_rate = await generate({"draft": {"enabled": False}}, WORKER)
     assert tuple(tokens) == ToyModel(vocab_size=264).generate((5, 6), 8)
     assert acceptance_rate is None
+
+
+@pytest.mark.parametrize("draft", ["ngram", "suffix"])
+async def test_draft_that_needs_no_model_has_no_process(draft: str) -> None:
+    tokens, _ = await generate({"draft": {"model": draft}}, WORKER)
+    assert tuple(tokens) == ToyModel(vocab_size=264).generate((5, 6), 8)
 
 
 async def test_generate_from_its_own_pair_prints_the_targets_text(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from specray.serving.validation import (
     mix_seed,
     to_generate_requests,
 )
-from specray.types import GenerateRequest, SamplingParams, SpeculationParams, Verification
+from specray.types import DraftKind, GenerateRequest, SamplingParams, SpeculationParams, Verification
 
 LIMITS = Limits("tiny", vocab_size=264, max_model_len=64, eos_token_ids=(EOS,))
 
@@ -187,3 +188,17 @@ def test_error_shows_no_more_than_a_little_of_a_long_value() -> None:
 
 def test_tokenizer_and_limits_of_these_tests_agree() -> None:
     assert TOKENIZER.vocab_size == LIMITS.vocab_size
+
+
+def test_draft_model_may_be_asked_for_only_where_there_is_one() -> None:
+    without = replace(LIMITS, has_draft_model=False)
+    options = GenerationOptions(draft=DraftKind.MODEL, names={"draft": "speculation.draft"})
+    (request,) = to_generate_requests([(5,)], options, limits=LIMITS, request_id="id")
+    assert request.speculation.draft is DraftKind.MODEL
+    with pytest.raises(InvalidRequestError, match="'model'; allowed: ngram, suffix") as caught:
+        to_generate_requests([(5,)], options, limits=without, request_id="id")
+    assert caught.value.field == "speculation.draft"
+    for kind in (DraftKind.NGRAM, DraftKind.SUFFIX):
+        options = GenerationOptions(draft=kind, tenant="a")
+        (request,) = to_generate_requests([(5,)], options, limits=without, request_id="id")
+        assert (request.speculation.draft, request.speculation.tenant) == (kind, "a")

@@ -8,26 +8,41 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class DraftKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DRAFT_KIND_UNSPECIFIED: _ClassVar[DraftKind]
+    DRAFT_KIND_MODEL: _ClassVar[DraftKind]
+    DRAFT_KIND_NGRAM: _ClassVar[DraftKind]
+    DRAFT_KIND_SUFFIX: _ClassVar[DraftKind]
+
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_ABORT: _ClassVar[FinishReason]
+DRAFT_KIND_UNSPECIFIED: DraftKind
+DRAFT_KIND_MODEL: DraftKind
+DRAFT_KIND_NGRAM: DraftKind
+DRAFT_KIND_SUFFIX: DraftKind
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_ABORT: FinishReason
 
 class SpeculationParams(_message.Message):
-    __slots__ = ("enabled", "num_speculative_tokens", "verification")
+    __slots__ = ("enabled", "num_speculative_tokens", "verification", "draft", "tenant")
     ENABLED_FIELD_NUMBER: _ClassVar[int]
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VERIFICATION_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     enabled: bool
     num_speculative_tokens: int
     verification: _types_pb2.Verification
-    def __init__(self, enabled: _Optional[bool] = ..., num_speculative_tokens: _Optional[int] = ..., verification: _Optional[_Union[_types_pb2.Verification, str]] = ...) -> None: ...
+    draft: DraftKind
+    tenant: str
+    def __init__(self, enabled: _Optional[bool] = ..., num_speculative_tokens: _Optional[int] = ..., verification: _Optional[_Union[_types_pb2.Verification, str]] = ..., draft: _Optional[_Union[DraftKind, str]] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("token_ids",)
