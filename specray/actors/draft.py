@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from specray.actors.node import listen_host
+from specray.actors.node import listen_address
 from specray.config import parse_config
 from specray.errors import EngineLostError
 
@@ -22,7 +22,7 @@ class DraftLease:
     node_id: str
     pid: int
     address: str
-    """``host:port`` of the replica's DraftService."""
+    """Of the replica's DraftService: ``unix:/path`` or ``host:port``."""
 
 
 class DraftReplica:
@@ -35,7 +35,9 @@ class DraftReplica:
         from specray.actors.workers import start_draft
 
         config = parse_config(values)
-        self._server, address = await asyncio.to_thread(start_draft, config, listen_host=listen_host(config))
+        self._server, address = await asyncio.to_thread(
+            start_draft, config, address=listen_address(config, "draft")
+        )
         self._lease = DraftLease(
             replica_id=serve.get_replica_context().replica_id.unique_id,
             node_id=ray.get_runtime_context().get_node_id(),

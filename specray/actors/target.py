@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from specray.actors.node import listen_host
+from specray.actors.node import listen_address, listen_host
 from specray.config import parse_config
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class TargetRank:
             self._config,
             rank=self._rank,
             meeting=self._store or meeting,
-            listen_host=listen_host(self._config),
+            address=listen_address(self._config, "target"),
         )
         return self._worker.address
 

@@ -15,26 +15,26 @@ from specray.rpc.worker import EngineServerThread
 CHECK_TIMEOUT_S = 20.0
 
 
-def start_draft(config: Config, *, listen_host: str) -> tuple[EngineServerThread, str]:
-    """Loads the draft and serves it on a free port of ``listen_host``.
+def start_draft(config: Config, *, address: str) -> tuple[EngineServerThread, str]:
+    """Loads the draft and serves it at ``address``, ``unix:/path`` or ``host:0``.
 
     Returns:
-        The server and its address.
+        The server and its address, with the real port.
 
     Raises:
         ConfigError: the model or a setting is wrong.
         EngineLostError: the engine was not loaded in time.
     """
-    server = EngineServerThread(lambda: build_draft_engine(config), role="draft", address=f"{listen_host}:0")
+    server = EngineServerThread(lambda: build_draft_engine(config), role="draft", address=address)
     return server, server.start(timeout_s=config.router.start_timeout_s)
 
 
 class LeaderWorker:
     """Rank 0 of a target: speaks gRPC, samples, and tells the other ranks what to run."""
 
-    def __init__(self, config: Config, parallel: ParallelContext | None, *, listen_host: str) -> None:
+    def __init__(self, config: Config, parallel: ParallelContext | None, *, address: str) -> None:
         self._server = EngineServerThread(
-            lambda: build_target_engine(config, parallel=parallel), role="target", address=f"{listen_host}:0"
+            lambda: build_target_engine(config, parallel=parallel), role="target", address=address
         )
         self._ended = threading.Event()
         self.address: str | None = self._server.start(timeout_s=config.router.start_timeout_s)
@@ -87,13 +87,14 @@ class FollowerWorker:
 
 
 def start_target_rank(
-    config: Config, *, rank: int, meeting: GroupStore | str | None, listen_host: str
+    config: Config, *, rank: int, meeting: GroupStore | str | None, address: str
 ) -> LeaderWorker | FollowerWorker:
     """Joins the group, loads this rank's shard and starts its part of the work.
 
     Args:
         meeting: where the ranks meet: on the leader its own store, on the others its address ``host:port``;
             None for a target of one rank.
+        address: where the leader listens, ``unix:/path`` or ``host:0``.
 
     Raises:
         ConfigError: the model or a setting is wrong.
@@ -110,6 +111,6 @@ def start_target_rank(
         )
         parallel = ParallelContext.join(args, meeting)
     if rank == 0:
-        return LeaderWorker(config, parallel, listen_host=listen_host)
+        return LeaderWorker(config, parallel, address=address)
     assert parallel is not None, "a follower needs a group"
     return FollowerWorker(config, parallel)

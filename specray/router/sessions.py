@@ -74,6 +74,8 @@ class Sessions:
         if self._retry_at_s is not None and now < self._retry_at_s:
             return
         self._retry_at_s = None
+        if not self._queue:
+            return
         while self._queue and len(self.running) < self._max_running:
             live = self._queue.pop()
             self.running[live.request_id] = live

@@ -9,6 +9,7 @@ meanwhile; what it has read is seen between two engine calls.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -69,6 +70,9 @@ class EngineHost(Generic[ItemT, ReplyT, RepliesT]):
         """Builds the engine; the loop stands still meanwhile. Raises whatever the factory raises."""
         self._engine = self._make_engine()
         self._runner = BatchRunner(self._role, self._engine, _deliver_all)
+        # What was loaded stays: walking it again and again would stop rounds for tens of milliseconds.
+        gc.collect()
+        gc.freeze()
         return self._engine.read_info()
 
     def info(self) -> EngineInfo:
