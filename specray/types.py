@@ -256,6 +256,8 @@ class TargetReplies:
 
     replies: tuple[TargetReply, ...]
     forward_ns: int
+    num_rows: int | None = None
+    """Tokens that were computed; fewer than asked where the prefix cache had them. None: not told."""
 
 
 @dataclass(frozen=True, slots=True)

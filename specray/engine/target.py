@@ -104,13 +104,15 @@ class TargetHead:
         """One step: one ragged forward, or several when the items exceed ``max_num_batched_tokens``."""
         started_ns = time.perf_counter_ns()
         answers: dict[int, TargetReply] = {}
+        num_rows = 0
         for wave in split_waves(items, num_shared_tokens=self._num_shared_tokens):
             scheduled, failed = self._schedule(wave)
+            num_rows += sum(entry.sequence.num_missing_tokens for entry in scheduled)
             logits = self._run(scheduled)
             answers.update(failed)
             answers.update(self._postprocess(scheduled, logits))
         replies = tuple(answers[index] for index in range(len(items)))
-        return TargetReplies(replies, time.perf_counter_ns() - started_ns)
+        return TargetReplies(replies, time.perf_counter_ns() - started_ns, num_rows)
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Frees the sequences; unknown ids are ignored."""

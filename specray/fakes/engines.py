@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from specray.errors import ProtocolError
 from specray.fakes.models import Guesser, ToyModel
@@ -101,16 +101,23 @@ class FakeTarget:
         model: whose tokens are authoritative.
         info: limits that it enforces; a step beyond them raises ProtocolError.
         cost: nanoseconds of a step by rows, reported as ``forward_ns``.
+        prefix_cache: what it has been told once, in whole blocks, is not computed again.
     """
 
     def __init__(
-        self, model: ToyModel | None = None, *, info: EngineInfo | None = None, cost: Cost = lambda rows: 0
+        self,
+        model: ToyModel | None = None,
+        *,
+        info: EngineInfo | None = None,
+        cost: Cost = lambda rows: 0,
+        prefix_cache: bool = False,
     ) -> None:
         self.model = model or ToyModel()
         self._info = info or fake_info("target", vocab_size=self.model.vocab_size)
         self._cost = cost
         self._sequences = _Sequences(self._info)
         self._scripted: dict[str, list[tuple[str, bool]]] = {}
+        self._known: set[tuple[int, ...]] | None = set() if prefix_cache else None
         self.num_steps = 0
         self.num_rows = 0
 
@@ -132,12 +139,17 @@ class FakeTarget:
         self._scripted.setdefault(request_id, []).append((message, is_retriable))
 
     def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
-        rows = sum(len(item.token_ids) + len(item.draft_token_ids) for item in items)
+        cut = [self._cut(item) for item in items]
+        rows = sum(len(item.token_ids) + len(item.draft_token_ids) - cached for item, cached in cut)
         if rows > self._info.max_num_batched_tokens or len(items) > self._info.max_num_seqs:
             raise ProtocolError(f"a step of {len(items)} items and {rows} rows is over the limits")
         self.num_steps += 1
         self.num_rows += rows
-        return TargetReplies(tuple(self._answer(item) for item in items), self._cost(rows))
+        answers = tuple(
+            self._answer(item, cached, is_limited=asked.max_new_tokens is not None)
+            for asked, (item, cached) in zip(items, cut, strict=True)
+        )
+        return TargetReplies(answers, self._cost(rows), rows)
 
     def release(self, request_ids: Sequence[str]) -> None:
         self._sequences.release(request_ids)
@@ -145,15 +157,32 @@ class FakeTarget:
     def check(self) -> None:
         self.model.next_token([0], 0)
 
-    def _answer(self, item: VerifyItem) -> TargetReply:
+    def _cut(self, item: VerifyItem) -> tuple[VerifyItem, int]:
+        """What of the item is taken on in this step, and how many of its tokens are known already."""
+        sequence = self._sequences.held.get(item.request_id)
+        told = [*(sequence.tokens[: item.base_len] if sequence is not None else ()), *item.token_ids]
+        known_len = 0
+        if self._known is not None and len(item.token_ids) >= self._info.block_size:
+            ends = range(self._info.block_size, len(told), self._info.block_size)
+            known_len = max((end for end in ends if tuple(told[:end]) in self._known), default=0)
+        cached = max(0, known_len - item.base_len)
+        if item.max_new_tokens is not None:
+            item = replace(item, token_ids=item.token_ids[: cached + item.max_new_tokens])
+        return item, cached
+
+    def _answer(self, item: VerifyItem, cached: int, *, is_limited: bool) -> TargetReply:
         if scripted := self._scripted.get(item.request_id):
             message, is_retriable = scripted.pop(0)
             return _failed(item, message, is_retriable=is_retriable)
         sequence = self._sequences.apply(item)
         if not isinstance(sequence, _Sequence):
             return sequence
+        if self._known is not None and len(item.token_ids) >= self._info.block_size:
+            ends = range(self._info.block_size, len(sequence.tokens) + 1, self._info.block_size)
+            self._known.update(tuple(sequence.tokens[:end]) for end in ends)
         if not item.sample:
-            return Verdict(item.request_id, item.round_id, item.base_len, 0, None)
+            held_len = len(sequence.tokens) if is_limited else None
+            return Verdict(item.request_id, item.round_id, item.base_len, 0, None, (), held_len, cached)
         tokens = list(sequence.tokens)
         drawn: list[int] = []
         for draft_token in (*item.draft_token_ids, None):
@@ -164,7 +193,16 @@ class FakeTarget:
         logprobs: tuple[TokenLogprobs, ...] = ()
         if sequence.sampling.num_logprobs is not None:
             logprobs = tuple(TokenLogprobs(token, -float(token)) for token in drawn)
-        return Verdict(item.request_id, item.round_id, item.base_len, len(drawn) - 1, drawn[-1], logprobs)
+        num_accepted, next_token_id = len(drawn) - 1, drawn[-1]
+        return Verdict(
+            item.request_id,
+            item.round_id,
+            item.base_len,
+            num_accepted,
+            next_token_id,
+            logprobs,
+            num_cached_tokens=cached,
+        )
 
 
 class FakeDraft:

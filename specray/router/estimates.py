@@ -47,6 +47,11 @@ class TimeTable:
     def __bool__(self) -> bool:
         return bool(self._sizes)
 
+    @property
+    def largest(self) -> int:
+        """The largest size measured; 0 before the first."""
+        return self._sizes[-1] if self._sizes else 0
+
     def add(self, size: int, seconds: float) -> None:
         """Takes one measurement of a step of ``size`` rows."""
         bucket = _bucket(size)

@@ -43,6 +43,10 @@ MAX_FANOUT = 3
 MAX_BRANCH_ROWS = 96
 """Branches of all sessions together; a small draft becomes compute-bound beyond about a hundred rows."""
 FAILED_DRAFT_REST_ROUNDS = 16
+MIN_PREFILL_ROOM = 16
+"""Prompt tokens that join every step, whatever it costs: a prompt must get on."""
+PREFILL_GROWTH = 4
+"""A step may have so many times the rows of the largest one measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +166,32 @@ class Policy:
         """Expected seconds of a target step; None before the first measurement."""
         return self._verify(rows, is_overlapped=True)
 
+    def prefill_room(self, num_rows: int, most: int, *, max_slowdown: float) -> int:
+        """Prompt tokens that may share a step with the running sessions.
+
+        A size far beyond all that was measured is not believed to cost nothing; it is tried in stages.
+
+        Args:
+            num_rows: of the running sessions, >= 1.
+            most: that may be asked for, >= 1.
+            max_slowdown: the step may take so many times as long as without the prompt tokens.
+
+        Returns:
+            In 1..most: what fits into that time, but never fewer than MIN_PREFILL_ROOM.
+        """
+        table = self._times(is_overlapped=True)
+        alone = table.predict(num_rows)
+        if alone is None:
+            return most
+        least = min(most, MIN_PREFILL_ROOM)
+        first, last = least, min(most, max(least, PREFILL_GROWTH * table.largest - num_rows))
+        while first < last:
+            middle = (first + last + 1) // 2
+            seconds = table.predict(num_rows + middle)
+            assert seconds is not None, "what is measured is predicted"
+            first, last = (middle, last) if seconds <= max_slowdown * alone else (first, middle - 1)
+        return first
+
     # Measurements
 
     def observe_verify(self, rows: int, seconds: float, *, is_overlapped: bool) -> None:
@@ -254,8 +284,11 @@ class Policy:
         return tokens / (max(verify, outcomes) + (1 - hits) * fresh)
 
     def _verify(self, rows: int, *, is_overlapped: bool) -> float | None:
+        return self._times(is_overlapped=is_overlapped).predict(rows)
+
+    def _times(self, *, is_overlapped: bool) -> TimeTable:
         own, other = self._measured.verify[is_overlapped], self._measured.verify[not is_overlapped]
-        return own.predict(rows) if own else other.predict(rows)
+        return own or other
 
     def _hit_rate(self, overlap: Overlap, acceptance: float, k: int) -> float:
         measured = self._measured.hit_rate.get(overlap)

@@ -142,7 +142,9 @@ class Rounds:
         if verifying is not None and not verifying.pending:
             self._later.add(self._metrics.verify_forward_s.observe, forward_s)
             elapsed_s = self._now - verifying.sent_s
-            self._policy.observe_verify(verifying.num_rows, elapsed_s, is_overlapped=verifying.is_overlapped)
+            num_rows = verifying.num_rows if replies.num_rows is None else replies.num_rows
+            if num_rows:
+                self._policy.observe_verify(num_rows, elapsed_s, is_overlapped=verifying.is_overlapped)
             self._idle_since_s = self._now
 
     def _take(self, live: LiveSession, reply: TargetReply, forward_s: float) -> bool:
@@ -250,10 +252,20 @@ class Rounds:
     def _shares(self, ready: Sequence[LiveSession]) -> list[Share]:
         assert self.target is not None
         info = self.target.info
-        limits = BatchLimits(
-            info.max_num_seqs, info.max_num_batched_tokens, self._config.prefill_chunk_tokens
-        )
+        limits = BatchLimits(info.max_num_seqs, info.max_num_batched_tokens, self._prefill_room(ready))
         return form_batch(ready, limits)
+
+    def _prefill_room(self, ready: Sequence[LiveSession]) -> int:
+        """Prompt tokens of the step: few enough that the sessions which run keep their pace."""
+        most = self._config.prefill_chunk_tokens
+        if not any(live.is_prefilling for live in ready):
+            return most
+        # Also those that wait for their draft: they would wait for this step next.
+        running = [live for live in self.sessions.running.values() if not live.is_prefilling]
+        if not running:
+            return most
+        num_rows = sum(live.num_missing + live.num_drafted for live in running)
+        return self._policy.prefill_room(num_rows, most, max_slowdown=self._config.max_prefill_slowdown)
 
     def _holds_back(self, ready: Sequence[LiveSession]) -> bool:
         step_s = self._policy.verify_s(sum(live.num_missing + live.num_drafted for live in ready))
@@ -275,7 +287,7 @@ class Rounds:
         for live, room in batch:
             item = live.session.verify_item(room)
             pending.add((item.request_id, item.round_id))
-            num_rows += len(item.token_ids) + len(item.draft_token_ids)
+            num_rows += min(room, len(item.token_ids) + len(item.draft_token_ids))
             live.last_step = self._num_steps
             if live.round_started_s is None:
                 live.round_started_s = now

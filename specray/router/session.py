@@ -67,6 +67,8 @@ class Session:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.message = ""
+        self.num_cached_tokens = 0
+        """Prompt tokens that the target did not compute but found in its prefix cache."""
         self.tally = Tally()
         self._stops = StopConditions(request, matcher)
         # A model's draft tokens are samples; those of anything else were chosen without randomness.
@@ -138,6 +140,10 @@ class Session:
         start, missing = view.synced_len, self.num_missing
         is_chunk = missing > max_new_tokens
         end = start + max_new_tokens if is_chunk else len(self.committed)
+        is_first_chunk = is_chunk and start == 0
+        if is_first_chunk:
+            # It tells all but the last token: what the target has in its prefix cache takes no room.
+            end = len(self.committed) - 1
         drafted = NOTHING_DRAFTED if is_chunk or self.drafted is None else self.drafted
         num_drafts = max(0, min(len(drafted.token_ids), max_new_tokens - missing, self.num_remaining - 1))
         self._verified = Drafted(drafted.token_ids[:num_drafts], drafted.probs[:num_drafts], drafted.source)
@@ -150,6 +156,7 @@ class Session:
             self._verified.probs,
             sample=not is_chunk,
             sampling=self.request.sampling if start == 0 else None,
+            max_new_tokens=max_new_tokens if is_first_chunk else None,
         )
         view.in_flight = item
         return item
@@ -199,8 +206,14 @@ class Session:
         if item is None:
             return None
         self.target.in_flight = None
+        told_len = item.base_len + len(item.token_ids)
+        if self.num_output_tokens == 0:
+            self.num_cached_tokens += verdict.num_cached_tokens
         if not item.sample:
-            self.target.synced_len = item.base_len + len(item.token_ids)
+            held_len = told_len if verdict.held_len is None else verdict.held_len
+            if not item.base_len < held_len <= told_len:
+                raise ProtocolError(f"{held_len} tokens are held of {told_len}, after {item.base_len}")
+            self.target.synced_len = held_len
             return Commit((), (), 0, 0, Lookup.NOT_ASKED)
         num_accepted, next_token_id = verdict.num_accepted_tokens, verdict.next_token_id
         num_drafts = len(item.draft_token_ids)
@@ -208,7 +221,7 @@ class Session:
             raise ProtocolError(
                 f"verdict with {num_accepted} of {num_drafts} draft tokens and next token {next_token_id}"
             )
-        self.target.synced_len = item.base_len + len(item.token_ids)
+        self.target.synced_len = told_len
         token_ids = (*item.draft_token_ids[:num_accepted], next_token_id)
         self.tally.observe(num_drafts, num_accepted)
         cut = self._stops.cut(token_ids, self.num_output_tokens)
@@ -246,6 +259,8 @@ class Session:
         round id, they answer it.
         """
         self.target.lose()
+        if self.num_output_tokens == 0:
+            self.num_cached_tokens = 0
 
     # Replies of the draft
 

@@ -244,6 +244,8 @@ def _decode_verify_item(item: target_pb2.VerifyItem) -> VerifyItem:
 def encode_target_replies(replies: TargetReplies) -> bytes:
     message = target_pb2.VerifyResponse()
     message.forward_ns = replies.forward_ns
+    if replies.num_rows is not None:
+        message.num_rows = replies.num_rows
     add = message.replies.add
     for reply in replies.replies:
         out = add()
@@ -260,7 +262,11 @@ def encode_target_replies(replies: TargetReplies) -> bytes:
 def decode_target_replies(data: bytes) -> TargetReplies:
     """Raises ProtocolError for broken bytes or a broken reply."""
     message = parse(target_pb2.VerifyResponse, data)
-    return TargetReplies(tuple(map(_decode_target_reply, message.replies)), message.forward_ns)
+    return TargetReplies(
+        tuple(map(_decode_target_reply, message.replies)),
+        message.forward_ns,
+        message.num_rows if message.HasField("num_rows") else None,
+    )
 
 
 def _decode_target_reply(reply: target_pb2.TargetReply) -> TargetReply:
