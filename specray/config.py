@@ -43,6 +43,9 @@ class EngineConfig(_Section):
     max_num_batched_tokens: int = Field(2048, ge=16, description="Most new tokens of one step.")
     cache_memory_gib: float = Field(4.0, gt=0, description="Memory for the block cache, per rank.")
     num_threads: int | None = Field(None, ge=1, description="CPU threads per process; default: by cores.")
+    cores: tuple[int, ...] | None = Field(
+        None, min_length=1, description="CPU cores that the engine's threads may use; default: all there are."
+    )
     forward: Literal["auto", "lowered", "generic"] = Field(
         "auto", description="auto: lowered where the architecture allows it, else generic."
     )

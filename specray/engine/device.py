@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,6 +23,22 @@ def num_usable_cores() -> int:
     except (OSError, ValueError):
         return cores
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+def use_cores(cores: Sequence[int] | None) -> None:
+    """Keeps this thread, and the threads that it starts from now on, on some CPU cores; None: on any.
+
+    Raises:
+        ConfigError: a core does not exist, is not ours to use, or the system cannot pin threads.
+    """
+    if cores is None:
+        return
+    if not hasattr(os, "sched_setaffinity"):
+        raise ConfigError(f"cores is {tuple(cores)}; this system cannot pin threads, leave it out")
+    usable = os.sched_getaffinity(0)
+    if not usable.issuperset(cores):
+        raise ConfigError(f"cores is {tuple(cores)}; allowed here: {sorted(usable)}")
+    os.sched_setaffinity(0, cores)
 
 
 def num_threads_for(num_weight_bytes: int) -> int:

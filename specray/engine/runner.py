@@ -15,7 +15,7 @@ from specray.config import EMBEDDED, EngineConfig
 from specray.demo.paths import demo_draft_path, demo_target_path
 from specray.engine.attention import SequenceRows, plan_attention, sequence_slots
 from specray.engine.cache import BlockCache, bytes_per_token
-from specray.engine.device import choose_device, num_threads_for
+from specray.engine.device import choose_device, num_threads_for, use_cores
 from specray.engine.forward import CacheShape, Forward, Step
 from specray.engine.generic import GenericForward
 from specray.engine.inputs import CopyInput, SequenceInput
@@ -170,6 +170,7 @@ def build_runner(config: EngineConfig, *, role: str, parallel: ParallelContext |
     Raises:
         ConfigError: names the setting, its value and what is allowed.
     """
+    use_cores(config.cores)
     device = choose_device(config)
     loaded = load_model(
         ModelArgs(

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -37,19 +38,38 @@ class PeerDrafterSource:
         return await GrpcDrafter.connect(self._address, timeout_s=CONNECT_TIMEOUT_S)
 
 
-@asynccontextmanager
-async def local_router(
-    config: Config,
-    *,
-    stop_matchers: StopMatcherFactory | None = None,
-    worker_command: Sequence[str] = WORKER_COMMAND,
-) -> AsyncIterator[Router]:
-    """Starts the pair, serves it for the length of the block, and ends every process that it started.
+@dataclass(frozen=True, slots=True)
+class LocalPair:
+    """The addresses of a pair that runs on this machine."""
 
-    A draft that needs no model has no process.
+    target: str
+    draft: str | None
+
+    def router(self, config: Config, stop_matchers: StopMatcherFactory | None = None) -> Router:
+        """A router over the pair, not started yet; several may share it."""
+
+        async def connect_target() -> GrpcVerifier:
+            return await GrpcVerifier.connect(self.target, timeout_s=CONNECT_TIMEOUT_S)
+
+        return Router(
+            connect_target,
+            None if self.draft is None else PeerDrafterSource(self.draft),
+            router=config.router,
+            speculation=config.speculation,
+            model=config.model_name,
+            stop_matchers=stop_matchers,
+            draft=config.draft.kind_in_use,
+        )
+
+
+@asynccontextmanager
+async def local_pair(
+    config: Config, *, worker_command: Sequence[str] = WORKER_COMMAND
+) -> AsyncIterator[LocalPair]:
+    """Starts both workers for the length of the block, and ends every process that it started.
 
     Args:
-        config: its engines, router and speculation; a target of one rank.
+        config: its engines; a target of one rank.
         worker_command: what starts a worker, before its role and options.
 
     Raises:
@@ -67,12 +87,25 @@ async def local_router(
             ]
             timeout_s = config.router.start_timeout_s
             await asyncio.gather(*(worker.wait_ready(timeout_s) for worker in workers))
-            router = _router(config, directory, stop_matchers)
-            await router.start()
-            try:
-                yield router
-            finally:
-                await router.stop(drain=False)
+            draft = _address(directory, "draft") if config.draft.has_model else None
+            yield LocalPair(_address(directory, "target"), draft)
+
+
+@asynccontextmanager
+async def local_router(
+    config: Config,
+    *,
+    stop_matchers: StopMatcherFactory | None = None,
+    worker_command: Sequence[str] = WORKER_COMMAND,
+) -> AsyncIterator[Router]:
+    """Starts the pair and serves it for the length of the block; raises as ``local_pair``."""
+    async with local_pair(config, worker_command=worker_command) as pair:
+        router = pair.router(config, stop_matchers)
+        await router.start()
+        try:
+            yield router
+        finally:
+            await router.stop(drain=False)
 
 
 class _Worker:
@@ -127,22 +160,6 @@ async def _worker(role: str, config_path: Path, command: Sequence[str]) -> Async
         yield worker
     finally:
         await worker.end()
-
-
-def _router(config: Config, directory: Path, stop_matchers: StopMatcherFactory | None) -> Router:
-    async def connect_target() -> GrpcVerifier:
-        return await GrpcVerifier.connect(_address(directory, "target"), timeout_s=CONNECT_TIMEOUT_S)
-
-    source = PeerDrafterSource(_address(directory, "draft")) if config.draft.has_model else None
-    return Router(
-        connect_target,
-        source,
-        router=config.router,
-        speculation=config.speculation,
-        model=config.model_name,
-        stop_matchers=stop_matchers,
-        draft=config.draft.kind_in_use,
-    )
 
 
 def _address(directory: Path, role: str) -> str:
