@@ -23,6 +23,7 @@ class Line:
     is_dashed: bool
     points: tuple[tuple[float, float], ...]
     """(x, y), by increasing x; all positive."""
+    is_bold: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,8 @@ def _panel(panel: Panel) -> list[str]:
 def _path(line: Line, points: Sequence[tuple[float, float]]) -> str:
     route = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
     dashes = ' stroke-dasharray="6 4"' if line.is_dashed else ""
-    return f'<path d="M{route}" fill="none" stroke="{line.color}" stroke-width="2"{dashes}/>'
+    width = 3.5 if line.is_bold else 1.5
+    return f'<path d="M{route}" fill="none" stroke="{line.color}" stroke-width="{width}"{dashes}/>'
 
 
 def _text(x: float, y: float, text: str, *, anchor: str = "start", size: int = 12) -> str:

@@ -241,7 +241,10 @@ def _panels(
         for cell in cells:
             if cell.temperature == temperature and (y := value(cell)) is not None:
                 points.setdefault(cell.arm, []).append((cell.concurrency, y))
-        lines = tuple(Line(arm, *styles[arm], tuple(sorted(known))) for arm, known in points.items())
+        lines = tuple(
+            Line(arm, *styles[arm], tuple(sorted(known)), is_bold=arm.startswith(f"{OWN} "))
+            for arm, known in points.items()
+        )
         panels.append(Panel(f"temperature {temperature:g}", "requests at a time", y_label, lines, is_log))
     return panels
 

@@ -165,6 +165,8 @@ def test_plain_decoding_is_dashed_and_arms_differ_in_colour() -> None:
     styles = {(path.attrib["stroke"], "stroke-dasharray" in path.attrib) for path in paths}
     assert len(styles) == 4
     assert sorted(is_dashed for _, is_dashed in styles) == [False, False, True, True]
+    # specray's own are the bold ones.
+    assert len({path.attrib["stroke"] for path in paths if path.attrib["stroke-width"] == "3.5"}) == 2
 
 
 def test_points_lie_where_their_values_are() -> None:
