@@ -58,6 +58,9 @@ def compare(
     num_prompts: Annotated[int, typer.Option(min=1, help="Least requests of a pass.")] = 4,
     max_tokens: Annotated[int, typer.Option(min=2, help="New tokens per prompt.")] = 128,
     num_warmup: Annotated[int, typer.Option(min=1, help="Requests after each start, not counted.")] = 2,
+    fresh_prompts: Annotated[
+        bool, typer.Option(help="No prompt comes twice to a server; without, prefix caches know them all.")
+    ] = True,
     num_threads: Annotated[int | None, typer.Option(min=1, help="Of every target; default: cores.")] = None,
     max_model_len: Annotated[int, typer.Option(min=32, help="Most tokens of one sequence.")] = 1024,
     start_timeout_s: Annotated[float, typer.Option(min=1, help="For a server to be ready.")] = 600.0,
@@ -90,6 +93,7 @@ def compare(
         num_prompts=num_prompts,
         max_tokens=max_tokens,
         num_warmup=num_warmup,
+        has_fresh_prompts=fresh_prompts,
         start_timeout_s=start_timeout_s,
         request_timeout_s=timeout_s,
     )
@@ -148,7 +152,7 @@ def _conditions(plan: ComparePlan, setup: Setup, dataset: Dataset) -> dict[str, 
         "dtype": "bfloat16",
         "cores": os.cpu_count(),
         "threads": setup.num_threads,
-        "prompts": dataset.value,
+        "prompts": f"{dataset.value}, {'new ones in every pass' if plan.has_fresh_prompts else 'repeated'}",
         "least requests of a pass": plan.num_prompts,
         "new tokens per prompt": plan.max_tokens,
         "most tokens of a sequence": setup.max_model_len,

@@ -191,6 +191,12 @@ def test_cell_prompts_are_as_many_as_the_concurrency_or_more(setup: Setup) -> No
     assert [len(cell_prompts(plan, tokenizer, "", n)) for n in (1, 4, 9)] == [4, 4, 9]
 
 
+def test_repeated_prompts_are_the_same_in_every_pass(setup: Setup) -> None:
+    tokenizer = Tokenizer.load(setup.target)
+    plan = replace(PLAN, has_fresh_prompts=False)
+    assert cell_prompts(plan, tokenizer, "0 1", 2) == [list(tokenizer.encode(text)) for text in PLAN.prompts]
+
+
 # The journal
 
 ROW = PassRow(0, "a", "a plain", 0.7, 4, 10.5, 1.0, None, 2.0, None, None, 4, 1, 0, ("lost",))
