@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,8 +16,7 @@ from specray.config import EMBEDDED
 from specray.errors import ConfigError
 
 if TYPE_CHECKING:
-    from specray.bench.compare import ComparePlan, Outcome
-    from specray.bench.journal import Journal
+    from specray.bench.compare import ComparePlan
     from specray.bench.peers import Setup, System
 
 DEFAULT_ARMS = (
@@ -31,61 +31,72 @@ _ARM_HELP = (
 )
 
 
+Out = Annotated[
+    Path, typer.Option(help="Directory for the report; a run that is there already is continued.")
+]
+Checkpoint = Annotated[str, typer.Option(help="Checkpoint directory, or embedded.")]
+VllmPython = Annotated[Path | None, typer.Option(help="Interpreter of the environment with vLLM in it.")]
+LlamaCppSource = Annotated[Path | None, typer.Option(help="llama.cpp's source, built in build/.")]
+Arms = Annotated[list[str] | None, typer.Option(help=_ARM_HELP)]
+PromptSource = Annotated[Dataset, typer.Option(help="Where prompts come from.")]
+PromptPath = Annotated[Path | None, typer.Option(help="The data set's file (JSON lines, .gz too).")]
+Concurrencies = Annotated[
+    list[int] | None, typer.Option(min=1, help="Requests at a time; may be repeated. Default: 1 4 8 16 32.")
+]
+Temperatures = Annotated[
+    list[float] | None, typer.Option(min=0, max=2, help="May be repeated. Default: 0 0.7 1.")
+]
+Turns = Annotated[int, typer.Option(min=1, help="Passes of every arm, in turns.")]
+Prompts = Annotated[int, typer.Option(min=1, help="Least requests of a pass.")]
+MaxTokens = Annotated[int, typer.Option(min=2, help="New tokens per prompt.")]
+Warmup = Annotated[int, typer.Option(min=1, help="Requests after each start, not counted.")]
+FreshPrompts = Annotated[
+    bool, typer.Option(help="No prompt comes twice to a server; without, prefix caches know them all.")
+]
+Threads = Annotated[int | None, typer.Option(min=1, help="Of every target; default: cores.")]
+MaxModelLen = Annotated[int, typer.Option(min=32, help="Most tokens of one sequence.")]
+StartTimeout = Annotated[float, typer.Option(min=1, help="For a server to be ready.")]
+RequestTimeout = Annotated[float, typer.Option(min=1, help="For one request.")]
+TimeLimit = Annotated[
+    float | None,
+    typer.Option(min=0, help="After so long start no more servers; run again to go on from there."),
+]
+
+
 def compare(
-    out: Annotated[
-        Path, typer.Option(help="Directory for the report; a run that is there already is continued.")
-    ],
-    target: Annotated[str, typer.Option(help="Checkpoint directory, or embedded.")] = EMBEDDED,
-    draft: Annotated[str, typer.Option(help="Checkpoint directory, or embedded.")] = EMBEDDED,
-    vllm_python: Annotated[
-        Path | None, typer.Option(help="Interpreter of the environment with vLLM in it.")
-    ] = None,
-    llama_cpp: Annotated[Path | None, typer.Option(help="llama.cpp's source, built in build/.")] = None,
-    arm: Annotated[list[str] | None, typer.Option(help=_ARM_HELP)] = None,
-    dataset: Annotated[Dataset, typer.Option(help="Where prompts come from.")] = Dataset.BUILTIN,
-    dataset_path: Annotated[
-        Path | None, typer.Option(help="The data set's file (JSON lines, .gz too).")
-    ] = None,
-    concurrency: Annotated[
-        list[int] | None,
-        typer.Option(min=1, help="Requests at a time; may be repeated. Default: 1 4 8 16 32."),
-    ] = None,
-    temperature: Annotated[
-        list[float] | None,
-        typer.Option(min=0, max=2, help="May be repeated. Default: 0 0.7 1."),
-    ] = None,
-    num_turns: Annotated[int, typer.Option(min=1, help="Passes of every arm, in turns.")] = 2,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Least requests of a pass.")] = 4,
-    max_tokens: Annotated[int, typer.Option(min=2, help="New tokens per prompt.")] = 128,
-    num_warmup: Annotated[int, typer.Option(min=1, help="Requests after each start, not counted.")] = 2,
-    fresh_prompts: Annotated[
-        bool, typer.Option(help="No prompt comes twice to a server; without, prefix caches know them all.")
-    ] = True,
-    num_threads: Annotated[int | None, typer.Option(min=1, help="Of every target; default: cores.")] = None,
-    max_model_len: Annotated[int, typer.Option(min=32, help="Most tokens of one sequence.")] = 1024,
-    start_timeout_s: Annotated[float, typer.Option(min=1, help="For a server to be ready.")] = 600.0,
-    timeout_s: Annotated[float, typer.Option(min=1, help="For one request.")] = 600.0,
-    time_limit_s: Annotated[
-        float | None,
-        typer.Option(min=0, help="After so long start no more servers; run again to go on from there."),
-    ] = None,
+    out: Out,
+    target: Checkpoint = EMBEDDED,
+    draft: Checkpoint = EMBEDDED,
+    vllm_python: VllmPython = None,
+    llama_cpp: LlamaCppSource = None,
+    arm: Arms = None,
+    dataset: PromptSource = Dataset.BUILTIN,
+    dataset_path: PromptPath = None,
+    concurrency: Concurrencies = None,
+    temperature: Temperatures = None,
+    num_turns: Turns = 2,
+    num_prompts: Prompts = 4,
+    max_tokens: MaxTokens = 128,
+    num_warmup: Warmup = 2,
+    fresh_prompts: FreshPrompts = True,
+    num_threads: Threads = None,
+    max_model_len: MaxModelLen = 1024,
+    start_timeout_s: StartTimeout = 600.0,
+    timeout_s: RequestTimeout = 600.0,
+    time_limit_s: TimeLimit = None,
 ) -> None:
     """Measure specray and the peers that are installed over the same prompts, in turns, in one report.
 
     Every arm's server is started, measured and stopped, one after another, in every turn.
     """
     from specray.bench.compare import ComparePlan
-    from specray.bench.journal import Journal
     from specray.bench.peers import Setup, parse_arm
     from specray.bench.prompts import load_prompts
 
     systems = _systems(vllm_python, llama_cpp)
-    arms = tuple(dict.fromkeys(parse_arm(text, systems) for text in arm or DEFAULT_ARMS))
-    absent = {name: reason for name, system in systems.items() if (reason := system.absence()) is not None}
     concurrencies = tuple(sorted(set(concurrency or (1, 4, 8, 16, 32))))
-    _make_directory(out)
     plan = ComparePlan(
-        arms=tuple(one for one in arms if one.system not in absent),
+        arms=tuple(dict.fromkeys(parse_arm(text, systems) for text in arm or DEFAULT_ARMS)),
         prompts=load_prompts(dataset, dataset_path, max(num_prompts, num_warmup, *concurrencies)),
         concurrencies=concurrencies,
         temperatures=tuple(sorted(set(temperature or (0.0, 0.7, 1.0)))),
@@ -105,12 +116,7 @@ def compare(
         max_num_seqs=max(concurrencies),
         work_dir=out,
     )
-    journal = Journal(out / "passes.jsonl", _conditions(plan, setup, dataset))
-    outcome = _run(plan, systems, setup, journal, time_limit_s)
-    wanted = {one.system for one in arms}
-    raise typer.Exit(
-        _report(out, journal, outcome, {name: absent[name] for name in absent if name in wanted})
-    )
+    raise typer.Exit(_run_and_report(plan, systems, setup, _conditions(plan, setup, dataset), time_limit_s))
 
 
 def _systems(vllm_python: Path | None, llama_cpp: Path | None) -> dict[str, System]:
@@ -160,35 +166,36 @@ def _conditions(plan: ComparePlan, setup: Setup, dataset: Dataset) -> dict[str, 
     }
 
 
-def _run(
+def _run_and_report(
     plan: ComparePlan,
     systems: dict[str, System],
     setup: Setup,
-    journal: Journal,
+    conditions: dict[str, object],
     time_limit_s: float | None,
-) -> Outcome:
+) -> int:
+    """Measures the arms whose systems are there; returns the exit code."""
     from rich.console import Console
 
     from specray.bench.compare import compare as measure
+    from specray.bench.compare_report import Report, markdown, write_report
+    from specray.bench.journal import Journal
 
-    console = Console(stderr=True)
-    for name in dict.fromkeys(arm.system for arm in plan.arms):
-        systems[name].prepare(setup)
+    out, console = setup.work_dir, Console(stderr=True)
+    wanted = dict.fromkeys(arm.system for arm in plan.arms)
+    absent = {name: reason for name in wanted if (reason := systems[name].absence()) is not None}
+    _make_directory(out)
+    journal = Journal(out / "passes.jsonl", conditions)
+    for name in wanted:
+        if name not in absent:
+            systems[name].prepare(setup)
+    plan = replace(plan, arms=tuple(arm for arm in plan.arms if arm.system not in absent))
     limit_s = float("inf") if time_limit_s is None else time_limit_s
-    return asyncio.run(
+    outcome = asyncio.run(
         measure(plan, systems, setup, journal, on_progress=console.print, time_limit_s=limit_s)
     )
-
-
-def _report(out: Path, journal: Journal, outcome: Outcome, absent: dict[str, str]) -> int:
-    from rich.console import Console
-
-    from specray.bench.compare_report import Report, markdown, write_report
-
-    title = "specray and its peers"
-    report = Report(title, journal.conditions, journal.rows, absent, dict(outcome.failed))
+    report = Report("specray and its peers", journal.conditions, journal.rows, absent, outcome.failed)
     write_report(report, out)
     print(markdown(report))
     if not outcome.is_complete:
-        Console(stderr=True).print("the time limit is over: run the same command again to go on")
+        console.print("the time limit is over: run the same command again to go on")
     return 1 if outcome.failed else 0
