@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -50,13 +51,26 @@ class SequenceRows:
         return self.start + self.num_rows
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AttentionStep:
-    """Where the rows of one step are written, and what each sequence may see."""
+    """Where the rows of one step are written, and what each sequence may see.
+
+    Each sequence must hold blocks for ``rows.end`` tokens.
+    """
 
     rows: tuple[SequenceRows, ...]
-    write_slots: Slots
     cache: BlockCache
+
+    @cached_property
+    def write_slots(self) -> Slots:
+        """The slot of every row."""
+        device, block_size = self.cache.layers[0].device, self.cache.block_size
+        spans = [sequence_slots(r.block_ids, r.start, r.end, block_size, device) for r in self.rows]
+        if len(spans) == 1:
+            return spans[0]
+        return torch.cat(
+            [torch.arange(s.start, s.stop, device=device) if isinstance(s, slice) else s for s in spans]
+        )
 
     def attend(
         self,
@@ -79,29 +93,32 @@ class AttentionStep:
             ``[num_rows, num_heads * head_dim]``.
         """
         self.cache.write(layer, self.write_slots, keys_values)
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        group_size = query.shape[1] // keys.shape[0]
         outputs = [
-            _attend_rows(
+            self.attend_rows(
+                layer,
+                rows,
                 query if len(self.rows) == 1 else query.narrow(0, rows.first_row, rows.num_rows),
-                keys,
-                values,
-                _context(rows, window, group_size, self.cache.block_size, query),
-                scale,
+                scale=scale,
+                window=window,
             )
             for rows in self.rows
         ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
+    def attend_rows(
+        self, layer: int, rows: SequenceRows, query: torch.Tensor, *, scale: float, window: int | None
+    ) -> torch.Tensor:
+        """Attention of one sequence, whose keys and values are in the cache.
 
-def plan_attention(rows: Sequence[SequenceRows], cache: BlockCache) -> AttentionStep:
-    """Maps every row of a step to its slot. Each sequence must hold blocks for ``rows.end`` tokens."""
-    device = cache.layers[0].device
-    spans = [sequence_slots(r.block_ids, r.start, r.end, cache.block_size, device) for r in rows]
-    if len(spans) == 1:
-        return AttentionStep(tuple(rows), spans[0], cache)
-    slots = [torch.arange(s.start, s.stop, device=device) if isinstance(s, slice) else s for s in spans]
-    return AttentionStep(tuple(rows), torch.cat(slots), cache)
+        Args:
+            query: ``[rows.num_rows, num_heads, head_dim]``.
+
+        Returns:
+            ``[rows.num_rows, num_heads * head_dim]``.
+        """
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        context = _context(rows, window, query.shape[1] // keys.shape[0], self.cache.block_size, query)
+        return _attend_rows(query, keys, values, context, scale)
 
 
 def sequence_slots(

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
-from specray.engine.attention import SequenceRows, plan_attention
+from specray.engine.attention import AttentionStep, SequenceRows
 from specray.engine.cache import BlockCache
 from specray.engine.forward import CacheShape, Step
 from specray.errors import ConfigError
@@ -81,7 +81,7 @@ class GenericForward:
         for first, last in ((0, num_tokens // 2), (num_tokens // 2, num_tokens)):
             rows = SequenceRows(0, last - first, first, [0])
             token_ids = torch.tensor(_CHECKED_TOKENS[first:last], device=device)
-            step = Step(token_ids, slice(first, last), plan_attention([rows], cache), None)
+            step = Step(token_ids, slice(first, last), AttentionStep((rows,), cache), None)
             with torch.inference_mode():
                 logits.append(self(step))
         error = float((torch.cat(logits) - expected).square().mean().sqrt() / expected.std())

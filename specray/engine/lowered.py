@@ -17,11 +17,11 @@ from specray.engine.forward import CacheShape, Step
 from specray.engine.linear import Linear, PackedLinear, PlainLinear
 
 if TYPE_CHECKING:
-    from specray.engine.attention import Slots
+    from specray.engine.attention import AttentionStep, Slots
 
 
 class Norm(Protocol):
-    """RMS norm over the last dimension."""
+    """RMS norm over the last dimension of ``[num_rows, size]``."""
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor: ...
 
@@ -56,30 +56,39 @@ class RMSNorm:
 
 
 @dataclass(frozen=True, slots=True)
-class MirroredRMSNorm:
-    """RMS norm as a layer norm of ``(x, -x)``, whose mean is 0 and whose variance is ``mean(x^2)``.
+class HeadNorm:
+    """RMS norm of every query and key head, each kind with its own weight."""
 
-    On CPU torch has a fused layer norm but composes RMS norm of seven operators: 6 us against 12 at one row.
-    """
-
-    weight: torch.Tensor  # [2 * size]; the second half is not used
+    weight: torch.Tensor  # [num_heads + num_kv_heads, head_dim]
     eps: float
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        mirrored = torch.cat((rows, rows.neg()), -1)
-        normed = torch.layer_norm(mirrored, self.weight.shape, self.weight, None, self.eps)
-        return normed.narrow(-1, 0, rows.shape[-1])
-
-
-@dataclass(frozen=True, slots=True)
-class HeadNorm:
-    """RMS norm of every query and key head at once, each kind with its own weight."""
-
-    norm: Norm  # weights of one
-    weight: torch.Tensor  # [num_heads + num_kv_heads, head_dim]
-
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
-        return self.norm(heads) * self.weight
+        return F.rms_norm(heads, self.weight.shape[1:], None, self.eps) * self.weight
+
+
+class StepAttention(Protocol):
+    """The attention of one step, called layer after layer."""
+
+    def attend(
+        self, layer: int, qkv: torch.Tensor, head_norm: HeadNorm | None, window: int | None
+    ) -> torch.Tensor:
+        """Norms and rotates queries and keys, stores keys and values, and attends.
+
+        Args:
+            qkv: ``[num_rows, (num_heads + 2 * num_kv_heads) * head_dim]``; its contents are lost.
+
+        Returns:
+            ``[num_rows, num_heads * head_dim]``.
+        """
+        ...
+
+
+class Attention(Protocol):
+    """What lies between the qkv and the output projection."""
+
+    def prepare(self, step: AttentionStep, positions: Slots) -> StepAttention:
+        """Computes what the layers of a step share."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +104,47 @@ class Rotary:
             first, count = positions.start, positions.stop - positions.start
             return self.cos.narrow(0, first, count), self.sin.narrow(0, first, count)
         return self.cos[positions], self.sin[positions]
+
+
+@dataclass(frozen=True, slots=True)
+class PlainAttention:
+    """Implements :class:`Attention` with torch's operators."""
+
+    rotary: Rotary
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+
+    def prepare(self, step: AttentionStep, positions: Slots) -> _PlainStep:
+        return _PlainStep(self, step, *self.rotary.at(positions))
+
+
+@dataclass(frozen=True, slots=True)
+class _PlainStep:
+    attention: PlainAttention
+    step: AttentionStep
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def attend(
+        self, layer: int, qkv: torch.Tensor, head_norm: HeadNorm | None, window: int | None
+    ) -> torch.Tensor:
+        attention = self.attention
+        num_heads, num_kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
+        heads = qkv.view(len(qkv), -1, head_dim)
+        rotated = heads.narrow(1, 0, num_heads + num_kv_heads)
+        if head_norm is not None:
+            rotated.copy_(head_norm(rotated))
+        swapped = torch.roll(rotated, head_dim // 2, -1)
+        rotated.mul_(self.cos).addcmul_(swapped, self.sin)
+        return self.step.attend(
+            layer,
+            heads.narrow(1, 0, num_heads),
+            heads.narrow(1, num_heads, 2 * num_kv_heads),
+            scale=attention.scale,
+            window=window,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,19 +170,12 @@ class LoweredForward:
     layers: tuple[Layer, ...]
     final_norm: Norm
     head: Head
-    rotary: Rotary
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
+    attention: Attention
+    cache_shape: CacheShape
 
     @property
     def name(self) -> str:
         return "lowered"
-
-    @property
-    def cache_shape(self) -> CacheShape:
-        return CacheShape(len(self.layers), self.num_kv_heads, self.head_dim)
 
     def linears(self) -> list[PackedLinear | PlainLinear]:
         """Every linear layer of this rank that is not part of a group, in the order of the forward."""
@@ -145,10 +188,11 @@ class LoweredForward:
 
     def __call__(self, step: Step) -> torch.Tensor:
         hidden = self.embedding(step.token_ids)
-        cos, sin = self.rotary.at(step.positions)
+        attention = self.attention.prepare(step.attention, step.positions)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            attended = self._attend(index, layer, hidden, cos, sin, step)
+            qkv = layer.qkv(layer.input_norm(hidden))
+            attended = attention.attend(index, qkv, layer.head_norm, layer.window)
             if index == last and step.logit_rows is not None:
                 # Nothing after the last attention is needed of rows whose logits nobody wants.
                 attended, hidden = attended[step.logit_rows], hidden[step.logit_rows]
@@ -156,28 +200,3 @@ class LoweredForward:
             rows = layer.post_attention_norm(hidden)
             hidden = layer.down.plus(layer.up.times(rows, layer.gate.silu(rows)), hidden)
         return self.head(self.final_norm(hidden)).float()
-
-    def _attend(
-        self,
-        index: int,
-        layer: Layer,
-        hidden: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        step: Step,
-    ) -> torch.Tensor:
-        num_heads, num_kv_heads, head_dim = self.num_heads, self.num_kv_heads, self.head_dim
-        num_rotated = num_heads + num_kv_heads
-        qkv = layer.qkv(layer.input_norm(hidden)).view(-1, num_rotated + num_kv_heads, head_dim)
-        rotated = qkv.narrow(1, 0, num_rotated)
-        if layer.head_norm is not None:
-            rotated.copy_(layer.head_norm(rotated))
-        swapped = torch.roll(rotated, head_dim // 2, -1)
-        rotated.mul_(cos).addcmul_(swapped, sin)
-        return step.attention.attend(
-            index,
-            qkv.narrow(1, 0, num_heads),
-            qkv.narrow(1, num_heads, 2 * num_kv_heads),
-            scale=self.scale,
-            window=layer.window,
-        )

@@ -12,12 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
+from specray.engine.forward import CacheShape
+from specray.engine.fused import FusedAttention
+from specray.engine.kernels.attention import attention_kernel
+from specray.engine.kernels.norm import FusedRMSNorm
 from specray.engine.linear import Linear, make_linear
-from specray.engine.lowered import HeadNorm, Layer, LoweredForward, MirroredRMSNorm, Norm, RMSNorm, Rotary
+from specray.engine.lowered import HeadNorm, Layer, LoweredForward, PlainAttention, RMSNorm, Rotary
 
 if TYPE_CHECKING:
     from specray.engine.loader import LoadedModel
-    from specray.engine.lowered import Embedding, Head, Projection
+    from specray.engine.lowered import Attention, Embedding, Head, Norm, Projection
     from specray.engine.parallel import ParallelContext
 
 _MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -45,7 +49,10 @@ def lower(loaded: LoadedModel, parallel: ParallelContext | None = None) -> Lower
     base: Any = model.base_model
     head_dim = _head_dim(config)
     world_size = 1 if parallel is None else parallel.world_size
-    rotary = _rotary(base.rotary_emb, loaded)
+    num_heads, num_kv_heads = (
+        count // world_size for count in (config.num_attention_heads, config.num_key_value_heads)
+    )
+    attention = _attention(base.rotary_emb, loaded, num_heads, num_kv_heads, head_dim)
     embedding, head = _embedding_and_head(model, parallel)
     layers = tuple(_lower_layer(layer, config, head_dim, parallel) for layer in base.layers)
     return LoweredForward(
@@ -53,11 +60,8 @@ def lower(loaded: LoadedModel, parallel: ParallelContext | None = None) -> Lower
         layers=layers,
         final_norm=_norm(base.norm),
         head=head,
-        rotary=rotary,
-        num_heads=config.num_attention_heads // world_size,
-        num_kv_heads=config.num_key_value_heads // world_size,
-        head_dim=head_dim,
-        scale=head_dim**-0.5,
+        attention=attention,
+        cache_shape=CacheShape(len(layers), num_kv_heads, head_dim),
     )
 
 
@@ -174,9 +178,7 @@ def _norm(module: Any) -> Norm:
 
 
 def _rms_norm(weight: torch.Tensor, eps: float) -> Norm:
-    if weight.device.type == "cpu":
-        return MirroredRMSNorm(torch.cat((weight, weight)), eps)
-    return RMSNorm(weight, eps)
+    return FusedRMSNorm(weight, eps) if weight.device.type == "cpu" else RMSNorm(weight, eps)
 
 
 def _head_norm(attention: Any, head_dim: int) -> HeadNorm:
@@ -185,7 +187,7 @@ def _head_norm(attention: Any, head_dim: int) -> HeadNorm:
     query, _ = _take(attention.q_norm)
     key, _ = _take(attention.k_norm)
     weight = torch.cat((query.expand(num_heads, -1), key.expand(num_kv_heads, -1)))
-    return HeadNorm(_rms_norm(torch.ones_like(query), attention.q_norm.variance_epsilon), weight)
+    return HeadNorm(weight, attention.q_norm.variance_epsilon)
 
 
 def _rows(weight: torch.Tensor) -> int:
@@ -194,12 +196,22 @@ def _rows(weight: torch.Tensor) -> int:
     return local.shape[0]
 
 
-def _rotary(module: Any, loaded: LoadedModel) -> Rotary:
-    like = torch.empty(0, dtype=loaded.dtype, device=loaded.device)
+def _attention(
+    rotary: Any, loaded: LoadedModel, num_heads: int, num_kv_heads: int, head_dim: int
+) -> Attention:
+    scale = head_dim**-0.5
+    is_fused = loaded.device.type == "cpu"
+    like = torch.empty(0, dtype=torch.float32 if is_fused else loaded.dtype, device=loaded.device)
     positions = torch.arange(loaded.max_model_len, device=loaded.device)
-    cos, sin = module(like, position_ids=positions[None])
-    first_half, second_half = sin[0].chunk(2, -1)
-    return Rotary(cos[0].unsqueeze(1).contiguous(), torch.cat((-first_half, second_half), -1).unsqueeze(1))
+    cos, sin = (table[0] for table in rotary(like, position_ids=positions[None]))
+    first_half, second_half = sin.chunk(2, -1)
+    if is_fused:
+        half_cos, half_sin = cos[:, : head_dim // 2].contiguous(), first_half.contiguous()
+        kernel = attention_kernel(head_dim, str(loaded.dtype).removeprefix("torch."))
+        return FusedAttention(kernel, num_heads, num_kv_heads, head_dim, half_cos, half_sin, scale)
+    signed_sin = torch.cat((-first_half, second_half), -1)
+    tables = Rotary(cos.unsqueeze(1).contiguous(), signed_sin.unsqueeze(1))
+    return PlainAttention(tables, num_heads, num_kv_heads, head_dim, scale)
 
 
 def _embedding_and_head(model: Any, parallel: ParallelContext | None) -> tuple[Embedding, Head]:

@@ -13,7 +13,7 @@ import torch
 
 from specray.config import EMBEDDED, EngineConfig
 from specray.demo.paths import demo_draft_path, demo_target_path
-from specray.engine.attention import SequenceRows, plan_attention, sequence_slots
+from specray.engine.attention import AttentionStep, SequenceRows, sequence_slots
 from specray.engine.cache import BlockCache, bytes_per_token
 from specray.engine.device import choose_device, num_threads_for, use_cores
 from specray.engine.forward import CacheShape, Forward, Step
@@ -145,7 +145,7 @@ class ModelRunner:
         return Step(
             token_ids=torch.tensor(token_ids, device=device),
             positions=torch.tensor(positions, device=device),
-            attention=plan_attention(rows, self.cache),
+            attention=AttentionStep(tuple(rows), self.cache),
             logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
         )
 
@@ -155,7 +155,7 @@ class ModelRunner:
         return Step(
             token_ids=torch.tensor(item.token_ids, device=self.info.device),
             positions=slice(item.start, item.start + count),
-            attention=plan_attention((SequenceRows(0, count, item.start, item.block_ids),), self.cache),
+            attention=AttentionStep((SequenceRows(0, count, item.start, item.block_ids),), self.cache),
             logit_rows=None if item.num_logits == count else slice(count - item.num_logits, count),
         )
 

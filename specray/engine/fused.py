@@ -1,0 +1,105 @@
+"""The lowered decoder's attention on CPU: all between the qkv and the output projection in one kernel.
+
+Sequences with many rows (prefill) are left to torch's attention, whose matrix products pay there; the kernel
+then only rotates and stores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from specray.engine.attention import AttentionStep, SequenceRows
+from specray.engine.kernels.attention import AttentionCall, Span
+
+if TYPE_CHECKING:
+    from specray.engine.kernels.team import Kernel
+    from specray.engine.lowered import HeadNorm
+
+_MAX_QUERIES = 64
+"""Rows times query heads per kv head up to which the kernel is faster than torch's attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class FusedAttention:
+    """Implements ``lowered.Attention``.
+
+    Args:
+        kernel: ``attention_kernel`` of the heads' size and data type.
+        cos, sin: of the first half of each head, ``[max_model_len, head_dim / 2]``, float32.
+        scale: factor on the dot products.
+    """
+
+    kernel: Kernel
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    cos: torch.Tensor
+    sin: torch.Tensor
+    scale: float
+
+    def prepare(self, step: AttentionStep, positions: object) -> _FusedStep:
+        """What the layers of one step share."""
+        group_size = self.num_heads // self.num_kv_heads
+        block_size = step.cache.block_size
+        spans = [
+            Span(
+                rows.start,
+                rows.first_row,
+                rows.num_rows,
+                list(_runs(rows.block_ids, rows.end, block_size)),
+                rows.num_rows * group_size > _MAX_QUERIES,
+            )
+            for rows in step.rows
+        ]
+        call = AttentionCall(
+            self.kernel,
+            spans,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            tables=(self.cos, self.sin),
+            scale=self.scale,
+        )
+        long_rows = [rows for rows, span in zip(step.rows, spans, strict=True) if span.is_long]
+        return _FusedStep(self, step, call, long_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _FusedStep:
+    attention: FusedAttention
+    step: AttentionStep
+    call: AttentionCall
+    long_rows: Sequence[SequenceRows]
+
+    def attend(
+        self, layer: int, qkv: torch.Tensor, head_norm: HeadNorm | None, window: int | None
+    ) -> torch.Tensor:
+        attention, cache = self.attention, self.step.cache
+        heads = qkv.view(len(qkv), -1, attention.head_dim)
+        norm = None if head_norm is None else (head_norm.weight, head_norm.eps)
+        out = self.call(heads, cache.layers[layer], norm, window)
+        for rows in self.long_rows:
+            last = rows.first_row + rows.num_rows
+            query = heads[rows.first_row : last, : attention.num_heads]
+            out[rows.first_row : last] = self.step.attend_rows(
+                layer, rows, query, scale=attention.scale, window=window
+            ).view(-1, attention.num_heads, attention.head_dim)
+        return out.view(len(qkv), -1)
+
+
+def _runs(block_ids: Sequence[int], end: int, block_size: int) -> Iterator[tuple[int, int, int]]:
+    """The positions ``0..end - 1`` as pieces whose slots follow each other."""
+    first = 0
+    for index in range(1, -(-end // block_size)):
+        if block_ids[index] != block_ids[index - 1] + 1:
+            yield first, index * block_size, _slot(block_ids, first, block_size)
+            first = index * block_size
+    yield first, end, _slot(block_ids, first, block_size)
+
+
+def _slot(block_ids: Sequence[int], position: int, block_size: int) -> int:
+    return block_ids[position // block_size] * block_size + position % block_size

@@ -1,0 +1,350 @@
+"""Attention of a ragged step in one kernel per layer: head norms, rotary positions, cache write, attention.
+
+Kv heads do not depend on each other, so a thread takes some kv heads of some sequences through all of it,
+without waiting for the others. Keys and values are read once per sequence, token after token as they lie in
+the cache, and every row and query head of the sequence is served from the registers and the first cache.
+Sums are float32.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray, cfunc
+from numba.core import types
+
+from specray.engine.kernels.simd import kernel, vectors
+from specray.engine.kernels.team import Kernel, as_pointer, num_threads, thread_num
+
+_TILE = 16
+"""Tokens whose keys or values are converted at a time."""
+_MIN_SHARED_WORK = 32_768
+"""Numbers of K and V to read, below which a second thread costs more than it brings."""
+
+
+# Fields of the block of 64-bit numbers that the kernel is given; addresses unless said otherwise.
+_QKV = 0  # [num_rows, num_heads + 2 * num_kv_heads, head_dim]; long sequences' queries are rotated in place
+_CACHE = 1  # [num_slots, 2 * num_kv_heads, head_dim]
+_OUT = 2  # [num_rows, num_heads, head_dim]
+_NORM = 3  # [num_heads + num_kv_heads, head_dim], or 0
+_WINDOW = 4  # a number; 0: none
+_SPANS = 5  # int64 [num_spans, 7]
+_RUNS = 6  # int64 [., 3]: first position, last + 1, first slot
+_COS = 7  # float32 [max_model_len, head_dim / 2]
+_SIN = 8
+_SCRATCH = 9  # float32, _SCRATCH_SIZE for each thread
+_SCRATCH_SIZE = 10  # a number
+_NUM_SPANS = 11  # a number
+_NUM_KV_HEADS = 12  # a number
+_GROUP_SIZE = 13  # a number
+_TEAM_SIZE = 14  # a number
+_SCALE_EPS = 15  # two float32, not an address
+_NUM_ARGS = 16
+
+# Columns of a span: the rows of one sequence.
+_START, _FIRST_ROW, _NUM_ROWS, _FIRST_RUN, _NUM_RUNS, _IS_LONG, _COST = range(7)
+
+_HIDDEN = np.float32(-1e30)
+_ONE = np.float32(1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The rows of one sequence: ``num_rows`` from ``first_row`` on, the first at position ``start``."""
+
+    start: int
+    first_row: int
+    num_rows: int
+    runs: Sequence[tuple[int, int, int]]
+    """Where its tokens lie, in order: first position, last + 1, slot of the first."""
+    is_long: bool
+    """Only rotate and store; the queries are left rotated where they are."""
+
+
+class AttentionCall:
+    """The kernel over the rows of one step, layer after layer.
+
+    Args:
+        tables: cosines and sines, ``[max_model_len, head_dim / 2]`` each, float32.
+        scale: factor on the dot products.
+    """
+
+    __slots__ = ("_args", "_args_address", "_kept", "_kernel", "_num_heads", "_scale_eps", "_team_size")
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        spans: Sequence[Span],
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        scale: float,
+    ) -> None:
+        group_size = num_heads // num_kv_heads
+        runs = np.array([run for span in spans for run in span.runs], dtype=np.int64)
+        columns, first_run, num_scratch, work = [], 0, 0, 0
+        for span in spans:
+            end, num_runs = span.start + span.num_rows, len(span.runs)
+            num_queries = 0 if span.is_long else span.num_rows * group_size
+            cost = span.num_rows + end * (2 + num_queries) if num_queries else span.num_rows
+            columns.append(
+                (span.start, span.first_row, span.num_rows, first_run, num_runs, span.is_long, cost)
+            )
+            first_run += num_runs
+            work += cost * num_kv_heads
+            num_scratch = max(num_scratch, num_queries * (end + _TILE + 2 * head_dim))
+        self._team_size = num_threads() if work * head_dim >= _MIN_SHARED_WORK else 1
+        num_scratch = num_scratch * num_kv_heads + _TILE * head_dim
+        scratch = torch.empty(self._team_size * num_scratch)
+        table = np.array(columns, dtype=np.int64)
+        self._args = np.array(
+            [
+                *(0, 0, 0, 0, 0),
+                table.ctypes.data,
+                runs.ctypes.data,
+                tables[0].data_ptr(),
+                tables[1].data_ptr(),
+                scratch.data_ptr(),
+                num_scratch,
+                len(spans),
+                num_kv_heads,
+                group_size,
+                self._team_size,
+                0,
+            ],
+            dtype=np.int64,
+        )
+        self._scale_eps = self._args.view(np.float32)[2 * _SCALE_EPS :]
+        self._scale_eps[0] = scale
+        self._args_address = self._args.ctypes.data
+        self._kept = (table, runs, scratch, tables)  # what the addresses point to
+        self._kernel = kernel
+        self._num_heads = num_heads
+
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        cache: torch.Tensor,
+        norm: tuple[torch.Tensor, float] | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        """One layer.
+
+        Args:
+            qkv: ``[num_rows, num_heads + 2 * num_kv_heads, head_dim]``, contiguous.
+            cache: ``[num_slots, 2 * num_kv_heads, head_dim]``, contiguous.
+            norm: weights of the head norm, ``[num_heads + num_kv_heads, head_dim]``, and its eps.
+            window: a row sees itself and the ``window - 1`` positions before it; None: all before it.
+
+        Returns:
+            ``[num_rows, num_heads, head_dim]``; rows of long spans are not filled.
+        """
+        out = qkv.new_empty((qkv.shape[0], self._num_heads, qkv.shape[2]))
+        args = self._args
+        args[_QKV], args[_CACHE], args[_OUT] = qkv.data_ptr(), cache.data_ptr(), out.data_ptr()
+        args[_WINDOW] = window or 0
+        if norm is not None:
+            args[_NORM], self._scale_eps[1] = norm[0].data_ptr(), norm[1]
+        self._kernel(self._args_address, self._team_size)
+        return out
+
+
+@functools.cache
+def attention_kernel(head_dim: int, dtype: str) -> Kernel:
+    """Compiles the kernel for heads of ``head_dim`` numbers that are ``bfloat16`` or ``float32``."""
+    rotate = _rotate_kernel(head_dim, dtype)
+    attend = _attend_kernel(head_dim, dtype)
+
+    @cfunc(types.void(types.voidptr))
+    def attention(pointer: Any) -> None:
+        args = carray(pointer, (_NUM_ARGS,), np.int64)
+        spans = carray(as_pointer(args[_SPANS]), (args[_NUM_SPANS], 7), np.int64)
+        num_kv_heads, team_size, thread = args[_NUM_KV_HEADS], args[_TEAM_SIZE], np.int64(thread_num())
+        total = 0
+        for index in range(len(spans)):
+            total += spans[index, _COST] * num_kv_heads
+        # This thread's heads are those that begin in its part of the total cost.
+        first, last = total * thread // team_size, total * (thread + 1) // team_size
+        before = 0
+        for index in range(len(spans)):
+            cost = spans[index, _COST]
+            first_head = min(num_kv_heads, max(0, (first - before + cost - 1) // cost))
+            last_head = min(num_kv_heads, max(0, (last - before + cost - 1) // cost))
+            before += cost * num_kv_heads
+            if first_head < last_head:
+                rotate(args, spans[index], first_head, last_head, thread)
+                if not spans[index, _IS_LONG]:
+                    attend(args, spans[index], first_head, last_head, thread)
+
+    return Kernel(attention)
+
+
+def _rotate_kernel(head_dim: int, dtype: str) -> Any:
+    half = head_dim // 2
+    stored, single = vectors(half, dtype), vectors(half, "float32")
+    load, store, keep, table = stored.load, stored.store, single.store, single.load
+    splat, sub, mul, fma, total = (
+        single.splat, single.sub, single.mul, single.fma, single.sum
+    )  # fmt: skip
+
+    @kernel()
+    def rotate(args: Any, span: Any, first_head: int, last_head: int, thread: int) -> None:
+        """Norms and rotates the span's queries and keys; stores keys and values in the cache."""
+        qkv, cache, norm = args[_QKV], args[_CACHE], args[_NORM]
+        num_kv_heads, group_size = args[_NUM_KV_HEADS], args[_GROUP_SIZE]
+        num_heads = num_kv_heads * group_size
+        row_size, slot_size = (num_heads + 2 * num_kv_heads) * head_dim, 2 * num_kv_heads * head_dim
+        scale_eps = args.view(np.float32)[2 * _SCALE_EPS :]
+        runs = carray(as_pointer(args[_RUNS]), (span[_FIRST_RUN] + span[_NUM_RUNS], 3), np.int64)
+        queries = args[_SCRATCH] + thread * args[_SCRATCH_SIZE] * 4
+        scale = splat(scale_eps[0])
+        run, kept = span[_FIRST_RUN], 0
+        for index in range(span[_NUM_ROWS]):
+            position, row = span[_START] + index, (span[_FIRST_ROW] + index) * row_size
+            while runs[run, 1] <= position:
+                run += 1
+            slot = (runs[run, 2] + position - runs[run, 0]) * slot_size
+            cos, sin = table(args[_COS], position * half), table(args[_SIN], position * half)
+            # The query heads of each kv head, then the kv head itself.
+            for head in range(first_head, last_head):
+                for member in range(group_size + 1):
+                    is_key = member == group_size
+                    place = num_heads + head if is_key else head * group_size + member
+                    at = row + place * head_dim
+                    low, high = load(qkv, at), load(qkv, at + half)
+                    if norm:
+                        mean = total(fma(low, low, mul(high, high))) / np.float32(head_dim)
+                        factor = splat(_ONE / np.sqrt(mean + scale_eps[1]))
+                        low = mul(mul(low, factor), load(norm, place * head_dim))
+                        high = mul(mul(high, factor), load(norm, place * head_dim + half))
+                    new_low = sub(mul(low, cos), mul(high, sin))
+                    new_high = fma(high, cos, mul(low, sin))
+                    if is_key:
+                        store(cache, slot + head * head_dim, new_low)
+                        store(cache, slot + head * head_dim + half, new_high)
+                    elif span[_IS_LONG]:
+                        store(qkv, at, new_low)
+                        store(qkv, at + half, new_high)
+                    else:
+                        # Grouped by kv head, then row, then member.
+                        kept = ((head - first_head) * span[_NUM_ROWS] + index) * group_size + member
+                        keep(queries, kept * head_dim, mul(new_low, scale))
+                        keep(queries, kept * head_dim + half, mul(new_high, scale))
+                value = row + (num_heads + num_kv_heads + head) * head_dim
+                place = slot + (num_kv_heads + head) * head_dim
+                store(cache, place, load(qkv, value))
+                store(cache, place + half, load(qkv, value + half))
+
+    return rotate
+
+
+def _attend_kernel(head_dim: int, dtype: str) -> Any:
+    stored, single = vectors(head_dim, dtype), vectors(head_dim, "float32")
+    load, store = stored.load, stored.store
+    fetch, keep, splat, mul, fma, total = (
+        single.load, single.store, single.splat, single.mul, single.fma, single.sum
+    )  # fmt: skip
+    softmax = _softmax_kernel()
+    zero = np.float32(0.0)
+
+    @kernel()
+    def attend(args: Any, span: Any, first_head: int, last_head: int, thread: int) -> None:
+        """Attends with the queries that ``rotate`` has left in the scratch memory."""
+        cache, window = args[_CACHE], args[_WINDOW]
+        num_kv_heads, group_size = args[_NUM_KV_HEADS], args[_GROUP_SIZE]
+        slot_size, num_heads = 2 * num_kv_heads * head_dim, num_kv_heads * group_size
+        start, num_rows = span[_START], span[_NUM_ROWS]
+        num_queries, end = num_rows * group_size, start + num_rows
+        first_position = max(0, start - window + 1) if window else 0
+        stride = (end + _TILE - 1) // _TILE * _TILE
+        num_all = (last_head - first_head) * num_queries
+        queries = args[_SCRATCH] + thread * args[_SCRATCH_SIZE] * 4
+        sums = queries + num_all * head_dim * 4
+        tile = sums + num_all * head_dim * 4
+        weights_address = tile + _TILE * head_dim * 4
+        weights = carray(as_pointer(weights_address), (num_all, stride), np.float32)
+        runs = carray(as_pointer(args[_RUNS]), (span[_FIRST_RUN] + span[_NUM_RUNS], 3), np.int64)
+
+        for run in range(span[_FIRST_RUN], span[_FIRST_RUN] + span[_NUM_RUNS]):
+            shift = runs[run, 2] - runs[run, 0]
+            last = min(end, runs[run, 1])
+            for begin in range(max(first_position, runs[run, 0]), last, _TILE):
+                count = min(_TILE, last - begin)
+                for head in range(last_head - first_head):
+                    key = (begin + shift) * slot_size + (first_head + head) * head_dim
+                    for token in range(count):
+                        keep(tile, token * head_dim, load(cache, key + token * slot_size))
+                    for index in range(head * num_queries, (head + 1) * num_queries):
+                        query = fetch(queries, index * head_dim)
+                        for token in range(count):
+                            product = mul(query, fetch(tile, token * head_dim))
+                            weights[index, begin + token] = total(product)
+
+        for index in range(num_all):
+            position = start + index % num_queries // group_size
+            lowest = max(0, position - window + 1) if window else 0
+            row = weights_address + index * stride * 4
+            softmax(weights, row, index, first_position, lowest, position + 1)
+            keep(sums, index * head_dim, splat(zero))
+
+        for run in range(span[_FIRST_RUN], span[_FIRST_RUN] + span[_NUM_RUNS]):
+            shift = runs[run, 2] - runs[run, 0]
+            last = min(end, runs[run, 1])
+            for begin in range(max(first_position, runs[run, 0]), last, _TILE):
+                count = min(_TILE, last - begin)
+                for head in range(last_head - first_head):
+                    value = (begin + shift) * slot_size + (num_kv_heads + first_head + head) * head_dim
+                    for token in range(count):
+                        keep(tile, token * head_dim, load(cache, value + token * slot_size))
+                    for index in range(head * num_queries, (head + 1) * num_queries):
+                        weighted = fetch(sums, index * head_dim)
+                        for token in range(count):
+                            weight = splat(weights[index, begin + token])
+                            weighted = fma(weight, fetch(tile, token * head_dim), weighted)
+                        keep(sums, index * head_dim, weighted)
+
+        for index in range(num_all):
+            row = span[_FIRST_ROW] + index % num_queries // group_size
+            head = (first_head + index // num_queries) * group_size + index % group_size
+            store(args[_OUT], (row * num_heads + head) * head_dim, fetch(sums, index * head_dim))
+
+    return attend
+
+
+def _softmax_kernel() -> Any:
+    wide = vectors(_TILE, "float32")
+    load, store, splat, add, sub, mul, larger, exp, total, largest = (
+        wide.load, wide.store, wide.splat, wide.add, wide.sub, wide.mul, wide.max, wide.exp, wide.sum,
+        wide.largest,
+    )  # fmt: skip
+
+    @kernel()
+    def softmax(weights: Any, address: int, index: int, first: int, lowest: int, highest: int) -> None:
+        """Of a row of scores: those in ``[lowest, highest)``; the others become (next to) 0."""
+        begin = first // _TILE * _TILE
+        stride = weights.shape[1]
+        for position in range(begin, lowest):
+            weights[index, position] = _HIDDEN
+        for position in range(highest, stride):
+            weights[index, position] = _HIDDEN
+        most = load(address, begin)
+        for position in range(begin + _TILE, stride, _TILE):
+            most = larger(most, load(address, position))
+        most = splat(largest(most))
+        summed = sub(most, most)
+        for position in range(begin, stride, _TILE):
+            weight = exp(sub(load(address, position), most))
+            store(address, position, weight)
+            summed = add(summed, weight)
+        factor = splat(_ONE / total(summed))
+        for position in range(begin, stride, _TILE):
+            store(address, position, mul(factor, load(address, position)))
+
+    return softmax

@@ -1,0 +1,81 @@
+"""RMS norm of rows in one kernel: torch on CPU composes it of seven operators."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray, cfunc
+from numba.core import types
+
+from specray.engine.kernels.simd import vectors
+from specray.engine.kernels.team import Kernel, num_threads, thread_num
+
+_MAX_LANES = 16
+_ROWS, _OUT, _NUM_ROWS, _TEAM_SIZE, _WEIGHT, _SIZE, _EPS = range(7)
+_NUM_ARGS = 7
+_MIN_SHARED_SIZE = 65_536
+"""Numbers below which a second thread costs more than it brings."""
+_ONE = np.float32(1.0)
+
+
+class FusedRMSNorm:
+    """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, 2019); sums are float32.
+
+    Args:
+        weight: ``[size]``, bfloat16 or float32, as the rows will be.
+    """
+
+    __slots__ = ("_args", "_args_address", "_kernel", "_size", "_weight")
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        self._size = weight.shape[0]
+        self._weight = weight.contiguous()
+        lanes = next(lanes for lanes in (_MAX_LANES, 8, 4, 2, 1) if self._size % lanes == 0)
+        self._kernel = _norm_kernel(str(weight.dtype).removeprefix("torch."), lanes)
+        self._args = np.zeros(_NUM_ARGS, dtype=np.int64)
+        self._args[_WEIGHT], self._args[_SIZE] = self._weight.data_ptr(), self._size
+        self._args.view(np.float32)[2 * _EPS] = eps
+        self._args_address = self._args.ctypes.data
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """``[num_rows, size]``, contiguous, to the same shape. Not for two threads at once."""
+        out = torch.empty_like(rows)
+        args = self._args
+        team_size = num_threads() if rows.numel() >= _MIN_SHARED_SIZE else 1
+        args[_ROWS], args[_OUT] = rows.data_ptr(), out.data_ptr()
+        args[_NUM_ROWS], args[_TEAM_SIZE] = rows.shape[0], team_size
+        self._kernel(self._args_address, team_size)
+        return out
+
+
+@functools.cache
+def _norm_kernel(dtype: str, lanes: int) -> Kernel:
+    wide, stored = vectors(lanes), vectors(lanes, dtype)
+    load, store = stored.load, stored.store
+    splat, mul, fma, total = wide.splat, wide.mul, wide.fma, wide.sum
+    zero = np.float32(0.0)
+
+    @cfunc(types.void(types.voidptr))
+    def norm(pointer: Any) -> None:
+        args = carray(pointer, (_NUM_ARGS,), np.int64)
+        eps = carray(pointer, (2 * _NUM_ARGS,), np.float32)[2 * _EPS]
+        size, num_rows, team_size, thread = (
+            args[_SIZE],
+            args[_NUM_ROWS],
+            args[_TEAM_SIZE],
+            np.int64(thread_num()),
+        )
+        for row in range(num_rows * thread // team_size, num_rows * (thread + 1) // team_size):
+            squares = splat(zero)
+            for place in range(row * size, (row + 1) * size, lanes):
+                numbers = load(args[_ROWS], place)
+                squares = fma(numbers, numbers, squares)
+            factor = splat(_ONE / np.sqrt(total(squares) / np.float32(size) + eps))
+            for place in range(0, size, lanes):
+                weighted = mul(mul(load(args[_ROWS], row * size + place), factor), load(args[_WEIGHT], place))
+                store(args[_OUT], row * size + place, weighted)
+
+    return Kernel(norm)

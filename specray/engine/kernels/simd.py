@@ -1,0 +1,191 @@
+"""Vectors of float32 for kernels: loads, stores and arithmetic, as numba intrinsics of a chosen width.
+
+numba's own vectoriser is at LLVM's mercy (short loops are unrolled before they are seen, sums are reduced one
+by one); here a kernel says what is one vector. LLVM cuts it to the registers that the machine has. Addresses
+are plain integers: a kernel gets them from tensors that its caller keeps alive.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit
+from numba.core import cgutils, types
+from numba.extending import intrinsic, models, register_model
+
+_FLOAT, _INT16, _INT32, _INT64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_REASSOCIATE = ("reassoc", "nnan", "nsz")
+
+kernel = functools.partial(njit, nogil=True, error_model="numpy", no_cpython_wrapper=True)
+"""Decorator of functions that kernels call."""
+
+
+class _Vector(types.Type):
+    """``lanes`` float32 numbers."""
+
+    def __init__(self, lanes: int) -> None:
+        self.lanes = lanes
+        super().__init__(name=f"float32x{lanes}")
+
+
+@register_model(_Vector)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, vector: _Vector) -> None:
+        super().__init__(manager, vector, ir.VectorType(_FLOAT, vector.lanes))
+
+
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """The operations on vectors of one width; ``load`` and ``store`` also convert the tensor's data type.
+
+    Addresses are in bytes, indexes in elements of the tensor.
+    """
+
+    load: Callable[..., Any]  # (address, index) -> vector
+    store: Callable[..., Any]  # (address, index, vector)
+    splat: Callable[..., Any]  # (float32) -> vector
+    add: Callable[..., Any]
+    sub: Callable[..., Any]
+    mul: Callable[..., Any]
+    max: Callable[..., Any]
+    fma: Callable[..., Any]  # (x, y, z) -> x * y + z
+    exp: Callable[..., Any]  # of numbers <= 88; relative error below 2e-7
+    sum: Callable[..., Any]  # (vector) -> float32
+    largest: Callable[..., Any]  # (vector) -> float32
+
+
+@functools.cache
+def vectors(lanes: int, dtype: str = "float32") -> Vectors:
+    """Operations on vectors of ``lanes`` numbers that are ``float32`` or ``bfloat16`` in memory."""
+    vector = _Vector(lanes)
+    floats, halves, words = (ir.VectorType(kind, lanes) for kind in (_FLOAT, _INT16, _INT32))
+    is_bfloat16 = dtype == "bfloat16"
+    stored, item_size = (halves, 2) if is_bfloat16 else (floats, 4)
+
+    def constant(number: int) -> ir.Constant:
+        return ir.Constant(words, [number] * lanes)
+
+    def pointer(builder: Any, address: Any, index: Any) -> Any:
+        byte = builder.add(address, builder.mul(index, ir.Constant(_INT64, item_size)))
+        return builder.inttoptr(byte, stored.as_pointer())
+
+    @intrinsic
+    def load(context: Any, address: Any, index: Any) -> Any:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            value = builder.load(pointer(builder, *args))
+            value.align = item_size
+            if is_bfloat16:
+                value = builder.bitcast(builder.shl(builder.zext(value, words), constant(16)), floats)
+            return value
+
+        return vector(types.int64, types.int64), code
+
+    @intrinsic
+    def store(context: Any, address: Any, index: Any, value: Any) -> Any:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            address, index, value = args
+            if is_bfloat16:
+                # To the nearest, ties to even, as torch rounds.
+                bits = builder.bitcast(value, words)
+                is_odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
+                bits = builder.add(bits, builder.add(constant(0x7FFF), is_odd))
+                value = builder.trunc(builder.lshr(bits, constant(16)), halves)
+            builder.store(value, pointer(builder, address, index)).align = item_size
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, vector), code
+
+    @intrinsic
+    def splat(context: Any, number: Any) -> Any:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            undefined = ir.Constant(floats, ir.Undefined)
+            first = builder.insert_element(undefined, args[0], ir.Constant(_INT32, 0))
+            return builder.shuffle_vector(first, undefined, constant(0))
+
+        return vector(types.float32), code
+
+    @intrinsic
+    def power_of_two(context: Any, exponent: Any) -> Any:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            biased = builder.add(builder.fptosi(args[0], words), constant(127))
+            return builder.bitcast(builder.shl(biased, constant(23)), floats)
+
+        return vector(vector), code
+
+    def operator(count: int, emit: Callable[..., Any], result: Any = vector) -> Any:
+        return _intrinsic_of(count, vector, emit, result)
+
+    def named(name: str, count: int) -> Any:
+        def emit(builder: Any, *args: Any) -> Any:
+            kind = ir.FunctionType(floats, [floats] * count)
+            function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}.v{lanes}f32")
+            return builder.call(function, args)
+
+        return operator(count, emit)
+
+    def reduction(name: str, *initial: ir.Constant) -> Any:
+        def emit(builder: Any, value: Any) -> Any:
+            kind = ir.FunctionType(_FLOAT, [*(_FLOAT for _ in initial), floats])
+            symbol = f"llvm.vector.reduce.{name}.v{lanes}f32"
+            function = cgutils.get_or_insert_function(builder.module, kind, symbol)
+            return builder.call(function, [*initial, value], fastmath=_REASSOCIATE)
+
+        return operator(1, emit, types.float32)
+
+    add = operator(2, lambda builder, x, y: builder.fadd(x, y))
+    sub = operator(2, lambda builder, x, y: builder.fsub(x, y))
+    mul = operator(2, lambda builder, x, y: builder.fmul(x, y))
+    larger, floor, fma = named("maxnum", 2), named("floor", 1), named("fma", 3)
+    exp = _make_exp(splat, add, mul, larger, floor, fma, power_of_two)
+    total = reduction("fadd", ir.Constant(_FLOAT, -0.0))
+    return Vectors(load, store, splat, add, sub, mul, larger, fma, exp, total, reduction("fmax"))
+
+
+def _intrinsic_of(count: int, vector: _Vector, emit: Callable[..., Any], result: Any) -> Any:
+    """An intrinsic of ``count`` vectors whose code is ``emit(builder, *values)``."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return emit(builder, *args)
+
+    # numba reads the number of arguments off the function, so there is one for each.
+    def unary(context: Any, x: Any) -> Any:
+        return result(vector), code
+
+    def binary(context: Any, x: Any, y: Any) -> Any:
+        return result(vector, vector), code
+
+    def ternary(context: Any, x: Any, y: Any, z: Any) -> Any:
+        return result(vector, vector, vector), code
+
+    return intrinsic((unary, binary, ternary)[count - 1])
+
+
+def _make_exp(splat: Any, add: Any, mul: Any, larger: Any, floor: Any, fma: Any, power_of_two: Any) -> Any:
+    """The exponential of Cephes (Moshier): 2^n times a polynomial of the rest, which is below ln(2) / 2."""
+    lowest, per_ln2, half, one = (np.float32(x) for x in (-87.0, 1.44269504, 0.5, 1.0))
+    ln2_high, ln2_low = np.float32(-0.693359375), np.float32(2.12194440e-4)
+    c5, c4, c3, c2, c1 = (
+        np.float32(x)
+        for x in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1)
+    )
+    c0 = np.float32(5.0000001201e-1)
+
+    @kernel()
+    def exp(x: Any) -> Any:
+        x = larger(x, splat(lowest))
+        n = floor(fma(x, splat(per_ln2), splat(half)))
+        rest = fma(n, splat(ln2_low), fma(n, splat(ln2_high), x))
+        value = fma(splat(c5), rest, splat(c4))
+        value = fma(value, rest, splat(c3))
+        value = fma(value, rest, splat(c2))
+        value = fma(value, rest, splat(c1))
+        value = fma(value, rest, splat(c0))
+        value = add(fma(value, mul(rest, rest), rest), splat(one))
+        return mul(value, power_of_two(n))
+
+    return exp
