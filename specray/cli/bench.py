@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 from specray.bench.prompts import Dataset
 from specray.cli.bench_compare import compare
+from specray.cli.bench_overlap import overlap
 from specray.cli.worker import Role
 from specray.errors import ConfigError
 from specray.types import Overlap
@@ -46,6 +47,7 @@ app = typer.Typer(
     help="Measure a running server with speculation on and off (serve, the default), or the parts of one.",
 )
 app.command()(compare)
+app.command()(overlap)
 
 
 @app.callback()
@@ -100,7 +102,7 @@ def serve(
 
 @app.command()
 def router(
-    overlap: Annotated[Overlap, typer.Option(help="The loop and its fan-out.")] = Overlap.ENUMERATE,
+    mode: Annotated[Overlap, typer.Option("--overlap", help="The loop and its fan-out.")] = Overlap.ENUMERATE,
     num_speculative_tokens: Annotated[int, typer.Option(min=0, max=32, help="K.")] = 3,
     num_sessions: Annotated[
         list[int] | None, typer.Option(min=1, help="Requests at once; may be repeated.")
@@ -114,7 +116,7 @@ def router(
 
     costs = [
         measure_router(
-            overlap=overlap,
+            overlap=mode,
             num_speculative_tokens=num_speculative_tokens,
             num_sessions=sessions,
             num_tokens=num_tokens,
@@ -188,7 +190,7 @@ def forwards(
         )
     ]
     Console().print(forwards_table(costs, title=f"{role} {model}, {dtype}"))
-    _write_json([asdict(cost) for cost in costs], json_path)
+    write_json([asdict(cost) for cost in costs], json_path)
 
 
 def _print_rows(title: str, rows: Sequence[Any], json_path: Path | None) -> None:
@@ -201,10 +203,11 @@ def _print_rows(title: str, rows: Sequence[Any], json_path: Path | None) -> None
     for row in values:
         table.add_row(*(f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()))
     Console().print(table)
-    _write_json(values, json_path)
+    write_json(values, json_path)
 
 
-def _write_json(values: object, path: Path | None) -> None:
+def write_json(values: object, path: Path | None) -> None:
+    """Writes the results where ``--json`` says, if it does. Raises ConfigError."""
     if path is None:
         return
     try:
@@ -236,7 +239,7 @@ def _report(result: Result, json_path: Path | None) -> int:
 
     console = Console()
     console.print(serve_table(result))
-    _write_json(result.as_json(), json_path)
+    write_json(result.as_json(), json_path)
     failures = [text for arm in result.arms for text in arm.errors]
     for failure in failures:
         Console(stderr=True).print(f"failed: {failure}", markup=False)

@@ -1,0 +1,202 @@
+"""Overlap against serial on equal hardware: one pair of workers without Ray, a router per arm, in turns.
+
+The engines may be kept on cores of their own, so that on one machine they disturb each other only through the
+memory that they share. Every arm produces the same tokens, in float32; what differs is the time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+from rich.table import Table
+
+from specray.config import Config, parse_config
+from specray.metrics import RouterMetrics
+from specray.router import Router
+from specray.serving.local import LocalPair, local_pair
+from specray.tokenization import Tokenizer
+from specray.types import GenerateRequest, Overlap, SamplingParams
+
+HITS = ("hit", "late_hit")
+MISSES = ("miss_token", "miss_count", "late_miss")
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way of working: K and how the engines take turns; K = 0 is plain decoding."""
+
+    num_speculative_tokens: int | str
+    overlap: Overlap | str
+
+    @property
+    def name(self) -> str:
+        if self.num_speculative_tokens == 0:
+            return "off"
+        return f"{self.overlap} K={self.num_speculative_tokens}"
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapResult:
+    """One arm at one temperature, over all its passes. Times are means, in milliseconds."""
+
+    arm: str
+    temperature: float
+    tokens_per_s: float
+    acceptance_rate: float | None
+    tokens_per_round: float
+    hit_rate: float | None
+    verify_ms: float
+    draft_ms: float | None
+    idle_ms: float
+    """The target, between a verdict and the next Verify."""
+
+
+@dataclass(slots=True)
+class _Running:
+    arm: Arm
+    router: Router
+    num_tokens: int = 0
+    seconds: float = 0.0
+    passes: list[float] = field(default_factory=list)
+
+
+def with_arm(config: Config, arm: Arm) -> Config:
+    """The configuration under which an arm's router runs."""
+    values = config.model_dump(mode="json")
+    values["speculation"]["num_speculative_tokens"] = arm.num_speculative_tokens
+    values["speculation"]["overlap"] = str(arm.overlap)
+    return parse_config(values)
+
+
+async def measure_overlap(
+    config: Config,
+    arms: Sequence[Arm],
+    prompts: Sequence[str],
+    *,
+    temperatures: Sequence[float] = (0.0,),
+    max_tokens: int = 128,
+    num_repeats: int = 2,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[OverlapResult]:
+    """Serves the prompts one at a time, arm after arm, ``num_repeats`` times; arms take turns.
+
+    Args:
+        config: the pair, its cores and threads.
+        arms: what is compared.
+        progress: told what comes next.
+
+    Raises:
+        ConfigError: a model or a setting is wrong.
+        EngineLostError: a worker did not start or was lost.
+    """
+    tokenizer = Tokenizer.load(config.target.model)
+    encoded = [tokenizer.encode(prompt) for prompt in prompts]
+    results: list[OverlapResult] = []
+    async with local_pair(config) as pair:
+        for temperature in temperatures:
+            async with AsyncExitStack() as stack:
+                running = [await _start(config, arm, pair, stack) for arm in arms]
+                for repeat in range(-1, num_repeats):
+                    for one in running:
+                        progress(f"temperature {temperature:g}, {one.arm.name}, pass {max(repeat, 0) + 1}")
+                        # The first pass warms up: caches, threads, and what the policy has to learn.
+                        batch = encoded[:1] if repeat < 0 else encoded
+                        await _run_pass(one, batch, temperature, max_tokens, f"{temperature:g}-{repeat}")
+                        if repeat < 0:
+                            one.num_tokens, one.seconds = 0, 0.0
+                results.extend(_result(one, temperature) for one in running)
+    return results
+
+
+async def _start(config: Config, arm: Arm, pair: LocalPair, stack: AsyncExitStack) -> _Running:
+    router = pair.router(with_arm(config, arm))
+    await router.start()
+    stack.push_async_callback(router.stop)
+    return _Running(arm, router)
+
+
+async def _run_pass(
+    one: _Running, prompts: Sequence[Sequence[int]], temperature: float, max_tokens: int, label: str
+) -> None:
+    for index, token_ids in enumerate(prompts):
+        request = GenerateRequest(
+            request_id=f"{one.arm.name}-{label}-{index}",
+            prompt_token_ids=tuple(token_ids),
+            sampling=SamplingParams(temperature=temperature, seed=index, num_prompt_tokens=len(token_ids)),
+            max_tokens=max_tokens,
+        )
+        started = time.perf_counter()
+        chunk = await one.router.complete(request)
+        one.seconds += time.perf_counter() - started
+        one.num_tokens += len(chunk.token_ids)
+
+
+def _result(one: _Running, temperature: float) -> OverlapResult:
+    metrics = one.router.metrics
+    drafted = metrics.value("specray_spec_decode_num_draft_tokens_total")
+    accepted = metrics.value("specray_spec_decode_num_accepted_tokens_total")
+    hits = sum(_outcomes(metrics, result) for result in HITS)
+    lookups = hits + sum(_outcomes(metrics, result) for result in MISSES)
+    rounds = metrics.value("specray_rounds_total")
+    return OverlapResult(
+        arm=one.arm.name,
+        temperature=temperature,
+        tokens_per_s=one.num_tokens / one.seconds,
+        acceptance_rate=accepted / drafted if drafted else None,
+        tokens_per_round=metrics.value("specray_output_tokens_total") / rounds if rounds else 0.0,
+        hit_rate=hits / lookups if lookups else None,
+        verify_ms=_mean_ms(metrics, "specray_verify_forward_seconds") or 0.0,
+        draft_ms=_mean_ms(metrics, "specray_draft_forward_seconds"),
+        idle_ms=_mean_ms(metrics, "specray_target_idle_seconds") or 0.0,
+    )
+
+
+def _outcomes(metrics: RouterMetrics, result: str) -> float:
+    return metrics.value("specray_outcomes_total", [("result", result)])
+
+
+def _mean_ms(metrics: RouterMetrics, name: str) -> float | None:
+    count = metrics.value(f"{name}_count")
+    return 1e3 * metrics.value(f"{name}_sum") / count if count else None
+
+
+def overlap_table(results: Sequence[OverlapResult]) -> Table:
+    """For the terminal; the last column compares with the fastest serial arm of the same temperature."""
+    columns = (
+        "arm",
+        "temp.",
+        "tokens/s",
+        "accepted",
+        "per round",
+        "hits",
+        "verify ms",
+        "draft ms",
+        "idle ms",
+    )
+    table = Table(*columns, "of best serial", title="overlap")
+    for result in results:
+        serial = [
+            other.tokens_per_s
+            for other in results
+            if other.temperature == result.temperature and other.arm.startswith(Overlap.SERIAL)
+        ]
+        table.add_row(
+            result.arm,
+            f"{result.temperature:g}",
+            f"{result.tokens_per_s:.1f}",
+            _share(result.acceptance_rate),
+            f"{result.tokens_per_round:.2f}",
+            _share(result.hit_rate),
+            f"{result.verify_ms:.2f}",
+            "–" if result.draft_ms is None else f"{result.draft_ms:.2f}",
+            f"{result.idle_ms:.2f}",
+            f"{result.tokens_per_s / max(serial):.2f}" if serial else "–",
+        )
+    return table
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"

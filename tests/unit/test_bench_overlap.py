@@ -1,0 +1,89 @@
+"""``specray bench overlap``: its arms, its table, and one run over the embedded pair."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from specray.bench.overlap import Arm, OverlapResult, overlap_table, with_arm
+from specray.cli.app import run
+from specray.cli.bench_overlap import cores, parse_arm
+from specray.config import parse_config
+from specray.errors import ConfigError
+from specray.types import Overlap
+
+
+@pytest.mark.parametrize(
+    ("text", "arm", "name"),
+    [
+        ("off:0", Arm(0, Overlap.SERIAL), "off"),
+        ("serial:3", Arm(3, "serial"), "serial K=3"),
+        ("enumerate:2", Arm(2, "enumerate"), "enumerate K=2"),
+        ("auto:auto", Arm("auto", "auto"), "auto K=auto"),
+    ],
+)
+def test_arms_are_read_as_they_are_written(text: str, arm: Arm, name: str) -> None:
+    assert parse_arm(text) == arm
+    assert parse_arm(text).name == name
+
+
+@pytest.mark.parametrize(
+    "text", ["", "serial", "serial:0", "serial:33", "serial:-1", "off:2", "tree:2", "auto:x"]
+)
+def test_other_arms_are_refused_with_those_that_are_allowed(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_arm(text)
+    assert str(caught.value) == (
+        f"--arm is {text!r}; allowed: OVERLAP:K with OVERLAP one of serial, ahead, enumerate, auto and K in "
+        "1..32 or auto, or off:0"
+    )
+
+
+def test_cores_are_numbers_with_commas_between() -> None:
+    assert cores(None) is None
+    assert cores("0,3") == [0, 3]
+    with pytest.raises(ConfigError, match="cores are '0-3'; allowed: numbers with commas between"):
+        cores("0-3")
+
+
+def test_an_arm_changes_speculation_and_nothing_else() -> None:
+    config = parse_config({"target": {"max_num_seqs": 3}})
+    changed = with_arm(config, Arm("auto", "enumerate"))
+    assert changed.speculation.num_speculative_tokens == "auto"
+    assert changed.speculation.overlap is Overlap.ENUMERATE
+    assert changed.target == config.target
+
+
+def result(arm: str, tokens_per_s: float, temperature: float = 0.0) -> OverlapResult:
+    return OverlapResult(arm, temperature, tokens_per_s, None, 1.0, None, 20.0, None, 1.0)
+
+
+def test_arms_are_compared_with_the_best_serial_one_of_their_temperature() -> None:
+    table = overlap_table(
+        [
+            result("serial K=2", 80.0),
+            result("serial K=3", 100.0),
+            result("enumerate K=2", 130.0),
+            result("serial K=2", 50.0, 1.0),
+            result("enumerate K=2", 60.0, 1.0),
+        ]
+    )
+    assert [list(column.cells) for column in table.columns][-1] == ["0.80", "1.00", "1.30", "1.00", "1.20"]
+
+
+def test_a_run_reports_every_arm(tmp_path: Path) -> None:
+    file = tmp_path / "overlap.json"
+    arms = ["--arm", "off:0", "--arm", "serial:2", "--arm", "enumerate:2"]
+    sizes = ["--num-prompts", "1", "--num-repeats", "1", "--max-tokens", "24", "--max-model-len", "256"]
+    assert run(["bench", "overlap", *arms, *sizes, "--json", str(file)]) == 0
+    results = {entry["arm"]: entry for entry in json.loads(file.read_text())}
+    assert list(results) == ["off", "serial K=2", "enumerate K=2"]
+    assert results["off"]["tokens_per_round"] == 1.0
+    assert results["off"]["acceptance_rate"] is None
+    assert results["off"]["draft_ms"] is None
+    for name in ("serial K=2", "enumerate K=2"):
+        assert 1.0 < results[name]["tokens_per_round"] <= 3.0
+        assert results[name]["draft_ms"] > 0.0
+    assert results["enumerate K=2"]["hit_rate"] is not None
