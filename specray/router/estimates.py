@@ -8,7 +8,9 @@ _NUM_WARMUP = 5
 _WEIGHT = 0.1
 _MAX_JUMP = 3.0
 _EXACT_ROWS = 64
+_NUM_TRUSTED = 3
 _BUCKET_ROWS = 32
+_GROWTH = 4
 
 
 class Average:
@@ -17,18 +19,18 @@ class Average:
     Later samples count for at most three times the average: one hiccup must not change a plan.
     """
 
-    __slots__ = ("_count", "value")
+    __slots__ = ("count", "value")
 
     def __init__(self) -> None:
         self.value: float | None = None
-        self._count = 0
+        self.count = 0
 
     def add(self, sample: float) -> None:
         """Takes one measurement."""
-        self._count += 1
+        self.count += 1
         if self.value is None:
             self.value = sample
-        elif self._count <= _NUM_WARMUP:
+        elif self.count <= _NUM_WARMUP:
             self.value = min(self.value, sample)
         else:
             self.value += _WEIGHT * (min(sample, _MAX_JUMP * self.value) - self.value)
@@ -37,20 +39,19 @@ class Average:
 class TimeTable:
     """Seconds of a step by its size. Unknown sizes are interpolated; outside of what was measured, flat.
 
-    Flat is optimistic upwards, so a larger size is tried once it looks worth it, and then it is measured.
+    Flat is optimistic upwards, so a larger size is tried once it looks worth it, and then it is measured. The
+    first step of a size costs several times the later ones (kernels are chosen, memory is touched), so one
+    sample says nothing: sizes with fewer than three are left aside while there are others. Otherwise a size
+    that was slow once would never be tried again.
     """
 
     def __init__(self) -> None:
         self._averages: dict[int, Average] = {}
         self._sizes: list[int] = []
+        self._trusted: list[int] = []
 
     def __bool__(self) -> bool:
         return bool(self._sizes)
-
-    @property
-    def largest(self) -> int:
-        """The largest size measured; 0 before the first."""
-        return self._sizes[-1] if self._sizes else 0
 
     def add(self, size: int, seconds: float) -> None:
         """Takes one measurement of a step of ``size`` rows."""
@@ -60,10 +61,12 @@ class TimeTable:
             average = self._averages[bucket] = Average()
             insort(self._sizes, bucket)
         average.add(seconds)
+        if average.count == _NUM_TRUSTED:
+            insort(self._trusted, bucket)
 
     def predict(self, size: int) -> float | None:
         """Seconds of a step of ``size`` rows; None before the first measurement."""
-        sizes = self._sizes
+        sizes = self._trusted or self._sizes
         if not sizes:
             return None
         bucket = _bucket(size)
@@ -77,6 +80,36 @@ class TimeTable:
         assert lower is not None and upper is not None
         share = (bucket - sizes[index - 1]) / (sizes[index] - sizes[index - 1])
         return lower + share * (upper - lower)
+
+    def least(self, size: int) -> float | None:
+        """As ``predict``, but no more than larger sizes took: such a sample was disturbed."""
+        predicted = self.predict(size)
+        if predicted is None:
+            return None
+        larger = self._sizes[bisect_left(self._sizes, _bucket(size)) :]
+        return min([predicted, *(self._value(other) for other in larger)])
+
+    def largest_within(self, seconds: float) -> int:
+        """The largest size that is believed to take no longer than ``seconds``; 0: none.
+
+        A measured size vouches for all smaller ones. Beyond the largest one, _GROWTH times as much is tried.
+        """
+        for index in range(len(self._sizes) - 1, -1, -1):
+            size = self._sizes[index]
+            value = self._value(size)
+            if value > seconds:
+                continue
+            if index == len(self._sizes) - 1:
+                return _GROWTH * size
+            larger = self._sizes[index + 1]
+            share = (seconds - value) / (self._value(larger) - value)
+            return size + int(share * (larger - size))
+        return 0
+
+    def _value(self, size: int) -> float:
+        value = self._averages[size].value
+        assert value is not None, "an average is made for its first sample"
+        return value
 
 
 def _bucket(size: int) -> int:

@@ -43,10 +43,8 @@ MAX_FANOUT = 3
 MAX_BRANCH_ROWS = 96
 """Branches of all sessions together; a small draft becomes compute-bound beyond about a hundred rows."""
 FAILED_DRAFT_REST_ROUNDS = 16
-MIN_PREFILL_ROOM = 16
-"""Prompt tokens that join every step, whatever it costs: a prompt must get on."""
-PREFILL_GROWTH = 4
-"""A step may have so many times the rows of the largest one measured."""
+PREFILL_UNIT = 16
+"""One joins every step, whatever it costs: a prompt must get on. A new size of step is slow at first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,28 +167,20 @@ class Policy:
     def prefill_room(self, num_rows: int, most: int, *, max_slowdown: float) -> int:
         """Prompt tokens that may share a step with the running sessions.
 
-        A size far beyond all that was measured is not believed to cost nothing; it is tried in stages.
-
         Args:
             num_rows: of the running sessions, >= 1.
             most: that may be asked for, >= 1.
             max_slowdown: the step may take so many times as long as without the prompt tokens.
 
         Returns:
-            In 1..most: what fits into that time, but never fewer than MIN_PREFILL_ROOM.
+            In 1..most: what fits into that time, in whole PREFILL_UNITs, but never fewer than one of them.
         """
-        table = self._times(is_overlapped=True)
-        alone = table.predict(num_rows)
+        times = self._times(is_overlapped=True)
+        alone = times.least(num_rows)
         if alone is None:
             return most
-        least = min(most, MIN_PREFILL_ROOM)
-        first, last = least, min(most, max(least, PREFILL_GROWTH * table.largest - num_rows))
-        while first < last:
-            middle = (first + last + 1) // 2
-            seconds = table.predict(num_rows + middle)
-            assert seconds is not None, "what is measured is predicted"
-            first, last = (middle, last) if seconds <= max_slowdown * alone else (first, middle - 1)
-        return first
+        room = times.largest_within(max_slowdown * alone) - num_rows
+        return min(most, max(1, room // PREFILL_UNIT) * PREFILL_UNIT)
 
     # Measurements
 
