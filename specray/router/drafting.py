@@ -224,7 +224,7 @@ class Drafting:
             is_hit = session.drafted is not None
             result = "late_hit" if is_hit else "late_miss"
             self._later.add(self._metrics.observe_lookup, result, live.num_drafted)
-            self._policy.observe_lookup(live.ahead.overlap, Lookup.HIT if is_hit else Lookup.MISS_TOKEN)
+            self._policy.observe_lookup(live.ahead, Lookup.HIT if is_hit else Lookup.MISS_TOKEN)
         return is_taken
 
     def on_lookup(self, live: LiveSession, lookup: Lookup, now: float) -> None:
@@ -233,7 +233,7 @@ class Drafting:
             live.waiting_since_s = now
         elif lookup is not Lookup.NOT_ASKED:
             self._later.add(self._metrics.observe_lookup, lookup.value, live.num_drafted)
-            self._policy.observe_lookup(live.ahead.overlap, lookup)
+            self._policy.observe_lookup(live.ahead, lookup)
 
     def _learn(self, answered: Sequence[SpeculateItem], forward_s: float, elapsed_s: float) -> None:
         """Measures steps of one kind; mixed ones and prefills say nothing about either."""
@@ -244,9 +244,8 @@ class Drafting:
         if not answered[0].fanout:
             self._policy.observe_proposal(num_tokens, forward_s, elapsed_s - forward_s)
             return
-        live = self._running.get(answered[0].request_id)
-        if live is not None:
-            self._policy.observe_outcomes(num_tokens, forward_s, live.ahead.overlap)
+        num_branches = sum(sum(item.fanout) for item in answered)
+        self._policy.observe_outcomes(num_tokens, num_branches, forward_s)
 
     # Losses
 

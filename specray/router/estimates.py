@@ -116,6 +116,31 @@ def _bucket(size: int) -> int:
     return size if size <= _EXACT_ROWS else -(-size // _BUCKET_ROWS) * _BUCKET_ROWS
 
 
+class OutcomesTime:
+    """Seconds that the draft needs for outcomes.
+
+    In draft steps: one per token, one for the ranking, and for every branch of a step some share of one more.
+    The share is what is learnt, so one measurement tells of all numbers of tokens and branches.
+    """
+
+    _PRIOR_SHARE = 0.1
+    _LEAST_SHARE = 0.01
+
+    def __init__(self) -> None:
+        self._share = Average()
+
+    def add(self, num_tokens: int, num_branches: int, seconds: float, *, step_s: float) -> None:
+        """Takes the time of branches of ``num_tokens``, given that a step of one line takes ``step_s``."""
+        if num_tokens > 0 and num_branches > 0 and step_s > 0:
+            excess = seconds / step_s - (num_tokens + 1)
+            self._share.add(max(self._LEAST_SHARE, excess / (num_tokens * num_branches)))
+
+    def predict(self, num_tokens: int, num_branches: int, *, step_s: float) -> float:
+        """Seconds of ``num_branches`` branches of ``num_tokens`` each."""
+        share = self._PRIOR_SHARE if self._share.value is None else self._share.value
+        return step_s * (num_tokens + 1 + share * num_tokens * num_branches)
+
+
 class Rate:
     """A probability with a prior: ``(successes + prior * weight) / (trials + weight)``, old trials fading."""
 

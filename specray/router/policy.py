@@ -8,6 +8,8 @@ time, R = round trip to the draft, h = hit rate::
     serial             V(n(K+1)) + D(K) + R
     ahead, enumerate   max(V(n(K+1)), D_outcomes(K) + R) + (1 - h)(D(K) + R)      outcomes are pushed
 
+D_outcomes grows with the branches, h too: so the width of the fan-out is part of what is chosen.
+
 The geometric fan-out is that of SSD/Saguaro (arXiv 2603.03251, theorem 12) with r = 1:
 ``F_n = F_0 a^(n/2)`` and ``F_K = F_0 a^(K/2) (1 - a)^(-1/2)``.
 """
@@ -15,10 +17,10 @@ The geometric fan-out is that of SSD/Saguaro (arXiv 2603.03251, theorem 12) with
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from specray.config import SpeculationConfig
-from specray.router.estimates import Average, Rate, TimeTable, chain_trials
+from specray.router.estimates import Average, OutcomesTime, Rate, TimeTable, chain_trials
 from specray.router.records import Lookup
 from specray.types import GenerateRequest, Overlap
 
@@ -26,7 +28,9 @@ AUTO_K = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 """What ``num_speculative_tokens: auto`` chooses from, besides 0."""
 FIRST_K = 3
 PRIOR_ACCEPTANCE = 0.7
-PRIOR_HIT_RATE = 0.8
+MISSES_BY_WIDTH = (1.0, 0.6, 0.4)
+"""Before it is measured: of the tokens that the draft's first guess misses, how many F_0 = 1, 2 or 3 guesses
+miss. On a trained pair the target's draw is among the first 1 / 2 / 3 in 55 / 75 / 84 % of positions."""
 PRIOR_DRAFT_SHARE = 0.15
 """A draft step as part of a target step, before both are measured."""
 FIRST_REVIEW_ROUNDS = 4
@@ -39,7 +43,8 @@ MIN_GAIN = 1.02
 PROBE_INTERVAL_ROUNDS = 128
 PROBE_ROUNDS = 2
 """With speculation off, so many rounds in each interval try it again: below 1 % even where it costs half."""
-MAX_FANOUT = 3
+WIDTHS = (3, 2, 1)
+"""Of enumeration; the first plan of all, before anything is measured, is the last."""
 MAX_BRANCH_ROWS = 96
 """Branches of all sessions together; a small draft becomes compute-bound beyond about a hundred rows."""
 FAILED_DRAFT_REST_ROUNDS = 16
@@ -53,6 +58,8 @@ class Plan:
 
     num_speculative_tokens: int
     overlap: Overlap = Overlap.SERIAL
+    width: int = 1
+    """F_0 under enumeration."""
 
     @property
     def is_off(self) -> bool:
@@ -83,11 +90,11 @@ class _Measured:
     verify: dict[bool, TimeTable] = field(default_factory=lambda: {False: TimeTable(), True: TimeTable()})
     """By whether the draft works meanwhile: engines that share memory slow each other."""
     propose_per_token: Average = field(default_factory=Average)
-    outcomes_per_step: dict[Overlap, Average] = field(
-        default_factory=lambda: {Overlap.AHEAD: Average(), Overlap.ENUMERATE: Average()}
-    )
+    outcomes: OutcomesTime = field(default_factory=OutcomesTime)
+    slowest_outcomes_s: float = 0.0
     draft_round_trip: Average = field(default_factory=Average)
-    hit_rate: dict[Overlap, Rate] = field(default_factory=dict)
+    hit_rate: dict[int, Rate] = field(default_factory=dict)
+    """Of enumeration, by width."""
 
 
 class Policy:
@@ -140,7 +147,7 @@ class Policy:
         plan = pacing.plan
         if plan.num_speculative_tokens < num_remaining:
             return plan
-        return Plan(num_remaining - 1, plan.overlap)
+        return replace(plan, num_speculative_tokens=num_remaining - 1)
 
     def fanout(self, plan: Plan, num_drafts: int, pacing: Pacing, *, num_running: int) -> tuple[int, ...]:
         """F_0..F_K for the proposal under verification; empty: the draft rests until the verdict."""
@@ -148,17 +155,20 @@ class Policy:
             return ()
         if plan.overlap is Overlap.AHEAD:
             return (0,) * num_drafts + (1,)
-        first = min(MAX_FANOUT, max(1, MAX_BRANCH_ROWS // (max(1, num_running) * (num_drafts + 1))))
+        return self._enumeration(plan.width, num_drafts, pacing, num_running)
+
+    def _enumeration(self, width: int, num_drafts: int, pacing: Pacing, num_running: int) -> tuple[int, ...]:
+        first = min(width, max(1, MAX_BRANCH_ROWS // (max(1, num_running) * (num_drafts + 1))))
         return geometric_fanout(first, num_drafts, pacing.acceptance.value)
 
     def patience_s(self) -> float | None:
         """How long a round may wait for the draft: four times what it usually takes. None: not measured."""
-        averages = (self._measured.propose_per_token, *self._measured.outcomes_per_step.values())
-        steps = [average.value for average in averages if average.value is not None]
-        if not steps:
+        step_s = self._measured.propose_per_token.value
+        if step_s is None:
             return None
-        k = self._fixed_k or AUTO_K[-1]
-        return max(0.05, 4 * (max(steps) * (k + 1) + (self._measured.draft_round_trip.value or 0.0)))
+        proposal_s = (self._fixed_k or AUTO_K[-1]) * step_s
+        slowest_s = max(proposal_s, self._measured.slowest_outcomes_s)
+        return max(0.05, 4 * (slowest_s + (self._measured.draft_round_trip.value or 0.0)))
 
     def verify_s(self, rows: int) -> float | None:
         """Expected seconds of a target step; None before the first measurement."""
@@ -194,10 +204,16 @@ class Policy:
             self._measured.propose_per_token.add(forward_s / num_tokens)
             self._measured.draft_round_trip.add(max(0.0, round_trip_s))
 
-    def observe_outcomes(self, num_tokens: int, forward_s: float, overlap: Overlap) -> None:
+    def observe_outcomes(self, num_tokens: int, num_branches: int, forward_s: float) -> None:
         """One draft step that answered outcomes with branches of ``num_tokens`` and nothing else."""
-        if overlap in self._measured.outcomes_per_step:
-            self._measured.outcomes_per_step[overlap].add(forward_s / (num_tokens + 1))
+        step_s = self._measured.propose_per_token.value
+        if step_s is None:
+            # No proposal was asked for yet: the branches cost what is expected of them.
+            step_s = forward_s / OutcomesTime().predict(num_tokens, num_branches, step_s=1.0)
+            self._measured.propose_per_token.add(step_s)
+        self._measured.outcomes.add(num_tokens, num_branches, forward_s, step_s=step_s)
+        # What was slow once may be so again; it fades.
+        self._measured.slowest_outcomes_s = max(forward_s, 0.98 * self._measured.slowest_outcomes_s)
 
     def observe_round(self, pacing: Pacing, num_drafts: int, num_accepted: int) -> None:
         """One verdict of a session."""
@@ -209,10 +225,14 @@ class Policy:
             pacing.acceptance.add(num_accepted, trials)
             self._acceptance.add(num_accepted, trials)
 
-    def observe_lookup(self, overlap: Overlap, lookup: Lookup) -> None:
-        """What outcomes asked under ``overlap`` were good for."""
-        rate = self._measured.hit_rate.setdefault(overlap, Rate(self._prior_hit_rate(overlap)))
-        rate.add(int(lookup is Lookup.HIT), 1)
+    def observe_lookup(self, plan: Plan, lookup: Lookup) -> None:
+        """What outcomes asked under ``plan`` were good for."""
+        if plan.overlap is Overlap.ENUMERATE:
+            rate = self._measured.hit_rate.get(plan.width)
+            if rate is None:
+                prior = prior_hit_rate(plan.width, self._acceptance.value)
+                rate = self._measured.hit_rate[plan.width] = Rate(prior)
+            rate.add(int(lookup is Lookup.HIT), 1)
 
     # Choice
 
@@ -240,9 +260,14 @@ class Policy:
         pacing.plan = best
 
     def _candidates(self, fixed_k: int | None) -> list[Plan]:
-        if fixed_k is not None:
-            return [Plan(fixed_k, overlap) for overlap in self._overlaps]
-        return [OFF, *(Plan(k, overlap) for overlap in self._overlaps for k in AUTO_K)]
+        ks = AUTO_K if fixed_k is None else (fixed_k,)
+        plans = [
+            Plan(k, overlap, width)
+            for overlap in self._overlaps
+            for width in (WIDTHS if overlap is Overlap.ENUMERATE else (1,))
+            for k in ks
+        ]
+        return [OFF, *plans] if fixed_k is None else plans
 
     def _best(self, candidates: Sequence[Plan], pacing: Pacing, num_running: int) -> Plan:
         if self._verify(num_running, is_overlapped=False) is None:
@@ -268,9 +293,11 @@ class Policy:
         fresh = step * k + round_trip
         if not is_overlapped:
             return tokens / (verify + fresh)
-        outcomes_step = self._measured.outcomes_per_step[overlap].value
-        outcomes = (k + 1) * (1.5 * step if outcomes_step is None else outcomes_step) + round_trip
-        hits = self._hit_rate(overlap, acceptance, k)
+        num_branches = num_running
+        if overlap is Overlap.ENUMERATE:
+            num_branches *= sum(self._enumeration(plan.width, k, pacing, num_running))
+        outcomes = self._measured.outcomes.predict(k, num_branches, step_s=step) + round_trip
+        hits = self._hit_rate(plan, acceptance)
         return tokens / (max(verify, outcomes) + (1 - hits) * fresh)
 
     def _verify(self, rows: int, *, is_overlapped: bool) -> float | None:
@@ -280,15 +307,17 @@ class Policy:
         own, other = self._measured.verify[is_overlapped], self._measured.verify[not is_overlapped]
         return own or other
 
-    def _hit_rate(self, overlap: Overlap, acceptance: float, k: int) -> float:
-        measured = self._measured.hit_rate.get(overlap)
-        if overlap is Overlap.AHEAD:
+    def _hit_rate(self, plan: Plan, acceptance: float) -> float:
+        if plan.overlap is Overlap.AHEAD:
             # One chain holds only when all K tokens are accepted and the bonus guess is right as well.
-            return float(acceptance ** (k + 1))
-        return PRIOR_HIT_RATE if measured is None else measured.value
+            return float(acceptance ** (plan.num_speculative_tokens + 1))
+        measured = self._measured.hit_rate.get(plan.width)
+        return prior_hit_rate(plan.width, acceptance) if measured is None else measured.value
 
-    def _prior_hit_rate(self, overlap: Overlap) -> float:
-        return PRIOR_HIT_RATE if overlap is Overlap.ENUMERATE else PRIOR_ACCEPTANCE ** (FIRST_K + 1)
+
+def prior_hit_rate(width: int, acceptance: float) -> float:
+    """How often the next token is among ``width`` guesses, when each alone is right so often."""
+    return 1 - (1 - acceptance) * MISSES_BY_WIDTH[width - 1]
 
 
 def expected_tokens(acceptance: float, num_drafts: int) -> float:

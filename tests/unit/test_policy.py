@@ -7,16 +7,18 @@ from typing import Any
 import pytest
 from router_harness import request, speculation_config
 
-from specray.router.estimates import Average, Rate, TimeTable, chain_trials
+from specray.router.estimates import Average, OutcomesTime, Rate, TimeTable, chain_trials
 from specray.router.policy import (
     AUTO_K,
     OFF,
     PROBE_INTERVAL_ROUNDS,
     PROBE_ROUNDS,
+    WIDTHS,
     Pacing,
     Plan,
     Policy,
     geometric_fanout,
+    prior_hit_rate,
 )
 from specray.router.records import Lookup
 from specray.types import Overlap, SpeculationParams
@@ -39,12 +41,12 @@ def measured(
             policy.observe_verify(rows, verify_s + rows_s * rows, is_overlapped=is_overlapped)
     for _ in range(10):
         policy.observe_proposal(4, 4 * draft_step_s, 0.0002)
-        policy.observe_outcomes(4, 5 * draft_step_s * 1.2, Overlap.ENUMERATE)
-        policy.observe_outcomes(4, 5 * draft_step_s, Overlap.AHEAD)
+        # A branch costs a twentieth of a step: 8 branches of 4 tokens 1.6 steps, besides 5.
+        policy.observe_outcomes(4, 8, 6.6 * draft_step_s)
     for index in range(200):
-        policy.observe_lookup(
-            Overlap.ENUMERATE, Lookup.HIT if index * 37 % 100 < 100 * hits else Lookup.MISS_TOKEN
-        )
+        for width in WIDTHS:
+            lookup = Lookup.HIT if index * 37 % 100 < 100 * hits else Lookup.MISS_TOKEN
+            policy.observe_lookup(Plan(4, Overlap.ENUMERATE, width), lookup)
         passed = index * 37 % 100 < 100 * acceptance
         policy.observe_round(pacing, 1, int(passed))
     pacing.plan = None
@@ -103,7 +105,8 @@ def test_fanout_of_each_mode() -> None:
     for plan, fanout in (
         (Plan(3, Overlap.SERIAL), ()),
         (Plan(3, Overlap.AHEAD), (0, 0, 0, 1)),
-        (Plan(3, Overlap.ENUMERATE), (3, 2, 2, 2)),
+        (Plan(3, Overlap.ENUMERATE, 3), (3, 2, 2, 2)),
+        (Plan(3, Overlap.ENUMERATE, 1), (1, 1, 1, 1)),
         (OFF, ()),
     ):
         assert policy.fanout(plan, 3, pacing, num_running=1) == fanout
@@ -112,12 +115,12 @@ def test_fanout_of_each_mode() -> None:
 def test_fanout_of_a_round_without_draft_tokens_foresees_the_next_token() -> None:
     policy, pacing = measured()
     assert policy.fanout(Plan(3, Overlap.AHEAD), 0, pacing, num_running=1) == (1,)
-    assert policy.fanout(Plan(3, Overlap.ENUMERATE), 0, pacing, num_running=1) == (3,)
+    assert policy.fanout(Plan(3, Overlap.ENUMERATE, 3), 0, pacing, num_running=1) == (3,)
 
 
 def test_fanout_shrinks_as_load_grows() -> None:
     policy, pacing = measured()
-    plan = Plan(3, Overlap.ENUMERATE)
+    plan = Plan(3, Overlap.ENUMERATE, 3)
     sums = [sum(policy.fanout(plan, 3, pacing, num_running=count)) for count in (1, 12, 64)]
     assert sums == sorted(sums, reverse=True)
     assert sums[0] > sums[1] > sums[2] == 4
@@ -239,10 +242,41 @@ def test_first_plan_before_any_measurement_speculates_moderately() -> None:
 def test_patience_is_unknown_before_the_first_proposal_and_follows_the_draft_after() -> None:
     assert Policy(speculation_config()).patience_s() is None
     policy, _ = measured(num_speculative_tokens=4, draft_step_s=0.010)
-    assert policy.patience_s() == pytest.approx(4 * (5 * 0.012 + 0.0002))
+    assert policy.patience_s() == pytest.approx(4 * (6.6 * 0.010 + 0.0002))
+
+
+def test_a_wider_fanout_is_chosen_while_it_still_hides_behind_the_target() -> None:
+    chosen_widths = {}
+    for draft_step_s in (0.001, 0.0028, 0.0033):
+        policy, pacing = measured(draft_step_s=draft_step_s, overlap="enumerate", num_speculative_tokens=4)
+        for width, hits in ((1, 55), (2, 75), (3, 84)):
+            for index in range(400):
+                lookup = Lookup.HIT if index * 37 % 100 < hits else Lookup.MISS_TOKEN
+                policy.observe_lookup(Plan(4, Overlap.ENUMERATE, width), lookup)
+        chosen_widths[draft_step_s] = chosen(policy, pacing).width
+    assert chosen_widths == {0.001: 3, 0.0028: 3, 0.0033: 2}
+
+
+def test_hits_before_any_lookup_are_those_of_a_trained_pair() -> None:
+    assert [prior_hit_rate(width, 0.55) for width in (1, 2, 3)] == pytest.approx([0.55, 0.73, 0.82])
 
 
 # Estimates
+
+
+def test_one_measurement_of_outcomes_tells_of_other_widths_and_lengths() -> None:
+    times = OutcomesTime()
+    assert times.predict(3, 4, step_s=0.01) == pytest.approx(0.01 * (4 + 0.1 * 12))
+    times.add(2, 10, 0.01 * (3 + 0.3 * 20), step_s=0.01)
+    assert times.predict(3, 4, step_s=0.01) == pytest.approx(0.01 * (4 + 0.3 * 12))
+    assert times.predict(3, 1, step_s=0.02) == pytest.approx(0.02 * (4 + 0.3 * 3))
+
+
+def test_outcomes_that_cost_no_more_than_proposals_do_not_become_free() -> None:
+    times = OutcomesTime()
+    for _ in range(20):
+        times.add(2, 10, 0.001, step_s=0.01)
+    assert times.predict(2, 10, step_s=0.01) == pytest.approx(0.01 * (3 + 0.01 * 20))
 
 
 def test_average_forgets_a_slow_start_and_caps_a_hiccup() -> None:
