@@ -161,10 +161,11 @@ class SuffixIndex:
     # Counts
 
     def _count_tail(self, token_id: int) -> None:
-        # The token before may have split the tail's state; then its shorter strings moved to the link.
-        state, length = self._within(*self._tail)
-        state, length = self._next[state][token_id], length + 1
-        self._tail = Match(*self._within(state, min(length, self.max_depth)))
+        # A state that was split leaves its transitions to both parts, so that the way from it is right, and
+        # may only end too far down.
+        following = self._next[self._tail.state][token_id]
+        length = min(self._tail.length + 1, self.max_depth)
+        self._tail = Match(*self._within(following, length))
         state = self._tail.state
         count, latest, link = self._count, self._latest, self._link
         while state > ROOT:

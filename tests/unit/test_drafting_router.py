@@ -10,9 +10,18 @@ import pytest
 from router_harness import Pair, fake_draft, request, router_config, run, serving
 
 from specray.errors import EngineLostError, InvalidRequestError
-from specray.fakes import FakeTarget, LocalDrafter, PerfectGuesser, ToyModel, VirtualClock
+from specray.fakes import (
+    FakeDraft,
+    FakeTarget,
+    LocalDrafter,
+    NoisyGuesser,
+    PerfectGuesser,
+    ToyModel,
+    VirtualClock,
+)
 from specray.fakes.engines import fake_info
 from specray.interfaces import Drafter
+from specray.router.policy import PRIOR_ACCEPTANCE
 from specray.types import DraftKind, GenerateRequest, OutputChunk, SpeculationParams, Verification
 
 # Its output goes round in a circle after at most 8 tokens, so that lookups succeed.
@@ -303,6 +312,61 @@ def test_miss_is_filled_only_where_that_promises_more_than_a_fresh_proposal() ->
     _, filled = serve_and_ask(REPEATING, given, filler="suffix", **options)
     assert filled.target.num_steps < asked.target.num_steps / 2
     assert of_source(filled, "filler")[2] > 60
+
+
+def test_miss_is_asked_for_where_a_fresh_proposal_promises_more() -> None:
+    """A fast draft that is often right, and lookups that are right once in four times."""
+    guessable = ToyModel(vocab_size=4)
+    draft = FakeDraft(NoisyGuesser(guessable), cost=lambda steps: int(steps * 0.0003 * 1e9))
+    _, pair = serve_and_ask(
+        guessable,
+        [request("a", (3, 1, 2), 300)],
+        draft=draft,
+        filler="suffix",
+        overlap="enumerate",
+        num_speculative_tokens=3,
+    )
+    misses = sum(
+        pair.counted("specray_outcomes_total", result=f"{when}miss{cause}")
+        for when, cause in (("", "_token"), ("", "_count"), ("late_", ""))
+    )
+    assert misses > 4
+    assert of_source(pair, "filler")[0] <= 1
+
+
+def test_draft_that_is_late_is_filled_in_for() -> None:
+    """From its fourth batch on the draft says nothing: no round after that is without draft tokens."""
+    clock = VirtualClock()
+
+    async def main() -> None:
+        draft = fake_draft(PerfectGuesser(REPEATING))
+        async with serving(
+            clock,
+            target=target_of(REPEATING),
+            make_drafter=lambda number: LocalDrafter(draft, clock, hangs_after=3),
+            config=router_config(round_timeout_s=0.5),
+            filler="ngram",
+            overlap="serial",
+            num_speculative_tokens=3,
+        ) as pair:
+            circle = (5, *REPEATING.generate((5,), 20))
+            await pair.router.complete(request("a", circle, 60))
+            assert of_source(pair, "filler")[0] > 8
+            assert pair.counted("specray_rounds_total") == pair.counted(
+                "specray_spec_decode_num_drafts_total"
+            )
+
+    run(clock, main())
+
+
+def test_fillers_say_nothing_about_the_draft_model() -> None:
+    def lease(number: int) -> Drafter:
+        raise EngineLostError("no draft")
+
+    given = [request("a", tuple([1, 2, 3] * 20), 200)]
+    _, pair = serve_and_ask(CHANGING, given, make_drafter=lease, filler="ngram")
+    assert of_source(pair, "filler")[0] > 0
+    assert pair.router._policy.pace(request("b")).acceptance.value == PRIOR_ACCEPTANCE
 
 
 # By request
