@@ -9,10 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from rich.table import Table
 
+from specray.bench.relay import relay
 from specray.config import Config, parse_config
 from specray.metrics import RouterMetrics
 from specray.router import Router
@@ -52,6 +53,10 @@ class OverlapResult:
     draft_ms: float | None
     idle_ms: float
     """The target, between a verdict and the next Verify."""
+    delay_ms: float | None = None
+    """Added between router and draft, each way."""
+    bytes_per_round: float | None = None
+    """Between router and draft, both ways, without the headers of IP and TCP."""
 
 
 @dataclass(slots=True)
@@ -60,7 +65,13 @@ class _Running:
     router: Router
     num_tokens: int = 0
     seconds: float = 0.0
-    passes: list[float] = field(default_factory=list)
+    num_bytes: int = 0
+    num_rounds: float = 0.0
+
+    def reset(self) -> None:
+        """Forgets the warm-up."""
+        self.num_tokens, self.seconds, self.num_bytes = 0, 0.0, 0
+        self.num_rounds = self.router.metrics.value("specray_rounds_total")
 
 
 def with_arm(config: Config, arm: Arm) -> Config:
@@ -79,6 +90,7 @@ async def measure_overlap(
     temperatures: Sequence[float] = (0.0,),
     max_tokens: int = 128,
     num_repeats: int = 2,
+    delay_ms: float | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[OverlapResult]:
     """Serves the prompts one at a time, arm after arm, ``num_repeats`` times; arms take turns.
@@ -86,6 +98,7 @@ async def measure_overlap(
     Args:
         config: the pair, its cores and threads.
         arms: what is compared.
+        delay_ms: between router and draft, each way; None: they are joined directly.
         progress: told what comes next.
 
     Raises:
@@ -95,7 +108,12 @@ async def measure_overlap(
     tokenizer = Tokenizer.load(config.target.model)
     encoded = [tokenizer.encode(prompt) for prompt in prompts]
     results: list[OverlapResult] = []
-    async with local_pair(config) as pair:
+    async with AsyncExitStack() as outer:
+        pair = await outer.enter_async_context(local_pair(config))
+        link = None
+        if delay_ms is not None and pair.draft is not None:
+            link = outer.enter_context(relay(pair.draft.removeprefix("unix:"), delay_ms=delay_ms))
+            pair = replace(pair, draft=link.address)
         for temperature in temperatures:
             async with AsyncExitStack() as stack:
                 running = [await _start(config, arm, pair, stack) for arm in arms]
@@ -104,10 +122,12 @@ async def measure_overlap(
                         progress(f"temperature {temperature:g}, {one.arm.name}, pass {max(repeat, 0) + 1}")
                         # The first pass warms up: caches, threads, and what the policy has to learn.
                         batch = encoded[:1] if repeat < 0 else encoded
+                        before = 0 if link is None else link.num_bytes
                         await _run_pass(one, batch, temperature, max_tokens, f"{temperature:g}-{repeat}")
+                        one.num_bytes += 0 if link is None else link.num_bytes - before
                         if repeat < 0:
-                            one.num_tokens, one.seconds = 0, 0.0
-                results.extend(_result(one, temperature) for one in running)
+                            one.reset()
+                results.extend(_result(one, temperature, delay_ms) for one in running)
     return results
 
 
@@ -134,7 +154,7 @@ async def _run_pass(
         one.num_tokens += len(chunk.token_ids)
 
 
-def _result(one: _Running, temperature: float) -> OverlapResult:
+def _result(one: _Running, temperature: float, delay_ms: float | None) -> OverlapResult:
     metrics = one.router.metrics
     drafted = metrics.value("specray_spec_decode_num_draft_tokens_total")
     accepted = metrics.value("specray_spec_decode_num_accepted_tokens_total")
@@ -151,6 +171,8 @@ def _result(one: _Running, temperature: float) -> OverlapResult:
         verify_ms=_mean_ms(metrics, "specray_verify_forward_seconds") or 0.0,
         draft_ms=_mean_ms(metrics, "specray_draft_forward_seconds"),
         idle_ms=_mean_ms(metrics, "specray_target_idle_seconds") or 0.0,
+        delay_ms=delay_ms,
+        bytes_per_round=None if delay_ms is None else one.num_bytes / (rounds - one.num_rounds),
     )
 
 
@@ -165,27 +187,22 @@ def _mean_ms(metrics: RouterMetrics, name: str) -> float | None:
 
 def overlap_table(results: Sequence[OverlapResult]) -> Table:
     """For the terminal; the last column compares with the fastest serial arm of the same temperature."""
-    columns = (
-        "arm",
-        "temp.",
-        "tokens/s",
-        "accepted",
-        "per round",
-        "hits",
-        "verify ms",
-        "draft ms",
-        "idle ms",
-    )
-    table = Table(*columns, "of best serial", title="overlap")
+    has_link = any(result.delay_ms is not None for result in results)
+    link = ("delay ms", "bytes/round") if has_link else ()
+    rates = ("tokens/s", "accepted", "per round", "hits")
+    times = ("verify ms", "draft ms", "idle ms")
+    table = Table("arm", "temp.", *link, *rates, *times, "of best serial", title="overlap")
     for result in results:
         serial = [
             other.tokens_per_s
             for other in results
-            if other.temperature == result.temperature and other.arm.startswith(Overlap.SERIAL)
+            if other.arm.startswith(Overlap.SERIAL)
+            and (other.temperature, other.delay_ms) == (result.temperature, result.delay_ms)
         ]
         table.add_row(
             result.arm,
             f"{result.temperature:g}",
+            *(_number(value) for value in (result.delay_ms, result.bytes_per_round) if has_link),
             f"{result.tokens_per_s:.1f}",
             _share(result.acceptance_rate),
             f"{result.tokens_per_round:.2f}",
@@ -196,6 +213,10 @@ def overlap_table(results: Sequence[OverlapResult]) -> Table:
             f"{result.tokens_per_s / max(serial):.2f}" if serial else "–",
         )
     return table
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0f}"
 
 
 def _share(value: float | None) -> str:

@@ -35,6 +35,13 @@ def overlap(
     temperature: Annotated[
         list[float] | None, typer.Option(min=0, max=2, help="0 is greedy; may be repeated.")
     ] = None,
+    delay_ms: Annotated[
+        list[float] | None,
+        typer.Option(
+            min=0,
+            help="Added between router and draft, each way; may be repeated.",
+        ),
+    ] = None,
     dataset: Annotated[Dataset, typer.Option(help="Where prompts come from.")] = Dataset.BUILTIN,
     dataset_path: Annotated[
         Path | None, typer.Option(help="The data set's file (JSON lines, .gz too).")
@@ -68,18 +75,24 @@ def overlap(
     config = build_config(None, options, settings or [])
     arms = [parse_arm(text) for text in arm or ("off:0", "serial:2", "serial:3", "serial:4", "auto:auto")]
     console = Console(stderr=True)
+    prompts = load_prompts(dataset, dataset_path, num_prompts)
     with console.status("starting the pair") as status:
-        results = asyncio.run(
-            measure_overlap(
-                config,
-                arms,
-                load_prompts(dataset, dataset_path, num_prompts),
-                temperatures=temperature or (0.0,),
-                max_tokens=max_tokens,
-                num_repeats=num_repeats,
-                progress=status.update,
+        results = [
+            result
+            for delay in delay_ms or (None,)
+            for result in asyncio.run(
+                measure_overlap(
+                    config,
+                    arms,
+                    prompts,
+                    temperatures=temperature or (0.0,),
+                    max_tokens=max_tokens,
+                    num_repeats=num_repeats,
+                    delay_ms=delay,
+                    progress=status.update,
+                )
             )
-        )
+        ]
     Console().print(overlap_table(results))
     write_json([asdict(result) for result in results], json_path)
 
