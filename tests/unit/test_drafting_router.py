@@ -344,9 +344,9 @@ def test_draft_that_is_late_is_filled_in_for() -> None:
             clock,
             target=target_of(REPEATING),
             make_drafter=lambda number: LocalDrafter(draft, clock, hangs_after=3),
-            config=router_config(round_timeout_s=0.5),
+            config=router_config(round_timeout_s=5),
             filler="ngram",
-            overlap="serial",
+            overlap="enumerate",
             num_speculative_tokens=3,
         ) as pair:
             circle = (5, *REPEATING.generate((5,), 20))
