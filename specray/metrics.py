@@ -12,12 +12,27 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from specray.types import EngineInfo
+
 _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 _OVERHEAD_S = (
     *(0.0001, 0.0002, 0.0003, 0.0004, 0.0005, 0.0006, 0.0008, 0.001, 0.0012, 0.0014, 0.0016, 0.0018, 0.002),
     *(0.0022, 0.0024, 0.0026, 0.0028, 0.003, 0.004, 0.005, 0.01, 0.02, 0.05, 0.1, 1),
 )
 _NUM_POSITIONS = 32
+
+
+class _Total:
+    """A counter of ours that follows one of an engine, which starts anew at 0 when the engine does."""
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self._last = 0
+
+    def show(self, value: int) -> None:
+        """The engine's counter stands at ``value``."""
+        self._counter.inc(value - self._last if value >= self._last else value)
+        self._last = value
 
 
 class RouterMetrics:
@@ -28,6 +43,7 @@ class RouterMetrics:
         self._make_speculation_metrics()
         self._make_round_metrics()
         self._make_request_metrics()
+        self._make_engine_metrics()
 
     def text(self) -> str:
         """All metrics in Prometheus text format."""
@@ -121,16 +137,41 @@ class RouterMetrics:
         )
         self.queued_requests = Gauge("specray_queue_depth", "Requests that wait.", registry=registry)
         self.running_sessions = Gauge("specray_running_sessions", "Sessions that run.", registry=registry)
-        self.target_blocks_in_use = Gauge(
-            "specray_target_blocks_in_use", "Cache blocks of the target that are taken.", registry=registry
+
+    def _make_engine_metrics(self) -> None:
+        registry = self.registry
+        self._blocks_in_use = {
+            "target": Gauge(
+                "specray_target_blocks_in_use",
+                "Cache blocks of the target that are taken.",
+                registry=registry,
+            ),
+            "draft": Gauge(
+                "specray_draft_blocks_in_use",
+                "Cache blocks of the leased draft that are taken, by other routers too.",
+                registry=registry,
+            ),
+        }
+        queries, hits = (
+            Counter(f"specray_prefix_cache_{name}", text, ["engine"], registry=registry)
+            for name, text in (
+                ("queries", "Tokens looked up in the engine's prefix cache, for other routers too."),
+                ("hits", "Tokens found there and not computed again."),
+            )
         )
-        self.draft_blocks_in_use = Gauge(
-            "specray_draft_blocks_in_use",
-            "Cache blocks of the leased draft that are taken, by other routers too.",
-            registry=registry,
-        )
+        self._prefix_cache = {
+            role: (_Total(queries.labels(role)), _Total(hits.labels(role))) for role in self._blocks_in_use
+        }
 
     # What happens
+
+    def observe_engine(self, role: str, info: EngineInfo | None) -> None:
+        """What the engine in ``role`` (target or draft) says of itself; None: none, or it is silent."""
+        self._blocks_in_use[role].set(0 if info is None else info.num_blocks_in_use)
+        if info is not None:
+            queries, hits = self._prefix_cache[role]
+            queries.show(info.num_prefix_cache_queries)
+            hits.show(info.num_prefix_cache_hits)
 
     def observe_round(self, num_drafts: int, num_accepted: int, source: str = "model") -> None:
         """One verdict of one session; ``source``: model, ngram, suffix, or filler in place of a model."""

@@ -355,6 +355,8 @@ class OutputChunk:
     """For finish_reason ``error``: what to tell the user."""
     stats: SpeculationStats | None = None
     """On the last chunk."""
+    num_cached_tokens: int = 0
+    """On the last chunk: prompt tokens that the target found in its prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ class FakeRouterClient:
         stop_matcher_factory: for stop strings; None ignores them.
         info: what ``service_info`` answers.
         is_ready: False makes ``check_ready`` raise EngineLostError.
+        cached: prompt tokens that are said to have been in the prefix cache.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class FakeRouterClient:
         stop_matcher_factory: StopMatcherFactory | None = None,
         info: ServiceInfo | None = None,
         is_ready: bool = True,
+        cached: Callable[[GenerateRequest], int] = lambda request: 0,
     ) -> None:
         self._reply = reply
         self._errors = list(errors)
@@ -58,6 +60,7 @@ class FakeRouterClient:
         self._clock = clock
         self._stop_matcher_factory = stop_matcher_factory
         self._info = info or ServiceInfo("fake", "fake-draft", 64, 4096, 1, "0")
+        self._cached = cached
         self.is_ready = is_ready
         self.requests: list[GenerateRequest] = []
         self.aborted_request_ids: list[str] = []
@@ -123,6 +126,7 @@ class FakeRouterClient:
                     finish_reason=finish_reason if is_last else None,
                     stop_reason=stop_reason if is_last else None,
                     stats=SpeculationStats(2, 8, 4, (0, 1, 0, 1)) if is_last else None,
+                    num_cached_tokens=self._cached(request) if is_last else 0,
                 )
             )
         return chunks

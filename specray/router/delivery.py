@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 
 from specray.interfaces import Clock
 from specray.types import FinishReason, OutputChunk, SpeculationStats, TokenLogprobs
@@ -47,10 +48,18 @@ class Delivery:
         stop_reason: str | int | None = None,
         message: str = "",
         stats: SpeculationStats | None = None,
+        num_cached_tokens: int = 0,
     ) -> None:
         """Ends the output."""
         self._last = OutputChunk(
-            self._request_id, (), (), finish_reason, stop_reason, message=message, stats=stats
+            self._request_id,
+            (),
+            (),
+            finish_reason,
+            stop_reason,
+            message=message,
+            stats=stats,
+            num_cached_tokens=num_cached_tokens,
         )
         self._wake.set()
 
@@ -100,12 +109,4 @@ class Delivery:
         last = self._last
         if last is None:
             return OutputChunk(self._request_id, token_ids, logprobs)
-        return OutputChunk(
-            self._request_id,
-            token_ids,
-            logprobs,
-            last.finish_reason,
-            last.stop_reason,
-            last.message,
-            last.stats,
-        )
+        return replace(last, token_ids=token_ids, logprobs=logprobs)

@@ -224,12 +224,11 @@ class DraftLink(Link[SpeculateItem, DraftReplies]):
         )
 
 
-async def num_blocks_in_use(link: Link[Any, Any] | None, clock: Clock) -> int:
-    """Cache blocks that the engine at the other end has taken; 0 without one, or when it does not say."""
+async def current_info(link: Link[Any, Any] | None, clock: Clock) -> EngineInfo | None:
+    """What the engine at the other end says of itself now; None without one, or when it does not say."""
     if link is None:
-        return 0
+        return None
     try:
-        info = await within(clock, INFO_TIMEOUT_S, link.fetch_info())
+        return await within(clock, INFO_TIMEOUT_S, link.fetch_info())
     except (EngineLostError, TimeoutError):
-        return 0
-    return info.num_blocks_in_use
+        return None

@@ -20,7 +20,7 @@ from specray.router.delivery import Delivery
 from specray.router.drafting import Drafting
 from specray.router.later import Later
 from specray.router.leases import DraftLeases
-from specray.router.links import Inbox, TargetLink, num_blocks_in_use
+from specray.router.links import Inbox, TargetLink, current_info
 from specray.router.live import LiveSession
 from specray.router.local_draft import LocalDrafts
 from specray.router.loops import overlapped_loop, serial_loop
@@ -253,11 +253,9 @@ class Router:
         """See interfaces.RouterClient."""
         target = self._rounds.target if self._rounds is not None else None
         draft = self._leases.link if self._leases is not None else None
-        blocks = await asyncio.gather(
-            num_blocks_in_use(target, self._clock), num_blocks_in_use(draft, self._clock)
-        )
-        self.metrics.target_blocks_in_use.set(blocks[0])
-        self.metrics.draft_blocks_in_use.set(blocks[1])
+        infos = await asyncio.gather(current_info(target, self._clock), current_info(draft, self._clock))
+        for role, info in zip(("target", "draft"), infos, strict=True):
+            self.metrics.observe_engine(role, info)
         return self.metrics.text()
 
     # Requests

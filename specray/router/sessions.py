@@ -107,6 +107,7 @@ class Sessions:
             stop_reason=session.stop_reason,
             message=session.message,
             stats=session.tally.stats,
+            num_cached_tokens=session.num_cached_tokens,
         )
         self._metrics.observe_end(session.finish_reason.value)
 

@@ -152,6 +152,7 @@ def encode_generate_event(event: GenerateEvent) -> bytes:
         message.usage.SetInParent()
         message.usage.num_prompt_tokens = event.usage.num_prompt_tokens
         message.usage.num_output_tokens = event.usage.num_output_tokens
+        message.usage.num_cached_tokens = event.usage.num_cached_tokens
     if event.speculation is not None:
         message.speculation.SetInParent()
         message.speculation.num_spec_steps = event.speculation.num_spec_steps
@@ -178,7 +179,7 @@ def decode_generate_event(data: bytes) -> GenerateEvent:
 
 
 def _decode_usage(usage: inference_pb2.Usage) -> Usage:
-    return Usage(usage.num_prompt_tokens, usage.num_output_tokens)
+    return Usage(usage.num_prompt_tokens, usage.num_output_tokens, usage.num_cached_tokens)
 
 
 def _decode_stats(stats: inference_pb2.SpeculationStats) -> SpeculationStats:

@@ -48,6 +48,8 @@ class Usage:
 
     num_prompt_tokens: int
     num_output_tokens: int
+    num_cached_tokens: int = 0
+    """Of the prompt: not computed but found in the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)

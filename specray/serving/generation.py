@@ -26,6 +26,8 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     stats: SpeculationStats | None = None
+    num_cached_tokens: int = 0
+    """With the finish reason: prompt tokens that were not computed but found in the prefix cache."""
 
     @property
     def is_visible(self) -> bool:
@@ -67,6 +69,7 @@ class Choice:
             finish_reason=chunk.finish_reason,
             stop_reason=chunk.stop_reason,
             stats=chunk.stats,
+            num_cached_tokens=chunk.num_cached_tokens,
         )
 
 

@@ -106,6 +106,10 @@ def _event(request: GenerateRequest, delta: Delta, num_output_tokens: int) -> Ge
         token_ids=delta.token_ids,
         logprobs=delta.logprobs,
         finish_reason=delta.finish_reason,
-        usage=Usage(len(request.prompt_token_ids), num_output_tokens) if is_last else None,
+        usage=_usage(request, delta, num_output_tokens) if is_last else None,
         speculation=delta.stats if is_last else None,
     )
+
+
+def _usage(request: GenerateRequest, delta: Delta, num_output_tokens: int) -> Usage:
+    return Usage(len(request.prompt_token_ids), num_output_tokens, delta.num_cached_tokens)

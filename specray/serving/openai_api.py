@@ -32,6 +32,8 @@ class Call:
     requests: list[GenerateRequest]
     format: ResponseFormat
     num_prompt_tokens: int
+    num_choices: int
+    """For each prompt."""
     is_stream: bool
     includes_usage: bool
     includes_metrics: bool
@@ -81,7 +83,7 @@ class OpenAiApi:
     async def answer(self, call: Call) -> Json:
         """The whole response. Raises what the router raises."""
         outputs = await complete(self._client, call.requests, self._tokenizer, timeout_s=self._timeout_s)
-        totals = Totals(call.num_prompt_tokens)
+        totals = Totals(call.num_prompt_tokens, call.num_choices)
         for output in outputs:
             totals.add(output)
         body = call.format.body(outputs, totals)
@@ -97,7 +99,7 @@ class OpenAiApi:
         The first delta is awaited by the caller, before the headers leave, so that a call that fails at once
         gets a status of its own. What fails later becomes an event.
         """
-        totals = Totals(call.num_prompt_tokens)
+        totals = Totals(call.num_prompt_tokens, call.num_choices)
         try:
             for opening in call.format.opening(len(call.requests)):
                 yield _event(_with_usage(call, opening))
@@ -139,6 +141,7 @@ class OpenAiApi:
             ),
             format=response_format,
             num_prompt_tokens=sum(len(token_ids) for token_ids in prompts),
+            num_choices=body.n or 1,
             is_stream=bool(body.stream),
             includes_usage=body.includes_usage,
             includes_metrics=bool(body.return_speculation_metrics),

@@ -34,19 +34,27 @@ class Totals:
     """Counters of one call over all its choices."""
 
     num_prompt_tokens: int
+    num_choices: int = 1
+    """For each prompt."""
     num_output_tokens: int = 0
     stats: list[SpeculationStats] = field(default_factory=list)
+    num_cached_tokens: dict[int, int] = field(default_factory=dict)
+    """By prompt: found for each of its choices; a prompt that one of them has computed was not cached."""
 
     def add(self, delta: Delta) -> None:
         self.num_output_tokens += len(delta.token_ids)
         if delta.stats is not None:
             self.stats.append(delta.stats)
+        if delta.finish_reason is not None:
+            prompt, found = delta.index // self.num_choices, delta.num_cached_tokens
+            self.num_cached_tokens[prompt] = min(found, self.num_cached_tokens.get(prompt, found))
 
     def usage(self) -> Json:
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_output_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self.num_cached_tokens.values())},
         }
 
     def metrics(self) -> Json:

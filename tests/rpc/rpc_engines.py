@@ -213,7 +213,7 @@ class ScriptedHandler:
                 yield GenerateEvent("r-1", text=f"<{token_id}>", token_ids=(token_id,))
             if self.failure is not None:
                 raise self.failure
-            usage = Usage(len(token_ids), len(token_ids))
+            usage = Usage(len(token_ids), len(token_ids), len(token_ids) - 1)
             yield GenerateEvent("r-1", finish_reason=FinishReason.STOP, usage=usage)
         finally:
             self.closed.set()

@@ -104,7 +104,8 @@ def speculate_items(draw: st.DrawFn) -> SpeculateItem:
 def verify_items(draw: st.DrawFn) -> VerifyItem:
     tokens, probs = draw(draft_tokens())
     head = [draw(part) for part in HEAD]
-    return VerifyItem(*head, draw(IDS), tokens, probs, draw(st.booleans()), draw(st.none() | SAMPLING))
+    sampling, limit = draw(st.none() | SAMPLING), draw(st.none() | U32)
+    return VerifyItem(*head, draw(IDS), tokens, probs, draw(st.booleans()), sampling, limit)
 
 
 UNKNOWN = st.builds(UnknownSequence, *HEAD)
@@ -112,9 +113,15 @@ FAILED = st.builds(ItemFailed, *HEAD, TEXT, st.booleans())
 PROPOSALS = st.builds(lambda head, draft: Proposal(*head, *draft), st.tuples(*HEAD), draft_tokens())
 BRANCHES = st.builds(lambda n, token, draft: Branch(n, token, *draft), U32, U32, draft_tokens())
 OUTCOMES = st.builds(Outcomes, *HEAD, tuples_of(BRANCHES))
-VERDICTS = st.builds(Verdict, *HEAD, U32, st.none() | U32, tuples_of(token_logprobs()))
+VERDICTS = st.builds(Verdict, *HEAD, U32, st.none() | U32, tuples_of(token_logprobs()), st.none() | U32, U32)
 INFOS = st.builds(
-    EngineInfo, TEXT, TEXT, U32, TEXT, U32, U32, U32, U32, U32, U32, dtype=TEXT, tensor_parallel_size=U32
+    EngineInfo,
+    *(TEXT, TEXT, U32, TEXT, U32, U32, U32, U32, U32, U32),
+    dtype=TEXT,
+    tensor_parallel_size=U32,
+    num_blocks_in_use=U32,
+    num_prefix_cache_queries=U64,
+    num_prefix_cache_hits=U64,
 )
 
 
@@ -140,10 +147,10 @@ def test_verify_request_round_trip(items: tuple[VerifyItem, ...], releases: tupl
     assert codec.decode_verify_request(data) == RequestBatch(items, releases)
 
 
-@example((Verdict("", 0, 0, 0, 0), Verdict("", 0, 0, 0, None)), 0)
-@given(tuples_of(VERDICTS | UNKNOWN | FAILED), U64)
-def test_target_replies_round_trip(replies: tuple, forward_ns: int) -> None:
-    batch = TargetReplies(replies, forward_ns)
+@example((Verdict("", 0, 0, 0, 0), Verdict("", 0, 0, 0, None, held_len=0)), 0, 0)
+@given(tuples_of(VERDICTS | UNKNOWN | FAILED), U64, st.none() | U32)
+def test_target_replies_round_trip(replies: tuple, forward_ns: int, num_rows: int | None) -> None:
+    batch = TargetReplies(replies, forward_ns, num_rows)
     assert codec.decode_target_replies(codec.encode_target_replies(batch)) == batch
 
 

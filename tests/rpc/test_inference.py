@@ -64,7 +64,7 @@ async def test_generate_streams_events_and_the_last_one_tells_why(address: str) 
     assert events == [
         GenerateEvent("r-1", text="<7>", token_ids=(7,)),
         GenerateEvent("r-1", text="<8>", token_ids=(8,)),
-        GenerateEvent("r-1", finish_reason=FinishReason.STOP, usage=Usage(2, 2)),
+        GenerateEvent("r-1", finish_reason=FinishReason.STOP, usage=Usage(2, 2, 1)),
     ]
     assert handler.seen == [params]
 

@@ -79,7 +79,7 @@ class SlotRunner:
         for index, item in enumerate(inputs):
             for position in range(item.start, item.start + len(item.token_ids)):
                 assert written.setdefault(self._slot(item.block_ids, position), index) == index
-        for index, item in enumerate(inputs):
+        for item in inputs:
             for position in range(item.start):
                 assert self._slot(item.block_ids, position) not in written, (
                     "a sequence writes what others read"

@@ -42,6 +42,7 @@ async def test_generate_streams_text_and_ends_with_usage() -> None:
     assert usage is not None and stats is not None
     num_reply = len(TOKENIZER.encode(REPLY))
     assert (usage.num_prompt_tokens, usage.num_output_tokens) == (1, num_reply + 1)
+    assert usage.num_cached_tokens == 0
     assert stats.num_draft_tokens == 8
     assert sum((event.token_ids for event in events), ()) == (*TOKENIZER.encode(REPLY), EOS)
 

@@ -227,6 +227,22 @@ async def test_ignore_eos_goes_on_after_it() -> None:
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
+async def test_cached_tokens_are_those_that_no_choice_of_a_prompt_has_computed() -> None:
+    found = {"abcd": [0, 3], "xyz": [2, 1]}
+
+    def cached(request: GenerateRequest) -> int:
+        return found[TOKENIZER.decode(request.prompt_token_ids)].pop(0)
+
+    body = {"prompt": list(found), "n": 2, "max_tokens": 1}
+    async with serving(FakeRouterClient(info=INFO, cached=cached)) as service:
+        _, answer = await service.post("/v1/completions", body)
+        assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
+        found.update({"abcd": [4, 3], "xyz": [1, 2]})
+        streaming = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        events = await events_of(service, "/v1/completions", streaming)
+    assert events[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+
+
 async def test_several_prompts_and_choices_keep_their_order_and_index() -> None:
     body = {"prompt": ["a", "b"], "n": 2, "max_tokens": 3, "echo": True, "seed": 7}
     router = FakeRouterClient(info=INFO)
@@ -236,7 +252,12 @@ async def test_several_prompts_and_choices_keep_their_order_and_index() -> None:
     assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == [
         (0, "aaaa"), (1, "aaaa"), (2, "bbbb"), (3, "bbbb"),
     ]  # fmt: skip
-    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 12, "total_tokens": 14}
+    assert answer["usage"] == {
+        "prompt_tokens": 2,
+        "completion_tokens": 12,
+        "total_tokens": 14,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     texts = dict.fromkeys(range(4), "")
     for event in events:
         (choice,) = event["choices"]

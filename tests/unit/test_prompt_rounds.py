@@ -1,0 +1,247 @@
+"""Prompts in rounds: what is cached takes none, and running sessions keep their pace meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from router_harness import (
+    MODEL,
+    PROMPT,
+    Pair,
+    expected,
+    request,
+    router_config,
+    run,
+    serving,
+    speculation_config,
+)
+
+from specray.errors import ProtocolError
+from specray.fakes import FakeTarget, VirtualClock
+from specray.metrics import RouterMetrics
+from specray.router.estimates import TimeTable
+from specray.router.policy import PREFILL_UNIT, Policy
+from specray.router.session import Session
+from specray.types import EngineInfo, ItemFailed, SpeculationParams, Verdict
+
+LONG = tuple((7 * i) % 60 for i in range(300))
+PLAIN = SpeculationParams(enabled=False)
+
+
+def new_session(prompt: tuple[int, ...] = LONG) -> Session:
+    return Session(request("a", prompt), None, vocab_size=64)
+
+
+def answer(
+    session: Session, next_token_id: int | None, *, held_len: int | None = None, cached: int = 0
+) -> None:
+    item = session.target.in_flight
+    assert item is not None
+    session.on_verdict(
+        Verdict(
+            "a",
+            item.round_id,
+            item.base_len,
+            0,
+            next_token_id,
+            held_len=held_len,
+            num_cached_tokens=cached,
+        )
+    )
+
+
+# ---- the session
+
+
+def test_the_first_chunk_tells_all_but_the_last_token_and_how_many_to_compute() -> None:
+    session = new_session()
+    item = session.verify_item(100)
+    assert (item.token_ids, item.sample, item.max_new_tokens) == (LONG[:-1], False, 100)
+    answer(session, None, held_len=100)
+    item = session.verify_item(100)
+    assert (item.base_len, item.token_ids, item.max_new_tokens) == (100, LONG[100:200], None)
+
+
+def test_what_the_target_found_is_not_sent_again() -> None:
+    session = new_session()
+    session.verify_item(100)
+    answer(session, None, held_len=288, cached=256)
+    item = session.verify_item(100)
+    assert (item.base_len, item.token_ids, item.sample) == (288, LONG[288:], True)
+    answer(session, 5)
+    assert session.num_cached_tokens == 256
+
+
+def test_a_prompt_that_fits_goes_at_once() -> None:
+    session = new_session()
+    item = session.verify_item(300)
+    assert (item.token_ids, item.sample, item.max_new_tokens) == (LONG, True, None)
+    answer(session, 5, cached=32)
+    assert session.num_cached_tokens == 32
+
+
+def test_only_the_prompt_counts_as_cached() -> None:
+    session = new_session()
+    session.verify_item(300)
+    answer(session, 5)
+    session.lose_target()
+    session.verify_item(301)
+    answer(session, 6, cached=288)
+    assert session.num_cached_tokens == 0
+
+
+def test_a_prompt_that_starts_over_counts_anew() -> None:
+    session = new_session()
+    session.verify_item(100)
+    answer(session, None, held_len=132, cached=32)
+    item = session.verify_item(100)
+    session.on_target_failed(ItemFailed("a", item.round_id, item.base_len, "no room", is_retriable=True))
+    session.verify_item(300)
+    answer(session, 5, cached=128)
+    assert session.num_cached_tokens == 128
+
+
+@pytest.mark.parametrize("held_len", [0, 300])
+def test_a_target_that_holds_what_it_was_not_told_breaks_the_protocol(held_len: int) -> None:
+    session = new_session()
+    session.verify_item(100)
+    with pytest.raises(ProtocolError, match="are held of 299"):
+        answer(session, None, held_len=held_len)
+
+
+# ---- the bound on a step
+
+
+def test_room_is_what_fits_into_the_allowed_time() -> None:
+    policy = Policy(speculation_config())
+    for rows in (1, 64, 512):
+        for _ in range(5):
+            policy.observe_verify(rows, 0.010 + 0.001 * rows, is_overlapped=False)
+    # A step of one row takes 11 ms, so 22 and 33 ms are allowed: 12 and 23 rows.
+    assert policy.prefill_room(1, 512, max_slowdown=2.0) == PREFILL_UNIT
+    assert policy.prefill_room(1, 512, max_slowdown=4.5) == 2 * PREFILL_UNIT
+    assert policy.prefill_room(1, 512, max_slowdown=100.0) == 512
+    assert policy.prefill_room(1, 10, max_slowdown=2.0) == 10
+
+
+def test_before_anything_is_measured_room_is_not_bounded() -> None:
+    assert Policy(speculation_config()).prefill_room(1, 512, max_slowdown=2.0) == 512
+
+
+def test_a_size_vouches_for_smaller_ones_that_were_disturbed_once() -> None:
+    table = TimeTable()
+    for size, seconds in ((1, 0.002), (23, 2.0), (40, 0.006), (160, 0.018)):
+        table.add(size, seconds)
+    assert table.largest_within(0.006) == 40
+    assert table.largest_within(0.00905) == 70
+    assert table.least(23) == 0.006
+    assert table.largest_within(0.001) == 0
+
+
+def test_beyond_all_that_was_measured_sizes_grow_in_stages() -> None:
+    table = TimeTable()
+    table.add(8, 0.002)
+    assert table.largest_within(0.1) == 32
+    assert table.least(100) == 0.002
+
+
+# ---- the router
+
+
+def target_of(*, row_s: float = 0.001, prefix_cache: bool = False) -> FakeTarget:
+    """10 ms a step and 1 ms a row."""
+    return FakeTarget(MODEL, cost=lambda rows: int((0.010 + row_s * rows) * 1e9), prefix_cache=prefix_cache)
+
+
+async def longest_gap(pair: Pair) -> float:
+    """Of a running stream, while a long prompt arrives."""
+    arrivals: list[float] = []
+
+    async def listen() -> None:
+        given = request("stream", PROMPT, max_tokens=120, speculation=PLAIN)
+        async for chunk in pair.router.stream(given):
+            arrivals.append(pair.clock.monotonic())
+            assert chunk.finish_reason is None or chunk.message == ""
+
+    listening = asyncio.create_task(listen())
+    await asyncio.sleep(0.2)
+    given = request("prompt", LONG, max_tokens=4, speculation=PLAIN)
+    assert (await pair.router.complete(given)).token_ids == expected(given)
+    await listening
+    return max(later - earlier for earlier, later in pairwise(arrivals))
+
+
+@pytest.mark.parametrize(("max_slowdown", "gap_s"), [(1000.0, 0.267), (3.0, 0.033)])
+def test_a_prompt_does_not_stall_a_running_stream(max_slowdown: float, gap_s: float) -> None:
+    """A step of one row takes 11 ms; 256 prompt tokens beside it take 256 more."""
+    clock = VirtualClock()
+
+    async def main() -> None:
+        config = router_config(
+            prefill_chunk_tokens=256, max_prefill_slowdown=max_slowdown, stream_interval_ms=0
+        )
+        async with serving(clock, target=target_of(), config=config) as pair:
+            # Sizes are known: without that a first prompt is tried in stages, each at most four times larger.
+            await pair.router.complete(request("first", LONG, max_tokens=4, speculation=PLAIN))
+            longest = await longest_gap(pair)
+            assert longest <= gap_s + 1e-3
+            assert longest > 0.7 * gap_s
+
+    run(clock, main())
+
+
+def test_a_cached_prompt_takes_two_steps_whatever_its_length() -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        target = target_of(prefix_cache=True)
+        async with serving(clock, target=target, config=router_config(prefill_chunk_tokens=64)) as pair:
+            steps = []
+            for name in ("cold", "warm"):
+                before = target.num_steps, target.num_rows
+                given = request(name, LONG, max_tokens=1, speculation=PLAIN)
+                output = await pair.router.complete(given)
+                assert output.token_ids == expected(given)
+                steps.append((target.num_steps - before[0], target.num_rows - before[1]))
+                assert output.num_cached_tokens == (288 if name == "warm" else 0)
+            # Five chunks; then 288 of 300 tokens are found, ten are computed with them and one draws.
+            assert steps == [(5, 300), (2, 12)]
+
+    run(clock, main())
+
+
+def test_other_requests_with_a_common_beginning_find_it() -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        target = target_of(prefix_cache=True)
+        async with serving(clock, target=target, config=router_config(prefill_chunk_tokens=64)) as pair:
+            for name, prompt in (("a", LONG), ("b", (*LONG[:200], 1, 2, 3)), ("c", LONG[:40])):
+                given = request(name, prompt, max_tokens=6)
+                output = await pair.router.complete(given)
+                assert output.token_ids == expected(given)
+                assert output.num_cached_tokens == {"a": 0, "b": 192, "c": 32}[name]
+
+    run(clock, main())
+
+
+# ---- metrics
+
+
+def test_prefix_counters_go_on_when_an_engine_starts_anew() -> None:
+    metrics = RouterMetrics()
+    info = EngineInfo("target", "t", 64, "f", 16, 8, 64, 4, 64, 1, num_blocks_in_use=3)
+    for queries, hits in ((100, 40), (150, 60), (20, 0), (20, 0)):
+        metrics.observe_engine(
+            "target", replace(info, num_prefix_cache_queries=queries, num_prefix_cache_hits=hits)
+        )
+    metrics.observe_engine("draft", None)
+    engine = [("engine", "target")]
+    assert metrics.value("specray_prefix_cache_queries_total", engine) == 170
+    assert metrics.value("specray_prefix_cache_hits_total", engine) == 60
+    assert metrics.value("specray_target_blocks_in_use") == 3
+    metrics.observe_engine("target", None)
+    assert metrics.value("specray_target_blocks_in_use") == 0
