@@ -130,7 +130,7 @@ class RouterConfig(_Section):
     round_timeout_s: float = Field(5.0, gt=0, description="A draft that is silent for so long is lost.")
     verify_timeout_s: float = Field(60.0, gt=0, description="A target that is silent for so long is lost.")
     request_timeout_s: float = Field(600.0, gt=0, description="From arrival to the last token.")
-    stream_interval_ms: float = Field(5.0, ge=0, description="At most one chunk of a stream per interval.")
+    stream_interval_ms: float = Field(20.0, ge=0, description="At most one chunk of a stream per interval.")
     start_timeout_s: float = Field(600.0, gt=0, description="For loading models and connecting workers.")
 
 

@@ -184,6 +184,7 @@ class Drafting:
             local.observe(num_drafts, num_accepted)
             num_drafts = num_accepted = 0
         self._policy.observe_round(live.pacing, num_drafts, num_accepted)
+        self._later.add(self._policy.prepare, live.pacing, len(self._running))
 
     def on_replies(self, link: DraftLink, replies: DraftReplies, now: float) -> None:
         """Takes a batch of replies; those of a link that was given up are late."""

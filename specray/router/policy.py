@@ -149,6 +149,11 @@ class Policy:
             return plan
         return replace(plan, num_speculative_tokens=num_remaining - 1)
 
+    def prepare(self, pacing: Pacing, num_running: int) -> None:
+        """Reviews a plan whose time is about to end, while no engine waits for it: ``plan`` would do it then."""
+        if pacing.plan is not None and pacing.fixed_k != 0 and pacing.rounds_to_review <= 1:
+            self._review(pacing, num_running)
+
     def fanout(self, plan: Plan, num_drafts: int, pacing: Pacing, *, num_running: int) -> tuple[int, ...]:
         """F_0..F_K for the proposal under verification; empty: the draft rests until the verdict."""
         if plan.is_off or plan.overlap is Overlap.SERIAL:

@@ -261,6 +261,27 @@ def test_hits_before_any_lookup_are_those_of_a_trained_pair() -> None:
     assert [prior_hit_rate(width, 0.55) for width in (1, 2, 3)] == pytest.approx([0.55, 0.73, 0.82])
 
 
+def test_a_review_that_was_prepared_is_not_repeated_by_the_next_plan() -> None:
+    policy, pacing = measured(overlap="serial", acceptance=0.6)
+    prepared = chosen(policy, pacing)
+    pacing.rounds_to_review = 2
+    policy.prepare(pacing, 1)
+    assert pacing.rounds_to_review == 2
+    pacing.rounds_to_review = 1
+    policy.prepare(pacing, 1)
+    assert pacing.rounds_to_review > 1
+    left = pacing.rounds_to_review
+    assert chosen(policy, pacing) == prepared
+    assert pacing.rounds_to_review == left
+
+
+def test_nothing_is_prepared_for_a_session_without_speculation() -> None:
+    policy = Policy(speculation_config())
+    pacing = policy.pace(request(speculation=SpeculationParams(enabled=False)))
+    policy.prepare(pacing, 1)
+    assert pacing.plan is None
+
+
 # Estimates
 
 
