@@ -16,7 +16,7 @@ import torch
 from rich.table import Table
 
 from specray.engine.inputs import SequenceInput
-from specray.engine.linear import PackedLinear, PlainLinear
+from specray.engine.linear import Weights
 from specray.engine.lowered import LoweredForward
 from specray.engine.runner import ModelRunner
 from specray.errors import ConfigError
@@ -76,13 +76,13 @@ def measure_forwards(
     costs = []
     for done, num_rows in enumerate(rows, start=1):
         step = [SequenceInput(range(2, 2 + num_rows), context_len, block_ids, num_rows)]
-        inputs = [torch.ones(num_rows, x.weight.shape[1], dtype=runner.info.dtype) for x in linears]
+        inputs = [torch.ones(num_rows, x.in_features, dtype=runner.info.dtype) for x in linears]
         forward_ms, bound_ms = _medians_ms(
             lambda step=step: runner.run(step),  # type: ignore[misc]
             lambda inputs=inputs: _run_linears(linears, inputs),  # type: ignore[misc]
             num_repeats,
         )
-        weight_bytes = sum(x.weight.numel() * x.weight.element_size() for x in linears)
+        weight_bytes = sum(x.num_weights for x in linears) * runner.info.dtype.itemsize
         costs.append(ForwardCost(num_rows, forward_ms, bound_ms, weight_bytes))
         if progress is not None:
             progress(done, len(rows))
@@ -106,7 +106,7 @@ def forwards_table(costs: Sequence[ForwardCost], *, title: str) -> Table:
 
 
 @torch.inference_mode()
-def _run_linears(linears: Sequence[PackedLinear | PlainLinear], inputs: Sequence[torch.Tensor]) -> None:
+def _run_linears(linears: Sequence[Weights], inputs: Sequence[torch.Tensor]) -> None:
     for linear, rows in zip(linears, inputs, strict=True):
         linear(rows)
 

@@ -1,8 +1,4 @@
-"""The lowered decoder's attention on CPU: all between the qkv and the output projection in one kernel.
-
-Sequences with many rows (prefill) are left to torch's attention, whose matrix products pay there; the kernel
-then only rotates and stores.
-"""
+"""The lowered decoder's attention on CPU: all between the qkv and the output projection in one kernel."""
 
 from __future__ import annotations
 
@@ -12,15 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specray.engine.attention import AttentionStep, SequenceRows
 from specray.engine.kernels.attention import AttentionCall, Span
 
 if TYPE_CHECKING:
+    from specray.engine.attention import AttentionStep
+    from specray.engine.cache import BlockCache
     from specray.engine.kernels.team import Kernel
     from specray.engine.lowered import HeadNorm
-
-_MAX_QUERIES = 64
-"""Rows times query heads per kv head up to which the kernel is faster than torch's attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +37,6 @@ class FusedAttention:
 
     def prepare(self, step: AttentionStep, positions: object) -> _FusedStep:
         """What the layers of one step share."""
-        group_size = self.num_heads // self.num_kv_heads
         block_size = step.cache.block_size
         spans = [
             Span(
@@ -51,7 +44,6 @@ class FusedAttention:
                 rows.first_row,
                 rows.num_rows,
                 list(_runs(rows.block_ids, rows.end, block_size)),
-                rows.num_rows * group_size > _MAX_QUERIES,
             )
             for rows in step.rows
         ]
@@ -64,31 +56,21 @@ class FusedAttention:
             tables=(self.cos, self.sin),
             scale=self.scale,
         )
-        long_rows = [rows for rows, span in zip(step.rows, spans, strict=True) if span.is_long]
-        return _FusedStep(self, step, call, long_rows)
+        return _FusedStep(step.cache, call, self.head_dim)
 
 
 @dataclass(frozen=True, slots=True)
 class _FusedStep:
-    attention: FusedAttention
-    step: AttentionStep
+    cache: BlockCache
     call: AttentionCall
-    long_rows: Sequence[SequenceRows]
+    head_dim: int
 
     def attend(
         self, layer: int, qkv: torch.Tensor, head_norm: HeadNorm | None, window: int | None
     ) -> torch.Tensor:
-        attention, cache = self.attention, self.step.cache
-        heads = qkv.view(len(qkv), -1, attention.head_dim)
+        heads = qkv.view(len(qkv), -1, self.head_dim)
         norm = None if head_norm is None else (head_norm.weight, head_norm.eps)
-        out = self.call(heads, cache.layers[layer], norm, window)
-        for rows in self.long_rows:
-            last = rows.first_row + rows.num_rows
-            query = heads[rows.first_row : last, : attention.num_heads]
-            out[rows.first_row : last] = self.step.attend_rows(
-                layer, rows, query, scale=attention.scale, window=window
-            ).view(-1, attention.num_heads, attention.head_dim)
-        return out.view(len(qkv), -1)
+        return self.call(heads, self.cache.layers[layer], norm, window).view(len(qkv), -1)
 
 
 def _runs(block_ids: Sequence[int], end: int, block_size: int) -> Iterator[tuple[int, int, int]]:

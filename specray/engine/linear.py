@@ -1,41 +1,55 @@
 """Linear layers as the lowered decoder wants them: weights in the layout that streams fastest, ends fused.
 
 A decoder at one to eight rows is bound by reading weights. On CPU ``torch.nn.functional.linear`` reads them
-at a third to a half of the speed that oneDNN reaches with weights reordered once to its own layout; its
-post-ops (activation, product or sum with another tensor) then cost next to nothing.
+at a third to a half of the speed that memory has. Where the processor multiplies bfloat16 our own kernel
+reaches it (``kernels.linear``); elsewhere oneDNN comes near it with weights reordered once to its own layout,
+and its post-ops (activation, product or sum with another tensor) cost next to nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
+
+from specray.engine.kernels.linear import TiledGate, TiledLinear, can_tile
 
 _reorder = torch.ops.mkldnn._reorder_linear_weight
 _pointwise = torch.ops.mkldnn._linear_pointwise.default
 _pointwise_binary = torch.ops.mkldnn._linear_pointwise.binary
 
 
-class Linear(Protocol):
-    """``x -> x @ weight.T + bias`` for rows ``[num_rows, in_features]``, and what may follow it."""
+@runtime_checkable
+class Weights(Protocol):
+    """Some weights of one layer, all of which every call reads."""
+
+    @property
+    def num_weights(self) -> int: ...
+
+    @property
+    def in_features(self) -> int: ...
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """``[num_rows, out_features]``."""
+        """``[num_rows, in_features]`` to ``[num_rows, out_features]``."""
         ...
 
-    def silu(self, rows: torch.Tensor) -> torch.Tensor:
-        """``silu(linear(rows))``."""
-        ...
 
-    def times(self, rows: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        """``linear(rows) * factor``, elementwise."""
+class Linear(Weights, Protocol):
+    """``x -> x @ weight.T + bias``, and what may follow it."""
+
+    def precise(self, rows: torch.Tensor) -> torch.Tensor:
+        """The same in float32."""
         ...
 
     def plus(self, rows: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
         """``linear(rows) + summand``."""
         ...
+
+
+class Gate(Weights, Protocol):
+    """``x -> silu(gate(x)) * up(x)`` of two linear layers; both have a bias, or none has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +59,42 @@ class PlainLinear:
     weight: torch.Tensor  # [out_features, in_features]
     bias: torch.Tensor | None
 
+    @property
+    def num_weights(self) -> int:
+        return self.weight.numel()
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         return F.linear(rows, self.weight, self.bias)
 
-    def silu(self, rows: torch.Tensor) -> torch.Tensor:
-        return F.silu(F.linear(rows, self.weight, self.bias))
-
-    def times(self, rows: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        return F.linear(rows, self.weight, self.bias).mul_(factor)
+    def precise(self, rows: torch.Tensor) -> torch.Tensor:
+        return F.linear(rows, self.weight, self.bias).float()
 
     def plus(self, rows: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
         return F.linear(rows, self.weight, self.bias).add_(summand)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainGate:
+    """Both weights in one: on CUDA, and where oneDNN lacks the data type."""
+
+    weight: torch.Tensor  # [2 * out_features, in_features]
+    bias: torch.Tensor | None
+
+    @property
+    def num_weights(self) -> int:
+        return self.weight.numel()
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        gate, up = F.linear(rows, self.weight, self.bias).chunk(2, -1)
+        return F.silu(gate).mul_(up)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,31 +104,71 @@ class PackedLinear:
     weight: torch.Tensor
     bias: torch.Tensor | None
 
+    @property
+    def num_weights(self) -> int:
+        return self.weight.numel()
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = _pointwise(rows, self.weight, self.bias, "none", [], "")
         return out
 
-    def silu(self, rows: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = _pointwise(rows, self.weight, self.bias, "swish", [], "")
-        return out
-
-    def times(self, rows: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = _pointwise_binary(rows, factor, self.weight, self.bias, "mul")
-        return out
+    def precise(self, rows: torch.Tensor) -> torch.Tensor:
+        return self(rows).float()
 
     def plus(self, rows: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = _pointwise_binary(rows, summand, self.weight, self.bias, "add")
         return out
 
 
+@dataclass(frozen=True, slots=True)
+class PackedGate:
+    """Both weights in oneDNN's own layout, one after the other."""
+
+    gate: torch.Tensor
+    up: torch.Tensor
+    gate_bias: torch.Tensor | None
+    up_bias: torch.Tensor | None
+
+    @property
+    def num_weights(self) -> int:
+        return 2 * self.gate.numel()
+
+    @property
+    def in_features(self) -> int:
+        return self.gate.shape[1]
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        gated = _pointwise(rows, self.gate, self.gate_bias, "swish", [], "")
+        out: torch.Tensor = _pointwise_binary(rows, gated, self.up, self.up_bias, "mul")
+        return out
+
+
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     """The fastest form of a linear layer for the weight's device and data type.
 
-    The caller should drop its own reference to ``weight``: the packed form is a copy.
+    The caller should drop its own reference to ``weight``: the other forms are copies.
     """
+    if can_tile(weight):
+        return TiledLinear(weight, bias)
     if can_pack(weight.device, weight.dtype):
         return PackedLinear(_reorder(weight.contiguous()), bias)
     return PlainLinear(weight.contiguous(), bias)
+
+
+def make_gate(
+    gate: torch.Tensor, up: torch.Tensor, gate_bias: torch.Tensor | None, up_bias: torch.Tensor | None
+) -> Gate:
+    """The fastest form of a gated pair; as :func:`make_linear`."""
+    if can_tile(gate):
+        return TiledGate(gate, up, gate_bias, up_bias)
+    if can_pack(gate.device, gate.dtype):
+        return PackedGate(_reorder(gate.contiguous()), _reorder(up.contiguous()), gate_bias, up_bias)
+    bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
+    return PlainGate(torch.cat((gate, up)), bias)
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:

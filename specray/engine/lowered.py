@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from specray.engine.forward import CacheShape, Step
-from specray.engine.linear import Linear, PackedLinear, PlainLinear
+from specray.engine.linear import Gate, Linear, Weights
 
 if TYPE_CHECKING:
     from specray.engine.attention import AttentionStep, Slots
@@ -39,9 +39,9 @@ class Projection(Protocol):
 
 
 class Head(Protocol):
-    """Hidden states ``[num_rows, hidden_size]`` to logits over the whole vocabulary."""
+    """Hidden states ``[num_rows, hidden_size]`` to float32 logits over the whole vocabulary."""
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor: ...
+    def precise(self, rows: torch.Tensor) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +156,7 @@ class Layer:
     head_norm: HeadNorm | None
     output: Projection
     post_attention_norm: Norm
-    gate: Linear
-    up: Linear
+    gate: Gate
     down: Projection
     window: int | None
 
@@ -177,14 +176,12 @@ class LoweredForward:
     def name(self) -> str:
         return "lowered"
 
-    def linears(self) -> list[PackedLinear | PlainLinear]:
+    def linears(self) -> list[Weights]:
         """Every linear layer of this rank that is not part of a group, in the order of the forward."""
-        kinds = [
-            kind
-            for layer in self.layers
-            for kind in (layer.qkv, layer.output, layer.gate, layer.up, layer.down)
+        kinds: list[object] = [
+            kind for layer in self.layers for kind in (layer.qkv, layer.output, layer.gate, layer.down)
         ]
-        return [kind for kind in (*kinds, self.head) if isinstance(kind, (PackedLinear, PlainLinear))]
+        return [kind for kind in (*kinds, self.head) if isinstance(kind, Weights)]
 
     def __call__(self, step: Step) -> torch.Tensor:
         hidden = self.embedding(step.token_ids)
@@ -198,5 +195,5 @@ class LoweredForward:
                 attended, hidden = attended[step.logit_rows], hidden[step.logit_rows]
             hidden = layer.output.plus(attended, hidden)
             rows = layer.post_attention_norm(hidden)
-            hidden = layer.down.plus(layer.up.times(rows, layer.gate.silu(rows)), hidden)
-        return self.head(self.final_norm(hidden)).float()
+            hidden = layer.down.plus(layer.gate(rows), hidden)
+        return self.head.precise(self.final_norm(hidden))

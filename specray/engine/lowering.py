@@ -16,10 +16,11 @@ from specray.engine.forward import CacheShape
 from specray.engine.fused import FusedAttention
 from specray.engine.kernels.attention import attention_kernel
 from specray.engine.kernels.norm import FusedRMSNorm
-from specray.engine.linear import Linear, make_linear
+from specray.engine.linear import Linear, make_gate, make_linear
 from specray.engine.lowered import HeadNorm, Layer, LoweredForward, PlainAttention, RMSNorm, Rotary
 
 if TYPE_CHECKING:
+    from specray.engine.linear import Gate
     from specray.engine.loader import LoadedModel
     from specray.engine.lowered import Attention, Embedding, Head, Norm, Projection
     from specray.engine.parallel import ParallelContext
@@ -111,8 +112,8 @@ class GatheredHead:
     vocab_size: int
     parallel: ParallelContext
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.parallel.all_gather(self.local(rows), self.vocab_size)
+    def precise(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.parallel.all_gather(self.local(rows), self.vocab_size).float()
 
 
 def _lower_layer(layer: Any, config: Any, head_dim: int, parallel: ParallelContext | None) -> Layer:
@@ -127,8 +128,7 @@ def _lower_layer(layer: Any, config: Any, head_dim: int, parallel: ParallelConte
         head_norm=head_norm,
         output=_projection(attention.o_proj, parallel),
         post_attention_norm=_norm(layer.post_attention_layernorm),
-        gate=_linear(mlp.gate_proj),
-        up=_linear(mlp.up_proj),
+        gate=_gate(mlp),
         down=_projection(mlp.down_proj, parallel),
         window=window,
     )
@@ -163,6 +163,12 @@ def _linear(*modules: Any) -> Linear:
             [part if part is not None else weight.new_zeros(weight.shape[0]) for weight, part in taken]
         )
     return make_linear(weights[0] if len(weights) == 1 else torch.cat(weights), bias)
+
+
+def _gate(mlp: Any) -> Gate:
+    gate, gate_bias = _take(mlp.gate_proj)
+    up, up_bias = _take(mlp.up_proj)
+    return make_gate(gate, up, gate_bias, up_bias)
 
 
 def _projection(module: Any, parallel: ParallelContext | None) -> Projection:

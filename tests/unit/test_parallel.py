@@ -122,7 +122,7 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
         assert tokens[len(PROMPT) :] == reference_greedy(model, PROMPT, NUM_TOKENS)
         torch.testing.assert_close(torch.tensor(logits), reference_logits(model, PROMPT), atol=1e-5, rtol=0)
         expected = reference_logits(model, LONG)[-1:].expand(3, -1)
-        torch.testing.assert_close(torch.tensor(batch), expected, atol=2e-5, rtol=0)
+        torch.testing.assert_close(torch.tensor(batch), expected, atol=5e-5, rtol=0)
 
 
 @pytest.mark.parametrize(("verb", "survivor"), [("die", 0), ("hang", 1)])

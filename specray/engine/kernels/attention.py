@@ -23,17 +23,19 @@ from specray.engine.kernels.team import Kernel, as_pointer, num_threads, thread_
 
 _TILE = 16
 """Tokens whose keys or values are converted at a time."""
+_MAX_QUERIES = 32
+"""Query heads times rows that are served from one reading of keys and values."""
 _MIN_SHARED_WORK = 32_768
 """Numbers of K and V to read, below which a second thread costs more than it brings."""
 
 
 # Fields of the block of 64-bit numbers that the kernel is given; addresses unless said otherwise.
-_QKV = 0  # [num_rows, num_heads + 2 * num_kv_heads, head_dim]; long sequences' queries are rotated in place
+_QKV = 0  # [num_rows, num_heads + 2 * num_kv_heads, head_dim]
 _CACHE = 1  # [num_slots, 2 * num_kv_heads, head_dim]
 _OUT = 2  # [num_rows, num_heads, head_dim]
 _NORM = 3  # [num_heads + num_kv_heads, head_dim], or 0
 _WINDOW = 4  # a number; 0: none
-_SPANS = 5  # int64 [num_spans, 7]
+_SPANS = 5  # int64 [num_spans, 6]
 _RUNS = 6  # int64 [., 3]: first position, last + 1, first slot
 _COS = 7  # float32 [max_model_len, head_dim / 2]
 _SIN = 8
@@ -43,11 +45,12 @@ _NUM_SPANS = 11  # a number
 _NUM_KV_HEADS = 12  # a number
 _GROUP_SIZE = 13  # a number
 _TEAM_SIZE = 14  # a number
-_SCALE_EPS = 15  # two float32, not an address
-_NUM_ARGS = 16
+_NUM_QUERY_NUMBERS = 15  # a number: of the scratch, what is for the queries
+_SCALE_EPS = 16  # two float32, not an address
+_NUM_ARGS = 17
 
 # Columns of a span: the rows of one sequence.
-_START, _FIRST_ROW, _NUM_ROWS, _FIRST_RUN, _NUM_RUNS, _IS_LONG, _COST = range(7)
+_START, _FIRST_ROW, _NUM_ROWS, _FIRST_RUN, _NUM_RUNS, _COST = range(6)
 
 _HIDDEN = np.float32(-1e30)
 _ONE = np.float32(1.0)
@@ -62,8 +65,6 @@ class Span:
     num_rows: int
     runs: Sequence[tuple[int, int, int]]
     """Where its tokens lie, in order: first position, last + 1, slot of the first."""
-    is_long: bool
-    """Only rotate and store; the queries are left rotated where they are."""
 
 
 class AttentionCall:
@@ -89,19 +90,20 @@ class AttentionCall:
     ) -> None:
         group_size = num_heads // num_kv_heads
         runs = np.array([run for span in spans for run in span.runs], dtype=np.int64)
-        columns, first_run, num_scratch, work = [], 0, 0, 0
+        columns, first_run, num_scratch, num_query_numbers, work = [], 0, 0, 0, 0
         for span in spans:
             end, num_runs = span.start + span.num_rows, len(span.runs)
-            num_queries = 0 if span.is_long else span.num_rows * group_size
-            cost = span.num_rows + end * (2 + num_queries) if num_queries else span.num_rows
-            columns.append(
-                (span.start, span.first_row, span.num_rows, first_run, num_runs, span.is_long, cost)
-            )
+            num_queries = span.num_rows * group_size
+            cost = end * (2 + num_queries)
+            columns.append((span.start, span.first_row, span.num_rows, first_run, num_runs, cost))
             first_run += num_runs
             work += cost * num_kv_heads
-            num_scratch = max(num_scratch, num_queries * (end + _TILE + 2 * head_dim))
+            num_query_numbers = max(num_query_numbers, num_queries * num_kv_heads * head_dim)
+            # All heads of few rows, or one head of some of many.
+            num_at_once = min(num_queries, max(_MAX_QUERIES, group_size)) * num_kv_heads
+            num_scratch = max(num_scratch, num_at_once * (end + _TILE + head_dim))
         self._team_size = num_threads() if work * head_dim >= _MIN_SHARED_WORK else 1
-        num_scratch = num_scratch * num_kv_heads + _TILE * head_dim
+        num_scratch += num_query_numbers + _TILE * head_dim
         scratch = torch.empty(self._team_size * num_scratch)
         table = np.array(columns, dtype=np.int64)
         self._args = np.array(
@@ -117,6 +119,7 @@ class AttentionCall:
                 num_kv_heads,
                 group_size,
                 self._team_size,
+                num_query_numbers,
                 0,
             ],
             dtype=np.int64,
@@ -144,7 +147,7 @@ class AttentionCall:
             window: a row sees itself and the ``window - 1`` positions before it; None: all before it.
 
         Returns:
-            ``[num_rows, num_heads, head_dim]``; rows of long spans are not filled.
+            ``[num_rows, num_heads, head_dim]``.
         """
         out = qkv.new_empty((qkv.shape[0], self._num_heads, qkv.shape[2]))
         args = self._args
@@ -165,7 +168,7 @@ def attention_kernel(head_dim: int, dtype: str) -> Kernel:
     @cfunc(types.void(types.voidptr))
     def attention(pointer: Any) -> None:
         args = carray(pointer, (_NUM_ARGS,), np.int64)
-        spans = carray(as_pointer(args[_SPANS]), (args[_NUM_SPANS], 7), np.int64)
+        spans = carray(as_pointer(args[_SPANS]), (args[_NUM_SPANS], 6), np.int64)
         num_kv_heads, team_size, thread = args[_NUM_KV_HEADS], args[_TEAM_SIZE], np.int64(thread_num())
         total = 0
         for index in range(len(spans)):
@@ -179,9 +182,21 @@ def attention_kernel(head_dim: int, dtype: str) -> Kernel:
             last_head = min(num_kv_heads, max(0, (last - before + cost - 1) // cost))
             before += cost * num_kv_heads
             if first_head < last_head:
-                rotate(args, spans[index], first_head, last_head, thread)
-                if not spans[index, _IS_LONG]:
-                    attend(args, spans[index], first_head, last_head, thread)
+                queries = args[_SCRATCH] + thread * args[_SCRATCH_SIZE] * 4
+                rotate(args, spans[index], first_head, last_head, queries)
+                num_rows, group_size = spans[index, _NUM_ROWS], args[_GROUP_SIZE]
+                if num_rows * group_size <= _MAX_QUERIES:
+                    attend(args, spans[index], (first_head, last_head), 0, num_rows, queries, thread)
+                else:
+                    # Head by head and some rows at a time, so that the weights stay in the second cache.
+                    step = max(1, _MAX_QUERIES // group_size)
+                    for head in range(first_head, last_head):
+                        for row in range(0, num_rows, step):
+                            place = ((head - first_head) * num_rows + row) * group_size * head_dim * 4
+                            last_row = min(num_rows, row + step)
+                            attend(
+                                args, spans[index], (head, head + 1), row, last_row, queries + place, thread
+                            )
 
     return Kernel(attention)
 
@@ -195,15 +210,14 @@ def _rotate_kernel(head_dim: int, dtype: str) -> Any:
     )  # fmt: skip
 
     @kernel()
-    def rotate(args: Any, span: Any, first_head: int, last_head: int, thread: int) -> None:
-        """Norms and rotates the span's queries and keys; stores keys and values in the cache."""
+    def rotate(args: Any, span: Any, first_head: int, last_head: int, queries: int) -> None:
+        """Norms and rotates; puts scaled queries at ``queries``, keys and values into the cache."""
         qkv, cache, norm = args[_QKV], args[_CACHE], args[_NORM]
         num_kv_heads, group_size = args[_NUM_KV_HEADS], args[_GROUP_SIZE]
         num_heads = num_kv_heads * group_size
         row_size, slot_size = (num_heads + 2 * num_kv_heads) * head_dim, 2 * num_kv_heads * head_dim
         scale_eps = args.view(np.float32)[2 * _SCALE_EPS :]
         runs = carray(as_pointer(args[_RUNS]), (span[_FIRST_RUN] + span[_NUM_RUNS], 3), np.int64)
-        queries = args[_SCRATCH] + thread * args[_SCRATCH_SIZE] * 4
         scale = splat(scale_eps[0])
         run, kept = span[_FIRST_RUN], 0
         for index in range(span[_NUM_ROWS]):
@@ -229,9 +243,6 @@ def _rotate_kernel(head_dim: int, dtype: str) -> Any:
                     if is_key:
                         store(cache, slot + head * head_dim, new_low)
                         store(cache, slot + head * head_dim + half, new_high)
-                    elif span[_IS_LONG]:
-                        store(qkv, at, new_low)
-                        store(qkv, at + half, new_high)
                     else:
                         # Grouped by kv head, then row, then member.
                         kept = ((head - first_head) * span[_NUM_ROWS] + index) * group_size + member
@@ -255,24 +266,32 @@ def _attend_kernel(head_dim: int, dtype: str) -> Any:
     zero = np.float32(0.0)
 
     @kernel()
-    def attend(args: Any, span: Any, first_head: int, last_head: int, thread: int) -> None:
-        """Attends with the queries that ``rotate`` has left in the scratch memory."""
+    def attend(
+        args: Any, span: Any, heads: tuple[int, int], first_row: int, last_row: int, queries: int, thread: int
+    ) -> None:
+        """Attends with some rows and heads of a span.
+
+        Args:
+            heads: first and last + 1 of the kv heads.
+            queries: address of what ``rotate`` has left: float32, kv head after kv head, row after row.
+        """
         cache, window = args[_CACHE], args[_WINDOW]
         num_kv_heads, group_size = args[_NUM_KV_HEADS], args[_GROUP_SIZE]
+        first_head, last_head = heads
         slot_size, num_heads = 2 * num_kv_heads * head_dim, num_kv_heads * group_size
-        start, num_rows = span[_START], span[_NUM_ROWS]
-        num_queries, end = num_rows * group_size, start + num_rows
+        num_queries = (last_row - first_row) * group_size
+        start, end = span[_START] + first_row, span[_START] + last_row
         first_position = max(0, start - window + 1) if window else 0
         stride = (end + _TILE - 1) // _TILE * _TILE
         num_all = (last_head - first_head) * num_queries
-        queries = args[_SCRATCH] + thread * args[_SCRATCH_SIZE] * 4
-        sums = queries + num_all * head_dim * 4
+        sums = args[_SCRATCH] + (thread * args[_SCRATCH_SIZE] + args[_NUM_QUERY_NUMBERS]) * 4
         tile = sums + num_all * head_dim * 4
         weights_address = tile + _TILE * head_dim * 4
         weights = carray(as_pointer(weights_address), (num_all, stride), np.float32)
-        runs = carray(as_pointer(args[_RUNS]), (span[_FIRST_RUN] + span[_NUM_RUNS], 3), np.int64)
+        last_run = span[_FIRST_RUN] + span[_NUM_RUNS]
+        runs = carray(as_pointer(args[_RUNS]), (last_run, 3), np.int64)
 
-        for run in range(span[_FIRST_RUN], span[_FIRST_RUN] + span[_NUM_RUNS]):
+        for run in range(span[_FIRST_RUN], last_run):
             shift = runs[run, 2] - runs[run, 0]
             last = min(end, runs[run, 1])
             for begin in range(max(first_position, runs[run, 0]), last, _TILE):
@@ -294,7 +313,7 @@ def _attend_kernel(head_dim: int, dtype: str) -> Any:
             softmax(weights, row, index, first_position, lowest, position + 1)
             keep(sums, index * head_dim, splat(zero))
 
-        for run in range(span[_FIRST_RUN], span[_FIRST_RUN] + span[_NUM_RUNS]):
+        for run in range(span[_FIRST_RUN], last_run):
             shift = runs[run, 2] - runs[run, 0]
             last = min(end, runs[run, 1])
             for begin in range(max(first_position, runs[run, 0]), last, _TILE):
@@ -311,7 +330,7 @@ def _attend_kernel(head_dim: int, dtype: str) -> Any:
                         keep(sums, index * head_dim, weighted)
 
         for index in range(num_all):
-            row = span[_FIRST_ROW] + index % num_queries // group_size
+            row = span[_FIRST_ROW] + first_row + index % num_queries // group_size
             head = (first_head + index // num_queries) * group_size + index % group_size
             store(args[_OUT], (row * num_heads + head) * head_dim, fetch(sums, index * head_dim))
 

@@ -52,6 +52,7 @@ class Vectors:
     add: Callable[..., Any]
     sub: Callable[..., Any]
     mul: Callable[..., Any]
+    div: Callable[..., Any]
     max: Callable[..., Any]
     fma: Callable[..., Any]  # (x, y, z) -> x * y + z
     exp: Callable[..., Any]  # of numbers <= 88; relative error below 2e-7
@@ -140,10 +141,11 @@ def vectors(lanes: int, dtype: str = "float32") -> Vectors:
     add = operator(2, lambda builder, x, y: builder.fadd(x, y))
     sub = operator(2, lambda builder, x, y: builder.fsub(x, y))
     mul = operator(2, lambda builder, x, y: builder.fmul(x, y))
+    div = operator(2, lambda builder, x, y: builder.fdiv(x, y))
     larger, floor, fma = named("maxnum", 2), named("floor", 1), named("fma", 3)
     exp = _make_exp(splat, add, mul, larger, floor, fma, power_of_two)
     total = reduction("fadd", ir.Constant(_FLOAT, -0.0))
-    return Vectors(load, store, splat, add, sub, mul, larger, fma, exp, total, reduction("fmax"))
+    return Vectors(load, store, splat, add, sub, mul, div, larger, fma, exp, total, reduction("fmax"))
 
 
 def _intrinsic_of(count: int, vector: _Vector, emit: Callable[..., Any], result: Any) -> Any:

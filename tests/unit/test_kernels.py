@@ -1,0 +1,214 @@
+"""The CPU kernels against torch in float64, at the edges of their blocks, and row for row the same at any width."""
+
+import numpy as np
+import pytest
+import torch
+from numba import carray, cfunc
+from numba.core import types
+
+from specray.engine.attention import AttentionStep, SequenceRows
+from specray.engine.cache import BlockCache
+from specray.engine.fused import FusedAttention
+from specray.engine.kernels.attention import attention_kernel
+from specray.engine.kernels.linear import TiledGate, TiledLinear, can_tile
+from specray.engine.kernels.norm import FusedRMSNorm
+from specray.engine.kernels.simd import vectors
+from specray.engine.kernels.team import Kernel
+from specray.engine.lowered import HeadNorm
+
+needs_instruction = pytest.mark.skipif(
+    not can_tile(torch.empty(64, 32, dtype=torch.bfloat16)), reason="no AVX-512 bfloat16 products here"
+)
+MAX_LEN = 96
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def angles(head_dim: int) -> torch.Tensor:
+    return torch.outer(torch.arange(MAX_LEN), 10000.0 ** -(torch.arange(head_dim // 2) / (head_dim / 2)))
+
+
+def fused(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> FusedAttention:
+    kernel = attention_kernel(head_dim, str(dtype).removeprefix("torch."))
+    table = angles(head_dim)
+    return FusedAttention(kernel, num_heads, num_kv_heads, head_dim, table.cos(), table.sin(), head_dim**-0.5)
+
+
+def empty_cache(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> BlockCache:
+    return BlockCache(
+        num_layers=1,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=torch.device("cpu"),
+    )
+
+
+def expected(
+    qkv: torch.Tensor, num_heads: int, num_kv_heads: int, *, window: int | None, norm: HeadNorm | None
+) -> torch.Tensor:
+    """Attention of one sequence from its first token on, in float64."""
+    length, _, head_dim = qkv.shape
+    heads = qkv.double()
+    rotated = heads[:, : num_heads + num_kv_heads]
+    if norm is not None:
+        rotated = rotated / (rotated.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight.double()
+    cos, sin = (f(angles(head_dim).double())[:length, None] for f in (torch.cos, torch.sin))
+    low, high = rotated.chunk(2, -1)
+    rotated = torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+    query, keys = rotated[:, :num_heads], rotated[:, num_heads:]
+    group_size = num_heads // num_kv_heads
+    keys, values = (
+        part.repeat_interleave(group_size, 1) for part in (keys, heads[:, num_heads + num_kv_heads :])
+    )
+    scores = torch.einsum("qhd,khd->hqk", query, keys) * head_dim**-0.5
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    is_hidden = (distance < 0) | (distance >= (window or MAX_LEN))
+    weights = scores.masked_fill(is_hidden, float("-inf")).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, values).flatten(1)
+
+
+@pytest.mark.parametrize("head_dim", [8, 32, 64, 80])
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (6, 1)])
+@pytest.mark.parametrize(("window", "has_norm"), [(None, False), (5, False), (None, True), (17, True)])
+@pytest.mark.parametrize("block_size", [16, 7, MAX_LEN])
+def test_ragged_attention_equals_float64(
+    head_dim: int, heads: tuple[int, int], window: int | None, has_norm: bool, block_size: int
+) -> None:
+    """Three sequences of different lengths in scattered blocks, computed chunk by chunk, side by side."""
+    num_heads, num_kv_heads = heads
+    lengths = (37, 16, 50)
+    norm = HeadNorm(random(num_heads + num_kv_heads, head_dim, seed=9), 1e-6) if has_norm else None
+    inputs = [
+        random(length, num_heads + 2 * num_kv_heads, head_dim, seed=length) for length in lengths
+    ]
+    per_sequence = -(-MAX_LEN // block_size)
+    order = torch.randperm(3 * per_sequence, generator=torch.Generator().manual_seed(1)).tolist()
+    blocks = [order[index::3] for index in range(3)]
+    cache = empty_cache(3 * per_sequence, block_size, num_kv_heads, head_dim, torch.float32)
+    attention = fused(num_heads, num_kv_heads, head_dim, torch.float32)
+    outputs: list[list[torch.Tensor]] = [[], [], []]
+    starts = [0, 0, 0]
+    for chunk in (1, 3, 12, 1, 40):
+        rows, pieces, first_row = [], [], 0
+        for index, length in enumerate(lengths):
+            count = min(chunk, length - starts[index])
+            if count > 0:
+                rows.append(SequenceRows(first_row, count, starts[index], blocks[index]))
+                pieces.append(inputs[index][starts[index] : starts[index] + count])
+                first_row += count
+        step = AttentionStep(tuple(rows), cache)
+        out = attention.prepare(step, slice(0, 0)).attend(0, torch.cat(pieces).flatten(1), norm, window)
+        present = [index for index, length in enumerate(lengths) if starts[index] < length]
+        for index, row in zip(present, rows, strict=True):
+            outputs[index].append(out[row.first_row : row.first_row + row.num_rows])
+            starts[index] += row.num_rows
+    for index, qkv in enumerate(inputs):
+        reference = expected(qkv, num_heads, num_kv_heads, window=window, norm=norm)
+        torch.testing.assert_close(torch.cat(outputs[index]).double(), reference, atol=2e-6, rtol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_row_is_bit_for_bit_the_same_alone_and_among_others(dtype: torch.dtype) -> None:
+    """So in bfloat16 too the width of a verification cannot change a token."""
+    attention, norm = fused(4, 2, 32, dtype), FusedRMSNorm(random(64, dtype=dtype, seed=3), 1e-6)
+    qkv = random(60, 8 * 32, dtype=dtype)
+    results = []
+    for chunks in ([60 // 4] * 4, [1] * 60, [31, 1, 5, 20, 3]):
+        cache, start, rows = empty_cache(1, MAX_LEN, 2, 32, dtype), 0, []
+        for count in chunks:
+            step = AttentionStep((SequenceRows(0, count, start, [0]),), cache)
+            rows.append(
+                attention.prepare(step, slice(0, 0)).attend(0, qkv[start : start + count].clone(), None, None)
+            )
+            start += count
+        results.append(torch.cat(rows))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    hidden = random(9, 64, dtype=dtype)
+    assert torch.equal(norm(hidden), torch.cat([norm(row[None]) for row in hidden]))
+
+
+def test_long_sequences_beside_short_ones() -> None:
+    """Beyond the kernel's queries torch attends; what the kernel has rotated and stored is what it reads."""
+    attention = fused(4, 2, 32, torch.float32)
+    cache = empty_cache(2, MAX_LEN, 2, 32, torch.float32)
+    inputs = [random(90, 8, 32, seed=5), random(3, 8, 32, seed=6)]
+    rows = (SequenceRows(0, 90, 0, [1]), SequenceRows(90, 3, 0, [0]))
+    step = attention.prepare(AttentionStep(rows, cache), slice(0, 0))
+    out = step.attend(0, torch.cat(inputs).flatten(1), None, None)
+    reference = torch.cat([expected(qkv, 4, 2, window=None, norm=None) for qkv in inputs])
+    torch.testing.assert_close(out.double(), reference, atol=2e-6, rtol=2e-5)
+
+
+@pytest.mark.parametrize("size", [1, 6, 40, 64, 160])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rms_norm(size: int, dtype: torch.dtype) -> None:
+    rows, weight = random(5, size, dtype=dtype), random(size, dtype=dtype, seed=1)
+    exact = rows.double() / (rows.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    # bfloat16 is rounded once, to the nearest.
+    tolerance = 1e-6 if dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(FusedRMSNorm(weight, 1e-5)(rows).double(), exact, atol=0.0, rtol=tolerance)
+
+
+def test_exponential() -> None:
+    wide = vectors(16)
+    load, store, exp = wide.load, wide.store, wide.exp
+
+    @cfunc(types.void(types.voidptr))
+    def kernel(pointer: object) -> None:
+        args = carray(pointer, (2,), np.int64)
+        for place in range(0, 4096, 16):
+            store(args[1], place, exp(load(args[0], place)))
+
+    numbers = torch.linspace(-86.9, 88.0, 4096)
+    out = torch.empty_like(numbers)
+    args = np.array([numbers.data_ptr(), out.data_ptr()], dtype=np.int64)
+    Kernel(kernel)(args.ctypes.data, 1)
+    torch.testing.assert_close(out.double(), numbers.double().exp(), atol=0.0, rtol=2e-7)
+
+
+@needs_instruction
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 6, 7, 13, 40])
+@pytest.mark.parametrize(("size", "in_features"), [(64, 32), (96, 64), (7, 96), (200, 1088)])
+def test_tiled_linear_equals_float64(num_rows: int, size: int, in_features: int) -> None:
+    """Up to six rows, more than six, part of a panel, more blocks than are kept at once."""
+    rows = random(num_rows, in_features, dtype=torch.bfloat16)
+    weight, other = (random(size, in_features, dtype=torch.bfloat16, seed=seed) for seed in (1, 2))
+    bias, other_bias = (random(size, dtype=torch.bfloat16, seed=seed) for seed in (3, 4))
+    summand = random(num_rows, size, dtype=torch.bfloat16, seed=5)
+    exact = torch.nn.functional.linear(rows.double(), weight.double(), bias.double())
+    other_exact = torch.nn.functional.linear(rows.double(), other.double(), other_bias.double())
+    error = 1e-6 * in_features
+    linear = TiledLinear(weight, bias)
+    torch.testing.assert_close(linear.precise(rows).double(), exact, atol=error, rtol=1e-5)
+    torch.testing.assert_close(linear(rows).double(), exact, atol=error, rtol=2**-8)
+    torch.testing.assert_close(
+        linear.plus(rows, summand).double(), exact + summand.double(), atol=error, rtol=2**-8
+    )
+    gated = TiledGate(weight, other, bias, other_bias)(rows).double()
+    torch.testing.assert_close(
+        gated, torch.nn.functional.silu(exact) * other_exact, atol=30 * error, rtol=2**-7
+    )
+    without = TiledLinear(weight, None).precise(rows).double()
+    torch.testing.assert_close(without, exact - bias.double(), atol=error, rtol=1e-5)
+
+
+@needs_instruction
+def test_tiled_linear_is_bit_for_bit_the_same_at_any_width() -> None:
+    linear = TiledLinear(random(130, 1088, dtype=torch.bfloat16), None)
+    rows = random(40, 1088, dtype=torch.bfloat16, seed=1)
+    whole = linear.precise(rows)
+    for width in (1, 3, 6, 7, 19):
+        pieces = [linear.precise(piece.contiguous()) for piece in rows.split(width)]
+        assert torch.equal(whole, torch.cat(pieces)), width
+
+
+@needs_instruction
+def test_gate_of_very_negative_numbers_is_zero_and_not_nan() -> None:
+    weight = torch.full((64, 32), -100.0, dtype=torch.bfloat16)
+    ones = torch.ones(1, 32, dtype=torch.bfloat16)
+    assert TiledGate(weight, -weight, None, None)(ones).abs().max() < 1e-30
