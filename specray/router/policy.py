@@ -150,7 +150,7 @@ class Policy:
         return replace(plan, num_speculative_tokens=num_remaining - 1)
 
     def prepare(self, pacing: Pacing, num_running: int) -> None:
-        """Reviews a plan that ends with the next round, while no engine waits for it as one does in ``plan``."""
+        """Reviews a plan that ends with the next round, now, while no engine waits for it."""
         if pacing.plan is not None and pacing.fixed_k != 0 and pacing.rounds_to_review <= 1:
             self._review(pacing, num_running)
 
