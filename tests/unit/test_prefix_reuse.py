@@ -196,6 +196,14 @@ def test_least_recently_used_content_goes_first_and_blank_blocks_before_it() -> 
         engine.append("b2", 0, range(100, 133))
 
 
+def test_the_end_of_a_sequence_is_forgotten_before_its_beginning() -> None:
+    engine = Engine(num_blocks=4, block_size=16)
+    engine.append("a", 0, SHARED[:64])
+    engine.table.release(["a"])
+    engine.append("b", 0, range(20))
+    assert engine.append("c", 0, [*SHARED[:20]]).num_cached_tokens == 16
+
+
 def test_what_is_cached_does_not_count_against_a_chunk() -> None:
     engine = Engine(num_blocks=8, block_size=64)
     engine.append("a", 0, SHARED[:64])
