@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specray.bench.prompts import Dataset
-from specray.config import EMBEDDED
 from specray.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,8 +64,8 @@ TimeLimit = Annotated[
 
 def compare(
     out: Out,
-    target: Checkpoint = EMBEDDED,
-    draft: Checkpoint = EMBEDDED,
+    target: Checkpoint = "embedded",
+    draft: Checkpoint = "embedded",
     vllm_python: VllmPython = None,
     llama_cpp: LlamaCppSource = None,
     arm: Arms = None,
@@ -139,6 +138,8 @@ def _make_directory(out: Path) -> None:
 def _checkpoint(name: str, option: str) -> Path:
     """The directory; peers read it themselves, so a name of a hub does not do."""
     from specray.demo.paths import demo_draft_path, demo_target_path
+
+    from specray.config import EMBEDDED
 
     if name == EMBEDDED:
         return demo_target_path() if option == "--target" else demo_draft_path()

@@ -109,7 +109,8 @@ async def test_every_system_reads_the_same_token_ids_and_no_prompt_comes_twice(s
     bodies = {name: [e["body"] for e in events(setup) if e["event"] == "request" and e["name"] == name]
               for name in ("a plain", "b draft K=3")}  # fmt: skip
     a, b = bodies.values()
-    assert [body["prompt"] for body in a[:4]] == [body["prompt"] for body in b[:4]]
+    # Of several requests at once the order is nobody's.
+    assert a[0]["prompt"] == b[0]["prompt"]
     assert sorted(body["prompt"] for body in a) == sorted(body["prompt"] for body in b)
     tokenizer = Tokenizer.load(setup.target)
     assert tokenizer.decode(a[0]["prompt"]) == "# warm-up\ndef"
