@@ -137,9 +137,8 @@ def _make_directory(out: Path) -> None:
 
 def _checkpoint(name: str, option: str) -> Path:
     """The directory; peers read it themselves, so a name of a hub does not do."""
-    from specray.demo.paths import demo_draft_path, demo_target_path
-
     from specray.config import EMBEDDED
+    from specray.demo.paths import demo_draft_path, demo_target_path
 
     if name == EMBEDDED:
         return demo_target_path() if option == "--target" else demo_draft_path()
