@@ -42,6 +42,8 @@ class Plan:
     """False: one response per request; no time to the first token then."""
     num_warmup: int = 2
     """Requests per arm before anything is counted."""
+    has_fresh_prompts: bool = True
+    """No prompt comes twice to the server: a prefix cache would favour the later arms."""
     timeout_s: float = 600.0
 
 
@@ -109,8 +111,8 @@ async def measure(plan: Plan, on_progress: Callable[[str, int, int], None]) -> R
         model = await client.model()
         for arm in plan.arms:
             for prompt in plan.prompts[: plan.num_warmup]:
-                await send(client, _body(plan, arm, prompt), is_stream=plan.is_stream)
-        for _ in range(plan.num_repeats):
+                await send(client, _body(plan, arm, prompt, "warm-up"), is_stream=plan.is_stream)
+        for repeat in range(plan.num_repeats):
             for result in results:
 
                 def advance(name: str = result.arm.name) -> None:
@@ -118,15 +120,17 @@ async def measure(plan: Plan, on_progress: Callable[[str, int, int], None]) -> R
                     num_done += 1
                     on_progress(name, num_done, num_all)
 
-                await _run_pass(client, plan, result, advance)
+                await _run_pass(client, plan, result, f"pass {repeat + 1}", advance)
     return Result(plan, model, results)
 
 
-async def _run_pass(client: ServerClient, plan: Plan, result: ArmResult, advance: Callable[[], None]) -> None:
+async def _run_pass(
+    client: ServerClient, plan: Plan, result: ArmResult, label: str, advance: Callable[[], None]
+) -> None:
     before = parse_samples(await client.metrics_text())
     one = await run_pass(
         client,
-        [_body(plan, result.arm, prompt) for prompt in plan.prompts],
+        [_body(plan, result.arm, prompt, label) for prompt in plan.prompts],
         concurrency=plan.concurrency,
         is_stream=plan.is_stream,
         on_done=advance,
@@ -136,9 +140,10 @@ async def _run_pass(client: ServerClient, plan: Plan, result: ArmResult, advance
     result.server.append(server_stats(difference(before, parse_samples(await client.metrics_text()))))
 
 
-def _body(plan: Plan, arm: Arm, prompt: str) -> dict[str, Any]:
+def _body(plan: Plan, arm: Arm, prompt: str, label: str) -> dict[str, Any]:
+    first_line = f"# {arm.name}, {label}\n" if plan.has_fresh_prompts else ""
     return {
-        "prompt": prompt,
+        "prompt": first_line + prompt,
         "max_tokens": plan.max_tokens,
         "temperature": plan.temperature,
         "seed": plan.seed,

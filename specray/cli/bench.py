@@ -76,6 +76,10 @@ def serve(
     stream: Annotated[
         bool, typer.Option(help="Stream the outputs; without, there is no TTFT and ITL.")
     ] = True,
+    fresh_prompts: Annotated[
+        bool,
+        typer.Option(help="Each arm and pass has prompts of its own, which no cache knows."),
+    ] = True,
     timeout_s: Annotated[float, typer.Option(min=1, help="For one request.")] = 600.0,
     json_path: JsonPath = None,
 ) -> None:
@@ -95,6 +99,7 @@ def serve(
         ignore_eos=ignore_eos,
         is_stream=stream,
         num_warmup=num_warmup,
+        has_fresh_prompts=fresh_prompts,
         timeout_s=timeout_s,
     )
     raise typer.Exit(_report(_run(plan), json_path))

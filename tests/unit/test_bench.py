@@ -180,7 +180,13 @@ def test_a_data_set_without_its_file_is_a_config_error() -> None:
 
 
 async def run(router: FakeRouterClient, **options: Any) -> Any:
-    plan: dict[str, Any] = {"prompts": ["a", "b"], "arms": default_arms(), "max_tokens": 4, "num_warmup": 0}
+    plan: dict[str, Any] = {
+        "prompts": ["a", "b"],
+        "arms": default_arms(),
+        "max_tokens": 4,
+        "num_warmup": 0,
+        "has_fresh_prompts": False,
+    }
     progress: list[tuple[str, int, int]] = []
     async with serving(router) as service:
         plan = {"url": service.url, **plan, **options}
@@ -202,6 +208,14 @@ async def test_arms_take_turns_over_the_same_prompts() -> None:
     assert result.model == "tiny"
     assert {request.max_tokens for request in router.requests} == {4}
     assert {request.eos_token_ids for request in router.requests} == {()}
+
+
+async def test_no_prompt_comes_twice_unless_asked_for() -> None:
+    for has_fresh_prompts, num_prompts in ((True, 10), (False, 2)):
+        router = FakeRouterClient(info=INFO)
+        await run(router, num_repeats=2, num_warmup=1, has_fresh_prompts=has_fresh_prompts)
+        assert len(router.requests) == 10
+        assert len({request.prompt_token_ids for request in router.requests}) == num_prompts
 
 
 async def test_concurrency_bounds_the_requests_in_flight() -> None:
