@@ -18,11 +18,13 @@ import torch
 from numba import carray, cfunc
 from numba.core import types
 
-from specray.engine.kernels.simd import kernel, vectors
+from specray.engine.kernels.simd import kernel, prefetch, vectors
 from specray.engine.kernels.team import Kernel, as_pointer, num_threads, thread_num
 
 _TILE = 16
 """Tokens whose keys or values are converted at a time."""
+_LINE = 64
+"""Bytes of a cache line."""
 _MAX_QUERIES = 32
 """Query heads times rows that are served from one reading of keys and values."""
 _MIN_SHARED_WORK = 32_768
@@ -262,7 +264,7 @@ def _attend_kernel(head_dim: int, dtype: str) -> Any:
     fetch, keep, splat, mul, fma, total = (
         single.load, single.store, single.splat, single.mul, single.fma, single.sum
     )  # fmt: skip
-    softmax = _softmax_kernel()
+    softmax, item_size = _softmax_kernel(), 2 if dtype == "bfloat16" else 4
     zero = np.float32(0.0)
 
     @kernel()
@@ -300,11 +302,20 @@ def _attend_kernel(head_dim: int, dtype: str) -> Any:
                     key = (begin + shift) * slot_size + (first_head + head) * head_dim
                     for token in range(count):
                         keep(tile, token * head_dim, load(cache, key + token * slot_size))
-                    for index in range(head * num_queries, (head + 1) * num_queries):
-                        query = fetch(queries, index * head_dim)
+                        ahead = cache + (key + (token + _TILE) * slot_size) * item_size
+                        for byte in range(0, head_dim * item_size, _LINE):
+                            prefetch(ahead + byte)
+                    # Two queries for each look at a key.
+                    for index in range(head * num_queries, (head + 1) * num_queries, 2):
+                        other = min(index + 1, (head + 1) * num_queries - 1)
+                        query, other_query = (
+                            fetch(queries, index * head_dim),
+                            fetch(queries, other * head_dim),
+                        )
                         for token in range(count):
-                            product = mul(query, fetch(tile, token * head_dim))
-                            weights[index, begin + token] = total(product)
+                            number = fetch(tile, token * head_dim)
+                            weights[index, begin + token] = total(mul(query, number))
+                            weights[other, begin + token] = total(mul(other_query, number))
 
         for index in range(num_all):
             position = start + index % num_queries // group_size
@@ -322,12 +333,25 @@ def _attend_kernel(head_dim: int, dtype: str) -> Any:
                     value = (begin + shift) * slot_size + (num_kv_heads + first_head + head) * head_dim
                     for token in range(count):
                         keep(tile, token * head_dim, load(cache, value + token * slot_size))
-                    for index in range(head * num_queries, (head + 1) * num_queries):
-                        weighted = fetch(sums, index * head_dim)
+                        ahead = cache + (value + (token + _TILE) * slot_size) * item_size
+                        for byte in range(0, head_dim * item_size, _LINE):
+                            prefetch(ahead + byte)
+                    for index in range(head * num_queries, (head + 1) * num_queries, 2):
+                        other = min(index + 1, (head + 1) * num_queries - 1)
+                        weighted, other_weighted = (
+                            fetch(sums, index * head_dim),
+                            fetch(sums, other * head_dim),
+                        )
                         for token in range(count):
-                            weight = splat(weights[index, begin + token])
-                            weighted = fma(weight, fetch(tile, token * head_dim), weighted)
+                            number = fetch(tile, token * head_dim)
+                            weight, other_weight = (
+                                weights[index, begin + token],
+                                weights[other, begin + token],
+                            )
+                            weighted = fma(splat(weight), number, weighted)
+                            other_weighted = fma(splat(other_weight), number, other_weighted)
                         keep(sums, index * head_dim, weighted)
+                        keep(sums, other * head_dim, other_weighted)
 
         for index in range(num_all):
             row = span[_FIRST_ROW] + first_row + index % num_queries // group_size
