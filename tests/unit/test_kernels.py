@@ -208,6 +208,16 @@ def test_tiled_linear_is_bit_for_bit_the_same_at_any_width() -> None:
 
 
 @needs_instruction
+def test_no_rows_touch_nothing() -> None:
+    """A step that only fills the cache has none behind its last attention."""
+    weight = random(64, 32, dtype=torch.bfloat16)
+    linear, gate = TiledLinear(weight, None), TiledGate(weight, weight, None, None)
+    none = torch.empty(0, 32, dtype=torch.bfloat16)
+    assert linear.plus(none, torch.empty(0, 64, dtype=torch.bfloat16)).shape == (0, 64)
+    assert gate(none).shape == linear.precise(none).shape == (0, 64)
+
+
+@needs_instruction
 def test_gate_of_very_negative_numbers_is_zero_and_not_nan() -> None:
     weight = torch.full((64, 32), -100.0, dtype=torch.bfloat16)
     ones = torch.ones(1, 32, dtype=torch.bfloat16)

@@ -99,6 +99,8 @@ class _Tiled:
         assert rows.is_contiguous(), "rows must follow each other"
         num_rows = rows.shape[0]
         out = torch.empty((num_rows, self._size), dtype=dtype)
+        if num_rows == 0:
+            return out
         team_size = num_threads() if self.weight.numel() >= _MIN_SHARED_WEIGHTS else 1
         scratch = torch.empty(team_size * num_rows * self._scratch_size)
         args = self._args
