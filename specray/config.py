@@ -90,8 +90,8 @@ class SpeculationConfig(_Section):
         "auto", description="K: most draft tokens per round, 0..32; auto: chosen by measurement."
     )
     verification: Verification = Verification.COUPLED
-    # Measured on 2 cores that both engines share, tokens/s: a 193M target 164 serial and 168 auto, the embedded
-    # pair 876 and 829. Where the draft is away over a network, overlap hides the way: choose auto.
+    # Measured on 2 cores that both engines share, tokens/s: a 193M target 164 serial, 168 auto; the embedded
+    # pair 876 and 829. Where the draft is behind a network, overlap hides the way: choose auto.
     overlap: Overlap | Literal["auto"] = Overlap.SERIAL
     filler: Literal["none", "ngram", "suffix"] = Field(
         "ngram",
