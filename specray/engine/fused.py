@@ -13,7 +13,7 @@ from specray.engine.kernels.attention import AttentionCall, Span
 if TYPE_CHECKING:
     from specray.engine.attention import AttentionStep
     from specray.engine.cache import BlockCache
-    from specray.engine.kernels.team import Kernel
+    from specray.engine.kernels.team import Kernel, Team
     from specray.engine.lowered import HeadNorm
 
 
@@ -28,6 +28,7 @@ class FusedAttention:
     """
 
     kernel: Kernel
+    team: Team
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -49,6 +50,7 @@ class FusedAttention:
         ]
         call = AttentionCall(
             self.kernel,
+            self.team,
             spans,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,

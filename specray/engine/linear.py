@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from specray.engine.kernels.linear import TiledGate, TiledLinear, can_tile
+from specray.engine.kernels.team import Team
 
 _reorder = torch.ops.mkldnn._reorder_linear_weight
 _pointwise = torch.ops.mkldnn._linear_pointwise.default
@@ -147,24 +148,31 @@ class PackedGate:
         return out
 
 
-def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, team: Team) -> Linear:
     """The fastest form of a linear layer for the weight's device and data type.
 
     The caller should drop its own reference to ``weight``: the other forms are copies.
+
+    Args:
+        team: the model's threads.
     """
     if can_tile(weight):
-        return TiledLinear(weight, bias)
+        return TiledLinear(weight, bias, team)
     if can_pack(weight.device, weight.dtype):
         return PackedLinear(_reorder(weight.contiguous()), bias)
     return PlainLinear(weight.contiguous(), bias)
 
 
 def make_gate(
-    gate: torch.Tensor, up: torch.Tensor, gate_bias: torch.Tensor | None, up_bias: torch.Tensor | None
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    gate_bias: torch.Tensor | None,
+    up_bias: torch.Tensor | None,
+    team: Team,
 ) -> Gate:
     """The fastest form of a gated pair; as :func:`make_linear`."""
     if can_tile(gate):
-        return TiledGate(gate, up, gate_bias, up_bias)
+        return TiledGate(gate, up, gate_bias, up_bias, team)
     if can_pack(gate.device, gate.dtype):
         return PackedGate(_reorder(gate.contiguous()), _reorder(up.contiguous()), gate_bias, up_bias)
     bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))

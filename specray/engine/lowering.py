@@ -5,6 +5,7 @@ Each original weight is dropped as soon as its packed form exists, so the model 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from specray.engine.forward import CacheShape
 from specray.engine.fused import FusedAttention
 from specray.engine.kernels.attention import attention_kernel
 from specray.engine.kernels.norm import FusedRMSNorm
+from specray.engine.kernels.team import Team
 from specray.engine.linear import Linear, make_gate, make_linear
 from specray.engine.lowered import HeadNorm, Layer, LoweredForward, PlainAttention, RMSNorm, Rotary
 
@@ -53,13 +55,14 @@ def lower(loaded: LoadedModel, parallel: ParallelContext | None = None) -> Lower
     num_heads, num_kv_heads = (
         count // world_size for count in (config.num_attention_heads, config.num_key_value_heads)
     )
-    attention = _attention(base.rotary_emb, loaded, num_heads, num_kv_heads, head_dim)
-    embedding, head = _embedding_and_head(model, parallel)
-    layers = tuple(_lower_layer(layer, config, head_dim, parallel) for layer in base.layers)
+    team = Team(torch.get_num_threads() if loaded.device.type == "cpu" else 1)
+    attention = _attention(base.rotary_emb, loaded, num_heads, num_kv_heads, head_dim, team)
+    embedding, head = _embedding_and_head(model, parallel, team)
+    layers = tuple(_lower_layer(layer, config, head_dim, parallel, team) for layer in base.layers)
     return LoweredForward(
         embedding=embedding,
         layers=layers,
-        final_norm=_norm(base.norm),
+        final_norm=_norm(base.norm, team),
         head=head,
         attention=attention,
         cache_shape=CacheShape(len(layers), num_kv_heads, head_dim),
@@ -116,20 +119,22 @@ class GatheredHead:
         return self.parallel.all_gather(self.local(rows), self.vocab_size).float()
 
 
-def _lower_layer(layer: Any, config: Any, head_dim: int, parallel: ParallelContext | None) -> Layer:
+def _lower_layer(
+    layer: Any, config: Any, head_dim: int, parallel: ParallelContext | None, team: Team
+) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
     window = getattr(attention, "sliding_window", None)
     if config.model_type == "mistral":
         window = config.sliding_window
     head_norm = _head_norm(attention, head_dim) if hasattr(attention, "q_norm") else None
     return Layer(
-        input_norm=_norm(layer.input_layernorm),
-        qkv=_linear(attention.q_proj, attention.k_proj, attention.v_proj),
+        input_norm=_norm(layer.input_layernorm, team),
+        qkv=_linear([attention.q_proj, attention.k_proj, attention.v_proj], team),
         head_norm=head_norm,
-        output=_projection(attention.o_proj, parallel),
-        post_attention_norm=_norm(layer.post_attention_layernorm),
-        gate=_gate(mlp),
-        down=_projection(mlp.down_proj, parallel),
+        output=_projection(attention.o_proj, parallel, team),
+        post_attention_norm=_norm(layer.post_attention_layernorm, team),
+        gate=_gate(mlp, team),
+        down=_projection(mlp.down_proj, parallel, team),
         window=window,
     )
 
@@ -153,7 +158,7 @@ def _take(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     return weight, bias
 
 
-def _linear(*modules: Any) -> Linear:
+def _linear(modules: Sequence[Any], team: Team) -> Linear:
     """One linear layer of all the modules' outputs, one after the other."""
     taken = [_take(module) for module in modules]
     weights, biases = [weight for weight, _ in taken], [bias for _, bias in taken]
@@ -162,29 +167,26 @@ def _linear(*modules: Any) -> Linear:
         bias = torch.cat(
             [part if part is not None else weight.new_zeros(weight.shape[0]) for weight, part in taken]
         )
-    return make_linear(weights[0] if len(weights) == 1 else torch.cat(weights), bias)
+    return make_linear(weights[0] if len(weights) == 1 else torch.cat(weights), bias, team)
 
 
-def _gate(mlp: Any) -> Gate:
+def _gate(mlp: Any, team: Team) -> Gate:
     gate, gate_bias = _take(mlp.gate_proj)
     up, up_bias = _take(mlp.up_proj)
-    return make_gate(gate, up, gate_bias, up_bias)
+    return make_gate(gate, up, gate_bias, up_bias, team)
 
 
-def _projection(module: Any, parallel: ParallelContext | None) -> Projection:
+def _projection(module: Any, parallel: ParallelContext | None, team: Team) -> Projection:
     weight, bias = _take(module)
     if parallel is None:
-        return make_linear(weight, bias)
-    return ReducedLinear(make_linear(weight, None), bias, parallel)
+        return make_linear(weight, bias, team)
+    return ReducedLinear(make_linear(weight, None, team), bias, parallel)
 
 
-def _norm(module: Any) -> Norm:
+def _norm(module: Any, team: Team) -> Norm:
     weight, _ = _take(module)
-    return _rms_norm(weight, module.variance_epsilon)
-
-
-def _rms_norm(weight: torch.Tensor, eps: float) -> Norm:
-    return FusedRMSNorm(weight, eps) if weight.device.type == "cpu" else RMSNorm(weight, eps)
+    eps = module.variance_epsilon
+    return FusedRMSNorm(weight, eps, team) if weight.device.type == "cpu" else RMSNorm(weight, eps)
 
 
 def _head_norm(attention: Any, head_dim: int) -> HeadNorm:
@@ -203,7 +205,7 @@ def _rows(weight: torch.Tensor) -> int:
 
 
 def _attention(
-    rotary: Any, loaded: LoadedModel, num_heads: int, num_kv_heads: int, head_dim: int
+    rotary: Any, loaded: LoadedModel, num_heads: int, num_kv_heads: int, head_dim: int, team: Team
 ) -> Attention:
     scale = head_dim**-0.5
     is_fused = loaded.device.type == "cpu"
@@ -214,20 +216,20 @@ def _attention(
     if is_fused:
         half_cos, half_sin = cos[:, : head_dim // 2].contiguous(), first_half.contiguous()
         kernel = attention_kernel(head_dim, str(loaded.dtype).removeprefix("torch."))
-        return FusedAttention(kernel, num_heads, num_kv_heads, head_dim, half_cos, half_sin, scale)
+        return FusedAttention(kernel, team, num_heads, num_kv_heads, head_dim, half_cos, half_sin, scale)
     signed_sin = torch.cat((-first_half, second_half), -1)
     tables = Rotary(cos.unsqueeze(1).contiguous(), signed_sin.unsqueeze(1))
     return PlainAttention(tables, num_heads, num_kv_heads, head_dim, scale)
 
 
-def _embedding_and_head(model: Any, parallel: ParallelContext | None) -> tuple[Embedding, Head]:
+def _embedding_and_head(model: Any, parallel: ParallelContext | None, team: Team) -> tuple[Embedding, Head]:
     is_tied = model.lm_head.weight is model.base_model.embed_tokens.weight
     vocab_size = model.config.get_text_config().vocab_size
     table, _ = _take(model.base_model.embed_tokens)
     head_weight, head_bias = (table, None) if is_tied else _take(model.lm_head)
     model.lm_head.weight = None
     # The table is needed in its own layout for look-ups, so a tied head is a second copy where it is packed.
-    head = make_linear(head_weight, head_bias)
+    head = make_linear(head_weight, head_bias, team)
     if parallel is None:
         return TableEmbedding(table), head
     first = parallel.first_row(vocab_size)

@@ -1,25 +1,32 @@
-"""The CPU kernels against torch in float64, at the edges of their blocks, and row for row the same at any width."""
+"""The CPU kernels against torch in float64, at the edges of their blocks; a row is the same at any width."""
+
+import gc
+import threading
+import time
 
 import numpy as np
 import pytest
 import torch
-from numba import carray, cfunc
-from numba.core import types
+from numba import carray
 
 from specray.engine.attention import AttentionStep, SequenceRows
 from specray.engine.cache import BlockCache
 from specray.engine.fused import FusedAttention
+from specray.engine.kernels import attention as attention_module
+from specray.engine.kernels import linear as linear_module
+from specray.engine.kernels import norm as norm_module
 from specray.engine.kernels.attention import attention_kernel
 from specray.engine.kernels.linear import TiledGate, TiledLinear, can_tile
 from specray.engine.kernels.norm import FusedRMSNorm
 from specray.engine.kernels.simd import vectors
-from specray.engine.kernels.team import Kernel
+from specray.engine.kernels.team import Team, as_pointer, compile_kernel
 from specray.engine.lowered import HeadNorm
 
 needs_instruction = pytest.mark.skipif(
     not can_tile(torch.empty(64, 32, dtype=torch.bfloat16)), reason="no AVX-512 bfloat16 products here"
 )
 MAX_LEN = 96
+ALONE = Team(1)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -30,13 +37,19 @@ def angles(head_dim: int) -> torch.Tensor:
     return torch.outer(torch.arange(MAX_LEN), 10000.0 ** -(torch.arange(head_dim // 2) / (head_dim / 2)))
 
 
-def fused(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> FusedAttention:
+def fused(
+    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, team: Team = ALONE
+) -> FusedAttention:
     kernel = attention_kernel(head_dim, str(dtype).removeprefix("torch."))
     table = angles(head_dim)
-    return FusedAttention(kernel, num_heads, num_kv_heads, head_dim, table.cos(), table.sin(), head_dim**-0.5)
+    return FusedAttention(
+        kernel, team, num_heads, num_kv_heads, head_dim, table.cos(), table.sin(), head_dim**-0.5
+    )
 
 
-def empty_cache(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> BlockCache:
+def empty_cache(
+    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> BlockCache:
     return BlockCache(
         num_layers=1,
         num_blocks=num_blocks,
@@ -83,9 +96,7 @@ def test_ragged_attention_equals_float64(
     num_heads, num_kv_heads = heads
     lengths = (37, 16, 50)
     norm = HeadNorm(random(num_heads + num_kv_heads, head_dim, seed=9), 1e-6) if has_norm else None
-    inputs = [
-        random(length, num_heads + 2 * num_kv_heads, head_dim, seed=length) for length in lengths
-    ]
+    inputs = [random(length, num_heads + 2 * num_kv_heads, head_dim, seed=length) for length in lengths]
     per_sequence = -(-MAX_LEN // block_size)
     order = torch.randperm(3 * per_sequence, generator=torch.Generator().manual_seed(1)).tolist()
     blocks = [order[index::3] for index in range(3)]
@@ -115,7 +126,7 @@ def test_ragged_attention_equals_float64(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_row_is_bit_for_bit_the_same_alone_and_among_others(dtype: torch.dtype) -> None:
     """So in bfloat16 too the width of a verification cannot change a token."""
-    attention, norm = fused(4, 2, 32, dtype), FusedRMSNorm(random(64, dtype=dtype, seed=3), 1e-6)
+    attention, norm = fused(4, 2, 32, dtype), FusedRMSNorm(random(64, dtype=dtype, seed=3), 1e-6, ALONE)
     qkv = random(60, 8 * 32, dtype=dtype)
     results = []
     for chunks in ([60 // 4] * 4, [1] * 60, [31, 1, 5, 20, 3]):
@@ -151,23 +162,25 @@ def test_rms_norm(size: int, dtype: torch.dtype) -> None:
     exact = rows.double() / (rows.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
     # bfloat16 is rounded once, to the nearest.
     tolerance = 1e-6 if dtype == torch.float32 else 2**-8
-    torch.testing.assert_close(FusedRMSNorm(weight, 1e-5)(rows).double(), exact, atol=0.0, rtol=tolerance)
+    torch.testing.assert_close(
+        FusedRMSNorm(weight, 1e-5, ALONE)(rows).double(), exact, atol=0.0, rtol=tolerance
+    )
 
 
 def test_exponential() -> None:
     wide = vectors(16)
     load, store, exp = wide.load, wide.store, wide.exp
 
-    @cfunc(types.void(types.voidptr))
-    def kernel(pointer: object) -> None:
-        args = carray(pointer, (2,), np.int64)
+    @compile_kernel
+    def kernel(address: int, part: int, num_parts: int, thread: int) -> None:
+        args = carray(as_pointer(address), (2,), np.int64)
         for place in range(0, 4096, 16):
             store(args[1], place, exp(load(args[0], place)))
 
     numbers = torch.linspace(-86.9, 88.0, 4096)
     out = torch.empty_like(numbers)
     args = np.array([numbers.data_ptr(), out.data_ptr()], dtype=np.int64)
-    Kernel(kernel)(args.ctypes.data, 1)
+    ALONE.run(kernel, args.ctypes.data, 1)
     torch.testing.assert_close(out.double(), numbers.double().exp(), atol=0.0, rtol=2e-7)
 
 
@@ -183,23 +196,23 @@ def test_tiled_linear_equals_float64(num_rows: int, size: int, in_features: int)
     exact = torch.nn.functional.linear(rows.double(), weight.double(), bias.double())
     other_exact = torch.nn.functional.linear(rows.double(), other.double(), other_bias.double())
     error = 1e-6 * in_features
-    linear = TiledLinear(weight, bias)
+    linear = TiledLinear(weight, bias, ALONE)
     torch.testing.assert_close(linear.precise(rows).double(), exact, atol=error, rtol=1e-5)
     torch.testing.assert_close(linear(rows).double(), exact, atol=error, rtol=2**-8)
     torch.testing.assert_close(
         linear.plus(rows, summand).double(), exact + summand.double(), atol=error, rtol=2**-8
     )
-    gated = TiledGate(weight, other, bias, other_bias)(rows).double()
+    gated = TiledGate(weight, other, bias, other_bias, ALONE)(rows).double()
     torch.testing.assert_close(
         gated, torch.nn.functional.silu(exact) * other_exact, atol=30 * error, rtol=2**-7
     )
-    without = TiledLinear(weight, None).precise(rows).double()
+    without = TiledLinear(weight, None, ALONE).precise(rows).double()
     torch.testing.assert_close(without, exact - bias.double(), atol=error, rtol=1e-5)
 
 
 @needs_instruction
 def test_tiled_linear_is_bit_for_bit_the_same_at_any_width() -> None:
-    linear = TiledLinear(random(130, 1088, dtype=torch.bfloat16), None)
+    linear = TiledLinear(random(130, 1088, dtype=torch.bfloat16), None, ALONE)
     rows = random(40, 1088, dtype=torch.bfloat16, seed=1)
     whole = linear.precise(rows)
     for width in (1, 3, 6, 7, 19):
@@ -211,7 +224,7 @@ def test_tiled_linear_is_bit_for_bit_the_same_at_any_width() -> None:
 def test_no_rows_touch_nothing() -> None:
     """A step that only fills the cache has none behind its last attention."""
     weight = random(64, 32, dtype=torch.bfloat16)
-    linear, gate = TiledLinear(weight, None), TiledGate(weight, weight, None, None)
+    linear, gate = TiledLinear(weight, None, ALONE), TiledGate(weight, weight, None, None, ALONE)
     none = torch.empty(0, 32, dtype=torch.bfloat16)
     assert linear.plus(none, torch.empty(0, 64, dtype=torch.bfloat16)).shape == (0, 64)
     assert gate(none).shape == linear.precise(none).shape == (0, 64)
@@ -221,4 +234,42 @@ def test_no_rows_touch_nothing() -> None:
 def test_gate_of_very_negative_numbers_is_zero_and_not_nan() -> None:
     weight = torch.full((64, 32), -100.0, dtype=torch.bfloat16)
     ones = torch.ones(1, 32, dtype=torch.bfloat16)
-    assert TiledGate(weight, -weight, None, None)(ones).abs().max() < 1e-30
+    assert TiledGate(weight, -weight, None, None, ALONE)(ones).abs().max() < 1e-30
+
+
+@needs_instruction
+def test_threads_do_every_part_once_and_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More threads than cores and many small jobs, so that helpers come late, sleep and wake."""
+    monkeypatch.setattr(attention_module, "_MIN_SHARED_WORK", 1)
+    monkeypatch.setattr(linear_module, "_MIN_SHARED_WEIGHTS", 1)
+    monkeypatch.setattr(norm_module, "_MIN_SHARED_SIZE", 1)
+    weight = random(1000, 64, dtype=torch.bfloat16)
+    rows, qkv = random(9, 64, dtype=torch.bfloat16), random(60, 8 * 32, dtype=torch.bfloat16)
+    results = []
+    for team in (ALONE, Team(4)):
+        linear, norm = TiledLinear(weight, None, team), FusedRMSNorm(weight[0], 1e-6, team)
+        cache = empty_cache(1, MAX_LEN, 2, 32, torch.bfloat16)
+        step = AttentionStep((SequenceRows(0, 60, 0, [0]),), cache)
+        attention = fused(4, 2, 32, torch.bfloat16, team)
+        for index in range(300):
+            found = (
+                linear.precise(norm(rows)),
+                attention.prepare(step, slice(0, 0)).attend(0, qkv.clone(), None, None),
+            )
+            if index % 100 == 0:
+                time.sleep(0.01)
+            results.append(found)
+    for logits, attended in results:
+        assert torch.equal(logits, results[0][0]) and torch.equal(attended, results[0][1])
+
+
+def test_a_team_that_is_forgotten_ends_its_threads() -> None:
+    before = set(threading.enumerate())
+    team = Team(3)
+    helpers = set(threading.enumerate()) - before
+    assert len(helpers) == 2
+    del team
+    gc.collect()
+    for helper in helpers:
+        helper.join(5.0)
+    assert not any(helper.is_alive() for helper in helpers)

@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, cfunc
-from numba.core import types
+from numba import carray
 
 from specray.engine.kernels.simd import kernel, prefetch, vectors
-from specray.engine.kernels.team import Kernel, as_pointer, num_threads, thread_num
+from specray.engine.kernels.team import Kernel, Team, as_pointer, compile_kernel
 
 _TILE = 16
 """Tokens whose keys or values are converted at a time."""
@@ -27,6 +26,7 @@ _LINE = 64
 """Bytes of a cache line."""
 _MAX_QUERIES = 32
 """Query heads times rows that are served from one reading of keys and values."""
+_PARTS_PER_THREAD = 4
 _MIN_SHARED_WORK = 32_768
 """Numbers of K and V to read, below which a second thread costs more than it brings."""
 
@@ -46,10 +46,9 @@ _SCRATCH_SIZE = 10  # a number
 _NUM_SPANS = 11  # a number
 _NUM_KV_HEADS = 12  # a number
 _GROUP_SIZE = 13  # a number
-_TEAM_SIZE = 14  # a number
-_NUM_QUERY_NUMBERS = 15  # a number: of the scratch, what is for the queries
-_SCALE_EPS = 16  # two float32, not an address
-_NUM_ARGS = 17
+_NUM_QUERY_NUMBERS = 14  # a number: of the scratch, what is for the queries
+_SCALE_EPS = 15  # two float32, not an address
+_NUM_ARGS = 16
 
 # Columns of a span: the rows of one sequence.
 _START, _FIRST_ROW, _NUM_ROWS, _FIRST_RUN, _NUM_RUNS, _COST = range(6)
@@ -77,11 +76,21 @@ class AttentionCall:
         scale: factor on the dot products.
     """
 
-    __slots__ = ("_args", "_args_address", "_kept", "_kernel", "_num_heads", "_scale_eps", "_team_size")
+    __slots__ = (
+        "_args",
+        "_args_address",
+        "_kept",
+        "_kernel",
+        "_num_heads",
+        "_num_parts",
+        "_scale_eps",
+        "_team",
+    )
 
     def __init__(
         self,
         kernel: Kernel,
+        team: Team,
         spans: Sequence[Span],
         *,
         num_heads: int,
@@ -104,9 +113,11 @@ class AttentionCall:
             # All heads of few rows, or one head of some of many.
             num_at_once = min(num_queries, max(_MAX_QUERIES, group_size)) * num_kv_heads
             num_scratch = max(num_scratch, num_at_once * (end + _TILE + head_dim))
-        self._team_size = num_threads() if work * head_dim >= _MIN_SHARED_WORK else 1
+        self._team = team
+        is_shared = team.size > 1 and work * head_dim >= _MIN_SHARED_WORK
+        self._num_parts = min(len(spans) * num_kv_heads, _PARTS_PER_THREAD * team.size) if is_shared else 1
         num_scratch += num_query_numbers + _TILE * head_dim
-        scratch = torch.empty(self._team_size * num_scratch)
+        scratch = torch.empty(team.size * num_scratch)
         table = np.array(columns, dtype=np.int64)
         self._args = np.array(
             [
@@ -120,7 +131,6 @@ class AttentionCall:
                 len(spans),
                 num_kv_heads,
                 group_size,
-                self._team_size,
                 num_query_numbers,
                 0,
             ],
@@ -157,7 +167,7 @@ class AttentionCall:
         args[_WINDOW] = window or 0
         if norm is not None:
             args[_NORM], self._scale_eps[1] = norm[0].data_ptr(), norm[1]
-        self._kernel(self._args_address, self._team_size)
+        self._team.run(self._kernel, self._args_address, self._num_parts)
         return out
 
 
@@ -167,16 +177,16 @@ def attention_kernel(head_dim: int, dtype: str) -> Kernel:
     rotate = _rotate_kernel(head_dim, dtype)
     attend = _attend_kernel(head_dim, dtype)
 
-    @cfunc(types.void(types.voidptr))
-    def attention(pointer: Any) -> None:
-        args = carray(pointer, (_NUM_ARGS,), np.int64)
+    @compile_kernel
+    def attention(address: int, part: int, num_parts: int, thread: int) -> None:
+        args = carray(as_pointer(address), (_NUM_ARGS,), np.int64)
         spans = carray(as_pointer(args[_SPANS]), (args[_NUM_SPANS], 6), np.int64)
-        num_kv_heads, team_size, thread = args[_NUM_KV_HEADS], args[_TEAM_SIZE], np.int64(thread_num())
+        num_kv_heads = args[_NUM_KV_HEADS]
         total = 0
         for index in range(len(spans)):
             total += spans[index, _COST] * num_kv_heads
-        # This thread's heads are those that begin in its part of the total cost.
-        first, last = total * thread // team_size, total * (thread + 1) // team_size
+        # The part's heads are those that begin in its share of the total cost.
+        first, last = total * part // num_parts, total * (part + 1) // num_parts
         before = 0
         for index in range(len(spans)):
             cost = spans[index, _COST]
@@ -200,7 +210,7 @@ def attention_kernel(head_dim: int, dtype: str) -> Kernel:
                                 args, spans[index], (head, head + 1), row, last_row, queries + place, thread
                             )
 
-    return Kernel(attention)
+    return attention
 
 
 def _rotate_kernel(head_dim: int, dtype: str) -> Any:

@@ -18,12 +18,12 @@ import llvmlite.binding
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, cfunc
+from numba import carray
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from specray.engine.kernels.simd import kernel, vectors
-from specray.engine.kernels.team import Kernel, num_threads, thread_num
+from specray.engine.kernels.team import Kernel, Team, as_pointer, compile_kernel
 
 PANEL = 64
 """Output features of a panel."""
@@ -34,6 +34,8 @@ _BLOCKS_AT_ONCE = 16
 """Of a panel with more rows than that: 64 KiB, which stay in the second cache."""
 _REGISTERS = PANEL // 16
 _BLOCK_BYTES = PANEL * BLOCK * 2
+_PARTS_PER_THREAD = 8
+"""Small enough that threads end together, large enough that taking one costs nothing."""
 _MIN_SHARED_WEIGHTS = 262_144
 """Weights below which a second thread costs more than it brings."""
 
@@ -81,10 +83,17 @@ def _padded(bias: torch.Tensor) -> torch.Tensor:
 class _Tiled:
     """Weights in panels and the kernel's arguments that stay the same."""
 
-    __slots__ = ("_args", "_args_address", "_kernel", "_scratch_size", "_size", "bias", "weight")
+    __slots__ = (
+        "_args", "_args_address", "_kernel", "_num_parts", "_scratch_size", "_size", "_team", "bias", "weight"
+    )  # fmt: skip
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, size: int, kind: int) -> None:
-        self.weight, self.bias, self._size = weight, bias, size
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, size: int, kind: int, team: Team
+    ) -> None:
+        self.weight, self.bias, self._size, self._team = weight, bias, size, team
+        self._num_parts = min(-(-size // PANEL), _PARTS_PER_THREAD * team.size)
+        if weight.numel() < _MIN_SHARED_WEIGHTS:
+            self._num_parts = 1
         self._kernel = _linear_kernel()
         self._scratch_size = (2 if kind == _GATED else 1) * PANEL
         self._args = np.zeros(_NUM_ARGS, dtype=np.int64)
@@ -101,15 +110,14 @@ class _Tiled:
         out = torch.empty((num_rows, self._size), dtype=dtype)
         if num_rows == 0:
             return out
-        team_size = num_threads() if self.weight.numel() >= _MIN_SHARED_WEIGHTS else 1
-        scratch = torch.empty(team_size * num_rows * self._scratch_size)
+        scratch = torch.empty(self._team.size * num_rows * self._scratch_size)
         args = self._args
         args[_ROWS], args[_OUT], args[_SCRATCH] = rows.data_ptr(), out.data_ptr(), scratch.data_ptr()
-        args[_NUM_ROWS], args[_TEAM_SIZE], args[_IS_FLOAT] = num_rows, team_size, dtype == torch.float32
+        args[_NUM_ROWS], args[_IS_FLOAT] = num_rows, dtype == torch.float32
         if summand is not None:
             assert summand.is_contiguous(), "the summand's rows must follow each other"
             args[_SUMMAND] = summand.data_ptr()
-        self._kernel(self._args_address, team_size)
+        self._team.run(self._kernel, self._args_address, self._num_parts)
         return out
 
 
@@ -118,13 +126,13 @@ class TiledLinear:
 
     __slots__ = ("_plain", "_plus", "bias", "in_features", "num_weights", "weight")
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, team: Team) -> None:
         size, self.in_features = weight.shape
         self.num_weights = weight.numel()
         self.weight = _panels(weight)
         self.bias = None if bias is None else _padded(bias)
-        self._plain = _Tiled(self.weight, self.bias, size, _PLAIN)
-        self._plus = _Tiled(self.weight, self.bias, size, _PLUS)
+        self._plain = _Tiled(self.weight, self.bias, size, _PLAIN, team)
+        self._plus = _Tiled(self.weight, self.bias, size, _PLUS, team)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         return self._plain.run(rows, torch.bfloat16)
@@ -148,6 +156,7 @@ class TiledGate:
         up: torch.Tensor,
         gate_bias: torch.Tensor | None,
         up_bias: torch.Tensor | None,
+        team: Team,
     ) -> None:
         self.in_features = gate.shape[1]
         self.num_weights = 2 * gate.numel()
@@ -156,7 +165,7 @@ class TiledGate:
         self.bias = None
         if gate_bias is not None and up_bias is not None:
             self.bias = torch.stack((_padded(gate_bias), _padded(up_bias)), dim=1)
-        self._tiled = _Tiled(self.weight, self.bias, gate.shape[0], _GATED)
+        self._tiled = _Tiled(self.weight, self.bias, gate.shape[0], _GATED, team)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         return self._tiled.run(rows, torch.bfloat16)
@@ -205,25 +214,25 @@ def _linear_kernel() -> Kernel:
                     else:
                         store_one_half(out, at + place, number)
 
-    @cfunc(types.void(types.voidptr))
-    def linear(pointer: Any) -> None:
-        args = carray(pointer, (_NUM_ARGS,), np.int64)
-        num_rows, team_size, thread = args[_NUM_ROWS], args[_TEAM_SIZE], np.int64(thread_num())
-        num_parts = 2 if args[_KIND] == _GATED else 1
-        sums = args[_SCRATCH] + thread * num_parts * num_rows * PANEL * 4
+    @compile_kernel
+    def linear(address: int, part: int, num_parts: int, thread: int) -> None:
+        args = carray(as_pointer(address), (_NUM_ARGS,), np.int64)
+        num_rows, num_blocks = args[_NUM_ROWS], args[_NUM_BLOCKS]
+        num_layers = 2 if args[_KIND] == _GATED else 1
+        sums = args[_SCRATCH] + thread * num_layers * num_rows * PANEL * 4
         num_panels = (args[_SIZE] + PANEL - 1) // PANEL
-        for panel in range(num_panels * thread // team_size, num_panels * (thread + 1) // team_size):
-            for part in range(num_parts):
+        for panel in range(num_panels * part // num_parts, num_panels * (part + 1) // num_parts):
+            for layer in range(num_layers):
                 for row in range(num_rows):
                     first = splat(zero)
                     if args[_BIAS]:
-                        first = load(args[_BIAS], (panel * num_parts + part) * PANEL)
-                    store(sums, (part * num_rows + row) * PANEL, first)
-                weight = args[_WEIGHT] + (panel * num_parts + part) * args[_NUM_BLOCKS] * _BLOCK_BYTES
-                multiply(args[_ROWS], weight, sums + part * num_rows * PANEL * 4, num_rows, args[_NUM_BLOCKS])
+                        first = load(args[_BIAS], (panel * num_layers + layer) * PANEL)
+                    store(sums, (layer * num_rows + row) * PANEL, first)
+                weight = args[_WEIGHT] + (panel * num_layers + layer) * num_blocks * _BLOCK_BYTES
+                multiply(args[_ROWS], weight, sums + layer * num_rows * PANEL * 4, num_rows, num_blocks)
             finish(args, sums, panel)
 
-    return Kernel(linear)
+    return linear
 
 
 def _multiply_kernel() -> Any:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, cfunc
-from numba.core import types
+from numba import carray
 
 from specray.engine.kernels.simd import vectors
-from specray.engine.kernels.team import Kernel, num_threads, thread_num
+from specray.engine.kernels.team import Kernel, Team, as_pointer, compile_kernel
 
 _MAX_LANES = 16
-_ROWS, _OUT, _NUM_ROWS, _TEAM_SIZE, _WEIGHT, _SIZE, _EPS = range(7)
-_NUM_ARGS = 7
+_ROWS, _OUT, _NUM_ROWS, _WEIGHT, _SIZE, _EPS = range(6)
+_NUM_ARGS = 6
 _MIN_SHARED_SIZE = 65_536
 """Numbers below which a second thread costs more than it brings."""
 _ONE = np.float32(1.0)
@@ -28,9 +26,10 @@ class FusedRMSNorm:
         weight: ``[size]``, bfloat16 or float32, as the rows will be.
     """
 
-    __slots__ = ("_args", "_args_address", "_kernel", "_size", "_weight")
+    __slots__ = ("_args", "_args_address", "_kernel", "_size", "_team", "_weight")
 
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+    def __init__(self, weight: torch.Tensor, eps: float, team: Team) -> None:
+        self._team = team
         self._size = weight.shape[0]
         self._weight = weight.contiguous()
         lanes = next(lanes for lanes in (_MAX_LANES, 8, 4, 2, 1) if self._size % lanes == 0)
@@ -44,10 +43,10 @@ class FusedRMSNorm:
         """``[num_rows, size]``, contiguous, to the same shape. Not for two threads at once."""
         out = torch.empty_like(rows)
         args = self._args
-        team_size = num_threads() if rows.numel() >= _MIN_SHARED_SIZE else 1
+        num_parts = self._team.size if rows.numel() >= _MIN_SHARED_SIZE else 1
         args[_ROWS], args[_OUT] = rows.data_ptr(), out.data_ptr()
-        args[_NUM_ROWS], args[_TEAM_SIZE] = rows.shape[0], team_size
-        self._kernel(self._args_address, team_size)
+        args[_NUM_ROWS] = rows.shape[0]
+        self._team.run(self._kernel, self._args_address, num_parts)
         return out
 
 
@@ -58,17 +57,12 @@ def _norm_kernel(dtype: str, lanes: int) -> Kernel:
     splat, mul, fma, total = wide.splat, wide.mul, wide.fma, wide.sum
     zero = np.float32(0.0)
 
-    @cfunc(types.void(types.voidptr))
-    def norm(pointer: Any) -> None:
-        args = carray(pointer, (_NUM_ARGS,), np.int64)
-        eps = carray(pointer, (2 * _NUM_ARGS,), np.float32)[2 * _EPS]
-        size, num_rows, team_size, thread = (
-            args[_SIZE],
-            args[_NUM_ROWS],
-            args[_TEAM_SIZE],
-            np.int64(thread_num()),
-        )
-        for row in range(num_rows * thread // team_size, num_rows * (thread + 1) // team_size):
+    @compile_kernel
+    def norm(address: int, part: int, num_parts: int, thread: int) -> None:
+        args = carray(as_pointer(address), (_NUM_ARGS,), np.int64)
+        eps = carray(as_pointer(address), (2 * _NUM_ARGS,), np.float32)[2 * _EPS]
+        size, num_rows = args[_SIZE], args[_NUM_ROWS]
+        for row in range(num_rows * part // num_parts, num_rows * (part + 1) // num_parts):
             squares = splat(zero)
             for place in range(row * size, (row + 1) * size, lanes):
                 numbers = load(args[_ROWS], place)
@@ -78,4 +72,4 @@ def _norm_kernel(dtype: str, lanes: int) -> Kernel:
                 weighted = mul(mul(load(args[_ROWS], row * size + place), factor), load(args[_WEIGHT], place))
                 store(args[_OUT], row * size + place, weighted)
 
-    return Kernel(norm)
+    return norm
