@@ -13,8 +13,7 @@ from specray.engine.kernels.attention import AttentionCall, Span
 if TYPE_CHECKING:
     from specray.engine.attention import AttentionStep
     from specray.engine.cache import BlockCache
-    from specray.engine.kernels.compiled import CompiledFunction
-    from specray.engine.kernels.team import Team
+    from specray.engine.kernels.team import Kernel, Team
     from specray.engine.lowered import HeadNorm
 
 
@@ -28,7 +27,7 @@ class FusedAttention:
         scale: factor on the dot products.
     """
 
-    kernel: CompiledFunction
+    kernel: Kernel
     team: Team
     num_heads: int
     num_kv_heads: int

@@ -1,11 +1,8 @@
 """The CPU kernels against torch in float64, at the edges of their blocks; a row is the same at any width."""
 
 import gc
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -174,6 +171,7 @@ def test_exponential() -> None:
     wide = vectors(16)
     load, store, exp = wide.load, wide.store, wide.exp
 
+    @compile_kernel
     def kernel(address: int, part: int, num_parts: int, thread: int) -> None:
         args = carray(as_pointer(address), (2,), np.int64)
         for place in range(0, 4096, 16):
@@ -182,7 +180,7 @@ def test_exponential() -> None:
     numbers = torch.linspace(-86.9, 88.0, 4096)
     out = torch.empty_like(numbers)
     args = np.array([numbers.data_ptr(), out.data_ptr()], dtype=np.int64)
-    ALONE.run(compile_kernel("test-exp", lambda: kernel), args.ctypes.data, 1)
+    ALONE.run(kernel, args.ctypes.data, 1)
     torch.testing.assert_close(out.double(), numbers.double().exp(), atol=0.0, rtol=2e-7)
 
 
@@ -275,33 +273,3 @@ def test_a_team_that_is_forgotten_ends_its_threads() -> None:
     for helper in helpers:
         helper.join(5.0)
     assert not any(helper.is_alive() for helper in helpers)
-
-
-def test_kernels_from_the_cache_compute_the_same(tmp_path: Path) -> None:
-    """A second process finds the first one's code, a third does not trust a broken file."""
-    program = """
-import sys, time, torch
-from specray.engine.kernels.norm import FusedRMSNorm
-from specray.engine.kernels.team import Team
-import numba.core.ccallback
-if sys.argv[1] == "cached":
-    numba.core.ccallback.CFunc.compile = lambda self: sys.exit("compiled again")
-rows = torch.arange(200_000, dtype=torch.float32).view(2_000, 100)
-print(FusedRMSNorm(torch.ones(100), 1e-5, Team(2))(rows).double().sum().item())
-"""
-
-    def run(expectation: str) -> str:
-        environment = {"HOME": str(tmp_path), "PATH": "", "PYTHONPATH": ":".join(sys.path)}
-        done = subprocess.run(
-            [sys.executable, "-c", program, expectation],
-            env=environment, capture_output=True, text=True, timeout=100, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    first = run("compile")
-    files = sorted(tmp_path.glob(".cache/specray/kernels/*/*.bin"))
-    assert [path.stem for path in files] == ["help", "lead", "norm-float32-4"]
-    assert run("cached") == first
-    files[2].write_bytes(files[2].read_bytes()[:-1])
-    assert run("compile") == first

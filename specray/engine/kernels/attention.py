@@ -17,9 +17,8 @@ import numpy as np
 import torch
 from numba import carray
 
-from specray.engine.kernels.compiled import CompiledFunction
 from specray.engine.kernels.simd import kernel, prefetch, vectors
-from specray.engine.kernels.team import Team, as_pointer, compile_kernel
+from specray.engine.kernels.team import Kernel, Team, as_pointer, compile_kernel
 
 _TILE = 16
 """Tokens whose keys or values are converted at a time."""
@@ -90,7 +89,7 @@ class AttentionCall:
 
     def __init__(
         self,
-        kernel: CompiledFunction,
+        kernel: Kernel,
         team: Team,
         spans: Sequence[Span],
         *,
@@ -173,15 +172,12 @@ class AttentionCall:
 
 
 @functools.cache
-def attention_kernel(head_dim: int, dtype: str) -> CompiledFunction:
+def attention_kernel(head_dim: int, dtype: str) -> Kernel:
     """Compiles the kernel for heads of ``head_dim`` numbers that are ``bfloat16`` or ``float32``."""
-    return compile_kernel(f"attention-{dtype}-{head_dim}", lambda: _make_attention(head_dim, dtype))
-
-
-def _make_attention(head_dim: int, dtype: str) -> Any:
     rotate = _rotate_kernel(head_dim, dtype)
     attend = _attend_kernel(head_dim, dtype)
 
+    @compile_kernel
     def attention(address: int, part: int, num_parts: int, thread: int) -> None:
         args = carray(as_pointer(address), (_NUM_ARGS,), np.int64)
         spans = carray(as_pointer(args[_SPANS]), (args[_NUM_SPANS], 6), np.int64)

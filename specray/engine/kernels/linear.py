@@ -22,9 +22,8 @@ from numba import carray
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from specray.engine.kernels.compiled import CompiledFunction
 from specray.engine.kernels.simd import kernel, vectors
-from specray.engine.kernels.team import Team, as_pointer, compile_kernel
+from specray.engine.kernels.team import Kernel, Team, as_pointer, compile_kernel
 
 PANEL = 64
 """Output features of a panel."""
@@ -173,11 +172,7 @@ class TiledGate:
 
 
 @functools.cache
-def _linear_kernel() -> CompiledFunction:
-    return compile_kernel("linear", lambda: _make_linear())
-
-
-def _make_linear() -> Any:
+def _linear_kernel() -> Kernel:
     multiply = _multiply_kernel()
     single, half = vectors(PANEL, "float32"), vectors(PANEL, "bfloat16")
     one, one_half = vectors(1, "float32"), vectors(1, "bfloat16")
@@ -219,6 +214,7 @@ def _make_linear() -> Any:
                     else:
                         store_one_half(out, at + place, number)
 
+    @compile_kernel
     def linear(address: int, part: int, num_parts: int, thread: int) -> None:
         args = carray(as_pointer(address), (_NUM_ARGS,), np.int64)
         num_rows, num_blocks = args[_NUM_ROWS], args[_NUM_BLOCKS]

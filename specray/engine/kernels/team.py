@@ -15,15 +15,14 @@ import functools
 import platform
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
+from numba import cfunc
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from specray.engine.kernels.compiled import CompiledFunction
 from specray.engine.kernels.simd import kernel
 
 _SIGNATURE = types.void(types.int64, types.int64, types.int64, types.int64)
@@ -49,13 +48,24 @@ _SPINS_BEFORE_YIELD = 1_000
 _INT64, _INT32 = ir.IntType(64), ir.IntType(32)
 
 
-def compile_kernel(name: str, make: Callable[[], Any]) -> CompiledFunction:
-    """Compiles a kernel, or takes it from the cache: it does one of several equal parts of a job.
+class Kernel:
+    """A compiled function that does one of several equal parts of a job.
 
     Args:
-        make: gives a function of ``(args address, part, number of parts, thread)``.
+        function: a numba cfunc of ``(args address, part, number of parts, thread)``.
     """
-    return CompiledFunction(name, _SIGNATURE, _PROTOTYPE, make)
+
+    __slots__ = ("_function", "address", "call")
+
+    def __init__(self, function: Any) -> None:
+        self._function = function  # owns the code
+        self.address: int = function.address
+        self.call = _PROTOTYPE(self.address)
+
+
+def compile_kernel(function: Any) -> Kernel:
+    """Decorator: compiles ``function(args address, part, number of parts, thread)``."""
+    return Kernel(cfunc(_SIGNATURE)(function))
 
 
 class Team:
@@ -76,7 +86,7 @@ class Team:
         for index in range(1, self.size):
             _libc().sem_init(_semaphore(control, index), 0, 0)
         self._control = control
-        self._lead, help_ = _lead_function().call, _help_function().call
+        self._lead, help_ = _lead_function(), _help_function()
         helpers = [
             threading.Thread(target=help_, args=(control, index), name=f"specray-team-{index}", daemon=True)
             for index in range(1, self.size)
@@ -86,7 +96,7 @@ class Team:
         # Also at exit: no helper may look at memory that is gone.
         weakref.finalize(self, _dismiss, memory, control, helpers)
 
-    def run(self, kernel: CompiledFunction, args_address: int, num_parts: int) -> None:
+    def run(self, kernel: Kernel, args_address: int, num_parts: int) -> None:
         """Does a job; returns when all parts are done. Not for two threads at once.
 
         Args:
@@ -217,7 +227,8 @@ def _take_parts(control: int, thread: int) -> int:
 
 
 @functools.cache
-def _lead_function() -> CompiledFunction:
+def _lead_function() -> Any:
+    @cfunc(types.void(types.int64, types.int64, types.int64, types.int64))
     def lead(control: int, function: int, args: int, word: int) -> None:
         # No part is left of the job before, so nobody takes one while the fields change.
         _store_function(control, function)
@@ -237,11 +248,12 @@ def _lead_function() -> CompiledFunction:
             else:
                 _sched_yield()
 
-    return CompiledFunction("lead", _SIGNATURE, _PROTOTYPE, lambda: lead)
+    return _keep(lead, ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4))
 
 
 @functools.cache
-def _help_function() -> CompiledFunction:
+def _help_function() -> Any:
+    @cfunc(types.void(types.int64, types.int64))
     def help_(control: int, thread: int) -> None:
         while not _is_closed(control):
             _take_parts(control, thread)
@@ -261,8 +273,14 @@ def _help_function() -> CompiledFunction:
                 while _sem_trywait(helper + _SEMAPHORE) == 0:
                     pass
 
-    signature, prototype = types.void(types.int64, types.int64), ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 2)
-    return CompiledFunction("help", signature, prototype, lambda: help_)
+    return _keep(help_, ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 2))
+
+
+def _keep(function: Any, prototype: Any) -> Any:
+    """A callable that also keeps the compiled code alive."""
+    call = prototype(function.address)
+    call.owner = function
+    return call
 
 
 @intrinsic
