@@ -1,4 +1,4 @@
-"""How far a forward is from the least it can cost: reading every weight once.
+"""How far a forward is from the least it can cost, reading every weight once; and what a draft token costs.
 
 The bound is measured, not computed from a data sheet: the decoder's linear layers alone, in the same process,
 in turns with the whole forward, so that a busy machine slows both. What is above the bound is attention,
@@ -20,24 +20,28 @@ from specray.engine.linear import Weights
 from specray.engine.lowered import LoweredForward
 from specray.engine.runner import ModelRunner
 from specray.errors import ConfigError
+from specray.interfaces import DraftEngine
+from specray.types import SamplingParams, SpeculateItem
 
-ROWS = (1, 2, 4, 6, 8)
+ROWS = (1, 2, 4, 6, 8, 16, 64, 256)
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardCost:
     """One width of a forward. Medians over the repetitions."""
 
+    num_sequences: int
     num_rows: int
+    """Of each sequence."""
     forward_ms: float
     bound_ms: float
     """The linear layers alone."""
     weight_bytes: int
 
     @property
-    def ratio(self) -> float:
-        """Forward over bound; 1 is unreachable."""
-        return self.forward_ms / self.bound_ms
+    def share(self) -> float:
+        """Bound over forward: the part of the time in which weights are read; 1 is unreachable."""
+        return self.bound_ms / self.forward_ms
 
     @property
     def bandwidth_gb_s(self) -> float:
@@ -49,17 +53,21 @@ def measure_forwards(
     runner: ModelRunner,
     *,
     rows: Sequence[int] = ROWS,
+    num_sequences: int = 1,
     context_len: int = 256,
     num_repeats: int = 50,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[ForwardCost]:
-    """Measures one sequence's forward of each width after ``context_len`` tokens.
+    """Measures a forward of each width after ``context_len`` tokens.
 
     Args:
+        rows: of each sequence.
+        num_sequences: equal ones, side by side.
         progress: told after each width how many of how many are done.
 
     Raises:
-        ConfigError: the runner's forward is not the lowered one, or the sequence would be too long.
+        ConfigError: the runner's forward is not the lowered one, a sequence would be too long, or the cache
+            has no room for them all.
     """
     forward = runner.forward
     if not isinstance(forward, LoweredForward):
@@ -71,35 +79,112 @@ def measure_forwards(
         raise ConfigError(
             f"context_len is {context_len}; allowed: 0..{runner.info.max_model_len - max(rows)}"
         )
-    block_ids = range(-(-longest // runner.info.block_size))
+    num_blocks = -(-longest // runner.info.block_size)
+    if num_sequences * num_blocks > runner.info.num_blocks:
+        raise ConfigError(
+            f"num_sequences is {num_sequences}; allowed: 1..{runner.info.num_blocks // num_blocks}"
+        )
+    blocks = [range(i * num_blocks, (i + 1) * num_blocks) for i in range(num_sequences)]
     linears = forward.linears()
     costs = []
     for done, num_rows in enumerate(rows, start=1):
-        step = [SequenceInput(range(2, 2 + num_rows), context_len, block_ids, num_rows)]
-        inputs = [torch.ones(num_rows, x.in_features, dtype=runner.info.dtype) for x in linears]
+        step = [SequenceInput([2] * num_rows, context_len, ids, num_rows) for ids in blocks]
+        inputs = [
+            torch.ones(num_sequences * num_rows, x.in_features, dtype=runner.info.dtype) for x in linears
+        ]
         forward_ms, bound_ms = _medians_ms(
             lambda step=step: runner.run(step),  # type: ignore[misc]
             lambda inputs=inputs: _run_linears(linears, inputs),  # type: ignore[misc]
             num_repeats,
         )
         weight_bytes = sum(x.num_weights for x in linears) * runner.info.dtype.itemsize
-        costs.append(ForwardCost(num_rows, forward_ms, bound_ms, weight_bytes))
+        costs.append(ForwardCost(num_sequences, num_rows, forward_ms, bound_ms, weight_bytes))
         if progress is not None:
             progress(done, len(rows))
     return costs
 
 
-def forwards_table(costs: Sequence[ForwardCost], *, title: str) -> Table:
+@dataclass(frozen=True, slots=True)
+class DraftCost:
+    """A whole draft engine at work: what one draft token costs with all that is around its forward."""
+
+    num_sequences: int
+    num_tokens: int
+    """Drafted in a round, K."""
+    temperature: float
+    round_ms: float
+    """Median: keep, append two tokens, draft K."""
+
+    @property
+    def step_ms(self) -> float:
+        """Per forward of the round."""
+        return self.round_ms / self.num_tokens
+
+
+def measure_drafting(
+    engine: DraftEngine,
+    *,
+    num_sequences: int,
+    temperature: float = 0.0,
+    num_tokens: int = 4,
+    context_len: int = 256,
+    num_repeats: int = 50,
+) -> DraftCost:
+    """Measures rounds of a draft engine after ``context_len`` tokens: each keeps two tokens more.
+
+    Raises:
+        ConfigError: the sequences would become too long.
+    """
+    num_rounds = num_repeats + num_repeats // 10 + 1
+    longest = context_len + 2 * num_rounds + num_tokens
+    if longest > engine.info.max_model_len:
+        raise ConfigError(
+            f"context_len is {context_len} and num_repeats {num_repeats}: the sequences would have {longest} "
+            f"tokens; allowed: {engine.info.max_model_len}"
+        )
+    ids = [f"bench-{index}" for index in range(num_sequences)]
+    sampling = SamplingParams(temperature=temperature, num_prompt_tokens=context_len)
+    prompt = (2,) * context_len
+    engine.speculate([SpeculateItem(i, 0, 0, prompt, 0, sampling=sampling) for i in ids])
+    durations = []
+    for index in range(num_rounds):
+        base_len = context_len + 2 * index
+        items = [SpeculateItem(i, index + 1, base_len, (2, 3), num_tokens) for i in ids]
+        began = time.perf_counter()
+        engine.speculate(items)
+        durations.append((time.perf_counter() - began) * 1e3)
+    engine.release(ids)
+    return DraftCost(num_sequences, num_tokens, temperature, statistics.median(durations[-num_repeats:]))
+
+
+def drafting_table(costs: Sequence[DraftCost], *, title: str) -> Table:
     """The costs for people."""
-    table = Table(title=title, caption="bound: the linear layers alone, in the same run")
-    for heading in ("rows", "forward ms", "bound ms", "ratio", "weights GB/s"):
+    table = Table(title=title, caption="rounds of a whole draft engine")
+    for heading in ("sequences", "temperature", "draft tokens", "round ms", "ms per token"):
         table.add_column(heading, justify="right")
     for cost in costs:
         table.add_row(
+            str(cost.num_sequences),
+            f"{cost.temperature:g}",
+            str(cost.num_tokens),
+            f"{cost.round_ms:.3f}",
+            f"{cost.step_ms:.3f}",
+        )
+    return table
+
+
+def forwards_table(costs: Sequence[ForwardCost], *, title: str) -> Table:
+    """The costs for people."""
+    table = Table(title=title, caption="bound: the linear layers alone, in the same run")
+    for heading in ("sequences", "rows each", "forward ms", "bound ms", "bound share", "weights GB/s"):
+        table.add_column(heading, justify="right")
+    for cost in costs:
+        table.add_row(
+            str(cost.num_sequences),
             str(cost.num_rows),
             f"{cost.forward_ms:.3f}",
             f"{cost.bound_ms:.3f}",
-            f"{cost.ratio:.2f}",
+            f"{cost.share:.2f}",
             f"{cost.bandwidth_gb_s:.1f}",
         )
     return table

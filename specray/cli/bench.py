@@ -165,7 +165,10 @@ def forwards(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     num_threads: Annotated[int | None, typer.Option(help="CPU threads; default: by cores.")] = None,
     rows: Annotated[
-        list[int] | None, typer.Option(min=1, help="Width of the forward; may be repeated.")
+        list[int] | None, typer.Option(min=1, help="New tokens of each sequence; may be repeated.")
+    ] = None,
+    num_sequences: Annotated[
+        list[int] | None, typer.Option(min=1, help="Sequences side by side; may be repeated.")
     ] = None,
     context_len: Annotated[int, typer.Option(min=0, help="Tokens before it.")] = 256,
     num_repeats: Annotated[int, typer.Option(min=1, help="Measurements per width.")] = 50,
@@ -187,14 +190,64 @@ def forwards(
     config = build_config(None, {f"{role}.{key}": value for key, value in options.items()} | other)
     engine = config.draft if role is Role.DRAFT else config.target
     runner = build_runner(engine, role=role.value)
+    widths = [(sequences, width) for sequences in num_sequences or [1] for width in rows or ROWS]
     costs = [
         cost
-        for num_rows in track(rows or ROWS, "forwards", console=Console(stderr=True), transient=True)
+        for sequences, width in track(widths, "forwards", console=Console(stderr=True), transient=True)
         for cost in measure_forwards(
-            runner, rows=[num_rows], context_len=context_len, num_repeats=num_repeats
+            runner,
+            rows=[width],
+            num_sequences=sequences,
+            context_len=context_len,
+            num_repeats=num_repeats,
         )
     ]
     Console().print(forwards_table(costs, title=f"{role} {model}, {dtype}"))
+    write_json([asdict(cost) for cost in costs], json_path)
+
+
+@app.command()
+def drafting(
+    model: Annotated[str, typer.Option(help="Path, hub id, or embedded.")] = "embedded",
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    num_threads: Annotated[int | None, typer.Option(help="CPU threads; default: by size.")] = None,
+    num_sequences: Annotated[
+        list[int] | None, typer.Option(min=1, help="Sequences side by side; may be repeated.")
+    ] = None,
+    temperature: Annotated[
+        list[float] | None, typer.Option(min=0, max=2, help="0 is greedy; may be repeated.")
+    ] = None,
+    num_speculative_tokens: Annotated[int, typer.Option(min=1, max=32, help="K.")] = 4,
+    context_len: Annotated[int, typer.Option(min=1, help="Tokens before the first round.")] = 256,
+    num_repeats: Annotated[int, typer.Option(min=1, help="Rounds measured.")] = 50,
+    json_path: JsonPath = None,
+) -> None:
+    """Measure what a draft token costs in a whole draft engine, without RPC."""
+    from rich.console import Console
+
+    from specray.config import apply_thread_environment
+
+    apply_thread_environment()
+    from specray.bench.forwards import drafting_table, measure_drafting
+    from specray.cli.settings import build_config
+    from specray.engine.build import build_draft_engine
+
+    options = {"model": model, "dtype": dtype, "device": device, "num_threads": num_threads}
+    engine = build_draft_engine(build_config(None, {f"draft.{key}": value for key, value in options.items()}))
+    costs = [
+        measure_drafting(
+            engine,
+            num_sequences=sequences,
+            temperature=heat,
+            num_tokens=num_speculative_tokens,
+            context_len=context_len,
+            num_repeats=num_repeats,
+        )
+        for sequences in num_sequences or [1, 8, 32]
+        for heat in temperature or [0.0, 1.0]
+    ]
+    Console().print(drafting_table(costs, title=f"draft {model}, {dtype}"))
     write_json([asdict(cost) for cost in costs], json_path)
 
 
