@@ -7,7 +7,8 @@ keys and values to their slots, then attends; so a row sees all that is before i
                                   valid in the cache     written by this step, causal inside
 
 Sequences whose blocks are consecutive (always so on CPU, where one block holds a whole sequence) are read as
-views; others are gathered.
+views; others are gathered. Rows of branches see a beginning of their sequence and what their branch has put
+behind it (``inputs.BranchRow``).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from specray.engine.cache import BlockCache
+from specray.engine.inputs import BranchRow
 
 Slots = slice | torch.Tensor
 """Some slots of the cache: a slice, or an int64 tensor ``[num_tokens]``."""
@@ -40,15 +42,17 @@ class SequenceRows:
     first_row: int
     num_rows: int
     start: int
-    """Position of the first row."""
+    """Position of the first row; of branches, the lowest position."""
     block_ids: Sequence[int]
+    branches: Sequence[BranchRow] = ()
+    """One for each row, their places ascending; none: the rows follow each other from ``start`` on."""
     contexts: dict[int | None, _Context] = field(default_factory=dict)
     """By sliding window; layers share them."""
 
     @property
     def end(self) -> int:
-        """Position after the last row: tokens of the sequence that are valid after the step."""
-        return self.start + self.num_rows
+        """Position, or place, after the last row."""
+        return self.branches[-1].place + 1 if self.branches else self.start + self.num_rows
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ class AttentionStep:
     def write_slots(self) -> Slots:
         """The slot of every row."""
         device, block_size = self.cache.layers[0].device, self.cache.block_size
-        spans = [sequence_slots(r.block_ids, r.start, r.end, block_size, device) for r in self.rows]
+        spans = [_write_slots(rows, block_size, device) for rows in self.rows]
         if len(spans) == 1:
             return spans[0]
         return torch.cat(
@@ -121,6 +125,16 @@ class AttentionStep:
         return _attend_rows(query, keys, values, context, scale)
 
 
+def _write_slots(rows: SequenceRows, block_size: int, device: torch.device) -> Slots:
+    if not rows.branches:
+        return sequence_slots(rows.block_ids, rows.start, rows.end, block_size, device)
+    places = [row.place for row in rows.branches]
+    return torch.tensor(
+        [rows.block_ids[place // block_size] * block_size + place % block_size for place in places],
+        device=device,
+    )
+
+
 def sequence_slots(
     block_ids: Sequence[int], first: int, last: int, block_size: int, device: torch.device
 ) -> Slots:
@@ -144,7 +158,8 @@ def _context(
     if context is None:
         first = 0 if window is None else max(0, rows.start - window + 1)
         slots = sequence_slots(rows.block_ids, first, rows.end, block_size, query.device)
-        mask = _mask(rows, first, window, group_size, query) if rows.num_rows > 1 else None
+        needs_mask = rows.num_rows > 1 or rows.branches
+        mask = _mask(rows, first, window, group_size, query) if needs_mask else None
         context = rows.contexts[window] = _Context(slots, mask)
     return context
 
@@ -153,13 +168,31 @@ def _mask(
     rows: SequenceRows, first: int, window: int | None, group_size: int, like: torch.Tensor
 ) -> torch.Tensor:
     """Additive mask ``[num_rows * group_size, end - first]``: 0 where a row may look, -inf elsewhere."""
-    queries = torch.arange(rows.start, rows.end, device=like.device).repeat_interleave(group_size)[:, None]
     keys = torch.arange(first, rows.end, device=like.device)
-    is_hidden = keys > queries
-    if window is not None:
-        is_hidden |= keys <= queries - window
+    if rows.branches:
+        is_hidden = _is_hidden_of_branches(rows.branches, keys, window).repeat_interleave(group_size, 0)
+    else:
+        queries = torch.arange(rows.start, rows.end, device=like.device)
+        queries = queries.repeat_interleave(group_size)[:, None]
+        is_hidden = keys > queries
+        if window is not None:
+            is_hidden |= keys <= queries - window
     mask = torch.zeros(is_hidden.shape, dtype=like.dtype, device=like.device)
     return mask.masked_fill_(is_hidden, float("-inf"))
+
+
+def _is_hidden_of_branches(
+    branches: Sequence[BranchRow], keys: torch.Tensor, window: int | None
+) -> torch.Tensor:
+    """``[len(branches), len(keys)]``: which of the places ``keys`` a row does not see."""
+    table = torch.tensor([(*row, row.position) for row in branches], device=keys.device)
+    trunk_len, first_place, place, position = table[:, :, None].unbind(1)
+    is_trunk, is_own = keys < trunk_len, (keys >= first_place) & (keys <= place)
+    is_hidden = ~(is_trunk | is_own)
+    if window is not None:
+        positions = torch.where(is_trunk, keys, keys - first_place + trunk_len)
+        is_hidden |= positions <= position - window
+    return is_hidden
 
 
 def _attend_rows(

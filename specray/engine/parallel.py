@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from specray.engine.inputs import CopyInput, SequenceInput
+from specray.engine.inputs import BranchRow, CopyInput, SequenceInput
 from specray.errors import EngineLostError
 
 _MESSAGE_LEN = 256
@@ -224,9 +224,10 @@ def encode_inputs(inputs: Sequence[SequenceInput]) -> list[int]:
     """A step as integers."""
     encoded: list[int] = []
     for item in inputs:
-        encoded += (item.start, item.num_logits, len(item.token_ids), len(item.block_ids))
+        encoded += (item.start, item.num_logits, len(item.token_ids), len(item.block_ids), len(item.branches))
         encoded += item.token_ids
         encoded += item.block_ids
+        encoded += (number for row in item.branches for number in row)
     return encoded
 
 
@@ -235,10 +236,14 @@ def decode_inputs(encoded: Sequence[int]) -> list[SequenceInput]:
     inputs: list[SequenceInput] = []
     at = 0
     while at < len(encoded):
-        start, num_logits, num_tokens, num_blocks = encoded[at : at + 4]
-        blocks_at = at + 4 + num_tokens
-        at, tokens_at = blocks_at + num_blocks, at + 4
-        inputs.append(SequenceInput(encoded[tokens_at:blocks_at], start, encoded[blocks_at:at], num_logits))
+        start, num_logits, num_tokens, num_blocks, num_branches = encoded[at : at + 5]
+        tokens_at = at + 5
+        blocks_at = tokens_at + num_tokens
+        rows_at = blocks_at + num_blocks
+        at = rows_at + 3 * num_branches
+        branches = tuple(BranchRow(*encoded[row : row + 3]) for row in range(rows_at, at, 3))
+        token_ids, block_ids = encoded[tokens_at:blocks_at], encoded[blocks_at:rows_at]
+        inputs.append(SequenceInput(token_ids, start, block_ids, num_logits, branches))
     return inputs
 
 

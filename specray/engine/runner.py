@@ -128,7 +128,7 @@ class ModelRunner:
             self._parallel.close()
 
     def _plan(self, inputs: Sequence[SequenceInput]) -> Step:
-        if len(inputs) == 1:
+        if len(inputs) == 1 and not inputs[0].branches:
             return self._plan_single(inputs[0])
         device = self.info.device
         token_ids: list[int] = []
@@ -138,9 +138,15 @@ class ModelRunner:
         for item in inputs:
             first, count = len(token_ids), len(item.token_ids)
             assert count >= 1 and 0 <= item.num_logits <= count, item
-            rows.append(SequenceRows(first, count, item.start, item.block_ids))
+            if item.branches:
+                assert len(item.branches) == count, item
+                own = [row.position for row in item.branches]
+                rows.append(SequenceRows(first, count, min(own), item.block_ids, item.branches))
+            else:
+                own = list(range(item.start, item.start + count))
+                rows.append(SequenceRows(first, count, item.start, item.block_ids))
             token_ids.extend(item.token_ids)
-            positions.extend(range(item.start, item.start + count))
+            positions.extend(own)
             logit_rows.extend(range(first + count - item.num_logits, first + count))
         return Step(
             token_ids=torch.tensor(token_ids, device=device),

@@ -16,7 +16,8 @@ from checkpoints import (
 
 from specray.config import EngineConfig
 from specray.engine.cache import BlockAllocator, BlockTable
-from specray.engine.runner import ModelRunner, SequenceInput, build_runner
+from specray.engine.inputs import BranchRow, SequenceInput
+from specray.engine.runner import ModelRunner, build_runner
 
 PROMPT = [5, 7, 9, 11, 13, 2, 4, 60, 33]
 OTHER = [8, 3, 3, 90]
@@ -134,6 +135,33 @@ def test_ragged_batch_equals_single_sequences(case: tuple[Path, str], block_size
         [reference_logits(model, [17, 18, 40])[-1], reference_logits(model, [*OTHER, 41])[-1]]
     )
     torch.testing.assert_close(after, expected, atol=ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("block_size", [None, 3])
+def test_branches_equal_sequences_of_their_own(case: tuple[Path, str], block_size: int | None) -> None:
+    """Three branches of one sequence share its K/V, grow step by step, and leave it as it was."""
+    runner = make_runner(case, block_size)
+    model = reference_model(case[0])
+    allocator = BlockAllocator(runner.info.num_blocks, runner.info.block_size)
+    table, other = BlockTable(allocator), BlockTable(allocator)
+    table.reserve(len(PROMPT) + 9)
+    other.reserve(len(OTHER) + 1)
+    runner.run([SequenceInput(PROMPT, 0, table.block_ids, 0), SequenceInput(OTHER, 0, other.block_ids, 0)])
+    length = len(PROMPT)
+    branches = [(length, length, [40, 41, 42]), (2, length + 3, [50, 51, 52]), (5, length + 6, [60, 61])]
+    for step in range(3):
+        alive = [branch for branch in branches if step < len(branch[2])]
+        rows = tuple(BranchRow(trunk_len, place, place + step) for trunk_len, place, _ in alive)
+        drawn = [tokens[step] for _, _, tokens in alive]
+        inputs = [SequenceInput(drawn, 0, table.block_ids, len(rows), rows)]
+        sequences = [[*PROMPT[:trunk_len], *tokens[: step + 1]] for trunk_len, _, tokens in alive]
+        if step == 1:
+            inputs.append(SequenceInput([70], len(OTHER), other.block_ids, 1))
+            sequences.append([*OTHER, 70])
+        expected = torch.stack([reference_logits(model, tokens)[-1] for tokens in sequences])
+        torch.testing.assert_close(runner.run(inputs), expected, atol=ATOL, rtol=0)
+    after = run_one(runner, table, [40], length)
+    torch.testing.assert_close(after[-1], reference_logits(model, [*PROMPT, 40])[-1], atol=ATOL, rtol=0)
 
 
 @pytest.mark.parametrize("block_size", [None, 3])

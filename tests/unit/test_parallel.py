@@ -16,7 +16,7 @@ from checkpoints import reference_greedy, reference_logits, reference_model, wri
 from group_ranks import DEADLINE_S, hang_or_die, join
 
 from specray.config import EngineConfig
-from specray.engine.inputs import CopyInput, SequenceInput
+from specray.engine.inputs import BranchRow, CopyInput, SequenceInput
 from specray.engine.loader import ModelArgs, load_model
 from specray.engine.parallel import (
     GroupArgs,
@@ -38,7 +38,12 @@ Ranks = list[multiprocessing.process.BaseProcess]
 
 
 def test_a_step_survives_the_wire() -> None:
-    inputs = [SequenceInput([1, 2, 3], 7, [4, 0], 2), SequenceInput([9], 0, [1], 0)]
+    branches = (BranchRow(5, 9, 10), BranchRow(4, 12, 12))
+    inputs = [
+        SequenceInput([1, 2, 3], 7, [4, 0], 2),
+        SequenceInput([7, 8], 0, [3, 2], 2, branches),
+        SequenceInput([9], 0, [1], 0),
+    ]
     assert decode_inputs(encode_inputs(inputs)) == inputs
     assert decode_inputs([]) == []
 

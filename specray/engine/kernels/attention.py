@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numba import carray
 
+from specray.engine.inputs import BranchRow
 from specray.engine.kernels.simd import kernel, prefetch, vectors
 from specray.engine.kernels.team import Kernel, Team, as_pointer, compile_kernel
 
@@ -37,7 +38,7 @@ _CACHE = 1  # [num_slots, 2 * num_kv_heads, head_dim]
 _OUT = 2  # [num_rows, num_heads, head_dim]
 _NORM = 3  # [num_heads + num_kv_heads, head_dim], or 0
 _WINDOW = 4  # a number; 0: none
-_SPANS = 5  # int64 [num_spans, 6]
+_SPANS = 5  # int64 [num_spans, 7]
 _RUNS = 6  # int64 [., 3]: first position, last + 1, first slot
 _COS = 7  # float32 [max_model_len, head_dim / 2]
 _SIN = 8
@@ -48,10 +49,14 @@ _NUM_KV_HEADS = 12  # a number
 _GROUP_SIZE = 13  # a number
 _NUM_QUERY_NUMBERS = 14  # a number: of the scratch, what is for the queries
 _SCALE_EPS = 15  # two float32, not an address
-_NUM_ARGS = 16
+_BRANCHES = 16  # int64 [., 4]
+_NUM_ARGS = 17
 
-# Columns of a span: the rows of one sequence.
-_START, _FIRST_ROW, _NUM_ROWS, _FIRST_RUN, _NUM_RUNS, _COST = range(6)
+# Columns of a span: the rows of one sequence. _FIRST_BRANCH is that of its first row, or -1.
+_START, _FIRST_ROW, _NUM_ROWS, _FIRST_RUN, _NUM_RUNS, _COST, _FIRST_BRANCH = range(7)
+_NUM_COLUMNS = 7
+# Columns of a branch row.
+_POSITION, _PLACE, _TRUNK_LEN, _FIRST_PLACE = range(4)
 
 _HIDDEN = np.float32(-1e30)
 _ONE = np.float32(1.0)
@@ -66,6 +71,13 @@ class Span:
     num_rows: int
     runs: Sequence[tuple[int, int, int]]
     """Where its tokens lie, in order: first position, last + 1, slot of the first."""
+    branches: Sequence[BranchRow] = ()
+    """For rows of branches instead of ``start``; their places ascend."""
+
+    @property
+    def end(self) -> int:
+        """Position, or place, after the last row."""
+        return self.branches[-1].place + 1 if self.branches else self.start + self.num_rows
 
 
 class AttentionCall:
@@ -101,13 +113,23 @@ class AttentionCall:
     ) -> None:
         group_size = num_heads // num_kv_heads
         runs = np.array([run for span in spans for run in span.runs], dtype=np.int64)
-        columns, first_run, num_scratch, num_query_numbers, work = [], 0, 0, 0, 0
+        branches = np.array(
+            [
+                (row.position, row.place, row.trunk_len, row.first_place)
+                for span in spans
+                for row in span.branches
+            ],
+            dtype=np.int64,
+        )
+        columns, first_run, num_scratch, num_query_numbers, work, first_branch = [], 0, 0, 0, 0, 0
         for span in spans:
-            end, num_runs = span.start + span.num_rows, len(span.runs)
+            end, num_runs = span.end, len(span.runs)
             num_queries = span.num_rows * group_size
             cost = end * (2 + num_queries)
-            columns.append((span.start, span.first_row, span.num_rows, first_run, num_runs, cost))
+            branch = first_branch if span.branches else -1
+            columns.append((span.start, span.first_row, span.num_rows, first_run, num_runs, cost, branch))
             first_run += num_runs
+            first_branch += len(span.branches)
             work += cost * num_kv_heads
             num_query_numbers = max(num_query_numbers, num_queries * num_kv_heads * head_dim)
             # All heads of few rows, or one head of some of many.
@@ -133,13 +155,14 @@ class AttentionCall:
                 group_size,
                 num_query_numbers,
                 0,
+                branches.ctypes.data,
             ],
             dtype=np.int64,
         )
         self._scale_eps = self._args.view(np.float32)[2 * _SCALE_EPS :]
         self._scale_eps[0] = scale
         self._args_address = self._args.ctypes.data
-        self._kept = (table, runs, scratch, tables)  # what the addresses point to
+        self._kept = (table, runs, branches, scratch, tables)  # what the addresses point to
         self._kernel = kernel
         self._num_heads = num_heads
 
@@ -180,7 +203,7 @@ def attention_kernel(head_dim: int, dtype: str) -> Kernel:
     @compile_kernel
     def attention(address: int, part: int, num_parts: int, thread: int) -> None:
         args = carray(as_pointer(address), (_NUM_ARGS,), np.int64)
-        spans = carray(as_pointer(args[_SPANS]), (args[_NUM_SPANS], 6), np.int64)
+        spans = carray(as_pointer(args[_SPANS]), (args[_NUM_SPANS], _NUM_COLUMNS), np.int64)
         num_kv_heads = args[_NUM_KV_HEADS]
         total = 0
         for index in range(len(spans)):
@@ -230,26 +253,31 @@ def _rotate_kernel(head_dim: int, dtype: str) -> Any:
         row_size, slot_size = (num_heads + 2 * num_kv_heads) * head_dim, 2 * num_kv_heads * head_dim
         scale_eps = args.view(np.float32)[2 * _SCALE_EPS :]
         runs = carray(as_pointer(args[_RUNS]), (span[_FIRST_RUN] + span[_NUM_RUNS], 3), np.int64)
+        branches = carray(as_pointer(args[_BRANCHES]), (span[_FIRST_BRANCH] + span[_NUM_ROWS], 4), np.int64)
         scale = splat(scale_eps[0])
         run, kept = span[_FIRST_RUN], 0
         for index in range(span[_NUM_ROWS]):
             position, row = span[_START] + index, (span[_FIRST_ROW] + index) * row_size
-            while runs[run, 1] <= position:
+            place = position
+            if span[_FIRST_BRANCH] >= 0:
+                position = branches[span[_FIRST_BRANCH] + index, _POSITION]
+                place = branches[span[_FIRST_BRANCH] + index, _PLACE]
+            while runs[run, 1] <= place:
                 run += 1
-            slot = (runs[run, 2] + position - runs[run, 0]) * slot_size
+            slot = (runs[run, 2] + place - runs[run, 0]) * slot_size
             cos, sin = table(args[_COS], position * half), table(args[_SIN], position * half)
             # The query heads of each kv head, then the kv head itself.
             for head in range(first_head, last_head):
                 for member in range(group_size + 1):
                     is_key = member == group_size
-                    place = num_heads + head if is_key else head * group_size + member
-                    at = row + place * head_dim
+                    number = num_heads + head if is_key else head * group_size + member
+                    at = row + number * head_dim
                     low, high = load(qkv, at), load(qkv, at + half)
                     if norm:
                         mean = total(fma(low, low, mul(high, high))) / np.float32(head_dim)
                         factor = splat(_ONE / np.sqrt(mean + scale_eps[1]))
-                        low = mul(mul(low, factor), load(norm, place * head_dim))
-                        high = mul(mul(high, factor), load(norm, place * head_dim + half))
+                        low = mul(mul(low, factor), load(norm, number * head_dim))
+                        high = mul(mul(high, factor), load(norm, number * head_dim + half))
                     new_low = sub(mul(low, cos), mul(high, sin))
                     new_high = fma(high, cos, mul(low, sin))
                     if is_key:
@@ -261,9 +289,9 @@ def _rotate_kernel(head_dim: int, dtype: str) -> Any:
                         keep(queries, kept * head_dim, mul(new_low, scale))
                         keep(queries, kept * head_dim + half, mul(new_high, scale))
                 value = row + (num_heads + num_kv_heads + head) * head_dim
-                place = slot + (num_kv_heads + head) * head_dim
-                store(cache, place, load(qkv, value))
-                store(cache, place + half, load(qkv, value + half))
+                copy = slot + (num_kv_heads + head) * head_dim
+                store(cache, copy, load(qkv, value))
+                store(cache, copy + half, load(qkv, value + half))
 
     return rotate
 
@@ -292,7 +320,10 @@ def _attend_kernel(head_dim: int, dtype: str) -> Any:
         first_head, last_head = heads
         slot_size, num_heads = 2 * num_kv_heads * head_dim, num_kv_heads * group_size
         num_queries = (last_row - first_row) * group_size
-        start, end = span[_START] + first_row, span[_START] + last_row
+        start, end, branch = span[_START] + first_row, span[_START] + last_row, span[_FIRST_BRANCH]
+        branches = carray(as_pointer(args[_BRANCHES]), (branch + last_row, 4), np.int64)
+        if branch >= 0:
+            start, end = span[_START], branches[branch + last_row - 1, _PLACE] + 1
         first_position = max(0, start - window + 1) if window else 0
         stride = (end + _TILE - 1) // _TILE * _TILE
         num_all = (last_head - first_head) * num_queries
@@ -328,10 +359,19 @@ def _attend_kernel(head_dim: int, dtype: str) -> Any:
                             weights[other, begin + token] = total(mul(other_query, number))
 
         for index in range(num_all):
-            position = start + index % num_queries // group_size
+            member = index % num_queries // group_size
+            position = start + member
+            highest = own_first = own_last = position + 1
+            if branch >= 0:
+                line = branches[branch + first_row + member]
+                position, highest, own_first, own_last = (
+                    line[_POSITION], line[_TRUNK_LEN], line[_FIRST_PLACE], line[_PLACE] + 1
+                )  # fmt: skip
             lowest = max(0, position - window + 1) if window else 0
+            if lowest > highest:
+                own_first, lowest = own_first + lowest - highest, highest
             row = weights_address + index * stride * 4
-            softmax(weights, row, index, first_position, lowest, position + 1)
+            softmax(weights, row, index, first_position, (lowest, highest, own_first, own_last))
             keep(sums, index * head_dim, splat(zero))
 
         for run in range(span[_FIRST_RUN], last_run):
@@ -379,13 +419,17 @@ def _softmax_kernel() -> Any:
     )  # fmt: skip
 
     @kernel()
-    def softmax(weights: Any, address: int, index: int, first: int, lowest: int, highest: int) -> None:
-        """Of a row of scores: those in ``[lowest, highest)``; the others become (next to) 0."""
+    def softmax(weights: Any, address: int, index: int, first: int, seen: tuple[int, int, int, int]) -> None:
+        """Of a row of scores: those seen, from one number to the next and from the third to the last; the
+        others become (next to) 0.
+        """
         begin = first // _TILE * _TILE
         stride = weights.shape[1]
-        for position in range(begin, lowest):
+        for position in range(begin, seen[0]):
             weights[index, position] = _HIDDEN
-        for position in range(highest, stride):
+        for position in range(seen[1], seen[2]):
+            weights[index, position] = _HIDDEN
+        for position in range(seen[3], stride):
             weights[index, position] = _HIDDEN
         most = load(address, begin)
         for position in range(begin + _TILE, stride, _TILE):
