@@ -2,8 +2,9 @@
 
 A decoder at one to eight rows is bound by reading weights. On CPU ``torch.nn.functional.linear`` reads them
 at a third to a half of the speed that memory has. Where the processor multiplies bfloat16 our own kernel
-reaches it (``kernels.linear``); elsewhere oneDNN comes near it with weights reordered once to its own layout,
-and its post-ops (activation, product or sum with another tensor) cost next to nothing.
+reaches it (``kernels.linear``, chosen in ``kernels.operators``); elsewhere oneDNN comes near it with weights
+reordered once to its own layout, and its post-ops (activation, product or sum with another tensor) cost next
+to nothing.
 """
 
 from __future__ import annotations
@@ -13,9 +14,6 @@ from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
-
-from specray.engine.kernels.linear import TiledGate, TiledLinear, can_tile
-from specray.engine.kernels.team import Team
 
 _reorder = torch.ops.mkldnn._reorder_linear_weight
 _pointwise = torch.ops.mkldnn._linear_pointwise.default
@@ -148,16 +146,11 @@ class PackedGate:
         return out
 
 
-def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, team: Team) -> Linear:
-    """The fastest form of a linear layer for the weight's device and data type.
+def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    """The fastest of torch's forms of a linear layer for the weight's device and data type.
 
-    The caller should drop its own reference to ``weight``: the other forms are copies.
-
-    Args:
-        team: the model's threads.
+    The caller should drop its own reference to ``weight``: the packed form is a copy.
     """
-    if can_tile(weight):
-        return TiledLinear(weight, bias, team)
     if can_pack(weight.device, weight.dtype):
         return PackedLinear(_reorder(weight.contiguous()), bias)
     return PlainLinear(weight.contiguous(), bias)
@@ -168,11 +161,8 @@ def make_gate(
     up: torch.Tensor,
     gate_bias: torch.Tensor | None,
     up_bias: torch.Tensor | None,
-    team: Team,
 ) -> Gate:
-    """The fastest form of a gated pair; as :func:`make_linear`."""
-    if can_tile(gate):
-        return TiledGate(gate, up, gate_bias, up_bias, team)
+    """The fastest of torch's forms of a gated pair; as :func:`make_linear`."""
     if can_pack(gate.device, gate.dtype):
         return PackedGate(_reorder(gate.contiguous()), _reorder(up.contiguous()), gate_bias, up_bias)
     bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))

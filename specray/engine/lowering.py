@@ -14,17 +14,14 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from specray.engine.forward import CacheShape
-from specray.engine.fused import FusedAttention
-from specray.engine.kernels.attention import attention_kernel
-from specray.engine.kernels.norm import FusedRMSNorm
-from specray.engine.kernels.team import Team
-from specray.engine.linear import Linear, make_gate, make_linear
-from specray.engine.lowered import HeadNorm, Layer, LoweredForward, PlainAttention, RMSNorm, Rotary
+from specray.engine.lowered import HeadNorm, Layer, LoweredForward
+from specray.engine.operators import HeadShape
 
 if TYPE_CHECKING:
-    from specray.engine.linear import Gate
+    from specray.engine.linear import Gate, Linear
     from specray.engine.loader import LoadedModel
     from specray.engine.lowered import Attention, Embedding, Head, Norm, Projection
+    from specray.engine.operators import Operators
     from specray.engine.parallel import ParallelContext
 
 _MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -42,30 +39,35 @@ def can_lower(loaded: LoadedModel) -> bool:
     )
 
 
-def lower(loaded: LoadedModel, parallel: ParallelContext | None = None) -> LoweredForward:
+def head_shape(config: Any, parallel: ParallelContext | None) -> HeadShape:
+    """The heads of a model that can be lowered, on this rank."""
+    world_size = 1 if parallel is None else parallel.world_size
+    num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+    return HeadShape(num_heads // world_size, num_kv_heads // world_size, _head_dim(config))
+
+
+def lower(
+    loaded: LoadedModel, operators: Operators, parallel: ParallelContext | None = None
+) -> LoweredForward:
     """Builds the decoder. The model's modules are empty afterwards.
 
     Args:
+        operators: what it is made of, on the model's device and in its data type.
         parallel: the group over which the model was sharded when it was loaded.
     """
     model, config = loaded.model, loaded.config
     base: Any = model.base_model
-    head_dim = _head_dim(config)
-    world_size = 1 if parallel is None else parallel.world_size
-    num_heads, num_kv_heads = (
-        count // world_size for count in (config.num_attention_heads, config.num_key_value_heads)
-    )
-    team = Team(torch.get_num_threads() if loaded.device.type == "cpu" else 1)
-    attention = _attention(base.rotary_emb, loaded, num_heads, num_kv_heads, head_dim, team)
-    embedding, head = _embedding_and_head(model, parallel, team)
-    layers = tuple(_lower_layer(layer, config, head_dim, parallel, team) for layer in base.layers)
+    shape = head_shape(config, parallel)
+    attention = _attention(base.rotary_emb, loaded, shape, operators)
+    embedding, head = _embedding_and_head(model, parallel, operators)
+    layers = tuple(_lower_layer(layer, config, shape.head_dim, parallel, operators) for layer in base.layers)
     return LoweredForward(
         embedding=embedding,
         layers=layers,
-        final_norm=_norm(base.norm, team),
+        final_norm=_norm(base.norm, operators),
         head=head,
         attention=attention,
-        cache_shape=CacheShape(len(layers), num_kv_heads, head_dim),
+        cache_shape=CacheShape(len(layers), shape.num_kv_heads, shape.head_dim),
     )
 
 
@@ -120,7 +122,7 @@ class GatheredHead:
 
 
 def _lower_layer(
-    layer: Any, config: Any, head_dim: int, parallel: ParallelContext | None, team: Team
+    layer: Any, config: Any, head_dim: int, parallel: ParallelContext | None, operators: Operators
 ) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
     window = getattr(attention, "sliding_window", None)
@@ -128,13 +130,13 @@ def _lower_layer(
         window = config.sliding_window
     head_norm = _head_norm(attention, head_dim) if hasattr(attention, "q_norm") else None
     return Layer(
-        input_norm=_norm(layer.input_layernorm, team),
-        qkv=_linear([attention.q_proj, attention.k_proj, attention.v_proj], team),
+        input_norm=_norm(layer.input_layernorm, operators),
+        qkv=_linear([attention.q_proj, attention.k_proj, attention.v_proj], operators),
         head_norm=head_norm,
-        output=_projection(attention.o_proj, parallel, team),
-        post_attention_norm=_norm(layer.post_attention_layernorm, team),
-        gate=_gate(mlp, team),
-        down=_projection(mlp.down_proj, parallel, team),
+        output=_projection(attention.o_proj, parallel, operators),
+        post_attention_norm=_norm(layer.post_attention_layernorm, operators),
+        gate=_gate(mlp, operators),
+        down=_projection(mlp.down_proj, parallel, operators),
         window=window,
     )
 
@@ -158,7 +160,7 @@ def _take(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     return weight, bias
 
 
-def _linear(modules: Sequence[Any], team: Team) -> Linear:
+def _linear(modules: Sequence[Any], operators: Operators) -> Linear:
     """One linear layer of all the modules' outputs, one after the other."""
     taken = [_take(module) for module in modules]
     weights, biases = [weight for weight, _ in taken], [bias for _, bias in taken]
@@ -167,26 +169,25 @@ def _linear(modules: Sequence[Any], team: Team) -> Linear:
         bias = torch.cat(
             [part if part is not None else weight.new_zeros(weight.shape[0]) for weight, part in taken]
         )
-    return make_linear(weights[0] if len(weights) == 1 else torch.cat(weights), bias, team)
+    return operators.linear(weights[0] if len(weights) == 1 else torch.cat(weights), bias)
 
 
-def _gate(mlp: Any, team: Team) -> Gate:
+def _gate(mlp: Any, operators: Operators) -> Gate:
     gate, gate_bias = _take(mlp.gate_proj)
     up, up_bias = _take(mlp.up_proj)
-    return make_gate(gate, up, gate_bias, up_bias, team)
+    return operators.gate(gate, up, gate_bias, up_bias)
 
 
-def _projection(module: Any, parallel: ParallelContext | None, team: Team) -> Projection:
+def _projection(module: Any, parallel: ParallelContext | None, operators: Operators) -> Projection:
     weight, bias = _take(module)
     if parallel is None:
-        return make_linear(weight, bias, team)
-    return ReducedLinear(make_linear(weight, None, team), bias, parallel)
+        return operators.linear(weight, bias)
+    return ReducedLinear(operators.linear(weight, None), bias, parallel)
 
 
-def _norm(module: Any, team: Team) -> Norm:
+def _norm(module: Any, operators: Operators) -> Norm:
     weight, _ = _take(module)
-    eps = module.variance_epsilon
-    return FusedRMSNorm(weight, eps, team) if weight.device.type == "cpu" else RMSNorm(weight, eps)
+    return operators.norm(weight, module.variance_epsilon)
 
 
 def _head_norm(attention: Any, head_dim: int) -> HeadNorm:
@@ -204,32 +205,23 @@ def _rows(weight: torch.Tensor) -> int:
     return local.shape[0]
 
 
-def _attention(
-    rotary: Any, loaded: LoadedModel, num_heads: int, num_kv_heads: int, head_dim: int, team: Team
-) -> Attention:
-    scale = head_dim**-0.5
-    is_fused = loaded.device.type == "cpu"
-    like = torch.empty(0, dtype=torch.float32 if is_fused else loaded.dtype, device=loaded.device)
+def _attention(rotary: Any, loaded: LoadedModel, shape: HeadShape, operators: Operators) -> Attention:
+    like = torch.empty(0, dtype=torch.float32, device=loaded.device)
     positions = torch.arange(loaded.max_model_len, device=loaded.device)
     cos, sin = (table[0] for table in rotary(like, position_ids=positions[None]))
-    first_half, second_half = sin.chunk(2, -1)
-    if is_fused:
-        half_cos, half_sin = cos[:, : head_dim // 2].contiguous(), first_half.contiguous()
-        kernel = attention_kernel(head_dim, str(loaded.dtype).removeprefix("torch."))
-        return FusedAttention(kernel, team, num_heads, num_kv_heads, head_dim, half_cos, half_sin, scale)
-    signed_sin = torch.cat((-first_half, second_half), -1)
-    tables = Rotary(cos.unsqueeze(1).contiguous(), signed_sin.unsqueeze(1))
-    return PlainAttention(tables, num_heads, num_kv_heads, head_dim, scale)
+    return operators.attention(cos, sin, shape)
 
 
-def _embedding_and_head(model: Any, parallel: ParallelContext | None, team: Team) -> tuple[Embedding, Head]:
+def _embedding_and_head(
+    model: Any, parallel: ParallelContext | None, operators: Operators
+) -> tuple[Embedding, Head]:
     is_tied = model.lm_head.weight is model.base_model.embed_tokens.weight
     vocab_size = model.config.get_text_config().vocab_size
     table, _ = _take(model.base_model.embed_tokens)
     head_weight, head_bias = (table, None) if is_tied else _take(model.lm_head)
     model.lm_head.weight = None
     # The table is needed in its own layout for look-ups, so a tied head is a second copy where it is packed.
-    head = make_linear(head_weight, head_bias, team)
+    head = operators.linear(head_weight, head_bias)
     if parallel is None:
         return TableEmbedding(table), head
     first = parallel.first_row(vocab_size)

@@ -21,6 +21,7 @@ from specray.engine.generic import GenericForward
 from specray.engine.inputs import CopyInput, SequenceInput
 from specray.engine.loader import LoadedModel, ModelArgs, load_model
 from specray.engine.lowering import can_lower, lower
+from specray.engine.operators import Operators, TorchOperators, cpu_operators
 from specray.engine.parallel import ParallelContext
 from specray.errors import ConfigError
 
@@ -229,13 +230,19 @@ def model_path(config: EngineConfig, role: str) -> str:
 
 def _build_forward(config: EngineConfig, loaded: LoadedModel, parallel: ParallelContext | None) -> Forward:
     if config.forward != "generic" and can_lower(loaded):
-        return lower(loaded, parallel)
+        return lower(loaded, _operators(loaded), parallel)
     if config.forward == "lowered":
         raise ConfigError(
             f"forward is 'lowered', which does not cover this {loaded.config.model_type!r} model; "
             "allowed: 'auto' or 'generic'"
         )
     return GenericForward(loaded.model)
+
+
+def _operators(loaded: LoadedModel) -> Operators:
+    if loaded.device.type == "cpu":
+        return cpu_operators(loaded.dtype, torch.get_num_threads())
+    return TorchOperators(loaded.dtype)
 
 
 def _num_blocks(config: EngineConfig, loaded: LoadedModel, shape: CacheShape, block_size: int) -> int:

@@ -218,8 +218,9 @@ def test_copied_tokens_serve_another_sequence(checkpoint: Callable[[str], Path])
 def test_lowering_leaves_no_weight_behind(checkpoint: Callable[[str], Path]) -> None:
     from specray.engine.loader import ModelArgs, load_model
     from specray.engine.lowering import lower
+    from specray.engine.operators import cpu_operators
 
     args = ModelArgs(str(checkpoint("qwen3")), torch.float32, torch.device("cpu"))
     loaded = load_model(args)
-    lower(loaded)
+    lower(loaded, cpu_operators(loaded.dtype, 1))
     assert [name for name, _ in loaded.model.named_parameters()] == []

@@ -1,0 +1,69 @@
+"""What the path to a GPU may need: the package, torch, transformers, grpcio and their own requirements."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+FORBIDDEN = (
+    "numba",
+    "llvmlite",
+    "ray",
+    "fastapi",
+    "starlette",
+    "uvicorn",
+    "typer",
+    "click",
+    "rich",
+    "uvloop",
+    "aiohttp",
+    "accelerate",
+    "openai",
+    "triton",
+)
+LOAD = """
+import importlib, sys
+for name in sys.argv[1].split(","):
+    sys.modules[name] = None
+importlib.import_module(sys.argv[2])
+"""
+
+
+def _run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.mark.parametrize("module", ["specray.engine.build"])
+def test_module_needs_nothing_but_torch_transformers_and_grpc(module: str) -> None:
+    result = _run(LOAD, ",".join(FORBIDDEN), module)
+    assert result.returncode == 0, result.stderr
+
+
+def test_without_numba_a_cpu_engine_says_so_and_runs_on_torch() -> None:
+    code = """
+import logging, sys
+logging.basicConfig(format="%(message)s")
+sys.modules["numba"] = None
+import torch
+from specray.config import EngineConfig
+from specray.engine.inputs import SequenceInput
+from specray.engine.runner import build_runner
+config = EngineConfig(device="cpu", dtype="float32", num_threads=1, max_model_len=64, max_num_seqs=2)
+runner = build_runner(config, role="draft")
+logits = runner.run([SequenceInput([5, 6, 7], 0, [0], 1)])
+print(type(runner.forward.attention).__name__, logits.shape[0], bool(logits.isfinite().all()))
+"""
+    result = _run(code)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["PlainAttention", "1", "True"]
+    assert result.stderr.count("numba cannot be imported") == 1
