@@ -1,25 +1,26 @@
 """The head of the draft engine: keep, append, propose; or continue the likely outcomes of a round.
 
-Everything in a batch is a *line*: a sequence that grows by one draft token per step, all lines in one ragged
-forward. A proposal is one line. Outcomes begin with one forward over the tokens under verification, whose
-logits rank the next tokens; each (number accepted, next token) is then a line of its own.
+Everything in a batch is a *line*, which grows by one draft token per step, all lines in one ragged forward.
+A proposal is one line. Outcomes begin with one forward over the tokens under verification, whose logits rank
+the next tokens; each (number accepted, next token) is then a line of its own, a branch of the sequence.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from specray.engine.cache import BlockAllocator, BlockTable
+from specray.engine.lines import Branching, Line
 from specray.engine.prefix import PrefixIndex
-from specray.engine.sampling.draft import DraftSampler, DraftToken
+from specray.engine.sampling.draft import DraftSampler
 from specray.engine.sampling.noise import NoiseSource
-from specray.engine.sampling.processors import RowGroup
 from specray.engine.schedule import (
+    BranchStep,
     CatchUp,
     Runner,
     catch_up,
@@ -28,76 +29,28 @@ from specray.engine.schedule import (
     failure_reply,
     split_waves,
 )
-from specray.engine.sequences import EngineSequence, SequenceTable, common_prefix_len
+from specray.engine.sequences import EngineSequence, SequenceTable
 from specray.engine.target import run_check_step
-from specray.errors import InvalidRequestError, OutOfBlocksError, SpecrayError
+from specray.errors import InvalidRequestError, SpecrayError
 from specray.types import (
-    Branch,
     DraftReplies,
     DraftReply,
     EngineInfo,
     Outcomes,
     Proposal,
-    SparseProbs,
     SpeculateItem,
 )
 
-_MAX_RECOMPUTED = 32
-"""A scratch sequence that lacks more tokens of its prefix gets their K/V by copying."""
-
 
 @dataclass(slots=True, eq=False)
-class _Line:
-    """A sequence to continue by ``num_wanted`` draft tokens."""
+class _Proposing:
+    """An item that asks for a proposal."""
 
     sequence: EngineSequence
-    num_wanted: int
-    drawn: list[DraftToken] = field(default_factory=list)
-
-    @property
-    def draft_token_ids(self) -> tuple[int, ...]:
-        return tuple(token.token_id for token in self.drawn)
-
-    @property
-    def draft_probs(self) -> tuple[SparseProbs, ...]:
-        return tuple(token.probs for token in self.drawn if token.probs is not None)
+    line: Line
 
 
-@dataclass(slots=True, eq=False)
-class _Branching:
-    """An item that asks for outcomes, between its two phases.
-
-    Rows are wanted for ``first..last`` accepted tokens; none when no branch fits the model's length.
-    """
-
-    item: SpeculateItem
-    sequence: EngineSequence
-    first: int
-    last: int
-    branches: list[tuple[int, int, _Line]] = field(default_factory=list)
-    """(number accepted, next token, its continuation), the likeliest next token of each number first."""
-
-    @property
-    def num_rows(self) -> int:
-        return self.last - self.first + 1
-
-    @property
-    def counts(self) -> list[int]:
-        """Branches wanted for each row."""
-        return list(self.item.fanout[self.first : self.last + 1])
-
-    @property
-    def excluded(self) -> list[int | None]:
-        """For each row the draft token whose rejection the row stands for; none after full acceptance."""
-        padded = (*self.item.proposed_token_ids, None)
-        return list(padded[self.first : self.last + 1])
-
-    @property
-    def group(self) -> RowGroup:
-        return RowGroup(self.sequence.sampling, self.sequence.token_ids, self.num_rows)
-
-
-_Task = _Line | _Branching
+_Task = _Proposing | Branching
 
 
 class DraftHead:
@@ -192,18 +145,22 @@ class DraftHead:
 
     def _work(self, tasks: Sequence[_Task]) -> None:
         """Fills the tasks: one forward for proposals and rankings, then all lines together."""
-        lines = [task for task in tasks if isinstance(task, _Line)]
-        branchings = [task for task in tasks if isinstance(task, _Branching)]
-        work = [CatchUp(line.sequence, min(1, line.num_wanted)) for line in lines]
-        work += [CatchUp(branching.sequence, branching.num_rows) for branching in branchings]
+        proposing = [task for task in tasks if isinstance(task, _Proposing)]
+        branchings = [task for task in tasks if isinstance(task, Branching)]
+        work = [CatchUp(task.sequence, min(1, task.line.num_wanted)) for task in proposing]
+        work += [CatchUp(task.sequence, task.num_rows) for task in branchings]
         logits = self._catch_up(work)
-        growing = [line for line in lines if line.num_wanted > 0]
+        growing = [task for task in proposing if not task.line.is_full]
+        branching = [task for task in branchings if task.num_rows > 0]
         if logits is None:
             return
         if growing:
-            self._draw(logits[: len(growing)], growing)
-        growing += self._branch(logits[len(growing) :], [task for task in branchings if task.num_rows > 0])
-        self._grow(growing)
+            self._draw(logits[: len(growing)], [task.line for task in growing])
+        if branching:
+            self._branch(logits[len(growing) :], branching)
+        self._grow(growing, branching)
+        for task in branching:
+            task.settle()
 
     # ---- schedule
 
@@ -220,14 +177,14 @@ class DraftHead:
             )
         return self._admit_branching(item, length) if item.fanout else self._admit_line(item, length)
 
-    def _admit_line(self, item: SpeculateItem, length: int) -> _Line:
+    def _admit_line(self, item: SpeculateItem, length: int) -> _Proposing:
         num_wanted = min(item.num_speculative_tokens, self._info.max_model_len - length)
         sequence = self._keep_and_append(item, num_wanted)
         sequence.set_tail(())
         sequence.recompute_last(min(1, num_wanted))
-        return _Line(sequence, num_wanted)
+        return _Proposing(sequence, Line(sequence.token_ids, sequence.sampling, num_wanted))
 
-    def _admit_branching(self, item: SpeculateItem, length: int) -> _Branching:
+    def _admit_branching(self, item: SpeculateItem, length: int) -> Branching:
         num_proposed = len(item.proposed_token_ids)
         if len(item.fanout) > num_proposed + 1 or min(item.fanout) < 0:
             raise InvalidRequestError(
@@ -246,7 +203,7 @@ class DraftHead:
         num_extra = min(len(proposed) + 1 + item.num_speculative_tokens, self._info.max_model_len - length)
         sequence = self._keep_and_append(item, num_extra)
         sequence.set_tail(proposed)
-        branching = _Branching(item, sequence, first, last)
+        branching = Branching(item, sequence, first, last, self._info.max_model_len)
         sequence.recompute_last(branching.num_rows)
         return branching
 
@@ -261,28 +218,11 @@ class DraftHead:
 
     # ---- run
 
-    def _catch_up(self, work: Sequence[CatchUp]) -> Tensor | None:
+    def _catch_up(self, work: Sequence[CatchUp | BranchStep]) -> Tensor | None:
         return catch_up(self._runner, work, self._info.max_num_batched_tokens)
 
-    def _grow(self, lines: Sequence[_Line]) -> None:
-        """Continues all lines together until each has its tokens."""
-        while lines := [line for line in lines if len(line.drawn) < line.num_wanted]:
-            logits = self._catch_up([CatchUp(line.sequence, 1) for line in lines])
-            assert logits is not None, "every line wants a logits row"
-            self._draw(logits, lines)
-
-    def _draw(self, logits: Tensor, lines: Sequence[_Line]) -> None:
-        groups = [RowGroup(line.sequence.sampling, line.sequence.token_ids, 1) for line in lines]
-        for line, token in zip(lines, self._sampler.draw(logits, groups), strict=True):
-            line.drawn.append(token)
-            line.sequence.token_ids.append(token.token_id)
-
-    # ---- outcomes
-
-    def _branch(self, logits: Tensor, branchings: Sequence[_Branching]) -> list[_Line]:
-        """Ranks the next tokens of every outcome and makes a line for each."""
-        if not branchings:
-            return []
+    def _branch(self, logits: Tensor, branchings: Sequence[Branching]) -> None:
+        """Ranks the next tokens of every outcome and makes a branch of each."""
         ranked = self._sampler.rank(
             logits,
             [branching.group for branching in branchings],
@@ -291,68 +231,33 @@ class DraftHead:
         )
         rows = iter(ranked)
         for branching in branchings:
-            self._add_branches(branching, [next(rows) for _ in range(branching.num_rows)])
-        return [line for branching in branchings for _, _, line in branching.branches]
+            branching.spread([next(rows) for _ in range(branching.num_rows)])
 
-    def _add_branches(self, branching: _Branching, ranked: Sequence[Sequence[int]]) -> None:
-        """The likeliest outcome of most acceptance continues in the sequence's own blocks, so that the round
-        after a hit finds it computed. The others get scratch sequences, before the sequence changes.
-        """
-        outcomes = [
-            (branching.first + row, token_id)
-            for row, token_ids in enumerate(ranked)
-            for token_id in token_ids
-        ]
-        own = (branching.last, ranked[-1][0]) if ranked[-1] else None
-        spare = iter(list(branching.sequence.scratch))
-        for accepted, token_id in outcomes:
-            if (accepted, token_id) != own:
-                scratch = next(spare, None) or self._table.add_scratch(branching.sequence)
-                self._add_branch(branching, accepted, token_id, scratch)
-        if own is not None:
-            self._add_branch(branching, *own, branching.sequence)
-        branching.branches.sort(key=lambda branch: outcomes.index(branch[:2]))
-
-    def _add_branch(
-        self, branching: _Branching, accepted: int, token_id: int, holder: EngineSequence
-    ) -> None:
-        """Continues ``accepted`` proposed tokens and ``token_id`` in ``holder``; nothing without room."""
-        sequence, wanted = branching.sequence, branching.item.num_speculative_tokens
-        prefix_len = sequence.num_tokens + accepted
-        num_wanted = min(wanted, self._info.max_model_len - prefix_len - 1)
-        if holder is not sequence:
-            try:
-                holder.block_table.reserve(prefix_len + 1 + num_wanted)
-            except OutOfBlocksError:
+    def _grow(self, proposing: Sequence[_Proposing], branchings: Sequence[Branching]) -> None:
+        """Continues all lines together until each has its tokens."""
+        while True:
+            proposing = [task for task in proposing if not task.line.is_full]
+            lines: list[Line] = [task.line for task in proposing]
+            work: list[CatchUp | BranchStep] = [CatchUp(task.sequence, 1) for task in proposing]
+            for branching in branchings:
+                growing, step = branching.step()
+                lines += growing
+                work += [] if step is None else [step]
+            if not lines:
                 return
-            self._copy_prefix(sequence, holder, prefix_len)
-            holder.sampling = sequence.sampling
-        tail = [*sequence.token_ids[sequence.num_tokens : prefix_len], token_id]
-        if holder is sequence:
-            holder.set_tail(tail)
-        else:
-            holder.replace_tail(0, [*sequence.token_ids[: sequence.num_tokens], *tail])
-            holder.truncate(prefix_len + 1)
-        holder.recompute_last(1)
-        branching.branches.append((accepted, token_id, _Line(holder, num_wanted)))
+            logits = self._catch_up(work)
+            assert logits is not None, "every line wants a logits row"
+            self._draw(logits, lines)
 
-    def _copy_prefix(self, sequence: EngineSequence, scratch: EngineSequence, prefix_len: int) -> None:
-        """Makes the scratch sequence's prefix that of ``sequence`` where recomputing it would cost more."""
-        prefix = sequence.token_ids[:prefix_len]
-        num_equal = min(common_prefix_len(scratch.token_ids, prefix), scratch.num_computed_tokens)
-        if prefix_len - num_equal > _MAX_RECOMPUTED:
-            self._runner.copy_tokens(
-                sequence.block_table.block_ids, scratch.block_table.block_ids, prefix_len
-            )
-            scratch.token_ids = prefix
-            scratch.num_tokens = scratch.num_computed_tokens = prefix_len
+    def _draw(self, logits: Tensor, lines: Sequence[Line]) -> None:
+        tokens = self._sampler.draw(logits, [line.group for line in lines])
+        for line, token in zip(lines, tokens, strict=True):
+            line.take(token)
 
 
 def _reply(item: SpeculateItem, task: _Task) -> DraftReply:
-    if isinstance(task, _Line):
-        return Proposal(item.request_id, item.round_id, item.base_len, task.draft_token_ids, task.draft_probs)
-    branches = tuple(
-        Branch(accepted, token_id, line.draft_token_ids, line.draft_probs)
-        for accepted, token_id, line in task.branches
-    )
+    if isinstance(task, _Proposing):
+        line = task.line
+        return Proposal(item.request_id, item.round_id, item.base_len, line.draft_token_ids, line.draft_probs)
+    branches = tuple(branch.reply for branch in task.branches)
     return Outcomes(item.request_id, item.round_id, item.base_len, branches)

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from specray.engine.inputs import SequenceInput
+from specray.engine.inputs import BranchRow, SequenceInput
 from specray.engine.sequences import EngineSequence, UnknownSequenceError
 from specray.errors import InvalidRequestError, OutOfBlocksError, OverloadedError, SpecrayError
 from specray.types import ItemFailed, SpeculateItem, UnknownSequence, VerifyItem
@@ -42,6 +42,16 @@ class CatchUp:
 
     sequence: EngineSequence
     num_logits: int
+
+
+@dataclass(frozen=True, slots=True)
+class BranchStep:
+    """Compute one token of each of some branches of a sequence, with its logits."""
+
+    sequence: EngineSequence
+    token_ids: Sequence[int]
+    rows: Sequence[BranchRow]
+    """One for each token, their places ascending."""
 
 
 Item = TypeVar("Item", SpeculateItem, VerifyItem)
@@ -102,28 +112,44 @@ def check_length(base_len: int, length: int, max_model_len: int) -> None:
         )
 
 
-def catch_up(runner: Runner, work: Sequence[CatchUp], max_num_batched_tokens: int) -> Tensor | None:
+def catch_up(
+    runner: Runner, work: Sequence[CatchUp | BranchStep], max_num_batched_tokens: int
+) -> Tensor | None:
     """Brings every sequence's computed length up to its tokens, in one forward where the budget allows.
 
     Returns:
-        ``[sum of num_logits, vocab_size]`` in the order of ``work``; None when no logits are wanted.
+        ``[sum of num_logits, vocab_size]`` in the order of ``work``, a row for each branch's token; None
+        when no logits are wanted.
     """
     # Sequences are cut in order, so the pieces of the logits come in the order of ``work`` too.
     pieces = [runner.run(inputs) for inputs in _plan_steps(work, max_num_batched_tokens) if inputs]
     for item in work:
-        item.sequence.num_computed_tokens = len(item.sequence.token_ids)
+        if isinstance(item, CatchUp):
+            item.sequence.num_computed_tokens = len(item.sequence.token_ids)
     wanted = [piece for piece in pieces if len(piece)]
     if not wanted:
         return None
     return wanted[0] if len(wanted) == 1 else torch.cat(wanted)
 
 
-def _plan_steps(work: Iterable[CatchUp], budget: int) -> Iterator[list[SequenceInput]]:
+def _plan_steps(work: Iterable[CatchUp | BranchStep], budget: int) -> Iterator[list[SequenceInput]]:
     """Cuts the missing tokens into steps of at most ``budget`` tokens."""
     inputs: list[SequenceInput] = []
     left = budget
     for item in work:
         sequence = item.sequence
+        if isinstance(item, BranchStep):
+            first = 0
+            while first < len(item.token_ids):
+                if left == 0:
+                    yield inputs
+                    inputs, left = [], budget
+                last = min(len(item.token_ids), first + left)
+                block_ids, rows = sequence.block_table.block_ids, item.rows[first:last]
+                inputs.append(SequenceInput(item.token_ids[first:last], 0, block_ids, last - first, rows))
+                left -= last - first
+                first = last
+            continue
         start, end = sequence.num_computed_tokens, len(sequence.token_ids)
         assert end - start >= item.num_logits, (start, end, item.num_logits)
         while start < end:

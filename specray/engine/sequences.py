@@ -8,7 +8,7 @@ same tokens is found there (``prefix``, ``reuse``), so callers only ever see few
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specray.engine.cache import BlockAllocator, BlockTable
@@ -46,8 +46,6 @@ class EngineSequence:
     """Tokens of the last item that were found in the prefix cache."""
     prefix: SequencePrefix | None = None
     """What others may use of it; None: nothing."""
-    scratch: list[EngineSequence] = field(default_factory=list)
-    """A draft's alternative continuations; each has its own blocks."""
 
     @property
     def num_missing_tokens(self) -> int:
@@ -95,19 +93,12 @@ class EngineSequence:
         self.num_computed_tokens = min(self.num_computed_tokens, len(self.token_ids) - count)
 
     def release(self) -> None:
-        """Frees its blocks and those of its scratch sequences; idempotent. What was told stays findable."""
-        self.release_scratch()
+        """Frees its blocks; idempotent. What was told stays findable."""
         if self.prefix is not None:
             self.prefix.publish(self.token_ids, min(self.num_tokens, self.num_computed_tokens))
             self.prefix = None
         self.truncate(0)
         self.block_table.release()
-
-    def release_scratch(self) -> None:
-        """Frees the scratch sequences; idempotent."""
-        for sequence in self.scratch:
-            sequence.release()
-        self.scratch.clear()
 
 
 class SequenceTable:
@@ -264,14 +255,8 @@ class SequenceTable:
             try:
                 return self._allocator.allocate(count)
             except OutOfBlocksError:
-                if not self._evict_something():
+                if not self._evict_idle():
                     raise
-
-    def add_scratch(self, sequence: EngineSequence) -> EngineSequence:
-        """A further scratch sequence, empty and without blocks; it is released with ``sequence``."""
-        scratch = EngineSequence(sequence.request_id, sequence.sampling, BlockTable(self._allocator))
-        sequence.scratch.append(scratch)
-        return scratch
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Forgets requests and frees their blocks; unknown ids are ignored."""
@@ -289,7 +274,7 @@ class SequenceTable:
         Raises:
             AssertionError: a block is lost or owned twice, or a sequence's lengths do not fit together.
         """
-        sequences = list(self._all_sequences())
+        sequences = list(self._sequences.values())
         for sequence in sequences:
             lengths = (sequence.num_computed_tokens, sequence.num_tokens, len(sequence.token_ids))
             assert 0 <= sequence.num_computed_tokens <= len(sequence.token_ids), lengths
@@ -309,14 +294,6 @@ class SequenceTable:
         prefix = None if self._allocator.index is None else SequencePrefix(table)
         return EngineSequence(request_id, sampling, table, prefix=prefix)
 
-    def _evict_something(self) -> bool:
-        """Frees blocks: first scratch, which a step fills only after all its sequences have room."""
-        for sequence in self._sequences.values():
-            if sequence.scratch:
-                sequence.release_scratch()
-                return True
-        return self._evict_idle()
-
     def _evict_idle(self) -> bool:
         if not self._can_evict or not self._sequences:
             return False
@@ -325,11 +302,6 @@ class SequenceTable:
             return False
         self.release([request_id])
         return True
-
-    def _all_sequences(self) -> Iterator[EngineSequence]:
-        for sequence in self._sequences.values():
-            yield sequence
-            yield from sequence.scratch
 
 
 def common_prefix_len(first: Sequence[int], second: Sequence[int]) -> int:

@@ -77,10 +77,10 @@ class SlotRunner:
         """Sequences may share what they read, never what one of them writes."""
         written: dict[int, int] = {}
         for index, item in enumerate(inputs):
-            for position in range(item.start, item.start + len(item.token_ids)):
+            for position in _places(item):
                 assert written.setdefault(self._slot(item.block_ids, position), index) == index
         for item in inputs:
-            for position in range(item.start):
+            for position in range(max((row.trunk_len for row in item.branches), default=item.start)):
                 assert self._slot(item.block_ids, position) not in written, (
                     "a sequence writes what others read"
                 )
@@ -96,16 +96,30 @@ class SlotRunner:
 
     def _run_sequence(self, item: SequenceInput) -> list[Tensor]:
         assert 0 <= item.num_logits <= len(item.token_ids) and len(item.token_ids) >= 1
-        end = item.start + len(item.token_ids)
+        end = item.end
         assert end <= len(item.block_ids) * self._info.block_size, "the sequence outgrew its blocks"
-        for position, token_id in enumerate(item.token_ids, start=item.start):
+        for position, token_id in zip(_places(item), item.token_ids, strict=True):
             self.slots[self._slot(item.block_ids, position)] = token_id
         held = [self.slots[self._slot(item.block_ids, position)] for position in range(end)]
+        if item.branches:
+            assert item.num_logits == len(item.token_ids)
+            assert all(row.position < self._info.max_model_len for row in item.branches)
+            seen = [held[: row.trunk_len] + held[row.first_place : row.place + 1] for row in item.branches]
+            return [model_logits(self._rows, tokens) for tokens in seen]
         return [model_logits(self._rows, held[: end - i]) for i in range(item.num_logits - 1, -1, -1)]
 
     def _slot(self, block_ids: Sequence[int], position: int) -> int:
         block, offset = divmod(position, self._info.block_size)
         return block_ids[block] * self._info.block_size + offset
+
+
+def _places(item: SequenceInput) -> list[int]:
+    """Where its K/V go, counted like positions."""
+    if item.branches:
+        places = [row.place for row in item.branches]
+        assert places == sorted(set(places))
+        return places
+    return list(range(item.start, item.start + len(item.token_ids)))
 
 
 def engine_info(role: str, **changes: int) -> EngineInfo:

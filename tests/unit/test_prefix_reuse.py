@@ -5,6 +5,7 @@ The cache here is a list that holds, for every slot, the whole prefix that its t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -245,7 +246,7 @@ tokens = st.builds(
 operations = st.lists(
     st.builds(
         Operation,
-        st.sampled_from(["new", "new", "append", "append", "back", "tail", "release", "scratch", "step"]),
+        st.sampled_from(["new", "new", "append", "append", "back", "tail", "release", "room", "step"]),
         st.sampled_from("abcde"),
         st.integers(0, 90),
         tokens,
@@ -302,12 +303,9 @@ def apply(engine: Engine, held: dict[str, EngineSequence], step: Operation) -> N
         case "release":
             engine.table.release([step.request_id])
             held.pop(step.request_id, None)
-        case "scratch" if sequence is not None:
-            scratch = engine.table.add_scratch(sequence)
-            try:
-                scratch.block_table.reserve(step.position)
-            except OutOfBlocksError:
-                return
+        case "room" if sequence is not None:
+            with contextlib.suppress(OutOfBlocksError):
+                sequence.block_table.reserve(step.position)
         case "step":
             for _ in range(step.position):
                 engine.table.begin_step()

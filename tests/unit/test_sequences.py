@@ -153,15 +153,6 @@ def test_returning_idle_sequence_does_not_evict_itself() -> None:
     table.check_integrity()
 
 
-def test_scratch_gives_way_to_sequences() -> None:
-    table, allocator = make_table(num_blocks=3, block_size=4, can_evict=True)
-    scratch = table.add_scratch(computed(table, [1] * 4))
-    scratch.block_table.reserve(8)
-    assert allocator.num_free == 0
-    computed(table, [2] * 8, request_id="b")
-    table.check_integrity()
-
-
 @given(
     st.lists(st.integers(0, 2), max_size=300),
     st.lists(st.integers(0, 2), max_size=300),
@@ -178,7 +169,7 @@ def test_common_prefix_len(first: list[int], second: list[int], shared: int) -> 
 
 operations = st.lists(
     st.tuples(
-        st.sampled_from(["append", "append", "append", "release", "tail", "scratch", "step"]),
+        st.sampled_from(["append", "append", "append", "release", "tail", "room", "step"]),
         st.sampled_from("abcde"),
         st.integers(0, 12),
         st.lists(st.integers(0, 2), max_size=9),
@@ -220,10 +211,9 @@ def test_blocks_are_never_lost_or_shared(
             sequence.set_tail(tokens[:room])
             sequence.accept_tail(base_len)
             told[request_id] = list(sequence.token_ids)
-        elif operation == "scratch" and request_id in held and held[request_id].block_table.block_ids:
-            scratch = table.add_scratch(held[request_id])
+        elif operation == "room" and request_id in held and held[request_id].block_table.block_ids:
             with contextlib.suppress(OutOfBlocksError):
-                scratch.block_table.reserve(base_len)
+                held[request_id].block_table.reserve(base_len)
         elif operation == "step":
             table.begin_step()
         table.check_integrity()
