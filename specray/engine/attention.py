@@ -16,13 +16,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from specray.engine.cache import BlockCache
 from specray.engine.inputs import BranchRow
+
+if TYPE_CHECKING:
+    from specray.engine.blocks import BlockBatch
 
 Slots = slice | torch.Tensor
 """Some slots of the cache: a slice, or an int64 tensor ``[num_tokens]``."""
@@ -64,6 +67,8 @@ class AttentionStep:
 
     rows: tuple[SequenceRows, ...]
     cache: BlockCache
+    batch: BlockBatch | None = None
+    """The same as tensors of a fixed shape, where a captured forward reads them; ``rows`` are empty then."""
 
     @cached_property
     def write_slots(self) -> Slots:

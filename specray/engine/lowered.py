@@ -106,6 +106,20 @@ class Rotary:
         return self.cos[positions], self.sin[positions]
 
 
+def rotate_heads(
+    heads: torch.Tensor, head_norm: HeadNorm | None, cos: torch.Tensor, sin: torch.Tensor
+) -> None:
+    """Norms and rotates query and key heads ``[num_rows, num_heads + num_kv_heads, head_dim]`` in place.
+
+    Args:
+        cos, sin: the rows' tables, as ``Rotary.at`` gives them.
+    """
+    if head_norm is not None:
+        heads.copy_(head_norm(heads))
+    swapped = torch.roll(heads, heads.shape[-1] // 2, -1)
+    heads.mul_(cos).addcmul_(swapped, sin)
+
+
 @dataclass(frozen=True, slots=True)
 class PlainAttention:
     """Implements :class:`Attention` with torch's operators."""
@@ -133,11 +147,7 @@ class _PlainStep:
         attention = self.attention
         num_heads, num_kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
         heads = qkv.view(len(qkv), -1, head_dim)
-        rotated = heads.narrow(1, 0, num_heads + num_kv_heads)
-        if head_norm is not None:
-            rotated.copy_(head_norm(rotated))
-        swapped = torch.roll(rotated, head_dim // 2, -1)
-        rotated.mul_(self.cos).addcmul_(swapped, self.sin)
+        rotate_heads(heads.narrow(1, 0, num_heads + num_kv_heads), head_norm, self.cos, self.sin)
         return self.step.attend(
             layer,
             heads.narrow(1, 0, num_heads),

@@ -1,0 +1,88 @@
+"""Steps of several kinds over a small block cache, for attention that must agree on all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from specray.engine.attention import AttentionStep, SequenceRows
+from specray.engine.cache import BlockCache
+from specray.engine.inputs import BranchRow
+from specray.engine.operators import HeadShape
+
+NUM_BLOCKS = 24
+BRANCHES = (BranchRow(5, 9, 9), BranchRow(5, 9, 10), BranchRow(7, 11, 11), BranchRow(9, 12, 12))
+"""Two rows of one branch, one of another, and one that continues the whole sequence."""
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    rows: tuple[tuple[int, int], ...]
+    """(start, number of rows) of each sequence."""
+    block_size: int
+    shape: HeadShape
+    window: int | None = None
+    with_branches: bool = False
+
+
+GQA = HeadShape(6, 2, 32)
+CASES = [
+    Case("one token of one sequence", ((9, 1),), 4, GQA),
+    Case("the first token", ((0, 1),), 4, GQA),
+    Case("single tokens of several", ((9, 1), (0, 1), (17, 1)), 4, GQA),
+    Case("a whole prompt", ((0, 19),), 4, GQA),
+    Case("rows of different widths", ((3, 4), (11, 1), (0, 7)), 4, GQA),
+    Case("a sliding window", ((13, 5), (2, 2)), 4, GQA, window=6),
+    Case("a head per kv head", ((5, 3), (8, 2)), 4, HeadShape(2, 2, 16)),
+    Case("odd group and head size", ((5, 3), (8, 2)), 3, HeadShape(5, 1, 24)),
+    Case("branches beside a sequence", ((6, 2),), 4, GQA, with_branches=True),
+    Case("long sequences in several parts", ((150, 3), (90, 1)), 16, GQA),
+    Case("a window over parts", ((150, 3), (90, 1)), 16, GQA, window=70),
+    Case("branches in a window", ((6, 2),), 4, GQA, window=4, with_branches=True),
+]
+
+
+def block_cache(case: Case, dtype: torch.dtype = torch.float32) -> BlockCache:
+    """A cache full of numbers, in one more block than is used, as captured forwards want it."""
+    torch.manual_seed(1)
+    cache = BlockCache(
+        num_layers=1,
+        num_blocks=NUM_BLOCKS + 1,
+        block_size=case.block_size,
+        num_kv_heads=case.shape.num_kv_heads,
+        head_dim=case.shape.head_dim,
+        dtype=dtype,
+        device=torch.device("cpu"),
+    )
+    cache.layers[0].normal_()
+    return cache
+
+
+def sequence_rows(case: Case) -> tuple[SequenceRows, ...]:
+    """The rows, in blocks that do not follow each other."""
+    free = list(range(NUM_BLOCKS))[::-1]
+    free = free[::2] + free[1::2]
+    rows, first = [], 0
+    for start, count in case.rows:
+        blocks = [free.pop() for _ in range(-(-(start + count) // case.block_size))]
+        rows.append(SequenceRows(first, count, start, blocks))
+        first += count
+    if case.with_branches:
+        blocks = [free.pop() for _ in range(-(-(BRANCHES[-1].place + 1) // case.block_size))]
+        lowest = min(row.position for row in BRANCHES)
+        rows.append(SequenceRows(first, len(BRANCHES), lowest, blocks, BRANCHES))
+    return tuple(rows)
+
+
+def row_positions(rows: tuple[SequenceRows, ...]) -> torch.Tensor:
+    positions: list[int] = []
+    for item in rows:
+        branch = [row.position for row in item.branches]
+        positions += branch or range(item.start, item.end)
+    return torch.tensor(positions)
+
+
+def attention_step(case: Case, cache: BlockCache) -> AttentionStep:
+    return AttentionStep(sequence_rows(case), cache)

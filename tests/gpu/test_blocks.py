@@ -1,0 +1,98 @@
+"""Attention from tensors that describe the step equals attention sequence by sequence."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from block_cases import CASES, Case, attention_step, block_cache, row_positions, sequence_rows
+
+from specray.engine.blocks import BatchShape, BlockAttention, HostBatch, attend_gathered, make_batch
+from specray.engine.lowered import HeadNorm, PlainAttention
+from specray.engine.operators import rotary_tables
+
+ATOL = 1e-5
+
+
+def tables(head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = torch.arange(256)[:, None] / 10 ** (torch.arange(head_dim // 2) * 2 / head_dim)
+    both = torch.cat((angles, angles), -1)
+    return both.cos(), both.sin()
+
+
+@pytest.mark.parametrize("has_head_norm", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_gathered_blocks_equal_plain_attention(case: Case, has_head_norm: bool) -> None:
+    shape = case.shape
+    rotary = rotary_tables(*tables(shape.head_dim), torch.float32)
+    plain = PlainAttention(rotary, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.scale)
+    blocks = BlockAttention(rotary, shape, attend_gathered)
+    weight = torch.rand(shape.num_heads + shape.num_kv_heads, shape.head_dim) + 0.5
+    head_norm = HeadNorm(weight, 1e-6) if has_head_norm else None
+    rows = sequence_rows(case)
+    positions = row_positions(rows)
+    width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    qkv = torch.randn(len(positions), width)
+    outputs, caches = [], []
+    for attention in (plain, blocks):
+        cache = block_cache(case)
+        step = attention.prepare(attention_step(case, cache), positions)
+        outputs.append(step.attend(0, qkv.clone(), head_norm, case.window))
+        caches.append(cache.layers[0])
+    torch.testing.assert_close(outputs[1], outputs[0], atol=ATOL, rtol=0)
+    assert torch.equal(caches[0], caches[1])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_padding_changes_no_row_and_writes_to_the_spare_slot_only(case: Case) -> None:
+    rows = sequence_rows(case)
+    num_rows = sum(item.num_rows for item in rows)
+    max_rows = max(item.num_rows for item in rows)
+    cache = block_cache(case)
+    query = torch.randn(num_rows, case.shape.num_heads, case.shape.head_dim)
+    batch = make_batch(rows, case.block_size, query.device)
+    options = {"block_size": case.block_size, "scale": case.shape.scale, "window": case.window}
+    expected = attend_gathered(query, cache.layers[0], batch, **options)  # type: ignore[arg-type]
+    padded = BatchShape(
+        num_sequences=len(rows) + 2,
+        num_rows=(len(rows) + 2) * (max_rows + 1) if max_rows > 1 else len(rows) + 2,
+        max_num_blocks=16,
+        max_rows=max_rows + (max_rows > 1),
+        has_branches=case.with_branches,
+    )
+    spare_slot = 24 * case.block_size
+    host = HostBatch(padded, block_size=case.block_size, spare_slot=spare_slot)
+    # What an earlier, fuller step left behind must not matter.
+    host.packed[:] = 1
+    host.fill(rows, [7] * num_rows)
+    from specray.engine.blocks import DeviceBatch
+
+    on_device = DeviceBatch(padded, query.device)
+    on_device.load(host)
+    larger = on_device.batch()
+    assert larger.slots[:num_rows].tolist() == batch.slots.tolist()
+    assert set(larger.slots[num_rows:].tolist()) == {spare_slot}
+    assert on_device.token_ids.tolist() == [7] * num_rows + [0] * (padded.num_rows - num_rows)
+    long_query = torch.cat((query, torch.randn(padded.num_rows - num_rows, *query.shape[1:])))
+    output = attend_gathered(long_query, cache.layers[0], larger, **options)  # type: ignore[arg-type]
+    torch.testing.assert_close(output[:num_rows], expected, atol=ATOL, rtol=0)
+    assert output.isfinite().all()
+
+
+def test_triton_kernel_equals_gathered_blocks() -> None:
+    """In an interpreter of its own: whether kernels are interpreted is decided when triton is imported."""
+    pytest.importorskip("triton")
+    result = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("triton_interpreted.py"))],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["agreed"] * len(CASES)
