@@ -50,6 +50,13 @@ class EngineConfig(_Section):
         "auto", description="auto: lowered where the architecture allows it, else generic."
     )
     prefix_cache: bool = Field(True, description="Computed prefixes of prompts are used again.")
+    profile_s: float = Field(
+        0.5,
+        ge=0,
+        le=60,
+        description="Seconds at the start in which the engine measures its steps, so that the router's first "
+        "choices are good ones; 0: none.",
+    )
     trust_remote_code: Literal[False] = Field(False, description="Remote code is never run.")
 
 
@@ -132,6 +139,13 @@ class RouterConfig(_Section):
     request_timeout_s: float = Field(600.0, gt=0, description="From arrival to the last token.")
     stream_interval_ms: float = Field(20.0, ge=0, description="At most one chunk of a stream per interval.")
     start_timeout_s: float = Field(600.0, gt=0, description="For loading models and connecting workers.")
+    trace_events: int = Field(
+        0,
+        ge=0,
+        le=1_000_000,
+        description="Decisions and messages kept for /debug/trace and `specray bench trace`, about five a "
+        "round and request; 0: none.",
+    )
 
 
 class HttpConfig(_Section):

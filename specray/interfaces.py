@@ -191,3 +191,7 @@ class RouterClient(Protocol):
     async def metrics_text(self) -> str:
         """All metrics in Prometheus text format."""
         ...
+
+    async def trace_text(self) -> str | None:
+        """The last decisions and messages as JSON lines, oldest first; None: they are not kept."""
+        ...

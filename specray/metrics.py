@@ -76,6 +76,13 @@ class RouterMetrics:
             ["result"],
             registry=registry,
         )
+        self._plans = Counter(
+            "specray_plans",
+            "Verdicts, by what their session's plan said: how both engines work, and at most how many tokens "
+            "are drafted.",
+            ["overlap", "num_speculative_tokens"],
+            registry=registry,
+        )
         self._ahead_depth = Histogram(
             "specray_draft_ahead_depth",
             "Draft tokens ready when a verdict arrived; 0 after a miss.",
@@ -152,6 +159,13 @@ class RouterMetrics:
                 registry=registry,
             ),
         }
+        self._step_time_s = Gauge(
+            "specray_step_time_seconds",
+            "What the engine's steps took at its start: a Verify by its tokens, a draft token by sequences "
+            "side by side.",
+            ["engine", "rows"],
+            registry=registry,
+        )
         queries, hits = (
             Counter(f"specray_prefix_cache_{name}", text, ["engine"], registry=registry)
             for name, text in (
@@ -172,6 +186,8 @@ class RouterMetrics:
             queries, hits = self._prefix_cache[role]
             queries.show(info.num_prefix_cache_queries)
             hits.show(info.num_prefix_cache_hits)
+            for entry in info.step_times:
+                self._step_time_s.labels(role, str(entry.num_rows)).set(entry.seconds)
 
     def observe_round(self, num_drafts: int, num_accepted: int, source: str = "model") -> None:
         """One verdict of one session; ``source``: model, ngram, suffix, or filler in place of a model."""
@@ -186,6 +202,10 @@ class RouterMetrics:
             self._accepted.inc(num_accepted)
             for child in self._per_position[:num_accepted]:
                 child.inc()
+
+    def observe_plan(self, overlap: str, num_speculative_tokens: int) -> None:
+        """One verdict under a plan; ``overlap``: off, serial, ahead or enumerate."""
+        self._plans.labels(overlap, str(num_speculative_tokens)).inc()
 
     def observe_lookup(self, result: str, depth: int) -> None:
         """What a verdict found: ``hit``, ``miss_token``, ``miss_count``, ``late_hit`` or ``late_miss``."""

@@ -261,6 +261,16 @@ class TargetReplies:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTime:
+    """What a step of one width took when the engine measured itself at its start."""
+
+    num_rows: int
+    """Target: tokens of one Verify. Draft: sequences that draft side by side, one row each."""
+    seconds: float
+    """Target: of a Verify. Draft: per draft token. Both as ``forward_ns``, without queueing and RPC."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What a worker says of itself, so that nothing is configured twice."""
 
@@ -286,6 +296,8 @@ class EngineInfo:
     """Tokens looked up in the prefix cache since the engine started."""
     num_prefix_cache_hits: int = 0
     """Those of them that were found and not computed again."""
+    step_times: tuple[StepTime, ...] = ()
+    """By increasing rows; empty: the engine has not measured itself."""
 
 
 @dataclass(frozen=True, slots=True)

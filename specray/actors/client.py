@@ -88,6 +88,11 @@ class ServeRouterClient:
         text: str = await self._call(self._handle.metrics_text.remote())
         return text
 
+    async def trace_text(self) -> str | None:
+        """See interfaces.RouterClient."""
+        text: str | None = await self._call(self._handle.trace_text.remote())
+        return text
+
     async def _call(self, response: Any) -> Any:
         try:
             async with asyncio.timeout(self._timeout_s):

@@ -79,6 +79,10 @@ class RouterReplica:
         """See interfaces.RouterClient."""
         return await self._on_loop(self._router.metrics_text())
 
+    async def trace_text(self) -> str | None:
+        """See interfaces.RouterClient."""
+        return await self._on_loop(self._router.trace_text())
+
     async def check_health(self) -> None:
         """Liveness, cheap: raises EngineLostError when a rank has ended; Serve then replaces the group."""
         failure = self._group.failure()

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
 from specray.config import Config, EngineConfig
 from specray.engine.draft import DraftHead
 from specray.engine.parallel import ParallelContext
+from specray.engine.profile import profile_draft, profile_target
 from specray.engine.runner import ModelRunner, RunnerInfo, build_runner
 from specray.engine.target import TargetHead
 from specray.errors import ConfigError
-from specray.types import PROTOCOL_VERSION, EngineInfo
+from specray.types import PROTOCOL_VERSION, EngineInfo, StepTime
+
+logger = logging.getLogger(__name__)
 
 _SCRATCH_PER_SEQUENCE = 7
 """Branches of a draft's sequence that get room in the cache, where ``cache_memory_gib`` allows it."""
@@ -21,12 +29,11 @@ def build_target_engine(config: Config, *, parallel: ParallelContext | None = No
         ConfigError: names the setting, its value and what is allowed.
     """
     runner = _build_runner(config.target, role="target", num_scratch=0, parallel=parallel)
-    return TargetHead(
-        runner,
-        _engine_info("target", config.target, runner.info),
-        device=runner.info.device,
-        prefix_cache=config.target.prefix_cache,
-    )
+    info = _engine_info("target", config.target, runner.info)
+    make_head = partial(TargetHead, runner, device=runner.info.device)
+    step_times = profile_target(make_head(info), budget_s=config.target.profile_s)
+    _log("target", step_times)
+    return make_head(replace(info, step_times=step_times), prefix_cache=config.target.prefix_cache)
 
 
 def build_draft_engine(config: Config) -> DraftHead:
@@ -36,13 +43,22 @@ def build_draft_engine(config: Config) -> DraftHead:
         ConfigError: names the setting, its value and what is allowed.
     """
     runner = _build_runner(config.draft, role="draft", num_scratch=_SCRATCH_PER_SEQUENCE, parallel=None)
-    return DraftHead(
+    info = _engine_info("draft", config.draft, runner.info)
+    make_head = partial(
+        DraftHead,
         runner,
-        _engine_info("draft", config.draft, runner.info),
         device=runner.info.device,
         max_num_draft_probs=config.speculation.max_num_draft_probs,
-        prefix_cache=config.draft.prefix_cache,
     )
+    step_times = profile_draft(make_head(info), budget_s=config.draft.profile_s)
+    _log("draft", step_times)
+    return make_head(replace(info, step_times=step_times), prefix_cache=config.draft.prefix_cache)
+
+
+def _log(role: str, step_times: Sequence[StepTime]) -> None:
+    if step_times:
+        listed = ", ".join(f"{entry.num_rows}: {1e3 * entry.seconds:.2f}" for entry in step_times)
+        logger.info("%s step times in ms, by rows: %s", role, listed)
 
 
 def _build_runner(

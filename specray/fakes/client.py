@@ -62,6 +62,8 @@ class FakeRouterClient:
         self._info = info or ServiceInfo("fake", "fake-draft", 64, 4096, 1, "0")
         self._cached = cached
         self.is_ready = is_ready
+        self.trace: str | None = None
+        """What ``trace_text`` answers."""
         self.requests: list[GenerateRequest] = []
         self.aborted_request_ids: list[str] = []
 
@@ -99,6 +101,9 @@ class FakeRouterClient:
 
     async def metrics_text(self) -> str:
         return "# HELP specray_fake A metric.\n# TYPE specray_fake counter\nspecray_fake_total 1.0\n"
+
+    async def trace_text(self) -> str | None:
+        return self.trace
 
     def _take(self, request: GenerateRequest) -> None:
         self.requests.append(request)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from specray.errors import InvalidRequestError
 from specray.router.session import MAX_SPECULATIVE_TOKENS
-from specray.types import DraftKind, EngineInfo, GenerateRequest
+from specray.types import DraftKind, EngineInfo, GenerateRequest, SamplingParams, SpeculationParams
 
 
 def check_request(
@@ -51,3 +51,14 @@ def check_request(
         )
     if request.stop and not has_stop_strings:
         raise InvalidRequestError("stop strings are not supported by this service", field="stop")
+
+
+def probe_request(request_id: str) -> GenerateRequest:
+    """The least that takes a real step of the target: one token, greedy, without speculation."""
+    return GenerateRequest(
+        request_id=request_id,
+        prompt_token_ids=(0,),
+        sampling=SamplingParams(temperature=0.0, num_prompt_tokens=1),
+        max_tokens=1,
+        speculation=SpeculationParams(enabled=False),
+    )

@@ -18,8 +18,10 @@ from specray.router.later import Later
 from specray.router.leases import DraftLeases
 from specray.router.links import DraftLink
 from specray.router.live import LiveSession
-from specray.router.policy import FAILED_DRAFT_REST_ROUNDS, OFF, Plan, Policy, expected_tokens
+from specray.router.plan import OFF, Plan
+from specray.router.policy import FAILED_DRAFT_REST_ROUNDS, Policy, expected_tokens
 from specray.router.records import FILLER, NOTHING_DRAFTED, Commit, Drafted, Lookup
+from specray.router.trace import Trace
 from specray.types import (
     DraftReplies,
     DraftReply,
@@ -47,6 +49,7 @@ class Drafting:
         metrics: of lookups and draft steps.
         later: what is counted when the messages of a step have left.
         round_timeout_s: a draft that is silent for so long is lost.
+        trace: told of questions and answers; None: nobody is.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class Drafting:
         *,
         round_timeout_s: float,
         is_serial: bool,
+        trace: Trace | None = None,
     ) -> None:
         self._leases = leases
         self._running = running
@@ -67,6 +71,7 @@ class Drafting:
         self._later = later
         self._round_timeout_s = round_timeout_s
         self._is_serial = is_serial
+        self._trace = trace
 
     @property
     def link(self) -> DraftLink | None:
@@ -184,6 +189,9 @@ class Drafting:
             local.observe(num_drafts, num_accepted)
             num_drafts = num_accepted = 0
         self._policy.observe_round(live.pacing, num_drafts, num_accepted)
+        plan = live.pacing.plan
+        if plan is not None:
+            self._later.add(self._metrics.observe_plan, plan.way, plan.num_speculative_tokens)
         self._later.add(self._policy.prepare, live.pacing, len(self._running))
 
     def on_replies(self, link: DraftLink, replies: DraftReplies, now: float) -> None:
@@ -194,7 +202,10 @@ class Drafting:
         for reply in replies.replies:
             live = self._running.get(reply.request_id)
             asked = None if live is None else live.session.draft.in_flight
-            if live is None or link is not self.link or not self._take(live, reply, now):
+            is_taken = live is not None and link is self.link and self._take(live, reply)
+            if self._trace is not None:
+                self._trace.draft_replied(reply, replies, is_late=not is_taken)
+            if live is None or not is_taken:
                 self._metrics.late_replies.labels("draft").inc()
                 continue
             if asked is not None and isinstance(reply, (Proposal, Outcomes)):
@@ -206,7 +217,7 @@ class Drafting:
         if asked_since is not None:
             self._learn(answered, replies.forward_ns / 1e9, now - asked_since)
 
-    def _take(self, live: LiveSession, reply: DraftReply, now: float) -> bool:
+    def _take(self, live: LiveSession, reply: DraftReply) -> bool:
         session = live.session
         match reply:
             case Proposal():
@@ -223,8 +234,7 @@ class Drafting:
                 return session.on_draft_failed(reply)
         if is_taken and is_awaited:
             is_hit = session.drafted is not None
-            result = "late_hit" if is_hit else "late_miss"
-            self._later.add(self._metrics.observe_lookup, result, live.num_drafted)
+            self._count_lookup(live, "late_hit" if is_hit else "late_miss")
             self._policy.observe_lookup(live.ahead, Lookup.HIT if is_hit else Lookup.MISS_TOKEN)
         return is_taken
 
@@ -233,8 +243,13 @@ class Drafting:
         if lookup is Lookup.PENDING:
             live.waiting_since_s = now
         elif lookup is not Lookup.NOT_ASKED:
-            self._later.add(self._metrics.observe_lookup, lookup.value, live.num_drafted)
+            self._count_lookup(live, lookup.value)
             self._policy.observe_lookup(live.ahead, lookup)
+
+    def _count_lookup(self, live: LiveSession, result: str) -> None:
+        self._later.add(self._metrics.observe_lookup, result, live.num_drafted)
+        if self._trace is not None:
+            self._trace.looked_up(live.request_id, result, live.num_drafted)
 
     def _learn(self, answered: Sequence[SpeculateItem], forward_s: float, elapsed_s: float) -> None:
         """Measures steps of one kind; mixed ones and prefills say nothing about either."""
@@ -243,7 +258,9 @@ class Drafting:
             return
         num_tokens = max(item.num_speculative_tokens for item in answered)
         if not answered[0].fanout:
-            self._policy.observe_proposal(num_tokens, forward_s, elapsed_s - forward_s)
+            self._policy.observe_proposal(
+                num_tokens, forward_s, elapsed_s - forward_s, num_sequences=len(answered)
+            )
             return
         num_branches = sum(sum(item.fanout) for item in answered)
         self._policy.observe_outcomes(num_tokens, num_branches, forward_s)
@@ -277,6 +294,8 @@ class Drafting:
             elif now >= live.waiting_since_s + patience_s:
                 live.session.skip_draft(self._draft_locally(live))
                 live.waiting_since_s = None
+                if self._trace is not None:
+                    self._trace.draft_skipped(live.request_id)
 
     @property
     def next_due_s(self) -> float | None:
@@ -306,3 +325,5 @@ class Drafting:
     def _push(self, item: SpeculateItem, now: float) -> None:
         assert self.link is not None
         self.link.push(item, now)
+        if self._trace is not None:
+            self._trace.draft_asked(item)

@@ -10,7 +10,8 @@ from specray.errors import ConfigError
 from specray.interfaces import Clock, Drafter, DrafterSource
 from specray.metrics import RouterMetrics
 from specray.router.clock import within
-from specray.router.links import DraftLink, Inbox
+from specray.router.links import DraftLink, Inbox, measure_round_trip
+from specray.router.policy import Policy
 from specray.types import EngineInfo
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ class DraftLeases:
         clock: of deadlines and backoff.
         metrics: counts leases and losses.
         rng: jitter, so that many routers do not ask at once.
+        policy: learns what a new draft says of its speed.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class DraftLeases:
         clock: Clock,
         metrics: RouterMetrics,
         rng: random.Random,
+        policy: Policy,
     ) -> None:
         self._source = source
         self._target_info = target_info
@@ -48,6 +51,7 @@ class DraftLeases:
         self._clock = clock
         self._metrics = metrics
         self._rng = rng
+        self._policy = policy
         self._leasing: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self.link: DraftLink | None = None
@@ -115,6 +119,9 @@ class DraftLeases:
             self._metrics.draft_refused.inc()
             await self._close_refused(drafter)
             raise
+        if drafter.info.step_times:
+            round_trip_s = await measure_round_trip(drafter.fetch_info, self._clock)
+            self._policy.expect_draft(drafter.info.step_times, round_trip_s)
         self.link = DraftLink(drafter, self._inbox)
         self.model = drafter.info.model
         self._metrics.draft_leases.inc()

@@ -27,6 +27,7 @@ RepliesT = TypeVar("RepliesT")
 
 CLOSE_TIMEOUT_S = 2.0
 INFO_TIMEOUT_S = 2.0
+_NUM_ROUND_TRIPS = 3
 
 
 class Connection(Protocol[RepliesT_co]):
@@ -232,3 +233,16 @@ async def current_info(link: Link[Any, Any] | None, clock: Clock) -> EngineInfo 
         return await within(clock, INFO_TIMEOUT_S, link.fetch_info())
     except (EngineLostError, TimeoutError):
         return None
+
+
+async def measure_round_trip(fetch_info: Callable[[], Awaitable[EngineInfo]], clock: Clock) -> float:
+    """Seconds of a short call to an engine, the least of a few; 0 when it does not answer."""
+    trips: list[float] = []
+    try:
+        for _ in range(_NUM_ROUND_TRIPS):
+            started_s = clock.monotonic()
+            await within(clock, INFO_TIMEOUT_S, fetch_info())
+            trips.append(clock.monotonic() - started_s)
+    except (EngineLostError, TimeoutError):
+        return 0.0
+    return min(trips)

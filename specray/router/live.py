@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from specray.router.delivery import Delivery
 from specray.router.local_draft import LocalDraft
-from specray.router.policy import OFF, Pacing, Plan
+from specray.router.plan import OFF, Pacing, Plan
 from specray.router.session import Session
 
 

@@ -14,7 +14,8 @@ from typing import Final
 
 from specray.config import SpeculationConfig
 from specray.drafting import OutputStore, OutputStores, SessionProposer, make_proposer
-from specray.router.policy import Pacing, Plan, Policy, expected_tokens
+from specray.router.plan import Pacing, Plan
+from specray.router.policy import Policy, expected_tokens
 from specray.router.records import FILLER, Drafted
 from specray.router.session import MAX_SPECULATIVE_TOKENS, Session
 from specray.types import DraftKind, GenerateRequest
@@ -83,7 +84,8 @@ class LocalDrafts:
     def __init__(self, config: SpeculationConfig, policy: Policy, *, has_model: bool) -> None:
         self._filler = None if config.filler == "none" or not has_model else DraftKind(config.filler)
         self._policies = {
-            source: policy.beside(prior_acceptance=prior) for source, prior in PRIOR_ACCEPTANCE.items()
+            source: policy.beside(source, prior_acceptance=prior)
+            for source, prior in PRIOR_ACCEPTANCE.items()
         }
         self._stores = OutputStores(config.past_output_tokens)
 

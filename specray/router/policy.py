@@ -21,8 +21,10 @@ from dataclasses import dataclass, field, replace
 
 from specray.config import SpeculationConfig
 from specray.router.estimates import Average, OutcomesTime, Rate, TimeTable, chain_trials
+from specray.router.plan import OFF, REVIEW_ROUNDS, Pacing, Plan
 from specray.router.records import Lookup
-from specray.types import GenerateRequest, Overlap
+from specray.router.trace import Trace
+from specray.types import DraftKind, GenerateRequest, Overlap, StepTime
 
 AUTO_K = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 """What ``num_speculative_tokens: auto`` chooses from, besides 0."""
@@ -33,9 +35,6 @@ MISSES_BY_WIDTH = (1.0, 0.6, 0.4)
 miss. On a trained pair the target's draw is among the first 1 / 2 / 3 in 55 / 75 / 84 % of positions."""
 PRIOR_DRAFT_SHARE = 0.15
 """A draft step as part of a target step, before both are measured."""
-FIRST_REVIEW_ROUNDS = 4
-REVIEW_ROUNDS = 16
-"""A plan stands for so many rounds; the first ones for fewer, each twice as long as the one before."""
 HYSTERESIS = 1.05
 """A plan is left only for one that promises so much more."""
 MIN_GAIN = 1.02
@@ -52,44 +51,12 @@ PREFILL_UNIT = 16
 """One joins every step, whatever it costs: a prompt must get on. A new size of step is slow at first."""
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a session does until the next review."""
-
-    num_speculative_tokens: int
-    overlap: Overlap = Overlap.SERIAL
-    width: int = 1
-    """F_0 under enumeration."""
-
-    @property
-    def is_off(self) -> bool:
-        return self.num_speculative_tokens == 0
-
-
-OFF = Plan(0)
-
-
-@dataclass(slots=True)
-class Pacing:
-    """One session's part in the policy."""
-
-    acceptance: Rate
-    fixed_k: int | None = None
-    """What configuration or request say; None: chosen by measurement."""
-    plan: Plan | None = None
-    rounds_to_review: int = 0
-    review_rounds: int = FIRST_REVIEW_ROUNDS
-    rounds_off: int = 0
-    is_probing: bool = False
-    rest_rounds: int = 0
-    """Rounds without draft after the draft refused the session."""
-
-
 @dataclass(slots=True)
 class _Measured:
     verify: dict[bool, TimeTable] = field(default_factory=lambda: {False: TimeTable(), True: TimeTable()})
     """By whether the draft works meanwhile: engines that share memory slow each other."""
-    propose_per_token: Average = field(default_factory=Average)
+    draft_step: TimeTable = field(default_factory=TimeTable)
+    """Per draft token, by the sequences that are drafted for side by side."""
     outcomes: OutcomesTime = field(default_factory=OutcomesTime)
     slowest_outcomes_s: float = 0.0
     draft_round_trip: Average = field(default_factory=Average)
@@ -102,23 +69,35 @@ class Policy:
 
     Args:
         config: the ``speculation`` section.
+        trace: told of reviews; None: nobody is.
+        source: what drafts under its plans.
     """
 
-    def __init__(self, config: SpeculationConfig) -> None:
+    def __init__(
+        self,
+        config: SpeculationConfig,
+        *,
+        trace: Trace | None = None,
+        source: str = DraftKind.MODEL.value,
+    ) -> None:
         fixed = config.num_speculative_tokens
         self._config = config
+        self._trace = trace
+        self._source = source
         self._fixed_k = None if fixed == "auto" else fixed
         self._overlaps = _overlaps(config)
         self._acceptance = Rate(PRIOR_ACCEPTANCE, weight=4.0)
         self._measured = _Measured()
 
-    def beside(self, *, prior_acceptance: float) -> Policy:
+    def beside(self, source: str, *, prior_acceptance: float) -> Policy:
         """A policy of its own for drafts that take no time and so never overlap; target times are shared.
 
         Args:
+            source: what drafts so.
             prior_acceptance: per token, until some have been verified; in (0, 1).
         """
-        policy = Policy(self._config.model_copy(update={"overlap": Overlap.SERIAL}))
+        serial = self._config.model_copy(update={"overlap": Overlap.SERIAL})
+        policy = Policy(serial, trace=self._trace, source=source)
         policy._acceptance = Rate(prior_acceptance, weight=4.0)
         policy._measured.verify = self._measured.verify
         policy.observe_proposal(1, 0.0, 0.0)
@@ -129,7 +108,7 @@ class Policy:
         wanted = request.speculation
         fixed = wanted.num_speculative_tokens if wanted.num_speculative_tokens is not None else self._fixed_k
         fixed_k = fixed if wanted.enabled else 0
-        return Pacing(Rate(self._acceptance.value, weight=4.0), fixed_k)
+        return Pacing(Rate(self._acceptance.value, weight=4.0), request.request_id, fixed_k)
 
     def plan(self, pacing: Pacing, *, num_remaining: int, num_running: int) -> Plan:
         """The plan of the round to come.
@@ -168,7 +147,7 @@ class Policy:
 
     def patience_s(self) -> float | None:
         """How long a round may wait for the draft: four times what it usually takes. None: not measured."""
-        step_s = self._measured.propose_per_token.value
+        step_s = self._measured.draft_step.predict(1)
         if step_s is None:
             return None
         proposal_s = (self._fixed_k or AUTO_K[-1]) * step_s
@@ -199,23 +178,43 @@ class Policy:
 
     # Measurements
 
+    def expect_target(self, step_times: Sequence[StepTime], round_trip_s: float) -> None:
+        """What to believe of the target's steps before they were measured here.
+
+        Args:
+            step_times: what the engine says of itself; may be empty.
+            round_trip_s: of a message to it.
+        """
+        seconds = {entry.num_rows: entry.seconds + round_trip_s for entry in step_times}
+        for times in self._measured.verify.values():
+            times.expect(seconds)
+
+    def expect_draft(self, step_times: Sequence[StepTime], round_trip_s: float) -> None:
+        """What to believe of the draft's; as ``expect_target``."""
+        pairs = [(entry.num_rows, entry.seconds) for entry in step_times]
+        self._measured.draft_step.expect(dict(pairs))
+        self._measured.outcomes.expect(pairs)
+        self._measured.draft_round_trip.expect(round_trip_s)
+
     def observe_verify(self, rows: int, seconds: float, *, is_overlapped: bool) -> None:
         """One target step, with its transport."""
         self._measured.verify[is_overlapped].add(rows, seconds)
 
-    def observe_proposal(self, num_tokens: int, forward_s: float, round_trip_s: float) -> None:
-        """One draft step that answered proposals of ``num_tokens`` and nothing else."""
+    def observe_proposal(
+        self, num_tokens: int, forward_s: float, round_trip_s: float, *, num_sequences: int = 1
+    ) -> None:
+        """One draft step that answered ``num_sequences`` proposals of ``num_tokens`` and nothing else."""
         if num_tokens > 0:
-            self._measured.propose_per_token.add(forward_s / num_tokens)
+            self._measured.draft_step.add(num_sequences, forward_s / num_tokens)
             self._measured.draft_round_trip.add(max(0.0, round_trip_s))
 
     def observe_outcomes(self, num_tokens: int, num_branches: int, forward_s: float) -> None:
         """One draft step that answered outcomes with branches of ``num_tokens`` and nothing else."""
-        step_s = self._measured.propose_per_token.value
+        step_s = self._measured.draft_step.predict(1)
         if step_s is None:
             # No proposal was asked for yet: the branches cost what is expected of them.
             step_s = forward_s / OutcomesTime().predict(num_tokens, num_branches, step_s=1.0)
-            self._measured.propose_per_token.add(step_s)
+            self._measured.draft_step.add(1, step_s)
         self._measured.outcomes.add(num_tokens, num_branches, forward_s, step_s=step_s)
         # What was slow once may be so again; it fades.
         self._measured.slowest_outcomes_s = max(forward_s, 0.98 * self._measured.slowest_outcomes_s)
@@ -242,9 +241,33 @@ class Policy:
     # Choice
 
     def _review(self, pacing: Pacing, num_running: int) -> None:
+        candidates = self._candidates(pacing.fixed_k)
+        self._choose(candidates, pacing, num_running)
+        if self._trace is not None:
+            self._tell(self._trace, candidates, pacing, num_running)
+
+    def _tell(self, trace: Trace, candidates: Sequence[Plan], pacing: Pacing, num_running: int) -> None:
+        plan = pacing.plan
+        assert plan is not None, "a plan was chosen"
+        best: dict[str, float] = {}
+        if self._verify(num_running, is_overlapped=False) is not None:
+            for candidate in candidates:
+                tokens_per_s = self.goodput(candidate, pacing, num_running)
+                best[candidate.way] = max(tokens_per_s, best.get(candidate.way, 0.0))
+        trace.planned(
+            pacing.request_id,
+            self._source,
+            overlap=plan.way,
+            num_speculative_tokens=plan.num_speculative_tokens,
+            width=plan.width,
+            num_running=num_running,
+            acceptance=pacing.acceptance.value,
+            tokens_per_s=best,
+        )
+
+    def _choose(self, candidates: Sequence[Plan], pacing: Pacing, num_running: int) -> None:
         pacing.rounds_to_review = pacing.review_rounds
         pacing.review_rounds = min(REVIEW_ROUNDS, 2 * pacing.review_rounds)
-        candidates = self._candidates(pacing.fixed_k)
         if len(candidates) == 1:
             pacing.plan = candidates[0]
             return
@@ -292,18 +315,21 @@ class Policy:
             return 1.0 / max(verify, 1e-9)
         acceptance = min(pacing.acceptance.value, 0.99)
         tokens = expected_tokens(acceptance, k)
-        draft_step = self._measured.propose_per_token.value
-        step = PRIOR_DRAFT_SHARE * verify if draft_step is None else draft_step
+        step = self._draft_step(1, verify)
         round_trip = self._measured.draft_round_trip.value or 0.0
-        fresh = step * k + round_trip
         if not is_overlapped:
-            return tokens / (verify + fresh)
+            return tokens / (verify + self._draft_step(num_running, verify) * k + round_trip)
         num_branches = num_running
         if overlap is Overlap.ENUMERATE:
             num_branches *= sum(self._enumeration(plan.width, k, pacing, num_running))
         outcomes = self._measured.outcomes.predict(k, num_branches, step_s=step) + round_trip
-        hits = self._hit_rate(plan, acceptance)
-        return tokens / (max(verify, outcomes) + (1 - hits) * fresh)
+        misses = 1 - self._hit_rate(plan, acceptance)
+        fresh = self._draft_step(max(1, round(misses * num_running)), verify) * k + round_trip
+        return tokens / (max(verify, outcomes) + misses * fresh)
+
+    def _draft_step(self, num_sequences: int, verify_s: float) -> float:
+        known = self._measured.draft_step.predict(num_sequences)
+        return PRIOR_DRAFT_SHARE * verify_s if known is None else known
 
     def _verify(self, rows: int, *, is_overlapped: bool) -> float | None:
         return self._times(is_overlapped=is_overlapped).predict(rows)

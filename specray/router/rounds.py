@@ -20,6 +20,7 @@ from specray.router.live import LiveSession
 from specray.router.policy import Policy
 from specray.router.records import Commit
 from specray.router.sessions import Sessions
+from specray.router.trace import Trace
 from specray.types import ItemFailed, TargetReplies, TargetReply, UnknownSequence, Verdict
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class Rounds:
         clock: of deadlines and measurements.
         metrics: of rounds.
         later: what is counted when the messages of a step have left; shared with ``drafting``.
+        trace: told of items and verdicts; None: nobody is.
         on_target_lost: decides what becomes of the sessions.
     """
 
@@ -69,6 +71,7 @@ class Rounds:
         metrics: RouterMetrics,
         later: Later,
         on_target_lost: Callable[[TargetLink, Exception], None],
+        trace: Trace | None = None,
     ) -> None:
         self.sessions = sessions
         self.drafting = drafting
@@ -82,6 +85,7 @@ class Rounds:
         self._metrics = metrics
         self._later = later
         self._on_target_lost = on_target_lost
+        self._trace = trace
         self._alarm = Alarm(clock, inbox.wake)
         self._num_steps = 0
         self._idle_since_s: float | None = None
@@ -132,22 +136,21 @@ class Rounds:
         return verifying
 
     def _on_target_replies(self, replies: TargetReplies, verifying: VerifyInFlight | None) -> None:
-        forward_s = replies.forward_ns / 1e9
         for reply in replies.replies:
             if verifying is not None:
                 verifying.pending.discard((reply.request_id, reply.round_id))
             live = self.sessions.running.get(reply.request_id)
-            if live is None or not self._take(live, reply, forward_s):
+            if live is None or not self._take(live, reply, replies):
                 self._metrics.late_replies.labels("target").inc()
         if verifying is not None and not verifying.pending:
-            self._later.add(self._metrics.verify_forward_s.observe, forward_s)
+            self._later.add(self._metrics.verify_forward_s.observe, replies.forward_ns / 1e9)
             elapsed_s = self._now - verifying.sent_s
             num_rows = verifying.num_rows if replies.num_rows is None else replies.num_rows
             if num_rows:
                 self._policy.observe_verify(num_rows, elapsed_s, is_overlapped=verifying.is_overlapped)
             self._idle_since_s = self._now
 
-    def _take(self, live: LiveSession, reply: TargetReply, forward_s: float) -> bool:
+    def _take(self, live: LiveSession, reply: TargetReply, replies: TargetReplies) -> bool:
         session = live.session
         match reply:
             case Verdict():
@@ -159,7 +162,9 @@ class Rounds:
                     self._end(live)
                     return True
                 if commit is not None:
-                    self._deliver(live, commit, forward_s)
+                    if self._trace is not None:
+                        self._trace.verdict_received(reply, commit, replies)
+                    self._deliver(live, commit, replies.forward_ns / 1e9)
                 return commit is not None
             case UnknownSequence():
                 return session.on_target_unknown(reply)
@@ -287,7 +292,10 @@ class Rounds:
         for live, room in batch:
             item = live.session.verify_item(room)
             pending.add((item.request_id, item.round_id))
-            num_rows += min(room, len(item.token_ids) + len(item.draft_token_ids))
+            num_new = min(room, len(item.token_ids) + len(item.draft_token_ids))
+            num_rows += num_new
+            if self._trace is not None:
+                self._trace.verify_sent(item, step=self._num_steps, num_rows=num_new)
             live.last_step = self._num_steps
             if live.round_started_s is None:
                 live.round_started_s = now

@@ -14,13 +14,13 @@ from specray.config import RouterConfig, SpeculationConfig
 from specray.errors import EngineLostError, InvalidRequestError, OverloadedError
 from specray.interfaces import Clock, DrafterSource, StopMatcherFactory, Verifier
 from specray.metrics import RouterMetrics
-from specray.router.checks import check_request
+from specray.router.checks import check_request, probe_request
 from specray.router.clock import SystemClock, within
 from specray.router.delivery import Delivery
 from specray.router.drafting import Drafting
 from specray.router.later import Later
 from specray.router.leases import DraftLeases
-from specray.router.links import Inbox, TargetLink, current_info
+from specray.router.links import Inbox, TargetLink, current_info, measure_round_trip
 from specray.router.live import LiveSession
 from specray.router.local_draft import LocalDrafts
 from specray.router.loops import overlapped_loop, serial_loop
@@ -29,15 +29,14 @@ from specray.router.queue import AdmissionQueue
 from specray.router.rounds import Rounds
 from specray.router.session import Session
 from specray.router.sessions import Sessions
+from specray.router.trace import Trace, encode_trace
 from specray.types import (
     DraftKind,
     EngineInfo,
     GenerateRequest,
     OutputChunk,
     Overlap,
-    SamplingParams,
     ServiceInfo,
-    SpeculationParams,
 )
 
 logger = logging.getLogger(__name__)
@@ -99,7 +98,9 @@ class Router:
         self._rng = random.Random(seed)
         self._inbox = Inbox()
         self._draft = draft
-        self._policy = Policy(self._speculation)
+        max_events = self._config.trace_events
+        self._trace = Trace(self._clock, max_events) if max_events else None
+        self._policy = Policy(self._speculation, trace=self._trace)
         self._local_drafts = LocalDrafts(self._speculation, self._policy, has_model=drafters is not None)
         queue: AdmissionQueue[LiveSession] = AdmissionQueue(
             max_requests=self._config.max_queued_requests, max_tokens=self._config.max_queued_tokens
@@ -140,6 +141,7 @@ class Router:
             later,
             round_timeout_s=self._config.round_timeout_s,
             is_serial=is_serial,
+            trace=self._trace,
         )
         self._rounds = Rounds(
             sessions=self._sessions,
@@ -151,6 +153,7 @@ class Router:
             metrics=self.metrics,
             later=later,
             on_target_lost=self._on_target_lost,
+            trace=self._trace,
         )
         self._rounds.target = link
         if leases is not None:
@@ -233,13 +236,7 @@ class Router:
         if last_s is not None and self._clock.monotonic() - last_s < READY_FRESH_S:
             return
         self._num_probes += 1
-        probe = GenerateRequest(
-            request_id=f"ready-{id(self):x}-{self._num_probes}",
-            prompt_token_ids=(0,),
-            sampling=SamplingParams(temperature=0.0, num_prompt_tokens=1),
-            max_tokens=1,
-            speculation=SpeculationParams(enabled=False),
-        )
+        probe = probe_request(f"ready-{id(self):x}-{self._num_probes}")
         try:
             await within(self._clock, self._config.verify_timeout_s, self.complete(probe))
         except TimeoutError:
@@ -257,6 +254,10 @@ class Router:
         for role, info in zip(("target", "draft"), infos, strict=True):
             self.metrics.observe_engine(role, info)
         return self.metrics.text()
+
+    async def trace_text(self) -> str | None:
+        """See interfaces.RouterClient."""
+        return None if self._trace is None else encode_trace(self._trace.events)
 
     # Requests
 
@@ -332,13 +333,17 @@ class Router:
 
     async def _connect(self) -> TargetLink:
         source = self._verifier
-        if not callable(source):
-            return TargetLink(source, self._inbox)
-        timeout_s = self._config.start_timeout_s
-        try:
-            verifier = await within(self._clock, timeout_s, source())
-        except TimeoutError:
-            raise EngineLostError(f"no target within start_timeout_s = {timeout_s:g} s") from None
+        if callable(source):
+            timeout_s = self._config.start_timeout_s
+            try:
+                verifier = await within(self._clock, timeout_s, source())
+            except TimeoutError:
+                raise EngineLostError(f"no target within start_timeout_s = {timeout_s:g} s") from None
+        else:
+            verifier = source
+        if verifier.info.step_times:
+            round_trip_s = await measure_round_trip(verifier.fetch_info, self._clock)
+            self._policy.expect_target(verifier.info.step_times, round_trip_s)
         return TargetLink(verifier, self._inbox)
 
     def _on_target_lost(self, link: TargetLink, error: Exception) -> None:
@@ -385,4 +390,5 @@ class Router:
             clock=self._clock,
             metrics=self.metrics,
             rng=self._rng,
+            policy=self._policy,
         )

@@ -14,6 +14,7 @@ from specray.types import (
     ItemFailed,
     SamplingParams,
     SparseProbs,
+    StepTime,
     TokenLogprobs,
     UnknownSequence,
     Verification,
@@ -177,6 +178,8 @@ def encode_engine_info(out: types_pb2.EngineInfo, info: EngineInfo) -> None:
     out.num_blocks_in_use = info.num_blocks_in_use
     out.num_prefix_cache_queries = info.num_prefix_cache_queries
     out.num_prefix_cache_hits = info.num_prefix_cache_hits
+    for step_time in info.step_times:
+        out.step_times.add(num_rows=step_time.num_rows, seconds=step_time.seconds)
 
 
 def decode_engine_info(info: types_pb2.EngineInfo) -> EngineInfo:
@@ -196,4 +199,5 @@ def decode_engine_info(info: types_pb2.EngineInfo) -> EngineInfo:
         num_blocks_in_use=info.num_blocks_in_use,
         num_prefix_cache_queries=info.num_prefix_cache_queries,
         num_prefix_cache_hits=info.num_prefix_cache_hits,
+        step_times=tuple(StepTime(entry.num_rows, entry.seconds) for entry in info.step_times),
     )

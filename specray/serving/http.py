@@ -137,6 +137,17 @@ def _add_service_routes(app: FastAPI, client: RouterClient) -> None:
             raise EngineLostError(f"no metrics within {METRICS_TIMEOUT_S:g} s") from None
         return Response(text, headers={"Content-Type": PROMETHEUS_TEXT})
 
+    @app.get("/debug/trace")
+    async def trace() -> Response:
+        try:
+            async with asyncio.timeout(METRICS_TIMEOUT_S):
+                text = await client.trace_text()
+        except TimeoutError:
+            raise EngineLostError(f"no trace within {METRICS_TIMEOUT_S:g} s") from None
+        if text is None:
+            raise HTTPException(404, "nothing is traced; set router.trace_events")
+        return Response(text, media_type="application/jsonl")
+
     @app.get("/version")
     async def version() -> JSONResponse:
         return JSONResponse({"version": __version__})

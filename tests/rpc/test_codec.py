@@ -29,6 +29,7 @@ from specray.types import (
     SparseProbs,
     SpeculateItem,
     SpeculationStats,
+    StepTime,
     TargetReplies,
     TokenLogprobs,
     UnknownSequence,
@@ -122,6 +123,7 @@ INFOS = st.builds(
     num_blocks_in_use=U32,
     num_prefix_cache_queries=U64,
     num_prefix_cache_hits=U64,
+    step_times=tuples_of(st.builds(StepTime, U32, st.floats(allow_nan=False))),
 )
 
 

@@ -1,0 +1,263 @@
+"""What the router decided and when: a ring of the last events, for debugging and for timelines.
+
+Times are nanoseconds on the router's own clock, taken as things happen; what the engines needed is what their
+replies say. No token is ever in it. Where nothing is traced there is no object, and a hook is one comparison.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+from specray.errors import ConfigError
+from specray.interfaces import Clock
+from specray.router.records import Commit
+from specray.types import (
+    DraftReplies,
+    DraftReply,
+    Outcomes,
+    Proposal,
+    SpeculateItem,
+    TargetReplies,
+    Verdict,
+    VerifyItem,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A session's plan was reviewed: it holds until the next review."""
+
+    ns: int
+    request_id: str
+    source: str
+    """Whose plan: of the draft model, or of what drafts without one."""
+    overlap: str
+    num_speculative_tokens: int
+    width: int
+    """F_0 under enumeration."""
+    num_running: int
+    acceptance: float
+    tokens_per_s: Mapping[str, float]
+    """Predicted for the best plan of each way of working; empty before anything is known of the target."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftAsked:
+    """A proposal, or with a fan-out the outcomes of the round that has just been sent."""
+
+    ns: int
+    request_id: str
+    round_id: int
+    base_len: int
+    num_new_tokens: int
+    num_speculative_tokens: int
+    fanout: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftReplied:
+    """What the draft answered; ``kind``: proposal, outcomes, unknown_sequence or item_failed."""
+
+    ns: int
+    request_id: str
+    round_id: int
+    kind: str
+    forward_ns: int
+    """Of the whole draft step, which other sessions may share."""
+    num_draft_tokens: int
+    num_branches: int
+    is_late: bool
+    """Nobody waited for it any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSkipped:
+    """The draft was waited for too long; the round goes on without."""
+
+    ns: int
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class VerifySent:
+    """A session's part in a target step."""
+
+    ns: int
+    request_id: str
+    round_id: int
+    step: int
+    """Number of the target step."""
+    base_len: int
+    num_new_tokens: int
+    num_draft_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictReceived:
+    """The answer to it."""
+
+    ns: int
+    request_id: str
+    round_id: int
+    forward_ns: int
+    """Of the whole target step."""
+    source: str
+    """What had proposed the draft tokens."""
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_committed_tokens: int
+    """0 for a chunk of a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class LookedUp:
+    """What the verdict found in the outcomes; ``result`` as in ``specray_outcomes_total``."""
+
+    ns: int
+    request_id: str
+    result: str
+    num_draft_tokens: int
+    """Ready for the next round."""
+
+
+TraceEvent = Planned | DraftAsked | DraftReplied | DraftSkipped | VerifySent | VerdictReceived | LookedUp
+_NAMES: Final[Mapping[str, type[TraceEvent]]] = MappingProxyType(
+    {
+        "planned": Planned,
+        "draft_asked": DraftAsked,
+        "draft_replied": DraftReplied,
+        "draft_skipped": DraftSkipped,
+        "verify_sent": VerifySent,
+        "verdict_received": VerdictReceived,
+        "looked_up": LookedUp,
+    }
+)
+_BY_TYPE: Final[Mapping[type[TraceEvent], str]] = MappingProxyType(
+    {kind: name for name, kind in _NAMES.items()}
+)
+
+
+class Trace:
+    """The last ``max_events`` events, oldest first.
+
+    Args:
+        clock: the router's.
+        max_events: >= 1; the oldest are forgotten.
+    """
+
+    def __init__(self, clock: Clock, max_events: int) -> None:
+        self._clock = clock
+        self._events: deque[TraceEvent] = deque(maxlen=max_events)
+
+    @property
+    def events(self) -> list[TraceEvent]:
+        """A copy."""
+        return list(self._events)
+
+    def planned(self, request_id: str, source: str, **decision: Any) -> None:
+        """A review; ``decision`` is the rest of ``Planned``."""
+        self._events.append(Planned(self._ns(), request_id, source, **decision))
+
+    def draft_asked(self, item: SpeculateItem) -> None:
+        self._events.append(
+            DraftAsked(
+                self._ns(),
+                item.request_id,
+                item.round_id,
+                item.base_len,
+                len(item.token_ids),
+                item.num_speculative_tokens,
+                item.fanout,
+            )
+        )
+
+    def draft_replied(self, reply: DraftReply, replies: DraftReplies, *, is_late: bool) -> None:
+        num_branches = 0
+        match reply:
+            case Proposal():
+                kind, num_tokens = "proposal", len(reply.draft_token_ids)
+            case Outcomes():
+                kind, num_branches = "outcomes", len(reply.branches)
+                num_tokens = sum(len(branch.draft_token_ids) for branch in reply.branches)
+            case _:
+                kind, num_tokens = _name_of(reply), 0
+        self._events.append(
+            DraftReplied(
+                self._ns(),
+                reply.request_id,
+                reply.round_id,
+                kind,
+                replies.forward_ns,
+                num_tokens,
+                num_branches,
+                is_late,
+            )
+        )
+
+    def draft_skipped(self, request_id: str) -> None:
+        self._events.append(DraftSkipped(self._ns(), request_id))
+
+    def verify_sent(self, item: VerifyItem, *, step: int, num_rows: int) -> None:
+        """``num_rows``: of its tokens, those that this step has room for."""
+        num_drafts = len(item.draft_token_ids)
+        self._events.append(
+            VerifySent(
+                self._ns(),
+                item.request_id,
+                item.round_id,
+                step,
+                item.base_len,
+                num_rows - num_drafts,
+                num_drafts,
+            )
+        )
+
+    def verdict_received(self, verdict: Verdict, commit: Commit, replies: TargetReplies) -> None:
+        self._events.append(
+            VerdictReceived(
+                self._ns(),
+                verdict.request_id,
+                verdict.round_id,
+                replies.forward_ns,
+                commit.source,
+                commit.num_draft_tokens,
+                commit.num_accepted_tokens,
+                len(commit.token_ids),
+            )
+        )
+
+    def looked_up(self, request_id: str, result: str, num_draft_tokens: int) -> None:
+        self._events.append(LookedUp(self._ns(), request_id, result, num_draft_tokens))
+
+    def _ns(self) -> int:
+        return round(self._clock.monotonic() * 1e9)
+
+
+def _name_of(reply: DraftReply) -> str:
+    name = type(reply).__name__
+    return "unknown_sequence" if name == "UnknownSequence" else "item_failed"
+
+
+def encode_trace(events: list[TraceEvent]) -> str:
+    """JSON lines: the event's name beside its fields."""
+    return "".join(json.dumps({"event": _BY_TYPE[type(event)], **asdict(event)}) + "\n" for event in events)
+
+
+def decode_trace(text: str) -> list[TraceEvent]:
+    """Reads what ``encode_trace`` wrote. Raises ConfigError naming the line."""
+    events: list[TraceEvent] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            values = json.loads(line)
+            kind = _NAMES[values.pop("event")]
+            if kind is DraftAsked:
+                values["fanout"] = tuple(values["fanout"])
+            events.append(kind(**values))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise ConfigError(f"line {number} is no event of a trace: {line[:80]!r}") from None
+    return events
