@@ -37,7 +37,7 @@ class EngineConfig(_Section):
         None, ge=16, description="Most tokens of one sequence; default: what the model allows, at most 4096."
     )
     block_size: int | None = Field(
-        None, ge=1, description="Tokens per cache block; default: 16 on CUDA, max_model_len on CPU."
+        None, ge=1, description="Tokens per cache block; default: 256 or 16 on CUDA, max_model_len on CPU."
     )
     max_num_seqs: int = Field(64, ge=1, le=4096, description="Most sequences held at once.")
     max_num_batched_tokens: int = Field(2048, ge=16, description="Most new tokens of one step.")
@@ -49,6 +49,12 @@ class EngineConfig(_Section):
     forward: Literal["auto", "lowered", "generic"] = Field(
         "auto", description="auto: lowered where the architecture allows it, else generic."
     )
+    attention: Literal["auto", "varlen", "triton", "gather"] = Field(
+        "auto",
+        description="On CUDA, auto takes the first that works: varlen (torch's FlashAttention over blocks of "
+        "256), triton, gather. On CPU, auto is the compiled kernel.",
+    )
+    cuda_graphs: bool = Field(True, description="On CUDA, forwards of few rows are captured and replayed.")
     prefix_cache: bool = Field(True, description="Computed prefixes of prompts are used again.")
     profile_s: float = Field(
         0.5,

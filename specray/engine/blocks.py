@@ -167,8 +167,8 @@ class DeviceBatch:
 
     def load(self, host: HostBatch) -> None:
         """Copies the host's array; returns when it may be written again."""
-        # From memory that is not pinned: such a copy of a few kilobytes has read its source when it returns.
-        self._packed.copy_(torch.from_numpy(host.packed))
+        # CUDA has read memory that is not pinned when such a copy returns, though the copy may not be done.
+        self._packed.copy_(torch.from_numpy(host.packed), non_blocking=True)
 
     def batch(self) -> BlockBatch:
         """The step that was loaded last; part of what is captured."""

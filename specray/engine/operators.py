@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from specray.engine.blocks import BlockAttention
 from specray.engine.linear import make_gate, make_linear
 from specray.engine.lowered import PlainAttention, RMSNorm, Rotary
 
 if TYPE_CHECKING:
+    from specray.engine.blocks import AttendBlocks
     from specray.engine.linear import Gate, Linear
     from specray.engine.lowered import Attention, Norm
 
@@ -86,6 +88,24 @@ class TorchOperators:
     def attention(self, cos: torch.Tensor, sin: torch.Tensor, shape: HeadShape) -> Attention:
         tables = rotary_tables(cos, sin, self.dtype)
         return PlainAttention(tables, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.scale)
+
+
+class BlockOperators:
+    """Implements :class:`Operators`: as others do, but for attention from tensors that describe the step.
+
+    Args:
+        others: make everything else.
+        dtype: of the model.
+        attend: attention over the block cache.
+    """
+
+    def __init__(self, others: Operators, dtype: torch.dtype, attend: AttendBlocks) -> None:
+        self.linear, self.gate, self.norm = others.linear, others.gate, others.norm
+        self._dtype = dtype
+        self._attend = attend
+
+    def attention(self, cos: torch.Tensor, sin: torch.Tensor, shape: HeadShape) -> Attention:
+        return BlockAttention(rotary_tables(cos, sin, self._dtype), shape, self._attend)
 
 
 def rotary_tables(cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype) -> Rotary:

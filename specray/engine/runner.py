@@ -14,19 +14,22 @@ import torch
 from specray.config import EMBEDDED, EngineConfig
 from specray.demo.paths import demo_draft_path, demo_target_path
 from specray.engine.attention import AttentionStep, SequenceRows, sequence_slots
+from specray.engine.block_backends import DEFAULT_BLOCK_SIZE, Backend, Model, choose_backend
 from specray.engine.cache import BlockCache, bytes_per_token
 from specray.engine.device import choose_device, num_threads_for, use_cores
 from specray.engine.forward import CacheShape, Forward, Step
 from specray.engine.generic import GenericForward
+from specray.engine.graphs import Bucket, CudaCapture, GraphedForward, bucket_for
 from specray.engine.inputs import CopyInput, SequenceInput
 from specray.engine.loader import LoadedModel, ModelArgs, load_model
-from specray.engine.lowering import can_lower, lower
-from specray.engine.operators import Operators, TorchOperators, cpu_operators
+from specray.engine.lowering import can_lower, head_shape, lower
+from specray.engine.operators import BlockOperators, Operators, TorchOperators, cpu_operators
 from specray.engine.parallel import ParallelContext
 from specray.errors import ConfigError
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-_CUDA_BLOCK_SIZE = 16
+_PREPARED_WIDTHS = (1, 2, 3, 4, 5, 6)
+"""Of one sequence alone: forwards captured before the first request. Others are when they first come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,8 @@ class RunnerInfo:
     tensor_parallel_size: int
     forward: str
     """``lowered`` or ``generic``."""
+    attention: str = ""
+    """How it attends from tensors that describe the step; empty: it does not."""
 
 
 class ModelRunner:
@@ -61,10 +66,12 @@ class ModelRunner:
         info: RunnerInfo,
         *,
         parallel: ParallelContext | None = None,
+        graphs: GraphedForward | None = None,
     ) -> None:
         self.info = info
         self.cache = cache
         self.forward = forward
+        self.graphs = graphs
         self._parallel = parallel
 
     @torch.inference_mode()
@@ -79,6 +86,8 @@ class ModelRunner:
         """
         if self._parallel is not None:
             self._parallel.send_step(inputs)
+        if self.graphs is not None and (bucket := bucket_for(inputs)) is not None:
+            return self._run_captured(self.graphs, bucket, inputs)
         return self.forward(self._plan(inputs))
 
     def follow(self) -> None:
@@ -132,28 +141,15 @@ class ModelRunner:
         if len(inputs) == 1 and not inputs[0].branches:
             return self._plan_single(inputs[0])
         device = self.info.device
-        token_ids: list[int] = []
+        rows = _sequence_rows(inputs)
         positions: list[int] = []
-        logit_rows: list[int] = []
-        rows: list[SequenceRows] = []
-        for item in inputs:
-            first, count = len(token_ids), len(item.token_ids)
-            assert count >= 1 and 0 <= item.num_logits <= count, item
-            if item.branches:
-                assert len(item.branches) == count, item
-                own = [row.position for row in item.branches]
-                rows.append(SequenceRows(first, count, min(own), item.block_ids, item.branches))
-            else:
-                own = list(range(item.start, item.start + count))
-                rows.append(SequenceRows(first, count, item.start, item.block_ids))
-            token_ids.extend(item.token_ids)
-            positions.extend(own)
-            logit_rows.extend(range(first + count - item.num_logits, first + count))
+        for item in rows:
+            positions.extend([row.position for row in item.branches] or range(item.start, item.end))
         return Step(
-            token_ids=torch.tensor(token_ids, device=device),
+            token_ids=torch.tensor([token for item in inputs for token in item.token_ids], device=device),
             positions=torch.tensor(positions, device=device),
             attention=AttentionStep(tuple(rows), self.cache),
-            logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
+            logit_rows=torch.tensor(_logit_rows(inputs, rows), dtype=torch.int64, device=device),
         )
 
     def _plan_single(self, item: SequenceInput) -> Step:
@@ -165,6 +161,38 @@ class ModelRunner:
             attention=AttentionStep((SequenceRows(0, count, item.start, item.block_ids),), self.cache),
             logit_rows=None if item.num_logits == count else slice(count - item.num_logits, count),
         )
+
+    def _run_captured(
+        self, graphs: GraphedForward, bucket: Bucket, inputs: Sequence[SequenceInput]
+    ) -> torch.Tensor:
+        rows = _sequence_rows(inputs)
+        logits = graphs.run(bucket, rows, [token for item in inputs for token in item.token_ids])
+        # A copy, since the next step overwrites them.
+        return logits[torch.tensor(_logit_rows(inputs, rows), dtype=torch.int64, device=logits.device)]
+
+
+def _sequence_rows(inputs: Sequence[SequenceInput]) -> list[SequenceRows]:
+    rows: list[SequenceRows] = []
+    first = 0
+    for item in inputs:
+        count = len(item.token_ids)
+        assert count >= 1 and 0 <= item.num_logits <= count, item
+        start = item.start
+        if item.branches:
+            assert len(item.branches) == count, item
+            start = min(row.position for row in item.branches)
+        rows.append(SequenceRows(first, count, start, item.block_ids, item.branches))
+        first += count
+    return rows
+
+
+def _logit_rows(inputs: Sequence[SequenceInput], rows: Sequence[SequenceRows]) -> list[int]:
+    """The rows whose logits are wanted: the last ones of each sequence."""
+    wanted: list[int] = []
+    for item, own in zip(inputs, rows, strict=True):
+        end = own.first_row + own.num_rows
+        wanted.extend(range(end - item.num_logits, end))
+    return wanted
 
 
 def build_runner(config: EngineConfig, *, role: str, parallel: ParallelContext | None = None) -> ModelRunner:
@@ -190,13 +218,15 @@ def build_runner(config: EngineConfig, *, role: str, parallel: ParallelContext |
     )
     num_weight_bytes = sum(weight.nbytes for weight in loaded.model.parameters())
     torch.set_num_threads(config.num_threads or num_threads_for(num_weight_bytes))
-    forward = _build_forward(config, loaded, parallel)
+    backend = _block_backend(config, loaded, parallel)
+    forward = _build_forward(config, loaded, parallel, backend)
     shape = forward.cache_shape
-    block_size = config.block_size or (_CUDA_BLOCK_SIZE if device.type == "cuda" else loaded.max_model_len)
+    block_size = _block_size(config, loaded, backend)
     num_blocks = _num_blocks(config, loaded, shape, block_size)
     cache = BlockCache(
         num_layers=shape.num_layers,
-        num_blocks=num_blocks,
+        # The last one is for rows of captured forwards that belong to nobody.
+        num_blocks=num_blocks + (backend is not None),
         block_size=block_size,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
@@ -215,10 +245,16 @@ def build_runner(config: EngineConfig, *, role: str, parallel: ParallelContext |
         device=device,
         tensor_parallel_size=1 if parallel is None else parallel.world_size,
         forward=forward.name,
+        attention="" if backend is None else backend.name,
     )
     if parallel is not None:
         parallel.start()
-    return ModelRunner(forward, cache, info, parallel=parallel)
+    graphs = None
+    if config.cuda_graphs and device.type == "cuda" and backend is not None and parallel is None:
+        capture = CudaCapture(device)
+        graphs = GraphedForward(forward, cache, max_model_len=loaded.max_model_len, capture=capture)
+        graphs.prepare([Bucket(1, width, has_branches=False) for width in _PREPARED_WIDTHS])
+    return ModelRunner(forward, cache, info, parallel=parallel, graphs=graphs)
 
 
 def model_path(config: EngineConfig, role: str) -> str:
@@ -228,9 +264,11 @@ def model_path(config: EngineConfig, role: str) -> str:
     return str(demo_draft_path() if role == "draft" else demo_target_path())
 
 
-def _build_forward(config: EngineConfig, loaded: LoadedModel, parallel: ParallelContext | None) -> Forward:
-    if config.forward != "generic" and can_lower(loaded):
-        return lower(loaded, _operators(loaded), parallel)
+def _build_forward(
+    config: EngineConfig, loaded: LoadedModel, parallel: ParallelContext | None, backend: Backend | None
+) -> Forward:
+    if _is_lowered(config, loaded):
+        return lower(loaded, _operators(loaded, backend), parallel)
     if config.forward == "lowered":
         raise ConfigError(
             f"forward is 'lowered', which does not cover this {loaded.config.model_type!r} model; "
@@ -239,10 +277,36 @@ def _build_forward(config: EngineConfig, loaded: LoadedModel, parallel: Parallel
     return GenericForward(loaded.model)
 
 
-def _operators(loaded: LoadedModel) -> Operators:
+def _is_lowered(config: EngineConfig, loaded: LoadedModel) -> bool:
+    return config.forward != "generic" and can_lower(loaded)
+
+
+def _block_backend(
+    config: EngineConfig, loaded: LoadedModel, parallel: ParallelContext | None
+) -> Backend | None:
+    """How to attend from tensors that describe the step; None: sequence by sequence."""
+    if not _is_lowered(config, loaded):
+        if config.attention != "auto":
+            raise ConfigError(f"attention is {config.attention!r}; a generic forward allows 'auto' only")
+        return None
+    if loaded.device.type == "cpu" and config.attention == "auto":
+        return None
+    model = Model(head_shape(loaded.config, parallel), loaded.dtype, loaded.device)
+    return choose_backend(config.attention, model, config.block_size)
+
+
+def _block_size(config: EngineConfig, loaded: LoadedModel, backend: Backend | None) -> int:
+    if backend is not None:
+        return backend.block_size
+    return config.block_size or (DEFAULT_BLOCK_SIZE if loaded.device.type == "cuda" else loaded.max_model_len)
+
+
+def _operators(loaded: LoadedModel, backend: Backend | None) -> Operators:
     if loaded.device.type == "cpu":
-        return cpu_operators(loaded.dtype, torch.get_num_threads())
-    return TorchOperators(loaded.dtype)
+        operators = cpu_operators(loaded.dtype, torch.get_num_threads())
+    else:
+        operators = TorchOperators(loaded.dtype)
+    return operators if backend is None else BlockOperators(operators, loaded.dtype, backend.attend)
 
 
 def _num_blocks(config: EngineConfig, loaded: LoadedModel, shape: CacheShape, block_size: int) -> int:

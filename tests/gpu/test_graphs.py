@@ -1,0 +1,178 @@
+"""Captured forwards compute what the runner computes as it is, whatever rounds the step up to its bucket."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
+from checkpoints import reference_logits, reference_model, write_checkpoint
+
+from specray.config import EngineConfig
+from specray.engine.cache import BlockAllocator, BlockTable
+from specray.engine.graphs import (
+    MAX_ROWS,
+    SEQUENCES,
+    WIDTHS,
+    Bucket,
+    GraphedForward,
+    Work,
+    bucket_for,
+    run_again,
+)
+from specray.engine.inputs import BranchRow, SequenceInput
+from specray.engine.runner import ModelRunner, build_runner
+from specray.errors import ConfigError
+
+ATOL = 2e-5
+CONTEXT = [5, 7, 9, 11, 13, 2, 4, 60, 33]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def eager(checkpoint: Path) -> ModelRunner:
+    config = EngineConfig(
+        model=str(checkpoint),
+        dtype="float32",
+        device="cpu",
+        attention="gather",
+        block_size=4,
+        max_num_seqs=64,
+        num_threads=1,
+    )
+    runner = build_runner(config, role="target")
+    assert runner.info.attention == "gather" and runner.graphs is None
+    return runner
+
+
+def graphed(runner: ModelRunner, capture: object = run_again) -> ModelRunner:
+    graphs = GraphedForward(
+        runner.forward,
+        runner.cache,
+        max_model_len=runner.info.max_model_len,
+        capture=capture,  # type: ignore[arg-type]
+    )
+    return ModelRunner(runner.forward, runner.cache, runner.info, graphs=graphs)
+
+
+def step(runner: ModelRunner, num_sequences: int, width: int) -> list[SequenceInput]:
+    """Sequences with the same context, then rows of their own; the last has fewer rows than the others."""
+    allocator = BlockAllocator(runner.info.num_blocks, runner.info.block_size)
+    inputs = []
+    for index in range(num_sequences):
+        table = BlockTable(allocator)
+        table.reserve(len(CONTEXT) + width)
+        runner.run([SequenceInput(CONTEXT, 0, table.block_ids, 0)])
+        count = max(1, width - 1) if index and index == num_sequences - 1 else width
+        tokens = [(7 * index + 3 * row) % 90 + 2 for row in range(count)]
+        inputs.append(SequenceInput(tokens, len(CONTEXT), table.block_ids, count - (count > 1)))
+    return inputs
+
+
+BUCKETS = [(n, w) for n in SEQUENCES for w in WIDTHS if n * w <= MAX_ROWS and (n <= 8 or w <= 4)]
+
+
+@pytest.mark.parametrize(("num_sequences", "width"), BUCKETS)
+def test_every_bucket_equals_the_eager_runner(eager: ModelRunner, num_sequences: int, width: int) -> None:
+    runner = graphed(eager)
+    for count in {num_sequences, num_sequences // 2 + 1}:
+        inputs = step(eager, count, width)
+        expected = eager.run(inputs)
+        logits = runner.run(inputs)
+        torch.testing.assert_close(logits, expected, atol=ATOL, rtol=0)
+        assert logits.argmax(-1).tolist() == expected.argmax(-1).tolist()
+    assert runner.graphs is not None
+    assert runner.graphs.buckets == (Bucket(num_sequences, width, False),)
+
+
+def test_captured_step_leaves_the_cache_as_the_eager_one_does(eager: ModelRunner) -> None:
+    inputs = step(eager, 3, 3)
+    eager.run(inputs)
+    expected = [layer[: -eager.cache.block_size].clone() for layer in eager.cache.layers]
+    graphed(eager).run(inputs)
+    for layer, before in zip(eager.cache.layers, expected, strict=True):
+        torch.testing.assert_close(layer[: -eager.cache.block_size], before, atol=ATOL, rtol=0)
+
+
+def test_captured_branches_equal_the_plain_forward(eager: ModelRunner, checkpoint: Path) -> None:
+    table = BlockTable(BlockAllocator(eager.info.num_blocks, eager.info.block_size))
+    table.reserve(len(CONTEXT) + 4)
+    eager.run([SequenceInput(CONTEXT, 0, table.block_ids, 0)])
+    # Two rows of one branch behind seven tokens, then one that continues them all.
+    end = len(CONTEXT)
+    branches = (BranchRow(7, end, end), BranchRow(7, end, end + 1), BranchRow(end, end + 2, end + 2))
+    runner = graphed(eager)
+    logits = runner.run([SequenceInput([41, 42, 43], 0, table.block_ids, 3, branches)])
+    model = reference_model(checkpoint)
+    expected = [
+        reference_logits(model, [*CONTEXT[:7], 41])[-1],
+        reference_logits(model, [*CONTEXT[:7], 41, 42])[-1],
+        reference_logits(model, [*CONTEXT, 43])[-1],
+    ]
+    torch.testing.assert_close(logits, torch.stack(expected), atol=ATOL, rtol=0)
+    assert runner.graphs is not None and runner.graphs.buckets == (Bucket(1, 3, True),)
+
+
+def test_logits_outlive_the_next_step(eager: ModelRunner) -> None:
+    """A replay writes where the one before it wrote."""
+    static: list[torch.Tensor] = []
+
+    def capture(work: Work) -> Work:
+        static.append(work().clone())
+        return lambda: static[-1].copy_(work())
+
+    runner = graphed(eager, capture)
+    first, second = step(eager, 2, 1)
+    logits = runner.run([first])
+    kept = logits.clone()
+    assert not torch.equal(runner.run([second]), kept)
+    assert torch.equal(logits, kept)
+    assert len(static) == 1
+
+
+def test_capture_itself_writes_to_the_spare_block_only(eager: ModelRunner) -> None:
+    before = [layer[: -eager.cache.block_size].clone() for layer in eager.cache.layers]
+    runs: list[int] = []
+
+    def capture(work: Work) -> Work:
+        work()
+        runs.append(1)
+        return work
+
+    runner = graphed(eager, capture)
+    assert runner.graphs is not None
+    runner.graphs.prepare([Bucket(4, 2, False), Bucket(2, 1, False), Bucket(4, 2, False)])
+    assert len(runs) == 2
+    for layer, kept in zip(eager.cache.layers, before, strict=True):
+        assert torch.equal(layer[: -eager.cache.block_size], kept)
+
+
+@pytest.mark.parametrize(
+    ("widths", "expected"),
+    [
+        ((1,), Bucket(1, 1, False)),
+        ((9,), Bucket(1, 12, False)),
+        ((1, 2, 1), Bucket(4, 2, False)),
+        ((33,), None),
+        ((32,) * 17, None),
+        ((1,) * 65, None),
+        ((8,) * 64, Bucket(64, 8, False)),
+    ],
+)
+def test_bucket_is_the_smallest_that_fits(widths: Sequence[int], expected: Bucket | None) -> None:
+    assert bucket_for([SequenceInput([2] * width, 0, [0], 1) for width in widths]) == expected
+
+
+@pytest.mark.parametrize("name", ["varlen", "triton"])
+def test_attention_for_cuda_alone_is_refused_on_cpu(checkpoint: Path, name: str) -> None:
+    config = EngineConfig(model=str(checkpoint), device="cpu", attention=name)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"attention is '{name}', which does not work here"):
+        build_runner(config, role="target")
