@@ -79,11 +79,11 @@ class VarlenAttend:
         if batch.has_branches:
             return self._others(query, layer, batch, block_size=block_size, scale=scale, window=window)
         num_kv_heads = layer.shape[1] // 2
-        keys, values = layer.view(-1, block_size, *layer.shape[1:]).split(num_kv_heads, 2)
+        blocks = layer.view(-1, block_size, *layer.shape[1:])
         output = self._varlen_attn(
             query,
-            keys,
-            values,
+            blocks[:, :, :num_kv_heads],
+            blocks[:, :, num_kv_heads:],
             batch.first_rows,
             # With block tables only its shape counts; lengths are those of seqused_k.
             batch.first_rows,

@@ -163,7 +163,8 @@ class DeviceBatch:
     @property
     def token_ids(self) -> torch.Tensor:
         """``[num_rows]``, int32."""
-        return self._views[0]
+        token_ids: torch.Tensor = self._views[0]
+        return token_ids
 
     def load(self, host: HostBatch) -> None:
         """Copies the host's array; returns when it may be written again."""
@@ -267,7 +268,8 @@ def attend_gathered(
     index = (first_rows[:, None] + offsets.minimum((counts[:, None] - 1).clamp(min=0))).clamp(
         max=num_rows - 1
     )
-    keys, values = _gather(layer, batch.block_tables, block_size).split(num_kv_heads, 1)
+    both = _gather(layer, batch.block_tables, block_size)
+    keys, values = both[:, :num_kv_heads], both[:, num_kv_heads:]
     group_size = num_heads // num_kv_heads
     grouped = query[index].view(num_sequences, max_rows, num_kv_heads, group_size, head_dim)
     is_visible = _visible(batch, index, keys.shape[2], window)

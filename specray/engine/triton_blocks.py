@@ -188,9 +188,8 @@ class TritonAttend:
         out = torch.empty(num_rows, num_heads * head_dim, dtype=query.dtype, device=query.device)
         parts, sums = out, out
         if num_splits > 1:
-            sizes, options = (num_splits, num_rows, num_heads), {"device": query.device}
-            parts = torch.empty(*sizes, head_dim, dtype=torch.float32, **options)
-            sums = torch.empty(sizes, dtype=torch.float32, **options)
+            sums = torch.empty(num_splits, num_rows, num_heads, dtype=torch.float32, device=query.device)
+            parts = torch.empty(*sums.shape, head_dim, dtype=torch.float32, device=query.device)
         padded_dim = max(16, triton.next_power_of_2(head_dim))
         _attend[(num_sequences, grid_rows, num_kv_heads * num_splits)](
             query,
