@@ -128,8 +128,8 @@ class SpeculateItem:
 
     Without ``proposed_token_ids`` the draft answers a :class:`Proposal` of up to ``num_speculative_tokens``
     tokens after the committed ones. With them (the proposal now under verification, or empty with a fan-out)
-    and a ``fanout`` it answers :class:`Outcomes`: for each number n of accepted tokens, a continuation for
-    each of the ``fanout[n]`` likeliest next tokens.
+    and a ``fanout`` it answers :class:`Outcomes`: for each number n of accepted tokens, continuations for
+    at most ``fanout[n]`` next tokens; in all for the ``max_branches`` outcomes that it finds likeliest.
     """
 
     request_id: str
@@ -142,6 +142,8 @@ class SpeculateItem:
     """F_0..F_K for K = len(proposed_token_ids); empty means: answer a Proposal."""
     sampling: SamplingParams | None = None
     """Present when base_len is 0."""
+    max_branches: int = 0
+    """0: as many as ``fanout`` allows."""
 
 
 @dataclass(frozen=True, slots=True)

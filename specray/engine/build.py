@@ -18,8 +18,8 @@ from specray.types import PROTOCOL_VERSION, EngineInfo, StepTime
 
 logger = logging.getLogger(__name__)
 
-_SCRATCH_PER_SEQUENCE = 7
-"""Branches of a draft's sequence that get room in the cache, where ``cache_memory_gib`` allows it."""
+_BRANCH_ROOMS = 1
+"""Room for so many sequences beside each of a draft, for its branches, if ``cache_memory_gib`` allows it."""
 
 
 def build_target_engine(config: Config, *, parallel: ParallelContext | None = None) -> TargetHead:
@@ -28,7 +28,7 @@ def build_target_engine(config: Config, *, parallel: ParallelContext | None = No
     Raises:
         ConfigError: names the setting, its value and what is allowed.
     """
-    runner = _build_runner(config.target, role="target", num_scratch=0, parallel=parallel)
+    runner = _build_runner(config.target, role="target", num_extra_rooms=0, parallel=parallel)
     info = _engine_info("target", config.target, runner.info)
     make_head = partial(TargetHead, runner, device=runner.info.device)
     step_times = profile_target(make_head(info), budget_s=config.target.profile_s)
@@ -42,7 +42,7 @@ def build_draft_engine(config: Config) -> DraftHead:
     Raises:
         ConfigError: names the setting, its value and what is allowed.
     """
-    runner = _build_runner(config.draft, role="draft", num_scratch=_SCRATCH_PER_SEQUENCE, parallel=None)
+    runner = _build_runner(config.draft, role="draft", num_extra_rooms=_BRANCH_ROOMS, parallel=None)
     info = _engine_info("draft", config.draft, runner.info)
     make_head = partial(
         DraftHead,
@@ -62,10 +62,10 @@ def _log(role: str, step_times: Sequence[StepTime]) -> None:
 
 
 def _build_runner(
-    config: EngineConfig, *, role: str, num_scratch: int, parallel: ParallelContext | None
+    config: EngineConfig, *, role: str, num_extra_rooms: int, parallel: ParallelContext | None
 ) -> ModelRunner:
-    """A runner with room for every sequence, its scratch sequences, and the block of the health check."""
-    num_rooms = config.max_num_seqs * (1 + num_scratch) + 1
+    """A runner with room for every sequence, its branches, and the block of the health check."""
+    num_rooms = config.max_num_seqs * (1 + num_extra_rooms) + 1
     runner = build_runner(config.model_copy(update={"max_num_seqs": num_rooms}), role=role, parallel=parallel)
     info = runner.info
     needed = -(-info.max_model_len // info.block_size) + 1

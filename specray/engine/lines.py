@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specray.engine.inputs import BranchRow
-from specray.engine.sampling.draft import DraftToken
+from specray.engine.sampling.draft import DraftToken, RankedRow
 from specray.engine.sampling.processors import RowGroup
 from specray.engine.schedule import BranchStep
 from specray.engine.sequences import EngineSequence
@@ -119,21 +119,19 @@ class Branching:
     def group(self) -> RowGroup:
         return RowGroup(self.sequence.sampling, self.sequence.token_ids, self.num_rows)
 
-    def spread(self, ranked: Sequence[Sequence[int]]) -> None:
-        """Makes a branch of every outcome, the likeliest first, as far as there is room for their K/V.
-
-        Args:
-            ranked: next tokens for each row, best first.
-        """
-        ranks = {
-            (self.first + row, token_id): rank
-            for row, token_ids in enumerate(ranked)
-            for rank, token_id in enumerate(token_ids)
-        }
-        own = (self.last, ranked[-1][0]) if ranked[-1] else None
+    def spread(self, ranked: Sequence[RankedRow]) -> None:
+        """Makes branches of the likeliest outcomes, as far as there is room for their K/V."""
+        logprobs: dict[tuple[int, int], float] = {}
+        reached = 0.0
+        for row, (next_tokens, accepted_logprob) in enumerate(ranked):
+            for token_id, logprob in next_tokens:
+                logprobs[self.first + row, token_id] = reached + logprob
+            reached += accepted_logprob
+        chosen = sorted(logprobs, key=lambda outcome: -logprobs[outcome])[: self.item.max_branches or None]
+        own = next((outcome for outcome in chosen if outcome[0] == self.last), None)
         place = len(self.sequence.token_ids)
         branches: dict[tuple[int, int], BranchLine] = {}
-        for outcome in sorted(ranks, key=lambda outcome: (outcome != own, ranks[outcome])):
+        for outcome in sorted(chosen, key=lambda outcome: outcome != own):
             branch = self._branch(*outcome, place)
             try:
                 self.sequence.block_table.reserve(branch.end_place)
@@ -141,7 +139,7 @@ class Branching:
                 continue
             branches[outcome] = branch
             place = branch.end_place
-        self.branches = [branches[outcome] for outcome in ranks if outcome in branches]
+        self.branches = [branches[outcome] for outcome in logprobs if outcome in branches]
         self._own = branches.get(own) if own is not None else None
 
     def step(self) -> tuple[list[BranchLine], BranchStep | None]:

@@ -260,15 +260,18 @@ class FakeDraft:
     def _branches(self, item: SpeculateItem, sequence: _Sequence) -> list[Branch]:
         if len(item.fanout) != len(item.proposed_token_ids) + 1:
             raise ProtocolError(f"fanout {item.fanout} does not fit {len(item.proposed_token_ids)} tokens")
-        branches = []
+        branches: list[tuple[int, Branch]] = []
         for num_accepted, width in enumerate(item.fanout):
             prefix = [*sequence.tokens, *item.proposed_token_ids[:num_accepted]]
             rejected = item.proposed_token_ids[num_accepted : num_accepted + 1]
             likely = self.guesser.ranked(prefix, sequence.noise_key, width + 1)
-            for token in [token for token in likely if token not in rejected][:width]:
+            for rank, token in enumerate([token for token in likely if token not in rejected][:width]):
                 chain = self._chain([*prefix, token], item.num_speculative_tokens, sequence.noise_key)
-                branches.append(Branch(num_accepted, token, chain))
-        return branches
+                branches.append((rank, Branch(num_accepted, token, chain)))
+        # The first guesses for all numbers are the likeliest, then the second ones.
+        if item.max_branches:
+            branches = sorted(branches, key=lambda branch: branch[0])[: item.max_branches]
+        return [branch for _, branch in branches]
 
     def _chain(self, prefix: Sequence[int], length: int, noise_key: int) -> tuple[int, ...]:
         tokens = list(prefix)

@@ -134,10 +134,11 @@ class Drafting:
             # At least one token of this round will be committed before the next.
             plan = self._plan(live, session.num_remaining - 1, now)
             num_drafts = len(verifying.draft_token_ids)
-            fanout = self._policy.fanout(plan, num_drafts, live.pacing, num_running=len(self._running))
+            fanout = self._policy.fanout(plan, num_drafts)
+            max_branches = self._policy.max_branches(plan, num_drafts, num_running=len(self._running))
             if fanout:
                 live.ahead = plan
-                self._push(session.outcomes_item(plan.num_speculative_tokens, fanout), now)
+                self._push(session.outcomes_item(plan.num_speculative_tokens, fanout, max_branches), now)
                 is_asked = True
         return is_asked
 
@@ -262,7 +263,7 @@ class Drafting:
                 num_tokens, forward_s, elapsed_s - forward_s, num_sequences=len(answered)
             )
             return
-        num_branches = sum(sum(item.fanout) for item in answered)
+        num_branches = sum(item.max_branches or sum(item.fanout) for item in answered)
         self._policy.observe_outcomes(num_tokens, num_branches, forward_s)
 
     # Losses

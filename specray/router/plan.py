@@ -19,7 +19,7 @@ class Plan:
     num_speculative_tokens: int
     overlap: Overlap = Overlap.SERIAL
     width: int = 1
-    """F_0 under enumeration."""
+    """Under enumeration: branches for each number of accepted tokens, on average; the draft chooses which."""
 
     @property
     def is_off(self) -> bool:

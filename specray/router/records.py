@@ -122,13 +122,6 @@ class Tally:
         )
 
 
-def miss_cause(asked: SpeculateItem | None, num_accepted: int) -> Lookup:
-    """Why the next token was not foreseen."""
-    fanout = asked.fanout if asked is not None else ()
-    is_foreseen = num_accepted < len(fanout) and fanout[num_accepted] > 0
-    return Lookup.MISS_TOKEN if is_foreseen or not fanout else Lookup.MISS_COUNT
-
-
 def num_common(ours: Sequence[int], others: Sequence[int]) -> int:
     """How many tokens both begin with."""
     count = 0

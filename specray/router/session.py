@@ -23,7 +23,6 @@ from specray.router.records import (
     EngineView,
     Lookup,
     Tally,
-    miss_cause,
     num_common,
 )
 from specray.router.stops import StopConditions
@@ -167,17 +166,23 @@ class Session:
         self._has_outcomes = False
         return self._speculate_item(num_speculative_tokens, (), ())
 
-    def outcomes_item(self, num_speculative_tokens: int, fanout: tuple[int, ...]) -> SpeculateItem:
+    def outcomes_item(
+        self, num_speculative_tokens: int, fanout: tuple[int, ...], max_branches: int = 0
+    ) -> SpeculateItem:
         """Asks the draft for continuations of the round that the target is verifying now."""
         verifying = self.target.in_flight
         assert verifying is not None and verifying.sample
         assert len(fanout) == len(verifying.draft_token_ids) + 1
         self._branches.clear()
         self._has_outcomes = False
-        return self._speculate_item(num_speculative_tokens, verifying.draft_token_ids, fanout)
+        return self._speculate_item(num_speculative_tokens, verifying.draft_token_ids, fanout, max_branches)
 
     def _speculate_item(
-        self, num_speculative_tokens: int, proposed: tuple[int, ...], fanout: tuple[int, ...]
+        self,
+        num_speculative_tokens: int,
+        proposed: tuple[int, ...],
+        fanout: tuple[int, ...],
+        max_branches: int = 0,
     ) -> SpeculateItem:
         view = self.draft
         view.round_id += 1
@@ -191,6 +196,7 @@ class Session:
             proposed,
             fanout,
             self.request.sampling if start == 0 else None,
+            max_branches,
         )
         return view.in_flight
 
@@ -340,6 +346,7 @@ class Session:
         key = (num_accepted, next_token_id)
         asked = self.draft.in_flight
         self.drafted = self._branches.get(key)
+        is_foreseen = any(count == num_accepted for count, _ in self._branches)
         self._branches.clear()
         if self.drafted is None and asked is None:
             return Lookup.NOT_ASKED
@@ -347,7 +354,9 @@ class Session:
             self._open_verdict = key
             return Lookup.PENDING
         self.draft.in_flight = None
-        return Lookup.HIT if self.drafted is not None else miss_cause(asked, num_accepted)
+        if self.drafted is not None:
+            return Lookup.HIT
+        return Lookup.MISS_TOKEN if is_foreseen or asked is None or not asked.fanout else Lookup.MISS_COUNT
 
     def _take_branches(self) -> None:
         """After an answer of the draft: settles a verdict that waited for it. The first answer decides."""

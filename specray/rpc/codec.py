@@ -74,6 +74,7 @@ def encode_speculate_request(items: Sequence[SpeculateItem], release_request_ids
             out.proposed_token_ids.extend(item.proposed_token_ids)
         if item.fanout:
             out.fanout.extend(item.fanout)
+            out.max_branches = item.max_branches
         if item.sampling is not None:
             encode_sampling(out.sampling, item.sampling)
     return message.SerializeToString()
@@ -103,6 +104,7 @@ def _decode_speculate_item(item: draft_pb2.SpeculateItem) -> SpeculateItem:
         proposed_token_ids,
         fanout,
         decode_sampling(item.sampling) if item.HasField("sampling") else None,
+        item.max_branches,
     )
 
 

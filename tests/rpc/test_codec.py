@@ -98,7 +98,10 @@ def speculate_items(draw: st.DrawFn) -> SpeculateItem:
     proposed = draw(IDS)
     fanout = draw(st.just(()) | tuples_of(U32, size=len(proposed) + 1))
     sampling = draw(st.none() | SAMPLING)
-    return SpeculateItem(draw(TEXT), draw(U64), draw(U32), draw(IDS), draw(U32), proposed, fanout, sampling)
+    max_branches = draw(U32) if fanout else 0
+    return SpeculateItem(
+        draw(TEXT), draw(U64), draw(U32), draw(IDS), draw(U32), proposed, fanout, sampling, max_branches
+    )
 
 
 @st.composite

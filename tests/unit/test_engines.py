@@ -222,9 +222,9 @@ def test_info_and_check(target: TargetHead, drafts: dict[str, DraftHead]) -> Non
         4,
     )
     assert (info.dtype, info.protocol_version, info.tensor_parallel_size) == ("float32", 1, 1)
-    # Four sequences and the block of the health check; the draft's also have seven scratch sequences each.
+    # Four sequences and the block of the health check; the draft's also have room for branches.
     assert (info.block_size, info.num_blocks) == (16, 5 * 4)
-    assert (drafts["perfect"].info.block_size, drafts["perfect"].info.num_blocks) == (64, 4 * 8 + 1)
+    assert (drafts["perfect"].info.block_size, drafts["perfect"].info.num_blocks) == (64, 4 * 2 + 1)
     assert drafts["perfect"].info.tokenizer_fingerprint == info.tokenizer_fingerprint
     for head in heads_of(target, drafts):
         head.check()

@@ -11,6 +11,7 @@ import torch
 from engine_harness import (
     CLOSE,
     NOTHING,
+    NUM_ROWS,
     TARGET,
     VOCAB_SIZE,
     Drafter,
@@ -493,6 +494,32 @@ def test_coupled_ranking_knows_the_noise() -> None:
     assert all(current.hits)
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, COUPLED, REJECTION])
+def test_branches_go_where_the_draft_is_least_sure(sampling: SamplingParams) -> None:
+    """Of all outcomes the likeliest, by the distances between the draft's own scores."""
+    rows = torch.full((NUM_ROWS, VOCAB_SIZE), -30.0)
+    prefix = list(PROMPT)
+    scale = 1.0 if sampling is GREEDY else 100.0  # more than any noise
+    # Sure of the first token; unsure of the second, for which 4 is the other guess; 5, then 6 as the bonus.
+    for best, second, distance in ((1, 2, 0.9), (3, 4, 0.1), (5, 6, 0.6)):
+        row = model_logits(rows, prefix)
+        row[best], row[second] = scale, scale * (1 - distance)
+        prefix.append(best)
+    draft, _ = toy_draft(rows)
+    current = session(sampling)
+    [reply] = draft.speculate([speculate_item(current, 0, proposed=(1, 3), fanout=(2, 2, 2))]).replies
+    assert isinstance(reply, Outcomes)
+    everything = [(branch.num_accepted_tokens, branch.next_token_id) for branch in reply.branches]
+    assert {(0, 2), (1, 4), (2, 5), (2, 6)} < set(everything)
+    item = replace(speculate_item(current, 0, proposed=(1, 3), fanout=(2, 2, 2)), max_branches=2)
+    [reply] = draft.speculate([item]).replies
+    assert isinstance(reply, Outcomes)
+    chosen = [(branch.num_accepted_tokens, branch.next_token_id) for branch in reply.branches]
+    # Under rejection nothing tells at which token it comes: the first is the likeliest.
+    assert chosen == ([(0, 2), (2, 5)] if sampling is REJECTION else [(1, 4), (2, 5)])
+    draft.check_integrity()
+
+
 def test_narrow_nucleus_of_the_draft_still_ranks_alternatives() -> None:
     """With top_k 1 the draft's only token is the rejected one, but the target's may be another."""
     draft, _ = toy_draft()
@@ -511,7 +538,11 @@ def test_branches_without_room_are_left_out_the_least_likely_first() -> None:
     drafted = propose(draft, current, 2)
     reply = outcomes(draft, current, drafted, (3, 3, 3), 2)
     # Of 20 slots, 11 hold the sequence with its proposal, and each branch computes two tokens.
-    assert [branch.num_accepted_tokens for branch in reply.branches] == [0, 0, 1, 2]
+    roomy, _ = toy_draft()
+    item = replace(speculate_item(session(), 2, proposed=drafted[0], fanout=(3, 3, 3)), max_branches=4)
+    [expected] = roomy.speculate([item]).replies
+    assert isinstance(expected, Outcomes) and len(expected.branches) == 4
+    assert reply.branches == expected.branches
     draft.check_integrity()
 
 

@@ -17,7 +17,6 @@ from specray.router.policy import (
     Pacing,
     Plan,
     Policy,
-    geometric_fanout,
     prior_hit_rate,
 )
 from specray.router.records import Lookup
@@ -101,38 +100,30 @@ def test_draft_that_refused_is_left_alone_for_some_rounds() -> None:
 
 
 def test_fanout_of_each_mode() -> None:
-    policy, pacing = measured(acceptance=0.58)
-    for plan, fanout in (
-        (Plan(3, Overlap.SERIAL), ()),
-        (Plan(3, Overlap.AHEAD), (0, 0, 0, 1)),
-        (Plan(3, Overlap.ENUMERATE, 3), (3, 2, 2, 2)),
-        (Plan(3, Overlap.ENUMERATE, 1), (1, 1, 1, 1)),
-        (OFF, ()),
+    policy, _ = measured(acceptance=0.58)
+    for plan, fanout, max_branches in (
+        (Plan(3, Overlap.SERIAL), (), 0),
+        (Plan(3, Overlap.AHEAD), (0, 0, 0, 1), 0),
+        (Plan(3, Overlap.ENUMERATE, 3), (8, 8, 8, 8), 12),
+        (Plan(3, Overlap.ENUMERATE, 1), (8, 8, 8, 8), 4),
+        (OFF, (), 0),
     ):
-        assert policy.fanout(plan, 3, pacing, num_running=1) == fanout
+        assert policy.fanout(plan, 3) == fanout
+        assert policy.max_branches(plan, 3, num_running=1) == max_branches
 
 
 def test_fanout_of_a_round_without_draft_tokens_foresees_the_next_token() -> None:
-    policy, pacing = measured()
-    assert policy.fanout(Plan(3, Overlap.AHEAD), 0, pacing, num_running=1) == (1,)
-    assert policy.fanout(Plan(3, Overlap.ENUMERATE, 3), 0, pacing, num_running=1) == (3,)
-
-
-def test_fanout_shrinks_as_load_grows() -> None:
-    policy, pacing = measured()
+    policy, _ = measured()
+    assert policy.fanout(Plan(3, Overlap.AHEAD), 0) == (1,)
     plan = Plan(3, Overlap.ENUMERATE, 3)
-    sums = [sum(policy.fanout(plan, 3, pacing, num_running=count)) for count in (1, 12, 64)]
-    assert sums == sorted(sums, reverse=True)
-    assert sums[0] > sums[1] > sums[2] == 4
+    assert (policy.fanout(plan, 0), policy.max_branches(plan, 0, num_running=1)) == ((8,), 3)
 
 
-@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.6, 0.9, 0.999])
-@pytest.mark.parametrize("k", range(9))
-def test_geometric_fanout_has_a_branch_for_every_outcome(acceptance: float, k: int) -> None:
-    fanout = geometric_fanout(3, k, acceptance)
-    assert len(fanout) == k + 1
-    assert all(1 <= width <= 6 for width in fanout)
-    assert list(fanout[:k]) == sorted(fanout[:k], reverse=True)
+def test_branches_get_fewer_as_load_grows() -> None:
+    policy, _ = measured()
+    plan = Plan(3, Overlap.ENUMERATE, 3)
+    numbers = [policy.max_branches(plan, 3, num_running=count) for count in (1, 8, 12, 64, 200)]
+    assert numbers == [12, 12, 8, 1, 1]
 
 
 # Auto
@@ -254,11 +245,11 @@ def test_a_wider_fanout_is_chosen_while_it_still_hides_behind_the_target() -> No
                 lookup = Lookup.HIT if index * 37 % 100 < hits else Lookup.MISS_TOKEN
                 policy.observe_lookup(Plan(4, Overlap.ENUMERATE, width), lookup)
         chosen_widths[draft_step_s] = chosen(policy, pacing).width
-    assert chosen_widths == {0.001: 3, 0.0028: 3, 0.0033: 2}
+    assert chosen_widths == {0.001: 3, 0.0028: 2, 0.0033: 1}
 
 
 def test_hits_before_any_lookup_are_those_of_a_trained_pair() -> None:
-    assert [prior_hit_rate(width, 0.55) for width in (1, 2, 3)] == pytest.approx([0.55, 0.73, 0.82])
+    assert [prior_hit_rate(width, 0.55) for width in (1, 2, 3)] == pytest.approx([0.55, 0.775, 0.865])
 
 
 def test_a_review_that_was_prepared_is_not_repeated_by_the_next_plan() -> None:

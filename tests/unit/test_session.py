@@ -142,9 +142,10 @@ def test_hit_gives_the_next_verify_at_once() -> None:
 
 
 def test_miss_of_the_token_and_miss_of_the_count_are_told_apart() -> None:
-    for fanout, cause in (((0, 1, 1), Lookup.MISS_TOKEN), ((0, 0, 1), Lookup.MISS_COUNT)):
+    """A draft that may choose its branches leaves unlikely numbers of accepted tokens out."""
+    for branches, cause in ((BRANCHES, Lookup.MISS_TOKEN), (BRANCHES[1:], Lookup.MISS_COUNT)):
         session = decoding()
-        session.on_outcomes(ahead(session, BRANCHES, fanout=fanout))
+        session.on_outcomes(ahead(session, branches))
         commit = verdict(session, 1, 39)
         assert commit is not None and commit.lookup is cause
         assert session.drafted is None and session.draft.in_flight is None
