@@ -18,6 +18,7 @@ from specray.engine.kernels import norm as norm_module
 from specray.engine.kernels.attention import attention_kernel
 from specray.engine.kernels.linear import TiledGate, TiledLinear, can_tile
 from specray.engine.kernels.norm import FusedRMSNorm
+from specray.engine.kernels.pages import on_large_pages
 from specray.engine.kernels.simd import vectors
 from specray.engine.kernels.team import Team, as_pointer, compile_kernel
 from specray.engine.lowered import HeadNorm
@@ -185,10 +186,10 @@ def test_exponential() -> None:
 
 
 @needs_instruction
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 6, 7, 13, 40])
+@pytest.mark.parametrize("num_rows", [*range(1, 16), 29, 40])
 @pytest.mark.parametrize(("size", "in_features"), [(64, 32), (96, 64), (7, 96), (200, 1088)])
 def test_tiled_linear_equals_float64(num_rows: int, size: int, in_features: int) -> None:
-    """Up to six rows, more than six, part of a panel, more blocks than are kept at once."""
+    """Every tile of rows, more rows than one has, part of a panel, more blocks than are kept at once."""
     rows = random(num_rows, in_features, dtype=torch.bfloat16)
     weight, other = (random(size, in_features, dtype=torch.bfloat16, seed=seed) for seed in (1, 2))
     bias, other_bias = (random(size, dtype=torch.bfloat16, seed=seed) for seed in (3, 4))
@@ -215,7 +216,7 @@ def test_tiled_linear_is_bit_for_bit_the_same_at_any_width() -> None:
     linear = TiledLinear(random(130, 1088, dtype=torch.bfloat16), None, ALONE)
     rows = random(40, 1088, dtype=torch.bfloat16, seed=1)
     whole = linear.precise(rows)
-    for width in (1, 3, 6, 7, 19):
+    for width in (1, 3, 6, 7, 13, 14, 15, 19, 29):
         pieces = [linear.precise(piece.contiguous()) for piece in rows.split(width)]
         assert torch.equal(whole, torch.cat(pieces)), width
 
@@ -273,3 +274,13 @@ def test_a_team_that_is_forgotten_ends_its_threads() -> None:
     for helper in helpers:
         helper.join(5.0)
     assert not any(helper.is_alive() for helper in helpers)
+
+
+def test_large_pages_hold_a_tensor_of_any_size() -> None:
+    """Also one that ends within a page, and after its mapping's own name is gone."""
+    for shape in ((3, 5), (1024, 1025), (2 << 20,)):
+        tensor = on_large_pages(shape, torch.bfloat16)
+        assert tensor.shape == shape and tensor.is_contiguous() and tensor.data_ptr() % 64 == 0
+        gc.collect()
+        tensor.fill_(1.0)
+        assert tensor.sum(dtype=torch.float64) == tensor.numel()

@@ -1,12 +1,7 @@
 """Linear layers of bfloat16 weights with AVX-512's own bfloat16 products.
 
-A panel is 64 output features; in a panel, two input features of all 64 lie side by side, four registers
-wide, as the instruction wants them. A panel streams through once for up to six rows, whose 24 registers of
-sums stay where they are; more rows reuse pieces of it from the second cache. Per core that is the speed of
-memory at few rows and of the instruction at many. Sums are float32 in one order, so a row's result does not
-depend on the other rows, nor on their number.
-
-Blocking after Goto and van de Geijn: *Anatomy of high-performance matrix multiplication*, TOMS 2008.
+The product itself is ``kernels.product``; here are the layers made of it, and how threads share one: a part
+is some panels, and a thread multiplies a panel and then finishes it (bias, gate, residual, rounding).
 """
 
 from __future__ import annotations
@@ -17,25 +12,15 @@ from typing import Any
 import llvmlite.binding
 import numpy as np
 import torch
-from llvmlite import ir
 from numba import carray
-from numba.core import cgutils, types
-from numba.extending import intrinsic
 
+from specray.engine.kernels.pages import on_large_pages
+from specray.engine.kernels.product import BLOCK, BLOCK_BYTES, PANEL, multiply_kernel
 from specray.engine.kernels.simd import kernel, vectors
 from specray.engine.kernels.team import Kernel, Team, as_pointer, compile_kernel
 
-PANEL = 64
-"""Output features of a panel."""
-BLOCK = 32
-"""Input features are a multiple of it: sixteen pairs, one turn of the innermost loop."""
-_MAX_ROWS_AT_ONCE = 6
-_BLOCKS_AT_ONCE = 16
-"""Of a panel with more rows than that: 64 KiB, which stay in the second cache."""
-_REGISTERS = PANEL // 16
-_BLOCK_BYTES = PANEL * BLOCK * 2
-_PARTS_PER_THREAD = 8
-"""Small enough that threads end together, large enough that taking one costs nothing."""
+_PARTS_PER_THREAD = 4
+"""Small enough that threads end together; each begins with weights that nobody has asked for ahead."""
 _MIN_SHARED_WEIGHTS = 262_144
 """Weights below which a second thread costs more than it brings."""
 
@@ -65,16 +50,23 @@ def can_tile(weight: torch.Tensor) -> bool:
     return bool(has_instruction and weight.device.type == "cpu" and fits)
 
 
-def _panels(weight: torch.Tensor) -> torch.Tensor:
-    """``[out_features, in_features]`` to ``[panels, in_features / 32, 16, 64, 2]``, padded with zeros."""
-    size, in_features = weight.shape
-    padded = weight.new_zeros(-(-size // PANEL) * PANEL, in_features)
-    padded[:size] = weight
-    return padded.view(-1, PANEL, in_features // BLOCK, BLOCK // 2, 2).permute(0, 2, 3, 1, 4).contiguous()
+def _panels(*weights: torch.Tensor) -> torch.Tensor:
+    """``[out_features, in_features]`` each to ``[panels, num_weights, in_features / 2, 32, 2]``.
+
+    Padded with zeros.
+    """
+    size, in_features = weights[0].shape
+    shape = (-(-size // PANEL), len(weights), in_features // 2, PANEL, 2)
+    panels = on_large_pages(shape, torch.bfloat16)
+    for index, weight in enumerate(weights):
+        padded = weight.new_zeros(shape[0] * PANEL, in_features)
+        padded[:size] = weight
+        panels[:, index] = padded.view(-1, PANEL, in_features // 2, 2).permute(0, 2, 1, 3)
+    return panels
 
 
 def _padded(bias: torch.Tensor) -> torch.Tensor:
-    """``[panels, 64]``, float32."""
+    """``[panels, 32]``, float32."""
     padded = torch.zeros(-(-len(bias) // PANEL), PANEL)
     padded.view(-1)[: len(bias)] = bias
     return padded
@@ -97,7 +89,12 @@ class _Tiled:
         self._kernel = _linear_kernel()
         self._scratch_size = (2 if kind == _GATED else 1) * PANEL
         self._args = np.zeros(_NUM_ARGS, dtype=np.int64)
-        self._args[[_WEIGHT, _NUM_BLOCKS, _SIZE, _KIND]] = weight.data_ptr(), weight.shape[1], size, kind
+        self._args[[_WEIGHT, _NUM_BLOCKS, _SIZE, _KIND]] = (
+            weight.data_ptr(),
+            2 * weight.shape[2] // BLOCK,
+            size,
+            kind,
+        )
         self._args[_BIAS] = 0 if bias is None else bias.data_ptr()
         self._args_address = self._args.ctypes.data
 
@@ -161,7 +158,7 @@ class TiledGate:
         self.in_features = gate.shape[1]
         self.num_weights = 2 * gate.numel()
         # A gate panel, then the up panel of the same features.
-        self.weight = torch.stack((_panels(gate), _panels(up)), dim=1).flatten(0, 1)
+        self.weight = _panels(gate, up)
         self.bias = None
         if gate_bias is not None and up_bias is not None:
             self.bias = torch.stack((_padded(gate_bias), _padded(up_bias)), dim=1)
@@ -173,7 +170,7 @@ class TiledGate:
 
 @functools.cache
 def _linear_kernel() -> Kernel:
-    multiply = _multiply_kernel()
+    multiply = multiply_kernel()
     single, half = vectors(PANEL, "float32"), vectors(PANEL, "bfloat16")
     one, one_half = vectors(1, "float32"), vectors(1, "bfloat16")
     load, store, splat, add, sub, mul, div, larger, exp = (
@@ -221,6 +218,7 @@ def _linear_kernel() -> Kernel:
         num_layers = 2 if args[_KIND] == _GATED else 1
         sums = args[_SCRATCH] + thread * num_layers * num_rows * PANEL * 4
         num_panels = (args[_SIZE] + PANEL - 1) // PANEL
+        end = args[_WEIGHT] + num_panels * (part + 1) // num_parts * num_layers * num_blocks * BLOCK_BYTES
         for panel in range(num_panels * part // num_parts, num_panels * (part + 1) // num_parts):
             for layer in range(num_layers):
                 for row in range(num_rows):
@@ -228,121 +226,8 @@ def _linear_kernel() -> Kernel:
                     if args[_BIAS]:
                         first = load(args[_BIAS], (panel * num_layers + layer) * PANEL)
                     store(sums, (layer * num_rows + row) * PANEL, first)
-                weight = args[_WEIGHT] + (panel * num_layers + layer) * num_blocks * _BLOCK_BYTES
-                multiply(args[_ROWS], weight, sums + layer * num_rows * PANEL * 4, num_rows, num_blocks)
+                weight = args[_WEIGHT] + (panel * num_layers + layer) * num_blocks * BLOCK_BYTES
+                multiply(args[_ROWS], weight, sums + layer * num_rows * PANEL * 4, num_rows, num_blocks, end)
             finish(args, sums, panel)
 
     return linear
-
-
-def _multiply_kernel() -> Any:
-    one, two, three, four, five, six = (_tile(rows) for rows in range(1, _MAX_ROWS_AT_ONCE + 1))
-
-    @kernel()
-    def tile(num_rows: int, rows: int, stride: int, weight: int, sums: int, num_blocks: int) -> None:
-        if num_rows == 1:
-            one(rows, stride, weight, sums, num_blocks)
-        elif num_rows == 2:
-            two(rows, stride, weight, sums, num_blocks)
-        elif num_rows == 3:
-            three(rows, stride, weight, sums, num_blocks)
-        elif num_rows == 4:
-            four(rows, stride, weight, sums, num_blocks)
-        elif num_rows == 5:
-            five(rows, stride, weight, sums, num_blocks)
-        else:
-            six(rows, stride, weight, sums, num_blocks)
-
-    @kernel()
-    def multiply(rows: int, weight: int, sums: int, num_rows: int, num_blocks: int) -> None:
-        """Adds ``rows @ panel`` to ``sums`` ``[num_rows, 64]``."""
-        stride = num_blocks * BLOCK * 2
-        if num_rows <= _MAX_ROWS_AT_ONCE:
-            tile(num_rows, rows, stride, weight, sums, num_blocks)
-            return
-        num_tiles = (num_rows + _MAX_ROWS_AT_ONCE - 1) // _MAX_ROWS_AT_ONCE
-        for block in range(0, num_blocks, _BLOCKS_AT_ONCE):
-            count = min(_BLOCKS_AT_ONCE, num_blocks - block)
-            for index in range(num_tiles):
-                first, last = num_rows * index // num_tiles, num_rows * (index + 1) // num_tiles
-                tile(
-                    last - first,
-                    rows + first * stride + block * BLOCK * 2,
-                    stride,
-                    weight + block * _BLOCK_BYTES,
-                    sums + first * PANEL * 4,
-                    count,
-                )
-
-    return multiply
-
-
-class _BFloat16(ir.Type):
-    """The element type of the instruction's operands, which llvmlite lacks."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat16)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat16)
-
-
-def _tile(num_rows: int) -> Any:
-    """``(rows, stride, weight, sums, num_blocks)``: adds the product of rows and panel to the sums.
-
-    Addresses; ``stride`` in bytes between rows. Written as instructions: the sums must stay in registers.
-    """
-    int32, int64 = ir.IntType(32), ir.IntType(64)
-    sixteen, pairs = ir.VectorType(ir.FloatType(), 16), ir.VectorType(_BFloat16(), 32)
-    words = ir.VectorType(int32, 16)
-
-    def at(builder: Any, address: Any, offset: int, kind: Any, align: int) -> Any:
-        pointer = builder.inttoptr(builder.add(address, ir.Constant(int64, offset)), kind.as_pointer())
-        value = builder.load(pointer)
-        value.align = align
-        return value
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rows, stride, weight, sums, num_blocks = args
-        product = cgutils.get_or_insert_function(
-            builder.module,
-            ir.FunctionType(sixteen, [sixteen, pairs, pairs]),
-            "llvm.x86.avx512bf16.dpbf16ps.512",
-        )
-        places = [(row, register) for row in range(num_rows) for register in range(_REGISTERS)]
-        totals = {place: cgutils.alloca_once(builder, sixteen) for place in places}
-        for row, register in places:
-            offset = (row * _REGISTERS + register) * 64
-            builder.store(at(builder, sums, offset, sixteen, 4), totals[row, register])
-        starts = [builder.add(rows, builder.mul(stride, ir.Constant(int64, row))) for row in range(num_rows)]
-        with cgutils.for_range(builder, num_blocks, intp=int64) as loop:
-            block = builder.add(weight, builder.mul(loop.index, ir.Constant(int64, _BLOCK_BYTES)))
-            shift = builder.mul(loop.index, ir.Constant(int64, BLOCK * 2))
-            for pair in range(BLOCK // 2):
-                weights = [
-                    at(builder, block, (pair * _REGISTERS + register) * 64, pairs, 64)
-                    for register in range(_REGISTERS)
-                ]
-                for row in range(num_rows):
-                    number = at(builder, builder.add(starts[row], shift), pair * 4, int32, 4)
-                    undefined = ir.Constant(words, ir.Undefined)
-                    first = builder.insert_element(undefined, number, ir.Constant(int32, 0))
-                    everywhere = builder.shuffle_vector(first, undefined, ir.Constant(words, [0] * 16))
-                    operand = builder.bitcast(everywhere, pairs)
-                    for register in range(_REGISTERS):
-                        total = totals[row, register]
-                        value = builder.call(product, [builder.load(total), operand, weights[register]])
-                        builder.store(value, total)
-        for row, register in places:
-            offset = ir.Constant(int64, (row * _REGISTERS + register) * 64)
-            pointer = builder.inttoptr(builder.add(sums, offset), sixteen.as_pointer())
-            builder.store(builder.load(totals[row, register]), pointer).align = 4
-        return context.get_dummy_value()
-
-    def tile(context: Any, rows: Any, stride: Any, weight: Any, sums: Any, num_blocks: Any) -> Any:
-        return types.void(*[types.int64] * 5), code
-
-    return intrinsic(tile)

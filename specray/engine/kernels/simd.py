@@ -39,19 +39,24 @@ class _VectorModel(models.PrimitiveModel):
         super().__init__(manager, vector, ir.VectorType(_FLOAT, vector.lanes))
 
 
-@intrinsic
-def prefetch(context: Any, address: Any) -> Any:
-    """For kernels: asks for the line of an address, which need not exist, into the second cache.
+def call_prefetch(builder: Any, address: Any) -> None:
+    """Asks for the line of an address, which need not exist, into the second cache.
 
     Not into the first: rows of a power of two of bytes would push each other out.
     """
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, _INT32, _INT32, _INT32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    read, second_cache, data = (ir.Constant(_INT32, number) for number in (0, 2, 1))
+    builder.call(function, [builder.inttoptr(address, byte), read, second_cache, data])
+
+
+@intrinsic
+def prefetch(context: Any, address: Any) -> Any:
+    """``call_prefetch`` for kernels."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        byte = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [byte, _INT32, _INT32, _INT32])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        read, second_cache, data = (ir.Constant(_INT32, number) for number in (0, 2, 1))
-        builder.call(function, [builder.inttoptr(args[0], byte), read, second_cache, data])
+        call_prefetch(builder, args[0])
         return context.get_dummy_value()
 
     return types.void(types.int64), code
