@@ -9,19 +9,20 @@ from operator import itemgetter
 _NUM_WARMUP = 5
 _WEIGHT = 0.1
 _MAX_JUMP = 3.0
+_MAX_SETTLING_JUMP = 1.5
 _EXACT_ROWS = 64
 _NUM_TRUSTED = 3
 _BUCKET_ROWS = 32
 _GROWTH = 4
-_LEAST_SHARE = 0.5
-"""Of what was expected, however much less other sizes took than expected of them."""
+_REACH = 4
+"""What a size took against what was expected of it tells of sizes up to so many times larger or smaller."""
 
 
 class Average:
     """A running average that starts with the least of its first samples, since warm-up only slows down.
 
-    Later samples count for at most three times the average: one hiccup must not change a plan. So does the
-    first one where something was expected, which stands until then.
+    From there it soon reaches their mean. A sample counts for at most a few times the average: one hiccup
+    must not change a plan. So does the first one where something was expected, which stands until then.
     """
 
     __slots__ = ("count", "value")
@@ -45,7 +46,9 @@ class Average:
         elif self.count <= _NUM_WARMUP:
             self.value = min(self.value, sample)
         else:
-            self.value += _WEIGHT * (min(sample, _MAX_JUMP * self.value) - self.value)
+            weight = 1 / (self.count - _NUM_WARMUP + 2)
+            jump = _MAX_JUMP if weight <= _WEIGHT else _MAX_SETTLING_JUMP
+            self.value += max(_WEIGHT, weight) * (min(sample, jump * self.value) - self.value)
 
 
 class TimeTable:
@@ -56,8 +59,8 @@ class TimeTable:
     sample says nothing: sizes with fewer than three are left aside while there are others. Otherwise a size
     that was slow once would never be tried again.
 
-    What was *expected* of a size stands until the size is trusted. What trusted sizes took beyond what had
-    been expected of them (transport, a busy machine) is added to what is expected of the others.
+    What was *expected* of a size stands until the size is trusted. By as much as trusted sizes took more or
+    less than had been expected of them (a busy machine), others near them are expected to take.
     """
 
     def __init__(self) -> None:
@@ -71,8 +74,15 @@ class TimeTable:
         return bool(self._averages)
 
     def expect(self, seconds_by_size: Mapping[int, float]) -> None:
-        """Replaces what is expected of steps that were not measured yet."""
+        """Replaces what is expected of steps that were not measured yet.
+
+        Beyond the largest size, up to _GROWTH times as much, steps are expected to go on growing as they did.
+        """
         self._expected = {_bucket(size): seconds for size, seconds in seconds_by_size.items()}
+        if len(self._expected) > 1:
+            (size, less), (last, more) = sorted(self._expected.items())[-2:]
+            slope = max(0.0, more - less) / (last - size)
+            self._expected[_bucket(_GROWTH * last)] = more + slope * (_GROWTH - 1) * last
         self._points = None
 
     def add(self, size: int, seconds: float) -> None:
@@ -125,11 +135,8 @@ class TimeTable:
         if not self._expected:
             return trusted
         expected = sorted(self._expected.items())
-        beyond = [(size, value - _interpolate(expected, size)) for size, value in trusted] or [(0, 0.0)]
-        known = {
-            size: max(_LEAST_SHARE * seconds, seconds + _interpolate(beyond, size))
-            for size, seconds in expected
-        }
+        factors = [(size, value / _interpolate(expected, size)) for size, value in trusted]
+        known = {size: seconds * _factor_near(factors, size) for size, seconds in expected}
         return sorted((known | dict(trusted)).items())
 
     def _all(self) -> _Curve:
@@ -159,57 +166,75 @@ def _interpolate(curve: _Curve, size: int) -> float:
     return lower + (size - lower_size) / (upper_size - lower_size) * (upper - lower)
 
 
+def _factor_near(factors: _Curve, size: int) -> float:
+    near = [(other, factor) for other, factor in factors if size <= _REACH * other and other <= _REACH * size]
+    return _interpolate(near, size) if near else 1.0
+
+
 def _bucket(size: int) -> int:
     return size if size <= _EXACT_ROWS else -(-size // _BUCKET_ROWS) * _BUCKET_ROWS
 
 
 class OutcomesTime:
-    """Seconds that the draft needs for outcomes.
+    """Seconds that the draft needs for outcomes: a step for the ranking, then one per token for all branches.
 
-    In draft steps: one per token, one for the ranking, and for every branch of a step some share of one more.
-    The share is what is learnt, so one measurement tells of all numbers of tokens and branches.
+    What a step costs by the number of its branches is expected; how much more or less outcomes of about so
+    many branches take than that is learnt, and believed of others until they are measured.
     """
 
-    _PRIOR_SHARE = 0.1
-    _LEAST_SHARE = 0.01
+    _PRIOR_SHARE = 0.05
+    """A further branch, as part of a step of one line."""
 
     def __init__(self) -> None:
-        self._share = Average()
+        self._widths: _Curve = [(1, 1.0), (2, 1.0 + self._PRIOR_SHARE)]
+        self._factors: dict[int, Average] = {}
 
     def add(self, num_tokens: int, num_branches: int, seconds: float, *, step_s: float) -> None:
         """Takes the time of branches of ``num_tokens``, given that a step of one line takes ``step_s``."""
         if num_tokens > 0 and num_branches > 0 and step_s > 0:
-            excess = seconds / step_s - (num_tokens + 1)
-            self._share.add(max(self._LEAST_SHARE, excess / (num_tokens * num_branches)))
+            factor = self._factors.setdefault(num_branches.bit_length(), Average())
+            factor.add(seconds / (step_s * self._num_steps(num_tokens, num_branches)))
 
     def expect(self, step_s: Sequence[tuple[int, float]]) -> None:
-        """Sets the share that stands before the first measurement, from steps of several lines.
+        """Sets what a step costs.
 
         Args:
             step_s: (lines, seconds of a step) pairs, that of one line first.
         """
-        if len(step_s) < 2:
-            return
-        (_, first), *others = step_s
-        shares = [(seconds / first - 1) / num_lines for num_lines, seconds in others]
-        self._share.expect(max(self._LEAST_SHARE, sum(shares) / len(shares)))
+        if len(step_s) >= 2:
+            self._widths = [(num_lines, seconds / step_s[0][1]) for num_lines, seconds in step_s]
 
     def predict(self, num_tokens: int, num_branches: int, *, step_s: float) -> float:
         """Seconds of ``num_branches`` branches of ``num_tokens`` each."""
-        share = self._PRIOR_SHARE if self._share.value is None else self._share.value
-        return step_s * (num_tokens + 1 + share * num_tokens * num_branches)
+        return step_s * self._num_steps(num_tokens, num_branches) * self._factor(num_branches)
+
+    def _num_steps(self, num_tokens: int, num_branches: int) -> float:
+        """In steps of one line."""
+        last = self._widths[-1]
+        if num_branches <= last[0]:
+            return 1 + num_tokens * _interpolate(self._widths, num_branches)
+        before = self._widths[-2]
+        slope = max(0.0, (last[1] - before[1]) / (last[0] - before[0]))
+        return 1 + num_tokens * (last[1] + slope * (num_branches - last[0]))
+
+    def _factor(self, num_branches: int) -> float:
+        if not self._factors:
+            return 1.0
+        size = num_branches.bit_length()
+        value = self._factors[min(self._factors, key=lambda other: abs(other - size))].value
+        assert value is not None, "an average is made for its first sample"
+        return value
 
 
 class Rate:
     """A probability with a prior: ``(successes + prior * weight) / (trials + weight)``, old trials fading."""
 
-    __slots__ = ("_prior", "_successes", "_trials", "_weight")
+    __slots__ = ("_fading", "_prior", "_successes", "_trials", "_weight")
 
-    _FADING = 0.98
-
-    def __init__(self, prior: float, weight: float = 8.0) -> None:
+    def __init__(self, prior: float, weight: float = 8.0, *, fading: float = 0.98) -> None:
         self._prior = prior
         self._weight = weight
+        self._fading = fading
         self._successes = 0.0
         self._trials = 0.0
 
@@ -220,8 +245,8 @@ class Rate:
 
     def add(self, successes: int, trials: int) -> None:
         """Takes the trials of one round."""
-        self._successes = self._successes * self._FADING + successes
-        self._trials = self._trials * self._FADING + trials
+        self._successes = self._successes * self._fading + successes
+        self._trials = self._trials * self._fading + trials
 
 
 def chain_trials(num_drafts: int, num_accepted: int) -> int:

@@ -30,6 +30,8 @@ AUTO_K = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 """What ``num_speculative_tokens: auto`` chooses from, besides 0."""
 FIRST_K = 3
 PRIOR_ACCEPTANCE = 0.7
+ACCEPTANCE_FADING = 0.998
+"""Per round, of what new sessions start from: some hundred rounds, so that no single session makes it."""
 MISSES_BY_WIDTH = (1.0, 0.5, 0.3)
 """Before it is measured: of the verdicts whose last token the draft's first guess misses, how many are missed
 with 1, 2 or 3 branches for each number of accepted tokens. Measured on the embedded pair."""
@@ -88,7 +90,7 @@ class Policy:
         self._source = source
         self._fixed_k = None if fixed == "auto" else fixed
         self._overlaps = _overlaps(config)
-        self._acceptance = Rate(PRIOR_ACCEPTANCE, weight=4.0)
+        self._acceptance = Rate(PRIOR_ACCEPTANCE, weight=4.0, fading=ACCEPTANCE_FADING)
         self._measured = _Measured()
 
     def beside(self, source: str, *, prior_acceptance: float) -> Policy:
@@ -100,7 +102,7 @@ class Policy:
         """
         serial = self._config.model_copy(update={"overlap": Overlap.SERIAL})
         policy = Policy(serial, trace=self._trace, source=source)
-        policy._acceptance = Rate(prior_acceptance, weight=4.0)
+        policy._acceptance = Rate(prior_acceptance, weight=4.0, fading=ACCEPTANCE_FADING)
         policy._measured.verify = self._measured.verify
         policy.observe_proposal(1, 0.0, 0.0)
         return policy

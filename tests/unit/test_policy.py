@@ -278,17 +278,20 @@ def test_nothing_is_prepared_for_a_session_without_speculation() -> None:
 
 def test_one_measurement_of_outcomes_tells_of_other_widths_and_lengths() -> None:
     times = OutcomesTime()
-    assert times.predict(3, 4, step_s=0.01) == pytest.approx(0.01 * (4 + 0.1 * 12))
-    times.add(2, 10, 0.01 * (3 + 0.3 * 20), step_s=0.01)
-    assert times.predict(3, 4, step_s=0.01) == pytest.approx(0.01 * (4 + 0.3 * 12))
-    assert times.predict(3, 1, step_s=0.02) == pytest.approx(0.02 * (4 + 0.3 * 3))
+    assert times.predict(3, 5, step_s=0.01) == pytest.approx(0.01 * (1 + 3 * 1.2))
+    times.add(2, 11, 0.01 * 1.4 * (1 + 2 * 1.5), step_s=0.01)
+    assert times.predict(3, 5, step_s=0.01) == pytest.approx(1.4 * 0.01 * (1 + 3 * 1.2))
+    # Slow steps of one branch say nothing of wide ones that are known.
+    times.add(2, 1, 3 * 0.01 * 3, step_s=0.01)
+    assert times.predict(2, 1, step_s=0.01) == pytest.approx(3 * 0.01 * 3)
+    assert times.predict(2, 11, step_s=0.01) == pytest.approx(1.4 * 0.01 * (1 + 2 * 1.5))
 
 
-def test_outcomes_that_cost_no_more_than_proposals_do_not_become_free() -> None:
+def test_outcomes_cost_what_the_draft_said_of_its_steps() -> None:
     times = OutcomesTime()
-    for _ in range(20):
-        times.add(2, 10, 0.001, step_s=0.01)
-    assert times.predict(2, 10, step_s=0.01) == pytest.approx(0.01 * (3 + 0.01 * 20))
+    times.expect([(1, 0.004), (8, 0.006), (16, 0.010)])
+    widths = [times.predict(2, count, step_s=0.004) / 0.004 for count in (1, 8, 12, 20)]
+    assert widths == pytest.approx([3, 1 + 2 * 1.5, 1 + 2 * 2.0, 1 + 2 * 3.0])
 
 
 def test_average_forgets_a_slow_start_and_caps_a_hiccup() -> None:
@@ -297,7 +300,12 @@ def test_average_forgets_a_slow_start_and_caps_a_hiccup() -> None:
         average.add(sample)
     assert average.value == 0.02
     average.add(5.0)
-    assert average.value == pytest.approx(0.02 + 0.1 * (0.06 - 0.02))
+    assert average.value == pytest.approx(0.02 + (0.03 - 0.02) / 3)
+    for _ in range(100):
+        average.add(0.024)
+    assert average.value == pytest.approx(0.024, rel=1e-3)
+    average.add(5.0)
+    assert average.value == pytest.approx(0.024 + 0.1 * (0.072 - 0.024), rel=1e-3)
 
 
 def test_time_table_interpolates_between_and_is_flat_outside() -> None:
