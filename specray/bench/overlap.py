@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from specray.bench.relay import relay
 from specray.config import Config, parse_config
@@ -20,6 +19,11 @@ from specray.router import Router
 from specray.serving.local import LocalPair, local_pair
 from specray.tokenization import Tokenizer
 from specray.types import GenerateRequest, Overlap, SamplingParams
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from specray.bench.relay import Relay
 
 HITS = ("hit", "late_hit")
 MISSES = ("miss_token", "miss_count", "late_miss")
@@ -107,27 +111,69 @@ async def measure_overlap(
     """
     tokenizer = Tokenizer.load(config.target.model)
     encoded = [tokenizer.encode(prompt) for prompt in prompts]
-    results: list[OverlapResult] = []
     async with AsyncExitStack() as outer:
         pair = await outer.enter_async_context(local_pair(config))
         link = None
         if delay_ms is not None and pair.draft is not None:
             link = outer.enter_context(relay(pair.draft.removeprefix("unix:"), delay_ms=delay_ms))
             pair = replace(pair, draft=link.address)
-        for temperature in temperatures:
-            async with AsyncExitStack() as stack:
-                running = [await _start(config, arm, pair, stack) for arm in arms]
-                for repeat in range(-1, num_repeats):
-                    for one in running:
-                        progress(f"temperature {temperature:g}, {one.arm.name}, pass {max(repeat, 0) + 1}")
-                        # The first pass warms up: caches, threads, and what the policy has to learn.
-                        batch = encoded[:1] if repeat < 0 else encoded
-                        before = 0 if link is None else link.num_bytes
-                        await _run_pass(one, batch, temperature, max_tokens, f"{temperature:g}-{repeat}")
-                        one.num_bytes += 0 if link is None else link.num_bytes - before
-                        if repeat < 0:
-                            one.reset()
-                results.extend(_result(one, temperature, delay_ms) for one in running)
+        return await measure_arms(
+            config,
+            pair,
+            arms,
+            encoded,
+            temperatures=temperatures,
+            max_tokens=max_tokens,
+            num_repeats=num_repeats,
+            link=link,
+            delay_ms=delay_ms,
+            progress=progress,
+        )
+
+
+async def measure_arms(
+    config: Config,
+    pair: LocalPair,
+    arms: Sequence[Arm],
+    prompts: Sequence[Sequence[int]],
+    *,
+    temperatures: Sequence[float],
+    max_tokens: int,
+    num_repeats: int,
+    link: Relay | None = None,
+    delay_ms: float | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+    on_output: Callable[[Arm, float, int, Sequence[int]], None] = lambda arm, temperature, index, output: (
+        None
+    ),
+) -> list[OverlapResult]:
+    """Serves the prompts with a pair that runs already; as :func:`measure_overlap`.
+
+    Args:
+        prompts: as token ids.
+        link: what lies between router and draft.
+        on_output: told of each output but those of the warm-up: arm, temperature, prompt's index, token ids.
+    """
+    results: list[OverlapResult] = []
+    for temperature in temperatures:
+        async with AsyncExitStack() as stack:
+            running = [await _start(config, arm, pair, stack) for arm in arms]
+            for repeat in range(-1, num_repeats):
+                for one in running:
+                    progress(f"temperature {temperature:g}, {one.arm.name}, pass {max(repeat, 0) + 1}")
+                    # The first pass warms up: caches, threads, and what the policy has to learn.
+                    batch = prompts[:1] if repeat < 0 else prompts
+                    before = 0 if link is None else link.num_bytes
+                    outputs = await _run_pass(
+                        one, batch, temperature, max_tokens, f"{temperature:g}-{repeat}"
+                    )
+                    one.num_bytes += 0 if link is None else link.num_bytes - before
+                    if repeat < 0:
+                        one.reset()
+                        continue
+                    for index, output in enumerate(outputs):
+                        on_output(one.arm, temperature, index, output)
+            results.extend(_result(one, temperature, delay_ms) for one in running)
     return results
 
 
@@ -140,7 +186,8 @@ async def _start(config: Config, arm: Arm, pair: LocalPair, stack: AsyncExitStac
 
 async def _run_pass(
     one: _Running, prompts: Sequence[Sequence[int]], temperature: float, max_tokens: int, label: str
-) -> None:
+) -> list[Sequence[int]]:
+    outputs: list[Sequence[int]] = []
     for index, token_ids in enumerate(prompts):
         request = GenerateRequest(
             request_id=f"{one.arm.name}-{label}-{index}",
@@ -152,6 +199,8 @@ async def _run_pass(
         chunk = await one.router.complete(request)
         one.seconds += time.perf_counter() - started
         one.num_tokens += len(chunk.token_ids)
+        outputs.append(chunk.token_ids)
+    return outputs
 
 
 def _result(one: _Running, temperature: float, delay_ms: float | None) -> OverlapResult:
@@ -187,6 +236,8 @@ def _mean_ms(metrics: RouterMetrics, name: str) -> float | None:
 
 def overlap_table(results: Sequence[OverlapResult]) -> Table:
     """For the terminal; the last column compares with the fastest serial arm of the same temperature."""
+    from rich.table import Table
+
     has_link = any(result.delay_ms is not None for result in results)
     link = ("delay ms", "bytes/round") if has_link else ()
     rates = ("tokens/s", "accepted", "per round", "hits")

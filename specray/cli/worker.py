@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
-import threading
-import time
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +10,7 @@ from typing import Annotated
 import typer
 
 from specray.cli.serve import Setting
+from specray.rpc.parent import end_with_parent
 
 
 class Role(StrEnum):
@@ -77,14 +74,3 @@ def worker(
             address=listen,
             start_timeout_s=start_timeout_s,
         )
-
-
-def end_with_parent(parent_pid: int, *, period_s: float = 1.0) -> None:
-    """This process gets SIGTERM once its parent has ended, however that ended, and also if it did before."""
-
-    def watch() -> None:
-        while os.getppid() == parent_pid:
-            time.sleep(period_s)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()

@@ -6,8 +6,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 FORBIDDEN = (
     "numba",
     "llvmlite",
@@ -28,8 +26,20 @@ LOAD = """
 import importlib, sys
 for name in sys.argv[1].split(","):
     sys.modules[name] = None
-importlib.import_module(sys.argv[2])
+for name in sys.argv[2].split(","):
+    importlib.import_module(name)
+print(*sorted({"torch", "transformers"} & sys.modules.keys()))
 """
+MODULES = (
+    "specray.engine.build",
+    "specray.rpc.worker",
+    "specray.bench.gpu.stage",
+    "specray.bench.gpu.worker",
+    "specray.bench.gpu.models",
+    "specray.bench.gpu.forwards",
+    "specray.bench.gpu.pair",
+    "specray.bench.gpu.peer",
+)
 
 
 def _run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -43,10 +53,16 @@ def _run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("module", ["specray.engine.build"])
-def test_module_needs_nothing_but_torch_transformers_and_grpc(module: str) -> None:
-    result = _run(LOAD, ",".join(FORBIDDEN), module)
+def test_path_to_a_gpu_needs_nothing_but_torch_transformers_and_grpc() -> None:
+    result = _run(LOAD, ",".join(FORBIDDEN), ",".join(MODULES))
     assert result.returncode == 0, result.stderr
+
+
+def test_command_line_imports_neither_torch_nor_transformers() -> None:
+    """A wrong option fails at once."""
+    result = _run(LOAD, ",".join(FORBIDDEN), "specray.bench.gpu.__main__")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == []
 
 
 def test_without_numba_a_cpu_engine_says_so_and_runs_on_torch() -> None:

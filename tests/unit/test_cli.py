@@ -255,7 +255,7 @@ def test_build_config_refuses_before_it_parses() -> None:
 
 def test_worker_with_parent_ends_when_its_parent_is_killed() -> None:
     child = (
-        "import sys, time\nfrom specray.cli.worker import end_with_parent\n"
+        "import sys, time\nfrom specray.rpc.parent import end_with_parent\n"
         "end_with_parent(int(sys.argv[1]), period_s=0.01)\ntime.sleep(60)"
     )
     parent = (

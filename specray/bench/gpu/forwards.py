@@ -1,0 +1,181 @@
+"""Forwards of one engine in this process: each way to attend, as it is and captured, against the least time.
+
+The bound is the decoder's linear layers alone, in the same process: reading every weight once, at the speed
+that the device's matrix products really reach. Beside it stands what a plain copy moves per second.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from specray.config import EngineConfig
+from specray.engine.block_backends import Model, choose_backend
+from specray.engine.blocks import BlockAttention
+from specray.engine.graphs import CudaCapture, GraphedForward, Work, run_again
+from specray.engine.inputs import SequenceInput
+from specray.engine.linear import Weights
+from specray.engine.lowered import LoweredForward
+from specray.engine.runner import ModelRunner, build_runner
+from specray.errors import ConfigError
+
+BACKENDS = ("varlen", "triton", "gather")
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardTime:
+    """One way and width. Times are medians, in milliseconds, from the call to the logits."""
+
+    attention: str
+    is_captured: bool
+    num_sequences: int
+    width: int
+    """Rows of each sequence."""
+    forward_ms: float
+    bound_ms: float
+    """The linear layers alone, on as many rows."""
+
+    @property
+    def share(self) -> float:
+        """Bound over forward."""
+        return self.bound_ms / self.forward_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is measured."""
+
+    batches: tuple[int, ...] = (1, 4, 16)
+    widths: tuple[int, ...] = (1, 2, 4, 6, 8)
+    context_len: int = 256
+    num_repeats: int = 20
+    copied_bytes: int = 2**31
+
+
+TINY = Workload(batches=(1, 2), widths=(1, 3), context_len=24, num_repeats=2, copied_bytes=2**22)
+
+
+def measure(config: EngineConfig, workload: Workload) -> dict[str, Any]:
+    """Measures everything and returns it as the report wants it.
+
+    Raises:
+        ConfigError: the model cannot be loaded or its forward is not the lowered one.
+    """
+    runner = build_runner(config, role="target")
+    forward = runner.forward
+    if not isinstance(forward, LoweredForward) or not isinstance(forward.attention, BlockAttention):
+        raise ConfigError(
+            f"the forward of {runner.info.model_name} attends in its own way; nothing to capture"
+        )
+    bounds = _bounds_ms(forward, runner, workload)
+    weight_bytes = sum(x.num_weights for x in forward.linears()) * runner.info.dtype.itemsize
+    used: dict[str, str] = {}
+    times: list[ForwardTime] = []
+    for name in BACKENDS:
+        try:
+            attention = _attention(name, forward.attention, runner)
+        except ConfigError as error:
+            used[name] = str(error)
+            continue
+        used[name] = "measured"
+        other = replace(forward, attention=attention)
+        times += _measure_backend(name, other, runner, workload, bounds)
+    return {
+        "weight_bytes": weight_bytes,
+        "copy_gb_per_s": _copy_gb_per_s(runner.info.device, workload),
+        "weights_gb_per_s": weight_bytes / bounds[1] / 1e6,
+        "block_size": runner.info.block_size,
+        "default_attention": runner.info.attention,
+        "attentions": used,
+        "times": [{**asdict(entry), "share": entry.share} for entry in times],
+    }
+
+
+def _attention(name: str, attention: BlockAttention, runner: ModelRunner) -> BlockAttention:
+    info = runner.info
+    model = Model(attention.shape, info.dtype, info.device)
+    return replace(attention, attend_blocks=choose_backend(name, model, info.block_size).attend)
+
+
+def _measure_backend(
+    name: str, forward: LoweredForward, runner: ModelRunner, workload: Workload, bounds: dict[int, float]
+) -> list[ForwardTime]:
+    graphs = GraphedForward(
+        forward,
+        runner.cache,
+        max_model_len=runner.info.max_model_len,
+        capture=_capture(runner.info.device),
+    )
+    times = []
+    for is_captured in (False, True):
+        own = ModelRunner(forward, runner.cache, runner.info, graphs=graphs if is_captured else None)
+        for batch in workload.batches:
+            for width in workload.widths:
+                step = _step(runner, batch, width, workload.context_len)
+                forward_ms = _median_ms(_run_of(own, step), runner.info.device, workload.num_repeats)
+                bound_ms = bounds[batch * width]
+                times.append(ForwardTime(name, is_captured, batch, width, forward_ms, bound_ms))
+    return times
+
+
+def _run_of(runner: ModelRunner, step: Sequence[SequenceInput]) -> Callable[[], object]:
+    return lambda: runner.run(step)
+
+
+def _step(runner: ModelRunner, batch: int, width: int, context_len: int) -> list[SequenceInput]:
+    num_blocks = -(-(context_len + width) // runner.info.block_size)
+    if batch * num_blocks > runner.info.num_blocks:
+        raise ConfigError(
+            f"{batch} sequences need {batch * num_blocks} blocks; room: {runner.info.num_blocks}"
+        )
+    tables = [range(i * num_blocks, (i + 1) * num_blocks) for i in range(batch)]
+    return [SequenceInput([2] * width, context_len, table, width) for table in tables]
+
+
+def _capture(device: torch.device) -> Callable[[Work], Work]:
+    return CudaCapture(device) if device.type == "cuda" else run_again
+
+
+@torch.inference_mode()
+def _bounds_ms(forward: LoweredForward, runner: ModelRunner, workload: Workload) -> dict[int, float]:
+    """By rows of a step, what the linear layers alone take; captured where forwards are."""
+    linears: list[Weights] = forward.linears()
+    device, bounds = runner.info.device, {}
+    for num_rows in sorted({1, *(b * w for b in workload.batches for w in workload.widths)}):
+        inputs = [
+            torch.ones(num_rows, linear.in_features, dtype=runner.info.dtype, device=device)
+            for linear in linears
+        ]
+
+        def work(inputs: list[torch.Tensor] = inputs) -> torch.Tensor:
+            for linear, rows in zip(linears, inputs, strict=True):
+                output = linear(rows)
+            return output
+
+        bounds[num_rows] = _median_ms(_capture(device)(work), device, workload.num_repeats)
+    return bounds
+
+
+def _copy_gb_per_s(device: torch.device, workload: Workload) -> float:
+    """10^9 bytes per second that a copy reads and writes, both counted."""
+    source = torch.ones(workload.copied_bytes, dtype=torch.uint8, device=device)
+    destination = torch.empty_like(source)
+    ms = _median_ms(lambda: destination.copy_(source), device, workload.num_repeats)
+    return 2 * workload.copied_bytes / ms / 1e6
+
+
+def _median_ms(call: Callable[[], object], device: torch.device, num_repeats: int) -> float:
+    durations = []
+    for repeat in range(-3, num_repeats):
+        began = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if repeat >= 0:
+            durations.append((time.perf_counter() - began) * 1e3)
+    return statistics.median(durations)

@@ -1,0 +1,71 @@
+"""The checkpoints that are measured: the embedded pair's function at the cost of a real target."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Final
+
+import torch
+from transformers import LlamaForCausalLM
+
+from specray.demo.inflate import InflatedShape, inflate_model
+from specray.demo.paths import demo_target_path
+from specray.errors import ConfigError
+
+# Layers beyond those of models with these names make up for the embedded pair's small vocabulary; heads are
+# of 64 numbers, as the embedded target's.
+_SHAPES: Final = {
+    "1b": InflatedShape(
+        hidden_size=2048, num_layers=20, intermediate_size=8192, num_heads=32, num_kv_heads=8
+    ),
+    "8b": InflatedShape(
+        hidden_size=4096, num_layers=36, intermediate_size=14336, num_heads=64, num_kv_heads=16
+    ),
+}
+_WEIGHT_FILES: Final = (".safetensors", ".safetensors.index.json")
+
+
+def make_checkpoint(shape: str, directory: Path, device: str) -> Path:
+    """The checkpoint of a shape, in bfloat16; made below ``directory`` unless it is there.
+
+    Random numbers are drawn, and weights rounded, on ``device``: on a CPU that takes minutes for ``8b``.
+
+    Raises:
+        ConfigError: there is too little disk.
+    """
+    if shape not in _SHAPES:
+        return demo_target_path()
+    destination = directory / shape
+    if (destination / "config.json").is_file():
+        return destination
+    sizes = _SHAPES[shape]
+    _check_disk(directory, sizes)
+    source = demo_target_path()
+    small = LlamaForCausalLM.from_pretrained(source, dtype="auto", local_files_only=True)
+    with torch.device(device):
+        big = inflate_model(small.to(device), sizes, dtype=torch.bfloat16)  # type: ignore[arg-type]
+    partial = directory / f"{shape}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    big.save_pretrained(partial)
+    for file in source.iterdir():
+        if file.is_file() and not file.name.endswith(_WEIGHT_FILES) and not (partial / file.name).exists():
+            shutil.copyfile(file, partial / file.name)
+    partial.rename(destination)
+    return destination
+
+
+def num_weights(shape: InflatedShape) -> int:
+    """Of all layers, without the vocabulary's."""
+    head_dim = 64
+    attention = 2 * shape.hidden_size * head_dim * (shape.num_heads + shape.num_kv_heads)
+    return shape.num_layers * (attention + 3 * shape.hidden_size * shape.intermediate_size)
+
+
+def _check_disk(directory: Path, shape: InflatedShape) -> None:
+    needed = 2 * num_weights(shape) * 1.05
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        raise ConfigError(
+            f"models directory {directory} has {free / 1e9:.1f} GB free; needed: {needed / 1e9:.1f} GB"
+        )

@@ -1,0 +1,126 @@
+"""Draft and target as processes of their own over gRPC: the same tokens with speculation, and how fast."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from specray.bench.overlap import Arm, measure_arms
+from specray.bench.prompts import Dataset, load_prompts
+from specray.config import Config
+from specray.serving.local import local_pair
+from specray.tokenization import Tokenizer
+from specray.types import Overlap
+
+WORKER_COMMAND = (sys.executable, "-m", "specray.bench.gpu.worker")
+PLAIN = Arm(0, Overlap.SERIAL)
+Outputs = dict[tuple[str, float, int], tuple[int, ...]]
+"""Token ids by arm, temperature and prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Outputs of one arm beside those of plain decoding with the same prompts, seeds and temperature."""
+
+    arm: str
+    temperature: float
+    num_outputs: int
+    num_equal: int
+    num_tokens: int
+    """Compared: up to the first difference of each output, that one included."""
+    num_divergences: int
+
+    @property
+    def divergence_rate(self) -> float:
+        """First differences per token compared."""
+        return self.num_divergences / self.num_tokens if self.num_tokens else 0.0
+
+
+def arms_of(ks: Sequence[int], *, with_auto: bool) -> list[Arm]:
+    """Plain, serial and overlapped with each K, and what the policy chooses by itself."""
+    arms = [PLAIN, *(Arm(k, overlap) for overlap in (Overlap.SERIAL, Overlap.ENUMERATE) for k in ks)]
+    return [*arms, Arm("auto", "auto")] if with_auto else arms
+
+
+def measure(
+    config: Config,
+    *,
+    num_prompts: int,
+    max_tokens: int,
+    num_repeats: int,
+    ks: Sequence[int],
+    with_auto: bool,
+    temperatures: Sequence[float] = (0.0, 1.0),
+) -> dict[str, Any]:
+    """Serves the prompts with every arm.
+
+    Raises:
+        ConfigError: a model or a setting is wrong.
+        EngineLostError: a worker did not start or was lost.
+    """
+    arms = arms_of(ks, with_auto=with_auto)
+    prompts = encoded_prompts(config.target.model, num_prompts)
+    outputs: Outputs = {}
+
+    def keep(arm: Arm, temperature: float, index: int, output: Sequence[int]) -> None:
+        outputs.setdefault((arm.name, temperature, index), tuple(output))
+
+    async def run() -> list[dict[str, Any]]:
+        async with local_pair(config, worker_command=WORKER_COMMAND) as pair:
+            results = await measure_arms(
+                config,
+                pair,
+                arms,
+                prompts,
+                temperatures=temperatures,
+                max_tokens=max_tokens,
+                num_repeats=num_repeats,
+                progress=lambda text: print(text, file=sys.stderr, flush=True),
+                on_output=keep,
+            )
+        return [asdict(result) for result in results]
+
+    results = asyncio.run(run())
+    agreements = [
+        compare(outputs, arm.name, temperature, num_prompts)
+        for temperature in temperatures
+        for arm in arms[1:]
+    ]
+    return {
+        "dtype": config.target.dtype,
+        "arms": results,
+        "agreements": [{**asdict(entry), "divergence_rate": entry.divergence_rate} for entry in agreements],
+        "greedy": [list(outputs[PLAIN.name, 0.0, index]) for index in range(num_prompts)],
+    }
+
+
+def encoded_prompts(model: str, num_prompts: int) -> list[list[int]]:
+    """The built-in prompts as token ids."""
+    from specray.config import EMBEDDED
+    from specray.demo.paths import demo_target_path
+
+    tokenizer = Tokenizer.load(str(demo_target_path()) if model == EMBEDDED else model)
+    return [list(tokenizer.encode(prompt)) for prompt in load_prompts(Dataset.BUILTIN, None, num_prompts)]
+
+
+def compare(
+    outputs: Mapping[tuple[str, float, int], tuple[int, ...]], arm: str, temperature: float, num_prompts: int
+) -> Agreement:
+    """An arm beside plain decoding."""
+    num_equal = num_tokens = 0
+    for index in range(num_prompts):
+        ours, plain = outputs[arm, temperature, index], outputs[PLAIN.name, temperature, index]
+        num_equal += ours == plain
+        num_tokens += num_compared(ours, plain)
+    return Agreement(arm, temperature, num_prompts, num_equal, num_tokens, num_prompts - num_equal)
+
+
+def num_compared(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """Tokens up to the first difference, that one included."""
+    for index, (mine, other) in enumerate(zip(ours, theirs, strict=False)):
+        if mine != other:
+            return index + 1
+    return max(len(ours), len(theirs))

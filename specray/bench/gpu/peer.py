@@ -1,0 +1,71 @@
+"""transformers' own ``generate`` on the same checkpoints and prompts: plain, and with an assistant."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@torch.inference_mode()
+def measure(
+    target: str,
+    draft: str,
+    prompts: Sequence[Sequence[int]],
+    *,
+    device: str,
+    dtype: str,
+    max_tokens: int,
+    num_repeats: int,
+    ks: Sequence[int],
+) -> dict[str, Any]:
+    """Generates greedily, one prompt after another.
+
+    Args:
+        prompts: token ids.
+        ks: assistant tokens of the assisted arms.
+    """
+    model, assistant = _load(target, device, dtype), _load(draft, device, dtype)
+    outputs = [_generate(model, prompt, max_tokens, {}) for prompt in prompts]
+    arms = []
+    for k in (None, *ks):
+        options: dict[str, Any] = {}
+        if k is not None:
+            options["assistant_model"] = assistant
+            assistant.generation_config.num_assistant_tokens = k
+            assistant.generation_config.num_assistant_tokens_schedule = "constant"
+            assistant.generation_config.assistant_confidence_threshold = 0.0
+        _generate(model, prompts[0], max_tokens, options)
+        began, num_tokens = time.perf_counter(), 0
+        for _ in range(num_repeats):
+            num_tokens += sum(len(_generate(model, prompt, max_tokens, options)) for prompt in prompts)
+        name = "generate" if k is None else f"assisted K={k}"
+        arms.append({"arm": name, "tokens_per_s": num_tokens / (time.perf_counter() - began)})
+    return {"dtype": dtype, "arms": arms, "greedy": outputs}
+
+
+def _load(path: str, device: str, dtype: str) -> Any:
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=_DTYPES[dtype]).to(device).eval()
+    # What a call leaves out is taken from the model's own: no end of sequence there.
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def _generate(model: Any, prompt: Sequence[int], max_tokens: int, options: dict[str, Any]) -> list[int]:
+    """The new token ids; the copy of them to the host waits for the device."""
+    token_ids = torch.tensor([list(prompt)], device=model.device)
+    output = model.generate(
+        token_ids,
+        attention_mask=torch.ones_like(token_ids),
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        pad_token_id=1,
+        **options,
+    )
+    generated: list[int] = output[0, len(prompt) :].tolist()
+    return generated

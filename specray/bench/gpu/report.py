@@ -1,0 +1,153 @@
+"""The report of a run: JSON with everything, Markdown with what people compare."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+Report = dict[str, Any]
+
+
+def write_report(report: Report, directory: Path) -> None:
+    """Writes ``report.json`` and ``report.md``."""
+    (directory / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    (directory / "report.md").write_text("\n".join(_markdown(report)) + "\n", encoding="utf-8")
+
+
+def problems(report: Report) -> list[str]:
+    """What must not be: a stage without a result, or float32 outputs that differ."""
+    found = [f"{failure['stage']} failed: {failure['reason']}" for failure in report["failures"]]
+    for shape, results in report["shapes"].items():
+        pair = results.get("pair float32")
+        if pair is None:
+            continue
+        for entry in pair["agreements"]:
+            if entry["num_equal"] != entry["num_outputs"]:
+                found.append(
+                    f"{shape}, float32, temperature {entry['temperature']:g}: {entry['arm']} gives "
+                    f"{entry['num_equal']} of {entry['num_outputs']} outputs of plain decoding"
+                )
+        peer = results.get("transformers float32")
+        if peer is not None and (equal := _num_equal(pair, peer)) < len(peer["greedy"]):
+            found.append(
+                f"{shape}, float32: {equal} of {len(peer['greedy'])} greedy outputs equal transformers'"
+            )
+    return found
+
+
+def _num_equal(pair: dict[str, Any], peer: dict[str, Any]) -> int:
+    return sum(ours == theirs for ours, theirs in zip(pair["greedy"], peer["greedy"], strict=True))
+
+
+def _markdown(report: Report) -> Iterator[str]:
+    options = report["options"]
+    yield "# specray on an accelerator"
+    yield ""
+    yield f"`{json.dumps(options)}`"
+    for shape, results in report["shapes"].items():
+        yield ""
+        yield f"## {shape}"
+        yield from _checkpoint(results)
+        if "forwards" in results:
+            yield from _forwards(results["forwards"])
+        for dtype in ("float32", "bfloat16"):
+            yield from _pair(dtype, results.get(f"pair {dtype}"), results.get(f"transformers {dtype}"))
+    if report["failures"]:
+        yield ""
+        yield "## Failed"
+        yield ""
+        for failure in report["failures"]:
+            yield f"- {failure['stage']}: {failure['reason'].splitlines()[-1]}"
+
+
+def _checkpoint(results: dict[str, Any]) -> Iterator[str]:
+    made = results.get("checkpoint")
+    if made is None:
+        return
+    cuda = "" if made["cuda"] is None else f", CUDA {made['cuda']}"
+    yield ""
+    yield f"{made['device']}; torch {made['torch']}{cuda}, transformers {made['transformers']}."
+
+
+def _forwards(forwards: dict[str, Any]) -> Iterator[str]:
+    yield ""
+    yield (
+        f"Weights: {forwards['weight_bytes'] / 1e9:.2f} GB, read by the linear layers alone at "
+        f"{forwards['weights_gb_per_s']:.0f} GB/s; a copy moves {forwards['copy_gb_per_s']:.0f} GB/s. "
+        f"Blocks of {forwards['block_size']} tokens; attention by default: {forwards['default_attention']}."
+    )
+    for name, state in forwards["attentions"].items():
+        if state != "measured":
+            yield ""
+            yield f"`{name}` was not measured: {state.splitlines()[0]}"
+    yield ""
+    rows = [
+        (
+            time["attention"],
+            "captured" if time["is_captured"] else "as it is",
+            str(time["num_sequences"]),
+            str(time["width"]),
+            f"{time['forward_ms']:.3f}",
+            f"{time['bound_ms']:.3f}",
+            f"{time['share']:.2f}",
+        )
+        for time in forwards["times"]
+    ]
+    headings = ("attention", "forward", "sequences", "rows each", "ms", "bound ms", "bound share")
+    yield from _table(headings, rows)
+
+
+def _pair(dtype: str, pair: dict[str, Any] | None, peer: dict[str, Any] | None) -> Iterator[str]:
+    if pair is not None:
+        yield ""
+        yield f"### Draft and target over gRPC, {dtype}"
+        yield ""
+        agreements = {(entry["arm"], entry["temperature"]): entry for entry in pair["agreements"]}
+        plain = {arm["temperature"]: arm["tokens_per_s"] for arm in pair["arms"] if arm["arm"] == "off"}
+        rows = [
+            (
+                arm["arm"],
+                f"{arm['temperature']:g}",
+                f"{arm['tokens_per_s']:.1f}",
+                f"{arm['tokens_per_s'] / plain[arm['temperature']]:.2f}",
+                _number(arm["acceptance_rate"]),
+                _number(arm["hit_rate"]),
+                _number(arm["verify_ms"]),
+                _number(arm["draft_ms"]),
+                *_agreement(agreements.get((arm["arm"], arm["temperature"]))),
+            )
+            for arm in pair["arms"]
+        ]
+        headings = ("arm", "temp.", "tokens/s", "of plain", "accepted", "hits", "verify ms", "draft ms")
+        yield from _table((*headings, "equal outputs", "divergences per token"), rows)
+    if peer is not None:
+        yield ""
+        yield f"### transformers, {dtype}"
+        yield ""
+        yield from _table(
+            ("arm", "tokens/s"), [(arm["arm"], f"{arm['tokens_per_s']:.1f}") for arm in peer["arms"]]
+        )
+        if pair is not None:
+            yield ""
+            equal = _num_equal(pair, peer)
+            total = len(pair["greedy"])
+            yield f"Outputs of plain decoding equal to transformers', greedy: {equal} of {total}."
+
+
+def _agreement(entry: dict[str, Any] | None) -> tuple[str, str]:
+    if entry is None:
+        return "–", "–"
+    return f"{entry['num_equal']} of {entry['num_outputs']}", f"{entry['divergence_rate']:.5f}"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield "| " + " | ".join(headings) + " |"
+    yield "|" + "---|" * len(headings)
+    for row in rows:
+        yield "| " + " | ".join(row) + " |"

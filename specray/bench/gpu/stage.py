@@ -1,0 +1,136 @@
+"""One stage of a run, as a process: reads its arguments from stdin and writes its result to a file."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from specray.config import EMBEDDED, Config, EngineConfig, apply_thread_environment, parse_config
+from specray.errors import ConfigError, SpecrayError
+
+MAX_MODEL_LEN: Final = 1024
+_NUM_SEQUENCES: Final = 16
+_CACHE_GIB: Final = 8.0
+
+
+def models(shape: str, directory: str, device: str) -> dict[str, Any]:
+    """Makes the checkpoint of a shape, and says what the device is."""
+    import torch
+    import transformers
+
+    from specray.bench.gpu.models import make_checkpoint
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device is 'cuda', but torch sees no CUDA device; allowed here: cpu")
+    began = time.perf_counter()
+    path = make_checkpoint(shape, Path(directory), device)
+    is_cuda = device == "cuda"
+    return {
+        "path": str(path),
+        "seconds": time.perf_counter() - began,
+        "device": torch.cuda.get_device_name() if is_cuda else platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if is_cuda else None,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def forwards(path: str, device: str, dtype: str, is_tiny: bool) -> dict[str, Any]:
+    """Times forwards in this process."""
+    from specray.bench.gpu.forwards import TINY, Workload, measure
+
+    values = {**_engine(path, device, dtype), "max_num_seqs": 2 * _NUM_SEQUENCES}
+    return measure(EngineConfig.model_validate(values), TINY if is_tiny else Workload())
+
+
+def pair(
+    path: str,
+    device: str,
+    draft_device: str,
+    dtype: str,
+    num_prompts: int,
+    max_tokens: int,
+    num_repeats: int,
+    ks: list[int],
+    with_auto: bool,
+) -> dict[str, Any]:
+    """Serves prompts with draft and target as processes of their own."""
+    from specray.bench.gpu.pair import measure
+
+    config = pair_config(path, device, draft_device, dtype)
+    return measure(
+        config,
+        num_prompts=num_prompts,
+        max_tokens=max_tokens,
+        num_repeats=num_repeats,
+        ks=ks,
+        with_auto=with_auto,
+    )
+
+
+def peer(
+    path: str, device: str, dtype: str, num_prompts: int, max_tokens: int, num_repeats: int, ks: list[int]
+) -> dict[str, Any]:
+    """Generates with transformers."""
+    from specray.bench.gpu.pair import encoded_prompts
+    from specray.bench.gpu.peer import measure
+    from specray.demo.paths import demo_draft_path
+
+    return measure(
+        path,
+        str(demo_draft_path()),
+        encoded_prompts(path, num_prompts),
+        device=device,
+        dtype=dtype,
+        max_tokens=max_tokens,
+        num_repeats=num_repeats,
+        ks=ks,
+    )
+
+
+def pair_config(path: str, device: str, draft_device: str, dtype: str) -> Config:
+    """The pair whose target is the checkpoint; prompts come again, so none is kept."""
+    target = {**_engine(path, device, dtype), "max_num_seqs": _NUM_SEQUENCES}
+    draft = {**_engine(EMBEDDED, draft_device, dtype), "max_num_seqs": _NUM_SEQUENCES}
+    return parse_config({"target": target, "draft": draft})
+
+
+def _engine(path: str, device: str, dtype: str) -> dict[str, Any]:
+    return {
+        "model": path,
+        "device": device,
+        "dtype": dtype,
+        "max_model_len": MAX_MODEL_LEN,
+        "cache_memory_gib": _CACHE_GIB,
+        "prefix_cache": False,
+        # On CPU the same path as on CUDA, so that it can be tried without one.
+        "attention": "auto" if device == "cuda" else "gather",
+    }
+
+
+_STAGES: Final[dict[str, Callable[..., dict[str, Any]]]] = {
+    stage.__name__: stage for stage in (models, forwards, pair, peer)
+}
+
+
+def main() -> int:
+    """``stage.py NAME RESULT``: the exit status says whether there is a result."""
+    name, result = sys.argv[1:]
+    apply_thread_environment()
+    try:
+        value = _STAGES[name](**json.load(sys.stdin))
+    except SpecrayError as error:
+        print(f"specray: {error}", file=sys.stderr)
+        return 1
+    Path(result).write_text(json.dumps(value), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

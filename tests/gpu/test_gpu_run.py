@@ -1,0 +1,150 @@
+"""The script for accelerators runs on a CPU, at a tiny size, and says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specray.bench.gpu.options import parse_options
+from specray.bench.gpu.pair import Agreement, arms_of, compare, num_compared
+from specray.bench.gpu.report import problems, write_report
+
+
+def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "specray.bench.gpu", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_whole_run_on_a_cpu_gives_equal_tokens_and_every_figure(tmp_path: Path) -> None:
+    sizes = ("--num-prompts", "2", "--max-tokens", "12", "--num-repeats", "1", "--k", "2")
+    options = ("--shape", "tiny", "--device", "cpu", "--dtype", "float32", *sizes)
+    result = run_script(*options, "--report", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["failures"] == []
+    results = report["shapes"]["tiny"]
+    assert sorted(results) == ["checkpoint", "forwards", "pair float32", "transformers float32"]
+    assert results["forwards"]["attentions"]["gather"] == "measured"
+    assert "not work here" in results["forwards"]["attentions"]["triton"]
+    measured = {
+        (time["is_captured"], time["num_sequences"], time["width"]) for time in results["forwards"]["times"]
+    }
+    assert measured == {(captured, n, w) for captured in (False, True) for n in (1, 2) for w in (1, 3)}
+    pair = results["pair float32"]
+    assert [arm["arm"] for arm in pair["arms"]] == 2 * ["off", "serial K=2", "enumerate K=2"]
+    assert [entry["num_equal"] for entry in pair["agreements"]] == [2, 2, 2, 2]
+    assert [entry["num_tokens"] for entry in pair["agreements"]] == [24, 24, 24, 24]
+    assert pair["greedy"] == results["transformers float32"]["greedy"]
+    text = (tmp_path / "report.md").read_text()
+    assert "| enumerate K=2 | 1 |" in text and "greedy: 2 of 2." in text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_device_the_message_says_so_and_the_report_has_it(tmp_path: Path) -> None:
+    result = run_script("--shape", "tiny", "--report", str(tmp_path / "new" / "folder"))
+    assert result.returncode == 1
+    expected = "--device is 'cuda', but torch sees no CUDA device; allowed here: cpu"
+    assert expected in result.stderr
+    assert expected in (tmp_path / "new" / "folder" / "report.md").read_text()
+    assert "Traceback" not in result.stderr
+
+
+def test_a_stage_that_takes_too_long_is_ended_and_the_report_is_written(tmp_path: Path) -> None:
+    result = run_script(
+        "--shape", "tiny", "--device", "cpu", "--stage-timeout", "1", "--report", str(tmp_path)
+    )
+    assert result.returncode == 1
+    assert json.loads((tmp_path / "report.json").read_text())["failures"] == [
+        {"stage": "tiny checkpoint: models", "reason": "it took more than 1 s"}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--num-prompts", "0"], "0 is not allowed; allowed: 1 or more"),
+        (["--k", "33"], "--k is 33; allowed: 1..32"),
+        (["--shape", "70b"], "invalid choice: '70b'"),
+    ],
+)
+def test_wrong_option_is_refused_at_once(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_options([*arguments, "--report", "x"])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_default_options_measure_both_shapes_on_one_device() -> None:
+    options = parse_options(["--report", "x"])
+    assert (options.shapes, options.device, options.draft_device) == (("1b", "8b"), "cuda", "cuda")
+
+
+def test_divergence_counts_tokens_up_to_the_first_difference() -> None:
+    outputs = {
+        ("off", 0.0, 0): (1, 2, 3, 4),
+        ("off", 0.0, 1): (1, 2, 3, 4),
+        ("serial K=2", 0.0, 0): (1, 2, 3, 4),
+        ("serial K=2", 0.0, 1): (1, 9, 3, 4),
+    }
+    agreement = compare(outputs, "serial K=2", 0.0, 2)
+    assert agreement == Agreement("serial K=2", 0.0, 2, 1, 6, 1)
+    assert agreement.divergence_rate == 1 / 6
+
+
+def test_shorter_output_differs_where_it_ends() -> None:
+    assert num_compared((1, 2), (1, 2, 3)) == 3
+    assert num_compared((), ()) == 0
+
+
+def test_arms_are_plain_then_serial_then_overlapped() -> None:
+    assert [arm.name for arm in arms_of((2, 4), with_auto=True)] == [
+        "off",
+        "serial K=2",
+        "serial K=4",
+        "enumerate K=2",
+        "enumerate K=4",
+        "auto K=auto",
+    ]
+
+
+def report_of(num_equal: int, ours: list[int], theirs: list[int]) -> dict[str, Any]:
+    entry = {"arm": "serial K=2", "temperature": 0.0, "num_outputs": 1, "num_equal": num_equal}
+    pair = {"arms": [], "agreements": [{**entry, "divergence_rate": 0.0}], "greedy": [ours]}
+    results = {"pair float32": pair, "transformers float32": {"arms": [], "greedy": [theirs]}}
+    return {"options": {}, "shapes": {"1b": results}, "failures": []}
+
+
+def test_float32_outputs_that_differ_are_problems_and_bfloat16_ones_are_not() -> None:
+    assert problems(report_of(1, [1, 2], [1, 2])) == []
+    assert problems(report_of(0, [1, 2], [1, 2])) == [
+        "1b, float32, temperature 0: serial K=2 gives 0 of 1 outputs of plain decoding"
+    ]
+    differing = report_of(1, [1, 2], [1, 3])
+    assert problems(differing) == ["1b, float32: 0 of 1 greedy outputs equal transformers'"]
+    renamed = deepcopy(differing)
+    renamed["shapes"]["1b"] = {
+        key.replace("float32", "bfloat16"): value for key, value in differing["shapes"]["1b"].items()
+    }
+    assert problems(renamed) == []
+
+
+def test_report_of_a_run_whose_stages_all_failed_is_written(tmp_path: Path) -> None:
+    failure = {"stage": "1b checkpoint: models", "reason": "it ended:\nno room"}
+    write_report({"options": {}, "shapes": {"1b": {}}, "failures": [failure]}, tmp_path)
+    assert "- 1b checkpoint: models: no room" in (tmp_path / "report.md").read_text()
