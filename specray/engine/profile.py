@@ -30,9 +30,9 @@ CONTEXT_LEN: Final = 256
 _ROWS_PER_SEQUENCE: Final = 4
 """Of a target step: three draft tokens and the one before them."""
 _DRAFT_TOKENS: Final = 4
-_NUM_SAMPLES: Final = 2
-"""Of each width; the least counts, since whatever disturbs only slows down. One more before them warms up."""
-_CONTEXT_SHARE: Final = 0.4
+_NUM_RUNS: Final = 2
+"""Of each width; the least counts, since warm-up and whatever disturbs only slow down."""
+_CONTEXT_SHARE: Final = 0.25
 """Of the time, for computing the context."""
 _FIRST_CHUNK: Final = 16
 
@@ -91,7 +91,7 @@ def _measure(
         if not workload.prepare(num_rows):
             break
         samples: list[float] = []
-        for _ in range(1 + _NUM_SAMPLES):
+        for _ in range(_NUM_RUNS):
             if clock() + expected_s > deadline_s:
                 break
             seconds = workload.step(num_rows)
@@ -99,9 +99,9 @@ def _measure(
                 return tuple(times)
             expected_s = seconds
             samples.append(seconds)
-        if len(samples) < 2:
+        if len(samples) < _NUM_RUNS:
             break
-        times.append(StepTime(num_rows, min(samples[1:])))
+        times.append(StepTime(num_rows, min(samples)))
     return tuple(times)
 
 

@@ -78,7 +78,8 @@ class TimeTable:
 
         Beyond the largest size, up to _GROWTH times as much, steps are expected to go on growing as they did.
         """
-        self._expected = {_bucket(size): seconds for size, seconds in seconds_by_size.items()}
+        known = ((_bucket(size), seconds) for size, seconds in seconds_by_size.items())
+        self._expected = {size: seconds for size, seconds in known if seconds > 0}
         if len(self._expected) > 1:
             (size, less), (last, more) = sorted(self._expected.items())[-2:]
             slope = max(0.0, more - less) / (last - size)
