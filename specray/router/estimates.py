@@ -14,6 +14,7 @@ _EXACT_ROWS = 64
 _NUM_TRUSTED = 3
 _BUCKET_ROWS = 32
 _GROWTH = 4
+_RELAXATION = 0.05
 _REACH = 4
 """What a size took against what was expected of it tells of sizes up to so many times larger or smaller."""
 
@@ -209,6 +210,12 @@ class OutcomesTime:
         """Seconds of ``num_branches`` branches of ``num_tokens`` each."""
         return step_s * self._num_steps(num_tokens, num_branches) * self._factor(num_branches)
 
+    def relax(self) -> None:
+        """Doubts a little that outcomes are dearer than expected: what is not chosen is not measured again."""
+        for factor in self._factors.values():
+            if factor.value is not None and factor.value > 1.0:
+                factor.value += _RELAXATION * (1.0 - factor.value)
+
     def _num_steps(self, num_tokens: int, num_branches: int) -> float:
         """In steps of one line."""
         last = self._widths[-1]
@@ -243,6 +250,11 @@ class Rate:
     def value(self) -> float:
         """In (0, 1)."""
         return (self._successes + self._prior * self._weight) / (self._trials + self._weight)
+
+    def relax(self) -> None:
+        """Doubts the trials a little: what is not chosen is not tried again."""
+        self._successes *= 1.0 - _RELAXATION
+        self._trials *= 1.0 - _RELAXATION
 
     def add(self, successes: int, trials: int) -> None:
         """Takes the trials of one round."""

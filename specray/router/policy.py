@@ -285,6 +285,7 @@ class Policy:
             pacing.rounds_to_review = PROBE_ROUNDS
             pacing.is_probing = True
             return
+        self._relax()
         best = self._best(candidates, pacing, num_running)
         # Speculation is left as soon as it promises less than none; any other change must be worth it.
         if current is not None and best not in (current, OFF):
@@ -292,6 +293,12 @@ class Policy:
             if self.goodput(best, pacing, num_running) <= HYSTERESIS * expected:
                 best = current
         pacing.plan = best
+
+    def _relax(self) -> None:
+        """What was measured of ways of working that were left since becomes less certain."""
+        self._measured.outcomes.relax()
+        for rate in self._measured.hit_rate.values():
+            rate.relax()
 
     def _candidates(self, fixed_k: int | None) -> list[Plan]:
         ks = AUTO_K if fixed_k is None else (fixed_k,)

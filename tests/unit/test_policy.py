@@ -294,6 +294,21 @@ def test_outcomes_cost_what_the_draft_said_of_its_steps() -> None:
     assert widths == pytest.approx([3, 1 + 2 * 1.5, 1 + 2 * 2.0, 1 + 2 * 3.0])
 
 
+def test_what_was_measured_once_is_doubted_review_by_review() -> None:
+    """A way of working that was slow when it was tried is tried again one day."""
+    policy, pacing = measured(overlap="auto", draft_step_s=0.002)
+    assert chosen(policy, pacing).overlap is Overlap.ENUMERATE
+    for _ in range(60):
+        for num_branches in (1, 4, 8, 20, 40):
+            policy.observe_outcomes(3, num_branches, 0.080)
+    ways = []
+    for _ in range(100):
+        pacing.rounds_to_review = 0
+        ways.append(chosen(policy, pacing).overlap)
+    assert ways[0] is not Overlap.ENUMERATE
+    assert ways[-1] is Overlap.ENUMERATE
+
+
 def test_average_forgets_a_slow_start_and_caps_a_hiccup() -> None:
     average = Average()
     for sample in (1.0, 0.02, 0.021, 0.02, 0.02):
