@@ -80,6 +80,10 @@ class VarlenAttend:
             return self._others(query, layer, batch, block_size=block_size, scale=scale, window=window)
         num_kv_heads = layer.shape[1] // 2
         blocks = layer.view(-1, block_size, *layer.shape[1:])
+        left = -1 if window is None else window - 1
+        # A single row sees all that is there. Asked without a bound to the right, the kernel takes the query
+        # heads that share a kv head together.
+        right = -1 if left < 0 and batch.max_rows == 1 else 0
         output = self._varlen_attn(
             query,
             blocks[:, :, :num_kv_heads],
@@ -90,7 +94,7 @@ class VarlenAttend:
             batch.max_rows,
             batch.block_tables.shape[1] * block_size,
             scale=scale,
-            window_size=(-1 if window is None else window - 1, 0),
+            window_size=(left, right),
             enable_gqa=query.shape[1] != num_kv_heads,
             seqused_k=batch.lengths,
             block_table=batch.block_tables,

@@ -50,7 +50,8 @@ def measure(
 
 
 def _load(path: str, device: str, dtype: str) -> Any:
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=_DTYPES[dtype]).to(device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=_DTYPES[dtype])
+    model.to(device).eval()
     # What a call leaves out is taken from the model's own: no end of sequence there.
     model.generation_config.eos_token_id = None
     return model

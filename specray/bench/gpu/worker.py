@@ -30,7 +30,7 @@ def main() -> int:
         config = load_config(arguments.config)
         build = build_draft_engine if arguments.role == "draft" else build_target_engine
         serve_engine(
-            partial(build, config),  # type: ignore[arg-type]
+            partial(build, config),
             role=arguments.role,
             address=arguments.listen,
             start_timeout_s=config.router.start_timeout_s,
