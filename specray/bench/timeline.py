@@ -44,6 +44,7 @@ class Span:
     """One item of one session, from the router to an engine and back. Times in ns on the router's clock."""
 
     request_id: str
+    round_id: int
     lane: Lane
     kind: Kind
     asked_ns: int
@@ -128,14 +129,13 @@ def make_timeline(events: Sequence[TraceEvent]) -> Timeline:
     asked: dict[tuple[Lane, str, int], DraftAsked | VerifySent] = {}
     spans: list[Span] = []
     marks: list[Mark] = []
-    outcomes: dict[str, DraftAsked] = {}
+    latest: dict[str, DraftAsked] = {}
     used: set[tuple[str, int]] = set()
     for event in events:
         match event:
             case DraftAsked():
                 asked[Lane.DRAFT, event.request_id, event.round_id] = event
-                if event.fanout:
-                    outcomes[event.request_id] = event
+                latest[event.request_id] = event
             case VerifySent():
                 asked[Lane.TARGET, event.request_id, event.round_id] = event
             case DraftReplied():
@@ -148,14 +148,14 @@ def make_timeline(events: Sequence[TraceEvent]) -> Timeline:
                     spans.append(_verify_span(question, event))
             case LookedUp():
                 marks.append(Mark(event.request_id, event.ns, event.result))
-                question = outcomes.pop(event.request_id, None)
+                question = latest.get(event.request_id)
                 if question is not None and marks[-1].is_hit:
-                    used.add((event.request_id, question.ns))
+                    used.add((event.request_id, question.round_id))
             case _:
                 pass
     found = [
         replace(span, kind=Kind.USED)
-        if span.kind is Kind.WASTED and (span.request_id, span.asked_ns) in used
+        if span.kind is Kind.WASTED and (span.request_id, span.round_id) in used
         else span
         for span in spans
     ]
@@ -214,6 +214,7 @@ def _draft_span(question: DraftAsked, answer: DraftReplied) -> Span:
     kind = Kind.WASTED if question.fanout else Kind.PROPOSAL
     return Span(
         answer.request_id,
+        answer.round_id,
         Lane.DRAFT,
         Kind.PREFILL if question.base_len == 0 else kind,
         question.ns,
@@ -229,6 +230,7 @@ def _verify_span(question: VerifySent, answer: VerdictReceived) -> Span:
     is_prefill = question.base_len == 0 or answer.num_committed_tokens == 0
     return Span(
         answer.request_id,
+        answer.round_id,
         Lane.TARGET,
         Kind.PREFILL if is_prefill else Kind.VERIFY,
         question.ns,
