@@ -234,15 +234,29 @@ def _mean_ms(metrics: RouterMetrics, name: str) -> float | None:
     return 1e3 * metrics.value(f"{name}_sum") / count if count else None
 
 
+_CAPTION = (
+    "acc: draft tokens accepted; E: tokens a round; hits: verdicts foreseen; V, D, idle: mean ms of a "
+    "verification, of a draft step, between verifications; ratio: to the best serial arm"
+)
+_LINK_CAPTION = "; delay: ms each way; bytes: a round's, to and from the draft"
+
+
 def overlap_table(results: Sequence[OverlapResult]) -> Table:
     """For the terminal; the last column compares with the fastest serial arm of the same temperature."""
-    from rich.table import Table
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Column, Table
 
     has_link = any(result.delay_ms is not None for result in results)
-    link = ("delay ms", "bytes/round") if has_link else ()
-    rates = ("tokens/s", "accepted", "per round", "hits")
-    times = ("verify ms", "draft ms", "idle ms")
-    table = Table("arm", "temp.", *link, *rates, *times, "of best serial", title="overlap")
+    link = ("delay", "bytes") if has_link else ()
+    numbers = ("temp", *link, "tok/s", "acc", "E", "hits", "V", "D", "idle", "ratio")
+    table = Table(
+        Column("arm", no_wrap=True),
+        *(Column(name, justify="right", no_wrap=True) for name in numbers),
+        title="overlap",
+        caption=_CAPTION + (_LINK_CAPTION if has_link else ""),
+        box=SIMPLE_HEAD,
+        padding=0,
+    )
     for result in results:
         serial = [
             other.tokens_per_s
@@ -258,9 +272,9 @@ def overlap_table(results: Sequence[OverlapResult]) -> Table:
             _share(result.acceptance_rate),
             f"{result.tokens_per_round:.2f}",
             _share(result.hit_rate),
-            f"{result.verify_ms:.2f}",
-            "–" if result.draft_ms is None else f"{result.draft_ms:.2f}",
-            f"{result.idle_ms:.2f}",
+            f"{result.verify_ms:.1f}",
+            "–" if result.draft_ms is None else f"{result.draft_ms:.1f}",
+            f"{result.idle_ms:.1f}",
             f"{result.tokens_per_s / max(serial):.2f}" if serial else "–",
         )
     return table
