@@ -19,6 +19,7 @@ from specray.engine.kernels.attention import attention_kernel
 from specray.engine.kernels.linear import TiledGate, TiledLinear, can_tile
 from specray.engine.kernels.norm import FusedRMSNorm
 from specray.engine.kernels.pages import on_large_pages
+from specray.engine.kernels.scores import TILE, scores_kernel
 from specray.engine.kernels.simd import vectors
 from specray.engine.kernels.team import Team, as_pointer, compile_kernel
 from specray.engine.lowered import HeadNorm
@@ -142,6 +143,42 @@ def test_a_row_is_bit_for_bit_the_same_alone_and_among_others(dtype: torch.dtype
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
     hidden = random(9, 64, dtype=dtype)
     assert torch.equal(norm(hidden), torch.cat([norm(row[None]) for row in hidden]))
+
+
+def test_what_lay_in_the_scratch_reaches_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen scores are written for a tile that a block's end or the window's begin leaves short."""
+    qkv = random(40, 8, 32, seed=2)
+    attention, cache = fused(4, 2, 32, torch.float32), empty_cache(14, 7, 2, 32, torch.float32)
+    blocks = list(range(13, -1, -1))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", lambda size: torch.full((size,), float("nan")))
+        steps = [
+            attention.prepare(AttentionStep((SequenceRows(0, count, start, blocks),), cache), slice(0, 0))
+            for start, count in ((0, 33), (33, 7))
+        ]
+    for window in (None, 6):
+        pieces = [
+            step.attend(0, piece.flatten(1), None, window)
+            for step, piece in zip(steps, qkv.split((33, 7)), strict=True)
+        ]
+        reference = expected(qkv, 4, 2, window=window, norm=None)
+        torch.testing.assert_close(torch.cat(pieces).double(), reference, atol=2e-6, rtol=2e-5)
+
+
+@pytest.mark.parametrize("head_dim", [2, 6, 8, 24, 64, 80])
+def test_scores_of_a_tile_in_the_order_of_its_tokens(head_dim: int) -> None:
+    """Heads of one register, of several, and of less than one."""
+    scores = scores_kernel(head_dim)
+
+    @compile_kernel
+    def kernel(address: int, part: int, num_parts: int, thread: int) -> None:
+        args = carray(as_pointer(address), (3,), np.int64)
+        scores(args[0], args[0] + head_dim * 4, args[1], args[2], args[2] + TILE * 4)
+
+    queries, tile, out = random(2, head_dim), random(TILE, head_dim, seed=1), torch.empty(2, TILE)
+    args = np.array([x.data_ptr() for x in (queries, tile, out)], dtype=np.int64)
+    ALONE.run(kernel, args.ctypes.data, 1)
+    torch.testing.assert_close(out.double(), queries.double() @ tile.double().T, atol=1e-5, rtol=1e-5)
 
 
 def test_long_sequences_beside_short_ones() -> None:

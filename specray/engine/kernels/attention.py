@@ -18,11 +18,11 @@ import torch
 from numba import carray
 
 from specray.engine.inputs import BranchRow
+from specray.engine.kernels.scores import TILE, scores_kernel
 from specray.engine.kernels.simd import kernel, prefetch, vectors
+from specray.engine.kernels.softmax import softmax_kernel
 from specray.engine.kernels.team import Kernel, Team, as_pointer, compile_kernel
 
-_TILE = 16
-"""Tokens whose keys or values are converted at a time."""
 _LINE = 64
 """Bytes of a cache line."""
 _MAX_QUERIES = 32
@@ -30,7 +30,6 @@ _MAX_QUERIES = 32
 _PARTS_PER_THREAD = 4
 _MIN_SHARED_WORK = 32_768
 """Numbers of K and V to read, below which a second thread costs more than it brings."""
-
 
 # Fields of the block of 64-bit numbers that the kernel is given; addresses unless said otherwise.
 _QKV = 0  # [num_rows, num_heads + 2 * num_kv_heads, head_dim]
@@ -58,7 +57,6 @@ _NUM_COLUMNS = 7
 # Columns of a branch row.
 _POSITION, _PLACE, _TRUNK_LEN, _FIRST_PLACE = range(4)
 
-_HIDDEN = np.float32(-1e30)
 _ONE = np.float32(1.0)
 
 
@@ -89,15 +87,8 @@ class AttentionCall:
     """
 
     __slots__ = (
-        "_args",
-        "_args_address",
-        "_kept",
-        "_kernel",
-        "_num_heads",
-        "_num_parts",
-        "_scale_eps",
-        "_team",
-    )
+        "_args", "_args_address", "_kept", "_kernel", "_num_heads", "_num_parts", "_scale_eps", "_team"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -134,11 +125,11 @@ class AttentionCall:
             num_query_numbers = max(num_query_numbers, num_queries * num_kv_heads * head_dim)
             # All heads of few rows, or one head of some of many.
             num_at_once = min(num_queries, max(_MAX_QUERIES, group_size)) * num_kv_heads
-            num_scratch = max(num_scratch, num_at_once * (end + _TILE + head_dim))
+            num_scratch = max(num_scratch, num_at_once * (end + 2 * TILE + head_dim))
         self._team = team
         is_shared = team.size > 1 and work * head_dim >= _MIN_SHARED_WORK
         self._num_parts = min(len(spans) * num_kv_heads, _PARTS_PER_THREAD * team.size) if is_shared else 1
-        num_scratch += num_query_numbers + _TILE * head_dim
+        num_scratch += num_query_numbers + TILE * head_dim
         scratch = torch.empty(team.size * num_scratch)
         table = np.array(columns, dtype=np.int64)
         self._args = np.array(
@@ -299,11 +290,9 @@ def _rotate_kernel(head_dim: int, dtype: str) -> Any:
 def _attend_kernel(head_dim: int, dtype: str) -> Any:
     stored, single = vectors(head_dim, dtype), vectors(head_dim, "float32")
     load, store = stored.load, stored.store
-    fetch, keep, splat, mul, fma, total = (
-        single.load, single.store, single.splat, single.mul, single.fma, single.sum
-    )  # fmt: skip
-    softmax, item_size = _softmax_kernel(), 2 if dtype == "bfloat16" else 4
-    zero = np.float32(0.0)
+    fetch, keep, splat, mul, fma = single.load, single.store, single.splat, single.mul, single.fma
+    scores, softmax, item_size = scores_kernel(head_dim), softmax_kernel(), 2 if dtype == "bfloat16" else 4
+    zero, query_bytes = np.float32(0.0), head_dim * 4
 
     @kernel()
     def attend(
@@ -325,38 +314,36 @@ def _attend_kernel(head_dim: int, dtype: str) -> Any:
         if branch >= 0:
             start, end = span[_START], branches[branch + last_row - 1, _PLACE] + 1
         first_position = max(0, start - window + 1) if window else 0
-        stride = (end + _TILE - 1) // _TILE * _TILE
+        stride = (end + TILE - 1) // TILE * TILE
         num_all = (last_head - first_head) * num_queries
         sums = args[_SCRATCH] + (thread * args[_SCRATCH_SIZE] + args[_NUM_QUERY_NUMBERS]) * 4
         tile = sums + num_all * head_dim * 4
-        weights_address = tile + _TILE * head_dim * 4
-        weights = carray(as_pointer(weights_address), (num_all, stride), np.float32)
+        weights_address = tile + TILE * head_dim * 4
+        # A tile may end behind the last token; a factor for the sum lies there afterwards.
+        weights_size = stride + TILE
+        weights = carray(as_pointer(weights_address), (num_all, weights_size), np.float32)
         last_run = span[_FIRST_RUN] + span[_NUM_RUNS]
         runs = carray(as_pointer(args[_RUNS]), (last_run, 3), np.int64)
 
         for run in range(span[_FIRST_RUN], last_run):
             shift = runs[run, 2] - runs[run, 0]
             last = min(end, runs[run, 1])
-            for begin in range(max(first_position, runs[run, 0]), last, _TILE):
-                count = min(_TILE, last - begin)
+            for begin in range(max(first_position, runs[run, 0]), last, TILE):
+                count = min(TILE, last - begin)
                 for head in range(last_head - first_head):
                     key = (begin + shift) * slot_size + (first_head + head) * head_dim
                     for token in range(count):
                         keep(tile, token * head_dim, load(cache, key + token * slot_size))
-                        ahead = cache + (key + (token + _TILE) * slot_size) * item_size
+                        ahead = cache + (key + (token + TILE) * slot_size) * item_size
                         for byte in range(0, head_dim * item_size, _LINE):
                             prefetch(ahead + byte)
                     # Two queries for each look at a key.
                     for index in range(head * num_queries, (head + 1) * num_queries, 2):
                         other = min(index + 1, (head + 1) * num_queries - 1)
-                        query, other_query = (
-                            fetch(queries, index * head_dim),
-                            fetch(queries, other * head_dim),
-                        )
-                        for token in range(count):
-                            number = fetch(tile, token * head_dim)
-                            weights[index, begin + token] = total(mul(query, number))
-                            weights[other, begin + token] = total(mul(other_query, number))
+                        query, other_query = queries + index * query_bytes, queries + other * query_bytes
+                        found = weights_address + (index * weights_size + begin) * 4
+                        other_found = weights_address + (other * weights_size + begin) * 4
+                        scores(query, other_query, tile, found, other_found)
 
         for index in range(num_all):
             member = index % num_queries // group_size
@@ -370,20 +357,20 @@ def _attend_kernel(head_dim: int, dtype: str) -> Any:
             lowest = max(0, position - window + 1) if window else 0
             if lowest > highest:
                 own_first, lowest = own_first + lowest - highest, highest
-            row = weights_address + index * stride * 4
+            row = weights_address + index * weights_size * 4
             softmax(weights, row, index, first_position, (lowest, highest, own_first, own_last))
             keep(sums, index * head_dim, splat(zero))
 
         for run in range(span[_FIRST_RUN], last_run):
             shift = runs[run, 2] - runs[run, 0]
             last = min(end, runs[run, 1])
-            for begin in range(max(first_position, runs[run, 0]), last, _TILE):
-                count = min(_TILE, last - begin)
+            for begin in range(max(first_position, runs[run, 0]), last, TILE):
+                count = min(TILE, last - begin)
                 for head in range(last_head - first_head):
                     value = (begin + shift) * slot_size + (num_kv_heads + first_head + head) * head_dim
                     for token in range(count):
                         keep(tile, token * head_dim, load(cache, value + token * slot_size))
-                        ahead = cache + (value + (token + _TILE) * slot_size) * item_size
+                        ahead = cache + (value + (token + TILE) * slot_size) * item_size
                         for byte in range(0, head_dim * item_size, _LINE):
                             prefetch(ahead + byte)
                     for index in range(head * num_queries, (head + 1) * num_queries, 2):
@@ -406,42 +393,7 @@ def _attend_kernel(head_dim: int, dtype: str) -> Any:
         for index in range(num_all):
             row = span[_FIRST_ROW] + first_row + index % num_queries // group_size
             head = (first_head + index // num_queries) * group_size + index % group_size
-            store(args[_OUT], (row * num_heads + head) * head_dim, fetch(sums, index * head_dim))
+            factor = splat(weights[index, weights_size - TILE])
+            store(args[_OUT], (row * num_heads + head) * head_dim, mul(factor, fetch(sums, index * head_dim)))
 
     return attend
-
-
-def _softmax_kernel() -> Any:
-    wide = vectors(_TILE, "float32")
-    load, store, splat, add, sub, mul, larger, exp, total, largest = (
-        wide.load, wide.store, wide.splat, wide.add, wide.sub, wide.mul, wide.max, wide.exp, wide.sum,
-        wide.largest,
-    )  # fmt: skip
-
-    @kernel()
-    def softmax(weights: Any, address: int, index: int, first: int, seen: tuple[int, int, int, int]) -> None:
-        """Of a row of scores: those seen, from one number to the next and from the third to the last; the
-        others become (next to) 0.
-        """
-        begin = first // _TILE * _TILE
-        stride = weights.shape[1]
-        for position in range(begin, seen[0]):
-            weights[index, position] = _HIDDEN
-        for position in range(seen[1], seen[2]):
-            weights[index, position] = _HIDDEN
-        for position in range(seen[3], stride):
-            weights[index, position] = _HIDDEN
-        most = load(address, begin)
-        for position in range(begin + _TILE, stride, _TILE):
-            most = larger(most, load(address, position))
-        most = splat(largest(most))
-        summed = sub(most, most)
-        for position in range(begin, stride, _TILE):
-            weight = exp(sub(load(address, position), most))
-            store(address, position, weight)
-            summed = add(summed, weight)
-        factor = splat(_ONE / total(summed))
-        for position in range(begin, stride, _TILE):
-            store(address, position, mul(factor, load(address, position)))
-
-    return softmax
