@@ -16,7 +16,14 @@ from dataclasses import dataclass
 import torch
 
 from specray.engine.attention import SequenceRows
-from specray.engine.blocks import AttendBlocks, BlockBatch, attend_gathered, make_batch
+from specray.engine.blocks import (
+    AttendBlocks,
+    BlockBatch,
+    StoreRows,
+    attend_gathered,
+    make_batch,
+    store_rows,
+)
 from specray.engine.inputs import BranchRow
 from specray.engine.operators import HeadShape
 from specray.errors import ConfigError
@@ -35,6 +42,7 @@ class Backend:
 
     name: str
     attend: AttendBlocks
+    store: StoreRows
     block_size: int
 
 
@@ -131,39 +139,44 @@ def choose_backend(setting: str, model: Model, block_size: int | None) -> Backen
 
 def _make(name: str, model: Model, block_size: int | None) -> Backend:
     if name == "gather":
-        return Backend(name, attend_gathered, block_size or DEFAULT_BLOCK_SIZE)
+        return Backend(name, attend_gathered, store_rows, block_size or DEFAULT_BLOCK_SIZE)
     if model.device.type != "cuda":
         raise ConfigError(f"the device is {model.device.type!r}; allowed: 'cuda'")
     if name == "triton":
-        return Backend(name, _triton(model.device), block_size or DEFAULT_BLOCK_SIZE)
+        return _triton(model.device, block_size or DEFAULT_BLOCK_SIZE)
     if model.dtype not in (torch.bfloat16, torch.float16):
         raise ConfigError(f"the numbers are {model.dtype}; allowed: bfloat16")
     size = block_size or VARLEN_BLOCK_SIZE
     if size % VARLEN_BLOCK_SIZE:
         raise ConfigError(f"block_size is {size}; allowed: multiples of {VARLEN_BLOCK_SIZE}")
-    return Backend(name, VarlenAttend(_for_branches(model, size)), size)
+    others = _beside_varlen(model, size)
+    return Backend(name, VarlenAttend(others.attend), others.store, size)
 
 
-def _triton(device: torch.device) -> AttendBlocks:
+def _triton(device: torch.device, block_size: int) -> Backend:
+    from specray.engine import triton_layers
     from specray.engine.triton_blocks import TritonAttend
 
-    return TritonAttend(torch.cuda.get_device_properties(device).multi_processor_count)
+    attend = TritonAttend(torch.cuda.get_device_properties(device).multi_processor_count)
+    return Backend("triton", attend, triton_layers.store_rows, block_size)
 
 
-def _for_branches(model: Model, block_size: int) -> AttendBlocks:
+def _beside_varlen(model: Model, block_size: int) -> Backend:
+    """What stores rows and attends for branches."""
     try:
-        backend = _make("triton", model, block_size)
+        backend = _triton(model.device, block_size)
         check_backend(backend, model)
     except Exception as error:
-        _log.info("attention of branches gathers: %s: %s", type(error).__name__, error)
-        return attend_gathered
-    return backend.attend
+        _log.info("branches gather: %s: %s", type(error).__name__, error)
+        return _make("gather", model, block_size)
+    return backend
 
 
 @torch.inference_mode()
 def check_backend(backend: Backend, model: Model) -> None:
-    """Attends for small steps beside ``gather``. Raises ArithmeticError where the numbers differ."""
+    """Works on small steps beside ``gather``. Raises ArithmeticError where the numbers differ."""
     tolerance = 1e-3 if model.dtype == torch.float32 else 3e-2
+    _check_store(backend.store, model, tolerance)
     generator = torch.Generator().manual_seed(0)
     for rows in _checked_steps(backend.block_size):
         num_rows = sum(item.num_rows for item in rows)
@@ -182,9 +195,36 @@ def check_backend(backend: Backend, model: Model) -> None:
                 attend(query, layer, batch, **options)  # type: ignore[arg-type]
                 for attend in (backend.attend, attend_gathered)
             )
-            error = float((output.float() - expected.float()).abs().max())
-            if not error < tolerance:
-                raise ArithmeticError(f"its numbers are off by {error:.2g}; allowed: {tolerance}")
+            _check_equal(output, expected, tolerance)
+
+
+def _check_store(store: StoreRows, model: Model, tolerance: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shape, num_rows = model.shape, 3
+    num_stored = 2 * shape.num_kv_heads
+    heads, layer, cos, sin = (
+        torch.randn(size, generator=generator).to(device=model.device, dtype=model.dtype)
+        for size in (
+            (num_rows, shape.num_heads + num_stored, shape.head_dim),
+            (8, num_stored, shape.head_dim),
+            *[(num_rows, 1, shape.head_dim)] * 2,
+        )
+    )
+    slots = torch.tensor([6, 0, 3], device=model.device)
+    layers = layer.clone(), layer.clone()
+    queries = [
+        each(heads.clone(), own, slots, cos, sin)
+        for each, own in zip((store, store_rows), layers, strict=True)
+    ]
+    # Products of two numbers from the normal distribution, and their sum: larger than what is attended.
+    _check_equal(queries[0], queries[1], 4 * tolerance)
+    _check_equal(layers[0], layers[1], 4 * tolerance)
+
+
+def _check_equal(output: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    error = float((output.float() - expected.float()).abs().max())
+    if not error < tolerance:
+        raise ArithmeticError(f"its numbers are off by {error:.2g}; allowed: {tolerance}")
 
 
 def _checked_steps(block_size: int) -> Iterator[tuple[SequenceRows, ...]]:

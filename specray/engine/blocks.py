@@ -78,6 +78,46 @@ class AttendBlocks(Protocol):
         ...
 
 
+class StoreRows(Protocol):
+    """Rotates queries and keys, and puts keys and values into the cache."""
+
+    def __call__(
+        self,
+        heads: torch.Tensor,
+        layer: torch.Tensor,
+        slots: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+    ) -> torch.Tensor:
+        """Stores a step's rows.
+
+        Args:
+            heads: ``[num_rows, num_heads + 2 * num_kv_heads, head_dim]``; its contents are lost.
+            layer: ``[num_slots, 2 * num_kv_heads, head_dim]``.
+            slots: ``[num_rows]``.
+            cos, sin: the rows' tables, as ``Rotary.at`` gives them.
+
+        Returns:
+            The rotated queries, ``[num_rows, num_heads, head_dim]``.
+        """
+        ...
+
+
+def store_rows(
+    heads: torch.Tensor,
+    layer: torch.Tensor,
+    slots: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+) -> torch.Tensor:
+    """Implements :class:`StoreRows` with torch's operators."""
+    num_stored = layer.shape[1]
+    num_heads = heads.shape[1] - num_stored
+    rotate_heads(heads.narrow(1, 0, num_heads + num_stored // 2), None, cos, sin)
+    layer.index_copy_(0, slots, heads.narrow(1, num_heads, num_stored))
+    return heads.narrow(1, 0, num_heads)
+
+
 @dataclass(frozen=True, slots=True)
 class BatchShape:
     """The sizes of a batch's tensors."""
@@ -211,6 +251,7 @@ class BlockAttention:
     rotary: Rotary
     shape: HeadShape
     attend_blocks: AttendBlocks
+    store: StoreRows = store_rows
 
     def prepare(self, step: AttentionStep, positions: Slots) -> _BlockStep:
         """What the layers of one step share."""
@@ -231,14 +272,15 @@ class _BlockStep:
     def attend(
         self, layer: int, qkv: torch.Tensor, head_norm: HeadNorm | None, window: int | None
     ) -> torch.Tensor:
-        shape = self.attention.shape
-        num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
+        shape, stored = self.attention.shape, self.cache.layers[layer]
         heads = qkv.view(len(qkv), -1, shape.head_dim)
-        rotate_heads(heads.narrow(1, 0, num_heads + num_kv_heads), head_norm, self.cos, self.sin)
-        self.cache.write(layer, self.batch.slots, heads.narrow(1, num_heads, 2 * num_kv_heads))
+        if head_norm is not None:
+            normed = heads.narrow(1, 0, shape.num_heads + shape.num_kv_heads)
+            normed.copy_(head_norm(normed))
+        query = self.attention.store(heads, stored, self.batch.slots, self.cos, self.sin)
         return self.attention.attend_blocks(
-            heads.narrow(1, 0, num_heads),
-            self.cache.layers[layer],
+            query,
+            stored,
             self.batch,
             block_size=self.cache.block_size,
             scale=shape.scale,

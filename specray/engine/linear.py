@@ -43,7 +43,7 @@ class Linear(Weights, Protocol):
         ...
 
     def plus(self, rows: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
-        """``linear(rows) + summand``."""
+        """``linear(rows) + summand``, whose contents may be lost."""
         ...
 
 
@@ -73,6 +73,8 @@ class PlainLinear:
         return F.linear(rows, self.weight, self.bias).float()
 
     def plus(self, rows: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
+        if self.bias is None:
+            return summand.addmm_(rows, self.weight.t())
         return F.linear(rows, self.weight, self.bias).add_(summand)
 
 

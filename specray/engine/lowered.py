@@ -35,7 +35,9 @@ class Embedding(Protocol):
 class Projection(Protocol):
     """Back to the residual stream: ``linear(rows) + residual``."""
 
-    def plus(self, rows: torch.Tensor, summand: torch.Tensor) -> torch.Tensor: ...
+    def plus(self, rows: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
+        """The contents of ``summand`` may be lost."""
+        ...
 
 
 class Head(Protocol):

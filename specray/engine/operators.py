@@ -17,7 +17,7 @@ from specray.engine.linear import make_gate, make_linear
 from specray.engine.lowered import PlainAttention, RMSNorm, Rotary
 
 if TYPE_CHECKING:
-    from specray.engine.blocks import AttendBlocks
+    from specray.engine.blocks import AttendBlocks, StoreRows
     from specray.engine.linear import Gate, Linear
     from specray.engine.lowered import Attention, Norm
 
@@ -97,15 +97,18 @@ class BlockOperators:
         others: make everything else.
         dtype: of the model.
         attend: attention over the block cache.
+        store: what is done with its rows before.
     """
 
-    def __init__(self, others: Operators, dtype: torch.dtype, attend: AttendBlocks) -> None:
+    def __init__(self, others: Operators, dtype: torch.dtype, attend: AttendBlocks, store: StoreRows) -> None:
         self.linear, self.gate, self.norm = others.linear, others.gate, others.norm
         self._dtype = dtype
         self._attend = attend
+        self._store = store
 
     def attention(self, cos: torch.Tensor, sin: torch.Tensor, shape: HeadShape) -> Attention:
-        return BlockAttention(rotary_tables(cos, sin, self._dtype), shape, self._attend)
+        tables = rotary_tables(cos, sin, self._dtype)
+        return BlockAttention(tables, shape, self._attend, self._store)
 
 
 def rotary_tables(cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype) -> Rotary:
@@ -127,3 +130,16 @@ def cpu_operators(dtype: torch.dtype, num_threads: int) -> Operators:
         )
         return TorchOperators(dtype)
     return KernelOperators(dtype, num_threads)
+
+
+def cuda_operators(dtype: torch.dtype, device: torch.device) -> Operators:
+    """Torch's operators; with Triton, where it works, for what lies between the matrix products."""
+    try:
+        from specray.engine.triton_layers import TritonOperators, check_gate
+
+        check_gate(device, dtype)
+    # Whatever a compiler or a driver raises: there is another way.
+    except Exception as error:
+        _log.info("activations run with torch's operators: %s: %s", type(error).__name__, error)
+        return TorchOperators(dtype)
+    return TritonOperators(dtype)

@@ -23,7 +23,7 @@ from specray.engine.graphs import Bucket, CudaCapture, GraphedForward, bucket_fo
 from specray.engine.inputs import CopyInput, SequenceInput
 from specray.engine.loader import LoadedModel, ModelArgs, load_model
 from specray.engine.lowering import can_lower, head_shape, lower
-from specray.engine.operators import BlockOperators, Operators, TorchOperators, cpu_operators
+from specray.engine.operators import BlockOperators, Operators, cpu_operators, cuda_operators
 from specray.engine.parallel import ParallelContext
 from specray.errors import ConfigError
 
@@ -305,8 +305,10 @@ def _operators(loaded: LoadedModel, backend: Backend | None) -> Operators:
     if loaded.device.type == "cpu":
         operators = cpu_operators(loaded.dtype, torch.get_num_threads())
     else:
-        operators = TorchOperators(loaded.dtype)
-    return operators if backend is None else BlockOperators(operators, loaded.dtype, backend.attend)
+        operators = cuda_operators(loaded.dtype, loaded.device)
+    if backend is None:
+        return operators
+    return BlockOperators(operators, loaded.dtype, backend.attend, backend.store)
 
 
 def _num_blocks(config: EngineConfig, loaded: LoadedModel, shape: CacheShape, block_size: int) -> int:

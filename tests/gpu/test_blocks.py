@@ -6,14 +6,24 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from block_cases import CASES, Case, attention_step, block_cache, row_positions, sequence_rows
 
-from specray.engine.blocks import BatchShape, BlockAttention, HostBatch, attend_gathered, make_batch
+from specray.engine.block_backends import Backend, Model, check_backend
+from specray.engine.blocks import (
+    BatchShape,
+    BlockAttention,
+    DeviceBatch,
+    HostBatch,
+    attend_gathered,
+    make_batch,
+    store_rows,
+)
 from specray.engine.lowered import HeadNorm, PlainAttention
-from specray.engine.operators import rotary_tables
+from specray.engine.operators import HeadShape, rotary_tables
 
 ATOL = 1e-5
 
@@ -69,8 +79,6 @@ def test_padding_changes_no_row_and_writes_to_the_spare_slot_only(case: Case) ->
     # What an earlier, fuller step left behind must not matter.
     host.packed[:] = 1
     host.fill(rows, [7] * num_rows)
-    from specray.engine.blocks import DeviceBatch
-
     on_device = DeviceBatch(padded, query.device)
     on_device.load(host)
     larger = on_device.batch()
@@ -95,4 +103,37 @@ def test_triton_kernel_equals_gathered_blocks() -> None:
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == ["agreed"] * len(CASES)
+    assert result.stdout.split() == ["agreed"] * (len(CASES) + 2)
+
+
+@pytest.mark.parametrize("broken", ["attend", "store"])
+def test_a_kernel_with_other_numbers_is_not_trusted(broken: str) -> None:
+    model = Model(HeadShape(4, 2, 16), torch.float32, torch.device("cpu"))
+    check_backend(Backend("whole", attend_gathered, store_rows, 4), model)
+
+    def attend(*arguments: Any, **options: Any) -> torch.Tensor:
+        return attend_gathered(*arguments, **options) * 1.01
+
+    def store(heads: torch.Tensor, layer: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        query = store_rows(heads, layer, *others)
+        layer[0, 0, 0] += 0.1
+        return query
+
+    backend = Backend(
+        broken,
+        attend if broken == "attend" else attend_gathered,
+        store if broken == "store" else store_rows,
+        4,
+    )
+    with pytest.raises(ArithmeticError, match="its numbers are off by"):
+        check_backend(backend, model)
+
+
+def test_a_kernel_that_gives_no_numbers_is_not_trusted() -> None:
+    model = Model(HeadShape(4, 2, 16), torch.float32, torch.device("cpu"))
+
+    def attend(*arguments: Any, **options: Any) -> torch.Tensor:
+        return attend_gathered(*arguments, **options) * float("nan")
+
+    with pytest.raises(ArithmeticError, match="its numbers are off by nan"):
+        check_backend(Backend("nothing", attend, store_rows, 4), model)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from block_cases import CASES, Case, block_cache, sequence_rows
 
-from specray.engine.blocks import attend_gathered, make_batch
+from specray.engine import triton_blocks, triton_layers
+from specray.engine.block_backends import Backend, Model, check_backend
+from specray.engine.blocks import attend_gathered, make_batch, store_rows
+from specray.engine.operators import HeadShape
 from specray.engine.triton_blocks import TritonAttend
 
 
@@ -23,12 +26,33 @@ def check(case: Case, num_processors: int, dtype: torch.dtype, atol: float) -> N
     torch.testing.assert_close(output, expected, atol=atol, rtol=0)
 
 
-if __name__ == "__main__":
-    from specray.engine import triton_blocks
+def check_store(case: Case) -> None:
+    shape = case.shape
+    num_rows = 3
+    heads = torch.randn(num_rows, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
+    cos, sin = torch.randn(2, num_rows, 1, shape.head_dim)
+    slots = torch.tensor([7, 0, 5])
+    caches = [block_cache(case).layers[0] for _ in range(2)]
+    queries = [
+        store(heads.clone(), cache, slots, cos, sin)
+        for store, cache in zip((store_rows, triton_layers.store_rows), caches, strict=True)
+    ]
+    torch.testing.assert_close(queries[1], queries[0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(caches[1], caches[0], atol=1e-5, rtol=0)
 
+
+if __name__ == "__main__":
     # So few places are split as in long sequences.
     triton_blocks._MIN_SPLIT_PLACES = 32
     for each in CASES:
         check(each, 1, torch.float32, 1e-5)
         check(each, 64, torch.float32, 1e-5)
+        check_store(each)
+        print("agreed")
+    # The interpreter cannot compute with bfloat16.
+    for dtype in (torch.float32, torch.float16):
+        # What an engine does at its start before it trusts the kernels.
+        triton_layers.check_gate(torch.device("cpu"), dtype)
+        model = Model(HeadShape(6, 2, 32), dtype, torch.device("cpu"))
+        check_backend(Backend("triton", TritonAttend(64), triton_layers.store_rows, 16), model)
         print("agreed")

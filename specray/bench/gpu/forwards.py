@@ -99,7 +99,8 @@ def measure(config: EngineConfig, workload: Workload) -> dict[str, Any]:
 def _attention(name: str, attention: BlockAttention, runner: ModelRunner) -> BlockAttention:
     info = runner.info
     model = Model(attention.shape, info.dtype, info.device)
-    return replace(attention, attend_blocks=choose_backend(name, model, info.block_size).attend)
+    backend = choose_backend(name, model, info.block_size)
+    return replace(attention, attend_blocks=backend.attend, store=backend.store)
 
 
 def _measure_backend(
