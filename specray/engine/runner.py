@@ -19,7 +19,7 @@ from specray.engine.cache import BlockCache, bytes_per_token
 from specray.engine.device import choose_device, num_threads_for, use_cores
 from specray.engine.forward import CacheShape, Forward, Step
 from specray.engine.generic import GenericForward
-from specray.engine.graphs import Bucket, CudaCapture, GraphedForward, bucket_for
+from specray.engine.graphs import WIDTHS, Bucket, CudaCapture, GraphedForward, bucket_for
 from specray.engine.inputs import CopyInput, SequenceInput
 from specray.engine.loader import LoadedModel, ModelArgs, load_model
 from specray.engine.lowering import can_lower, head_shape, lower
@@ -28,8 +28,9 @@ from specray.engine.parallel import ParallelContext
 from specray.errors import ConfigError
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-_PREPARED_WIDTHS = (1, 2, 3, 4, 5, 6)
-"""Of one sequence alone: forwards captured before the first request. Others are when they first come."""
+_MAX_PREPARED_WIDTH = 8
+"""Of a sequence alone: forwards captured before the first request. Others are when they first come."""
+_MAX_PREPARED_BRANCHES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +168,11 @@ class ModelRunner:
     ) -> torch.Tensor:
         rows = _sequence_rows(inputs)
         logits = graphs.run(bucket, rows, [token for item in inputs for token in item.token_ids])
+        wanted = _logit_rows(inputs, rows)
         # A copy, since the next step overwrites them.
-        return logits[torch.tensor(_logit_rows(inputs, rows), dtype=torch.int64, device=logits.device)]
+        if wanted and wanted[-1] - wanted[0] == len(wanted) - 1:
+            return logits[wanted[0] : wanted[-1] + 1].clone()
+        return logits[torch.tensor(wanted, dtype=torch.int64, device=logits.device)]
 
 
 def _sequence_rows(inputs: Sequence[SequenceInput]) -> list[SequenceRows]:
@@ -253,8 +257,17 @@ def build_runner(config: EngineConfig, *, role: str, parallel: ParallelContext |
     if config.cuda_graphs and device.type == "cuda" and backend is not None and parallel is None:
         capture = CudaCapture(device)
         graphs = GraphedForward(forward, cache, max_model_len=loaded.max_model_len, capture=capture)
-        graphs.prepare([Bucket(1, width, has_branches=False) for width in _PREPARED_WIDTHS])
+        graphs.prepare(_prepared_buckets(role))
     return ModelRunner(forward, cache, info, parallel=parallel, graphs=graphs)
+
+
+def _prepared_buckets(role: str) -> list[Bucket]:
+    buckets = [Bucket(1, width, has_branches=False) for width in WIDTHS if width <= _MAX_PREPARED_WIDTH]
+    if role == "draft":
+        buckets += [
+            Bucket(1, width, has_branches=True) for width in WIDTHS if width <= _MAX_PREPARED_BRANCHES
+        ]
+    return buckets
 
 
 def model_path(config: EngineConfig, role: str) -> str:

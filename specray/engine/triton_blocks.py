@@ -15,6 +15,7 @@ import triton.language as tl
 from specray.engine.blocks import BlockBatch
 
 _MAX_SPLITS = 16
+"""A power of two."""
 _MIN_SPLIT_PLACES = 128
 """A shorter part costs more to join than it saves."""
 _MAX_TILE = 64
@@ -22,7 +23,8 @@ _MAX_TILE = 64
 _LOG2_E = 1.4426950408889634
 
 
-@triton.jit
+# Steps differ in these: they must not make another variant to compile.
+@triton.jit(do_not_specialize=["table_stride", "num_rows", "num_splits"])
 def _attend(
     query,
     layer,
@@ -37,9 +39,10 @@ def _attend(
     slot_stride,
     table_stride,
     num_rows,
+    num_splits,
     scale,
     WINDOW: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -50,8 +53,8 @@ def _attend(
 ):
     sequence = tl.program_id(0)
     ROWS: tl.constexpr = TILE // GROUP_SIZE
-    kv_head = tl.program_id(2) // NUM_SPLITS
-    split = tl.program_id(2) % NUM_SPLITS
+    kv_head = tl.program_id(2) // num_splits
+    split = tl.program_id(2) % num_splits
     first_row = tl.load(first_rows + sequence)
     last_row = tl.load(first_rows + sequence + 1)
     tile_row = first_row + tl.program_id(1) * ROWS
@@ -76,7 +79,7 @@ def _attend(
         if WINDOW > 0:
             lowest = tl.min(tl.where(is_row, position, 2147483647), 0)
             begin = tl.maximum(lowest - WINDOW + 1, 0)
-        part = tl.cdiv(tl.cdiv(end - begin, NUM_SPLITS), PLACES) * PLACES
+        part = tl.cdiv(tl.cdiv(end - begin, num_splits), PLACES) * PLACES
         low = begin + split * part
         high = tl.minimum(low + part, end)
         highest = tl.full([TILE], float("-inf"), tl.float32)
@@ -120,34 +123,34 @@ def _attend(
             (mixed / divisor[:, None]).to(out.dtype.element_ty),
             mask=is_row[:, None] & is_dim[None, :],
         )
-        if NUM_SPLITS > 1:
+        if IS_SPLIT:
             # The logarithm of a part's sum of weights: minus infinity where it saw nothing.
             tl.store(sums + place_out, highest + tl.log2(divisor), mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_splits"])
 def _join(
     parts,
     sums,
     out,
     num_rows,
-    NUM_SPLITS: tl.constexpr,
-    PADDED_SPLITS: tl.constexpr,
+    num_splits,
+    MAX_SPLITS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ):
     row = tl.program_id(0)
     head = tl.program_id(1)
-    split = tl.arange(0, PADDED_SPLITS)
+    split = tl.arange(0, MAX_SPLITS)
     dim = tl.arange(0, PADDED_DIM)
     is_dim = dim < HEAD_DIM
     place = (split * num_rows + row).to(tl.int64) * NUM_HEADS + head
-    logs = tl.load(sums + place, mask=split < NUM_SPLITS, other=float("-inf"))
+    logs = tl.load(sums + place, mask=split < num_splits, other=float("-inf"))
     weights = tl.exp2(logs - tl.max(logs, 0))
     numbers = tl.load(
         parts + place[:, None] * HEAD_DIM + dim[None, :],
-        mask=(split < NUM_SPLITS)[:, None] & is_dim[None, :],
+        mask=(split < num_splits)[:, None] & is_dim[None, :],
         other=0.0,
     )
     joined = tl.sum(weights[:, None] * numbers, 0) / tl.sum(weights, 0)
@@ -205,9 +208,10 @@ class TritonAttend:
             layer.stride(0),
             batch.block_tables.stride(0),
             num_rows,
+            num_splits,
             scale * _LOG2_E,
             WINDOW=window or 0,
-            NUM_SPLITS=num_splits,
+            IS_SPLIT=num_splits > 1,
             NUM_KV_HEADS=num_kv_heads,
             GROUP_SIZE=group_size,
             HEAD_DIM=head_dim,
@@ -222,8 +226,8 @@ class TritonAttend:
                 sums,
                 out,
                 num_rows,
-                NUM_SPLITS=num_splits,
-                PADDED_SPLITS=triton.next_power_of_2(num_splits),
+                num_splits,
+                MAX_SPLITS=_MAX_SPLITS,
                 NUM_HEADS=num_heads,
                 HEAD_DIM=head_dim,
                 PADDED_DIM=padded_dim,

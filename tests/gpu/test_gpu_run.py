@@ -90,8 +90,9 @@ def test_wrong_option_is_refused_at_once(
     assert message in capsys.readouterr().err
 
 
-def test_default_options_measure_both_shapes_on_one_device() -> None:
+def test_default_options_measure_everything_on_one_device() -> None:
     options = parse_options(["--report", "x"])
+    assert options.stages == ("forwards", "pair", "transformers")
     assert (options.shapes, options.device, options.draft_device) == (("1b", "8b"), "cuda", "cuda")
 
 

@@ -86,6 +86,8 @@ def measure_shape(shape: str, options: Options, stages: Stages, models: Path, re
     results: dict[str, Any] = report["shapes"].setdefault(shape, {})
 
     def stage(key: str, name: str, **arguments: Any) -> None:
+        if key != "checkpoint" and key.split()[0] not in options.stages:
+            return
         try:
             results[key] = stages.run(f"{shape} {key}", name, **arguments)
         except Failure as failure:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 SHAPES = ("tiny", "1b", "8b")
 DTYPES = ("bfloat16", "float32")
+STAGES = ("forwards", "pair", "transformers")
 MAX_K = 32
 
 
@@ -17,6 +18,7 @@ class Options:
     """One run."""
 
     shapes: tuple[str, ...]
+    stages: tuple[str, ...]
     device: str
     draft_device: str
     dtype: str
@@ -35,6 +37,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
     """Reads the command line; a wrong one ends the process with a message."""
     parser = argparse.ArgumentParser(prog="python -m specray.bench.gpu", description=__doc__)
     parser.add_argument("--shape", action="append", choices=SHAPES, help="may be repeated; default: 1b 8b")
+    parser.add_argument("--stage", action="append", choices=STAGES, help="may be repeated; default: all")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
         "--draft-device", choices=("cuda", "cpu"), help="default: the target's device, which both then share"
@@ -53,6 +56,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         parser.error(f"--k is {max(ks)}; allowed: 1..{MAX_K}")
     return Options(
         shapes=tuple(parsed.shape or ("1b", "8b")),
+        stages=tuple(parsed.stage or STAGES),
         device=parsed.device,
         draft_device=parsed.draft_device or parsed.device,
         dtype=parsed.dtype,
