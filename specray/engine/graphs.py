@@ -117,6 +117,12 @@ class GraphedForward:
         """Those captured so far."""
         return tuple(self._captured)
 
+    def bucket_for(self, inputs: Sequence[SequenceInput]) -> Bucket | None:
+        """The bucket that holds a step; None: it is beyond them, or branches lie beyond the longest table."""
+        if max(item.end for item in inputs) > self._max_num_blocks * self._cache.block_size:
+            return None
+        return bucket_for(inputs)
+
     @torch.inference_mode()
     def prepare(self, buckets: Sequence[Bucket]) -> None:
         """Captures ahead of need."""

@@ -19,7 +19,7 @@ from specray.engine.cache import BlockCache, bytes_per_token
 from specray.engine.device import choose_device, num_threads_for, use_cores
 from specray.engine.forward import CacheShape, Forward, Step
 from specray.engine.generic import GenericForward
-from specray.engine.graphs import WIDTHS, Bucket, CudaCapture, GraphedForward, bucket_for
+from specray.engine.graphs import WIDTHS, Bucket, CudaCapture, GraphedForward
 from specray.engine.inputs import CopyInput, SequenceInput
 from specray.engine.loader import LoadedModel, ModelArgs, load_model
 from specray.engine.lowering import can_lower, head_shape, lower
@@ -87,7 +87,7 @@ class ModelRunner:
         """
         if self._parallel is not None:
             self._parallel.send_step(inputs)
-        if self.graphs is not None and (bucket := bucket_for(inputs)) is not None:
+        if self.graphs is not None and (bucket := self.graphs.bucket_for(inputs)) is not None:
             return self._run_captured(self.graphs, bucket, inputs)
         return self.forward(self._plan(inputs))
 

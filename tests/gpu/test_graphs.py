@@ -25,7 +25,7 @@ from specray.engine.graphs import (
     run_again,
 )
 from specray.engine.inputs import BranchRow, SequenceInput
-from specray.engine.runner import ModelRunner, build_runner
+from specray.engine.runner import ModelRunner, _prepared_buckets, build_runner
 from specray.errors import ConfigError
 
 ATOL = 2e-5
@@ -176,3 +176,30 @@ def test_attention_for_cuda_alone_is_refused_on_cpu(checkpoint: Path, name: str)
     config = EngineConfig(model=str(checkpoint), device="cpu", attention=name)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=f"attention is '{name}', which does not work here"):
         build_runner(config, role="target")
+
+
+def test_branches_behind_the_longest_sequence_run_as_they_are(eager: ModelRunner) -> None:
+    """Branches lie behind their sequence, which may have every token that the model allows."""
+    max_model_len = eager.info.max_model_len
+    allocator = BlockAllocator(eager.info.num_blocks, eager.info.block_size)
+    table = BlockTable(allocator)
+    table.reserve(max_model_len + 4)
+    tokens = [(7 * index) % 90 + 2 for index in range(max_model_len - 1)]
+    eager.run([SequenceInput(tokens, 0, table.block_ids, 0)])
+    branches = (
+        BranchRow(5, max_model_len, max_model_len),
+        BranchRow(9, max_model_len + 1, max_model_len + 1),
+    )
+    inputs = [SequenceInput([41, 42], 0, table.block_ids, 2, branches)]
+    runner = graphed(eager)
+    assert torch.equal(runner.run(inputs), eager.run(inputs))
+    assert runner.graphs is not None and runner.graphs.buckets == ()
+    last = [SequenceInput([41], max_model_len - 1, table.block_ids, 1)]
+    torch.testing.assert_close(runner.run(last), eager.run(last), atol=ATOL, rtol=0)
+    assert runner.graphs.buckets == (Bucket(1, 1, False),)
+
+
+def test_a_draft_prepares_forwards_of_branches_too() -> None:
+    target, draft = (_prepared_buckets(role) for role in ("target", "draft"))
+    assert target == [Bucket(1, width, False) for width in range(1, 9)]
+    assert draft == target + [Bucket(1, width, True) for width in (*range(1, 9), 12, 16)]
