@@ -12,8 +12,8 @@ from specray.engine.inputs import BranchRow
 from specray.engine.operators import HeadShape
 
 NUM_BLOCKS = 24
-BRANCHES = (BranchRow(5, 9, 9), BranchRow(5, 9, 10), BranchRow(7, 11, 11), BranchRow(9, 12, 12))
-"""Two rows of one branch, one of another, and one that continues the whole sequence."""
+BRANCHES = (*(BranchRow(5, 9, place) for place in (9, 10, 11)), BranchRow(7, 12, 12), BranchRow(9, 13, 13))
+"""Three rows of one branch, one of another, and one that continues the whole sequence."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ CASES = [
     Case("long sequences in several parts", ((150, 3), (90, 1)), 16, GQA),
     Case("a window over parts", ((150, 3), (90, 1)), 16, GQA, window=70),
     Case("branches in a window", ((6, 2),), 4, GQA, window=4, with_branches=True),
+    Case("branches longer than the window", ((6, 2),), 4, GQA, window=2, with_branches=True),
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,18 @@ import pytest
 import torch
 from block_cases import CASES, Case, attention_step, block_cache, row_positions, sequence_rows
 
-from specray.engine.block_backends import Backend, Model, check_backend
+from specray.engine.attention import SequenceRows
+from specray.engine.block_backends import (
+    VARLEN_BLOCK_SIZE,
+    Backend,
+    Model,
+    VarlenAttend,
+    check_backend,
+)
 from specray.engine.blocks import (
     BatchShape,
     BlockAttention,
+    BlockBatch,
     DeviceBatch,
     HostBatch,
     attend_gathered,
@@ -77,13 +86,16 @@ def test_padding_changes_no_row_and_writes_to_the_spare_slot_only(case: Case) ->
     spare_slot = 24 * case.block_size
     host = HostBatch(padded, block_size=case.block_size, spare_slot=spare_slot)
     # What an earlier, fuller step left behind must not matter.
-    host.packed[:] = 1
+    host.packed[:] = 2
     host.fill(rows, [7] * num_rows)
     on_device = DeviceBatch(padded, query.device)
     on_device.load(host)
     larger = on_device.batch()
     assert larger.slots[:num_rows].tolist() == batch.slots.tolist()
     assert set(larger.slots[num_rows:].tolist()) == {spare_slot}
+    assert larger.lengths.tolist() == [*batch.lengths.tolist(), 1, 1]
+    for numbers in (larger.positions, larger.trunk_lens, larger.first_places):
+        assert set(numbers[num_rows:].tolist()) == {0}
     assert on_device.token_ids.tolist() == [7] * num_rows + [0] * (padded.num_rows - num_rows)
     long_query = torch.cat((query, torch.randn(padded.num_rows - num_rows, *query.shape[1:])))
     output = attend_gathered(long_query, cache.layers[0], larger, **options)  # type: ignore[arg-type]
@@ -137,3 +149,22 @@ def test_a_kernel_that_gives_no_numbers_is_not_trusted() -> None:
 
     with pytest.raises(ArithmeticError, match="its numbers are off by nan"):
         check_backend(Backend("nothing", attend, store_rows, 4), model)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_torch_takes_what_varlen_is_given(window: int | None) -> None:
+    """On tensors without contents: names of arguments, and the shape of what comes out."""
+    size = VARLEN_BLOCK_SIZE
+    rows = (SequenceRows(0, 3, 300, (4, 2)), SequenceRows(3, 1, 0, (1,)))
+    on_cpu = make_batch(rows, size, torch.device("cpu"))
+    numbers = {
+        field.name: getattr(on_cpu, field.name)
+        for field in fields(BlockBatch)
+        if isinstance(getattr(on_cpu, field.name), torch.Tensor)
+    }
+    batch = replace(on_cpu, **{name: tensor.to("meta") for name, tensor in numbers.items()})
+    query = torch.empty(4, 6, 64, dtype=torch.bfloat16, device="meta")
+    layer = torch.empty(8 * size, 4, 64, dtype=torch.bfloat16, device="meta")
+    attend = VarlenAttend(attend_gathered)
+    output = attend(query, layer, batch, block_size=size, scale=0.125, window=window)
+    assert (output.shape, output.dtype) == ((4, 6 * 64), torch.bfloat16)
