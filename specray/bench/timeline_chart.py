@@ -118,9 +118,10 @@ def _session(timeline: Timeline, window: Window, request_id: str, top: float) ->
     draft_top = top + SESSION_HEAD
     tops = {Lane.DRAFT: draft_top, Lane.TARGET: draft_top + LANE + GAP}
     plan = _plan_at(timeline.plans, request_id, window)
-    parts = [_text(LEFT, top + 17, _shortened(request_id), weight="bold", size=13)]
+    name = shortened(request_id, 28)
+    parts = [_text(LEFT, top + 17, name, weight="bold", size=13)]
     if plan:
-        offset = _CHAR * 1.25 * len(_shortened(request_id)) + 14
+        offset = _CHAR * 1.25 * len(name) + 14
         parts.append(_text(LEFT + offset, top + 17, plan, color=_MUTED))
     for lane, y in tops.items():
         parts.append(_text(LEFT - 12, y + LANE / 2 + 4, lane.value, anchor="end"))
@@ -153,8 +154,9 @@ def plan_text(plan: Planned) -> str:
     return f"{text}, F = {plan.width}" if plan.overlap == "enumerate" else text
 
 
-def _shortened(request_id: str) -> str:
-    return request_id if len(request_id) <= 28 else f"{request_id[:27]}…"
+def shortened(request_id: str, length: int) -> str:
+    """At most ``length`` characters."""
+    return request_id if len(request_id) <= length else f"{request_id[: length - 1]}…"
 
 
 def _span(window: Window, span: Span, top: float) -> list[str]:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from specray.bench.overlap import HITS, MISSES
 from specray.bench.timeline import Summary, Timeline, changed_plans
-from specray.bench.timeline_chart import plan_text
+from specray.bench.timeline_chart import plan_text, shortened
 from specray.config import Config
 from specray.errors import ConfigError, EngineLostError
 from specray.router.records import FILLER
@@ -118,7 +118,7 @@ def plans_table(timeline: Timeline, *, max_rows: int = 16) -> Table:
         predicted = [plan.tokens_per_s.get(way) for way in ways]
         table.add_row(
             f"{(plan.ns - timeline.start_ns) / 1e6:.1f}",
-            plan.request_id,
+            shortened(plan.request_id, 16),
             plan_text(plan),
             str(plan.num_running),
             f"{plan.acceptance:.2f}",

@@ -44,7 +44,9 @@ def trace(
     max_model_len: Annotated[int, typer.Option(min=16, help="Most tokens of one sequence.")] = 1024,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
     settings: Setting = None,
-    start_ms: Annotated[float, typer.Option(min=0, help="Where the plot begins.")] = 0.0,
+    start_ms: Annotated[
+        float | None, typer.Option(min=0, help="Where the plot begins; default: it ends with the trace.")
+    ] = None,
     length_ms: Annotated[float, typer.Option(min=0.1, help="How much it shows.")] = 300.0,
     svg: Annotated[Path, typer.Option(help="The plot is written there.")] = Path("trace.svg"),
     jsonl: Annotated[Path | None, typer.Option(help="The trace itself is written there.")] = None,
@@ -106,14 +108,16 @@ def trace(
     console.print(f"timeline: {svg}", highlight=False)
 
 
-def _window(timeline: Timeline, start_ms: float, length_ms: float) -> Window:
+def _window(timeline: Timeline, start_ms: float | None, length_ms: float) -> Window:
     from specray.bench.timeline_chart import Window
 
     if not timeline.spans:
         raise ConfigError("the trace has no item with its answer; nothing can be drawn")
+    last_ms = (timeline.end_ns - timeline.start_ns) / 1e6
+    if start_ms is None:
+        start_ms = max(0.0, last_ms - length_ms)
     start_ns = timeline.start_ns + round(start_ms * 1e6)
     if start_ns >= timeline.end_ns:
-        last_ms = (timeline.end_ns - timeline.start_ns) / 1e6
         raise ConfigError(f"--start-ms is {start_ms:g}; allowed: less than {last_ms:g}")
     return Window(start_ns, min(timeline.end_ns, start_ns + round(length_ms * 1e6)))
 

@@ -31,7 +31,9 @@ _ROWS_PER_SEQUENCE: Final = 4
 """Of a target step: three draft tokens and the one before them."""
 _DRAFT_TOKENS: Final = 4
 _NUM_RUNS: Final = 2
-"""Of each width; the least counts, since warm-up and whatever disturbs only slow down."""
+"""Of each width at first; the least of all counts, since warm-up and whatever disturbs only slow down."""
+_NUM_MORE_PASSES: Final = 3
+"""Over all widths, where the time allows it."""
 _CONTEXT_SHARE: Final = 0.25
 """Of the time, for computing the context."""
 _FIRST_CHUNK: Final = 16
@@ -46,8 +48,12 @@ class _Workload(Protocol):
         """Makes the context of the first sequence longer."""
         ...
 
-    def prepare(self, num_rows: int) -> bool:
-        """Gets the sequences for a step of ``num_rows`` ready. False: there is no room for them."""
+    def fits(self, num_rows: int) -> bool:
+        """Whether a step of ``num_rows`` is within the engine's limits."""
+        ...
+
+    def prepare(self, num_rows: int) -> None:
+        """Gets the sequences for a step of ``num_rows`` ready."""
         ...
 
     def step(self, num_rows: int) -> float | None:
@@ -84,25 +90,34 @@ def _measure(
     limit = workload.num_context_tokens
     workload.num_context_tokens = 0
     _fill_context(workload, limit, clock, started_s + _CONTEXT_SHARE * budget_s)
-    deadline_s = started_s + budget_s
-    times: list[StepTime] = []
-    expected_s = 0.0
-    for num_rows in widths:
-        if not workload.prepare(num_rows):
+    fitting = [num_rows for num_rows in widths if workload.fits(num_rows)]
+    samples = _sample(workload, fitting, clock, started_s + budget_s)
+    known = [num_rows for num_rows in fitting if len(samples.get(num_rows, ())) >= _NUM_RUNS]
+    # What disturbs a step only slows it down: none takes longer than a wider one.
+    return tuple(
+        StepTime(num_rows, min(min(samples[other]) for other in known[index:]))
+        for index, num_rows in enumerate(known)
+    )
+
+
+def _sample(
+    workload: _Workload, widths: Sequence[int], clock: Callable[[], float], deadline_s: float
+) -> dict[int, list[float]]:
+    """Seconds of the steps of each width: each some times in a row, then all again while time is left."""
+    samples: dict[int, list[float]] = {}
+    first_pass = [num_rows for num_rows in widths for _ in range(_NUM_RUNS)]
+    last_s = 0.0
+    for num_rows in (*first_pass, *(_NUM_MORE_PASSES * tuple(widths))):
+        expected_s = min(samples.get(num_rows, [last_s]))
+        if clock() + expected_s > deadline_s:
             break
-        samples: list[float] = []
-        for _ in range(_NUM_RUNS):
-            if clock() + expected_s > deadline_s:
-                break
-            seconds = workload.step(num_rows)
-            if seconds is None:
-                return tuple(times)
-            expected_s = seconds
-            samples.append(seconds)
-        if len(samples) < _NUM_RUNS:
+        workload.prepare(num_rows)
+        seconds = workload.step(num_rows)
+        if seconds is None:
             break
-        times.append(StepTime(num_rows, min(samples)))
-    return tuple(times)
+        samples.setdefault(num_rows, []).append(seconds)
+        last_s = seconds
+    return samples
 
 
 def _fill_context(workload: _Workload, limit: int, clock: Callable[[], float], deadline_s: float) -> None:
@@ -149,14 +164,15 @@ class _TargetWorkload:
         self._fill(0, self.num_context_tokens, num_tokens)
         self.num_context_tokens += num_tokens
 
-    def prepare(self, num_rows: int) -> bool:
+    def fits(self, num_rows: int) -> bool:
         count = -(-num_rows // _ROWS_PER_SEQUENCE)
-        if count > _max_sequences(self._info) or num_rows > self._info.max_num_batched_tokens:
-            return False
+        return count <= _max_sequences(self._info) and num_rows <= self._info.max_num_batched_tokens
+
+    def prepare(self, num_rows: int) -> None:
+        count = -(-num_rows // _ROWS_PER_SEQUENCE)
         for index in range(self._num_sequences, count):
             self._fill(index, 0, self.num_context_tokens)
         self._num_sequences = max(count, self._num_sequences)
-        return True
 
     def step(self, num_rows: int) -> float | None:
         each = min(num_rows, _ROWS_PER_SEQUENCE)
@@ -185,13 +201,13 @@ class _DraftWorkload:
         self._fill(0, self.num_context_tokens, num_tokens)
         self.num_context_tokens += num_tokens
 
-    def prepare(self, num_rows: int) -> bool:
-        if num_rows > min(_max_sequences(self._info), self._info.max_num_batched_tokens):
-            return False
+    def fits(self, num_rows: int) -> bool:
+        return num_rows <= min(_max_sequences(self._info), self._info.max_num_batched_tokens)
+
+    def prepare(self, num_rows: int) -> None:
         for index in range(self._num_sequences, num_rows):
             self._fill(index, 0, self.num_context_tokens)
         self._num_sequences = max(num_rows, self._num_sequences)
-        return True
 
     def step(self, num_rows: int) -> float | None:
         token = _tokens(self.num_context_tokens, 1, self._info)
