@@ -53,9 +53,10 @@ class Average:
 
 
 class TimeTable:
-    """Seconds of a step by its size. Unknown sizes are interpolated; outside of what is known, flat.
+    """Seconds of a step by its size. Unknown sizes are interpolated; smaller ones than any known cost as much
+    as the smallest, larger ones grow as the known ones do from the smallest to the largest.
 
-    Flat is optimistic upwards, so a larger size is tried once it looks worth it, and then it is measured. The
+    That is optimistic upwards, so a larger size is tried once it looks worth it, and then measured. The
     first step of a size costs several times the later ones (kernels are chosen, memory is touched), so one
     sample says nothing: sizes with fewer than three are left aside while there are others. Otherwise a size
     that was slow once would never be tried again.
@@ -102,7 +103,12 @@ class TimeTable:
         """Seconds of a step of ``size`` rows; None when nothing is known."""
         if self._points is None:
             self._points = self._curve()
-        return _interpolate(self._points, _bucket(size)) if self._points else None
+        if not self._points:
+            return None
+        (first, less), (last, more) = self._points[0], self._points[-1]
+        if size <= last or first == last:
+            return _interpolate(self._points, _bucket(size))
+        return more + max(0.0, more - less) / (last - first) * (size - last)
 
     def least(self, size: int) -> float | None:
         """As ``predict``, but no more than larger sizes took: such a sample was disturbed."""
@@ -211,7 +217,7 @@ class OutcomesTime:
         return step_s * self._num_steps(num_tokens, num_branches) * self._factor(num_branches)
 
     def relax(self) -> None:
-        """Doubts a little that outcomes are dearer than expected: what is not chosen is not measured again."""
+        """Doubts a little that outcomes are dearer than expected: what is not chosen is never measured."""
         for factor in self._factors.values():
             if factor.value is not None and factor.value > 1.0:
                 factor.value += _RELAXATION * (1.0 - factor.value)

@@ -323,14 +323,17 @@ def test_average_forgets_a_slow_start_and_caps_a_hiccup() -> None:
     assert average.value == pytest.approx(0.024 + 0.1 * (0.072 - 0.024), rel=1e-3)
 
 
-def test_time_table_interpolates_between_and_is_flat_outside() -> None:
+def test_time_table_interpolates_between_and_grows_beyond_as_it_did() -> None:
     table = TimeTable()
     assert table.predict(4) is None
     table.add(4, 0.010)
     table.add(12, 0.018)
     assert [table.predict(rows) for rows in (1, 4, 8, 12, 500)] == pytest.approx(
-        [0.010, 0.010, 0.014, 0.018, 0.018]
+        [0.010, 0.010, 0.014, 0.018, 0.018 + 0.001 * 488]
     )
+    single = TimeTable()
+    single.add(1, 0.010)
+    assert single.predict(500) == 0.010
 
 
 def test_rate_begins_at_its_prior_and_follows_the_trials() -> None:
