@@ -1,0 +1,104 @@
+"""What only a GPU can show: kernels that compile, graphs that are captured, and the numbers of a CPU."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
+from checkpoints import write_checkpoint
+
+from specray.config import EngineConfig
+from specray.engine.block_backends import Model, choose_backend
+from specray.engine.cache import BlockAllocator, BlockTable
+from specray.engine.graphs import Bucket
+from specray.engine.inputs import BranchRow, SequenceInput
+from specray.engine.operators import HeadShape
+from specray.engine.runner import ModelRunner, build_runner
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+CONTEXT = [(7 * index) % 90 + 2 for index in range(40)]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    names = ("llama", "qwen3", "mistral-windowed")
+    return {name: write_checkpoint(tmp_path_factory.mktemp(name), name) for name in names}
+
+
+def make_runner(path: Path, device: str, **settings: object) -> ModelRunner:
+    values = {"model": str(path), "device": device, "dtype": "float32", "max_num_seqs": 16, "num_threads": 1}
+    return build_runner(EngineConfig.model_validate({**values, **settings}), role="target")
+
+
+def steps(runner: ModelRunner) -> list[torch.Tensor]:
+    """Prompts, then rows of several widths side by side, then branches."""
+    allocator = BlockAllocator(runner.info.num_blocks, runner.info.block_size)
+    tables = [BlockTable(allocator) for _ in range(3)]
+    for table in tables:
+        table.reserve(len(CONTEXT) + 16)
+    start = len(CONTEXT)
+    inputs = [SequenceInput(CONTEXT, 0, table.block_ids, 2) for table in tables]
+    logits = [runner.run(inputs), runner.run([SequenceInput([9], start, tables[0].block_ids, 1)])]
+    rows = ([5, 6, 7], [8], [9, 10])
+    inputs = [
+        SequenceInput(own, start, table.block_ids, len(own)) for own, table in zip(rows, tables, strict=True)
+    ]
+    logits.append(runner.run(inputs))
+    branches = (
+        BranchRow(30, start, start),
+        BranchRow(30, start, start + 1),
+        BranchRow(36, start + 2, start + 2),
+    )
+    logits.append(runner.run([SequenceInput([41, 42, 43], 0, tables[2].block_ids, 3, branches)]))
+    return [piece.cpu() for piece in logits]
+
+
+@pytest.mark.parametrize("has_graphs", [True, False])
+@pytest.mark.parametrize("attention", ["triton", "gather"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-windowed"])
+def test_float32_logits_are_those_of_a_cpu(
+    checkpoints: dict[str, Path], name: str, attention: str, has_graphs: bool
+) -> None:
+    expected = steps(make_runner(checkpoints[name], "cpu"))
+    runner = make_runner(checkpoints[name], "cuda", attention=attention, cuda_graphs=has_graphs)
+    for logits, others in zip(steps(runner), expected, strict=True):
+        torch.testing.assert_close(logits, others, atol=2e-4, rtol=0)
+    assert (runner.graphs is not None) == has_graphs
+    if runner.graphs is not None:
+        assert {Bucket(1, 1, False), Bucket(4, 3, False), Bucket(1, 3, True)} <= set(runner.graphs.buckets)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_triton_kernel_agrees_on_this_device(dtype: torch.dtype, head_dim: int) -> None:
+    model = Model(HeadShape(8, 2, head_dim), dtype, torch.device("cuda", 0))
+    for block_size in (16, 256):
+        assert choose_backend("triton", model, block_size).block_size == block_size
+
+
+@pytest.mark.parametrize("shape", [HeadShape(8, 2, 64), HeadShape(5, 5, 32), HeadShape(32, 8, 128)])
+def test_varlen_agrees_on_this_device(shape: HeadShape) -> None:
+    import inspect
+
+    from torch.nn.attention.varlen import varlen_attn
+
+    if "block_table" not in inspect.signature(varlen_attn).parameters:
+        pytest.skip(f"varlen_attn of torch {torch.__version__} takes no block tables")
+    model = Model(shape, torch.bfloat16, torch.device("cuda", 0))
+    assert choose_backend("varlen", model, None).name == "varlen"
+
+
+def test_bfloat16_captured_and_not_are_close(checkpoints: dict[str, Path]) -> None:
+    pieces = [
+        steps(make_runner(checkpoints["llama"], "cuda", dtype="bfloat16", cuda_graphs=has_graphs))
+        for has_graphs in (True, False)
+    ]
+    for captured, plain in zip(*pieces, strict=True):
+        assert (captured - plain).square().mean().sqrt() < 0.05 * plain.std()
