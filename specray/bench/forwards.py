@@ -90,12 +90,16 @@ def measure_forwards(
     for done, num_rows in enumerate(rows, start=1):
         step = [SequenceInput([2] * num_rows, context_len, ids, num_rows) for ids in blocks]
         inputs = [
-            torch.ones(num_sequences * num_rows, x.in_features, dtype=runner.info.dtype) for x in linears
+            torch.ones(
+                num_sequences * num_rows, x.in_features, dtype=runner.info.dtype, device=runner.info.device
+            )
+            for x in linears
         ]
         forward_ms, bound_ms = _medians_ms(
             lambda step=step: runner.run(step),  # type: ignore[misc]
             lambda inputs=inputs: _run_linears(linears, inputs),  # type: ignore[misc]
             num_repeats,
+            runner.info.device,
         )
         weight_bytes = sum(x.num_weights for x in linears) * runner.info.dtype.itemsize
         costs.append(ForwardCost(num_sequences, num_rows, forward_ms, bound_ms, weight_bytes))
@@ -197,7 +201,7 @@ def _run_linears(linears: Sequence[Weights], inputs: Sequence[torch.Tensor]) -> 
 
 
 def _medians_ms(
-    first: Callable[[], object], second: Callable[[], object], num_repeats: int
+    first: Callable[[], object], second: Callable[[], object], num_repeats: int, device: torch.device
 ) -> tuple[float, float]:
     """Both in turns, after a tenth as many repetitions to warm up."""
     durations: tuple[list[float], list[float]] = ([], [])
@@ -205,6 +209,8 @@ def _medians_ms(
         for call, kept in zip((first, second), durations, strict=True):
             began = time.perf_counter()
             call()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             if repeat >= 0:
                 kept.append((time.perf_counter() - began) * 1e3)
     return statistics.median(durations[0]), statistics.median(durations[1])
