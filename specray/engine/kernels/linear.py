@@ -59,9 +59,11 @@ def _panels(*weights: torch.Tensor) -> torch.Tensor:
     shape = (-(-size // PANEL), len(weights), in_features // 2, PANEL, 2)
     panels = on_large_pages(shape, torch.bfloat16)
     for index, weight in enumerate(weights):
-        padded = weight.new_zeros(shape[0] * PANEL, in_features)
-        padded[:size] = weight
-        panels[:, index] = padded.view(-1, PANEL, in_features // 2, 2).permute(0, 2, 1, 3)
+        padded = weight
+        if size % PANEL:
+            padded = weight.new_zeros(shape[0] * PANEL, in_features)
+            padded[:size] = weight
+        panels[:, index] = padded.reshape(-1, PANEL, in_features // 2, 2).permute(0, 2, 1, 3)
     return panels
 
 
