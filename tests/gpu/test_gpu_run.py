@@ -145,6 +145,46 @@ def test_float32_outputs_that_differ_are_problems_and_bfloat16_ones_are_not() ->
     assert problems(renamed) == []
 
 
+def test_summary_compares_with_the_bound_with_plain_and_with_transformers(tmp_path: Path) -> None:
+    def arm(name: str, temperature: float, speed: float) -> dict[str, Any]:
+        rates = dict.fromkeys(("acceptance_rate", "hit_rate", "verify_ms", "draft_ms"))
+        return {"arm": name, "temperature": temperature, "tokens_per_s": speed, **rates}
+
+    arms = [
+        arm("off", 0, 50),
+        arm("serial K=2", 0, 80),
+        arm("serial K=4", 0, 100),
+        arm("enumerate K=2", 0, 120),
+    ]
+    pair = {"arms": [*arms, arm("off", 1, 900)], "agreements": [], "greedy": []}
+    forwards = {
+        **dict.fromkeys(("weight_bytes", "weights_gb_per_s", "copy_gb_per_s"), 1.0),
+        "block_size": 16,
+        "default_attention": "triton",
+        "attentions": {},
+        "times": [
+            {
+                "attention": "triton",
+                "is_captured": True,
+                "num_sequences": 1,
+                "width": 1,
+                "forward_ms": 12.5,
+                "bound_ms": 10.0,
+                "share": 0.8,
+            }
+        ],
+    }
+    peer = {"arms": [{"arm": "generate", "tokens_per_s": 40}], "greedy": []}
+    results = {"forwards": forwards, "pair bfloat16": pair, "transformers bfloat16": peer}
+    write_report({"options": {"dtype": "bfloat16"}, "shapes": {"1b": results}, "failures": []}, tmp_path)
+    assert [line for line in (tmp_path / "report.md").read_text().splitlines() if line.startswith("- ")] == [
+        "- Plain decoding over gRPC: 50.0 tokens/s, 0.50 of the 100.0 that the linear layers alone allow",
+        "- serial K=4: 100.0 tokens/s, 2.00 times plain",
+        "- enumerate K=2: 120.0 tokens/s, 2.40 times plain",
+        "- transformers, generate: 40.0 tokens/s; specray's best is 3.00 times that",
+    ]
+
+
 def test_report_of_a_run_whose_stages_all_failed_is_written(tmp_path: Path) -> None:
     failure = {"stage": "1b checkpoint: models", "reason": "it ended:\nno room"}
     write_report({"options": {}, "shapes": {"1b": {}}, "failures": [failure]}, tmp_path)

@@ -50,6 +50,7 @@ def _markdown(report: Report) -> Iterator[str]:
         yield ""
         yield f"## {shape}"
         yield from _checkpoint(results)
+        yield from _summary(results, options.get("dtype"))
         if "forwards" in results:
             yield from _forwards(results["forwards"])
         for dtype in ("float32", "bfloat16"):
@@ -69,6 +70,37 @@ def _checkpoint(results: dict[str, Any]) -> Iterator[str]:
     cuda = "" if made["cuda"] is None else f", CUDA {made['cuda']}"
     yield ""
     yield f"{made['device']}; torch {made['torch']}{cuda}, transformers {made['transformers']}."
+
+
+def _summary(results: dict[str, Any], dtype: str | None) -> Iterator[str]:
+    """Greedy decoding of one request: against the bound, against plain, against transformers."""
+    pair, peer = results.get(f"pair {dtype}"), results.get(f"transformers {dtype}")
+    if pair is None:
+        return
+    greedy = {arm["arm"]: arm["tokens_per_s"] for arm in pair["arms"] if arm["temperature"] == 0}
+    plain = greedy["off"]
+    yield ""
+    if "forwards" in results:
+        bound = 1e3 / next(
+            time["bound_ms"]
+            for time in results["forwards"]["times"]
+            if (time["num_sequences"], time["width"]) == (1, 1)
+        )
+        yield (
+            f"- Plain decoding over gRPC: {plain:.1f} tokens/s, {plain / bound:.2f} of the {bound:.1f} that "
+            "the linear layers alone allow"
+        )
+    for kind in ("serial", "enumerate", "auto"):
+        arms = {name: speed for name, speed in greedy.items() if name.startswith(kind)}
+        if arms:
+            name = max(arms, key=arms.__getitem__)
+            yield f"- {name}: {arms[name]:.1f} tokens/s, {arms[name] / plain:.2f} times plain"
+    if peer is not None:
+        for arm in peer["arms"]:
+            yield (
+                f"- transformers, {arm['arm']}: {arm['tokens_per_s']:.1f} tokens/s; specray's best is "
+                f"{max(greedy.values()) / arm['tokens_per_s']:.2f} times that"
+            )
 
 
 def _forwards(forwards: dict[str, Any]) -> Iterator[str]:
