@@ -170,7 +170,7 @@ def _span(window: Window, span: Span, top: float) -> list[str]:
     parts.append(_rect(window, span.start_ns, span.end_ns, top + 4, LANE - 8, fill))
     start, end = window.x(span.start_ns), window.x(span.end_ns)
     for label in _labels(span):
-        if _CHAR * len(label) + 6 <= end - start:
+        if _CHAR * len(label) + 14 <= end - start:
             parts.append(_text((start + end) / 2, middle + 4, label, anchor="middle", color=ink, size=11))
             break
     return parts
