@@ -124,8 +124,8 @@ def cpu_operators(dtype: torch.dtype, num_threads: int) -> Operators:
         from specray.engine.kernels.operators import KernelOperators
     except ImportError as error:
         _log.warning(
-            "numba cannot be imported (%s): layers run with torch's operators, at a half to a third of the "
-            "speed of the compiled kernels",
+            "numba cannot be imported (%s): layers run with torch's operators instead of compiled kernels, and "
+            "forwards take longer, those of small models several times as long",
             error,
         )
         return TorchOperators(dtype)
