@@ -124,7 +124,7 @@ def cpu_operators(dtype: torch.dtype, num_threads: int) -> Operators:
         from specray.engine.kernels.operators import KernelOperators
     except ImportError as error:
         _log.warning(
-            "numba cannot be imported (%s): layers run with torch's operators instead of compiled kernels, and "
+            "numba cannot be imported (%s): layers run with torch's operators instead of compiled kernels; "
             "forwards take longer, those of small models several times as long",
             error,
         )
