@@ -65,11 +65,11 @@ def test_without_a_device_the_message_says_so_and_the_report_has_it(tmp_path: Pa
 
 def test_a_stage_that_takes_too_long_is_ended_and_the_report_is_written(tmp_path: Path) -> None:
     result = run_script(
-        "--shape", "tiny", "--device", "cpu", "--stage-timeout", "1", "--report", str(tmp_path)
+        "--shape", "tiny", "--device", "cpu", "--stage-timeout", "0.1", "--report", str(tmp_path)
     )
     assert result.returncode == 1
     assert json.loads((tmp_path / "report.json").read_text())["failures"] == [
-        {"stage": "tiny checkpoint: models", "reason": "it took more than 1 s"}
+        {"stage": "tiny checkpoint: models", "reason": "it took more than 0.1 s"}
     ]
 
 
@@ -78,6 +78,7 @@ def test_a_stage_that_takes_too_long_is_ended_and_the_report_is_written(tmp_path
     [
         (["--num-prompts", "0"], "0 is not allowed; allowed: 1 or more"),
         (["--k", "33"], "--k is 33; allowed: 1..32"),
+        (["--stage-timeout", "nan"], "nan is not allowed; allowed: more than 0"),
         (["--shape", "70b"], "invalid choice: '70b'"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +50,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
     parser.add_argument("--k", action="append", type=_positive, help="draft tokens; may be repeated")
     parser.add_argument("--report", type=Path, required=True, help="directory for report.md and report.json")
     parser.add_argument("--models", type=Path, help="directory in which inflated checkpoints are kept")
-    parser.add_argument("--stage-timeout", type=_positive, default=480, help="seconds for any one stage")
+    parser.add_argument("--stage-timeout", type=_seconds, default=480.0, help="seconds for any one stage")
     parsed = parser.parse_args(arguments)
     ks = tuple(parsed.k or (2, 4))
     if max(ks) > MAX_K:
@@ -66,7 +67,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         ks=ks,
         report=parsed.report,
         models=parsed.models,
-        stage_timeout_s=float(parsed.stage_timeout),
+        stage_timeout_s=parsed.stage_timeout,
     )
 
 
@@ -74,4 +75,11 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not allowed; allowed: 1 or more")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0.0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not allowed; allowed: more than 0")
     return value
