@@ -15,6 +15,8 @@ _NUM_TRUSTED = 3
 _BUCKET_ROWS = 32
 _GROWTH = 4
 _RELAXATION = 0.05
+_BRANCH_SHARE = 0.5
+"""Of what a further sequence costs, a further branch: it shares the context of its sequence."""
 _REACH = 4
 """What a size took against what was expected of it tells of sizes up to so many times larger or smaller."""
 
@@ -207,10 +209,11 @@ class OutcomesTime:
         """Sets what a step costs.
 
         Args:
-            step_s: (lines, seconds of a step) pairs, that of one line first.
+            step_s: (sequences, seconds of a step) pairs, that of one first.
         """
         if len(step_s) >= 2:
-            self._widths = [(num_lines, seconds / step_s[0][1]) for num_lines, seconds in step_s]
+            first = step_s[0][1]
+            self._widths = [(lines, 1 + _BRANCH_SHARE * (seconds / first - 1)) for lines, seconds in step_s]
 
     def predict(self, num_tokens: int, num_branches: int, *, step_s: float) -> float:
         """Seconds of ``num_branches`` branches of ``num_tokens`` each."""

