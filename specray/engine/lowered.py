@@ -196,7 +196,10 @@ class LoweredForward:
         return [kind for kind in (*kinds, self.head) if isinstance(kind, Weights)]
 
     def __call__(self, step: Step) -> torch.Tensor:
-        hidden = self.embedding(step.token_ids)
+        return self.decode(self.embedding(step.token_ids), step)
+
+    def decode(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
+        """From the embedded tokens, ``[num_rows, hidden_size]``, to the logits."""
         attention = self.attention.prepare(step.attention, step.positions)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):

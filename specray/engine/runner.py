@@ -74,6 +74,7 @@ class ModelRunner:
         self.forward = forward
         self.graphs = graphs
         self._parallel = parallel
+        self._forward = forward if parallel is not None else _taped(forward, info.device)
 
     @torch.inference_mode()
     def run(self, inputs: Sequence[SequenceInput]) -> torch.Tensor:
@@ -89,7 +90,7 @@ class ModelRunner:
             self._parallel.send_step(inputs)
         if self.graphs is not None and (bucket := self.graphs.bucket_for(inputs)) is not None:
             return self._run_captured(self.graphs, bucket, inputs)
-        return self.forward(self._plan(inputs))
+        return self._forward(self._plan(inputs))
 
     def follow(self) -> None:
         """Ranks other than the leader: runs what the leader runs until it closes.
@@ -103,7 +104,7 @@ class ModelRunner:
                 if isinstance(received, CopyInput):
                     self._copy(received)
                 else:
-                    self.forward(self._plan(received))
+                    self._forward(self._plan(received))
 
     @torch.inference_mode()
     def copy_tokens(
@@ -146,11 +147,14 @@ class ModelRunner:
         positions: list[int] = []
         for item in rows:
             positions.extend([row.position for row in item.branches] or range(item.start, item.end))
+        wanted = _logit_rows(inputs, rows)
         return Step(
             token_ids=torch.tensor([token for item in inputs for token in item.token_ids], device=device),
             positions=torch.tensor(positions, device=device),
             attention=AttentionStep(tuple(rows), self.cache),
-            logit_rows=torch.tensor(_logit_rows(inputs, rows), dtype=torch.int64, device=device),
+            logit_rows=None
+            if len(wanted) == len(positions)
+            else torch.tensor(wanted, dtype=torch.int64, device=device),
         )
 
     def _plan_single(self, item: SequenceInput) -> Step:
@@ -173,6 +177,16 @@ class ModelRunner:
         if wanted and wanted[-1] - wanted[0] == len(wanted) - 1:
             return logits[wanted[0] : wanted[-1] + 1].clone()
         return logits[torch.tensor(wanted, dtype=torch.int64, device=logits.device)]
+
+
+def _taped(forward: Forward, device: torch.device) -> Forward:
+    if device.type != "cpu":
+        return forward
+    try:
+        from specray.engine.taped import taped
+    except ImportError:  # Without numba there are no kernels.
+        return forward
+    return taped(forward)
 
 
 def _sequence_rows(inputs: Sequence[SequenceInput]) -> list[SequenceRows]:

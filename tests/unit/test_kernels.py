@@ -170,7 +170,7 @@ def test_scores_of_a_tile_in_the_order_of_its_tokens(head_dim: int) -> None:
     """Heads of one register, of several, and of less than one."""
     scores = scores_kernel(head_dim)
 
-    @compile_kernel
+    @compile_kernel(3)
     def kernel(address: int, part: int, num_parts: int, thread: int) -> None:
         args = carray(as_pointer(address), (3,), np.int64)
         scores(args[0], args[0] + head_dim * 4, args[1], args[2], args[2] + TILE * 4)
@@ -209,7 +209,7 @@ def test_exponential() -> None:
     wide = vectors(16)
     load, store, exp = wide.load, wide.store, wide.exp
 
-    @compile_kernel
+    @compile_kernel(2)
     def kernel(address: int, part: int, num_parts: int, thread: int) -> None:
         args = carray(as_pointer(address), (2,), np.int64)
         for place in range(0, 4096, 16):

@@ -175,7 +175,7 @@ class AttentionCall:
         Returns:
             ``[num_rows, num_heads, head_dim]``.
         """
-        out = qkv.new_empty((qkv.shape[0], self._num_heads, qkv.shape[2]))
+        out = self._team.empty((qkv.shape[0], self._num_heads, qkv.shape[2]), qkv.dtype)
         args = self._args
         args[_QKV], args[_CACHE], args[_OUT] = qkv.data_ptr(), cache.data_ptr(), out.data_ptr()
         args[_WINDOW] = window or 0
@@ -184,6 +184,19 @@ class AttentionCall:
         self._team.run(self._kernel, self._args_address, self._num_parts)
         return out
 
+    def retarget(self, args: np.ndarray) -> int:
+        """Makes recorded calls of the same rows attend as this one would.
+
+        Args:
+            args: int64 ``[num_calls, arguments of the kernel]``.
+
+        Returns:
+            The number of parts.
+        """
+        args[:, _SPANS:_SCALE_EPS] = self._args[_SPANS:_SCALE_EPS]
+        args[:, _BRANCHES] = self._args[_BRANCHES]
+        return self._num_parts
+
 
 @functools.cache
 def attention_kernel(head_dim: int, dtype: str) -> Kernel:
@@ -191,7 +204,7 @@ def attention_kernel(head_dim: int, dtype: str) -> Kernel:
     rotate = _rotate_kernel(head_dim, dtype)
     attend = _attend_kernel(head_dim, dtype)
 
-    @compile_kernel
+    @compile_kernel(_NUM_ARGS)
     def attention(address: int, part: int, num_parts: int, thread: int) -> None:
         args = carray(as_pointer(address), (_NUM_ARGS,), np.int64)
         spans = carray(as_pointer(args[_SPANS]), (args[_NUM_SPANS], _NUM_COLUMNS), np.int64)

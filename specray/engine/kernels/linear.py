@@ -106,10 +106,10 @@ class _Tiled:
         """Not for two threads at once."""
         assert rows.is_contiguous(), "rows must follow each other"
         num_rows = rows.shape[0]
-        out = torch.empty((num_rows, self._size), dtype=dtype)
+        out = self._team.empty((num_rows, self._size), dtype)
         if num_rows == 0:
             return out
-        scratch = torch.empty(self._team.size * num_rows * self._scratch_size)
+        scratch = self._team.empty(self._team.size * num_rows * self._scratch_size, torch.float32)
         args = self._args
         args[_ROWS], args[_OUT], args[_SCRATCH] = rows.data_ptr(), out.data_ptr(), scratch.data_ptr()
         args[_NUM_ROWS], args[_IS_FLOAT] = num_rows, dtype == torch.float32
@@ -213,7 +213,7 @@ def _linear_kernel() -> Kernel:
                     else:
                         store_one_half(out, at + place, number)
 
-    @compile_kernel
+    @compile_kernel(_NUM_ARGS)
     def linear(address: int, part: int, num_parts: int, thread: int) -> None:
         args = carray(as_pointer(address), (_NUM_ARGS,), np.int64)
         num_rows, num_blocks = args[_NUM_ROWS], args[_NUM_BLOCKS]

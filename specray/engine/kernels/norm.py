@@ -41,7 +41,7 @@ class FusedRMSNorm:
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """``[num_rows, size]``, contiguous, to the same shape. Not for two threads at once."""
-        out = torch.empty_like(rows)
+        out = self._team.empty(rows.shape, rows.dtype)
         args = self._args
         num_parts = self._team.size if rows.numel() >= _MIN_SHARED_SIZE else 1
         args[_ROWS], args[_OUT] = rows.data_ptr(), out.data_ptr()
@@ -57,7 +57,7 @@ def _norm_kernel(dtype: str, lanes: int) -> Kernel:
     splat, mul, fma, total = wide.splat, wide.mul, wide.fma, wide.sum
     zero = np.float32(0.0)
 
-    @compile_kernel
+    @compile_kernel(_NUM_ARGS)
     def norm(address: int, part: int, num_parts: int, thread: int) -> None:
         args = carray(as_pointer(address), (_NUM_ARGS,), np.int64)
         eps = carray(as_pointer(address), (2 * _NUM_ARGS,), np.float32)[2 * _EPS]

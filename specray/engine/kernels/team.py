@@ -15,11 +15,13 @@ import functools
 import platform
 import threading
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
+import torch
 from llvmlite import ir
-from numba import cfunc
+from numba import carray, cfunc
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
@@ -42,6 +44,7 @@ _IS_ASLEEP = 0
 _SEMAPHORE = 64  # sem_t
 
 _MAX_PARTS = 1 << 15
+_LAST_JOB = 0x7FFF_FFFF
 _SPINS = 4_000
 """Looks at the word before a helper sleeps: some 50 us, longer than the interpreter needs between kernels."""
 _SPINS_BEFORE_YIELD = 1_000
@@ -53,19 +56,33 @@ class Kernel:
 
     Args:
         function: a numba cfunc of ``(args address, part, number of parts, thread)``.
+        num_args: 64-bit numbers at the address.
     """
 
-    __slots__ = ("_function", "address", "call")
+    __slots__ = ("_function", "address", "call", "num_args")
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: Any, num_args: int) -> None:
         self._function = function  # owns the code
+        self.num_args = num_args
         self.address: int = function.address
         self.call = _PROTOTYPE(self.address)
 
 
-def compile_kernel(function: Any) -> Kernel:
+def compile_kernel(num_args: int) -> Callable[[Any], Kernel]:
     """Decorator: compiles ``function(args address, part, number of parts, thread)``."""
-    return Kernel(cfunc(_SIGNATURE)(function))
+    return lambda function: Kernel(cfunc(_SIGNATURE)(function), num_args)
+
+
+class Recorder(Protocol):
+    """Learns what a team does, to do it again."""
+
+    def add(self, kernel: Kernel, args_address: int, num_parts: int) -> None:
+        """A job was done."""
+        ...
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """A tensor that jobs read or write."""
+        ...
 
 
 class Team:
@@ -77,7 +94,11 @@ class Team:
 
     def __init__(self, size: int) -> None:
         self.size = size if _has_semaphores() else 1
+        self.recorder: Recorder | None = None
+        """Told of all that is done while it is set."""
         self._num_jobs = 0
+        self._control: int = 0
+        self._lead_all = _lead_all_function()
         if self.size == 1:
             return
         memory = np.zeros(self.size * _HELPER_SIZE + 64, dtype=np.uint8)
@@ -102,13 +123,31 @@ class Team:
         Args:
             num_parts: 1 is done without the helpers.
         """
+        if self.recorder is not None:
+            self.recorder.add(kernel, args_address, num_parts)
         if num_parts == 1 or self.size == 1:
             for part in range(num_parts):
                 kernel.call(args_address, part, num_parts, 0)
             return
         assert num_parts < _MAX_PARTS, num_parts
-        self._num_jobs = (self._num_jobs + 1) & 0x7FFF_FFFF
+        self._num_jobs = (self._num_jobs + 1) & _LAST_JOB
         self._lead(self._control, kernel.address, args_address, self._num_jobs << 32 | num_parts << 16)
+
+    def run_all(self, jobs_address: int, num_jobs: int) -> None:
+        """Does jobs one after the other, as many calls of ``run``. Not for two threads at once.
+
+        Args:
+            jobs_address: of int64 ``[num_jobs, 3]``: addresses of kernel and arguments, number of parts.
+        """
+        self._lead_all(self._control, jobs_address, num_jobs, self._num_jobs)
+        self._num_jobs = (self._num_jobs + num_jobs) & _LAST_JOB
+
+    def empty(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor for jobs to write to."""
+        tensor = torch.empty(shape, dtype=dtype)
+        if self.recorder is not None:
+            self.recorder.keep(tensor)
+        return tensor
 
 
 def _dismiss(memory: Any, control: int, helpers: list[threading.Thread]) -> None:
@@ -226,29 +265,52 @@ def _take_parts(control: int, thread: int) -> int:
                 _add_done(control, 1)
 
 
+@kernel()
+def _lead(control: int, function: int, args: int, word: int) -> None:
+    """Begins a job, works on it, and waits until others have done the parts that they took."""
+    # No part is left of the job before, so nobody takes one while the fields change.
+    _store_function(control, function)
+    _store_args(control, args)
+    _store_done(control, 0)
+    _store_word(control, word)
+    for index in range(1, _load_size(control)):
+        helper = control + index * _HELPER_SIZE
+        if _is_asleep(helper):
+            _sem_post(helper + _SEMAPHORE)
+    others = ((word >> 16) & 0xFFFF) - _take_parts(control, 0)
+    spins = 0
+    while _load_done(control) < others:
+        spins += 1
+        if spins < _SPINS_BEFORE_YIELD:
+            _relax(control)
+        else:
+            _sched_yield()
+
+
 @functools.cache
 def _lead_function() -> Any:
     @cfunc(types.void(types.int64, types.int64, types.int64, types.int64))
     def lead(control: int, function: int, args: int, word: int) -> None:
-        # No part is left of the job before, so nobody takes one while the fields change.
-        _store_function(control, function)
-        _store_args(control, args)
-        _store_done(control, 0)
-        _store_word(control, word)
-        for index in range(1, _load_size(control)):
-            helper = control + index * _HELPER_SIZE
-            if _is_asleep(helper):
-                _sem_post(helper + _SEMAPHORE)
-        others = ((word >> 16) & 0xFFFF) - _take_parts(control, 0)
-        spins = 0
-        while _load_done(control) < others:
-            spins += 1
-            if spins < _SPINS_BEFORE_YIELD:
-                _relax(control)
-            else:
-                _sched_yield()
+        _lead(control, function, args, word)
 
     return _keep(lead, ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4))
+
+
+@functools.cache
+def _lead_all_function() -> Any:
+    @cfunc(types.void(types.int64, types.int64, types.int64, types.int64))
+    def lead_all(control: int, address: int, num_jobs: int, number: int) -> None:
+        jobs = carray(as_pointer(address), (num_jobs, 3), np.int64)
+        for index in range(num_jobs):
+            function, args, num_parts = jobs[index, 0], jobs[index, 1], jobs[index, 2]
+            if num_parts == 1 or control == 0:
+                for part in range(num_parts):
+                    _call(function, args, part, num_parts, 0)
+            else:
+                number = (number + 1) & _LAST_JOB
+                _lead(control, function, args, number << 32 | num_parts << 16)
+
+    return _keep(lead_all, ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4))
 
 
 @functools.cache

@@ -1,0 +1,137 @@
+"""Forwards that are recorded once and run again: what they give is what the forward itself gives, bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from specray.config import EngineConfig
+from specray.engine.inputs import BranchRow, SequenceInput
+from specray.engine.runner import ModelRunner, build_runner
+
+pytest.importorskip("numba")
+
+from specray.engine.kernels.linear import can_tile
+from specray.engine.taped import TapedForward, taped
+
+pytestmark = pytest.mark.skipif(
+    not can_tile(torch.zeros(64, 32, dtype=torch.bfloat16)), reason="the instruction is missing"
+)
+
+PROMPT = list(range(40, 61))
+OTHER = list(range(300, 309))
+
+
+def make_runner(role: str = "draft", num_threads: int = 1) -> ModelRunner:
+    config = EngineConfig(
+        device="cpu", num_threads=num_threads, max_model_len=64, max_num_seqs=4, block_size=8
+    )
+    return build_runner(config, role=role)
+
+
+def eager(runner: ModelRunner) -> ModelRunner:
+    """The same weights over a cache of its own, without tapes."""
+    other = ModelRunner(runner.forward, runner.cache, runner.info)
+    other._forward = runner.forward
+    return other
+
+
+@pytest.fixture(scope="module", params=[("draft", 1), ("target", 3)])
+def runner(request: pytest.FixtureRequest) -> ModelRunner:
+    return make_runner(*request.param)
+
+
+def steps() -> list[list[SequenceInput]]:
+    """Shapes that come back: at other places, in other blocks, with other neighbours."""
+    first, second, third = list(range(8)), [20, 9, 17, 11, 14], [13, 12]
+    single = [
+        [SequenceInput([token], start, blocks, 1)]
+        for blocks in (first, second)
+        for start, token in ((21, 70), (22, 71), (23, 72), (24, 73))
+    ]
+    verify = [[SequenceInput([80, 81, 82], start, first, 3)] for start in (21, 24, 27)]
+    catch_up = [[SequenceInput([90, 91, 92], start, second, 1)] for start in (21, 23)]
+    both = [
+        [SequenceInput([95 + index], 22 + index, first, 1), SequenceInput([96], 9 + index, third, 1)]
+        for index in range(3)
+    ]
+    ragged = [[SequenceInput([60, 61], 21, first, 2), SequenceInput([62], 9, third, 1)]] * 2
+    some = [[SequenceInput([60, 61], 21, first, 1), SequenceInput([62], 9, third, 0)]] * 2
+    branches = [
+        [
+            SequenceInput(
+                [5, 6, 7],
+                0,
+                first,
+                3,
+                (BranchRow(21, 21, 21 + step), BranchRow(4, 26, 26 + step), BranchRow(19, 31, 31 + step)),
+            )
+        ]
+        for step in range(3)
+    ]
+    return [*single, *verify, *catch_up, *both, *ragged, *some, *branches, *single]
+
+
+def fill(runner: ModelRunner) -> None:
+    for tokens, blocks in ((PROMPT, list(range(8))), (PROMPT, [20, 9, 17, 11, 14]), (OTHER, [13, 12])):
+        runner.run([SequenceInput(tokens, 0, blocks, 1)])
+
+
+def run_all(runner: ModelRunner, inputs: Sequence[Sequence[SequenceInput]]) -> list[torch.Tensor]:
+    fill(runner)
+    return [runner.run(step) for step in inputs]
+
+
+def test_every_shape_gives_again_what_the_forward_gives(runner: ModelRunner) -> None:
+    expected = run_all(eager(runner), steps())
+    assert isinstance(runner._forward, TapedForward)
+    outputs = run_all(runner, steps())
+    for output, other in zip(outputs, expected, strict=True):
+        assert torch.equal(output, other)
+    # Compared only now: no later run wrote into what an earlier one had given.
+    assert len({tuple(output[0, :8].tolist()) for output in outputs}) > 10
+
+
+def test_repeated_shapes_run_from_the_tape() -> None:
+    runner = make_runner()
+    fill(runner)
+    forward = runner._forward
+    assert isinstance(forward, TapedForward)
+    calls = 0
+    decode = type(runner.forward).decode
+
+    class Counting(type(runner.forward)):  # type: ignore[misc]
+        def decode(self, hidden: torch.Tensor, step: object) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            return decode(self, hidden, step)
+
+    inner = runner.forward
+    forward._forward = Counting(
+        inner.embedding, inner.layers, inner.final_norm, inner.head, inner.attention, inner.cache_shape
+    )
+    for start in range(21, 29):
+        runner.run([SequenceInput([70], start, list(range(8)), 1)])
+        runner.run([SequenceInput([80, 81, 82], start, list(range(8)), 3)])
+    assert calls == 2
+
+
+def test_a_failed_recording_leaves_nothing_behind() -> None:
+    runner = make_runner()
+    fill(runner)
+    forward = runner._forward
+    assert isinstance(forward, TapedForward)
+    expected = eager(runner).run([SequenceInput([70], 21, list(range(8)), 1)])
+    with pytest.raises((IndexError, AssertionError)):
+        runner.run([SequenceInput([70], 21, [], 1)])
+    assert forward._attention.team.recorder is None
+    for _ in range(2):
+        assert torch.equal(runner.run([SequenceInput([70], 21, list(range(8)), 1)]), expected)
+
+
+def test_a_forward_of_other_operators_is_left_as_it_is() -> None:
+    config = EngineConfig(device="cpu", dtype="float32", num_threads=1, max_model_len=64, max_num_seqs=1)
+    forward = build_runner(config, role="draft").forward
+    assert taped(forward) is forward
