@@ -1,4 +1,4 @@
-"""Forwards that are recorded once and run again: what they give is what the forward itself gives, bit by bit."""
+"""Forwards that are recorded once and run again give what the forward itself gives, bit by bit."""
 
 from __future__ import annotations
 
