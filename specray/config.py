@@ -174,6 +174,67 @@ class RpcConfig(_Section):
     )
 
 
+class KeySpeculationConfig(_Section):
+    """What the requests of one key get of speculation, whatever they ask."""
+
+    enabled: bool = Field(True, description="False: plain decoding.")
+    num_speculative_tokens: int | None = Field(
+        None,
+        ge=0,
+        le=32,
+        description="Most draft tokens per round, and what a request gets that asks for no number.",
+    )
+
+
+class KeyConfig(_Section):
+    """One API key. Of the key itself only a hash is here: `specray keys new` makes both."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$", description="For people, and in refusals.")
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="Of the key, in hexadecimal.")
+    tenant: str | None = Field(
+        None,
+        min_length=1,
+        max_length=64,
+        description="Takes the place of the tenant that a request names; default: the key's name.",
+    )
+    can_observe: bool = Field(
+        False, description="May read /metrics and /debug/trace, which tell of all keys."
+    )
+    max_requests: int | None = Field(
+        None, ge=1, description="At a time, for each Ingress replica; each prompt and choice is one."
+    )
+    max_queued_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Prompt tokens of requests without an answer yet, for each Ingress replica.",
+    )
+    speculation: KeySpeculationConfig = Field(default_factory=KeySpeculationConfig)
+
+    @property
+    def tenant_name(self) -> str:
+        return self.tenant or self.name
+
+
+class AuthConfig(_Section):
+    """Who may call the HTTP and gRPC endpoints. Without keys, everybody who reaches them."""
+
+    keys: tuple[KeyConfig, ...] = ()
+    open_paths: tuple[Literal["/metrics", "/debug/trace", "/version"], ...] = Field(
+        (), description="Answered without a key, as /health and /ready always are."
+    )
+
+    @model_validator(mode="after")
+    def _check_unique(self) -> AuthConfig:
+        for field in ("name", "sha256"):
+            values = [getattr(key, field) for key in self.keys]
+            repeated = {key.name for key in self.keys if values.count(getattr(key, field)) > 1}
+            if repeated:
+                raise ValueError(
+                    f"keys have the same {field}: {', '.join(sorted(repeated))}; allowed: one key each"
+                )
+        return self
+
+
 class IngressConfig(_Section):
     num_replicas: int = Field(1, ge=1, le=64)
     max_ongoing_requests: int = Field(1024, ge=1)
@@ -192,6 +253,7 @@ class Config(_Section):
     router: RouterConfig = Field(default_factory=RouterConfig)
     rpc: RpcConfig = Field(default_factory=RpcConfig)
     ingress: IngressConfig = Field(default_factory=IngressConfig)
+    auth: AuthConfig = Field(default_factory=AuthConfig)
     http: HttpConfig = Field(default_factory=HttpConfig)
     grpc: GrpcConfig = Field(default_factory=GrpcConfig)
 
@@ -214,10 +276,20 @@ def parse_config(values: dict[str, Any]) -> Config:
     except ValidationError as error:
         lines = [
             f"{'.'.join(map(str, problem['loc'])) or 'configuration'}: {problem['msg']}"
-            + (f" (got {problem['input']!r})" if problem["type"] != "extra_forbidden" else "")
+            + _shown_input(problem["type"], problem["loc"], problem["input"])
             for problem in error.errors()
         ]
         raise ConfigError("; ".join(lines)) from None
+
+
+def _shown_input(kind: str, location: tuple[int | str, ...], value: object) -> str:
+    # Where a hash belongs somebody may have put the key itself; it must not get into a log.
+    is_secret = location[:1] == ("auth",) and (
+        isinstance(value, (dict, list))
+        or location[-1] in ("auth", "keys", "sha256")
+        or location[-2:-1] == ("keys",)
+    )
+    return "" if kind == "extra_forbidden" or is_secret else f" (got {value!r})"
 
 
 def load_config(path: str | Path) -> Config:
@@ -250,6 +322,11 @@ def log_level() -> str:
     if level not in {"DEBUG", "INFO", "WARNING", "ERROR"}:
         raise ConfigError(f"SPECRAY_LOG_LEVEL is {level!r}; allowed: DEBUG, INFO, WARNING, ERROR")
     return level
+
+
+def api_key() -> str | None:
+    """``SPECRAY_API_KEY``: what our own clients send to a server that asks for a key."""
+    return os.environ.get("SPECRAY_API_KEY") or None
 
 
 def external_ray_address() -> str | None:

@@ -4,6 +4,7 @@ SpecrayError
 ├── ConfigError            a configuration value, file or model is wrong: shown at start, exit code 2
 ├── InvalidRequestError    a request is wrong: HTTP 400 (or its own status), INVALID_ARGUMENT
 │   └── ModelNotFoundError HTTP 404, NOT_FOUND
+├── UnauthenticatedError   the caller has not shown who it is: HTTP 401, UNAUTHENTICATED
 ├── OverloadedError        queues are full: HTTP 429 with Retry-After, RESOURCE_EXHAUSTED
 ├── EngineLostError        a worker died, hung or was partitioned: retriable
 ├── ProtocolError          a peer broke the protocol: a bug or a version mismatch
@@ -46,6 +47,10 @@ def _rebuild_invalid_request(
 
 class ModelNotFoundError(InvalidRequestError):
     """The request names a model that this service does not serve."""
+
+
+class UnauthenticatedError(SpecrayError):
+    """The caller has shown no key, or one that is not known. The message says nothing of what it sent."""
 
 
 class OverloadedError(SpecrayError):

@@ -31,6 +31,11 @@ class StreamEvent:
         return "".join(choice.get("text") or "" for choice in self.body.get("choices") or ())
 
 
+def key_header(key: str | None) -> dict[str, str]:
+    """What a server that asks for an API key wants to see; nothing without one."""
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
 class ServerClient:
     """Calls one server; an async context manager.
 
@@ -40,11 +45,19 @@ class ServerClient:
         max_connections: at a time; 0: as many as there are calls.
         keep_alive: use connections again. Not with a server that closes them without saying so: a call that
             meets such a connection fails.
+        key: an API key, for a server that asks for one.
     """
 
     def __init__(
-        self, url: str, *, timeout_s: float = 600.0, max_connections: int = 0, keep_alive: bool = True
+        self,
+        url: str,
+        *,
+        timeout_s: float = 600.0,
+        max_connections: int = 0,
+        keep_alive: bool = True,
+        key: str | None = None,
     ) -> None:
+        self._headers = key_header(key)
         self._url = url.rstrip("/").removesuffix("/v1")
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, connect=CONNECT_TIMEOUT_S)
         self._max_connections = max_connections
@@ -53,6 +66,7 @@ class ServerClient:
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
+            headers=self._headers,
             timeout=self._timeout,
             connector=aiohttp.TCPConnector(limit=self._max_connections, force_close=not self._keep_alive),
             read_bufsize=_MAX_LINE_BYTES,

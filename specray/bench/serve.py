@@ -13,6 +13,7 @@ from specray.bench.client import ServerClient
 from specray.bench.load import MAX_KEPT_ERRORS, run_pass, send
 from specray.bench.scrape import ServerStats, difference, parse_samples, server_stats
 from specray.bench.stats import ArmSummary, Pass, summarize
+from specray.config import api_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ async def measure(plan: Plan, on_progress: Callable[[str, int, int], None]) -> R
     """
     results = tuple(ArmResult(arm) for arm in plan.arms)
     num_done, num_all = 0, len(plan.prompts) * len(results) * plan.num_repeats
-    async with ServerClient(plan.url, timeout_s=plan.timeout_s) as client:
+    async with ServerClient(plan.url, timeout_s=plan.timeout_s, key=api_key()) as client:
         model = await client.model()
         for arm in plan.arms:
             for prompt in plan.prompts[: plan.num_warmup]:

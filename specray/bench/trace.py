@@ -9,10 +9,11 @@ from pathlib import Path
 import aiohttp
 from rich.table import Table
 
+from specray.bench.client import key_header
 from specray.bench.overlap import HITS, MISSES
 from specray.bench.timeline import Summary, Timeline, changed_plans
 from specray.bench.timeline_chart import plan_text, shortened
-from specray.config import Config
+from specray.config import Config, api_key
 from specray.errors import ConfigError, EngineLostError
 from specray.router.records import FILLER
 from specray.router.trace import TraceEvent, decode_trace
@@ -60,7 +61,7 @@ async def fetch(url: str) -> str:
     timeout = aiohttp.ClientTimeout(total=FETCH_TIMEOUT_S)
     try:
         async with (
-            aiohttp.ClientSession(timeout=timeout) as session,
+            aiohttp.ClientSession(timeout=timeout, headers=key_header(api_key())) as session,
             session.get(f"{url.rstrip('/')}/debug/trace") as response,
         ):
             text = await response.text()

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from specray import __version__
-from specray.cli import bench, models
+from specray.cli import bench, keys, models
 from specray.cli.generate import generate
 from specray.cli.serve import serve
 from specray.cli.worker import worker
@@ -28,6 +28,7 @@ app = typer.Typer(
 app.command()(serve)
 app.command()(generate)
 app.command()(worker)
+app.add_typer(keys.app, name="keys")
 app.add_typer(models.app, name="models")
 app.add_typer(bench.app, name="bench")
 

@@ -167,6 +167,7 @@ def _options(sampling: Sampling) -> GenerationOptions:
 
 async def _from_server(url: str, prompt: str, sampling: Sampling) -> AsyncGenerator[Piece, None]:
     from specray.bench.client import ServerClient
+    from specray.config import api_key
 
     body: dict[str, Any] = {
         "prompt": prompt,
@@ -179,7 +180,7 @@ async def _from_server(url: str, prompt: str, sampling: Sampling) -> AsyncGenera
         "stream_options": {"include_usage": True},
         "return_speculation_metrics": True,
     }
-    async with ServerClient(url) as client:
+    async with ServerClient(url, key=api_key()) as client:
         async for event in client.stream_completion(body):
             usage = event.body.get("usage")
             if not usage:

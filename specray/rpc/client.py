@@ -27,8 +27,14 @@ class SpecrayClient:
                 print(event.text, end="")
     """
 
-    def __init__(self, address: str, *, options: ChannelOptions | None = None) -> None:
-        """Raises ConfigError when the address is neither ``unix:/path`` nor ``host:port``."""
+    def __init__(
+        self, address: str, *, key: str | None = None, options: ChannelOptions | None = None
+    ) -> None:
+        """``key``: an API key, for a service that asks for one.
+
+        Raises ConfigError when the address is neither ``unix:/path`` nor ``host:port``.
+        """
+        self._metadata = None if key is None else (("authorization", f"Bearer {key}"),)
         self._channel = aio.insecure_channel(
             parse_peer(address).target,
             options=(options or ChannelOptions()).for_client(),
@@ -45,6 +51,7 @@ class SpecrayClient:
 
         Raises:
             InvalidRequestError, ModelNotFoundError: the request is wrong.
+            UnauthenticatedError: the service asks for a key, and this is none of its keys.
             OverloadedError: try again after ``retry_after_s``.
             EngineLostError: the service is away or the time is over; the request may be retried.
             SpecrayError: the service failed.
@@ -52,7 +59,7 @@ class SpecrayClient:
         data = encode_generate_request(params)
         stub: aio.UnaryStreamMultiCallable[bytes, bytes]
         stub = self._channel.unary_stream(f"/{INFERENCE_SERVICE}/Generate", None, None)
-        call = stub(data, timeout=timeout_s)
+        call = stub(data, timeout=timeout_s, metadata=self._metadata)
         try:
             async for message in call:
                 yield decode_generate_event(message)
@@ -66,7 +73,7 @@ class SpecrayClient:
         stub: aio.UnaryUnaryMultiCallable[bytes, bytes]
         stub = self._channel.unary_unary(f"/{INFERENCE_SERVICE}/Info", None, None)
         try:
-            return decode_service_info(await stub(b"", timeout=timeout_s))
+            return decode_service_info(await stub(b"", timeout=timeout_s, metadata=self._metadata))
         except aio.AioRpcError as error:
             raise error_of(error) from None
 

@@ -20,11 +20,11 @@ from specray.rpc.inference_codec import (
     encode_generate_event,
     encode_service_info,
 )
-from specray.rpc.inference_types import GenerateEvent, GenerateParams, InferenceHandler, Usage
+from specray.rpc.inference_types import Admitter, GenerateEvent, GenerateParams, InferenceHandler, Usage
 from specray.rpc.loop_thread import run_on
 from specray.rpc.status import status_of
 
-__all__ = ["GenerateEvent", "GenerateParams", "InferenceHandler", "InferenceServer", "Usage"]
+__all__ = ["Admitter", "GenerateEvent", "GenerateParams", "InferenceHandler", "InferenceServer", "Usage"]
 
 INFERENCE_SERVICE: Final = "specray.v1.InferenceService"
 
@@ -46,13 +46,16 @@ class InferenceServer:
         *,
         options: ChannelOptions | None = None,
         handler_loop: asyncio.AbstractEventLoop | None = None,
+        admit: Admitter | None = None,
     ) -> None:
-        """``options.max_receive_bytes`` bounds a request: a larger one gets RESOURCE_EXHAUSTED.
+        """``admit`` names the handler of each call by its ``authorization`` metadata; default: ``handler``.
+
+        ``options.max_receive_bytes`` bounds a request: a larger one gets RESOURCE_EXHAUSTED.
 
         Raises:
             ConfigError: the address is no address.
         """
-        self._handler = handler
+        self._admit = admit or (lambda _: handler)
         self._address = parse_address(address)
         self._options = options or ChannelOptions()
         self._handler_loop = handler_loop
@@ -103,15 +106,17 @@ class InferenceServer:
 
     async def _serve_generate(self, data: bytes, context: Context) -> None:
         async def work() -> None:
+            handler = self._admit(_authorization(context))
             params = decode_generate_request(data)
             write = self._writer(context)
-            await run_on(self._handler_loop, _pump(self._handler, params, write))
+            await run_on(self._handler_loop, _pump(handler, params, write))
 
         await _answer(context, work())
 
     async def _serve_info(self, _: bytes, context: Context) -> bytes:
         async def work() -> bytes:
-            return encode_service_info(await run_on(self._handler_loop, self._handler.info()))
+            handler = self._admit(_authorization(context))
+            return encode_service_info(await run_on(self._handler_loop, handler.info()))
 
         return await _answer(context, work())
 
@@ -125,6 +130,10 @@ class InferenceServer:
             await context.write(data)
 
         return lambda data: run_on(this_loop, write(data))
+
+
+def _authorization(context: Context) -> list[str]:
+    return [str(value) for name, value in context.invocation_metadata() or () if name == "authorization"]
 
 
 async def _pump(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -81,3 +81,7 @@ class InferenceHandler(Protocol):
         ...
 
     async def info(self) -> ServiceInfo: ...
+
+
+Admitter = Callable[[Sequence[str]], InferenceHandler]
+"""Who handles a call that came with these ``authorization`` metadata; raises UnauthenticatedError."""

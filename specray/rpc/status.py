@@ -16,6 +16,7 @@ from specray.errors import (
     ModelNotFoundError,
     OverloadedError,
     SpecrayError,
+    UnauthenticatedError,
 )
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,8 @@ def status_of(error: Exception) -> RpcStatus:
             return RpcStatus(grpc.StatusCode.NOT_FOUND, _details(error), _field(error))
         case InvalidRequestError():
             return RpcStatus(grpc.StatusCode.INVALID_ARGUMENT, _details(error), _field(error))
+        case UnauthenticatedError():
+            return RpcStatus(grpc.StatusCode.UNAUTHENTICATED, _details(error))
         case OverloadedError():
             seconds = str(max(1, math.ceil(error.retry_after_s)))
             return RpcStatus(grpc.StatusCode.RESOURCE_EXHAUSTED, _details(error), ((RETRY_AFTER, seconds),))
@@ -68,6 +71,8 @@ def error_of(error: aio.AioRpcError) -> SpecrayError:
             return OverloadedError(details, float(_text(metadata[RETRY_AFTER]) or 1.0))
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return InvalidRequestError(details)
+        case grpc.StatusCode.UNAUTHENTICATED:
+            return UnauthenticatedError(details)
         case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.DEADLINE_EXCEEDED:
             return EngineLostError(f"{error.code().name}: {details}")
         case code:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
 from specray.config import Config
 from specray.errors import InvalidRequestError
 from specray.interfaces import RouterClient
-from specray.rpc.inference import GenerateEvent, GenerateParams, Usage
-from specray.serving.generation import Delta, close, stream
+from specray.rpc.inference import Admitter, GenerateEvent, GenerateParams, Usage
+from specray.serving.auth import Caller, Keyring, stream_for
+from specray.serving.generation import Delta, close
 from specray.serving.limits import ServiceLimits
 from specray.serving.openai_api import DEADLINE_MARGIN_S
 from specray.serving.prompts import Prompt, encode_prompts
@@ -21,19 +23,32 @@ from specray.types import GenerateRequest, ServiceInfo
 
 
 class GrpcIngress:
-    """rpc.inference.InferenceHandler in front of a RouterClient."""
+    """rpc.inference.InferenceHandler in front of a RouterClient, for one caller; by default for anybody."""
 
-    def __init__(self, *, client: RouterClient, tokenizer: Tokenizer, config: Config) -> None:
+    def __init__(
+        self, *, client: RouterClient, tokenizer: Tokenizer, config: Config, caller: Caller | None = None
+    ) -> None:
+        self._caller = caller or Caller()
         self._client = client
         self._tokenizer = tokenizer
         self._limits = ServiceLimits(client, tokenizer, config)
         self._model_name = config.model_name
         self._timeout_s = config.router.request_timeout_s + DEADLINE_MARGIN_S
 
+    def admitter(self, keyring: Keyring) -> Admitter:
+        """What tells the server by a call's metadata who handles it: this handler, in the caller's name."""
+
+        def admit(authorization: Sequence[str]) -> GrpcIngress:
+            handler = copy.copy(self)
+            handler._caller = keyring.identify(authorization)
+            return handler
+
+        return admit
+
     async def generate(self, params: GenerateParams) -> AsyncGenerator[GenerateEvent, None]:
         """See rpc.inference.InferenceHandler."""
         request = await self._request(params)
-        deltas = stream(self._client, [request], self._tokenizer, timeout_s=self._timeout_s)
+        deltas = stream_for(self._caller, self._client, [request], self._tokenizer, timeout_s=self._timeout_s)
         num_output_tokens = 0
         try:
             async for delta in deltas:

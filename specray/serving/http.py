@@ -19,15 +19,18 @@ from specray import __version__
 from specray.config import Config
 from specray.errors import EngineLostError, ModelNotFoundError, SpecrayError
 from specray.interfaces import RouterClient
+from specray.serving.auth import Caller, Keyring
 from specray.serving.body import read_json
 from specray.serving.events import EventStreamResponse, until_disconnect
 from specray.serving.generation import Delta, close
+from specray.serving.key_check import KeyMiddleware, caller_of, check_observer
 from specray.serving.limits import ServiceLimits
 from specray.serving.openai_api import Call, OpenAiApi
 from specray.serving.problems import HttpError, problem_body, problem_response
 from specray.serving.validation import shown
 from specray.tokenization import Tokenizer
 
+CallParser = Callable[[object, Caller], Coroutine[Any, Any, Call]]
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
@@ -38,30 +41,39 @@ _CLIENT_LEFT = 499
 
 
 def build_http_app(
-    *, client: RouterClient, tokenizer: Tokenizer, config: Config, lifespan: Lifespan | None = None
+    *,
+    client: RouterClient,
+    tokenizer: Tokenizer,
+    config: Config,
+    keyring: Keyring | None = None,
+    lifespan: Lifespan | None = None,
 ) -> FastAPI:
     """The application of design section 9.
 
     Args:
         client: the router.
         tokenizer: of the target.
+        keyring: shared with the gRPC endpoint, whose requests count too; default: one of its own.
         lifespan: runs around the application, for what else lives in its process.
     """
     app = FastAPI(title="specray", version=__version__, lifespan=lifespan, openapi_url=None)
     limits = ServiceLimits(client, tokenizer, config)
     _add_problem_handlers(app)
-    _add_service_routes(app, client)
+    keyring = keyring or Keyring(config.auth)
+    _add_service_routes(app, client, is_terse=keyring.asks_for_key)
+    _add_observer_routes(app, client)
     _add_model_routes(app, limits, config)
     _add_openai_routes(
         app, OpenAiApi(client=client, tokenizer=tokenizer, config=config, limits=limits), config
     )
+    app.add_middleware(KeyMiddleware, keyring=keyring)
     return app
 
 
 def _add_openai_routes(app: FastAPI, api: OpenAiApi, config: Config) -> None:
-    async def run(request: Request, parse: Callable[[object], Coroutine[Any, Any, Call]]) -> Response:
+    async def run(request: Request, parse: CallParser) -> Response:
         values = await read_json(request, max_body_bytes=config.http.max_body_bytes)
-        call = await until_disconnect(request.receive, parse(values))
+        call = await until_disconnect(request.receive, parse(values, caller_of(request)))
         headers = {"X-Request-Id": call.response_id}
         if not call.is_stream:
             body = await until_disconnect(request.receive, api.answer(call))
@@ -114,7 +126,9 @@ def _add_model_routes(app: FastAPI, limits: ServiceLimits, config: Config) -> No
         return JSONResponse(await model())
 
 
-def _add_service_routes(app: FastAPI, client: RouterClient) -> None:
+def _add_service_routes(app: FastAPI, client: RouterClient, *, is_terse: bool) -> None:
+    """``is_terse``: whoever asks without a key learns that the service is not ready, not why."""
+
     @app.get("/health")
     async def health() -> JSONResponse:
         return JSONResponse({"status": "ok"})
@@ -126,10 +140,21 @@ def _add_service_routes(app: FastAPI, client: RouterClient) -> None:
                 await client.check_ready()
         except TimeoutError:
             raise EngineLostError(f"no step of the target within {READY_TIMEOUT_S:g} s") from None
+        except EngineLostError:
+            if is_terse:
+                raise EngineLostError("not ready") from None
+            raise
         return JSONResponse({"status": "ready"})
 
+    @app.get("/version")
+    async def version() -> JSONResponse:
+        return JSONResponse({"version": __version__})
+
+
+def _add_observer_routes(app: FastAPI, client: RouterClient) -> None:
     @app.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
+        check_observer(request)
         try:
             async with asyncio.timeout(METRICS_TIMEOUT_S):
                 text = await client.metrics_text()
@@ -138,7 +163,8 @@ def _add_service_routes(app: FastAPI, client: RouterClient) -> None:
         return Response(text, headers={"Content-Type": PROMETHEUS_TEXT})
 
     @app.get("/debug/trace")
-    async def trace() -> Response:
+    async def trace(request: Request) -> Response:
+        check_observer(request)
         try:
             async with asyncio.timeout(METRICS_TIMEOUT_S):
                 text = await client.trace_text()
@@ -147,10 +173,6 @@ def _add_service_routes(app: FastAPI, client: RouterClient) -> None:
         if text is None:
             raise HTTPException(404, "nothing is traced; set router.trace_events")
         return Response(text, media_type="application/jsonl")
-
-    @app.get("/version")
-    async def version() -> JSONResponse:
-        return JSONResponse({"version": __version__})
 
 
 def _add_problem_handlers(app: FastAPI) -> None:

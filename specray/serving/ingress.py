@@ -16,6 +16,7 @@ from specray.actors.client import ServeRouterClient
 from specray.config import Config
 from specray.rpc.channel import ChannelOptions
 from specray.rpc.inference import InferenceServer
+from specray.serving.auth import Keyring
 from specray.serving.grpc_ingress import GrpcIngress
 from specray.serving.http import build_http_app
 from specray.tokenization import Tokenizer
@@ -49,6 +50,7 @@ def _build_replica_app(config: Config) -> FastAPI:
     handle = serve.get_deployment_handle("Router", app_name=serve.get_replica_context().app_name)
     client = ServeRouterClient(handle, timeout_s=config.router.request_timeout_s + ROUTER_CALL_MARGIN_S)
     tokenizer = Tokenizer.load(config.target.model)
+    keyring = Keyring(config.auth)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -60,6 +62,7 @@ def _build_replica_app(config: Config) -> FastAPI:
                 address=f"{config.grpc.host}:{config.grpc.port}",
                 # A replica that replaces another may start before the other has ended.
                 options=ChannelOptions(max_receive_bytes=config.grpc.max_message_bytes, reuse_port=True),
+                admit=handler.admitter(keyring),
             )
             await server.start()
         try:
@@ -68,4 +71,6 @@ def _build_replica_app(config: Config) -> FastAPI:
             if server is not None:
                 await server.stop()
 
-    return build_http_app(client=client, tokenizer=tokenizer, config=config, lifespan=lifespan)
+    return build_http_app(
+        client=client, tokenizer=tokenizer, config=config, keyring=keyring, lifespan=lifespan
+    )

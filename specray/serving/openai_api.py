@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from specray.config import Config
 from specray.interfaces import RouterClient
-from specray.serving.generation import Delta, close, complete, stream
+from specray.serving.auth import Caller, complete_for, stream_for
+from specray.serving.generation import Delta, close
 from specray.serving.limits import ServiceLimits
 from specray.serving.problems import problem_event
 from specray.serving.prompts import Prompt, encode_chat, encode_prompts
@@ -29,6 +30,7 @@ class Call:
     """One checked call: what to generate, and how to write it."""
 
     response_id: str
+    caller: Caller
     requests: list[GenerateRequest]
     format: ResponseFormat
     num_prompt_tokens: int
@@ -61,7 +63,7 @@ class OpenAiApi:
         self._now = now
         self._timeout_s = config.router.request_timeout_s + DEADLINE_MARGIN_S
 
-    async def completion_call(self, values: object) -> Call:
+    async def completion_call(self, values: object, caller: Caller) -> Call:
         """The call of a /v1/completions body. Raises InvalidRequestError, EngineLostError."""
         body = parse_request(CompletionRequest, values)
         limits = await self._checked_limits(body)
@@ -70,19 +72,22 @@ class OpenAiApi:
         num_choices = body.n or 1
         echoes = [self._echo(prompt) if body.echo else "" for prompt in prompts for _ in range(num_choices)]
         header = self._header("cmpl", limits)
-        return self._call(body, encoded, limits, header, CompletionFormat(header, self._tokenizer, echoes))
+        response_format = CompletionFormat(header, self._tokenizer, echoes)
+        return self._call(body, encoded, limits, header, response_format, caller)
 
-    async def chat_call(self, values: object) -> Call:
+    async def chat_call(self, values: object, caller: Caller) -> Call:
         """The call of a /v1/chat/completions body. Raises InvalidRequestError, EngineLostError."""
         body = parse_request(ChatCompletionRequest, values)
         limits = await self._checked_limits(body)
         encoded = [await encode_chat(body.chat(), self._tokenizer)]
         header = self._header("chatcmpl", limits)
-        return self._call(body, encoded, limits, header, ChatFormat(header, self._tokenizer))
+        return self._call(body, encoded, limits, header, ChatFormat(header, self._tokenizer), caller)
 
     async def answer(self, call: Call) -> Json:
         """The whole response. Raises what the router raises."""
-        outputs = await complete(self._client, call.requests, self._tokenizer, timeout_s=self._timeout_s)
+        outputs = await complete_for(
+            call.caller, self._client, call.requests, self._tokenizer, timeout_s=self._timeout_s
+        )
         totals = Totals(call.num_prompt_tokens, call.num_choices)
         for output in outputs:
             totals.add(output)
@@ -91,7 +96,9 @@ class OpenAiApi:
 
     def deltas(self, call: Call) -> AsyncIterator[Delta]:
         """What the call's events will tell. Raises what the router raises."""
-        return stream(self._client, call.requests, self._tokenizer, timeout_s=self._timeout_s)
+        return stream_for(
+            call.caller, self._client, call.requests, self._tokenizer, timeout_s=self._timeout_s
+        )
 
     async def events(self, call: Call, first: Delta, rest: AsyncIterator[Delta]) -> AsyncIterator[bytes]:
         """The response as server-sent events.
@@ -133,9 +140,11 @@ class OpenAiApi:
         limits: Limits,
         header: Header,
         response_format: ResponseFormat,
+        caller: Caller,
     ) -> Call:
         return Call(
             response_id=header.response_id,
+            caller=caller,
             requests=to_generate_requests(
                 prompts, body.options(), limits=limits, request_id=header.response_id
             ),

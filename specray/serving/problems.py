@@ -15,6 +15,7 @@ from specray.errors import (
     ModelNotFoundError,
     OverloadedError,
     SpecrayError,
+    UnauthenticatedError,
 )
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,8 @@ def problem_status(error: Exception) -> int:
             return 404
         case InvalidRequestError():
             return 400
+        case UnauthenticatedError():
+            return 401
         case OverloadedError():
             return 429
         case EngineLostError():
@@ -62,6 +65,8 @@ def problem_body(error: Exception) -> dict[str, Any]:
             return _body(str(error), "invalid_request_error", error.field, "model_not_found")
         case InvalidRequestError():
             return _body(str(error), "invalid_request_error", error.field, "invalid_value")
+        case UnauthenticatedError():
+            return _body(str(error), "invalid_request_error", None, "invalid_api_key")
         case OverloadedError():
             return _body(str(error), "rate_limit_error", None, "overloaded")
         case EngineLostError():
@@ -78,6 +83,8 @@ def problem_response(error: Exception) -> JSONResponse:
     headers = {}
     if isinstance(error, OverloadedError):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    elif status == 401:
+        headers["WWW-Authenticate"] = 'Bearer realm="specray"'
     elif status == 503:
         headers["Retry-After"] = str(math.ceil(_RETRY_AFTER_LOST_S))
     if status in (408, 413):
