@@ -1,0 +1,71 @@
+"""Writes into the chart's values.schema.json what ``specray.config.Config`` says of ``config``.
+
+Run it after a change of the configuration: ``python helm/generate_schema.py``. The rest of that file is written
+by hand.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from specray.config import Config
+
+PATH = Path(__file__).parent / "specray" / "values.schema.json"
+_COUNT = {"type": "number", "minimum": 0}
+_STRINGS = {"type": "object", "additionalProperties": {"type": "string"}}
+_RANK_OPTIONS = {"num_cpus": _COUNT, "num_gpus": _COUNT}
+"""What the target's placement group reads of ``ray_actor_options``; the rest would change nothing."""
+_REPLICA_OPTIONS = {
+    **_RANK_OPTIONS,
+    "accelerator_type": {"type": "string"},
+    "memory": _COUNT,
+    "resources": {"type": "object", "additionalProperties": _COUNT},
+    "label_selector": _STRINGS,
+}
+_ACTOR_OPTIONS = {
+    "TargetConfig": _RANK_OPTIONS,
+    "DraftConfig": _REPLICA_OPTIONS,
+    "IngressConfig": _REPLICA_OPTIONS,
+}
+
+
+def with_config(schema: dict[str, Any]) -> dict[str, Any]:
+    """The chart's schema with the part about ``config`` made anew."""
+    config = _without_titles(Config.model_json_schema())
+    definitions = config.pop("$defs")
+    for name, options in _ACTOR_OPTIONS.items():
+        definitions[name]["properties"]["ray_actor_options"] = {
+            "type": "object",
+            "additionalProperties": False,
+            "properties": options,
+        }
+    properties = {**schema["properties"], "config": config}
+    return {**schema, "properties": properties, "$defs": {**_own(schema["$defs"]), **definitions}}
+
+
+def _own(definitions: dict[str, Any]) -> dict[str, Any]:
+    # Those of the chart begin with a small letter, those of the configuration are names of classes.
+    return {name: value for name, value in definitions.items() if name[0].islower()}
+
+
+def _without_titles(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_without_titles(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: _without_titles(value)
+        for key, value in schema.items()
+        if not (key == "title" and isinstance(value, str))
+    }
+
+
+def main() -> None:
+    schema = with_config(json.loads(PATH.read_text(encoding="utf-8")))
+    PATH.write_text(json.dumps(schema, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+{{/* Combinations that every value's own type allows and that cannot work. */}}
+{{- define "specray.checks" -}}
+{{- $names := list -}}
+{{- range .Values.workerGroups -}}
+{{- $names = append $names .name -}}
+{{- $least := hasKey . "minReplicas" | ternary .minReplicas .replicas | int -}}
+{{- $most := hasKey . "maxReplicas" | ternary .maxReplicas .replicas | int -}}
+{{- if or (gt $least (int .replicas)) (gt (int .replicas) $most) -}}
+{{- fail (printf "workerGroups %s: minReplicas %d, replicas %d, maxReplicas %d must not fall" .name $least (int .replicas) $most) -}}
+{{- end -}}
+{{- end -}}
+{{- if ne (len $names) (len (uniq $names)) -}}
+{{- fail "workerGroups: two groups have the same name" -}}
+{{- end -}}
+{{- $termination := int .Values.gracePeriods.terminationSeconds -}}
+{{- $drain := int .Values.gracePeriods.drainSeconds -}}
+{{- if lt $termination (add $drain 15 | int) -}}
+{{- fail (printf "gracePeriods.terminationSeconds is %d; allowed: drainSeconds + 15 = %d at least" $termination (add $drain 15 | int)) -}}
+{{- end -}}
+{{- if ne .Values.config.rpc.listen "node" -}}
+{{- fail "config.rpc.listen is loopback; allowed: node, since engines and router are in several pods" -}}
+{{- end -}}
+{{- if eq (int .Values.config.http.port) (int .Values.config.grpc.port) -}}
+{{- fail (printf "config.grpc.port: %d is config.http.port as well; they must differ" (int .Values.config.grpc.port)) -}}
+{{- end -}}
+{{- if and .Values.models.existingClaim .Values.models.download -}}
+{{- fail "models: existingClaim and download exclude each other" -}}
+{{- end -}}
+{{- range .Values.models.download -}}
+{{- range .groups -}}
+{{- if not (has . $names) -}}{{- fail (printf "models.download: there is no worker group %s" .) -}}{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- range $part := list "ingress" "draft" -}}
+{{- $wanted := dig $part "ray_actor_options" "label_selector" "specray.io/group" "" $.Values.config -}}
+{{- if and $wanted (not (has $wanted $names)) -}}
+{{- fail (printf "config.%s.ray_actor_options.label_selector: there is no worker group %s" $part $wanted) -}}
+{{- end -}}
+{{- end -}}
+{{- if .Values.config.grpc.port -}}
+{{- $num := dig "ingress" "num_replicas" 1 .Values.config | int -}}
+{{- $group := include "specray.ingressGroup" . -}}
+{{- range .Values.workerGroups -}}
+{{- $most := hasKey . "maxReplicas" | ternary .maxReplicas .replicas | int -}}
+{{- if and (eq .name $group) (gt $most $num) -}}
+{{- fail (printf "workerGroups %s: of %d pods those without an Ingress would refuse gRPC; allowed: config.ingress.num_replicas = %d at most" $group $most $num) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if .Values.gcsFaultTolerance.enabled -}}
+{{- $_ := required "gcsFaultTolerance.redisAddress: host:port of the Redis" .Values.gcsFaultTolerance.redisAddress -}}
+{{- $_ = required "gcsFaultTolerance.existingSecret: the Secret with its password" .Values.gcsFaultTolerance.existingSecret -}}
+{{- end -}}
+{{- end }}

@@ -1,0 +1,164 @@
+{{/* KubeRay appends to the name: 47 characters are left of a label's 63. */}}
+{{- define "specray.fullname" -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- $full := contains $name .Release.Name | ternary .Release.Name (printf "%s-%s" .Release.Name $name) -}}
+{{- default $full .Values.fullnameOverride | trunc 47 | trimSuffix "-" -}}
+{{- end }}
+
+{{- define "specray.labels" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/part-of: specray
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- end }}
+
+{{/* On pods, and nothing else of the chart's: whatever changes there makes KubeRay start a second cluster. */}}
+{{- define "specray.podLabels" -}}
+specray.io/service: {{ include "specray.fullname" . }}
+{{- end }}
+
+{{- define "specray.image" -}}
+{{- $repository := required "image.repository: build cluster/Dockerfile, push it, and name it here" .Values.image.repository -}}
+{{- if .Values.image.digest -}}
+{{ $repository }}@{{ .Values.image.digest }}
+{{- else -}}
+{{ $repository }}:{{ default .Chart.AppVersion .Values.image.tag }}
+{{- end -}}
+{{- end }}
+
+{{- define "specray.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create -}}
+{{ default (include "specray.fullname" .) .Values.serviceAccount.name }}
+{{- else -}}
+{{ default "default" .Values.serviceAccount.name }}
+{{- end -}}
+{{- end }}
+
+{{- define "specray.httpPort" -}}
+{{ int .Values.config.http.port }}
+{{- end }}
+
+{{- define "specray.grpcPort" -}}
+{{ int .Values.config.grpc.port }}
+{{- end }}
+
+{{/* The worker group whose pods answer gRPC: where the configuration puts the Ingress, or the only one. */}}
+{{- define "specray.ingressGroup" -}}
+{{- $options := dig "ingress" "ray_actor_options" dict .Values.config -}}
+{{- $group := dig "label_selector" "specray.io/group" "" $options -}}
+{{- if and (not $group) (eq (len .Values.workerGroups) 1) -}}
+{{- $group = (first .Values.workerGroups).name -}}
+{{- end -}}
+{{- required "config.grpc.port: with several worker groups, config.ingress.ray_actor_options.label_selector must say in which specray.io/group the Ingress is; or 0 for no gRPC" $group -}}
+{{- end }}
+
+{{- define "specray.serveConfig" -}}
+{{- $timeout := dig "router" "request_timeout_s" 600 .Values.config -}}
+proxy_location: EveryNode
+http_options:
+  host: {{ .Values.config.http.host }}
+  port: {{ include "specray.httpPort" . }}
+  # The router ends a request at its own deadline first, with a message.
+  request_timeout_s: {{ addf $timeout 30 }}
+  keep_alive_timeout_s: 90
+logging_config:
+  encoding: JSON
+  log_level: {{ .Values.logLevel }}
+  enable_access_log: false
+applications:
+  - name: specray
+    route_prefix: /
+    import_path: specray.serving.app:build_app
+    args:
+      {{- toYaml .Values.config | nindent 6 }}
+{{- end }}
+
+{{- define "specray.podSpec" -}}
+{{- $root := .root -}}
+{{- $group := .group -}}
+serviceAccountName: {{ include "specray.serviceAccountName" $root }}
+automountServiceAccountToken: {{ .needsApi }}
+terminationGracePeriodSeconds: {{ int $root.Values.gracePeriods.terminationSeconds }}
+securityContext:
+  runAsNonRoot: true
+  runAsUser: {{ $root.Values.runAsUser }}
+  fsGroup: {{ $root.Values.runAsUser }}
+  seccompProfile: {type: RuntimeDefault}
+{{- with $root.Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+{{- with $group.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- with $group.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $group.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- define "specray.container" -}}
+image: {{ include "specray.image" . }}
+imagePullPolicy: {{ .Values.image.pullPolicy }}
+{{ include "specray.containerSecurity" . }}
+{{- end }}
+
+{{- define "specray.containerSecurity" -}}
+securityContext:
+  allowPrivilegeEscalation: false
+  capabilities: {drop: [ALL]}
+{{- end }}
+
+{{- define "specray.environment" -}}
+- name: RAY_USAGE_STATS_ENABLED
+  value: "0"
+- name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
+  value: {{ int .Values.gracePeriods.drainSeconds | quote }}
+- name: SPECRAY_LOG_LEVEL
+  value: {{ .Values.logLevel }}
+{{- end }}
+
+{{/* One init container per download that concerns the group. */}}
+{{- define "specray.downloads" -}}
+{{- $root := .root -}}
+{{- $group := .group -}}
+{{- range $index, $item := $root.Values.models.download }}
+{{- if or (not $item.groups) (has $group.name $item.groups) }}
+- name: download-{{ $index }}-{{ $item.name }}
+  {{- include "specray.container" $root | nindent 2 }}
+  command:
+    - hf
+    - download
+    - {{ $item.repository | quote }}
+    - --revision={{ $item.revision }}
+    - --local-dir={{ $root.Values.models.path }}/{{ $item.name }}
+    {{- range $item.include }}
+    - --include={{ . }}
+    {{- end }}
+  env:
+    - name: HF_HUB_DISABLE_TELEMETRY
+      value: "1"
+    - name: HF_HOME
+      value: /tmp/huggingface
+    {{- with $root.Values.models.tokenSecret.name }}
+    - name: HF_TOKEN
+      valueFrom:
+        secretKeyRef: {name: {{ . }}, key: {{ $root.Values.models.tokenSecret.key }}}
+    {{- end }}
+  resources:
+    requests: {cpu: 500m, memory: 1Gi}
+    limits: {memory: 2Gi}
+  volumeMounts:
+    - name: models
+      mountPath: {{ $root.Values.models.path }}
+{{- end }}
+{{- end }}
+{{- end }}
