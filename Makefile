@@ -6,7 +6,7 @@ STAMP := $(VENV)/.specray-installed
 # Ray asks for it in every process that it starts; a local test cluster listens on loopback only.
 TEST_ENV := RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0
 
-.PHONY: setup serve test test-fast lint types protos protos-check check clean
+.PHONY: setup serve test test-fast lint types protos protos-check schema check clean
 
 setup: $(STAMP)
 
@@ -39,6 +39,10 @@ protos: setup
 protos-check: protos
 	git diff --exit-code -- specray/rpc/pb
 	test -z "$$(git status --porcelain -- specray/rpc/pb)"
+
+# After a change of specray/config.py: the chart's schema says the same.
+schema: setup
+	$(BIN)/python helm/generate_schema.py
 
 check: lint types protos-check test
 

@@ -1,7 +1,6 @@
 """Writes into the chart's values.schema.json what ``specray.config.Config`` says of ``config``.
 
-Run it after a change of the configuration: ``python helm/generate_schema.py``. The rest of that file is written
-by hand.
+Run it after a change of the configuration: ``make schema``. The rest of that file is written by hand.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Serve configuration file that ships is one that Serve and specray both accept in full."""
+"""The Serve configuration files that ship are ones that Serve and specray both accept in full."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 from specray.errors import ConfigError
 from specray.serving.app import build_app
 
-PATH = Path(__file__).resolve().parents[2] / "cluster" / "serve.yaml"
+FILES = sorted((Path(__file__).resolve().parents[2] / "cluster").glob("serve*.yaml"))
 
 
-@pytest.fixture
-def values() -> dict[str, Any]:
-    loaded: dict[str, Any] = yaml.safe_load(PATH.read_text(encoding="utf-8"))
+@pytest.fixture(params=FILES, ids=lambda path: path.stem)
+def values(request: pytest.FixtureRequest) -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load(request.param.read_text(encoding="utf-8"))
     return loaded
+
+
+def test_there_is_a_file_for_one_machine_and_one_for_several() -> None:
+    assert [path.name for path in FILES] == ["serve-nodes.yaml", "serve.yaml"]
 
 
 def test_serve_accepts_the_file_and_knows_every_key(values: dict[str, Any]) -> None:

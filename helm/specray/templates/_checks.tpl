@@ -47,6 +47,11 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- $auth := dig "auth" dict .Values.config -}}
+{{- $isOpen := or (not $auth.keys) (has "/metrics" (default list $auth.open_paths)) -}}
+{{- if and .Values.podMonitors.enabled (not $isOpen) (not .Values.podMonitors.keySecret.name) -}}
+{{- fail "podMonitors.keySecret: config.auth.keys close /metrics; name a Secret, or list /metrics in config.auth.open_paths" -}}
+{{- end -}}
 {{- if .Values.gcsFaultTolerance.enabled -}}
 {{- $_ := required "gcsFaultTolerance.redisAddress: host:port of the Redis" .Values.gcsFaultTolerance.redisAddress -}}
 {{- $_ = required "gcsFaultTolerance.existingSecret: the Secret with its password" .Values.gcsFaultTolerance.existingSecret -}}

@@ -1,0 +1,475 @@
+"""The chart: every example renders, lints and is valid; what is unknown or cannot work is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import runpy
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from chart_harness import CHART, CRDS, EXAMPLES, ROOT, Renderer, RenderError, load, merged, strict_crd_schema
+from jsonschema import Draft7Validator
+from ray.serve import Application
+from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
+
+from specray.config import parse_config
+from specray.serving.app import build_app
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("helm_python") is None, reason="helm-python-sdk is not installed"
+)
+
+IMAGE = {"image": {"repository": "registry.example.com/specray"}}
+DEFAULTS = load(CHART / "values.yaml")
+BIG = load(CHART / "examples" / "one-small-eight-big.yaml")
+KEY = {"name": "prometheus", "sha256": "0" * 64, "can_observe": True}
+RAY_SERVICE = ("RayService", "demo-specray")
+
+each_example = pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+
+
+@pytest.fixture(scope="module")
+def helm() -> Iterator[Renderer]:
+    with Renderer() as renderer:
+        yield renderer
+
+
+@pytest.fixture(scope="module")
+def ray_service_validator() -> Draft7Validator:
+    path = CRDS / "ray.io_rayservices.yaml"
+    if not path.exists():
+        pytest.skip("KubeRay's CRDs are not here")
+    return Draft7Validator(strict_crd_schema(path))
+
+
+def ray_service(helm: Renderer, values: dict[str, Any]) -> dict[str, Any]:
+    spec: dict[str, Any] = helm.objects(merged(IMAGE, values))[RAY_SERVICE]["spec"]
+    return spec
+
+
+def pod_specs(spec: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    cluster = spec["rayClusterConfig"]
+    groups = {group["groupName"]: group["template"]["spec"] for group in cluster["workerGroupSpecs"]}
+    return {"head": cluster["headGroupSpec"]["template"]["spec"], **groups}
+
+
+def test_the_examples_are_one_gpu_small_and_big_gpus_and_cpu() -> None:
+    assert [path.stem for path in EXAMPLES] == ["cpu", "one-gpu", "one-small-eight-big"]
+
+
+@each_example
+def test_an_example_lints_strictly(helm: Renderer, path: Path) -> None:
+    assert helm.lint(load(path)) == []
+
+
+@each_example
+def test_an_example_is_a_valid_ray_service(
+    helm: Renderer, ray_service_validator: Draft7Validator, path: Path
+) -> None:
+    manifest = helm.objects(load(path))[RAY_SERVICE]
+    assert [error.message for error in ray_service_validator.iter_errors(manifest)] == []
+
+
+def test_every_optional_part_is_valid(helm: Renderer, ray_service_validator: Draft7Validator) -> None:
+    values = merged(BIG, {"gcsFaultTolerance": {"usernameKey": "user"}, "rayAuth": {"enabled": False}})
+    values["image"] |= {"digest": "sha256:" + "0" * 64, "pullSecrets": ["registry"]}
+    values |= {"secretMounts": [{"name": "specray-tls", "path": "/etc/tls"}]}
+    values["workerGroups"][0] |= {"runtimeClassName": "nvidia", "idleTimeoutSeconds": 9, "minReplicas": 0}
+    manifest = helm.objects(values)[RAY_SERVICE]
+    assert [error.message for error in ray_service_validator.iter_errors(manifest)] == []
+
+
+def test_the_validation_sees_a_misspelt_field(helm: Renderer, ray_service_validator: Draft7Validator) -> None:
+    manifest = helm.objects(IMAGE)[RAY_SERVICE]
+    manifest["spec"]["serveConfigV3"] = ""
+    (error,) = ray_service_validator.iter_errors(manifest)
+    assert error.message == "Additional properties are not allowed ('serveConfigV3' was unexpected)"
+
+
+@each_example
+def test_serve_gets_the_configuration_of_specray_serve(helm: Renderer, path: Path) -> None:
+    values = merged(DEFAULTS["config"], load(path)["config"])
+    objects = helm.objects(load(path))
+    text = objects[RAY_SERVICE]["spec"]["serveConfigV2"]
+    serve = yaml.safe_load(text)
+    (application,) = serve["applications"]
+    assert application["args"] == values
+    assert parse_config(application["args"]) == parse_config(values)
+    assert isinstance(build_app(application["args"]), Application)
+    data = objects["ConfigMap", "demo-specray-config"]["data"]
+    assert yaml.safe_load(data["config.yaml"]) == values
+    assert yaml.safe_load(data["serve.yaml"]) == serve
+
+
+def test_serve_knows_every_key_of_its_file(helm: Renderer) -> None:
+    serve = yaml.safe_load(
+        ray_service(helm, {"config": {"router": {"request_timeout_s": 20}}})["serveConfigV2"]
+    )
+    ServeDeploySchema.model_validate(serve)
+    assert set(serve) <= set(ServeDeploySchema.model_fields)
+    assert set(serve["applications"][0]) <= set(ServeApplicationSchema.model_fields)
+    assert serve["http_options"]["request_timeout_s"] == 50
+    assert serve["http_options"]["port"] == 8000
+
+
+def test_large_numbers_stay_integers(helm: Renderer) -> None:
+    serve = yaml.safe_load(
+        ray_service(helm, {"config": {"router": {"max_queued_tokens": 1_000_000}}})["serveConfigV2"]
+    )
+    assert parse_config(serve["applications"][0]["args"]).router.max_queued_tokens == 1_000_000
+
+
+# What is refused
+
+
+def test_an_image_must_be_named(helm: Renderer) -> None:
+    with pytest.raises(RenderError, match=r"image\.repository: build cluster/Dockerfile"):
+        helm.files({})
+
+
+@pytest.mark.parametrize(
+    ("values", "where", "key"),
+    [
+        ({"replicas": 2}, "", "replicas"),
+        ({"image": {"name": "x"}}, "/image", "name"),
+        ({"config": {"drafts": []}}, "/config", "drafts"),
+        ({"config": {"target": {"modle": "x"}}}, "/config/target", "modle"),
+        (
+            {"config": {"target": {"ray_actor_options": {"label_selector": {"a": "b"}}}}},
+            "/config/target/ray_actor_options",
+            "label_selector",
+        ),
+        ({"models": {"s3": "x"}}, "/models", "s3"),
+        ({"gcsFaultTolerance": {"redisPassword": "secret"}}, "/gcsFaultTolerance", "redisPassword"),
+        (
+            {"workerGroups": [{"name": "a", "replicas": 1, "resources": {}, "gpus": 1}]},
+            "/workerGroups/0",
+            "gpus",
+        ),
+    ],
+)
+def test_an_unknown_value_is_refused_by_its_name(
+    helm: Renderer, values: dict[str, Any], where: str, key: str
+) -> None:
+    with pytest.raises(RenderError) as refusal:
+        helm.files(merged(IMAGE, values))
+    assert f"- at '{where}': additional properties '{key}' not allowed" in str(refusal.value)
+
+
+def test_every_object_of_the_schema_is_closed_or_a_map_of_typed_values() -> None:
+    def objects(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        if isinstance(schema, dict):
+            if schema.get("type") == "object":
+                yield path, schema
+            for key, value in schema.items():
+                yield from objects(value, f"{path}/{key}")
+        elif isinstance(schema, list):
+            for index, value in enumerate(schema):
+                yield from objects(value, f"{path}/{index}")
+
+    found = list(objects(json.loads((CHART / "values.schema.json").read_text()), ""))
+    assert len(found) > 40
+    for path, schema in found:
+        if "properties" in schema:
+            assert schema["additionalProperties"] is False, path
+        else:
+            assert isinstance(schema["additionalProperties"], dict), path
+
+
+def test_the_schema_of_config_is_that_of_the_configuration() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    generate = runpy.run_path(str(ROOT / "helm" / "generate_schema.py"))
+    assert schema == generate["with_config"](schema), "run: make schema"
+
+
+def test_every_value_has_a_default_that_shows_it() -> None:
+    def keys(schema: dict[str, Any], path: str) -> set[str]:
+        definition = schema.get("properties", {})
+        return {path} | set().union(*(keys(value, f"{path}.{key}") for key, value in definition.items()))
+
+    def shown(values: Any, path: str) -> set[str]:
+        parts = values.items() if isinstance(values, dict) else ()
+        return {path} | set().union(*(shown(value, f"{path}.{key}") for key, value in parts))
+
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    del schema["properties"]["config"]
+    assert keys(schema, "") - shown(DEFAULTS, "") == set()
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        (
+            {"gracePeriods": {"drainSeconds": 80}},
+            "gracePeriods.terminationSeconds is 90; allowed: drainSeconds + 15 = 95 at least",
+        ),
+        ({"config": {"rpc": {"listen": "loopback"}}}, "config.rpc.listen is loopback; allowed: node"),
+        ({"config": {"grpc": {"port": 8000}}}, "config.grpc.port: 8000 is config.http.port as well"),
+        (
+            {
+                "models": {
+                    "existingClaim": "models",
+                    "download": [{"name": "a", "repository": "a/b", "revision": "c"}],
+                }
+            },
+            "models: existingClaim and download exclude each other",
+        ),
+        (
+            {"models": {"download": [{"name": "a", "repository": "a/b", "revision": "c", "groups": ["x"]}]}},
+            "models.download: there is no worker group x",
+        ),
+        (
+            {"config": {"draft": {"ray_actor_options": {"label_selector": {"specray.io/group": "x"}}}}},
+            "config.draft.ray_actor_options.label_selector: there is no worker group x",
+        ),
+        (
+            {
+                "workerGroups": [{"name": "a", "replicas": 1, "resources": {}}] * 2,
+                "config": {"ingress": {"ray_actor_options": {"label_selector": {"specray.io/group": "a"}}}},
+            },
+            "workerGroups: two groups have the same name",
+        ),
+        (
+            {"workerGroups": [{"name": "a", "replicas": 1, "maxReplicas": 0, "resources": {}}]},
+            "workerGroups a: minReplicas 1, replicas 1, maxReplicas 0 must not fall",
+        ),
+        (
+            {"workerGroups": [{"name": "a", "replicas": 2, "resources": {}}]},
+            "workerGroups a: of 2 pods those without an Ingress would refuse gRPC",
+        ),
+        (
+            {"workerGroups": [{"name": name, "replicas": 1, "resources": {}} for name in "ab"]},
+            "must say in which specray.io/group the Ingress is",
+        ),
+        (
+            {"podMonitors": {"enabled": True}, "config": {"auth": {"keys": [KEY]}}},
+            "podMonitors.keySecret: config.auth.keys close /metrics",
+        ),
+        ({"gcsFaultTolerance": {"enabled": True}}, "gcsFaultTolerance.redisAddress: host:port of the Redis"),
+        (
+            {"gcsFaultTolerance": {"enabled": True, "redisAddress": "redis:6379"}},
+            "gcsFaultTolerance.existingSecret: the Secret with its password",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_reason(
+    helm: Renderer, values: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(RenderError, match=re.escape(reason)):
+        helm.files(merged(IMAGE, values))
+
+
+# What is rendered
+
+
+def test_without_grpc_groups_need_not_say_where_the_ingress_is(helm: Renderer) -> None:
+    groups = [{"name": name, "replicas": 2, "resources": {}} for name in "ab"]
+    objects = helm.objects(merged(IMAGE, {"workerGroups": groups, "config": {"grpc": {"port": 0}}}))
+    assert [name for kind, name in objects if kind == "Service"] == []
+    policy = objects["NetworkPolicy", "demo-specray"]
+    assert [port["port"] for port in policy["spec"]["ingress"][2]["ports"]] == [8000]
+
+
+def test_grpc_goes_to_the_group_of_the_ingress(helm: Renderer) -> None:
+    service = helm.objects(BIG)["Service", "demo-specray-grpc"]
+    assert service["spec"]["selector"] == {"specray.io/service": "demo-specray", "ray.io/group": "ingress"}
+    assert [port["port"] for port in service["spec"]["ports"]] == [9000]
+
+
+def test_no_rank_of_the_big_example_fits_on_another_group(helm: Renderer) -> None:
+    config = parse_config(merged(DEFAULTS["config"], BIG["config"]))
+    groups = {
+        group["groupName"]: group for group in ray_service(helm, BIG)["rayClusterConfig"]["workerGroupSpecs"]
+    }
+    cpus = config.target.ray_actor_options["num_cpus"]
+    assert [float(groups[name]["resources"]["CPU"]) >= cpus for name in ("ingress", "small")] == [
+        False,
+        False,
+    ]
+    limits = groups["big"]["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert limits["nvidia.com/gpu"] == config.target.tensor_parallel_size == 8
+    assert float(limits["cpu"]) >= 8 * cpus
+    ingress = config.ingress.ray_actor_options["num_cpus"]
+    assert ingress <= float(groups["ingress"]["resources"]["CPU"]) < 2 * ingress
+
+
+def test_groups_carry_labels_for_selectors(helm: Renderer) -> None:
+    groups = ray_service(helm, BIG)["rayClusterConfig"]["workerGroupSpecs"]
+    assert [group["labels"] for group in groups] == [
+        {"specray.io/group": "ingress"},
+        {"specray.io/group": "small", "ray.io/accelerator-type": "L4"},
+        {"specray.io/group": "big", "ray.io/accelerator-type": "H100"},
+    ]
+
+
+def test_a_new_version_of_the_chart_leaves_the_pods_as_they_are(helm: Renderer, tmp_path: Path) -> None:
+    values = merged(IMAGE, {"image": {"tag": "1"}})
+    newer = shutil.copytree(CHART, tmp_path / "specray")
+    text = (newer / "Chart.yaml").read_text()
+    (newer / "Chart.yaml").write_text(text.replace("ersion: 0.1.0", "ersion: 0.2.0"))
+    before, after = (helm.objects(values, chart=chart)[RAY_SERVICE] for chart in (CHART, newer))
+    assert after["metadata"]["labels"]["helm.sh/chart"] == "specray-0.2.0"
+    assert after["spec"] == before["spec"]
+
+
+def test_a_change_of_the_configuration_leaves_the_pods_as_they_are(helm: Renderer) -> None:
+    before = ray_service(helm, {})
+    after = ray_service(helm, {"config": {"speculation": {"num_speculative_tokens": 3}}})
+    assert after["serveConfigV2"] != before["serveConfigV2"]
+    assert after["rayClusterConfig"] == before["rayClusterConfig"]
+
+
+def test_names_leave_room_for_what_kuberay_appends(helm: Renderer) -> None:
+    ((_, name),) = [key for key in helm.objects(IMAGE, name="r" * 53) if key[0] == "RayService"]
+    assert name == "r" * 47
+
+
+@each_example
+def test_pods_are_unprivileged_and_end_with_grace(helm: Renderer, path: Path) -> None:
+    for role, pod in pod_specs(ray_service(helm, load(path))).items():
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["terminationGracePeriodSeconds"] == 90
+        for container in [*pod["containers"], *pod.get("initContainers", [])]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+            }, role
+        environment = {entry["name"]: entry["value"] for entry in pod["containers"][0]["env"]}
+        assert environment["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] == "60"
+
+
+def test_only_a_head_with_an_autoscaler_talks_to_kubernetes(helm: Renderer) -> None:
+    for enabled in (True, False):
+        spec = ray_service(helm, {"autoscaler": {"enabled": enabled}})
+        tokens = {role: pod["automountServiceAccountToken"] for role, pod in pod_specs(spec).items()}
+        assert tokens == {"head": enabled, "workers": False}
+        assert spec["rayClusterConfig"].get("autoscalerOptions", {}).get("version") == (
+            "v2" if enabled else None
+        )
+
+
+def test_secrets_are_named_and_never_made(helm: Renderer) -> None:
+    objects = helm.objects(BIG)
+    assert [kind for kind, _ in objects if kind == "Secret"] == []
+    cluster = objects[RAY_SERVICE]["spec"]["rayClusterConfig"]
+    assert cluster["authOptions"] == {"mode": "token", "secretName": "specray-ray-token"}
+    assert cluster["gcsFaultToleranceOptions"] == {
+        "redisAddress": "redis.databases:6379",
+        "redisPassword": {"valueFrom": {"secretKeyRef": {"name": "specray-redis", "key": "redis-password"}}},
+    }
+
+
+def test_the_head_shows_every_port_that_is_scraped(helm: Renderer) -> None:
+    objects = helm.objects(BIG)
+    endpoints = {
+        role: [
+            endpoint["port"]
+            for endpoint in objects["PodMonitor", f"demo-specray-{role}"]["spec"]["podMetricsEndpoints"]
+        ]
+        for role in ("head", "worker")
+    }
+    # The Router's metrics come from one pod, or they would be counted twice.
+    assert endpoints == {"head": ["metrics", "as-metrics", "dash-metrics", "serve"], "worker": ["metrics"]}
+    pods = pod_specs(objects[RAY_SERVICE]["spec"])
+    head = {port["name"] for port in pods.pop("head")["containers"][0]["ports"]}
+    assert set(endpoints["head"]) <= head
+    for pod in pods.values():
+        assert [port["name"] for port in pod["containers"][0]["ports"]] == ["metrics", "serve", "grpc"]
+
+
+def test_a_monitor_shows_the_key_only_where_one_is_asked_for(helm: Renderer) -> None:
+    values = merged(BIG, {"config": {"auth": {"keys": [KEY]}}, "podMonitors": {"keySecret": {"name": "key"}}})
+    monitor = helm.objects(values)["PodMonitor", "demo-specray-head"]
+    shown = {entry["port"]: entry.get("authorization") for entry in monitor["spec"]["podMetricsEndpoints"]}
+    key = {"type": "Bearer", "credentials": {"name": "key", "key": "api-key"}}
+    assert shown == {"metrics": None, "as-metrics": None, "dash-metrics": None, "serve": key}
+    open_paths = {"config": {"auth": {"keys": [KEY], "open_paths": ["/metrics"]}}}
+    assert ("PodMonitor", "demo-specray-head") in helm.objects(merged(BIG, open_paths))
+
+
+def test_secrets_are_files_in_workers_alone(helm: Renderer) -> None:
+    pods = pod_specs(ray_service(helm, {"secretMounts": [{"name": "specray-tls", "path": "/etc/tls"}]}))
+    mount = {"name": "secret-0", "mountPath": "/etc/tls", "readOnly": True}
+    assert mount in pods["workers"]["containers"][0]["volumeMounts"]
+    secret = {"secretName": "specray-tls", "defaultMode": 0o440}
+    assert {"name": "secret-0", "secret": secret} in pods["workers"]["volumes"]
+    assert "volumes" not in pods["head"]
+
+
+def test_the_network_policy_lets_in_who_is_named_and_the_operator(helm: Renderer) -> None:
+    rules = helm.objects(BIG)["NetworkPolicy", "demo-specray"]["spec"]["ingress"]
+    own = {"podSelector": {"matchLabels": {"specray.io/service": "demo-specray"}}}
+    ports = [[port["port"] for port in rule.get("ports", [])] for rule in rules]
+    assert ports == [[], [8265, 52365, 8000], [8000, 9000], [8000, 8080, 44217, 44227]]
+    namespaces = ["gateway", "monitoring"]
+    assert rules[0]["from"] == [own]
+    assert [rule["from"] for rule in rules[2:]] == [
+        [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}] for name in namespaces
+    ]
+    rules = helm.objects(IMAGE)["NetworkPolicy", "demo-specray"]["spec"]["ingress"]
+    assert [rule["from"] for rule in rules[2:]] == [[{"podSelector": {}}]]
+
+
+def test_each_group_has_its_disruption_budget(helm: Renderer) -> None:
+    budgets = {
+        name: (doc["spec"]["maxUnavailable"], doc["spec"]["selector"]["matchLabels"])
+        for (kind, name), doc in helm.objects(BIG).items()
+        if kind == "PodDisruptionBudget"
+    }
+    own = {"specray.io/service": "demo-specray"}
+    assert budgets == {
+        "demo-specray-head": (0, {**own, "ray.io/node-type": "head"}),
+        **{
+            f"demo-specray-{name}": (1, {**own, "ray.io/group": name}) for name in ("ingress", "small", "big")
+        },
+    }
+
+
+def test_a_download_goes_to_the_groups_that_need_it(helm: Renderer) -> None:
+    values = merged(IMAGE, {"models": {"tokenSecret": {"name": "hub"}, "sizeLimit": "9Gi"}})
+    values["workerGroups"] = [{"name": name, "replicas": 1, "resources": {}} for name in ("a", "b")]
+    values["config"] = {"ingress": {"ray_actor_options": {"label_selector": {"specray.io/group": "a"}}}}
+    values["models"]["download"] = [
+        {"name": "target", "repository": "org/model", "revision": "c0ffee", "groups": ["b"]},
+        {
+            "name": "target",
+            "repository": "org/model",
+            "revision": "c0ffee",
+            "include": ["*.json"],
+            "groups": ["a"],
+        },
+        {"name": "draft", "repository": "org/small", "revision": "1"},
+    ]
+    pods = pod_specs(ray_service(helm, values))
+    assert "initContainers" not in pods["head"]
+    command = ["hf", "download", "org/model", "--revision=c0ffee", "--local-dir=/models/target"]
+    draft = ["hf", "download", "org/small", "--revision=1", "--local-dir=/models/draft"]
+    commands = {name: [start["command"] for start in pods[name]["initContainers"]] for name in ("a", "b")}
+    assert commands == {"a": [[*command, "--include=*.json"], draft], "b": [command, draft]}
+    (token,) = [entry for entry in pods["b"]["initContainers"][0]["env"] if entry["name"] == "HF_TOKEN"]
+    assert token["valueFrom"] == {"secretKeyRef": {"name": "hub", "key": "token"}}
+    for name in ("a", "b"):
+        (mount,) = [
+            entry for entry in pods[name]["containers"][0]["volumeMounts"] if entry["name"] == "models"
+        ]
+        assert mount == {"name": "models", "mountPath": "/models", "readOnly": True}
+        assert {"name": "models", "emptyDir": {"sizeLimit": "9Gi"}} in pods[name]["volumes"]
+
+
+def test_the_dashboard_is_the_file_of_the_chart(helm: Renderer) -> None:
+    config_map = helm.objects(IMAGE)["ConfigMap", "demo-specray-dashboard"]
+    assert config_map["metadata"]["labels"]["grafana_dashboard"] == "1"
+    shipped = json.loads((CHART / "dashboards" / "specray.json").read_text())
+    assert json.loads(config_map["data"]["specray.json"]) == shipped
+
+
+def test_the_notes_say_where_to_call(helm: Renderer) -> None:
+    notes = helm.files(IMAGE)["NOTES.txt"]
+    assert "http://demo-specray-serve-svc.llm:8000/v1" in notes
+    assert "demo-specray-grpc.llm:9000" in notes
