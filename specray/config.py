@@ -166,11 +166,33 @@ class GrpcConfig(_Section):
     max_message_bytes: int = Field(4 * 1024 * 1024, ge=1024)
 
 
+class TlsConfig(_Section):
+    """Files in PEM, read again for every handshake. Both ends show a certificate that the CA has signed."""
+
+    ca: str = Field(min_length=1, description="Certificates of the authorities that are trusted, no others.")
+    cert: str = Field(min_length=1, description="This process's certificate, and what leads to the CA.")
+    key: str = Field(min_length=1, description="The certificate's private key, not encrypted.")
+    server_name: str | None = Field(
+        None,
+        min_length=1,
+        description="Name that every worker's certificate carries; default: it carries the worker's address.",
+    )
+
+
 class RpcConfig(_Section):
     """The streams between router, draft and target."""
 
     listen: Literal["loopback", "node"] = Field(
         "loopback", description="loopback: all on one machine; node: on the address of the worker's node."
+    )
+    tls: TlsConfig | None = Field(
+        None, description="Mutual TLS on streams over TCP; unix sockets, within one machine, need none."
+    )
+    secret_file: str | None = Field(
+        None,
+        min_length=1,
+        description="A file with a secret that workers ask for; for one machine, as it travels in the clear "
+        "without tls.",
     )
 
 

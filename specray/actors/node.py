@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
 import tempfile
 import uuid
 from pathlib import Path
@@ -26,7 +28,23 @@ def listen_address(config: Config, role: str) -> str:
     Within one machine that is a unix socket: 0.06 ms less per round trip than TCP on the loopback, and only
     this user can connect to it.
     """
-    path = Path(tempfile.gettempdir(), f"specray-{role}-{uuid.uuid4().hex}.sock")
-    if config.rpc.listen == "loopback" and len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES:
-        return f"unix:{path}"
+    if config.rpc.listen == "loopback":
+        path = socket_directory(Path(tempfile.gettempdir())) / f"{role}-{uuid.uuid4().hex}.sock"
+        if len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES:
+            return f"unix:{path}"
     return f"{listen_host(config)}:0"
+
+
+def socket_directory(parent: Path) -> Path:
+    """This user's own directory for sockets under ``parent``: nobody else can enter it.
+
+    One for all processes, so that those which are killed leave no directories behind. Should somebody else
+    have made it first, a new one under another name.
+    """
+    path = parent / f"specray-{os.geteuid()}"
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=stat.S_IRWXU)
+    found = path.lstat()
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
+        return path
+    return Path(tempfile.mkdtemp(prefix="specray-", dir=parent))

@@ -17,6 +17,7 @@ from specray.config import Config, parse_config
 from specray.errors import EngineLostError
 from specray.interfaces import DrafterSource
 from specray.router import Router
+from specray.rpc.channel import channel_options
 from specray.rpc.loop_thread import LoopThread, run_on
 from specray.rpc.verifier import GrpcVerifier
 from specray.tokenization import Tokenizer, make_stop_matcher
@@ -47,7 +48,10 @@ class RouterReplica:
         source = None
         if draft is not None:
             source = ServeDrafterSource(
-                draft, serve_loop=asyncio.get_running_loop(), timeout_s=LEASE_TIMEOUT_S
+                draft,
+                serve_loop=asyncio.get_running_loop(),
+                timeout_s=LEASE_TIMEOUT_S,
+                options=channel_options(config.rpc),
             )
         self._loop_thread = LoopThread("specray-router")
         self._router = await self._on_loop(_start_router(config, address, source))
@@ -106,7 +110,9 @@ async def _next(chunks: AsyncGenerator[OutputChunk, None]) -> OutputChunk | None
 
 
 async def _start_router(config: Config, address: str, source: DrafterSource | None) -> Router:
-    verifier = await GrpcVerifier.connect(address, timeout_s=CONNECT_TIMEOUT_S)
+    verifier = await GrpcVerifier.connect(
+        address, timeout_s=CONNECT_TIMEOUT_S, options=channel_options(config.rpc)
+    )
     tokenizer = await asyncio.to_thread(Tokenizer.load, config.target.model)
     router = Router(
         verifier,

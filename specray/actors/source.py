@@ -11,6 +11,7 @@ from specray.actors.client import SERVE_ERRORS
 from specray.actors.draft import DraftLease, DraftReplica
 from specray.errors import EngineLostError
 from specray.interfaces import Drafter
+from specray.rpc.channel import ChannelOptions
 from specray.rpc.drafter import GrpcDrafter
 from specray.rpc.loop_thread import run_on
 
@@ -22,6 +23,7 @@ class ServeDrafterSource:
         handle: of the Draft deployment.
         serve_loop: the event loop on which the handle may be used; the connection lives on the caller's.
         timeout_s: for a lease and the connection, each, in seconds.
+        options: of the connection.
     """
 
     def __init__(
@@ -30,7 +32,9 @@ class ServeDrafterSource:
         *,
         serve_loop: asyncio.AbstractEventLoop,
         timeout_s: float,
+        options: ChannelOptions | None = None,
     ) -> None:
+        self._options = options
         self._handle = handle
         self._serve_loop = serve_loop
         self._timeout_s = timeout_s
@@ -38,7 +42,7 @@ class ServeDrafterSource:
     async def lease(self) -> Drafter:
         """See interfaces.DrafterSource."""
         lease = await run_on(self._serve_loop, self._ask())
-        return await GrpcDrafter.connect(lease.address, timeout_s=self._timeout_s)
+        return await GrpcDrafter.connect(lease.address, timeout_s=self._timeout_s, options=self._options)
 
     async def _ask(self) -> DraftLease:
         response: Any = self._handle.lease.remote()

@@ -10,6 +10,7 @@ from specray.engine.device import choose_device
 from specray.engine.parallel import GroupArgs, GroupStore, ParallelContext
 from specray.engine.runner import ModelRunner, build_runner
 from specray.errors import SpecrayError
+from specray.rpc.channel import channel_options
 from specray.rpc.worker import EngineServerThread
 
 CHECK_TIMEOUT_S = 20.0
@@ -25,7 +26,12 @@ def start_draft(config: Config, *, address: str) -> tuple[EngineServerThread, st
         ConfigError: the model or a setting is wrong.
         EngineLostError: the engine was not loaded in time.
     """
-    server = EngineServerThread(lambda: build_draft_engine(config), role="draft", address=address)
+    server = EngineServerThread(
+        lambda: build_draft_engine(config),
+        role="draft",
+        address=address,
+        options=channel_options(config.rpc),
+    )
     return server, server.start(timeout_s=config.router.start_timeout_s)
 
 
@@ -34,7 +40,10 @@ class LeaderWorker:
 
     def __init__(self, config: Config, parallel: ParallelContext | None, *, address: str) -> None:
         self._server = EngineServerThread(
-            lambda: build_target_engine(config, parallel=parallel), role="target", address=address
+            lambda: build_target_engine(config, parallel=parallel),
+            role="target",
+            address=address,
+            options=channel_options(config.rpc),
         )
         self._ended = threading.Event()
         self.address: str | None = self._server.start(timeout_s=config.router.start_timeout_s)

@@ -60,12 +60,17 @@ def worker(
     logging.basicConfig(level=log_level(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     from specray.engine.build import build_draft_engine, build_target_engine
+    from specray.rpc.channel import channel_options
     from specray.rpc.worker import serve_engine
 
-    start_timeout_s = merged.router.start_timeout_s
+    start_timeout_s, rpc_options = merged.router.start_timeout_s, channel_options(merged.rpc)
     if role is Role.DRAFT:
         serve_engine(
-            lambda: build_draft_engine(merged), role="draft", address=listen, start_timeout_s=start_timeout_s
+            lambda: build_draft_engine(merged),
+            role="draft",
+            address=listen,
+            start_timeout_s=start_timeout_s,
+            options=rpc_options,
         )
     else:
         serve_engine(
@@ -73,4 +78,5 @@ def worker(
             role="target",
             address=listen,
             start_timeout_s=start_timeout_s,
+            options=rpc_options,
         )

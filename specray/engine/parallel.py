@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,6 +41,10 @@ class _Kind(enum.IntEnum):
     COPY = 3
 
 
+def _family(host: str) -> socket.AddressFamily:
+    return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+
+
 class GroupStore:
     """Where the ranks of one group meet; rank 0 opens it and keeps it for the group's life.
 
@@ -49,11 +54,15 @@ class GroupStore:
     """
 
     def __init__(self, host: str, *, timeout_s: float) -> None:
-        # Port 0 and the real port reported: nobody can take the port between choosing and opening it.
+        # Port 0 and the real port reported: nobody can take the port between choosing and opening it. The
+        # socket is ours because the store's own would listen on every address of the machine.
+        listener = socket.create_server((host, 0), family=_family(host), backlog=128)
+        port = listener.getsockname()[1]
         self.store = TCPStore(
             host,
-            0,
+            port,
             is_master=True,
+            master_listen_fd=listener.detach(),
             wait_for_workers=False,
             multi_tenant=True,
             timeout=timedelta(seconds=timeout_s),

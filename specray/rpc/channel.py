@@ -7,17 +7,22 @@ import os
 import re
 import socket
 import stat
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import grpc
 from grpc import aio
 
+from specray.config import RpcConfig
 from specray.errors import ConfigError
+from specray.rpc.security import PeerSecurity, client_credentials, server_credentials
 
 MAX_SOCKET_PATH_BYTES = 107
 """Of ``sockaddr_un.sun_path`` on Linux, without its final zero."""
 
-GrpcOptions = tuple[tuple[str, int], ...]
+SOCKET_MODE = stat.S_IRUSR | stat.S_IWUSR
+
+GrpcOptions = tuple[tuple[str, int | str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,8 @@ class ChannelOptions:
     keepalive_timeout_s: float = 5.0
     reuse_port: bool = False
     """True: several processes may listen on one port and the kernel spreads connections over them."""
+    security: PeerSecurity = field(default_factory=PeerSecurity)
+    """For the streams of engines; the public service has keys instead."""
 
     def __post_init__(self) -> None:
         for name in ("max_receive_bytes", "max_send_bytes"):
@@ -45,8 +52,15 @@ class ChannelOptions:
 
     def for_client(self) -> GrpcOptions:
         """Options of a channel: a connection of its own, straight to the peer."""
+        tls = self.security.tls
+        name = (
+            ()
+            if tls is None or tls.server_name is None
+            else (("grpc.ssl_target_name_override", tls.server_name),)
+        )
         return (
             *self._common(),
+            *name,
             ("grpc.use_local_subchannel_pool", 1),
             # Peers are inside the cluster: a proxy of the environment must not come between.
             ("grpc.enable_http_proxy", 0),
@@ -77,6 +91,11 @@ class ChannelOptions:
         )
 
 
+def channel_options(rpc: RpcConfig) -> ChannelOptions:
+    """Options of the streams between router, draft and target."""
+    return ChannelOptions(security=PeerSecurity(tls=rpc.tls, secret_file=rpc.secret_file))
+
+
 @dataclass(frozen=True, slots=True)
 class Address:
     """``unix:/path`` or ``host:port``; exactly one of ``path`` and ``host`` is set."""
@@ -88,6 +107,11 @@ class Address:
     @property
     def is_unix(self) -> bool:
         return bool(self.path)
+
+    @property
+    def is_local(self) -> bool:
+        """Nothing outside this machine can reach it."""
+        return self.is_unix or self.host in ("localhost", "::1") or self.host.startswith("127.")
 
     @property
     def target(self) -> str:
@@ -188,18 +212,39 @@ def _check_tcp(address: Address, reuse_port: bool) -> None:
         probe.listen(1)
 
 
-def bind(server: aio.Server, address: Address, *, reuse_port: bool) -> Address:
-    """Makes a server that is not started yet listen; the address with the real port.
-
-    ``reuse_port`` is that of the server's options.
+def open_channel(address: Address, options: ChannelOptions) -> aio.Channel:
+    """A channel to a peer, with TLS where the options say so and the address is no unix socket.
 
     Raises:
-        ConfigError: in use, not writable, or not an address of this machine.
+        ConfigError: a certificate is missing or unfit.
     """
-    check_can_listen(address, reuse_port=reuse_port)
+    tls, plain = options.security.tls, grpc.Compression.NoCompression
+    if tls is None or address.is_unix:
+        return aio.insecure_channel(address.target, options=options.for_client(), compression=plain)
+    return aio.secure_channel(
+        address.target, client_credentials(tls), options=options.for_client(), compression=plain
+    )
+
+
+def bind(server: aio.Server, address: Address, options: ChannelOptions) -> Address:
+    """Makes a server that is not started yet listen; the address with the real port.
+
+    A unix socket is for this user alone; TCP has TLS where the options say so.
+
+    Raises:
+        ConfigError: in use, not writable, or not an address of this machine; or a certificate is unfit.
+    """
+    check_can_listen(address, reuse_port=options.reuse_port)
+    tls = None if address.is_unix else options.security.tls
     try:
-        port = server.add_insecure_port(address.target)
+        if tls is None:
+            port = server.add_insecure_port(address.target)
+        else:
+            port = server.add_secure_port(address.target, server_credentials(tls))
     except RuntimeError:
         # gRPC has logged the reason and tells only that it failed.
         raise ConfigError(f"cannot listen on {address.target}") from None
-    return address if address.is_unix else replace(address, port=port)
+    if address.is_unix:
+        Path(address.path).chmod(SOCKET_MODE)
+        return address
+    return replace(address, port=port)

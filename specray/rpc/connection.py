@@ -11,8 +11,9 @@ import grpc
 from grpc import aio
 
 from specray.errors import ConfigError, EngineLostError, ProtocolError
-from specray.rpc.channel import Address, ChannelOptions
+from specray.rpc.channel import Address, ChannelOptions, open_channel
 from specray.rpc.role import ItemT, RepliesT, ReplyT, Role
+from specray.rpc.security import Metadata, PeerSecurity
 from specray.types import PROTOCOL_VERSION, EngineInfo
 
 BytesStream = aio.StreamStreamCall[bytes, bytes]
@@ -34,7 +35,9 @@ class EngineConnection(Generic[ItemT, ReplyT, RepliesT]):
         info: EngineInfo,
         *,
         send_timeout_s: float = 5.0,
+        security: PeerSecurity | None = None,
     ) -> None:
+        self._security = security or PeerSecurity()
         self._role = role
         self._address = address
         self._channel = channel
@@ -59,7 +62,12 @@ class EngineConnection(Generic[ItemT, ReplyT, RepliesT]):
         """Asks the engine again. Raises EngineLostError when it does not answer within ``timeout_s``."""
         self._raise_if_lost()
         try:
-            return await _get_info(self._role, self._channel, timeout_s=timeout_s, wait_for_ready=False)
+            metadata = self._security.metadata()
+            return await _get_info(
+                self._role, self._channel, metadata, timeout_s=timeout_s, wait_for_ready=False
+            )
+        except ConfigError as error:
+            raise EngineLostError(f"{self._role.name} at {self._address.target}: {error}") from None
         except aio.AioRpcError as error:
             raise EngineLostError(f"{self._role.name} at {self._address.target}: {describe(error)}") from None
 
@@ -181,14 +189,18 @@ async def open_stream(
         ConfigError: the engine has another role.
         ProtocolError: the engine speaks another protocol version or answers nonsense.
     """
-    channel = aio.insecure_channel(
-        address.target, options=options.for_client(), compression=grpc.Compression.NoCompression
-    )
+    try:
+        channel, metadata = open_channel(address, options), options.security.metadata()
+    except ConfigError as error:
+        # Files are replaced one by one: the next attempt may find what belongs together.
+        raise EngineLostError(f"{role.name} at {address.target}: {error}") from None
     try:
         async with asyncio.timeout(timeout_s):
-            info = await _get_info(role, channel, timeout_s=timeout_s, wait_for_ready=wait_for_ready)
+            info = await _get_info(
+                role, channel, metadata, timeout_s=timeout_s, wait_for_ready=wait_for_ready
+            )
             _check_info(role, address, info)
-            stream: BytesStream = channel.stream_stream(role.stream_path, None, None)()
+            stream: BytesStream = channel.stream_stream(role.stream_path, None, None)(metadata=metadata)
             await stream.initial_metadata()
             if stream.done():
                 reason = f"{(await stream.code()).name}: {await stream.details()}"
@@ -211,11 +223,17 @@ async def open_stream(
 
 
 async def _get_info(
-    role: Role[Any, Any, Any], channel: aio.Channel, *, timeout_s: float, wait_for_ready: bool
+    role: Role[Any, Any, Any],
+    channel: aio.Channel,
+    metadata: Metadata,
+    *,
+    timeout_s: float,
+    wait_for_ready: bool,
 ) -> EngineInfo:
     get_info: aio.UnaryUnaryMultiCallable[bytes, bytes]
     get_info = channel.unary_unary(role.info_path, None, None)
-    info: EngineInfo = role.decode_info(await get_info(b"", timeout=timeout_s, wait_for_ready=wait_for_ready))
+    data = await get_info(b"", timeout=timeout_s, metadata=metadata, wait_for_ready=wait_for_ready)
+    info: EngineInfo = role.decode_info(data)
     return info
 
 

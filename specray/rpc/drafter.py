@@ -36,14 +36,17 @@ class GrpcDrafter(EngineConnection[SpeculateItem, DraftReply, DraftReplies]):
             EngineLostError: nobody answers in time.
         """
         peer = parse_peer(address)
+        options = options or ChannelOptions()
         channel, stream, info = await open_stream(
             DRAFT,
             peer,
             timeout_s=timeout_s,
             wait_for_ready=wait_for_ready,
-            options=options or ChannelOptions(),
+            options=options,
         )
-        return cls(DRAFT, peer, channel, stream, info, send_timeout_s=send_timeout_s)
+        return cls(
+            DRAFT, peer, channel, stream, info, send_timeout_s=send_timeout_s, security=options.security
+        )
 
     async def speculate(self, items: Sequence[SpeculateItem]) -> None:
         """Sends one batch. Raises EngineLostError when the connection is gone."""

@@ -76,7 +76,7 @@ class InferenceServer:
         server = aio.server(options=self._options.for_server(), compression=grpc.Compression.NoCompression)
         await self._health.attach(server)
         server.add_generic_rpc_handlers((self._handlers(),))
-        self._address = bind(server, self._address, reuse_port=self._options.reuse_port)
+        self._address = bind(server, self._address, self._options)
         self._server = server
         await server.start()
         await self._health.set_serving(True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any, Generic
 
@@ -34,6 +35,8 @@ from specray.types import (
     TargetReply,
     VerifyItem,
 )
+
+logger = logging.getLogger(__name__)
 
 STOPPING = Ending(grpc.StatusCode.UNAVAILABLE, "the worker is stopping", drains=True)
 
@@ -89,10 +92,14 @@ class EngineServer(Generic[ItemT, ReplyT, RepliesT]):
         """Loads the engine, then listens. Returns the address.
 
         Raises:
-            ConfigError: the address cannot be listened on, or the engine has the other role.
+            ConfigError: the address cannot be listened on, the engine has the other role, or a certificate or
+                secret is missing or unfit.
             Exception: what the engine's factory raises.
         """
         check_can_listen(self._address, reuse_port=self._options.reuse_port)
+        self._options.security.check()
+        if self._options.security.is_open and not self._address.is_local:
+            logger.warning("%s serves whoever reaches it: set rpc.tls", self._address.target)
         self._host = EngineHost(self._role, self._make_engine, on_broken=self._on_broken)
         try:
             info = self._host.start()
@@ -103,7 +110,7 @@ class EngineServer(Generic[ItemT, ReplyT, RepliesT]):
             )
             await self._health.attach(server)
             server.add_generic_rpc_handlers((self._handlers(),))
-            self._address = bind(server, self._address, reuse_port=self._options.reuse_port)
+            self._address = bind(server, self._address, self._options)
             self._server = server
             await server.start()
         except BaseException:
@@ -142,11 +149,13 @@ class EngineServer(Generic[ItemT, ReplyT, RepliesT]):
         )
 
     async def _serve_info(self, _: bytes, context: aio.ServicerContext[Any, Any]) -> bytes:
+        await self._options.security.admit(context)
         if self._host is None:
             await context.abort(STOPPING.code, STOPPING.details)
         return self._role.encode_info(self._host.info())
 
     async def _serve_stream(self, _: object, context: aio.ServicerContext[Any, Any]) -> None:
+        await self._options.security.admit(context)
         if self._refusal is not None or self._host is None:
             refusal = self._refusal or STOPPING
             await context.abort(refusal.code, refusal.details)

@@ -36,14 +36,17 @@ class GrpcVerifier(EngineConnection[VerifyItem, TargetReply, TargetReplies]):
             EngineLostError: nobody answers in time.
         """
         peer = parse_peer(address)
+        options = options or ChannelOptions()
         channel, stream, info = await open_stream(
             TARGET,
             peer,
             timeout_s=timeout_s,
             wait_for_ready=wait_for_ready,
-            options=options or ChannelOptions(),
+            options=options,
         )
-        return cls(TARGET, peer, channel, stream, info, send_timeout_s=send_timeout_s)
+        return cls(
+            TARGET, peer, channel, stream, info, send_timeout_s=send_timeout_s, security=options.security
+        )
 
     async def verify(self, items: Sequence[VerifyItem]) -> None:
         """Sends one batch: one ragged forward. Raises EngineLostError when the connection is gone."""

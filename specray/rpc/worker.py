@@ -49,6 +49,7 @@ def serve_engine(
     start_timeout_s: float = 600.0,
     grace_s: float = 5.0,
     on_ready: Callable[[str], None] | None = None,
+    options: ChannelOptions | None = None,
 ) -> None:
     """Serves an engine in this process, called on its main thread, until SIGINT or SIGTERM.
 
@@ -62,7 +63,7 @@ def serve_engine(
         ConfigError: the address is wrong, in use or not writable; or what the factory raises.
         EngineLostError: the engine broke or was not loaded in time.
     """
-    server = EngineServerThread(engine_factory, role=role, address=address)
+    server = EngineServerThread(engine_factory, role=role, address=address, options=options)
     with _interrupted_by(signal.SIGINT, signal.SIGTERM), contextlib.suppress(KeyboardInterrupt):
         try:
             (on_ready or _printer(role))(server.start(timeout_s=start_timeout_s))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import yaml
 
-from specray.config import Config
+from specray.config import Config, RpcConfig
 from specray.errors import ConfigError, EngineLostError
 from specray.interfaces import Drafter, StopMatcherFactory
 from specray.router import Router
@@ -79,6 +79,8 @@ async def local_pair(
     with tempfile.TemporaryDirectory(prefix="specray-") as name:
         directory = Path(name)
         config_path = directory / "config.yaml"
+        # Private sockets of one process and its children: nobody else is there to be kept out.
+        config = config.model_copy(update={"rpc": RpcConfig()})
         config_path.write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
         roles = ["target", "draft"] if config.draft.has_model else ["target"]
         async with contextlib.AsyncExitStack() as stack:
