@@ -10,21 +10,19 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-import yaml
 from http_service import INFO, MODEL, REPLY, TOKENIZER, Service, endless, say, serving, wait_until
 from openai import AsyncOpenAI, AuthenticationError
 from tiny_tokenizer import EOS
 
-from specray.cli import main
-from specray.config import Config, KeyConfig, parse_config
-from specray.errors import ConfigError, OverloadedError, UnauthenticatedError
+from specray.cli.generate import Sampling, _from_server
+from specray.config import Config, parse_config
+from specray.errors import InvalidRequestError, OverloadedError, UnauthenticatedError
 from specray.fakes import FakeRouterClient
 from specray.interfaces import RouterClient
 from specray.rpc.client import SpecrayClient
 from specray.rpc.inference import GenerateParams, InferenceServer
-from specray.serving.auth import Caller, Keyring, key_hash, new_key
+from specray.serving.auth import Keyring, key_hash, new_key
 from specray.serving.grpc_ingress import GrpcIngress
-from specray.types import GenerateRequest, SamplingParams, SpeculationParams
 
 KEY, OTHER_KEY = new_key(), new_key()
 TEXT = {"prompt": "def", "max_tokens": 4}
@@ -185,6 +183,16 @@ async def test_without_keys_in_the_configuration_everybody_is_let_in() -> None:
         assert (await get(service, "/metrics"))[0] == 200
 
 
+async def test_generate_and_bench_send_the_key_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampling = Sampling(max_tokens=8, temperature=0, top_p=1.0, seed=3, stop=(), is_speculating=True)
+    async with serving(say(REPLY), config=config_with(key_entry())) as service:
+        monkeypatch.delenv("SPECRAY_API_KEY", raising=False)
+        with pytest.raises(InvalidRequestError, match="answers 401: an API key is missing"):
+            await anext(_from_server(service.url, "def", sampling))
+        monkeypatch.setenv("SPECRAY_API_KEY", KEY)
+        assert (await anext(_from_server(service.url, "def", sampling))).text
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_keys_tenant_replaces_what_a_request_claims(stream: bool) -> None:
     router = say(REPLY)
@@ -256,29 +264,6 @@ async def test_one_call_over_the_bound_is_a_mistake_not_an_overload() -> None:
         assert (await ask(service, body={**TEXT, "prompt": ["a", "b"]}))[0] == 200
 
 
-def request_of(num_tokens: int) -> GenerateRequest:
-    return GenerateRequest("r", (5,) * num_tokens, SamplingParams(), 4, speculation=SpeculationParams())
-
-
-def test_prompt_tokens_wait_until_the_first_answer() -> None:
-    caller = Caller(KeyConfig(name="a", sha256="0" * 64, max_queued_tokens=10))
-    with caller.admit([request_of(30)]) as first:  # Alone it is let in, whatever its size.
-        with pytest.raises(OverloadedError, match="key 'a' has 30 prompt tokens waiting; allowed: 10"):
-            caller.admit([request_of(1)])
-        first.answered(0)
-        first.answered(0)
-        assert (caller.num_requests, caller.num_queued_tokens) == (1, 0)
-        with caller.admit([request_of(4), request_of(5)]) as second:
-            assert (caller.num_requests, caller.num_queued_tokens) == (3, 9)
-            with caller.admit([request_of(1)]):
-                pass
-            with pytest.raises(OverloadedError):
-                caller.admit([request_of(2)])
-            second.finished(1)
-            assert (caller.num_requests, caller.num_queued_tokens) == (2, 4)
-    assert (caller.num_requests, caller.num_queued_tokens) == (0, 0)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_nothing_stays_in_hand_after_a_request_that_fails(stream: bool) -> None:
     router = FakeRouterClient(info=INFO, errors=[OverloadedError("full"), RuntimeError("a bug")])
@@ -334,48 +319,6 @@ async def test_grpc_with_the_key_runs_under_its_tenant_and_limits() -> None:
 async def test_grpc_and_http_share_a_keyring() -> None:
     keyring = Keyring(config_with(key_entry(max_requests=1)).auth)
     assert keyring.identify([f"Bearer {KEY}"]) is keyring.identify([f"bearer {KEY}"])
-
-
-BAD_KEYS: list[tuple[dict[str, Any], str]] = [
-    ({"keys": [{"name": "a"}]}, "auth.keys.0.sha256: Field required"),
-    ({"keys": [{"name": "a", "sha256": KEY}]}, "auth.keys.0.sha256: String should match pattern"),
-    ({"keys": [{"name": "a b", "sha256": "0" * 64}]}, "auth.keys.0.name: String should match pattern"),
-    ({"keys": [key_entry(), key_entry(OTHER_KEY)]}, "keys have the same name: team-a; allowed: one key each"),
-    ({"keys": [key_entry(), key_entry(name="b")]}, "keys have the same sha256: b, team-a"),
-    ({"keys": [key_entry(max_requests=0)]}, r"max_requests: .*greater than or equal to 1 \(got 0\)"),
-    ({"keys": [{**key_entry(), "key": KEY}]}, "auth.keys.0.key: Extra inputs"),
-    ({"keys": KEY}, "auth.keys"),
-    ({"keys": [KEY]}, "auth.keys.0"),
-    ({"open_paths": ["/v1/models"]}, "open_paths.0: .*'/metrics'.*got '/v1/models'"),
-]
-
-
-@pytest.mark.parametrize(("auth", "says"), BAD_KEYS, ids=lambda value: str(value)[-40:])
-def test_a_wrong_key_section_is_refused_without_showing_a_key(auth: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says) as caught:
-        parse_config({"auth": auth})
-    assert KEY not in str(caught.value)
-
-
-def test_keys_new_prints_a_key_and_the_line_that_lets_it_in(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["keys", "new", "team-b"], ["keys", "new", "team-b"]):
-        with pytest.raises(SystemExit) as end:
-            main(arguments)
-        assert end.value.code == 0
-    lines = capsys.readouterr().out.splitlines()
-    keys = [line.rpartition(" ")[2] for line in lines if line.startswith("# For the caller")]
-    assert len(set(keys)) == 2 and all(len(key) >= 43 for key in keys)
-    (entry,) = yaml.safe_load("\n".join(lines[:3]))
-    assert entry == {"name": "team-b", "sha256": key_hash(keys[0])}
-    Keyring(config_with(entry).auth).identify([f"Bearer {keys[0]}"])
-
-
-def test_keys_new_refuses_a_wrong_name(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["keys", "new", "a b"])
-    assert end.value.code == 2
-    captured = capsys.readouterr()
-    assert "auth.keys.0.name" in captured.err and captured.out == ""
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
