@@ -37,6 +37,9 @@ MISSES_BY_WIDTH = (1.0, 0.5, 0.3)
 with 1, 2 or 3 branches for each number of accepted tokens. Measured on the embedded pair."""
 PRIOR_DRAFT_SHARE = 0.15
 """A draft step as part of a target step, before both are measured."""
+UNMEASURED_SLOWDOWN = 1.1
+"""Of a target step beside a working draft, before one was measured: engines often share cores or memory; on two
+shared cores it is 1.25."""
 HYSTERESIS = 1.05
 """A plan is left only for one that promises so much more."""
 MIN_GAIN = 1.02
@@ -162,7 +165,7 @@ class Policy:
 
     def verify_s(self, rows: int) -> float | None:
         """Expected seconds of a target step; None before the first measurement."""
-        return self._verify(rows, is_overlapped=True)
+        return self._times(is_overlapped=True).predict(rows)
 
     def prefill_room(self, num_rows: int, most: int, *, max_slowdown: float) -> int:
         """Prompt tokens that may share a step with the running sessions.
@@ -345,7 +348,10 @@ class Policy:
         return PRIOR_DRAFT_SHARE * verify_s if known is None else known
 
     def _verify(self, rows: int, *, is_overlapped: bool) -> float | None:
-        return self._times(is_overlapped=is_overlapped).predict(rows)
+        seconds = self._times(is_overlapped=is_overlapped).predict(rows)
+        if seconds is None or self._measured.verify[is_overlapped] or not is_overlapped:
+            return seconds
+        return UNMEASURED_SLOWDOWN * seconds
 
     def _times(self, *, is_overlapped: bool) -> TimeTable:
         own, other = self._measured.verify[is_overlapped], self._measured.verify[not is_overlapped]

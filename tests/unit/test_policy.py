@@ -160,6 +160,19 @@ def test_overlap_is_not_chosen_where_it_slows_the_target_more_than_it_hides() ->
     assert chosen(policy, pacing).overlap is Overlap.SERIAL
 
 
+def test_overlap_that_was_never_tried_must_promise_to_hide_more_than_a_little() -> None:
+    chosen_ways = []
+    for draft_step_s in (0.0003, 0.002):
+        policy = Policy(speculation_config(overlap="auto", num_speculative_tokens=4))
+        pacing = policy.pace(request())
+        for rows in (1, 4, 5, 8):
+            policy.observe_verify(rows, 0.020, is_overlapped=False)
+        for _ in range(10):
+            policy.observe_proposal(4, 4 * draft_step_s, 0.0005)
+        chosen_ways.append(chosen(policy, pacing).overlap)
+    assert chosen_ways == [Overlap.SERIAL, Overlap.ENUMERATE]
+
+
 @pytest.mark.parametrize(
     "pair",
     [
