@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import re
-import socket
 import stat
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from rpc_engines import ScriptedDraft, ScriptedHandler
+from rpc_engines import ScriptedDraft
 
+from specray.actors.draft import DraftLease
 from specray.actors.node import listen_address, socket_directory
+from specray.actors.source import ServeDrafterSource
 from specray.config import Config, TlsConfig, parse_config
 from specray.errors import ConfigError, EngineLostError
 from specray.rpc.channel import ChannelOptions, channel_options
 from specray.rpc.drafter import GrpcDrafter
-from specray.rpc.inference import InferenceServer
 from specray.rpc.role import DRAFT
 from specray.rpc.security import PeerSecurity, server_credentials
 from specray.rpc.server import draft_server
@@ -312,53 +310,47 @@ def test_sockets_of_actors_lie_in_a_directory_that_only_this_user_enters(
     assert mode_of(path.parent) == 0o700
 
 
-def own_listeners() -> set[str]:
-    """Addresses at which this process listens over TCP, as the kernel writes them."""
-    inodes = set()
-    for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            match = re.fullmatch(r"socket:\[(\d+)\]", str(link.readlink()))
-            inodes |= {match[1]} if match else set()
-    lines = [
-        line.split()
-        for name in ("tcp", "tcp6")
-        for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]
-    ]
-    return {words[1].rpartition(":")[0] for words in lines if words[3] == "0A" and words[9] in inodes}
+def test_every_worker_gets_what_the_configuration_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = pytest.importorskip("specray.actors.workers")
+    seen: list[ChannelOptions] = []
+
+    class Recorder:
+        def __init__(self, _: object, *, role: str, address: str, options: ChannelOptions) -> None:
+            seen.append(options)
+
+        def start(self, *, timeout_s: float) -> str:
+            return "unix:/x"
+
+    monkeypatch.setattr(workers, "EngineServerThread", Recorder)
+    config = parse_config({"rpc": {"secret_file": "/s"}})
+    workers.start_draft(config, address="unix:/x")
+    workers.start_target_rank(config, rank=0, meeting=None, address="unix:/x")
+    assert [options.security.secret_file for options in seen] == ["/s", "/s"]
 
 
-LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
+async def test_a_lease_connects_with_what_the_configuration_says(tmp_path: Path, address: str) -> None:
+    path = tmp_path / "secret"
+    path.write_text(SECRET)
+    lease = DraftLease(replica_id="r", node_id="n", pid=1, address=address)
 
+    class Handle:
+        class lease:
+            @staticmethod
+            def remote() -> asyncio.Future[DraftLease]:
+                future = asyncio.get_running_loop().create_future()
+                future.set_result(lease)
+                return future
 
-def test_nothing_listens_beyond_the_machine_by_default() -> None:
-    config = Config()
-    assert (config.http.host, config.grpc.host, config.rpc.listen) == ("127.0.0.1", "127.0.0.1", "loopback")
-    assert listen_address(config, "target").startswith("unix:")
-
-
-async def test_servers_and_the_meeting_of_ranks_listen_on_their_own_address_only() -> None:
-    parallel = pytest.importorskip("specray.engine.parallel")
-    before = own_listeners()
-    assert before <= LOOPBACK
-    public = InferenceServer(ScriptedHandler(), "127.0.0.1:0")
-    await public.start()
-    async with serving(options()):
-        store = parallel.GroupStore("127.0.0.1", timeout_s=5)
-        assert own_listeners() and own_listeners() <= LOOPBACK
-        follower = await asyncio.to_thread(parallel._connect, store.address, store.store.timeout)
-        follower.set("a", "b")
-        assert store.store.get("a") == b"b"
-    await public.stop(0.0)
-
-
-def test_the_check_of_listeners_sees_a_wildcard() -> None:
-    with socket.create_server(("0.0.0.0", 0)):
-        assert "00000000" in own_listeners()
-
-
-async def test_an_open_worker_beyond_the_machine_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    async with serving(options(), "0.0.0.0:0"):
-        assert "serves whoever reaches it: set rpc.tls" in caplog.text
-    caplog.clear()
-    async with serving(options(), "127.0.0.1:0"):
-        assert "whoever" not in caplog.text
+    async with serving(options(secret_file=path), address):
+        for shown, is_let_in in ((options(secret_file=path), True), (None, False)):
+            source = ServeDrafterSource(
+                cast(Any, Handle),
+                serve_loop=asyncio.get_running_loop(),
+                timeout_s=DEADLINE_S,
+                options=shown,
+            )
+            if is_let_in:
+                await (await source.lease()).close()
+            else:
+                with pytest.raises(EngineLostError, match="UNAUTHENTICATED"):
+                    await source.lease()

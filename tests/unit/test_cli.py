@@ -208,6 +208,9 @@ def test_worker_builds_its_engine_from_options(
     engine = getattr(seen["config"], role)
     assert (engine.model, engine.dtype, engine.num_threads) == ("/models/x", "float32", 2)
     assert (seen["role"], seen["address"]) == (role, address)
+    assert seen["options"].security.is_open
+    assert run("worker", role, *arguments, "--set", "rpc.secret_file=/etc/secret") == 0
+    assert seen["options"].security.secret_file == "/etc/secret"
 
 
 def test_bench_without_a_command_is_bench_serve(capsys: pytest.CaptureFixture[str]) -> None:
