@@ -17,6 +17,10 @@ CRDS = ROOT.parent / "shared" / "kuberay"
 
 Manifest = dict[str, Any]
 
+IMAGE: Manifest = {"image": {"repository": "registry.example.com/specray"}}
+"""What has no default."""
+KEY = {"name": "prometheus", "sha256": "0" * 64, "can_observe": True}
+
 
 class RenderError(Exception):
     """Helm refuses the values or the chart."""
@@ -85,6 +89,9 @@ def merged(base: Manifest, over: Manifest) -> Manifest:
         both = isinstance(value, dict) and isinstance(result.get(key), dict)
         result[key] = merged(result[key], value) if both else value
     return result
+
+
+DEFAULTS = load(CHART / "values.yaml")
 
 
 def strict_crd_schema(path: Path) -> Manifest:
