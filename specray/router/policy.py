@@ -38,8 +38,8 @@ with 1, 2 or 3 branches for each number of accepted tokens. Measured on the embe
 PRIOR_DRAFT_SHARE = 0.15
 """A draft step as part of a target step, before both are measured."""
 UNMEASURED_SLOWDOWN = 1.1
-"""Of a target step beside a working draft, before one was measured: engines often share cores or memory; on two
-shared cores it is 1.25."""
+"""Of a target step beside a working draft, before one was measured: engines often share cores or memory. On
+two shared cores it is 1.25."""
 HYSTERESIS = 1.05
 """A plan is left only for one that promises so much more."""
 MIN_GAIN = 1.02
