@@ -93,6 +93,8 @@ class TimeTable:
     def add(self, size: int, seconds: float) -> None:
         """Takes one measurement of a step of ``size`` rows."""
         bucket = _bucket(size)
+        # Large steps cost by the row: a bucket's average must not be that of its smallest ones.
+        seconds *= bucket / size
         average = self._averages.get(bucket)
         if average is None:
             average = self._averages[bucket] = Average()

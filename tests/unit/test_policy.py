@@ -349,6 +349,14 @@ def test_time_table_interpolates_between_and_grows_beyond_as_it_did() -> None:
     assert single.predict(500) == 0.010
 
 
+def test_large_sizes_share_an_average_of_the_time_by_the_row() -> None:
+    """97 to 128 rows are one entry; the least of them must not stand for the largest."""
+    table = TimeTable()
+    for rows in (97, 98, 128, 99, 97):
+        table.add(rows, 0.001 * rows)
+    assert table.predict(128) == pytest.approx(0.128)
+
+
 def test_rate_begins_at_its_prior_and_follows_the_trials() -> None:
     rate = Rate(0.7, weight=8.0)
     assert rate.value == pytest.approx(0.7)
