@@ -7,6 +7,7 @@ embedded pair is served. Environment variables are read here and nowhere else.
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -367,6 +368,16 @@ def thread_environment() -> dict[str, str]:
     if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         return {}
     return {"GOMP_SPINCOUNT": "10000"}
+
+
+def rank_environment(rpc: RpcConfig) -> dict[str, str]:
+    """What a rank of a target must find in its environment: that of threads, and where gloo listens.
+
+    Left alone, gloo listens on whatever address the machine's name stands for, which others may reach.
+    """
+    is_free = sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ
+    interface = {"GLOO_SOCKET_IFNAME": "lo"} if is_free and rpc.listen == "loopback" else {}
+    return thread_environment() | interface
 
 
 def apply_thread_environment() -> None:

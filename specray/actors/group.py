@@ -11,7 +11,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from specray.actors.target import TargetRank
-from specray.config import Config, thread_environment
+from specray.config import Config, rank_environment
 from specray.errors import EngineLostError
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class TargetGroup:
                 num_cpus=bundle.get("CPU", 0),
                 num_gpus=bundle.get("GPU", 0),
                 max_restarts=0,
-                runtime_env={"env_vars": thread_environment()},
+                runtime_env={"env_vars": rank_environment(config.rpc)},
                 max_concurrency=THREADS_PER_RANK,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     placement_group, placement_group_bundle_index=FIRST_RANK_BUNDLE + rank

@@ -12,7 +12,7 @@ import pytest
 from rpc_engines import ScriptedDraft, ScriptedHandler
 
 from specray.actors.node import listen_address
-from specray.config import Config
+from specray.config import Config, parse_config, rank_environment, thread_environment
 from specray.rpc.inference import InferenceServer
 from specray.rpc.server import draft_server
 
@@ -72,3 +72,14 @@ async def test_an_open_worker_beyond_the_machine_is_warned_of(caplog: pytest.Log
         await server.start()
         await server.stop(0.0)
         assert ("serves whoever reaches it: set rpc.tls" in caplog.text) is is_warned
+
+
+def test_the_ranks_of_one_machine_meet_on_its_loopback_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    node = parse_config({"rpc": {"listen": "node"}}).rpc
+    assert rank_environment(Config().rpc)["GLOO_SOCKET_IFNAME"] == "lo"
+    assert "GLOO_SOCKET_IFNAME" not in rank_environment(node)
+    assert rank_environment(node) == thread_environment()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    assert "GLOO_SOCKET_IFNAME" not in rank_environment(Config().rpc)
