@@ -133,11 +133,18 @@ class ServerClient:
 
 
 def _event(line: bytes) -> StreamEvent | None:
-    """One line of the stream; None for empty lines and the end. Raises SpecrayError for an error event."""
-    data = line.strip().removeprefix(b"data:").strip()
-    if not data or data == b"[DONE]":
+    """One line of the stream; None for what is no event. Raises SpecrayError for an error."""
+    field, _, data = line.strip().partition(b":")
+    data = data.strip()
+    # Comments keep a quiet connection open; llama.cpp has errors in a field of their own.
+    if field not in (b"data", b"error") or not data or data == b"[DONE]":
         return None
-    body = json.loads(data)
+    try:
+        body = json.loads(data)
+    except ValueError:
+        raise SpecrayError(f"an event of the stream is not JSON: {data[:80]!r}") from None
+    if field == b"error":
+        raise SpecrayError(str(body.get("message", "the stream failed")))
     if "error" in body:
         raise SpecrayError(str(body["error"].get("message", "the stream failed")))
     return StreamEvent(time.monotonic(), body)
