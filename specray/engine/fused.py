@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specray.engine.kernels.attention import AttentionCall, Span
+from specray.engine.kernels.attention import AttentionCall
+from specray.engine.kernels.span import Span
 
 if TYPE_CHECKING:
     from specray.engine.attention import AttentionStep

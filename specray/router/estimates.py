@@ -14,7 +14,6 @@ _EXACT_ROWS = 64
 _NUM_TRUSTED = 3
 _BUCKET_ROWS = 32
 _GROWTH = 4
-_RELAXATION = 0.05
 _BRANCH_SHARE = 0.5
 """Of what a further sequence costs, a further branch: it shares the context of its sequence."""
 _REACH = 4
@@ -221,11 +220,11 @@ class OutcomesTime:
         """Seconds of ``num_branches`` branches of ``num_tokens`` each."""
         return step_s * self._num_steps(num_tokens, num_branches) * self._factor(num_branches)
 
-    def relax(self) -> None:
-        """Doubts a little that outcomes are dearer than expected: what is not chosen is never measured."""
+    def relax(self, share: float) -> None:
+        """Doubts by a share that outcomes are dearer than expected: what is not chosen is never measured."""
         for factor in self._factors.values():
             if factor.value is not None and factor.value > 1.0:
-                factor.value += _RELAXATION * (1.0 - factor.value)
+                factor.value += share * (1.0 - factor.value)
 
     def _num_steps(self, num_tokens: int, num_branches: int) -> float:
         """In steps of one line."""
@@ -262,10 +261,10 @@ class Rate:
         """In (0, 1)."""
         return (self._successes + self._prior * self._weight) / (self._trials + self._weight)
 
-    def relax(self) -> None:
-        """Doubts the trials a little: what is not chosen is not tried again."""
-        self._successes *= 1.0 - _RELAXATION
-        self._trials *= 1.0 - _RELAXATION
+    def relax(self, share: float) -> None:
+        """Forgets a share of the trials: what is not chosen is not tried again."""
+        self._successes *= 1.0 - share
+        self._trials *= 1.0 - share
 
     def add(self, successes: int, trials: int) -> None:
         """Takes the trials of one round."""

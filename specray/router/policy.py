@@ -9,9 +9,8 @@ time, R = round trip to the draft, h = hit rate::
     ahead, enumerate   max(V(n(K+1)), D_outcomes(K) + R) + (1 - h)(D(K) + R)      outcomes are pushed
 
 D_outcomes grows with the branches, h too: so the width of the fan-out is part of what is chosen. Which
-outcomes get the branches is the draft's choice: it sees how sure it is of each token. With 10 branches for
-K = 3 at temperature 1 that hits 88 % of verdicts on the embedded pair, where a geometric fan-out
-(SSD/Saguaro, arXiv 2603.03251, theorem 12) hits 81 %; with 12 for K = 4 at temperature 0, 97 against 93 %.
+outcomes get the branches is the draft's choice: it sees how sure it is of each token, which a fan-out by
+position alone (geometric in SSD/Saguaro, arXiv 2603.03251, theorem 12) does not.
 """
 
 from __future__ import annotations
@@ -40,6 +39,8 @@ PRIOR_DRAFT_SHARE = 0.15
 UNMEASURED_SLOWDOWN = 1.1
 """Of a target step beside a working draft, before one was measured: engines often share cores or memory. On
 two shared cores it is 1.25."""
+RELAXATION = 0.05
+"""Of what was measured, in the time of one session's review, however many sessions have theirs meanwhile."""
 HYSTERESIS = 1.05
 """A plan is left only for one that promises so much more."""
 MIN_GAIN = 1.02
@@ -288,7 +289,7 @@ class Policy:
             pacing.rounds_to_review = PROBE_ROUNDS
             pacing.is_probing = True
             return
-        self._relax()
+        self._relax(RELAXATION / max(1, num_running))
         best = self._best(candidates, pacing, num_running)
         # Speculation is left as soon as it promises less than none; any other change must be worth it.
         if current is not None and best not in (current, OFF):
@@ -297,11 +298,11 @@ class Policy:
                 best = current
         pacing.plan = best
 
-    def _relax(self) -> None:
+    def _relax(self, share: float) -> None:
         """What was measured of ways of working that were left since becomes less certain."""
-        self._measured.outcomes.relax()
+        self._measured.outcomes.relax(share)
         for rate in self._measured.hit_rate.values():
-            rate.relax()
+            rate.relax(share)
 
     def _candidates(self, fixed_k: int | None) -> list[Plan]:
         ks = AUTO_K if fixed_k is None else (fixed_k,)

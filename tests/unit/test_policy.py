@@ -322,6 +322,23 @@ def test_what_was_measured_once_is_doubted_review_by_review() -> None:
     assert ways[-1] is Overlap.ENUMERATE
 
 
+def test_many_sessions_doubt_no_faster_than_one() -> None:
+    """What one round of reviews forgets does not depend on how many sessions have theirs in it."""
+    left = []
+    for num_running in (1, 32):
+        times = OutcomesTime()
+        times.add(3, 4, 0.080, step_s=0.002)
+        before = times.predict(3, 4, step_s=0.002)
+        policy, pacing = measured(overlap="auto")
+        policy._measured.outcomes = times
+        for _ in range(num_running):
+            pacing.rounds_to_review = 0
+            chosen(policy, pacing, num_running=num_running)
+        left.append(times.predict(3, 4, step_s=0.002) / before)
+    assert left[0] < 0.97
+    assert left[1] == pytest.approx(left[0], rel=1e-2)
+
+
 def test_average_forgets_a_slow_start_and_caps_a_hiccup() -> None:
     average = Average()
     for sample in (1.0, 0.02, 0.021, 0.02, 0.02):

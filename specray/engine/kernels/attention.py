@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numba import carray
 
-from specray.engine.inputs import BranchRow
 from specray.engine.kernels.scores import TILE, scores_kernel
 from specray.engine.kernels.simd import kernel, prefetch, vectors
 from specray.engine.kernels.softmax import softmax_kernel
+from specray.engine.kernels.span import Span
 from specray.engine.kernels.team import Kernel, Team, as_pointer, compile_kernel
 
 _LINE = 64
@@ -58,24 +57,6 @@ _NUM_COLUMNS = 7
 _POSITION, _PLACE, _TRUNK_LEN, _FIRST_PLACE = range(4)
 
 _ONE = np.float32(1.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """The rows of one sequence: ``num_rows`` from ``first_row`` on, the first at position ``start``."""
-
-    start: int
-    first_row: int
-    num_rows: int
-    runs: Sequence[tuple[int, int, int]]
-    """Where its tokens lie, in order: first position, last + 1, slot of the first."""
-    branches: Sequence[BranchRow] = ()
-    """For rows of branches instead of ``start``; their places ascend."""
-
-    @property
-    def end(self) -> int:
-        """Position, or place, after the last row."""
-        return self.branches[-1].place + 1 if self.branches else self.start + self.num_rows
 
 
 class AttentionCall:
