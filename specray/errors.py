@@ -6,6 +6,7 @@ SpecrayError
 │   └── ModelNotFoundError HTTP 404, NOT_FOUND
 ├── UnauthenticatedError   the caller has not shown who it is: HTTP 401, UNAUTHENTICATED
 ├── OverloadedError        queues are full: HTTP 429 with Retry-After, RESOURCE_EXHAUSTED
+├── DeadlineExceededError  the request's own time is over: HTTP 504, DEADLINE_EXCEEDED
 ├── EngineLostError        a worker died, hung or was partitioned: retriable
 ├── ProtocolError          a peer broke the protocol: a bug or a version mismatch
 └── OutOfBlocksError       the block cache has no room for a sequence; raised before anything changed
@@ -63,6 +64,10 @@ class OverloadedError(SpecrayError):
 
     def __str__(self) -> str:
         return self.message
+
+
+class DeadlineExceededError(SpecrayError):
+    """A request did not get all its tokens within the time that it, or the service, allows."""
 
 
 class EngineLostError(SpecrayError):

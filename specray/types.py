@@ -327,6 +327,15 @@ class GenerateRequest:
     eos_token_ids: tuple[int, ...] = ()
     """Those of ``sampling.stop_token_ids`` that mean end-of-sequence: they give no stop_reason."""
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
+    priority: int = 0
+    """Lower is served earlier, as in vLLM; the requests of one priority are served fairly by tenant."""
+    timeout_s: float | None = None
+    """From arrival at the router to the last token, > 0; None: as long as the service allows."""
+
+    @property
+    def tenant(self) -> str:
+        """Who shares the service fairly with others; all that name nobody are one."""
+        return self.speculation.tenant
 
 
 @dataclass(frozen=True, slots=True)
