@@ -7,14 +7,16 @@ embedded pair is served. Environment variables are read here and nowhere else.
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from specray.errors import ConfigError
+from specray.sections import LoggingConfig, Section, TelemetryConfig
 from specray.types import DraftKind, Overlap, Verification
 
 Dtype = Literal["bfloat16", "float32"]
@@ -24,11 +26,7 @@ MODEL_FREE_DRAFTS = (DraftKind.NGRAM.value, DraftKind.SUFFIX.value)
 """Names of drafts that are no models; a directory of that name is written with its path."""
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-
-
-class EngineConfig(_Section):
+class EngineConfig(Section):
     """What draft and target engines have in common."""
 
     model: str = Field(EMBEDDED, description="Path or hub id of a causal LM in safetensors, or 'embedded'.")
@@ -97,7 +95,7 @@ class DraftConfig(EngineConfig):
         return self.enabled and self.model not in MODEL_FREE_DRAFTS
 
 
-class SpeculationConfig(_Section):
+class SpeculationConfig(Section):
     """How the pair works together."""
 
     num_speculative_tokens: int | Literal["auto"] = Field(
@@ -129,7 +127,7 @@ class SpeculationConfig(_Section):
         return self
 
 
-class RouterConfig(_Section):
+class RouterConfig(Section):
     """Queues, budgets and deadlines."""
 
     max_queued_requests: int = Field(256, ge=0, description="Waiting requests; more are refused (429).")
@@ -155,19 +153,19 @@ class RouterConfig(_Section):
     )
 
 
-class HttpConfig(_Section):
+class HttpConfig(Section):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=1, le=65535)
     max_body_bytes: int = Field(4 * 1024 * 1024, ge=1024)
 
 
-class GrpcConfig(_Section):
+class GrpcConfig(Section):
     host: str = "127.0.0.1"
     port: int = Field(9000, ge=0, le=65535, description="0: no gRPC endpoint.")
     max_message_bytes: int = Field(4 * 1024 * 1024, ge=1024)
 
 
-class TlsConfig(_Section):
+class TlsConfig(Section):
     """Files in PEM, read again for every handshake. Both ends show a certificate that the CA has signed."""
 
     ca: str = Field(min_length=1, description="Certificates of the authorities that are trusted, no others.")
@@ -180,7 +178,7 @@ class TlsConfig(_Section):
     )
 
 
-class RpcConfig(_Section):
+class RpcConfig(Section):
     """The streams between router, draft and target."""
 
     listen: Literal["loopback", "node"] = Field(
@@ -197,7 +195,7 @@ class RpcConfig(_Section):
     )
 
 
-class KeySpeculationConfig(_Section):
+class KeySpeculationConfig(Section):
     """What the requests of one key get of speculation, whatever they ask."""
 
     enabled: bool = Field(True, description="False: plain decoding.")
@@ -209,7 +207,7 @@ class KeySpeculationConfig(_Section):
     )
 
 
-class KeyConfig(_Section):
+class KeyConfig(Section):
     """One API key. Of the key itself only a hash is here: `specray keys new` makes both."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$", description="For people, and in refusals.")
@@ -238,7 +236,7 @@ class KeyConfig(_Section):
         return self.tenant or self.name
 
 
-class AuthConfig(_Section):
+class AuthConfig(Section):
     """Who may call the HTTP and gRPC endpoints. Without keys, everybody who reaches them."""
 
     keys: tuple[KeyConfig, ...] = ()
@@ -258,13 +256,13 @@ class AuthConfig(_Section):
         return self
 
 
-class IngressConfig(_Section):
+class IngressConfig(Section):
     num_replicas: int = Field(1, ge=1, le=64)
     max_ongoing_requests: int = Field(1024, ge=1)
     ray_actor_options: dict[str, Any] = Field(default_factory=dict)
 
 
-class Config(_Section):
+class Config(Section):
     """The whole service."""
 
     served_model_name: str | None = Field(
@@ -279,6 +277,8 @@ class Config(_Section):
     auth: AuthConfig = Field(default_factory=AuthConfig)
     http: HttpConfig = Field(default_factory=HttpConfig)
     grpc: GrpcConfig = Field(default_factory=GrpcConfig)
+    logging: LoggingConfig = Field(default_factory=LoggingConfig)
+    telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
 
     @property
     def model_name(self) -> str:
@@ -339,8 +339,10 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
     return values
 
 
-def log_level() -> str:
-    """``SPECRAY_LOG_LEVEL``, default INFO. Raises ConfigError for an unknown level."""
+def log_level(logging: LoggingConfig | None = None) -> str:
+    """What ``logging`` says, else ``SPECRAY_LOG_LEVEL``, else INFO. Raises ConfigError for an unknown level."""
+    if logging is not None and logging.level is not None:
+        return logging.level
     level = os.environ.get("SPECRAY_LOG_LEVEL", "INFO").upper()
     if level not in {"DEBUG", "INFO", "WARNING", "ERROR"}:
         raise ConfigError(f"SPECRAY_LOG_LEVEL is {level!r}; allowed: DEBUG, INFO, WARNING, ERROR")
@@ -355,6 +357,23 @@ def api_key() -> str | None:
 def external_ray_address() -> str | None:
     """``RAY_ADDRESS``: the cluster to join instead of starting one."""
     return os.environ.get("RAY_ADDRESS") or None
+
+
+def apply_ray_environment(rpc: RpcConfig) -> None:
+    """Sets what a Ray of our own must find in the environment, for this process and all that descend from it.
+
+    Ray asks for a token of this cluster alone, unless RAY_AUTH_MODE says otherwise: in the environment it
+    leaves no file in the user's home. And it listens on loopback, unless the streams of the engines are to be
+    reached from elsewhere: what Ray does on systems where it supports no clusters. It reads both when it is
+    imported; a process that has done so already keeps what Ray chose.
+    """
+    if not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    if "ray" in sys.modules:
+        return
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    if rpc.listen == "loopback":
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 
 
 def thread_environment() -> dict[str, str]:

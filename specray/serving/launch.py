@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from specray.config import Config, external_ray_address
+from specray.config import Config, apply_ray_environment, external_ray_address
 from specray.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -132,23 +132,26 @@ def _stop_signals() -> Iterator[threading.Event]:
 
 @contextmanager
 def _ray(config: Config) -> Iterator[None]:
+    is_own = not external_ray_address()
+    if is_own:
+        apply_ray_environment(config.rpc)
     import ray
 
     from specray.serving.app import num_cpus
 
     print("specray: starting Ray", file=sys.stderr, flush=True)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    if external_ray_address():
-        ray.init(logging_level=logging.WARNING, log_to_driver=True)
-    else:
+    if is_own:
         ray.init(
             # Logical CPUs: on a laptop the parts share what there is.
             num_cpus=max(os.cpu_count() or 1, math.ceil(num_cpus(config))),
             include_dashboard=False,
             logging_level=logging.WARNING,
-            log_to_driver=False,
-            _node_ip_address=LOOPBACK,
+            log_to_driver=config.logging.terminal,
+            _node_ip_address=LOOPBACK if config.rpc.listen == "loopback" else None,
         )
+    else:
+        ray.init(logging_level=logging.WARNING, log_to_driver=True)
     try:
         yield
     finally:

@@ -12,13 +12,15 @@ PACKAGE = Path(__file__).resolve().parents[2] / "specray"
 
 # Layer -> layers of specray that it may import. A layer may always import itself.
 VOCABULARY = {"types", "errors"}
-SEAMS = VOCABULARY | {"interfaces", "config", "metrics"}
+SEAMS = VOCABULARY | {"interfaces", "config", "sections", "metrics"}
 ALLOWED: dict[str, set[str]] = {
     "types": set(),
     "errors": set(),
-    "config": VOCABULARY,
+    "sections": set(),
+    "config": VOCABULARY | {"sections"},
     "interfaces": VOCABULARY,
     "metrics": VOCABULARY | {"interfaces"},
+    "telemetry": SEAMS,
     "fakes": SEAMS,
     "tokenization": SEAMS | {"demo"},
     "demo": VOCABULARY,
@@ -26,12 +28,23 @@ ALLOWED: dict[str, set[str]] = {
     "drafting": SEAMS,
     "rpc": SEAMS,
     "router": SEAMS | {"drafting"},
-    "actors": SEAMS | {"engine", "rpc", "router", "drafting", "tokenization", "demo"},
-    "serving": SEAMS | {"engine", "rpc", "router", "drafting", "tokenization", "demo", "actors"},
+    "actors": SEAMS | {"engine", "rpc", "router", "drafting", "tokenization", "demo", "telemetry"},
+    "serving": SEAMS | {"engine", "rpc", "router", "drafting", "tokenization", "demo", "actors", "telemetry"},
     "bench": SEAMS
     | {"engine", "rpc", "router", "drafting", "tokenization", "demo", "fakes", "actors", "serving"},
     "cli": SEAMS
-    | {"engine", "rpc", "router", "drafting", "tokenization", "demo", "actors", "serving", "bench"},
+    | {
+        "engine",
+        "rpc",
+        "router",
+        "drafting",
+        "tokenization",
+        "demo",
+        "actors",
+        "serving",
+        "bench",
+        "telemetry",
+    },
     "__init__": set(),
 }
 
@@ -50,6 +63,7 @@ OWNERS: dict[str, set[str]] = {
     "starlette": {"serving"},
     "typer": {"cli"},
     "prometheus_client": {"metrics", "serving"},
+    "opentelemetry": {"telemetry"},
 }
 
 
