@@ -14,17 +14,16 @@ from specray.config import Config
 PATH = Path(__file__).parent / "specray" / "values.schema.json"
 _COUNT = {"type": "number", "minimum": 0}
 _STRINGS = {"type": "object", "additionalProperties": {"type": "string"}}
-_RANK_OPTIONS = {"num_cpus": _COUNT, "num_gpus": _COUNT}
-"""What the target's placement group reads of ``ray_actor_options``; the rest would change nothing."""
 _REPLICA_OPTIONS = {
-    **_RANK_OPTIONS,
+    "num_cpus": _COUNT,
+    "num_gpus": _COUNT,
     "accelerator_type": {"type": "string"},
     "memory": _COUNT,
     "resources": {"type": "object", "additionalProperties": _COUNT},
     "label_selector": _STRINGS,
 }
 _ACTOR_OPTIONS = {
-    "TargetConfig": _RANK_OPTIONS,
+    "TargetConfig": _REPLICA_OPTIONS,
     "DraftConfig": _REPLICA_OPTIONS,
     "IngressConfig": _REPLICA_OPTIONS,
 }

@@ -24,6 +24,8 @@ EMBEDDED = "embedded"
 """The model name that stands for the pair that ships with the package."""
 MODEL_FREE_DRAFTS = (DraftKind.NGRAM.value, DraftKind.SUFFIX.value)
 """Names of drafts that are no models; a directory of that name is written with its path."""
+RANK_OPTIONS = ("num_cpus", "num_gpus", "memory", "resources", "accelerator_type", "label_selector")
+"""What a rank of a target may ask of Ray; the rest is ours to say."""
 
 
 class EngineConfig(Section):
@@ -69,7 +71,24 @@ class TargetConfig(EngineConfig):
     """The large model, whose distribution is authoritative."""
 
     tensor_parallel_size: int = Field(1, ge=1, le=64)
-    ray_actor_options: dict[str, Any] = Field(default_factory=dict, description="For each rank's bundle.")
+    placement: Literal["auto", "one-node", "nodes"] = Field(
+        "auto",
+        description="Of the ranks. one-node: they wait for a node with room for all; nodes: they take as few "
+        "nodes as have room now; auto: one-node where the cluster has a node of that size at the time of "
+        "deployment, else nodes. Where nodes are started on demand, say which.",
+    )
+    ray_actor_options: dict[str, Any] = Field(
+        default_factory=dict, description=f"Of each rank: {', '.join(RANK_OPTIONS)}."
+    )
+
+    @model_validator(mode="after")
+    def _check_rank_options(self) -> TargetConfig:
+        unknown = sorted(self.ray_actor_options.keys() - RANK_OPTIONS)
+        if unknown:
+            raise ValueError(
+                f"ray_actor_options has {', '.join(unknown)}; allowed for ranks: {', '.join(RANK_OPTIONS)}"
+            )
+        return self
 
 
 class DraftConfig(EngineConfig):
@@ -140,10 +159,17 @@ class RouterConfig(Section):
         "without (but 16 prompt tokens always go along).",
     )
     round_timeout_s: float = Field(5.0, gt=0, description="A draft that is silent for so long is lost.")
-    verify_timeout_s: float = Field(60.0, gt=0, description="A target that is silent for so long is lost.")
+    verify_timeout_s: float = Field(
+        60.0, gt=0, description="A target that is silent for so long is lost: its ranks are started anew."
+    )
     request_timeout_s: float = Field(600.0, gt=0, description="From arrival to the last token.")
     stream_interval_ms: float = Field(20.0, ge=0, description="At most one chunk of a stream per interval.")
     start_timeout_s: float = Field(600.0, gt=0, description="For loading models and connecting workers.")
+    drain_timeout_s: float = Field(
+        20.0,
+        ge=0,
+        description="A Router that ends finishes its requests for so long; the rest get a retriable error.",
+    )
     trace_events: int = Field(
         0,
         ge=0,
@@ -340,7 +366,7 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
 
 
 def log_level(logging: LoggingConfig | None = None) -> str:
-    """What ``logging`` says, else ``SPECRAY_LOG_LEVEL``, else INFO. Raises ConfigError for an unknown level."""
+    """``logging.level``, else ``SPECRAY_LOG_LEVEL``, else INFO. Raises ConfigError for an unknown level."""
     if logging is not None and logging.level is not None:
         return logging.level
     level = os.environ.get("SPECRAY_LOG_LEVEL", "INFO").upper()
@@ -390,13 +416,23 @@ def thread_environment() -> dict[str, str]:
 
 
 def rank_environment(rpc: RpcConfig) -> dict[str, str]:
-    """What a rank of a target must find in its environment: that of threads, and where gloo listens.
+    """What a rank of a target must find in its environment: that of threads, and where its group meets.
 
     Left alone, gloo listens on whatever address the machine's name stands for, which others may reach.
     """
-    is_free = sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ
-    interface = {"GLOO_SOCKET_IFNAME": "lo"} if is_free and rpc.listen == "loopback" else {}
-    return thread_environment() | interface
+    is_loopback = sys.platform == "linux" and rpc.listen == "loopback"
+    return thread_environment() | (interface_environment("lo") if is_loopback else {})
+
+
+def interface_environment(interface: str) -> dict[str, str]:
+    """What makes the collectives of a group use one network interface, unless the user has said which."""
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return {name: interface for name in names if name not in os.environ}
+
+
+def apply_interface_environment(interface: str) -> None:
+    """Sets :func:`interface_environment` for this process; of use before it joins a group."""
+    os.environ.update(interface_environment(interface))
 
 
 def apply_thread_environment() -> None:

@@ -25,9 +25,9 @@ def test_an_image_must_be_named(helm: Renderer) -> None:
         ({"config": {"drafts": []}}, "/config", "drafts"),
         ({"config": {"target": {"modle": "x"}}}, "/config/target", "modle"),
         (
-            {"config": {"target": {"ray_actor_options": {"label_selector": {"a": "b"}}}}},
+            {"config": {"target": {"ray_actor_options": {"max_restarts": 1}}}},
             "/config/target/ray_actor_options",
-            "label_selector",
+            "max_restarts",
         ),
         ({"models": {"s3": "x"}}, "/models", "s3"),
         ({"gcsFaultTolerance": {"redisPassword": "secret"}}, "/gcsFaultTolerance", "redisPassword"),

@@ -31,7 +31,7 @@
 {{- if not (has . $names) -}}{{- fail (printf "models.download: there is no worker group %s" .) -}}{{- end -}}
 {{- end -}}
 {{- end -}}
-{{- range $part := list "ingress" "draft" -}}
+{{- range $part := list "ingress" "draft" "target" -}}
 {{- $wanted := dig $part "ray_actor_options" "label_selector" "specray.io/group" "" $.Values.config -}}
 {{- if and $wanted (not (has $wanted $names)) -}}
 {{- fail (printf "config.%s.ray_actor_options.label_selector: there is no worker group %s" $part $wanted) -}}

@@ -1,0 +1,127 @@
+"""Where a Router and the ranks of its target run: the bundles of one placement group, and ranks by node."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import ray
+
+from specray.config import TargetConfig
+
+Bundle = dict[str, float]
+Strategy = Literal["STRICT_PACK", "PACK"]
+
+FIRST_RANK_BUNDLE = 1
+"""Bundle 0 of the placement group is the Router's own."""
+NUM_CPUS_PER_RANK = 1.0
+ACCELERATOR_LABEL = "ray.io/accelerator-type"
+_SET = re.compile(r"(!?)in\((.*)\)")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeShape:
+    """What placement asks of a node: all that it has, in use or not."""
+
+    resources: Mapping[str, float]
+    labels: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlacement:
+    """A Router's placement group, as Serve takes it."""
+
+    bundles: list[Bundle]
+    """The Router's, then one for each rank."""
+    labels: dict[str, str]
+    """What every bundle's node must show; empty: any node."""
+    strategy: Strategy
+
+    @property
+    def label_selectors(self) -> list[dict[str, str]] | None:
+        """One for each bundle; None: none is needed."""
+        return [self.labels] * len(self.bundles) if self.labels else None
+
+
+def place_group(target: TargetConfig, *, router_cpus: float, nodes: Sequence[NodeShape]) -> GroupPlacement:
+    """The placement group of one Router and its ranks.
+
+    ``auto`` keeps the group within one node when some node of ``nodes`` is large enough, busy or not: ranks
+    that meet over a network are many times slower than ranks that wait for their node. With no such node the
+    group spreads over as few as it can.
+    """
+    bundles = [{"CPU": router_cpus}, *(rank_bundle(target) for _ in range(target.tensor_parallel_size))]
+    labels = rank_labels(target)
+    is_one_node = target.placement == "one-node" or (
+        target.placement == "auto" and any(fits(bundles, labels, node) for node in nodes)
+    )
+    return GroupPlacement(bundles, labels, "STRICT_PACK" if is_one_node else "PACK")
+
+
+def rank_bundle(target: TargetConfig) -> Bundle:
+    """What one rank reserves."""
+    options = target.ray_actor_options
+    bundle: Bundle = {"CPU": options.get("num_cpus", NUM_CPUS_PER_RANK)}
+    for option, resource in (("num_gpus", "GPU"), ("memory", "memory")):
+        if options.get(option):
+            bundle[resource] = options[option]
+    return {**bundle, **options.get("resources", {})}
+
+
+def rank_labels(target: TargetConfig) -> dict[str, str]:
+    """What a rank's node must show."""
+    options = target.ray_actor_options
+    labels = dict(options.get("label_selector", {}))
+    if options.get("accelerator_type"):
+        labels[ACCELERATOR_LABEL] = options["accelerator_type"]
+    return labels
+
+
+def fits(bundles: Sequence[Bundle], labels: Mapping[str, str], node: NodeShape) -> bool:
+    """The node could hold all the bundles, were nothing else on it."""
+    needed: Counter[str] = Counter()
+    for bundle in bundles:
+        needed.update(bundle)
+    has_room = all(node.resources.get(name, 0) >= amount for name, amount in needed.items())
+    return has_room and all(_matches(wanted, node.labels.get(key)) for key, wanted in labels.items())
+
+
+def _matches(wanted: str, value: str | None) -> bool:
+    """Ray's rules for one label: ``v``, ``!v``, ``in(v,w)``, ``!in(v,w)``."""
+    if found := _SET.fullmatch(wanted):
+        values = {item.strip() for item in found[2].split(",")}
+        return (value in values) is not bool(found[1])
+    if wanted.startswith("!"):
+        return value != wanted[1:]
+    return value == wanted
+
+
+def ray_nodes() -> list[NodeShape]:
+    """The nodes of the cluster that this process belongs to; none outside a cluster."""
+    if not ray.is_initialized():
+        return []
+    return [NodeShape(node["Resources"], node["Labels"]) for node in ray.nodes() if node["Alive"]]
+
+
+def rank_bundles(bundle_nodes: Mapping[int, str], num_ranks: int) -> list[int]:
+    """The bundle of every rank, in the order of ranks: by node, the Router's own node first.
+
+    A group that is packed over nodes does not keep its bundles' order. Ranks of one node must follow each
+    other, so that what stays within a node stays off the network; the leader is on the Router's node where a
+    rank is there, else on the node with most ranks.
+
+    Args:
+        bundle_nodes: node id of each bundle, the Router's included.
+    """
+    ranks = range(FIRST_RANK_BUNDLE, FIRST_RANK_BUNDLE + num_ranks)
+    sizes = Counter(bundle_nodes[bundle] for bundle in ranks)
+    own = bundle_nodes[0]
+
+    def key(bundle: int) -> tuple[bool, int, str, int]:
+        node = bundle_nodes[bundle]
+        return node != own, -sizes[node], node, bundle
+
+    return sorted(ranks, key=key)
