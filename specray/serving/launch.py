@@ -143,6 +143,8 @@ def _ray(config: Config) -> Iterator[None]:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     if is_own:
         ray.init(
+            # Without this, the last cluster that `ray start` left a note of would be joined.
+            address="local",
             # Logical CPUs: on a laptop the parts share what there is.
             num_cpus=max(os.cpu_count() or 1, math.ceil(num_cpus(config))),
             include_dashboard=False,
