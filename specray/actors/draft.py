@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from specray.actors.node import listen_address
+from specray.actors.node import keep_serve_on_loopback, listen_address
 from specray.config import parse_config
 from specray.errors import EngineLostError
 
@@ -35,6 +35,7 @@ class DraftReplica:
         from specray.actors.workers import start_draft
 
         config = parse_config(values)
+        keep_serve_on_loopback()
         self._server, address = await asyncio.to_thread(
             start_draft, config, address=listen_address(config, "draft")
         )

@@ -17,6 +17,24 @@ from specray.rpc.channel import MAX_SOCKET_PATH_BYTES
 LOOPBACK = "127.0.0.1"
 
 
+def keep_serve_on_loopback() -> None:
+    """Called by a replica's constructor: where Ray itself is on loopback, so is what Serve opens next.
+
+    Ray keeps to the node's address; alone the port on which Serve's replicas call each other is opened on every
+    address, and there is no setting for that.
+    """
+    if str(ray.util.get_node_ip_address()) != LOOPBACK:
+        return
+    from ray.serve._private import replica
+
+    open_port = replica.add_port_to_grpc_server
+
+    def open_on_loopback(server: object, address: str) -> int:
+        return int(open_port(server, address.replace("[::]", LOOPBACK)))
+
+    replica.add_port_to_grpc_server = open_on_loopback
+
+
 def listen_host(config: Config) -> str:
     """Where this node meets others: nowhere beyond the machine unless asked."""
     return LOOPBACK if config.rpc.listen == "loopback" else str(ray.util.get_node_ip_address())

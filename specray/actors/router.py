@@ -12,6 +12,7 @@ from ray.util.placement_group import get_current_placement_group
 
 from specray.actors.draft import DraftReplica
 from specray.actors.group import TargetGroup
+from specray.actors.node import keep_serve_on_loopback
 from specray.actors.source import ServeDrafterSource
 from specray.config import Config, parse_config
 from specray.errors import EngineLostError
@@ -41,6 +42,7 @@ class RouterReplica:
         self, values: dict[str, Any], draft: DeploymentHandle[DraftReplica] | None = None
     ) -> None:
         config = parse_config(values)
+        keep_serve_on_loopback()
         placement_group = get_current_placement_group()
         assert placement_group is not None, "the Router deployment has a placement group"
         self._group = TargetGroup(config, placement_group)

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from ray import serve
 
 from specray.actors.client import ServeRouterClient
+from specray.actors.node import keep_serve_on_loopback
 from specray.config import Config
 from specray.rpc.channel import ChannelOptions
 from specray.rpc.inference import InferenceServer
@@ -47,6 +48,7 @@ def ingress_deployment(config: Config, *, num_cpus: float) -> serve.Deployment:
 
 def _build_replica_app(config: Config) -> FastAPI:
     """Runs in the replica, once: the app's lifespan is the gRPC server's."""
+    keep_serve_on_loopback()
     handle = serve.get_deployment_handle("Router", app_name=serve.get_replica_context().app_name)
     client = ServeRouterClient(handle, timeout_s=config.router.request_timeout_s + ROUTER_CALL_MARGIN_S)
     tokenizer = Tokenizer.load(config.target.model)
