@@ -22,6 +22,8 @@ from specray.types import DraftKind, Overlap, Verification
 Dtype = Literal["bfloat16", "float32"]
 EMBEDDED = "embedded"
 """The model name that stands for the pair that ships with the package."""
+SERVE_MESSAGE_BYTES = 64 * 1024 * 1024
+"""Most of what Serve's processes send each other over gRPC at once, a request's body among it."""
 MODEL_FREE_DRAFTS = (DraftKind.NGRAM.value, DraftKind.SUFFIX.value)
 """Names of drafts that are no models; a directory of that name is written with its path."""
 RANK_OPTIONS = ("num_cpus", "num_gpus", "memory", "resources", "accelerator_type", "label_selector")
@@ -392,7 +394,12 @@ def apply_ray_environment(rpc: RpcConfig) -> None:
     leaves no file in the user's home. And it listens on loopback, unless the streams of the engines are to be
     reached from elsewhere: what Ray does on systems where it supports no clusters. It reads both when it is
     imported; a process that has done so already keeps what Ray chose.
+
+    Serve's processes call each other over gRPC instead of through actor calls: that halves what a chunk of a
+    stream costs them (measured, 32 streams on 2 cores: 12.7 to 6.5 s of processor time for 8,400 tokens).
     """
+    os.environ.setdefault("RAY_SERVE_USE_GRPC_BY_DEFAULT", "1")
+    os.environ.setdefault("RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH", str(SERVE_MESSAGE_BYTES))
     if not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     if "ray" in sys.modules:
