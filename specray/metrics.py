@@ -131,6 +131,9 @@ class RouterMetrics:
             "specray_requests", "Requests ended, by finish reason.", ["finish_reason"], registry=registry
         )
         self.refused = Counter("specray_requests_refused", "Requests refused.", registry=registry)
+        self.expired = Counter(
+            "specray_requests_expired", "Requests whose time was over, waiting or running.", registry=registry
+        )
         self.prompt_tokens = Counter("specray_prompt_tokens", "Prompt tokens admitted.", registry=registry)
         self.output_tokens = Counter("specray_output_tokens", "Tokens committed.", registry=registry)
         self.ttft_s = Histogram(
@@ -143,6 +146,9 @@ class RouterMetrics:
             registry=registry,
         )
         self.queued_requests = Gauge("specray_queue_depth", "Requests that wait.", registry=registry)
+        self.queued_tokens = Gauge(
+            "specray_queue_tokens", "Prompt tokens of requests that wait.", registry=registry
+        )
         self.running_sessions = Gauge("specray_running_sessions", "Sessions that run.", registry=registry)
 
     def _make_engine_metrics(self) -> None:

@@ -39,6 +39,10 @@ def check_request(
             f"{num_tokens} tokens do not fit the cache of {info.num_blocks * info.block_size} tokens",
             field="max_tokens",
         )
+    if request.timeout_s is not None and not request.timeout_s > 0:
+        raise InvalidRequestError(
+            f"timeout_s is {request.timeout_s}; allowed: more than 0", field="timeout_s"
+        )
     k = request.speculation.num_speculative_tokens
     if k is not None and not 0 <= k <= MAX_SPECULATIVE_TOKENS:
         raise InvalidRequestError(

@@ -39,8 +39,20 @@ class LiveSession:
         return self.session.request_id
 
     @property
+    def tenant(self) -> str:
+        return self.session.request.tenant
+
+    @property
+    def priority(self) -> int:
+        return self.session.request.priority
+
+    @property
     def num_queued_tokens(self) -> int:
         return len(self.session.committed)
+
+    @property
+    def num_expected_tokens(self) -> int:
+        return self.session.num_prompt_tokens + self.session.request.max_tokens
 
     @property
     def is_drafted_locally(self) -> bool:

@@ -1,44 +1,45 @@
-"""Requests that wait for a place among the running ones."""
+"""Requests that wait for a place among the running ones: bounded, by priority, fair between tenants."""
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict
-from collections.abc import Iterator
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Iterator, Sized
+from itertools import islice
+from typing import Generic
 
 from specray.errors import OverloadedError
+from specray.router.fair import FairQueue, Waiting, WaitingT
+
+__all__ = ["AdmissionQueue", "Waiting", "WaitingT"]
 
 _MIN_RETRY_S = 1.0
 _MAX_RETRY_S = 60.0
-
-
-class Waiting(Protocol):
-    """What the queue needs to know of an entry."""
-
-    @property
-    def request_id(self) -> str: ...
-
-    @property
-    def num_queued_tokens(self) -> int:
-        """Tokens to compute before the first new one."""
-        ...
-
-
-WaitingT = TypeVar("WaitingT", bound=Waiting)
+_MAX_RETRY_SPREAD = 1.5
 
 
 class AdmissionQueue(Generic[WaitingT]):
-    """First in, first out, bounded by requests and by prompt tokens.
+    """Bounded by requests and by prompt tokens; the lowest priority first, within one fair by tenant.
+
+    A full queue is shared like this: an arrival displaces the newest request of a less urgent priority, or,
+    at its own priority, of the tenant that has most waiting, as long as that one keeps at least as much as
+    the arrival's tenant then has. Otherwise the arrival is refused. So no tenant can take all the room, and
+    a tenant alone may use all of it.
 
     Args:
         max_requests: waiting requests, beyond those that would find a free place at once.
         max_tokens: prompt tokens of waiting requests; one request alone is always let in.
+        rng: spreads the advice to refused ones, so that they do not all come back together; None: it is not.
     """
 
-    def __init__(self, *, max_requests: int, max_tokens: int) -> None:
+    def __init__(self, *, max_requests: int, max_tokens: int, rng: random.Random | None = None) -> None:
         self._max_requests = max_requests
         self._max_tokens = max_tokens
-        self._entries: OrderedDict[str, WaitingT] = OrderedDict()
+        self._rng = rng
+        self._entries: dict[str, WaitingT] = {}
+        self._returned: OrderedDict[str, WaitingT] = OrderedDict()
+        self._classes: dict[int, FairQueue[WaitingT]] = {}
+        """By priority; none is empty."""
         self._num_tokens = 0
         self._service_s: float | None = None
 
@@ -46,57 +47,153 @@ class AdmissionQueue(Generic[WaitingT]):
         return len(self._entries)
 
     def __iter__(self) -> Iterator[WaitingT]:
-        return iter(self._entries.values())
+        """Those put back first, then by priority and tenant."""
+        yield from self._returned.values()
+        for priority in sorted(self._classes):
+            yield from self._classes[priority]
 
     @property
     def num_tokens(self) -> int:
         """Prompt tokens of all waiting requests."""
         return self._num_tokens
 
-    def push(self, entry: WaitingT, *, num_free_places: int) -> None:
-        """Appends an entry.
+    def push(self, entry: WaitingT, *, num_free_places: int) -> list[WaitingT]:
+        """Appends an entry; returns those that had to make room and wait no longer.
 
         Raises:
             OverloadedError: a bound would be passed; nothing was changed.
         """
-        if len(self._entries) >= self._max_requests + num_free_places:
-            raise OverloadedError(
-                f"{len(self._entries)} requests wait; allowed: {self._max_requests}", self.retry_after_s()
-            )
-        if self._entries and self._num_tokens + entry.num_queued_tokens > self._max_tokens:
-            raise OverloadedError(
-                f"{self._num_tokens} prompt tokens wait; allowed: {self._max_tokens}", self.retry_after_s()
-            )
+        assert entry.request_id not in self._entries
+        displaced = self._room_for(entry, self._max_requests + num_free_places)
+        for victim in displaced:
+            self.remove(victim.request_id)
         self._insert(entry)
+        self._classes.setdefault(entry.priority, FairQueue()).push(entry)
+        return displaced
 
     def push_front(self, entry: WaitingT) -> None:
         """Puts back an entry that had been let in: it goes first, and bounds do not apply."""
+        assert entry.request_id not in self._entries
         self._insert(entry)
-        self._entries.move_to_end(entry.request_id, last=False)
+        self._returned[entry.request_id] = entry
+        self._returned.move_to_end(entry.request_id, last=False)
 
     def pop(self) -> WaitingT:
-        """Takes the first entry. The queue must not be empty."""
-        _, entry = self._entries.popitem(last=False)
-        self._num_tokens -= entry.num_queued_tokens
+        """Takes the entry whose turn it is. The queue must not be empty."""
+        if self._returned:
+            _, entry = self._returned.popitem(last=False)
+        else:
+            priority = min(self._classes)
+            entry = self._classes[priority].pop()
+            self._drop_if_empty(priority)
+        self._forget(entry)
         return entry
 
     def remove(self, request_id: str) -> WaitingT | None:
         """Takes one entry out; None when it does not wait."""
-        entry = self._entries.pop(request_id, None)
-        if entry is not None:
-            self._num_tokens -= entry.num_queued_tokens
+        entry = self._entries.get(request_id)
+        if entry is None:
+            return None
+        if self._returned.pop(request_id, None) is None:
+            self._classes[entry.priority].remove(entry)
+            self._drop_if_empty(entry.priority)
+        self._forget(entry)
         return entry
+
+    def settle(self, entry: WaitingT, num_tokens: int) -> None:
+        """A request that was let in has ended after ``num_tokens`` tokens: its tenant is charged no more."""
+        fair = self._classes.get(entry.priority)
+        if fair is not None:
+            fair.refund(entry.tenant, entry.num_expected_tokens - num_tokens)
 
     def observe_service(self, seconds: float) -> None:
         """Time between the last two requests that ended, for the advice to refused ones."""
         self._service_s = seconds if self._service_s is None else 0.9 * self._service_s + 0.1 * seconds
 
     def retry_after_s(self) -> float:
-        """When the queue should have drained, in [1, 60] seconds."""
+        """When the queue should have drained, or up to half that time later, in [1, 60] seconds."""
         expected = (self._service_s or 0.0) * len(self._entries)
+        if self._rng is not None:
+            expected = max(_MIN_RETRY_S, expected) * self._rng.uniform(1.0, _MAX_RETRY_SPREAD)
         return min(_MAX_RETRY_S, max(_MIN_RETRY_S, expected))
 
+    def _room_for(self, entry: WaitingT, max_requests: int) -> list[WaitingT]:
+        """Who must go. Raises OverloadedError."""
+        num_requests, num_tokens = len(self._entries), self._num_tokens
+        victims = _Victims(self._classes, entry)
+        while num_requests >= max_requests:
+            victim = victims.choose(in_tokens=False)
+            if victim is None:
+                reason = f"{len(self._entries)} requests wait; allowed: {self._max_requests}"
+                raise OverloadedError(reason, self.retry_after_s())
+            num_requests -= 1
+            num_tokens -= victim.num_queued_tokens
+        while num_requests and num_tokens + entry.num_queued_tokens > self._max_tokens:
+            victim = victims.choose(in_tokens=True)
+            if victim is None:
+                reason = f"{self._num_tokens} prompt tokens wait; allowed: {self._max_tokens}"
+                raise OverloadedError(reason, self.retry_after_s())
+            num_requests -= 1
+            num_tokens -= victim.num_queued_tokens
+        return victims.chosen
+
     def _insert(self, entry: WaitingT) -> None:
-        assert entry.request_id not in self._entries
         self._entries[entry.request_id] = entry
         self._num_tokens += entry.num_queued_tokens
+
+    def _forget(self, entry: WaitingT) -> None:
+        del self._entries[entry.request_id]
+        self._num_tokens -= entry.num_queued_tokens
+
+    def _drop_if_empty(self, priority: int) -> None:
+        # Who waits for nobody need not be fair to anybody: the tags go too.
+        if not self._classes[priority]:
+            del self._classes[priority]
+
+
+class _Victims(Generic[WaitingT]):
+    """Chooses, one by one and without changing anything, what an arrival may displace."""
+
+    def __init__(self, classes: dict[int, FairQueue[WaitingT]], arrival: WaitingT) -> None:
+        self.chosen: list[WaitingT] = []
+        self._arrival = arrival
+        self._classes = [(priority, classes[priority]) for priority in sorted(classes, reverse=True)]
+        self._gone: dict[tuple[int, str], list[WaitingT]] = {}
+        """What was chosen, by priority and tenant: the newest of the line first."""
+
+    def choose(self, *, in_tokens: bool) -> WaitingT | None:
+        """The next to go, of whoever has most requests (or prompt tokens) waiting; None: nothing may."""
+        arrival = self._arrival
+        for priority, fair in self._classes:
+            if priority < arrival.priority:
+                return None
+            is_rival = priority == arrival.priority
+            held = {
+                tenant: _size(line.entries.values(), line.num_tokens, in_tokens=in_tokens)
+                - self._size_gone(priority, tenant, in_tokens=in_tokens)
+                for tenant, line in fair.lines.items()
+            }
+            own = held.pop(arrival.tenant, 0) if is_rival else 0
+            tenant = max(held, key=lambda name: held[name], default=None)
+            if tenant is None or not held[tenant]:
+                continue
+            gone = self._gone.setdefault((priority, tenant), [])
+            victim = next(islice(reversed(fair.lines[tenant].entries.values()), len(gone), None))
+            if is_rival and held[tenant] - _cost(victim, in_tokens) < own + _cost(arrival, in_tokens):
+                return None
+            gone.append(victim)
+            self.chosen.append(victim)
+            return victim
+        return None
+
+    def _size_gone(self, priority: int, tenant: str, *, in_tokens: bool) -> int:
+        gone = self._gone.get((priority, tenant), ())
+        return _size(gone, sum(entry.num_queued_tokens for entry in gone), in_tokens=in_tokens)
+
+
+def _size(entries: Sized, num_tokens: int, *, in_tokens: bool) -> int:
+    return num_tokens if in_tokens else len(entries)
+
+
+def _cost(entry: Waiting, in_tokens: bool) -> int:
+    return entry.num_queued_tokens if in_tokens else 1

@@ -103,7 +103,9 @@ class Router:
         self._policy = Policy(self._speculation, trace=self._trace)
         self._local_drafts = LocalDrafts(self._speculation, self._policy, has_model=drafters is not None)
         queue: AdmissionQueue[LiveSession] = AdmissionQueue(
-            max_requests=self._config.max_queued_requests, max_tokens=self._config.max_queued_tokens
+            max_requests=self._config.max_queued_requests,
+            max_tokens=self._config.max_queued_tokens,
+            rng=self._rng,
         )
         self._sessions = Sessions(queue, self.metrics, self._release)
         self._rounds: Rounds | None = None
@@ -283,16 +285,16 @@ class Router:
             Delivery(request.request_id, is_stream=is_stream),
             self._policy.pace(request),
             arrived_s=now,
-            deadline_s=now + self._config.request_timeout_s,
+            deadline_s=now + self._timeout_s(request),
             local=self._local_drafts.of(request, request.speculation.draft or self._draft),
         )
-        try:
-            self._sessions.submit(live)
-        except OverloadedError:
-            self.metrics.refused.inc()
-            raise
+        self._sessions.submit(live, now)
         self._inbox.wake()
         return live
+
+    def _timeout_s(self, request: GenerateRequest) -> float:
+        most = self._config.request_timeout_s
+        return most if request.timeout_s is None else min(request.timeout_s, most)
 
     def _check_unused(self, request_id: str) -> None:
         if request_id in self._sessions:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
+import heapq
 from collections.abc import Callable
 
-from specray.errors import EngineLostError
+from specray.errors import DeadlineExceededError, EngineLostError, OverloadedError, SpecrayError
 from specray.metrics import RouterMetrics
 from specray.router.live import LiveSession
 from specray.router.queue import AdmissionQueue
@@ -13,6 +13,7 @@ from specray.types import FinishReason
 
 RETRY_S = 0.1
 """A session that finds no room on an idle target tries again so much later."""
+_MIN_HEAP_SIZE = 64
 
 
 class Sessions:
@@ -32,8 +33,8 @@ class Sessions:
         self._metrics = metrics
         self._release = release
         self._all: dict[str, LiveSession] = {}
-        # All deadlines are the same time after arrival, so arrival order is deadline order.
-        self._by_deadline: deque[LiveSession] = deque()
+        self._by_deadline: list[tuple[float, str]] = []
+        """A heap of (deadline, request_id); some of them have ended."""
         self._max_running = 1
         self._limit = 1
         self._retry_at_s: float | None = None
@@ -52,9 +53,9 @@ class Sessions:
     @property
     def next_due_s(self) -> float | None:
         """When ``expire`` or ``admit`` has something to do even if nothing else happens."""
-        while self._by_deadline and self._by_deadline[0].delivery.is_ended:
-            self._by_deadline.popleft()
-        deadline = self._by_deadline[0].deadline_s if self._by_deadline else None
+        while self._by_deadline and self._by_deadline[0][1] not in self._all:
+            heapq.heappop(self._by_deadline)
+        deadline = self._by_deadline[0][0] if self._by_deadline else None
         if self._retry_at_s is None or not self._queue:
             return deadline
         return self._retry_at_s if deadline is None else min(deadline, self._retry_at_s)
@@ -63,14 +64,31 @@ class Sessions:
         """The target holds so many sequences at once."""
         self._limit = self._max_running = max_num_seqs
 
-    def submit(self, live: LiveSession) -> None:
-        """Takes a new request. Raises OverloadedError; nothing was changed then."""
-        self._queue.push(live, num_free_places=max(0, self._max_running - len(self.running)))
-        self._all[live.request_id] = live
-        self._by_deadline.append(live)
+    def submit(self, live: LiveSession, now: float) -> None:
+        """Takes a new request; a full queue may refuse another one for it.
 
-    def admit(self, now: float) -> None:
-        """Moves the first of the queue to the running ones while there are places."""
+        Raises:
+            OverloadedError: there is no room; nothing was changed.
+        """
+        num_free_places = max(0, self._max_running - len(self.running))
+        try:
+            displaced = self._queue.push(live, num_free_places=num_free_places)
+        except OverloadedError:
+            self._metrics.refused.inc()
+            raise
+        self._all[live.request_id] = live
+        self._remember_deadline(live)
+        for other in displaced:
+            self._metrics.refused.inc()
+            reason = "the queue is full, and others have less of it or are more urgent"
+            self._fail(other, OverloadedError(reason, self._queue.retry_after_s()), now)
+
+    def admit(self, now: float, *, least_s: float = 0.0) -> None:
+        """Moves requests from the queue to the running ones while there are places.
+
+        Args:
+            least_s: what cannot be answered sooner than this is not begun when its deadline is sooner.
+        """
         if self._retry_at_s is not None and now < self._retry_at_s:
             return
         self._retry_at_s = None
@@ -78,6 +96,9 @@ class Sessions:
             return
         while self._queue and len(self.running) < self._max_running:
             live = self._queue.pop()
+            if live.deadline_s <= now + least_s:
+                self._expire(live, now)
+                continue
             self.running[live.request_id] = live
             self._metrics.prompt_tokens.inc(live.session.num_prompt_tokens)
         self._show()
@@ -120,20 +141,36 @@ class Sessions:
 
     def expire(self, now: float) -> None:
         """Ends what took longer than it may, queued or running."""
-        while self._by_deadline and self._by_deadline[0].deadline_s <= now:
-            live = self._by_deadline.popleft()
-            if not live.delivery.is_ended:
-                seconds = live.deadline_s - live.arrived_s
-                live.session.fail(f"the request took longer than request_timeout_s = {seconds:g} s")
-                self.end(live, now)
+        while self._by_deadline and self._by_deadline[0][0] <= now:
+            _, request_id = heapq.heappop(self._by_deadline)
+            if request_id in self._all:
+                self._expire(self._all[request_id], now)
 
     def fail_all(self, error: EngineLostError, now: float) -> None:
         """Every caller gets ``error``."""
         for live in list(self._all.values()):
-            live.session.fail(str(error))
-            if self._forget(live, now):
-                live.delivery.fail(error)
-                self._metrics.observe_end(FinishReason.ERROR.value)
+            self._fail(live, error, now)
+
+    def _expire(self, live: LiveSession, now: float) -> None:
+        num_tokens = live.session.num_output_tokens
+        progress = f"after {num_tokens} tokens" if num_tokens else "before its first token"
+        seconds = live.deadline_s - live.arrived_s
+        self._metrics.expired.inc()
+        self._fail(live, DeadlineExceededError(f"the time of {seconds:g} s ended {progress}"), now)
+
+    def _fail(self, live: LiveSession, error: SpecrayError, now: float) -> None:
+        """The caller gets an exception."""
+        live.session.fail(str(error))
+        if self._forget(live, now):
+            live.delivery.fail(error)
+            self._metrics.observe_end(FinishReason.ERROR.value)
+
+    def _remember_deadline(self, live: LiveSession) -> None:
+        heapq.heappush(self._by_deadline, (live.deadline_s, live.request_id))
+        if len(self._by_deadline) > max(_MIN_HEAP_SIZE, 2 * len(self._all)):
+            # Long deadlines of requests that ended soon would pile up.
+            self._by_deadline = [(other.deadline_s, name) for name, other in self._all.items()]
+            heapq.heapify(self._by_deadline)
 
     def _forget(self, live: LiveSession, now: float) -> bool:
         if self._all.pop(live.request_id, None) is None:
@@ -141,14 +178,19 @@ class Sessions:
         self._queue.remove(live.request_id)
         if self.running.pop(live.request_id, None) is not None:
             self._release(live.request_id)
+            self._queue.settle(live, len(live.session.committed))
+            self._observe_service(now)
             # What one session left has room for another; when nobody waits, there is room for all.
             self._max_running = min(self._limit, self._max_running + 1) if self._queue else self._limit
-        if self._ended_s is not None:
-            self._queue.observe_service(now - self._ended_s)
-        self._ended_s = now
         self._show()
         return True
 
+    def _observe_service(self, now: float) -> None:
+        if self._ended_s is not None:
+            self._queue.observe_service(now - self._ended_s)
+        self._ended_s = now
+
     def _show(self) -> None:
         self._metrics.queued_requests.set(len(self._queue))
+        self._metrics.queued_tokens.set(self._queue.num_tokens)
         self._metrics.running_sessions.set(len(self.running))

@@ -14,6 +14,9 @@ from specray.router.queue import AdmissionQueue
 class Entry:
     request_id: str
     num_queued_tokens: int = 10
+    tenant: str = ""
+    priority: int = 0
+    num_expected_tokens: int = 20
 
 
 def new_queue(max_requests: int = 2, max_tokens: int = 100) -> AdmissionQueue[Entry]:

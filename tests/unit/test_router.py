@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -23,7 +24,13 @@ from router_harness import (
     serving,
 )
 
-from specray.errors import ConfigError, EngineLostError, InvalidRequestError, OverloadedError
+from specray.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    EngineLostError,
+    InvalidRequestError,
+    OverloadedError,
+)
 from specray.fakes import (
     AdversarialGuesser,
     FakeDrafterSource,
@@ -245,14 +252,14 @@ def test_request_timeout_ends_running_and_waiting_requests_with_an_error() -> No
         config = router_config(request_timeout_s=1.0)
         async with serving(clock, target=fake_target(max_num_seqs=1), config=config) as pair:
             outputs = await asyncio.gather(
-                *(pair.router.complete(request(name, max_tokens=2000)) for name in ("running", "waiting"))
+                *(pair.router.complete(request(name, max_tokens=2000)) for name in ("running", "waiting")),
+                return_exceptions=True,
             )
             assert clock.monotonic() == pytest.approx(1.0, abs=TARGET_S)
-            for output in outputs:
-                assert output.finish_reason is FinishReason.ERROR
-                assert "request_timeout_s = 1 s" in output.message
-            assert len(outputs[0].token_ids) > 0
-            assert outputs[1].token_ids == ()
+            assert all(isinstance(output, DeadlineExceededError) for output in outputs)
+            assert re.fullmatch(r"the time of 1 s ended after \d+ tokens", str(outputs[0]))
+            assert str(outputs[1]) == "the time of 1 s ended before its first token"
+            assert pair.counted("specray_requests_expired_total") == 2
             await pair.settle()
 
     run(clock, main())

@@ -1,0 +1,123 @@
+"""Requests of one priority that wait, served so that every tenant gets an equal share of the tokens.
+
+Start-time fair queueing (Goyal, Vin and Cheng, 1996): every tenant has a tag, the tokens it has been served
+so far on a clock that all tenants share; the tenant with the smallest tag goes next and its tag grows by what
+the request may cost. Who comes anew starts at the clock, so earlier idleness is no credit; who comes back
+soon keeps its tag, so leaving the queue between two requests wins nothing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Generic, Protocol, TypeVar
+
+MAX_IDLE_TENANTS = 1024
+"""Of tenants that wait for nothing, so many tags are kept, the largest."""
+
+
+class Waiting(Protocol):
+    """What the queue needs to know of an entry."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def tenant(self) -> str: ...
+
+    @property
+    def priority(self) -> int:
+        """Lower is served earlier."""
+        ...
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Tokens to compute before the first new one."""
+        ...
+
+    @property
+    def num_expected_tokens(self) -> int:
+        """Tokens to compute in all, at most."""
+        ...
+
+
+WaitingT = TypeVar("WaitingT", bound=Waiting)
+
+
+class Line(Generic[WaitingT]):
+    """What one tenant has waiting, first in first out."""
+
+    def __init__(self, tag: int) -> None:
+        self.tag = tag
+        """Tokens at which its first request starts."""
+        self.entries: OrderedDict[str, WaitingT] = OrderedDict()
+        self.num_tokens = 0
+        """Prompt tokens of all entries."""
+
+    def push(self, entry: WaitingT) -> None:
+        self.entries[entry.request_id] = entry
+        self.num_tokens += entry.num_queued_tokens
+
+    def remove(self, request_id: str) -> WaitingT:
+        entry = self.entries.pop(request_id)
+        self.num_tokens -= entry.num_queued_tokens
+        return entry
+
+
+class FairQueue(Generic[WaitingT]):
+    """The lines of all tenants at one priority."""
+
+    def __init__(self) -> None:
+        self.lines: dict[str, Line[WaitingT]] = {}
+        """Of tenants that wait, none empty, in the order in which they came to wait."""
+        self._idle_tags: dict[str, int] = {}
+        self._clock = 0
+
+    def __len__(self) -> int:
+        return sum(len(line.entries) for line in self.lines.values())
+
+    def __bool__(self) -> bool:
+        return bool(self.lines)
+
+    def __iter__(self) -> Iterator[WaitingT]:
+        for line in self.lines.values():
+            yield from line.entries.values()
+
+    def push(self, entry: WaitingT) -> None:
+        """Appends to the line of the entry's tenant."""
+        line = self.lines.get(entry.tenant)
+        if line is None:
+            line = self.lines[entry.tenant] = Line(max(self._clock, self._idle_tags.pop(entry.tenant, 0)))
+        line.push(entry)
+
+    def pop(self) -> WaitingT:
+        """Takes the first of the line whose turn it is, and charges its tenant. There must be one."""
+        tenant, line = min(self.lines.items(), key=lambda item: item[1].tag)
+        entry = line.remove(next(iter(line.entries)))
+        self._clock = line.tag
+        line.tag += entry.num_expected_tokens
+        self._leave_if_empty(tenant, line)
+        return entry
+
+    def remove(self, entry: WaitingT) -> None:
+        """Takes out an entry that waits here; nothing is charged."""
+        line = self.lines[entry.tenant]
+        line.remove(entry.request_id)
+        self._leave_if_empty(entry.tenant, line)
+
+    def refund(self, tenant: str, num_tokens: int) -> None:
+        """A request of the tenant has ended so much cheaper than ``pop`` charged."""
+        if tenant in self.lines:
+            line = self.lines[tenant]
+            line.tag = max(self._clock, line.tag - num_tokens)
+        elif tenant in self._idle_tags:
+            self._idle_tags[tenant] -= num_tokens
+
+    def _leave_if_empty(self, tenant: str, line: Line[WaitingT]) -> None:
+        if line.entries:
+            return
+        del self.lines[tenant]
+        self._idle_tags[tenant] = line.tag
+        if len(self._idle_tags) > MAX_IDLE_TENANTS:
+            # Forgetting the smallest tag gives its tenant the least.
+            del self._idle_tags[min(self._idle_tags, key=lambda name: self._idle_tags[name])]
