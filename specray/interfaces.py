@@ -14,6 +14,7 @@ from specray.types import (
     EngineInfo,
     GenerateRequest,
     OutputChunk,
+    RequestLife,
     ServiceInfo,
     SpeculateItem,
     TargetReplies,
@@ -96,6 +97,14 @@ class DrafterSource(Protocol):
 
     async def lease(self) -> Drafter:
         """A fresh connection to a draft. Raises EngineLostError when none is to be had now."""
+        ...
+
+
+class RequestTracer(Protocol):
+    """Told by a router of the requests that are traced, each once, when it ends."""
+
+    def request_ended(self, life: RequestLife, now: float) -> None:
+        """``now``: the router's clock at this moment. Does not block and does not raise."""
         ...
 
 

@@ -336,6 +336,8 @@ class GenerateRequest:
     def tenant(self) -> str:
         """Who shares the service fairly with others; all that name nobody are one."""
         return self.speculation.tenant
+    traceparent: str = ""
+    """W3C trace context under which the router's spans are to stand; empty: nobody traces this request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,6 +382,30 @@ class OutputChunk:
     """On the last chunk."""
     num_cached_tokens: int = 0
     """On the last chunk: prompt tokens that the target found in its prefix cache."""
+    ttft_s: float | None = None
+    """On the last chunk: from the request's arrival at the router to its first tokens; None: it had none."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLife:
+    """What a router knows of a request when it ends, for whoever traces. Seconds are on the router's clock."""
+
+    request_id: str
+    traceparent: str
+    arrived_s: float
+    admitted_s: float | None
+    """When it left the queue for the first time; None: never."""
+    first_token_s: float | None
+    """When its first tokens were committed; None: never."""
+    ended_s: float
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    num_rounds: int
+    """Verdicts, with or without draft tokens."""
+    num_preemptions: int
+    stats: SpeculationStats
 
 
 @dataclass(frozen=True, slots=True)
