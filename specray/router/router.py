@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 from specray import __version__
@@ -20,12 +21,13 @@ from specray.router.delivery import Delivery
 from specray.router.drafting import Drafting
 from specray.router.later import Later
 from specray.router.leases import DraftLeases
-from specray.router.links import Inbox, TargetLink, current_info, measure_round_trip
+from specray.router.links import Inbox, TargetLink, current_info
 from specray.router.live import LiveSession
 from specray.router.local_draft import LocalDrafts
 from specray.router.loops import overlapped_loop, serial_loop
 from specray.router.policy import Policy
 from specray.router.queue import AdmissionQueue
+from specray.router.renewal import TargetRenewal, VerifierFactory
 from specray.router.rounds import Rounds
 from specray.router.session import Session
 from specray.router.sessions import Sessions
@@ -41,12 +43,8 @@ from specray.types import (
 
 logger = logging.getLogger(__name__)
 
-VerifierFactory = Callable[[], Awaitable[Verifier]]
-
 READY_FRESH_S = 5.0
 """A verdict this young proves that the target works; no probe is needed."""
-RECONNECT_BACKOFF_S = 0.5
-MAX_RECONNECT_BACKOFF_S = 10.0
 
 
 class Router:
@@ -87,7 +85,6 @@ class Router:
         seed: int = 0,
     ) -> None:
         self.metrics = metrics or RouterMetrics()
-        self._verifier = verifier
         self._drafters = drafters
         self._config = router or RouterConfig.model_validate({})
         self._speculation = speculation or SpeculationConfig.model_validate({})
@@ -96,7 +93,7 @@ class Router:
         self._stop_matchers = stop_matchers
         self._version = version
         self._rng = random.Random(seed)
-        self._inbox = Inbox()
+        inbox = self._inbox = Inbox()
         self._draft = draft
         max_events = self._config.trace_events
         self._trace = Trace(self._clock, max_events) if max_events else None
@@ -108,14 +105,21 @@ class Router:
             rng=self._rng,
         )
         self._sessions = Sessions(queue, self.metrics, self._release)
+        self._target = TargetRenewal(
+            verifier,
+            inbox=inbox,
+            clock=self._clock,
+            config=self._config,
+            policy=self._policy,
+            rng=self._rng,
+            on_found=self._on_target_found,
+            on_given_up=self._on_target_given_up,
+        )
         self._rounds: Rounds | None = None
         self._leases: DraftLeases | None = None
         self._info: EngineInfo | None = None
         self._loop: asyncio.Task[None] | None = None
-        self._reconnecting: asyncio.Task[None] | None = None
         self._broken: Exception | None = None
-        self._lost: Exception | None = None
-        """Why there is no target and none is being sought."""
         self._is_draining = False
         self._num_probes = 0
 
@@ -129,7 +133,7 @@ class Router:
             ConfigError: the draft does not fit the target.
         """
         assert self._loop is None, "start() is called once"
-        link = await self._connect()
+        link = await self._target.connect()
         self._info = link.info
         self._sessions.set_limit(link.info.max_num_seqs)
         leases = self._leases = self._make_leases(link.info)
@@ -175,12 +179,26 @@ class Router:
         if self._broken is not None:
             raise self._broken
 
-    async def stop(self, drain: bool = False) -> None:
-        """Takes no new requests, ends or (``drain``) finishes those it has, and closes all connections."""
+    @property
+    def failure(self) -> EngineLostError | None:
+        """Why it serves no more and never will again; None also while a lost target is being sought."""
+        if self._broken is not None:
+            return EngineLostError(f"the router failed: {self._broken}")
+        if self._target.lost is not None:
+            return EngineLostError(f"the target was lost: {self._target.lost}")
+        return None
+
+    async def stop(self, drain: bool = False, *, drain_timeout_s: float = math.inf) -> None:
+        """Takes no new requests, ends or (``drain``) finishes those it has, and closes all connections.
+
+        Args:
+            drain_timeout_s: what is not finished by then is ended.
+        """
         self._is_draining = True
         if self._rounds is None:
             return
-        while drain and len(self._sessions) and self._broken is None:
+        end_s = self._clock.monotonic() + drain_timeout_s
+        while drain and len(self._sessions) and self._broken is None and self._clock.monotonic() < end_s:
             # Sessions end by themselves or by their deadline; there is nothing to be woken by.
             await self._clock.sleep(0.01)
         self._fail_all(EngineLostError("the service is stopping; the request may be sent again"))
@@ -188,9 +206,7 @@ class Router:
         self._rounds.close()
         if self._loop is not None:
             await asyncio.gather(self._loop, return_exceptions=True)
-        if self._reconnecting is not None:
-            self._reconnecting.cancel()
-            await asyncio.gather(self._reconnecting, return_exceptions=True)
+        await self._target.stop()
         self._rounds.cancel_alarm()
         await self._rounds.drafting.close()
         if self._rounds.target is not None:
@@ -234,6 +250,8 @@ class Router:
         """See interfaces.RouterClient. A verdict of the last seconds counts as the real step."""
         self._require_info()
         assert self._rounds is not None
+        if self._rounds.target is None:
+            raise EngineLostError("the target was lost and is being started anew")
         last_s = self._rounds.last_verdict_s
         if last_s is not None and self._clock.monotonic() - last_s < READY_FRESH_S:
             return
@@ -307,12 +325,10 @@ class Router:
             self._inbox.wake()
 
     def _require_info(self) -> EngineInfo:
-        if self._broken is not None:
-            raise EngineLostError(f"the router failed: {self._broken}")
+        if self.failure is not None:
+            raise self.failure
         if self._info is None:
             raise EngineLostError("the router has not started")
-        if self._lost is not None:
-            raise EngineLostError(f"the target was lost: {self._lost}")
         return self._info
 
     def _release(self, request_id: str) -> None:
@@ -333,54 +349,17 @@ class Router:
             self._broken = error
             self._fail_all(EngineLostError(f"the router failed: {error}"))
 
-    async def _connect(self) -> TargetLink:
-        source = self._verifier
-        if callable(source):
-            timeout_s = self._config.start_timeout_s
-            try:
-                verifier = await within(self._clock, timeout_s, source())
-            except TimeoutError:
-                raise EngineLostError(f"no target within start_timeout_s = {timeout_s:g} s") from None
-        else:
-            verifier = source
-        if verifier.info.step_times:
-            round_trip_s = await measure_round_trip(verifier.fetch_info, self._clock)
-            self._policy.expect_target(verifier.info.step_times, round_trip_s)
-        return TargetLink(verifier, self._inbox)
-
     def _on_target_lost(self, link: TargetLink, error: Exception) -> None:
-        logger.error("target lost: %s", error)
-        is_renewable = callable(self._verifier) and not self._is_draining
-        if not is_renewable:
-            self._give_up(error)
-        self._reconnecting = asyncio.create_task(self._renew(link, is_renewable=is_renewable))
+        self._target.on_lost(link, error, is_stopping=self._is_draining)
 
-    async def _renew(self, lost: TargetLink, *, is_renewable: bool) -> None:
-        """Closes the lost link and connects anew, with backoff, until start_timeout_s have passed."""
-        await lost.close(self._clock)
-        give_up_s = self._clock.monotonic() + self._config.start_timeout_s
-        backoff_s = RECONNECT_BACKOFF_S
-        while is_renewable:
-            try:
-                link = await self._connect()
-                break
-            except Exception as error:
-                logger.warning("target still lost: %s", error)
-                if self._clock.monotonic() + backoff_s > give_up_s:
-                    self._give_up(error)
-                    is_renewable = False
-                    break
-            await self._clock.sleep(backoff_s * self._rng.uniform(0.5, 1.5))
-            backoff_s = min(MAX_RECONNECT_BACKOFF_S, 2 * backoff_s)
-        if is_renewable:
-            assert self._rounds is not None
-            self._rounds.target = link
-            logger.info("target connected anew")
+    def _on_target_found(self, link: TargetLink) -> None:
+        assert self._rounds is not None
+        self._rounds.target = link
         self._inbox.wake()
 
-    def _give_up(self, error: Exception) -> None:
-        self._lost = error
+    def _on_target_given_up(self, error: Exception) -> None:
         self._fail_all(EngineLostError(f"the target was lost: {error}"))
+        self._inbox.wake()
 
     def _make_leases(self, info: EngineInfo) -> DraftLeases | None:
         if self._drafters is None:
