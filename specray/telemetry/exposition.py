@@ -1,0 +1,48 @@
+"""Prometheus texts of many processes as one, each sample with the labels of where it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+
+def labelled(text: str, labels: Mapping[str, str]) -> str:
+    """The text with ``labels`` before each sample's own; they must not be among those."""
+    added = ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items())
+    return "".join(f"{_with_labels(line, added)}\n" for line in text.splitlines()) if added else text
+
+
+def merged(texts: Iterable[str]) -> str:
+    """The texts as one in which every family stands once, with all its samples behind it.
+
+    Families are kept in the order in which they are first seen. Texts about the same samples must differ in
+    their labels.
+    """
+    families: dict[str, tuple[dict[str, str], list[str]]] = {}
+    for text in texts:
+        header, samples = families.setdefault("", ({}, []))
+        for line in text.splitlines():
+            if line.startswith(("# HELP ", "# TYPE ")):
+                _, keyword, name, *_ = line.split(" ", 3)
+                header, samples = families.setdefault(name, ({}, []))
+                # Two versions of specray may word it differently; a scraper takes one text only.
+                header.setdefault(keyword, line)
+            elif line and not line.startswith("#"):
+                samples.append(line)
+    lines = (line for header, samples in families.values() for line in (*header.values(), *samples))
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _with_labels(line: str, added: str) -> str:
+    if not line or line.startswith("#"):
+        return line
+    # A name has neither braces nor spaces: what comes first ends it.
+    name, brace, rest = line.partition("{")
+    if brace and " " not in name:
+        separator = "" if rest.startswith("}") else ","
+        return f"{name}{{{added}{separator}{rest}"
+    name, _, value = line.partition(" ")
+    return f"{name}{{{added}}} {value}"
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
