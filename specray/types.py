@@ -250,6 +250,8 @@ class DraftReplies:
     replies: tuple[DraftReply, ...]
     forward_ns: int
     """Time of the step on the engine: forwards and sampling, without queueing and RPC."""
+    is_draining: bool = False
+    """The draft will end soon; the router should lease another, and may use this one until then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +302,10 @@ class EngineInfo:
     """Those of them that were found and not computed again."""
     step_times: tuple[StepTime, ...] = ()
     """By increasing rows; empty: the engine has not measured itself."""
+    num_routers: int = 0
+    """Streams that are open now."""
+    busy_share: float = 0.0
+    """Of the last seconds, how much was spent computing: 0..1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,6 +342,7 @@ class GenerateRequest:
     def tenant(self) -> str:
         """Who shares the service fairly with others; all that name nobody are one."""
         return self.speculation.tenant
+
     traceparent: str = ""
     """W3C trace context under which the router's spans are to stand; empty: nobody traces this request."""
 

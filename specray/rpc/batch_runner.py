@@ -9,10 +9,14 @@ from typing import Generic, Protocol, TypeVar
 
 from specray.rpc.codec import RequestBatch
 from specray.rpc.role import BoundEngine, ItemT, RepliesT, ReplyT, Role
+from specray.rpc.sequence_names import SequenceNames
 
 logger = logging.getLogger(__name__)
 
 OutletRepliesT = TypeVar("OutletRepliesT", contravariant=True)
+
+MAX_FAILURES = 2
+"""A sequence whose items have failed the engine so often is refused from then on."""
 
 
 class Outlet(Protocol[OutletRepliesT]):
@@ -24,7 +28,7 @@ class Outlet(Protocol[OutletRepliesT]):
         ...
 
     def deliver(self, replies: OutletRepliesT | None, num_requests: int) -> None:
-        """Takes the answer to ``num_requests`` requests; None when they asked for nothing."""
+        """Takes replies, and with them the answer to ``num_requests`` requests; None: there are none."""
         ...
 
 
@@ -41,8 +45,12 @@ class BatchRunner(Generic[ItemT, ReplyT, RepliesT]):
     """Collects items until an order must be kept, then runs them as one engine call.
 
     A stream owns the sequences that it sent items for. An item that builds on another stream's sequence is
-    answered *unknown sequence*; one from ``base_len`` 0 takes the sequence over. So a router that reconnects
-    is not hurt by the end of its old stream, and equal request ids of two routers never mix.
+    answered *unknown sequence*. From ``base_len`` 0 a shared engine (a draft) gives it a sequence of its own,
+    so equal request ids of two routers live side by side; on a target, which has one router, that router has
+    come back and takes the sequence over. Either way it is not hurt by the end of its old stream.
+
+    An item that makes the engine raise fails alone. Its sequence gets another chance, in case the cause was
+    another's, and is refused after MAX_FAILURES: every failure costs all others a call.
 
     Methods raise only when the engine's own ``check`` does: then the engine is broken for good.
     """
@@ -56,25 +64,34 @@ class BatchRunner(Generic[ItemT, ReplyT, RepliesT]):
         self._role = role
         self._engine = engine
         self._deliver = deliver
-        self._owners: dict[str, Outlet[RepliesT]] = {}
+        self._names: SequenceNames[Outlet[RepliesT]] = SequenceNames(is_shared=role.merges_requests)
+        self._max_num_seqs = engine.read_info().max_num_seqs
+        self._failures: dict[str, int] = {}
+        """By name of the sequence."""
         self._items: dict[str, ItemT] = {}
-        """The call being collected, by request id: an engine call has at most one item per sequence."""
-        self._answers: list[ReplyT] = []
-        self._origins: dict[str, Outlet[RepliesT]] = {}
-        """Where the replies of this call go, by request id; those in ``_answers`` included."""
+        """The call being collected, by name: an engine call has at most one item per sequence."""
+        self._origins: dict[str, tuple[Outlet[RepliesT], str]] = {}
+        """Where the replies of this call go, by name: stream and request id."""
+        self._answers: list[tuple[Outlet[RepliesT], ReplyT]] = []
+        """Replies that need no engine."""
         self._num_requests: dict[Outlet[RepliesT], int] = {}
 
     @property
     def num_owned_sequences(self) -> int:
-        return len(self._owners)
+        return len(self._names)
 
-    def add(self, outlet: Outlet[RepliesT], batch: RequestBatch[ItemT]) -> None:
-        """Takes one request: releases at once, items with the next call."""
-        if not self._role.merges_requests or not self._origins.keys().isdisjoint(batch.release_request_ids):
+    def add(self, outlet: Outlet[RepliesT], batch: RequestBatch[ItemT], *, is_last: bool = True) -> None:
+        """Takes one request, or its next part: releases at once, items with the next call.
+
+        Args:
+            is_last: with this part, the request is complete.
+        """
+        released = self._names.of(outlet, batch.release_request_ids)
+        if not self._role.merges_requests or not self._items.keys().isdisjoint(released):
             self.flush()
-        owned = [name for name in batch.release_request_ids if self._owners.get(name) is outlet]
-        self._release(owned)
-        self._num_requests[outlet] = self._num_requests.get(outlet, 0) + 1
+        self._names.remove(outlet, batch.release_request_ids)
+        self._release(released)
+        self._num_requests[outlet] = self._num_requests.get(outlet, 0) + is_last
         if outlet.is_open:
             for item in batch.items:
                 self._add_item(outlet, item)
@@ -82,7 +99,7 @@ class BatchRunner(Generic[ItemT, ReplyT, RepliesT]):
     def end_stream(self, outlet: Outlet[RepliesT]) -> None:
         """Releases everything that the stream still owns."""
         self.flush()
-        self._release([name for name, owner in self._owners.items() if owner is outlet])
+        self._release(self._names.remove_stream(outlet))
 
     def flush(self) -> None:
         """Runs what was collected and delivers the replies."""
@@ -93,8 +110,11 @@ class BatchRunner(Generic[ItemT, ReplyT, RepliesT]):
         self._items, self._answers, self._origins, self._num_requests = {}, [], {}, {}
         computed, forward_ns = self._compute(items) if items else ([], 0)
         by_outlet: dict[Outlet[RepliesT], list[ReplyT]] = {outlet: [] for outlet in num_requests}
-        for reply in (*answers, *computed):
-            by_outlet[origins[reply.request_id]].append(reply)
+        for outlet, reply in answers:
+            by_outlet[outlet].append(reply)
+        for reply in computed:
+            outlet, request_id = origins[reply.request_id]
+            by_outlet[outlet].append(self._role.rename_reply(reply, request_id))
         self._deliver(
             [
                 Delivery(
@@ -107,16 +127,23 @@ class BatchRunner(Generic[ItemT, ReplyT, RepliesT]):
         )
 
     def _add_item(self, outlet: Outlet[RepliesT], item: ItemT) -> None:
-        request_id = item.request_id
-        if request_id in self._origins:
+        name = self._names.use(outlet, item.request_id)
+        if name in self._items:
             self.flush()
             self._num_requests.setdefault(outlet, 0)
-        self._origins[request_id] = outlet
-        if item.base_len > 0 and self._owners.get(request_id) is not outlet:
-            self._answers.append(self._role.unknown_sequence(item))
+        if name is None and item.base_len > 0:
+            self._answers.append((outlet, self._role.unknown_sequence(item)))
             return
-        self._owners[request_id] = outlet
-        self._items[request_id] = item
+        if name is None:
+            if len(self._names) >= self._max_num_seqs:
+                self._release(self._names.give_way(outlet, self._items))
+            name = self._names.add(outlet, item.request_id)
+        if self._failures.get(name, 0) >= MAX_FAILURES:
+            text = f"refused: this request has failed the {self._role.name} engine {MAX_FAILURES} times"
+            self._answers.append((outlet, self._role.item_failed(item, text)))
+            return
+        self._origins[name] = (outlet, item.request_id)
+        self._items[name] = self._role.rename_item(item, name)
 
     def _compute(self, items: Sequence[ItemT]) -> tuple[list[ReplyT], int]:
         """One engine call. When it raises, each item alone: they are idempotent, and only a bad one fails."""
@@ -128,7 +155,9 @@ class BatchRunner(Generic[ItemT, ReplyT, RepliesT]):
             if len(items) > 1:
                 parts = [self._compute([item]) for item in items]
                 return [reply for part, _ in parts for reply in part], sum(ns for _, ns in parts)
-            self._engine.release([items[0].request_id])
+            name = items[0].request_id
+            self._failures[name] = self._failures.get(name, 0) + 1
+            self._engine.release([name])
             return [self._failed(items[0])], 0
         return self._one_reply_per_item(items, replies), forward_ns
 
@@ -144,13 +173,13 @@ class BatchRunner(Generic[ItemT, ReplyT, RepliesT]):
     def _failed(self, item: ItemT) -> ReplyT:
         return self._role.item_failed(item, f"the {self._role.name} engine failed on this request")
 
-    def _release(self, request_ids: Sequence[str]) -> None:
-        if not request_ids:
+    def _release(self, names: Sequence[str]) -> None:
+        if not names:
             return
-        for request_id in request_ids:
-            del self._owners[request_id]
+        for name in names:
+            self._failures.pop(name, None)
         try:
-            self._engine.release(request_ids)
+            self._engine.release(names)
         except Exception:
-            logger.exception("the %s engine failed to release %s", self._role.name, list(request_ids))
+            logger.exception("the %s engine failed to release %s", self._role.name, list(names))
             self._engine.check()

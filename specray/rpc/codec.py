@@ -111,6 +111,7 @@ def _decode_speculate_item(item: draft_pb2.SpeculateItem) -> SpeculateItem:
 def encode_draft_replies(replies: DraftReplies) -> bytes:
     message = draft_pb2.SpeculateResponse()
     message.forward_ns = replies.forward_ns
+    message.is_draining = replies.is_draining
     add = message.replies.add
     for reply in replies.replies:
         out = add()
@@ -129,7 +130,8 @@ def encode_draft_replies(replies: DraftReplies) -> bytes:
 def decode_draft_replies(data: bytes) -> DraftReplies:
     """Raises ProtocolError for broken bytes or a broken reply."""
     message = parse(draft_pb2.SpeculateResponse, data)
-    return DraftReplies(tuple(map(_decode_draft_reply, message.replies)), message.forward_ns)
+    replies = tuple(map(_decode_draft_reply, message.replies))
+    return DraftReplies(replies, message.forward_ns, message.is_draining)
 
 
 def _decode_draft_reply(reply: draft_pb2.DraftReply) -> DraftReply:

@@ -178,6 +178,8 @@ def encode_engine_info(out: types_pb2.EngineInfo, info: EngineInfo) -> None:
     out.num_blocks_in_use = info.num_blocks_in_use
     out.num_prefix_cache_queries = info.num_prefix_cache_queries
     out.num_prefix_cache_hits = info.num_prefix_cache_hits
+    out.num_routers = info.num_routers
+    out.busy_share = info.busy_share
     for step_time in info.step_times:
         out.step_times.add(num_rows=step_time.num_rows, seconds=step_time.seconds)
 
@@ -200,4 +202,6 @@ def decode_engine_info(info: types_pb2.EngineInfo) -> EngineInfo:
         num_prefix_cache_queries=info.num_prefix_cache_queries,
         num_prefix_cache_hits=info.num_prefix_cache_hits,
         step_times=tuple(StepTime(entry.num_rows, entry.seconds) for entry in info.step_times),
+        num_routers=info.num_routers,
+        busy_share=info.busy_share,
     )

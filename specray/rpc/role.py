@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, Generic, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Final, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 from specray.interfaces import DraftEngine, TargetEngine
 from specray.rpc import codec
@@ -51,7 +51,7 @@ class Role(Generic[ItemT, ReplyT, RepliesT]):
     stream_method: str
     info_method: str
     merges_requests: bool
-    """True: requests of all routers that wait become one engine call."""
+    """True: many routers share the engine, and what they wait for becomes one engine call."""
     encode_request: Callable[[Sequence[ItemT], Sequence[str]], bytes]
     decode_request: Callable[[bytes], RequestBatch[ItemT]]
     encode_replies: Callable[[RepliesT], bytes]
@@ -64,6 +64,13 @@ class Role(Generic[ItemT, ReplyT, RepliesT]):
     unknown_sequence: Callable[[ItemT], ReplyT]
     item_failed: Callable[[ItemT, str], ReplyT]
     """The reply to an item that can never be served."""
+    rename_item: Callable[[ItemT, str], ItemT]
+    """The same item with another request id."""
+    rename_reply: Callable[[ReplyT, str], ReplyT]
+    num_tokens: Callable[[ItemT], int]
+    """Tokens that an item has the engine compute, at most."""
+    drain_notice: RepliesT | None
+    """Tells a router to go elsewhere; None: there is nowhere to go."""
 
     @property
     def stream_path(self) -> str:
@@ -118,6 +125,23 @@ def _item_failed(item: Item, message: str) -> ItemFailed:
     return ItemFailed(item.request_id, item.round_id, item.base_len, message, is_retriable=False)
 
 
+def _rename(message: Any, request_id: str) -> Any:
+    return message if message.request_id == request_id else replace(message, request_id=request_id)
+
+
+def _num_draft_tokens(item: SpeculateItem) -> int:
+    num_lines = sum(item.fanout) or 1
+    if item.max_branches:
+        num_lines = min(num_lines, item.max_branches)
+    return (
+        len(item.token_ids) + len(item.proposed_token_ids) + num_lines * max(0, item.num_speculative_tokens)
+    )
+
+
+def _num_verified_tokens(item: VerifyItem) -> int:
+    return len(item.token_ids) + len(item.draft_token_ids)
+
+
 DRAFT: Final[DraftRole] = Role(
     name="draft",
     service="specray.v1.DraftService",
@@ -134,6 +158,10 @@ DRAFT: Final[DraftRole] = Role(
     read_replies=lambda batch: (batch.replies, batch.forward_ns),
     unknown_sequence=_unknown_sequence,
     item_failed=_item_failed,
+    rename_item=_rename,
+    rename_reply=_rename,
+    num_tokens=_num_draft_tokens,
+    drain_notice=DraftReplies((), 0, is_draining=True),
 )
 
 TARGET: Final[TargetRole] = Role(
@@ -153,4 +181,8 @@ TARGET: Final[TargetRole] = Role(
     read_replies=lambda batch: (batch.replies, batch.forward_ns),
     unknown_sequence=_unknown_sequence,
     item_failed=_item_failed,
+    rename_item=_rename,
+    rename_reply=_rename,
+    num_tokens=_num_verified_tokens,
+    drain_notice=None,
 )

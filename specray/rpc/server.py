@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Generic
 
 import grpc
@@ -12,6 +14,7 @@ from grpc import aio
 
 from specray.errors import ConfigError, EngineLostError
 from specray.interfaces import DraftEngine, TargetEngine
+from specray.rpc.busy import BusyMeter
 from specray.rpc.channel import ChannelOptions, bind, check_can_listen, parse_address
 from specray.rpc.engine_host import EngineHost
 from specray.rpc.health import Health
@@ -38,6 +41,7 @@ from specray.types import (
 
 logger = logging.getLogger(__name__)
 
+DRAIN_POLL_S = 0.02
 STOPPING = Ending(grpc.StatusCode.UNAVAILABLE, "the worker is stopping", drains=True)
 
 
@@ -45,9 +49,9 @@ class EngineServer(Generic[ItemT, ReplyT, RepliesT]):
     """Serves one engine to many routers; made by :func:`draft_server` and :func:`target_server`.
 
     The engine lives on the loop's thread, which should do nothing else: see ``worker.EngineServerThread``. A
-    draft answers all requests that wait with one engine call; a target makes each request one call, in order
-    of arrival. A stream that ends frees its sequences. When the engine breaks, streams end with INTERNAL and
-    health becomes NOT_SERVING.
+    draft answers what waits of all streams with one engine call, up to its token budget, streams taking
+    turns; a target makes each request one call, in order of arrival. A stream that ends frees its sequences.
+    When the engine breaks, streams end with INTERNAL and health becomes NOT_SERVING.
     """
 
     def __init__(
@@ -88,6 +92,16 @@ class EngineServer(Generic[ItemT, ReplyT, RepliesT]):
         """True between ``start`` and ``stop`` while the engine works."""
         return self._health.is_serving
 
+    @property
+    def num_routers(self) -> int:
+        """Streams that are open now."""
+        return len(self._streams)
+
+    @property
+    def busy(self) -> BusyMeter | None:
+        """Of the engine's calls; None before it is loaded and after ``stop``."""
+        return None if self._host is None else self._host.busy
+
     async def start(self) -> str:
         """Loads the engine, then listens. Returns the address.
 
@@ -119,18 +133,33 @@ class EngineServer(Generic[ItemT, ReplyT, RepliesT]):
         await self._health.set_serving(True)
         return self.address
 
-    async def stop(self, grace_s: float = 5.0) -> None:
+    async def stop(self, grace_s: float = 5.0, *, drain_s: float = 0.0) -> None:
         """NOT_SERVING first; then requests in hand are answered, for at most ``grace_s``; idempotent.
 
-        Routers get UNAVAILABLE, that is EngineLostError, and take their sessions elsewhere.
+        Routers get UNAVAILABLE, that is EngineLostError, and take their sessions elsewhere. Those of a draft
+        are told before, and served for at most ``drain_s`` while they look for another.
         """
-        server, host, self._server, self._host = self._server, self._host, None, None
+        server, self._server = self._server, None
         if server is not None:
             await self._health.stop()
+            self._refusal = self._refusal or STOPPING
+            await self._drain(drain_s)
             self._refuse(STOPPING)
             await server.stop(grace_s)
+        host, self._host = self._host, None
         if host is not None:
             host.stop()
+
+    async def _drain(self, drain_s: float) -> None:
+        notice = self._role.drain_notice
+        if notice is None or drain_s <= 0:
+            return
+        for stream in self._streams:
+            stream.deliver(notice, 0)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(drain_s):
+                while self._streams:  # noqa: ASYNC110
+                    await asyncio.sleep(DRAIN_POLL_S)
 
     async def check(self) -> None:
         """Runs the engine's real step. Raises EngineLostError when the engine is broken or does not run."""
@@ -152,7 +181,7 @@ class EngineServer(Generic[ItemT, ReplyT, RepliesT]):
         await self._options.security.admit(context)
         if self._host is None:
             await context.abort(STOPPING.code, STOPPING.details)
-        return self._role.encode_info(self._host.info())
+        return self._role.encode_info(replace(self._host.info(), num_routers=self.num_routers))
 
     async def _serve_stream(self, _: object, context: aio.ServicerContext[Any, Any]) -> None:
         await self._options.security.admit(context)

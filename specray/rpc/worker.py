@@ -119,6 +119,23 @@ class EngineServerThread:
         """True while the server runs and its engine is not broken; costs nothing."""
         return self._loop_thread is not None and self._loop_thread.is_alive and self._server.is_serving
 
+    @property
+    def num_routers(self) -> int:
+        """Streams that are open now."""
+        return self._server.num_routers
+
+    @property
+    def busy_share(self) -> float:
+        """Of the last seconds, how much the engine spent computing: 0..1."""
+        busy = self._server.busy
+        return 0.0 if busy is None else busy.share
+
+    @property
+    def call_s(self) -> float:
+        """How long the engine call in progress has lasted; 0 without one."""
+        busy = self._server.busy
+        return 0.0 if busy is None else busy.call_s
+
     def start(self, *, timeout_s: float = 600.0) -> str:
         """Loads the engine and listens; returns the address, with the real port.
 
@@ -154,16 +171,18 @@ class EngineServerThread:
             time.sleep(BROKEN_POLL_S)
         return self._server.failure or EngineLostError(f"the {self._role} server does not run")
 
-    def stop(self, *, grace_s: float = 5.0) -> None:
+    def stop(self, *, grace_s: float = 5.0, drain_s: float = 0.0) -> None:
         """Answers what is in hand for at most ``grace_s`` seconds, then ends; idempotent.
 
+        A draft's routers are served for up to ``drain_s`` seconds more while they look for another draft.
         An engine that hangs in a call is left behind with its thread.
         """
         thread, self._loop_thread = self._loop_thread, None
         if thread is None:
             return
         try:
-            thread.run(self._server.stop(grace_s), timeout_s=2 * grace_s + STOP_TIMEOUT_S)
+            stopping = self._server.stop(grace_s, drain_s=drain_s)
+            thread.run(stopping, timeout_s=drain_s + 2 * grace_s + STOP_TIMEOUT_S)
         except NoAnswerError as error:
             logger.error("%s", error)
         finally:

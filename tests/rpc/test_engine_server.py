@@ -228,7 +228,7 @@ async def test_equal_request_ids_of_two_routers_never_mix(address: str) -> None:
         await two.speculate([speculate("a", round_id=6, token_ids=(20,))])
         assert (await within(two.replies())).replies == (Proposal("a", 6, 0, (21, 22)),)
         await one.speculate([speculate("a", round_id=2, base_len=4, token_ids=(5,))])
-        assert await within(one.replies()) == DraftReplies((UnknownSequence("a", 2, 4),), 0)
+        assert (await within(one.replies())).replies == (Proposal("a", 2, 4, (6, 7)),)
 
 
 async def test_release_is_in_order_with_the_items_of_its_stream(address: str) -> None:
@@ -258,8 +258,8 @@ async def test_stream_end_releases_what_the_stream_holds_and_nothing_else(addres
         await within(two.replies())
         await one.close()
         await eventually(lambda: "a" not in engine.sequences)
-        assert set(engine.sequences) == {"c", "d"}
-        assert engine.releases == [("b",), ("a",)]
+        assert set(engine.sequences) == {"c~1", "d"}
+        assert engine.releases == [("b",), ("a", "c")]
 
 
 @dataclass(eq=False)
@@ -283,7 +283,7 @@ async def test_items_of_a_closed_stream_are_not_computed() -> None:
     host.end_stream(gone)
     await host.check()
     assert engine.calls == [("a",)]
-    assert gone.got == [(None, 1)]
+    assert gone.got == []
     assert [replies.replies for replies, _ in waiting.got if replies is not None] == [
         (Proposal("a", 0, 0, (4, 5)),)
     ]
@@ -623,5 +623,7 @@ async def test_many_items_both_ways(address: str) -> None:
     options = ChannelOptions()
     async with serving_draft(engine, address, options=options), drafters(address) as [drafter]:
         await drafter.speculate(items)
-        replies = await within(drafter.replies())
-        assert [reply.request_id for reply in replies.replies] == [f"r{i}" for i in range(64)]
+        answered: list[str] = []
+        while len(answered) < len(items):
+            answered += [reply.request_id for reply in (await within(drafter.replies())).replies]
+        assert answered == [f"r{i}" for i in range(64)]

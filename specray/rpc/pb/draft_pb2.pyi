@@ -88,12 +88,14 @@ class DraftReply(_message.Message):
     def __init__(self, proposal: _Optional[_Union[Proposal, _Mapping]] = ..., outcomes: _Optional[_Union[Outcomes, _Mapping]] = ..., unknown_sequence: _Optional[_Union[_types_pb2.UnknownSequence, _Mapping]] = ..., item_failed: _Optional[_Union[_types_pb2.ItemFailed, _Mapping]] = ...) -> None: ...
 
 class SpeculateResponse(_message.Message):
-    __slots__ = ("replies", "forward_ns")
+    __slots__ = ("replies", "forward_ns", "is_draining")
     REPLIES_FIELD_NUMBER: _ClassVar[int]
     FORWARD_NS_FIELD_NUMBER: _ClassVar[int]
+    IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     replies: _containers.RepeatedCompositeFieldContainer[DraftReply]
     forward_ns: int
-    def __init__(self, replies: _Optional[_Iterable[_Union[DraftReply, _Mapping]]] = ..., forward_ns: _Optional[int] = ...) -> None: ...
+    is_draining: bool
+    def __init__(self, replies: _Optional[_Iterable[_Union[DraftReply, _Mapping]]] = ..., forward_ns: _Optional[int] = ..., is_draining: _Optional[bool] = ...) -> None: ...
 
 class GetDraftInfoRequest(_message.Message):
     __slots__ = ()
