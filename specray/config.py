@@ -257,6 +257,12 @@ class KeyConfig(Section):
         ge=1,
         description="Prompt tokens of requests without an answer yet, for each Ingress replica.",
     )
+    min_priority: int = Field(
+        0,
+        ge=-1_000_000,
+        le=1_000_000,
+        description="The most urgent that its requests can be, whatever they ask; lower is served earlier.",
+    )
     speculation: KeySpeculationConfig = Field(default_factory=KeySpeculationConfig)
 
     @property

@@ -53,7 +53,8 @@ class SpecrayClient:
             InvalidRequestError, ModelNotFoundError: the request is wrong.
             UnauthenticatedError: the service asks for a key, and this is none of its keys.
             OverloadedError: try again after ``retry_after_s``.
-            EngineLostError: the service is away or the time is over; the request may be retried.
+            DeadlineExceededError: the time is over.
+            EngineLostError: the service is away; the request may be retried.
             SpecrayError: the service failed.
         """
         data = encode_generate_request(params)
@@ -69,7 +70,12 @@ class SpecrayClient:
             call.cancel()
 
     async def info(self, *, timeout_s: float = 10.0) -> ServiceInfo:
-        """What is served, and its limits. Raises EngineLostError when nobody answers in time."""
+        """What is served, and its limits.
+
+        Raises:
+            DeadlineExceededError: nobody answers in time.
+            EngineLostError: the service is away.
+        """
         stub: aio.UnaryUnaryMultiCallable[bytes, bytes]
         stub = self._channel.unary_unary(f"/{INFERENCE_SERVICE}/Info", None, None)
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 import grpc
@@ -107,7 +108,7 @@ class InferenceServer:
     async def _serve_generate(self, data: bytes, context: Context) -> None:
         async def work() -> None:
             handler = self._admit(_authorization(context))
-            params = decode_generate_request(data)
+            params = replace(decode_generate_request(data), timeout_s=context.time_remaining())
             write = self._writer(context)
             await run_on(self._handler_loop, _pump(handler, params, write))
 

@@ -51,6 +51,7 @@ OPTIONAL_FIELDS = (
     "frequency_penalty",
     "seed",
     "logprobs",
+    "priority",
 )
 """Of GenerateRequest and GenerateParams alike; absent is None."""
 
@@ -154,11 +155,7 @@ def encode_generate_event(event: GenerateEvent) -> bytes:
         message.usage.num_output_tokens = event.usage.num_output_tokens
         message.usage.num_cached_tokens = event.usage.num_cached_tokens
     if event.speculation is not None:
-        message.speculation.SetInParent()
-        message.speculation.num_spec_steps = event.speculation.num_spec_steps
-        message.speculation.num_draft_tokens = event.speculation.num_draft_tokens
-        message.speculation.num_accepted_draft_tokens = event.speculation.num_accepted_draft_tokens
-        message.speculation.acceptance_histogram.extend(event.speculation.acceptance_histogram)
+        encode_stats(message.speculation, event.speculation)
     return message.SerializeToString()
 
 
@@ -174,7 +171,7 @@ def decode_generate_event(data: bytes) -> GenerateEvent:
         logprobs=tuple(map(decode_token_logprobs, message.logprobs)),
         finish_reason=FINISH_REASON_FROM_PB[message.finish_reason],
         usage=_decode_usage(message.usage) if message.HasField("usage") else None,
-        speculation=_decode_stats(message.speculation) if message.HasField("speculation") else None,
+        speculation=decode_stats(message.speculation) if message.HasField("speculation") else None,
     )
 
 
@@ -182,7 +179,15 @@ def _decode_usage(usage: inference_pb2.Usage) -> Usage:
     return Usage(usage.num_prompt_tokens, usage.num_output_tokens, usage.num_cached_tokens)
 
 
-def _decode_stats(stats: inference_pb2.SpeculationStats) -> SpeculationStats:
+def encode_stats(out: inference_pb2.SpeculationStats, stats: SpeculationStats) -> None:
+    out.SetInParent()
+    out.num_spec_steps = stats.num_spec_steps
+    out.num_draft_tokens = stats.num_draft_tokens
+    out.num_accepted_draft_tokens = stats.num_accepted_draft_tokens
+    out.acceptance_histogram.extend(stats.acceptance_histogram)
+
+
+def decode_stats(stats: inference_pb2.SpeculationStats) -> SpeculationStats:
     return SpeculationStats(
         stats.num_spec_steps,
         stats.num_draft_tokens,

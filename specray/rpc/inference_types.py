@@ -40,6 +40,10 @@ class GenerateParams:
     verification: Verification | None = None
     draft: DraftKind | None = None
     tenant: str = ""
+    priority: int | None = None
+    """Lower is served earlier."""
+    timeout_s: float | None = None
+    """What is left of the call's deadline; not part of the message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,7 @@ class InferenceHandler(Protocol):
         Raises:
             InvalidRequestError, ModelNotFoundError: the caller's mistake; the text goes to the caller.
             OverloadedError: try again later.
+            DeadlineExceededError: the time is over.
             EngineLostError: the request may be retried.
         """
         ...

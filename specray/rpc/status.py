@@ -11,6 +11,7 @@ import grpc
 from grpc import aio
 
 from specray.errors import (
+    DeadlineExceededError,
     EngineLostError,
     InvalidRequestError,
     ModelNotFoundError,
@@ -50,6 +51,8 @@ def status_of(error: Exception) -> RpcStatus:
         case OverloadedError():
             seconds = str(max(1, math.ceil(error.retry_after_s)))
             return RpcStatus(grpc.StatusCode.RESOURCE_EXHAUSTED, _details(error), ((RETRY_AFTER, seconds),))
+        case DeadlineExceededError():
+            return RpcStatus(grpc.StatusCode.DEADLINE_EXCEEDED, _details(error))
         case EngineLostError():
             return RpcStatus(grpc.StatusCode.UNAVAILABLE, _details(error))
         case _:
@@ -73,7 +76,9 @@ def error_of(error: aio.AioRpcError) -> SpecrayError:
             return InvalidRequestError(details)
         case grpc.StatusCode.UNAUTHENTICATED:
             return UnauthenticatedError(details)
-        case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.DEADLINE_EXCEEDED:
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return DeadlineExceededError(details)
+        case grpc.StatusCode.UNAVAILABLE:
             return EngineLostError(f"{error.code().name}: {details}")
         case code:
             return SpecrayError(f"{code.name}: {details}")

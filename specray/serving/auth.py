@@ -64,12 +64,23 @@ class Caller:
         """May read /metrics and /debug/trace."""
         return self._key is None or self._key.can_observe
 
+    def tenant_of(self, request: GenerateRequest) -> str:
+        """Whose the request is, whatever it claims; empty: nobody's."""
+        return request.tenant if self._key is None else self._key.tenant_name
+
     def own(self, requests: Sequence[GenerateRequest]) -> list[GenerateRequest]:
-        """The requests under the key's tenant and speculation policy, whatever they claim."""
+        """The requests under the key's tenant, urgency and speculation policy, whatever they claim."""
         key = self._key
         if key is None:
             return list(requests)
-        return [replace(request, speculation=_under_policy(key, request.speculation)) for request in requests]
+        return [
+            replace(
+                request,
+                speculation=_under_policy(key, request.speculation),
+                priority=max(request.priority, key.min_priority),
+            )
+            for request in requests
+        ]
 
     def admit(self, requests: Sequence[GenerateRequest]) -> Admission:
         """A place for the requests of one call, held while its ``with`` block lasts.

@@ -17,9 +17,17 @@ from specray.serving.limits import ServiceLimits
 from specray.serving.openai_api import DEADLINE_MARGIN_S
 from specray.serving.prompts import Prompt, encode_prompts
 from specray.serving.schemas import DEFAULT_MAX_TOKENS
-from specray.serving.validation import GenerationOptions, check_model, check_options, to_generate_requests
+from specray.serving.validation import (
+    RANGES,
+    GenerationOptions,
+    check_model,
+    check_options,
+    to_generate_requests,
+)
 from specray.tokenization import Tokenizer
 from specray.types import GenerateRequest, ServiceInfo
+
+_LEAST_TIMEOUT_S = 0.001
 
 
 class GrpcIngress:
@@ -81,6 +89,11 @@ def _prompt(params: GenerateParams) -> Prompt:
     return params.text
 
 
+def _within_range(timeout_s: float) -> float:
+    """A deadline is never wrong: one that is over ends the call at once, one far away means nothing."""
+    return min(max(timeout_s, _LEAST_TIMEOUT_S), RANGES["timeout_s"].high)
+
+
 def _options(params: GenerateParams) -> GenerationOptions:
     return GenerationOptions(
         max_tokens=params.max_tokens,
@@ -104,6 +117,8 @@ def _options(params: GenerateParams) -> GenerationOptions:
         verification=params.verification,
         draft=params.draft,
         tenant=params.tenant,
+        priority=params.priority,
+        timeout_s=None if params.timeout_s is None else _within_range(params.timeout_s),
         names={
             "prompt": "tokens" if params.token_ids is not None else "text",
             "num_speculative_tokens": "speculation.num_speculative_tokens",

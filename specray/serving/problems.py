@@ -10,6 +10,7 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from specray.errors import (
+    DeadlineExceededError,
     EngineLostError,
     InvalidRequestError,
     ModelNotFoundError,
@@ -45,6 +46,8 @@ def problem_status(error: Exception) -> int:
             return 401
         case OverloadedError():
             return 429
+        case DeadlineExceededError():
+            return 504
         case EngineLostError():
             return 503
         case _:
@@ -69,20 +72,29 @@ def problem_body(error: Exception) -> dict[str, Any]:
             return _body(str(error), "invalid_request_error", None, "invalid_api_key")
         case OverloadedError():
             return _body(str(error), "rate_limit_error", None, "overloaded")
+        case DeadlineExceededError():
+            return _body(str(error), "server_error", None, "deadline_exceeded")
         case EngineLostError():
             return _body(str(error), "server_error", None, "service_unavailable")
         case _:
             return _body(str(error), "server_error", None, f"internal_error_{status}")
 
 
-def problem_response(error: Exception) -> JSONResponse:
+def problem_code(error: Exception) -> str:
+    """The exception in one word, as in the answer's body."""
+    return str(problem_body(error)["error"]["code"])
+
+
+def problem_response(error: Exception, *, request_id: str | None = None) -> JSONResponse:
     """The whole answer; unexpected exceptions are logged."""
     status = problem_status(error)
     if status == 500:
-        logger.error("request failed", exc_info=error)
+        logger.error("request failed", exc_info=error, extra={"request_id": request_id})
     headers = {}
     if isinstance(error, OverloadedError):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+        # OpenAI's clients look for this one first; whole seconds would send many back at the same moment.
+        headers["Retry-After-Ms"] = str(math.ceil(1e3 * error.retry_after_s))
     elif status == 401:
         headers["WWW-Authenticate"] = 'Bearer realm="specray"'
     elif status == 503:
@@ -93,10 +105,10 @@ def problem_response(error: Exception) -> JSONResponse:
     return JSONResponse(problem_body(error), status_code=status, headers=headers)
 
 
-def problem_event(error: Exception) -> bytes:
+def problem_event(error: Exception, *, request_id: str | None = None) -> bytes:
     """The server-sent event that ends a stream after its headers have left."""
     if problem_status(error) == 500:
-        logger.error("stream failed", exc_info=error)
+        logger.error("stream failed", exc_info=error, extra={"request_id": request_id})
     return b"data: " + json.dumps(problem_body(error), ensure_ascii=False).encode() + b"\n\n"
 
 

@@ -69,6 +69,10 @@ class SamplingFields(_Fields):
     max_tokens: int | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
+    priority: int | None = None
+    """Lower is served earlier; default 0. As in vLLM."""
+    timeout_s: float | None = None
+    """Seconds that the whole answer may take, waiting included."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     speculation: SpeculationFields | None = None
@@ -126,6 +130,8 @@ class SamplingFields(_Fields):
             verification=_one_of(Verification, "speculation.verification", speculation.verification),
             draft=_one_of(DraftKind, "speculation.draft", speculation.draft),
             tenant=speculation.tenant or "",
+            priority=self.priority,
+            timeout_s=self.timeout_s,
             names={
                 "num_speculative_tokens": "speculation.num_speculative_tokens",
                 "draft": "speculation.draft",

@@ -72,6 +72,8 @@ RANGES: Final[Mapping[str, Range]] = MappingProxyType(
         "logprobs": Range(0, 20),
         "top_logprobs": Range(0, 20),
         "num_speculative_tokens": Range(0, 32),
+        "priority": Range(-(1 << 63), (1 << 63) - 1),
+        "timeout_s": Range(0, 86_400, is_low_open=True),
     }
 )
 
@@ -120,6 +122,9 @@ class GenerationOptions:
     verification: Verification | None = None
     draft: DraftKind | None = None
     tenant: str = ""
+    priority: int | None = None
+    timeout_s: float | None = None
+    """Cut to what the service allows."""
     names: Mapping[str, str] = dataclass_field(default_factory=dict)
     """Names of fields as this API's users write them, where they differ (for errors)."""
 
@@ -161,6 +166,8 @@ def check_options(options: GenerationOptions, limits: Limits) -> None:
         "n": options.n,
         "num_speculative_tokens": options.num_speculative_tokens,
         "logprobs": options.num_logprobs,
+        "priority": options.priority,
+        "timeout_s": options.timeout_s,
     }
     for own_name, value in ranged.items():
         if value is not None:
@@ -253,6 +260,8 @@ def _generate_request(
             draft=options.draft,
             tenant=options.tenant,
         ),
+        priority=options.priority or 0,
+        timeout_s=options.timeout_s,
     )
 
 

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -18,6 +18,7 @@ from rpc_engines import SERVICE_INFO, ScriptedHandler
 
 from specray.errors import (
     ConfigError,
+    DeadlineExceededError,
     EngineLostError,
     InvalidRequestError,
     ModelNotFoundError,
@@ -66,7 +67,10 @@ async def test_generate_streams_events_and_the_last_one_tells_why(address: str) 
         GenerateEvent("r-1", text="<8>", token_ids=(8,)),
         GenerateEvent("r-1", finish_reason=FinishReason.STOP, usage=Usage(2, 2, 1)),
     ]
-    assert handler.seen == [params]
+    (seen,) = handler.seen
+    # The call's deadline; gRPC rounds it up by a little.
+    assert seen.timeout_s is not None and DEADLINE_S - 1 < seen.timeout_s < DEADLINE_S + 1
+    assert replace(seen, timeout_s=None) == params
 
 
 async def test_the_generated_stub_of_another_client_works(address: str) -> None:
@@ -112,6 +116,12 @@ CASES = [
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "256 requests wait",
         {"retry-after": "3"},
+    ),
+    Case(
+        DeadlineExceededError("the time of 1 s ended before its first token"),
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        "the time of 1 s ended before its first token",
+        {},
     ),
     Case(EngineLostError("the target was lost"), grpc.StatusCode.UNAVAILABLE, "the target was lost", {}),
     Case(ConfigError("/secret/path"), grpc.StatusCode.INTERNAL, "internal error", {}),
@@ -198,7 +208,7 @@ async def test_client_cancel_closes_the_handlers_iterator(address: str) -> None:
 async def test_client_deadline_closes_the_handlers_iterator(address: str) -> None:
     handler = ScriptedHandler(waits_after=0)
     async with serving(handler, address), SpecrayClient(address) as client:
-        with pytest.raises(EngineLostError, match="DEADLINE_EXCEEDED"):
+        with pytest.raises(DeadlineExceededError):
             async for _ in client.generate(GenerateParams(text="abc"), timeout_s=0.2):
                 pass
         assert await closed(handler)

@@ -11,7 +11,7 @@ from http_service import INFO, MODEL, REPLY, TOKENIZER, endless, say, wait_until
 from tiny_tokenizer import EOS
 
 from specray.config import parse_config
-from specray.errors import InvalidRequestError, ModelNotFoundError, OverloadedError
+from specray.errors import DeadlineExceededError, InvalidRequestError, ModelNotFoundError, OverloadedError
 from specray.fakes import FakeRouterClient
 from specray.interfaces import RouterClient
 from specray.rpc.client import SpecrayClient
@@ -95,10 +95,20 @@ async def test_overload_says_when_to_come_back() -> None:
     assert caught.value.retry_after_s == 7
 
 
+async def test_priority_and_the_calls_deadline_reach_the_router() -> None:
+    router = say(REPLY)
+    async with connected(router) as client:
+        params = GenerateParams(text="a", priority=-7)
+        _ = [event async for event in client.generate(params, timeout_s=30)]
+    (request,) = router.requests
+    assert request.priority == -7
+    assert request.timeout_s is not None and 29 < request.timeout_s < 31
+
+
 async def test_caller_that_cancels_aborts_the_request() -> None:
     router = endless()
     async with connected(router) as client:
-        with pytest.raises(Exception, match="DEADLINE"):
+        with pytest.raises(DeadlineExceededError):
             await anext(client.generate(GenerateParams(text="a"), timeout_s=0.3))
         await wait_until(lambda: len(router.aborted_request_ids) == 1)
 

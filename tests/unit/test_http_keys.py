@@ -230,6 +230,17 @@ async def test_the_keys_policy_bounds_speculation(
     assert (speculation.enabled, speculation.num_speculative_tokens) == got
 
 
+@pytest.mark.parametrize(
+    ("least", "asked", "got"),
+    [(0, None, 0), (0, -3, 0), (0, 7, 7), (5, None, 5), (-5, None, 0), (-5, -9, -5)],
+)
+async def test_key_bounds_how_urgent_its_requests_are(least: int, asked: int | None, got: int) -> None:
+    router = say(REPLY)
+    async with serving(router, config=config_with(key_entry(min_priority=least))) as service:
+        assert (await ask(service, body={**TEXT, "priority": asked, "timeout_s": 2.5}))[0] == 200
+    assert (router.requests[0].priority, router.requests[0].timeout_s) == (got, 2.5)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_requests_at_a_time_are_bounded_and_given_back(stream: bool) -> None:
     router = endless()

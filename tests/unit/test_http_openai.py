@@ -13,7 +13,7 @@ from http_service import INFO, MODEL, REPLY, TOKENIZER, RealClock, Service, endl
 from tiny_tokenizer import EOS
 
 from specray.config import parse_config
-from specray.errors import EngineLostError, InvalidRequestError, OverloadedError
+from specray.errors import DeadlineExceededError, EngineLostError, InvalidRequestError, OverloadedError
 from specray.fakes import FakeRouterClient
 from specray.types import (
     DraftKind,
@@ -135,11 +135,12 @@ async def test_openai_models() -> None:
     ("error", "kind", "status"),
     [
         (OverloadedError("queues are full", retry_after_s=2.5), openai.RateLimitError, 429),
+        (DeadlineExceededError("the time of 1 s ended"), openai.InternalServerError, 504),
         (EngineLostError("the target is lost"), openai.InternalServerError, 503),
         (InvalidRequestError("too long", field="prompt"), openai.BadRequestError, 400),
         (RuntimeError("a bug"), openai.InternalServerError, 500),
     ],
-    ids=["overloaded", "lost", "invalid", "bug"],
+    ids=["overloaded", "late", "lost", "invalid", "bug"],
 )
 async def test_errors_before_the_first_token_have_their_status(
     error: Exception, kind: type[openai.APIStatusError], status: int, is_stream: bool
@@ -150,6 +151,7 @@ async def test_errors_before_the_first_token_have_their_status(
     assert caught.value.status_code == status
     expected = {429: "3", 503: "1"}.get(status)
     assert caught.value.response.headers.get("Retry-After") == expected
+    assert caught.value.response.headers.get("Retry-After-Ms") == {429: "2500"}.get(status)
 
 
 async def test_openai_client_retries_an_overload_by_itself() -> None:
