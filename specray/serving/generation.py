@@ -28,6 +28,8 @@ class Delta:
     stats: SpeculationStats | None = None
     num_cached_tokens: int = 0
     """With the finish reason: prompt tokens that were not computed but found in the prefix cache."""
+    ttft_s: float | None = None
+    """With the finish reason: how long the router took to the first tokens."""
 
     @property
     def is_visible(self) -> bool:
@@ -70,6 +72,7 @@ class Choice:
             stop_reason=chunk.stop_reason,
             stats=chunk.stats,
             num_cached_tokens=chunk.num_cached_tokens,
+            ttft_s=chunk.ttft_s,
         )
 
 

@@ -6,7 +6,7 @@ It has no state beyond the client and the tokenizer. Prompts and outputs are nev
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -25,12 +25,16 @@ from specray.serving.events import EventStreamResponse, until_disconnect
 from specray.serving.generation import Delta, close
 from specray.serving.key_check import KeyMiddleware, caller_of, check_observer
 from specray.serving.limits import ServiceLimits
+from specray.serving.observe import CallObserver, CallRecord
+from specray.serving.observe_http import ObserveMiddleware, record_of
 from specray.serving.openai_api import Call, OpenAiApi
 from specray.serving.problems import HttpError, problem_body, problem_response
 from specray.serving.validation import shown
+from specray.telemetry.exposition import merged
 from specray.tokenization import Tokenizer
 
-CallParser = Callable[[object, Caller], Coroutine[Any, Any, Call]]
+CallParser = Callable[[object, Caller, CallRecord], Coroutine[Any, Any, Call]]
+TextSource = Callable[[], Awaitable[str]]
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
@@ -47,6 +51,9 @@ def build_http_app(
     config: Config,
     keyring: Keyring | None = None,
     lifespan: Lifespan | None = None,
+    observer: CallObserver | None = None,
+    metrics_text: TextSource | None = None,
+    names_answers: bool = True,
 ) -> FastAPI:
     """The application of design section 9.
 
@@ -55,32 +62,42 @@ def build_http_app(
         tokenizer: of the target.
         keyring: shared with the gRPC endpoint, whose requests count too; default: one of its own.
         lifespan: runs around the application, for what else lives in its process.
+        observer: shared with the gRPC endpoint; default: one of its own, without traces.
+        metrics_text: what /metrics says; default: what the router and this application have to say.
+        names_answers: False where a proxy in front puts the request id on every answer.
     """
     app = FastAPI(title="specray", version=__version__, lifespan=lifespan, openapi_url=None)
     limits = ServiceLimits(client, tokenizer, config)
     _add_problem_handlers(app)
     keyring = keyring or Keyring(config.auth)
+    observer = observer or CallObserver(config.logging)
     _add_service_routes(app, client, is_terse=keyring.asks_for_key)
-    _add_observer_routes(app, client)
+    _add_observer_routes(app, client, metrics_text or _own_metrics(client, observer))
     _add_model_routes(app, limits, config)
     _add_openai_routes(
         app, OpenAiApi(client=client, tokenizer=tokenizer, config=config, limits=limits), config
     )
     app.add_middleware(KeyMiddleware, keyring=keyring)
+    app.add_middleware(ObserveMiddleware, observer=observer, names_answers=names_answers)
     return app
+
+
+def _own_metrics(client: RouterClient, observer: CallObserver) -> TextSource:
+    async def text() -> str:
+        return merged([await client.metrics_text(), observer.metrics.text()])
+
+    return text
 
 
 def _add_openai_routes(app: FastAPI, api: OpenAiApi, config: Config) -> None:
     async def run(request: Request, parse: CallParser) -> Response:
         values = await read_json(request, max_body_bytes=config.http.max_body_bytes)
-        call = await until_disconnect(request.receive, parse(values, caller_of(request)))
-        headers = {"X-Request-Id": call.response_id}
+        call = await until_disconnect(request.receive, parse(values, caller_of(request), record_of(request)))
         if not call.is_stream:
-            body = await until_disconnect(request.receive, api.answer(call))
-            return JSONResponse(body, headers=headers)
+            return JSONResponse(await until_disconnect(request.receive, api.answer(call)))
         deltas = api.deltas(call)
         first = await _first(request, deltas)
-        return EventStreamResponse(api.events(call, first, deltas), headers=headers)
+        return EventStreamResponse(api.events(call, first, deltas))
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -151,13 +168,13 @@ def _add_service_routes(app: FastAPI, client: RouterClient, *, is_terse: bool) -
         return JSONResponse({"version": __version__})
 
 
-def _add_observer_routes(app: FastAPI, client: RouterClient) -> None:
+def _add_observer_routes(app: FastAPI, client: RouterClient, metrics_text: TextSource) -> None:
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
         check_observer(request)
         try:
             async with asyncio.timeout(METRICS_TIMEOUT_S):
-                text = await client.metrics_text()
+                text = await metrics_text()
         except TimeoutError:
             raise EngineLostError(f"no metrics within {METRICS_TIMEOUT_S:g} s") from None
         return Response(text, headers={"Content-Type": PROMETHEUS_TEXT})
@@ -177,20 +194,19 @@ def _add_observer_routes(app: FastAPI, client: RouterClient) -> None:
 
 def _add_problem_handlers(app: FastAPI) -> None:
     @app.exception_handler(SpecrayError)
-    async def on_problem(_: Request, error: SpecrayError) -> Response:
-        return problem_response(error)
+    async def on_problem(request: Request, error: SpecrayError) -> Response:
+        record = record_of(request)
+        record.failed(error)
+        return problem_response(error, request_id=record.request_id)
 
     @app.exception_handler(HTTPException)
     async def on_http(request: Request, error: HTTPException) -> Response:
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
         message = f"{request.method} {request.url.path[:100]}: {error.detail}"
         problem = HttpError(error.status_code, message, code=code)
+        record_of(request).failed(problem)
         return JSONResponse(problem_body(problem), status_code=error.status_code, headers=error.headers)
 
     @app.exception_handler(ClientDisconnect)
     async def on_disconnect(_: Request, error: ClientDisconnect) -> Response:
         return PlainTextResponse("", status_code=_CLIENT_LEFT)
-
-    @app.exception_handler(Exception)
-    async def on_bug(_: Request, error: Exception) -> Response:
-        return problem_response(error)

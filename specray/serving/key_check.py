@@ -7,6 +7,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specray.errors import UnauthenticatedError
 from specray.serving.auth import Caller, Keyring
+from specray.serving.observe_http import record_of
 from specray.serving.problems import HttpError, problem_response
 
 _CALLER = "specray.caller"
@@ -31,6 +32,7 @@ class KeyMiddleware:
                 else self._keyring.identify(request.headers.getlist("authorization"))
             )
         except UnauthenticatedError as error:
+            record_of(request).failed(error)
             await problem_response(error)(scope, receive, send)
             return
         await self._app(scope, receive, send)

@@ -13,6 +13,7 @@ from specray.interfaces import RouterClient
 from specray.serving.auth import Caller, complete_for, stream_for
 from specray.serving.generation import Delta, close
 from specray.serving.limits import ServiceLimits
+from specray.serving.observe import CallRecord
 from specray.serving.problems import problem_event
 from specray.serving.prompts import Prompt, encode_chat, encode_prompts
 from specray.serving.responses import ChatFormat, CompletionFormat, Header, Json, ResponseFormat, Totals
@@ -31,6 +32,7 @@ class Call:
 
     response_id: str
     caller: Caller
+    record: CallRecord
     requests: list[GenerateRequest]
     format: ResponseFormat
     num_prompt_tokens: int
@@ -63,7 +65,7 @@ class OpenAiApi:
         self._now = now
         self._timeout_s = config.router.request_timeout_s + DEADLINE_MARGIN_S
 
-    async def completion_call(self, values: object, caller: Caller) -> Call:
+    async def completion_call(self, values: object, caller: Caller, record: CallRecord) -> Call:
         """The call of a /v1/completions body. Raises InvalidRequestError, EngineLostError."""
         body = parse_request(CompletionRequest, values)
         limits = await self._checked_limits(body)
@@ -73,15 +75,16 @@ class OpenAiApi:
         echoes = [self._echo(prompt) if body.echo else "" for prompt in prompts for _ in range(num_choices)]
         header = self._header("cmpl", limits)
         response_format = CompletionFormat(header, self._tokenizer, echoes)
-        return self._call(body, encoded, limits, header, response_format, caller)
+        return self._call(body, encoded, limits, header, response_format, caller, record)
 
-    async def chat_call(self, values: object, caller: Caller) -> Call:
+    async def chat_call(self, values: object, caller: Caller, record: CallRecord) -> Call:
         """The call of a /v1/chat/completions body. Raises InvalidRequestError, EngineLostError."""
         body = parse_request(ChatCompletionRequest, values)
         limits = await self._checked_limits(body)
         encoded = [await encode_chat(body.chat(), self._tokenizer)]
         header = self._header("chatcmpl", limits)
-        return self._call(body, encoded, limits, header, ChatFormat(header, self._tokenizer), caller)
+        chat_format = ChatFormat(header, self._tokenizer)
+        return self._call(body, encoded, limits, header, chat_format, caller, record)
 
     async def answer(self, call: Call) -> Json:
         """The whole response. Raises what the router raises."""
@@ -91,6 +94,7 @@ class OpenAiApi:
         totals = Totals(call.num_prompt_tokens, call.num_choices)
         for output in outputs:
             totals.add(output)
+            call.record.observe(output)
         body = call.format.body(outputs, totals)
         return {**body, "metrics": totals.metrics()} if call.includes_metrics else body
 
@@ -117,13 +121,15 @@ class OpenAiApi:
             if summary is not None:
                 yield _event(summary)
         except Exception as error:
-            yield problem_event(error)
+            call.record.failed(error)
+            yield problem_event(error, request_id=call.response_id)
         finally:
             await close(rest)
         yield b"data: [DONE]\n\n"
 
     def _delta_event(self, call: Call, totals: Totals, delta: Delta) -> bytes:
         totals.add(delta)
+        call.record.observe(delta)
         return _event(_with_usage(call, call.format.event(delta))) if delta.is_visible else b""
 
     async def _checked_limits(self, body: SamplingFields) -> Limits:
@@ -141,17 +147,20 @@ class OpenAiApi:
         header: Header,
         response_format: ResponseFormat,
         caller: Caller,
+        record: CallRecord,
     ) -> Call:
+        response_id = header.response_id
+        requests = to_generate_requests(prompts, body.options(), limits=limits, request_id=response_id)
+        tenant, is_stream = caller.tenant_of(requests[0]), bool(body.stream)
         return Call(
-            response_id=header.response_id,
+            response_id=response_id,
             caller=caller,
-            requests=to_generate_requests(
-                prompts, body.options(), limits=limits, request_id=header.response_id
-            ),
+            record=record,
+            requests=record.describe(response_id, requests, tenant=tenant, is_stream=is_stream),
             format=response_format,
             num_prompt_tokens=sum(len(token_ids) for token_ids in prompts),
             num_choices=body.n or 1,
-            is_stream=bool(body.stream),
+            is_stream=is_stream,
             includes_usage=body.includes_usage,
             includes_metrics=bool(body.return_speculation_metrics),
         )

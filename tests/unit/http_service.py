@@ -16,6 +16,7 @@ from specray.config import Config, parse_config
 from specray.fakes import FakeRouterClient
 from specray.interfaces import RouterClient
 from specray.serving.http import build_http_app
+from specray.serving.observe import CallObserver
 from specray.tokenization import Tokenizer, make_stop_matcher
 from specray.types import GenerateRequest, ServiceInfo
 
@@ -64,11 +65,15 @@ class Service:
 
 @asynccontextmanager
 async def serving(
-    client: RouterClient, *, tokenizer: Tokenizer = TOKENIZER, config: Config | None = None
+    client: RouterClient,
+    *,
+    tokenizer: Tokenizer = TOKENIZER,
+    config: Config | None = None,
+    observer: CallObserver | None = None,
 ) -> AsyncIterator[Service]:
     """Runs the application for the length of the block."""
     config = config or parse_config({"served_model_name": MODEL})
-    app = build_http_app(client=client, tokenizer=tokenizer, config=config)
+    app = build_http_app(client=client, tokenizer=tokenizer, config=config, observer=observer)
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off"))
     # Signal handlers would outlive the test.
     task = asyncio.create_task(server._serve())

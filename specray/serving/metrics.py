@@ -1,0 +1,61 @@
+"""What an Ingress counts, in a registry of its own: calls over HTTP and gRPC, as their callers see them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 2, 5, 10, 30, 60, 120, 300, 600)
+
+
+class IngressMetrics:
+    """Calls of one Ingress replica. ``protocol`` is http or grpc; ``name`` one of few paths or methods."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry or CollectorRegistry()
+        labels = ["protocol", "name"]
+        self._calls = Counter(
+            "specray_ingress_calls",
+            "Calls answered, by HTTP status or gRPC code.",
+            [*labels, "code"],
+            registry=self.registry,
+        )
+        self._seconds = Histogram(
+            "specray_ingress_call_seconds",
+            "From a call's arrival to the end of its answer.",
+            labels,
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._first_seconds = Histogram(
+            "specray_ingress_time_to_first_token_seconds",
+            "From the arrival of a call that streams to its first tokens.",
+            labels,
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._in_progress = Gauge(
+            "specray_ingress_calls_in_progress", "Calls being answered.", ["protocol"], registry=self.registry
+        )
+
+    def text(self) -> str:
+        """All metrics in Prometheus text format."""
+        return generate_latest(self.registry).decode()
+
+    def begin(self, protocol: str) -> None:
+        """A call arrived."""
+        self._in_progress.labels(protocol).inc()
+
+    def end(self, protocol: str, name: str, code: str, seconds: float, first_s: float | None) -> None:
+        """A call that ``begin`` was told of is over, ``first_s`` after its arrival its stream began."""
+        self._in_progress.labels(protocol).dec()
+        self._calls.labels(protocol, name, code).inc()
+        self._seconds.labels(protocol, name).observe(seconds)
+        if first_s is not None:
+            self._first_seconds.labels(protocol, name).observe(first_s)
+
+    def value(self, name: str, labels: Sequence[tuple[str, str]] = ()) -> float:
+        """One sample by its exposed name; 0 when it has not been counted yet."""
+        return self.registry.get_sample_value(name, dict(labels)) or 0.0

@@ -1,0 +1,205 @@
+"""What an Ingress tells of each call: one log line, counters, a span. Never what was said in it."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final
+
+from specray.sections import LoggingConfig
+from specray.serving.generation import Delta
+from specray.serving.metrics import IngressMetrics
+from specray.serving.problems import problem_code
+from specray.types import FinishReason, GenerateRequest
+
+if TYPE_CHECKING:
+    from specray.telemetry.tracing import RequestSpan, Tracing
+
+logger = logging.getLogger(__name__)
+
+_CLIENT_ID: Final = re.compile(r"[A-Za-z0-9._:/@+=-]{1,128}")
+
+
+@dataclass(slots=True, eq=False)
+class CallRecord:
+    """One call, from its first byte to its last."""
+
+    protocol: str
+    name: str
+    """``POST /v1/completions``, ``Generate``."""
+    started_s: float
+    client_request_id: str | None
+    """What the caller named the request; not unique."""
+    now: Callable[[], float]
+    span: RequestSpan | None = None
+    request_id: str = field(default_factory=lambda: f"call-{uuid.uuid4().hex}")
+    """Ours. Of a call that generates it is the answer's id, and its requests' ids begin with it everywhere."""
+    tenant: str = ""
+    is_stream: bool = False
+    num_choices: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    first_s: float | None = None
+    """When the first tokens of a stream were there."""
+    router_ttft_s: float | None = None
+    """The first tokens' time as the router has it, for answers that come as a whole."""
+    finish_reasons: list[FinishReason] = field(default_factory=list)
+    error: str | None = None
+
+    def describe(
+        self, request_id: str, requests: Sequence[GenerateRequest], *, tenant: str, is_stream: bool
+    ) -> list[GenerateRequest]:
+        """The call generates: takes in what it asks, and returns its requests under the call's trace."""
+        self.request_id = request_id
+        self.tenant = tenant
+        self.is_stream = is_stream
+        self.num_choices = len(requests)
+        self.num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
+        traceparent = "" if self.span is None else self.span.traceparent
+        if not traceparent:
+            return list(requests)
+        return [replace(request, traceparent=traceparent) for request in requests]
+
+    def observe(self, delta: Delta) -> None:
+        """One choice has gained something."""
+        self.num_output_tokens += len(delta.token_ids)
+        if self.is_stream and self.first_s is None:
+            self.first_s = self.now()
+            if self.span is not None:
+                self.span.answered()
+        if delta.finish_reason is None:
+            return
+        self.finish_reasons.append(delta.finish_reason)
+        self.num_cached_tokens += delta.num_cached_tokens
+        if delta.ttft_s is not None:
+            self.router_ttft_s = min(delta.ttft_s, self.router_ttft_s or delta.ttft_s)
+        if delta.stats is not None:
+            self.num_spec_steps += delta.stats.num_spec_steps
+            self.num_draft_tokens += delta.stats.num_draft_tokens
+            self.num_accepted_tokens += delta.stats.num_accepted_draft_tokens
+
+    def failed(self, error: Exception) -> None:
+        """The call ends with this, or goes on to tell it its caller."""
+        self.error = problem_code(error)
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Of a stream since the call arrived; otherwise since the router had the request."""
+        return self.router_ttft_s if self.first_s is None else self.first_s - self.started_s
+
+    @property
+    def finish_reason(self) -> str | None:
+        """One word for all choices; None: the call generates nothing, or failed before it began."""
+        if not self.num_choices:
+            return None
+        if self.error is not None:
+            return FinishReason.ERROR.value
+        if len(self.finish_reasons) < self.num_choices:
+            return FinishReason.ABORT.value
+        return "+".join(sorted({reason.value for reason in self.finish_reasons}))
+
+
+class CallObserver:
+    """Begins and ends the records of one Ingress's calls.
+
+    Args:
+        config: whether calls are logged.
+        metrics: default: a fresh registry.
+        tracing: makes the spans; None: there are none.
+        now: seconds from an arbitrary origin.
+    """
+
+    def __init__(
+        self,
+        config: LoggingConfig,
+        *,
+        metrics: IngressMetrics | None = None,
+        tracing: Tracing | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.metrics = metrics or IngressMetrics()
+        self._logs_requests = config.requests
+        self._tracing = tracing
+        self._now = now
+
+    def begin(
+        self,
+        protocol: str,
+        name: str,
+        *,
+        client_request_id: str = "",
+        traceparent: str = "",
+        is_traced: bool = True,
+    ) -> CallRecord:
+        """A call arrived; ``end`` must follow."""
+        self.metrics.begin(protocol)
+        record = CallRecord(
+            protocol,
+            name,
+            self._now(),
+            client_request_id if _CLIENT_ID.fullmatch(client_request_id) else None,
+            self._now,
+        )
+        if self._tracing is not None and is_traced:
+            record.span = self._tracing.start(name, traceparent, {"rpc.system": protocol})
+        return record
+
+    def end(self, record: CallRecord, code: str) -> None:
+        """The call is over, with an HTTP status or a gRPC code."""
+        seconds = self._now() - record.started_s
+        first_s = None if record.first_s is None else record.first_s - record.started_s
+        self.metrics.end(record.protocol, record.name, code, seconds, first_s)
+        level = logging.INFO if record.num_choices or record.error is not None else logging.DEBUG
+        if self._logs_requests and logger.isEnabledFor(level):
+            logger.log(level, "%s %s", record.name, code, extra=_fields(record, code, seconds))
+        if record.span is not None:
+            attributes = {
+                f"specray.{name}": value
+                for name, value in _fields(record, code, seconds).items()
+                if isinstance(value, str | int) and name != "code"
+            }
+            record.span.end({"specray.code": code, **attributes}, error=record.error)
+
+
+def _fields(record: CallRecord, code: str, seconds: float) -> dict[str, object]:
+    """None where nothing is to be told; the formatters leave those out."""
+    fields: dict[str, object] = {
+        "request_id": record.request_id,
+        "client_request_id": record.client_request_id,
+        "protocol": record.protocol,
+        "code": code,
+        "error": record.error,
+        "duration_ms": round(1e3 * seconds, 3),
+    }
+    if not record.num_choices:
+        return _known(fields)
+    fields |= {
+        "tenant": record.tenant or None,
+        "finish_reason": record.finish_reason,
+        "is_stream": record.is_stream,
+        "num_choices": record.num_choices,
+        "num_prompt_tokens": record.num_prompt_tokens,
+        "num_cached_tokens": record.num_cached_tokens,
+        "num_output_tokens": record.num_output_tokens,
+        "num_draft_tokens": record.num_draft_tokens,
+        "num_accepted_tokens": record.num_accepted_tokens,
+        "ttft_ms": None if record.ttft_s is None else round(1e3 * record.ttft_s, 3),
+        "acceptance_rate": (
+            round(record.num_accepted_tokens / record.num_draft_tokens, 3)
+            if record.num_draft_tokens
+            else None
+        ),
+    }
+    return _known(fields)
+
+
+def _known(fields: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in fields.items() if value is not None}
