@@ -53,7 +53,7 @@ OWNERS: dict[str, set[str]] = {
     "grpc": {"rpc"},
     "grpc_health": {"rpc"},
     "google": {"rpc"},
-    "ray": {"actors", "serving"},
+    "ray": {"actors", "serving", "bench"},
     "torch": {"engine", "demo", "bench"},
     "numba": {"engine"},
     "llvmlite": {"engine"},

@@ -1,0 +1,207 @@
+"""Where a service under test lives, and what can be done to it there.
+
+- ``processes``: one Ray node, as ``specray serve`` starts it; its processes can be killed and stopped.
+- ``cluster``: two Ray nodes that share this machine's address; the draft's can be removed too.
+- ``namespaces``: real separate hosts; the draft's cable can also be pulled, slow or lossy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from specray.bench.peers.process import LOOPBACK, free_port
+from specray.bench.testbed.control import DRAFT_RESOURCE, TARGET_RESOURCE
+from specray.bench.testbed.netns import Network, end_processes, entered
+from specray.bench.testbed.ray_host import RayHost
+from specray.bench.testbed.service import Control, controlled
+from specray.bench.testbed.tree import adopting
+from specray.config import Config
+
+GCS_PORT = 6379
+HTTP_PORT = 8000
+GRPC_PORT = 9000
+_SMALL = 0.001
+
+
+class BedKind(StrEnum):
+    """Where the service under test lives."""
+
+    PROCESSES = "processes"
+    CLUSTER = "cluster"
+    NAMESPACES = "namespaces"
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """The draft's node can be lost whole and come back."""
+
+    remove: Callable[[], Awaitable[None]]
+    add: Callable[[], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The draft's cable."""
+
+    set_up: Callable[[bool], Awaitable[None]]
+    impair: Callable[[float, float], Awaitable[None]]
+    """With the delay in milliseconds, each way, and the probability that a frame is lost; 0 and 0: sound."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bed:
+    """A service that is ready to be hurt."""
+
+    kind: BedKind
+    config: Config
+    control: Control
+    directory: Path
+    """Holds its configuration, what it printed, and Ray's own logs."""
+    nodes: Nodes | None = None
+    link: Link | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.config.http.host}:{self.config.http.port}"
+
+    @property
+    def grpc_address(self) -> str:
+        return f"{self.config.grpc.host}:{self.config.grpc.port}"
+
+
+@asynccontextmanager
+async def open_bed(
+    kind: BedKind, config: Config, *, seed: int = 0, directory: Path | None = None
+) -> AsyncIterator[Bed]:
+    """The service, ready, for the length of the block; then every process that it started has ended.
+
+    Args:
+        config: of the service; hosts, ports and placement are the bed's own.
+        seed: of the frames that a lossy cable loses.
+        directory: kept afterwards; default: a temporary one.
+
+    Raises:
+        ConfigError: this machine cannot, or the configuration is wrong.
+        EngineLostError: the service did not start.
+    """
+    with contextlib.ExitStack() as stack:
+        if directory is None:
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="srb-")))
+        stack.enter_context(adopting())
+        # A short path: sockets below it have names of at most 107 bytes.
+        ray_directory = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="srb-", ignore_cleanup_errors=True))
+        )
+        # Away from whatever other Ray this machine runs.
+        environment = {
+            "RAY_TMPDIR": str(ray_directory),
+            "RAY_ADDRESS": "",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(16),
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+        if kind is BedKind.NAMESPACES:
+            hosts = _namespaces(config, directory, ray_directory, environment, seed)
+        else:
+            hosts = _one_address(kind, config, directory, environment)
+        async with hosts as bed:
+            yield bed
+
+
+@asynccontextmanager
+async def _one_address(
+    kind: BedKind, config: Config, directory: Path, environment: dict[str, str]
+) -> AsyncIterator[Bed]:
+    is_cluster = kind is BedKind.CLUSTER
+    config = _with_ports(config, LOOPBACK, free_port(), free_port())
+    if is_cluster:
+        config = _placed(config)
+    mode = "cluster" if is_cluster else "local"
+    async with controlled(config, mode=mode, directory=directory, environment=environment) as control:
+
+        async def remove() -> None:
+            await control.call("remove_node")
+
+        async def add() -> None:
+            await control.call("add_node")
+
+        yield Bed(kind, config, control, directory, Nodes(remove, add) if is_cluster else None)
+
+
+@asynccontextmanager
+async def _namespaces(
+    config: Config, directory: Path, ray_directory: Path, environment: dict[str, str], seed: int
+) -> AsyncIterator[Bed]:
+    with Network(("head", "draft", "client"), impairable="draft", seed=seed) as network:
+        head, draft = network.hosts["head"], network.hosts["draft"]
+        config = _with_ports(_placed(config, listen="node"), head.address, HTTP_PORT, GRPC_PORT)
+        gcs = f"{head.address}:{GCS_PORT}"
+        common = {"environment": environment, "directory": directory, "ray_directory": ray_directory}
+        head_node = RayHost(head, resources={TARGET_RESOURCE: 1}, head_port=GCS_PORT, **common)  # type: ignore[arg-type]
+        draft_node = RayHost(draft, resources={DRAFT_RESOURCE: 1}, head_address=gcs, **common)  # type: ignore[arg-type]
+
+        async def set_up(is_up: bool) -> None:
+            await asyncio.to_thread(network.set_link, draft.name, is_up=is_up)
+
+        async def impair(delay_ms: float, loss: float) -> None:
+            await asyncio.to_thread(lambda: network.impair(delay_ms=delay_ms, loss=loss))
+
+        async def remove() -> None:
+            await asyncio.to_thread(end_processes, draft.namespace)
+
+        await head_node.start()
+        await draft_node.start()
+        joined = {**environment, "RAY_ADDRESS": gcs}
+        with entered(network.hosts["client"].namespace):
+            async with controlled(
+                config, mode="join", directory=directory, environment=joined, prefix=head.command()
+            ) as control:
+                yield Bed(
+                    BedKind.NAMESPACES,
+                    config,
+                    control,
+                    directory,
+                    Nodes(remove, draft_node.start),
+                    Link(set_up, impair),
+                )
+
+
+def _with_ports(config: Config, host: str, http_port: int, grpc_port: int) -> Config:
+    return config.model_copy(
+        update={
+            "http": config.http.model_copy(update={"host": host, "port": http_port}),
+            "grpc": config.grpc.model_copy(update={"host": host, "port": grpc_port}),
+        }
+    )
+
+
+def _placed(config: Config, *, listen: str = "loopback") -> Config:
+    """Drafts on the draft's node, everything else on the other."""
+
+    def on(options: dict[str, Any], resource: str) -> dict[str, Any]:
+        return {**options, "resources": {resource: _SMALL}}
+
+    target, draft, ingress = config.target, config.draft, config.ingress
+    return config.model_copy(
+        update={
+            "target": target.model_copy(
+                update={"ray_actor_options": on(target.ray_actor_options, TARGET_RESOURCE)}
+            ),
+            "draft": draft.model_copy(
+                update={"ray_actor_options": on(draft.ray_actor_options, DRAFT_RESOURCE)}
+            ),
+            "ingress": ingress.model_copy(
+                update={"ray_actor_options": on(ingress.ray_actor_options, TARGET_RESOURCE)}
+            ),
+            "rpc": config.rpc.model_copy(update={"listen": listen}),
+        }
+    )

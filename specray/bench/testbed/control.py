@@ -1,0 +1,126 @@
+"""The process that owns a service under test: its Ray driver, on whichever host that runs.
+
+Run as ``python -m specray.bench.testbed.control CONFIG --mode local|join|cluster``. It starts the service,
+writes one line of JSON when that is ready, and then answers lines of JSON until its standard input is closed;
+then it ends everything it started. ``specray.bench.testbed.service`` is the other end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from specray.bench.testbed.parts import living_parts
+from specray.config import Config, load_config
+from specray.errors import SpecrayError
+
+DRAFT_RESOURCE = "specray_draft_node"
+"""What a node offers on which drafts may live, where there are several nodes."""
+TARGET_RESOURCE = "specray_target_node"
+NUM_CPUS_PER_NODE = 8
+"""Logical ones: on a laptop the parts share what there is."""
+_NODE_MEMORY_BYTES = 100 * 1024 * 1024
+
+Handler = Callable[[], Any]
+
+
+@contextmanager
+def serving(config: Config, mode: str) -> Iterator[dict[str, Handler]]:
+    """The service, ready; yields what can be asked of it."""
+    from specray.serving.launch import running_service
+
+    if mode == "cluster":
+        with _cluster() as handlers, running_service(config):
+            yield {"parts": _parts, **handlers}
+        return
+    with running_service(config):
+        yield {"parts": _parts}
+
+
+@contextmanager
+def _cluster() -> Iterator[dict[str, Handler]]:
+    """A head node and one node for the draft, as processes that share this machine's address."""
+    from ray.cluster_utils import Cluster
+
+    # Ray takes 127.0.0.1 for the machine's own address when it joins, so that is where these nodes are.
+    shared: dict[str, Any] = {
+        "num_cpus": NUM_CPUS_PER_NODE,
+        "object_store_memory": _NODE_MEMORY_BYTES,
+        "include_dashboard": False,
+    }
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={**shared, "resources": {TARGET_RESOURCE: 1}},
+    )
+
+    def add() -> Any:
+        return cluster.add_node(**shared, resources={DRAFT_RESOURCE: 1})
+
+    nodes = [add()]
+
+    def remove_node() -> None:
+        cluster.remove_node(nodes.pop(), allow_graceful=False)
+
+    def add_node() -> None:
+        nodes.append(add())
+
+    os.environ["RAY_ADDRESS"] = cluster.address
+    try:
+        yield {"remove_node": remove_node, "add_node": add_node}
+    finally:
+        cluster.shutdown()
+
+
+def _parts() -> list[dict[str, Any]]:
+    # The state API would need Ray's dashboard, whose processes are none of the service's.
+    from ray._private.state import actors
+
+    return [asdict(part) for part in living_parts(actors())]
+
+
+def answer(handlers: dict[str, Handler], lines: Iterator[str], write: Callable[[str], None]) -> None:
+    """Answers each line ``{"op": NAME}`` with ``{"value": ...}`` or ``{"error": TEXT}``, until the last."""
+    for line in lines:
+        operation = json.loads(line)["op"]
+        try:
+            reply: dict[str, Any] = {"value": handlers[operation]()}
+        except Exception as error:
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        write(json.dumps(reply))
+
+
+def main() -> int:
+    """Returns the exit code: 0 after an orderly end."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--mode", choices=("local", "join", "cluster"), required=True)
+    arguments = parser.parse_args()
+    # What libraries print must not get between the answers.
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    lock = threading.Lock()
+
+    def write(text: str) -> None:
+        with lock:
+            print(text, file=replies)
+
+    try:
+        with serving(load_config(arguments.config), arguments.mode) as handlers:
+            write(json.dumps({"value": "ready"}))
+            answer(handlers, iter(sys.stdin.readline, ""), write)
+    except SpecrayError as error:
+        write(json.dumps({"error": str(error)}))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""What a service says its processes are; nothing is looked up by the name of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Role(StrEnum):
+    """A part of the service that may be hurt."""
+
+    INGRESS = "ingress"
+    ROUTER = "router"
+    TARGET = "target"
+    DRAFT = "draft"
+
+
+_ROLE_OF_CLASS = {
+    "TargetRank": Role.TARGET,
+    "DraftReplica": Role.DRAFT,
+    "RouterReplica": Role.ROUTER,
+    "Draft": Role.DRAFT,
+    "Router": Role.ROUTER,
+    "Ingress": Role.INGRESS,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One living actor of the service."""
+
+    role: Role
+    actor_id: str
+    pid: int
+    node_id: str
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Part:
+        return cls(Role(values["role"]), values["actor_id"], values["pid"], values["node_id"])
+
+
+def living_parts(actors: Mapping[str, Mapping[str, Any]]) -> tuple[Part, ...]:
+    """The parts among Ray's actors (its actor table by actor id) that are alive, oldest first."""
+    found = [
+        (actor["StartTime"], Part(role, actor_id, actor["Pid"], actor["Address"]["NodeID"]))
+        for actor_id, actor in actors.items()
+        if actor["State"] == "ALIVE" and (role := role_of(actor["ActorClassName"])) is not None
+    ]
+    return tuple(part for _, part in sorted(found, key=lambda entry: (entry[0], entry[1].actor_id)))
+
+
+def role_of(class_name: str) -> Role | None:
+    """The role of an actor's class; a Serve replica is called ``ServeReplica:application:deployment``."""
+    return _ROLE_OF_CLASS.get(class_name.rsplit(":", 1)[-1].rsplit(".", 1)[-1])
+
+
+def of_role(parts: Iterable[Part], role: Role) -> tuple[Part, ...]:
+    """Those of one role, in their order."""
+    return tuple(part for part in parts if part.role is role)

@@ -1,0 +1,91 @@
+"""A Ray node on a host of its own, in the foreground of a process that ends with it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from specray.bench.testbed.control import NUM_CPUS_PER_NODE
+from specray.bench.testbed.netns import Host
+from specray.errors import EngineLostError
+
+START_TIMEOUT_S = 90.0
+STARTED = b"Ray runtime started."
+_OBJECT_STORE_BYTES = 100 * 1024 * 1024
+
+
+class RayHost:
+    """Starts Ray on one host, again after the host was lost.
+
+    Args:
+        resources: custom ones that the node offers.
+        head_port: this node is the head, and its GCS listens there; None: it joins ``head_address``.
+        environment: on top of this process's.
+        directory: for what Ray prints.
+        ray_directory: under it, each start has a directory of its own: hosts share no files.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        *,
+        resources: Mapping[str, float],
+        environment: Mapping[str, str],
+        directory: Path,
+        ray_directory: Path,
+        head_port: int | None = None,
+        head_address: str | None = None,
+    ) -> None:
+        self._host = host
+        self._environment = environment
+        self._log = directory / f"ray-{host.name}.log"
+        self._ray_directory = ray_directory
+        self._num_starts = 0
+        is_head = head_port is not None
+        self._options = (
+            *(("--head", f"--port={head_port}", "--include-dashboard=false") if is_head else ()),
+            *(() if is_head else (f"--address={head_address}",)),
+            f"--node-ip-address={host.address}",
+            f"--num-cpus={NUM_CPUS_PER_NODE}",
+            f"--resources={json.dumps(dict(resources))}",
+            f"--object-store-memory={_OBJECT_STORE_BYTES}",
+            "--disable-usage-stats",
+            "--block",
+        )
+
+    async def start(self) -> None:
+        """Returns when the node runs. Raises EngineLostError when it does not."""
+        self._num_starts += 1
+        own = self._ray_directory / f"{self._host.name}{self._num_starts}"
+        own.mkdir()
+        command = (str(Path(sys.executable).with_name("ray")), "start", *self._options, f"--temp-dir={own}")
+        with self._log.open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                *self._host.command(*command),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **self._environment, "RAY_TMPDIR": str(own)},
+                start_new_session=True,
+            )
+        await self._wait_started(process)
+
+    async def _wait_started(self, process: asyncio.subprocess.Process) -> None:
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                while self._log.read_bytes().count(STARTED) < self._num_starts:
+                    if process.returncode is not None:
+                        raise EngineLostError(f"Ray on host {self._host.name} ended: {self._last_words()}")
+                    await asyncio.sleep(0.1)
+        except TimeoutError:
+            raise EngineLostError(
+                f"Ray on host {self._host.name} did not start within {START_TIMEOUT_S:g} s"
+            ) from None
+
+    def _last_words(self) -> str:
+        lines = [line for line in self._log.read_text("utf-8", "replace").splitlines() if line.strip()]
+        return " | ".join(lines[-5:]) or "without a word"

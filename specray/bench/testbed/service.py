@@ -1,0 +1,127 @@
+"""A service under test, wherever it runs: started, asked for its parts, and ended with all it started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from specray.bench.testbed.parts import Part
+from specray.config import Config
+from specray.errors import EngineLostError
+
+CONTROL_COMMAND = (sys.executable, "-m", "specray.bench.testbed.control")
+CALL_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 60.0
+_LINE_BYTES = 1 << 20
+
+
+class Control:
+    """The other end of ``specray.bench.testbed.control``: one question at a time."""
+
+    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
+        self._process = process
+        self._log = log
+        self._lock = asyncio.Lock()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def parts(self) -> tuple[Part, ...]:
+        """The living actors of the service, oldest first. Raises EngineLostError."""
+        return tuple(Part.from_json(values) for values in await self.call("parts"))
+
+    async def call(self, operation: str) -> Any:
+        """Raises EngineLostError when the operation fails, or is not done within a minute."""
+        assert self._process.stdin is not None
+        async with self._lock:
+            try:
+                self._process.stdin.write(json.dumps({"op": operation}).encode() + b"\n")
+                await self._process.stdin.drain()
+                return await self.read(CALL_TIMEOUT_S)
+            except OSError as error:
+                raise EngineLostError(f"the service's control process: {error}") from None
+
+    async def read(self, timeout_s: float) -> Any:
+        """The next answer."""
+        assert self._process.stdout is not None
+        try:
+            async with asyncio.timeout(timeout_s):
+                line = await self._process.stdout.readline()
+        except TimeoutError:
+            raise EngineLostError(f"the service under test did not answer within {timeout_s:g} s") from None
+        if not line:
+            raise EngineLostError(f"the service under test ended: {self._last_words()}")
+        reply = json.loads(line)
+        if "error" in reply:
+            raise EngineLostError(f"the service under test: {reply['error']}")
+        return reply["value"]
+
+    def _last_words(self) -> str:
+        lines = [line for line in self._log.read_text("utf-8", "replace").splitlines() if line.strip()]
+        return " | ".join(lines[-5:]) or "without a word"
+
+
+@asynccontextmanager
+async def controlled(
+    config: Config,
+    *,
+    mode: str,
+    directory: Path,
+    environment: Mapping[str, str],
+    prefix: Sequence[str] = (),
+) -> AsyncIterator[Control]:
+    """Starts the service in a process of its own; yields when it is ready.
+
+    Args:
+        mode: local (a Ray of its own), cluster (two nodes of one) or join (``RAY_ADDRESS``).
+        directory: for its configuration and what it prints.
+        environment: on top of this process's.
+        prefix: what runs a command where the service is to be started.
+
+    Raises:
+        EngineLostError: it did not start, or not in time.
+    """
+    path, log = directory / "config.yaml", directory / "service.log"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
+    with log.open("wb") as stderr:
+        process = await asyncio.create_subprocess_exec(
+            *prefix,
+            *CONTROL_COMMAND,
+            str(path),
+            f"--mode={mode}",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=stderr,
+            limit=_LINE_BYTES,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+    try:
+        control = Control(process, log)
+        await control.read(config.router.start_timeout_s + STOP_TIMEOUT_S)
+        yield control
+    finally:
+        await _end(process)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Lets it end what it started, and ends it when it does not."""
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        async with asyncio.timeout(STOP_TIMEOUT_S):
+            await process.wait()
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()

@@ -1,0 +1,74 @@
+"""Every process that descends from this one, also when those between have died; found by parentage alone."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_PR_SET_CHILD_SUBREAPER = 36
+END_TIMEOUT_S = 10.0
+
+
+@contextmanager
+def adopting() -> Iterator[None]:
+    """For the length of the block, orphans among this process's descendants become its children.
+
+    So none of them can get away: :func:`descendants` sees all. Children that are there at the end and were
+    not at the beginning are killed, with all of theirs.
+    """
+    libc = ctypes.CDLL(None)
+    before = set(descendants(os.getpid()))
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        end_all(before)
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def end_all(spared: set[int]) -> None:
+    """Kills every descendant of this process except those spared; returns when they are gone."""
+    end_s = time.monotonic() + END_TIMEOUT_S
+    while (left := set(descendants(os.getpid())) - spared) and time.monotonic() < end_s:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        reap(left)
+        time.sleep(0.02)
+
+
+def reap(pids: set[int]) -> None:
+    """Collects the exit codes of those among them that are dead children of this process."""
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+
+
+def descendants(pid: int) -> tuple[int, ...]:
+    """The ids of all living processes under ``pid``, which is not among them."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").iterdir():
+        if path.name.isdecimal() and (parent := _parent(path)) is not None:
+            children.setdefault(parent, []).append(int(path.name))
+    found: list[int] = []
+    waiting = [pid]
+    while waiting:
+        below = children.get(waiting.pop(), [])
+        found += below
+        waiting += below
+    return tuple(found)
+
+
+def _parent(path: Path) -> int | None:
+    try:
+        text = (path / "stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    # The name, in parentheses, may hold anything.
+    return int(text.rpartition(")")[2].split()[1])
