@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import stat
+import struct
+import sys
 import tempfile
 import uuid
 from pathlib import Path
@@ -38,6 +41,22 @@ def keep_serve_on_loopback() -> None:
 def listen_host(config: Config) -> str:
     """Where this node meets others: nowhere beyond the machine unless asked."""
     return LOOPBACK if config.rpc.listen == "loopback" else str(ray.util.get_node_ip_address())
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface of this machine that has an IPv4 address; None: there is none to be found."""
+    if sys.platform != "linux":
+        return None
+    import fcntl
+
+    get_address = 0x8915  # SIOCGIFADDR
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # An interface without an IPv4 address.
+                answer = fcntl.ioctl(probe, get_address, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None
 
 
 def listen_address(config: Config, role: str) -> str:

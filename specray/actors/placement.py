@@ -41,9 +41,9 @@ class GroupPlacement:
     strategy: Strategy
 
     @property
-    def label_selectors(self) -> list[dict[str, str]] | None:
-        """One for each bundle; None: none is needed."""
-        return [self.labels] * len(self.bundles) if self.labels else None
+    def label_selectors(self) -> list[dict[str, str]]:
+        """One for each bundle."""
+        return [self.labels] * len(self.bundles)
 
 
 def place_group(target: TargetConfig, *, router_cpus: float, nodes: Sequence[NodeShape]) -> GroupPlacement:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from ray.serve.handle import DeploymentHandle
@@ -14,8 +15,8 @@ from specray.actors.draft import DraftReplica
 from specray.actors.group import TargetGroup
 from specray.actors.node import keep_serve_on_loopback
 from specray.actors.source import ServeDrafterSource
+from specray.actors.target_source import TargetSource
 from specray.config import Config, parse_config
-from specray.errors import EngineLostError
 from specray.interfaces import DrafterSource
 from specray.router import Router
 from specray.rpc.channel import channel_options
@@ -45,8 +46,7 @@ class RouterReplica:
         keep_serve_on_loopback()
         placement_group = get_current_placement_group()
         assert placement_group is not None, "the Router deployment has a placement group"
-        self._group = TargetGroup(config, placement_group)
-        address = await self._group.start()
+        self._drain_timeout_s = config.router.drain_timeout_s
         source = None
         if draft is not None:
             source = ServeDrafterSource(
@@ -56,7 +56,8 @@ class RouterReplica:
                 options=channel_options(config.rpc),
             )
         self._loop_thread = LoopThread("specray-router")
-        self._router = await self._on_loop(_start_router(config, address, source))
+        self._target = TargetSource(lambda: TargetGroup(config, placement_group), partial(_connect, config))
+        self._router = await self._on_loop(_start_router(config, self._target, source))
         gc.collect()
         gc.freeze()
 
@@ -90,10 +91,13 @@ class RouterReplica:
         return await self._on_loop(self._router.trace_text())
 
     async def check_health(self) -> None:
-        """Liveness, cheap: raises EngineLostError when a rank has ended; Serve then replaces the group."""
-        failure = self._group.failure()
+        """Liveness, cheap: raises EngineLostError when there will be no target; Serve then replaces both.
+
+        While a target is started anew the replica is healthy: its sessions live here and go on afterwards.
+        """
+        failure = self._router.failure
         if failure is not None:
-            raise EngineLostError(failure)
+            raise failure
 
     async def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
         return await run_on(self._loop_thread.loop, work)
@@ -101,23 +105,30 @@ class RouterReplica:
     async def __del__(self) -> None:
         # Serve awaits this before it ends the replica's process.
         if hasattr(self, "_router"):
-            await self._on_loop(self._router.stop(drain=False))
+            await self._on_loop(self._router.stop(drain=True, drain_timeout_s=self._drain_timeout_s))
+        if hasattr(self, "_target"):
+            await self._on_loop(_stop_target(self._target))
             await asyncio.to_thread(self._loop_thread.stop)
-        if hasattr(self, "_group"):
-            self._group.stop()
 
 
 async def _next(chunks: AsyncGenerator[OutputChunk, None]) -> OutputChunk | None:
     return await anext(chunks, None)
 
 
-async def _start_router(config: Config, address: str, source: DrafterSource | None) -> Router:
-    verifier = await GrpcVerifier.connect(
+async def _connect(config: Config, address: str) -> GrpcVerifier:
+    return await GrpcVerifier.connect(
         address, timeout_s=CONNECT_TIMEOUT_S, options=channel_options(config.rpc)
     )
+
+
+async def _stop_target(target: TargetSource) -> None:
+    target.stop()
+
+
+async def _start_router(config: Config, target: TargetSource, source: DrafterSource | None) -> Router:
     tokenizer = await asyncio.to_thread(Tokenizer.load, config.target.model)
     router = Router(
-        verifier,
+        target.connect,
         source,
         router=config.router,
         speculation=config.speculation,
@@ -125,5 +136,9 @@ async def _start_router(config: Config, address: str, source: DrafterSource | No
         stop_matchers=make_stop_matcher(tokenizer),
         draft=config.draft.kind_in_use,
     )
-    await router.start()
+    try:
+        await router.start()
+    except BaseException:
+        target.stop()
+        raise
     return router

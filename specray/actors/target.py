@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from specray.actors.node import listen_address, listen_host
-from specray.config import parse_config
+from specray.actors.node import interface_of, listen_address, listen_host
+from specray.config import apply_interface_environment, parse_config
 
 if TYPE_CHECKING:
     from specray.actors.workers import FollowerWorker, LeaderWorker
@@ -36,6 +36,11 @@ class TargetRank:
         """
         from specray.actors.workers import start_target_rank
 
+        if self._config.rpc.listen == "node":
+            # A machine may have interfaces on which the other nodes are not.
+            interface = interface_of(listen_host(self._config))
+            if interface is not None:
+                apply_interface_environment(interface)
         self._worker = start_target_rank(
             self._config,
             rank=self._rank,

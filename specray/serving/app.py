@@ -18,6 +18,7 @@ from ray import serve
 from ray.serve import Application
 
 from specray.actors.draft import DraftReplica
+from specray.actors.placement import place_group, rank_bundle, ray_nodes
 from specray.actors.router import RouterReplica
 from specray.config import Config, parse_config, thread_environment
 from specray.serving.ingress import ingress_deployment
@@ -25,7 +26,8 @@ from specray.serving.ingress import ingress_deployment
 NUM_CPUS_PER_INGRESS = 0.1
 NUM_CPUS_PER_ROUTER = 0.1
 NUM_CPUS_PER_DRAFT = 0.5
-NUM_CPUS_PER_RANK = 1.0
+STOP_MARGIN_S = 5.0
+"""For what a Router does once its requests have ended, or their time has."""
 
 
 def build_app(args: dict[str, Any] | Config) -> Application:
@@ -45,7 +47,7 @@ def build_app(args: dict[str, Any] | Config) -> Application:
 def num_cpus(config: Config) -> float:
     """Logical CPUs that one of everything asks of Ray."""
     draft = config.draft.ray_actor_options.get("num_cpus", NUM_CPUS_PER_DRAFT) * config.draft.num_replicas
-    ranks = config.target.ray_actor_options.get("num_cpus", NUM_CPUS_PER_RANK)
+    ranks = rank_bundle(config.target)["CPU"]
     return float(
         NUM_CPUS_PER_INGRESS * config.ingress.num_replicas
         + NUM_CPUS_PER_ROUTER
@@ -73,26 +75,20 @@ def _draft_deployment(config: Config) -> serve.Deployment:
 
 
 def _router_deployment(config: Config) -> serve.Deployment:
-    rank = {"CPU": NUM_CPUS_PER_RANK}
-    options = dict(config.target.ray_actor_options)
-    if "num_cpus" in options:
-        rank["CPU"] = options["num_cpus"]
-    if options.get("num_gpus"):
-        rank["GPU"] = options["num_gpus"]
+    group = place_group(config.target, router_cpus=NUM_CPUS_PER_ROUTER, nodes=ray_nodes())
+    drain_s = config.router.drain_timeout_s
     return serve.deployment(
         name="Router",
         num_replicas=1,
         ray_actor_options={"num_cpus": NUM_CPUS_PER_ROUTER},
-        placement_group_bundles=[
-            {"CPU": NUM_CPUS_PER_ROUTER},
-            *([rank] * config.target.tensor_parallel_size),
-        ],
-        placement_group_strategy="PACK",
+        placement_group_bundles=group.bundles,
+        placement_group_strategy=group.strategy,
+        placement_group_bundle_label_selector=group.label_selectors,
         # The Router's own bounded queue decides what is refused, with a reason and a Retry-After.
         max_ongoing_requests=100_000,
         health_check_period_s=1,
         health_check_timeout_s=30,
-        graceful_shutdown_timeout_s=10,
+        graceful_shutdown_timeout_s=drain_s + STOP_MARGIN_S,
         graceful_shutdown_wait_loop_s=0.1,
         max_constructor_retry_count=3,
     )(RouterReplica)
