@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from specray.bench.prompts import Dataset
 from specray.cli.bench_compare import compare
 from specray.cli.bench_overlap import overlap
+from specray.cli.bench_overload import overload
 from specray.cli.bench_trace import trace
 from specray.cli.worker import Role
 from specray.errors import ConfigError
@@ -49,6 +50,7 @@ app = typer.Typer(
 )
 app.command()(compare)
 app.command()(overlap)
+app.command()(overload)
 app.command()(trace)
 
 
