@@ -34,7 +34,7 @@ class SpecrayClient:
 
         Raises ConfigError when the address is neither ``unix:/path`` nor ``host:port``.
         """
-        self._metadata = None if key is None else (("authorization", f"Bearer {key}"),)
+        self._metadata = () if key is None else (("authorization", f"Bearer {key}"),)
         self._channel = aio.insecure_channel(
             parse_peer(address).target,
             options=(options or ChannelOptions()).for_client(),
@@ -60,7 +60,7 @@ class SpecrayClient:
         data = encode_generate_request(params)
         stub: aio.UnaryStreamMultiCallable[bytes, bytes]
         stub = self._channel.unary_stream(f"/{INFERENCE_SERVICE}/Generate", None, None)
-        call = stub(data, timeout=timeout_s, metadata=self._metadata)
+        call = stub(data, timeout=timeout_s, metadata=(*self._metadata, *_told(params)))
         try:
             async for message in call:
                 yield decode_generate_event(message)
@@ -97,3 +97,9 @@ class SpecrayClient:
         traceback: TracebackType | None,
     ) -> None:
         await self.close()
+
+
+def _told(params: GenerateParams) -> list[tuple[str, str]]:
+    """What goes beside the message."""
+    values = {"traceparent": params.traceparent, "x-request-id": params.client_request_id}
+    return [(name, value) for name, value in values.items() if value]

@@ -7,7 +7,8 @@ Whoever serves (the ingress) implements :class:`InferenceHandler` and raises the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
@@ -21,7 +22,14 @@ from specray.rpc.inference_codec import (
     encode_generate_event,
     encode_service_info,
 )
-from specray.rpc.inference_types import Admitter, GenerateEvent, GenerateParams, InferenceHandler, Usage
+from specray.rpc.inference_types import (
+    Admitter,
+    GenerateEvent,
+    GenerateParams,
+    InferenceHandler,
+    Refused,
+    Usage,
+)
 from specray.rpc.loop_thread import run_on
 from specray.rpc.status import status_of
 
@@ -48,8 +56,10 @@ class InferenceServer:
         options: ChannelOptions | None = None,
         handler_loop: asyncio.AbstractEventLoop | None = None,
         admit: Admitter | None = None,
+        on_refused: Refused | None = None,
     ) -> None:
         """``admit`` names the handler of each call by its ``authorization`` metadata; default: ``handler``.
+        ``on_refused`` is told of calls without a key that is known here, and of messages that are none.
 
         ``options.max_receive_bytes`` bounds a request: a larger one gets RESOURCE_EXHAUSTED.
 
@@ -57,6 +67,7 @@ class InferenceServer:
             ConfigError: the address is no address.
         """
         self._admit = admit or (lambda _: handler)
+        self._on_refused = on_refused or (lambda _, __: None)
         self._address = parse_address(address)
         self._options = options or ChannelOptions()
         self._handler_loop = handler_loop
@@ -107,8 +118,14 @@ class InferenceServer:
 
     async def _serve_generate(self, data: bytes, context: Context) -> None:
         async def work() -> None:
-            handler = self._admit(_authorization(context))
-            params = replace(decode_generate_request(data), timeout_s=context.time_remaining())
+            with self._refusing("Generate"):
+                handler = self._admit(_metadata(context, "authorization"))
+                params = replace(
+                    decode_generate_request(data),
+                    timeout_s=context.time_remaining(),
+                    traceparent="".join(_metadata(context, "traceparent")[:1]),
+                    client_request_id="".join(_metadata(context, "x-request-id")[:1]),
+                )
             write = self._writer(context)
             await run_on(self._handler_loop, _pump(handler, params, write))
 
@@ -116,10 +133,19 @@ class InferenceServer:
 
     async def _serve_info(self, _: bytes, context: Context) -> bytes:
         async def work() -> bytes:
-            handler = self._admit(_authorization(context))
+            with self._refusing("Info"):
+                handler = self._admit(_metadata(context, "authorization"))
             return encode_service_info(await run_on(self._handler_loop, handler.info()))
 
         return await _answer(context, work())
+
+    @contextmanager
+    def _refusing(self, method: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._on_refused(method, error)
+            raise
 
     def _writer(self, context: Context) -> Callable[[bytes], Awaitable[None]]:
         """Writes messages from the handler's loop; returns when gRPC has taken the message."""
@@ -133,8 +159,8 @@ class InferenceServer:
         return lambda data: run_on(this_loop, write(data))
 
 
-def _authorization(context: Context) -> list[str]:
-    return [str(value) for name, value in context.invocation_metadata() or () if name == "authorization"]
+def _metadata(context: Context, wanted: str) -> list[str]:
+    return [str(value) for name, value in context.invocation_metadata() or () if name == wanted]
 
 
 async def _pump(

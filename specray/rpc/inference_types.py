@@ -44,6 +44,10 @@ class GenerateParams:
     """Lower is served earlier."""
     timeout_s: float | None = None
     """What is left of the call's deadline; not part of the message."""
+    traceparent: str = ""
+    """W3C trace context; travels as metadata of this name."""
+    client_request_id: str = ""
+    """What the caller names the request in logs; travels as metadata ``x-request-id``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,5 +92,7 @@ class InferenceHandler(Protocol):
     async def info(self) -> ServiceInfo: ...
 
 
+Refused = Callable[[str, Exception], None]
+"""Told of calls that did not get to a handler: the method, and why."""
 Admitter = Callable[[Sequence[str]], InferenceHandler]
 """Who handles a call that came with these ``authorization`` metadata; raises UnauthenticatedError."""

@@ -39,7 +39,7 @@ class RpcStatus:
     metadata: tuple[tuple[str, str], ...] = ()
 
 
-def status_of(error: Exception) -> RpcStatus:
+def status_of(error: Exception, *, logs: bool = True) -> RpcStatus:
     """The status that tells a caller as much as it may know; anything unforeseen is only logged."""
     match error:
         case ModelNotFoundError():
@@ -56,7 +56,8 @@ def status_of(error: Exception) -> RpcStatus:
         case EngineLostError():
             return RpcStatus(grpc.StatusCode.UNAVAILABLE, _details(error))
         case _:
-            logger.error("a call failed", exc_info=error)
+            if logs:
+                logger.error("a call failed", exc_info=error)
             return RpcStatus(grpc.StatusCode.INTERNAL, "internal error")
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 import dataclasses
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
 
 from specray.config import Config
 from specray.errors import InvalidRequestError
 from specray.interfaces import RouterClient
 from specray.rpc.inference import Admitter, GenerateEvent, GenerateParams, Usage
+from specray.rpc.status import status_of
 from specray.serving.auth import Caller, Keyring, stream_for
 from specray.serving.generation import Delta, close
 from specray.serving.limits import ServiceLimits
+from specray.serving.observe import CallObserver, CallRecord
 from specray.serving.openai_api import DEADLINE_MARGIN_S
 from specray.serving.prompts import Prompt, encode_prompts
 from specray.serving.schemas import DEFAULT_MAX_TOKENS
@@ -34,8 +37,15 @@ class GrpcIngress:
     """rpc.inference.InferenceHandler in front of a RouterClient, for one caller; by default for anybody."""
 
     def __init__(
-        self, *, client: RouterClient, tokenizer: Tokenizer, config: Config, caller: Caller | None = None
+        self,
+        *,
+        client: RouterClient,
+        tokenizer: Tokenizer,
+        config: Config,
+        caller: Caller | None = None,
+        observer: CallObserver | None = None,
     ) -> None:
+        self._observer = observer or CallObserver(config.logging)
         self._caller = caller or Caller()
         self._client = client
         self._tokenizer = tokenizer
@@ -55,19 +65,57 @@ class GrpcIngress:
 
     async def generate(self, params: GenerateParams) -> AsyncGenerator[GenerateEvent, None]:
         """See rpc.inference.InferenceHandler."""
+        record = self._observer.begin(
+            "grpc",
+            "Generate",
+            client_request_id=params.client_request_id,
+            traceparent=params.traceparent,
+        )
+        events = self._generate(params, record)
+        with self._observed(record):
+            try:
+                async for event in events:
+                    yield event
+            finally:
+                await events.aclose()
+
+    async def _generate(
+        self, params: GenerateParams, record: CallRecord
+    ) -> AsyncGenerator[GenerateEvent, None]:
         request = await self._request(params)
-        deltas = stream_for(self._caller, self._client, [request], self._tokenizer, timeout_s=self._timeout_s)
-        num_output_tokens = 0
+        tenant = self._caller.tenant_of(request)
+        requests = record.describe(request.request_id, [request], tenant=tenant, is_stream=True)
+        deltas = stream_for(self._caller, self._client, requests, self._tokenizer, timeout_s=self._timeout_s)
         try:
             async for delta in deltas:
-                num_output_tokens += len(delta.token_ids)
-                yield _event(request, delta, num_output_tokens)
+                record.observe(delta)
+                yield _event(request, delta, record.num_output_tokens)
         finally:
             await close(deltas)
 
     async def info(self) -> ServiceInfo:
         """See rpc.inference.InferenceHandler."""
-        return dataclasses.replace(await self._limits.info(), model=self._model_name)
+        with self._observed(self._observer.begin("grpc", "Info", is_traced=False)):
+            return dataclasses.replace(await self._limits.info(), model=self._model_name)
+
+    def refused(self, method: str, error: Exception) -> None:
+        """See rpc.inference_types.Refused."""
+        record = self._observer.begin("grpc", method, is_traced=False)
+        record.failed(error)
+        self._observer.end(record, status_of(error, logs=False).code.name)
+
+    @contextmanager
+    def _observed(self, record: CallRecord) -> Iterator[None]:
+        code = "CANCELLED"
+        try:
+            yield
+            code = "OK"
+        except Exception as error:
+            record.failed(error)
+            code = status_of(error, logs=False).code.name
+            raise
+        finally:
+            self._observer.end(record, code)
 
     async def _request(self, params: GenerateParams) -> GenerateRequest:
         limits = await self._limits.get()

@@ -37,7 +37,7 @@ class CallRecord:
     now: Callable[[], float]
     span: RequestSpan | None = None
     request_id: str = field(default_factory=lambda: f"call-{uuid.uuid4().hex}")
-    """Ours. Of a call that generates it is the answer's id, and its requests' ids begin with it everywhere."""
+    """Ours. Of a call that generates it is the answer's id, and the ids of its requests begin with it."""
     tenant: str = ""
     is_stream: bool = False
     num_choices: int = 0
