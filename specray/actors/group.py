@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from specray.actors.node import LocalProcess
 from specray.actors.placement import rank_bundles
 from specray.actors.target import TargetRank
 from specray.config import Config, rank_environment
@@ -35,6 +38,9 @@ class TargetGroup:
         self._values = config.model_dump(mode="json")
         self._placement_group = placement_group
         self._ranks: list[Any] = []
+        self._processes: list[LocalProcess] = []
+        """Those on this node."""
+        self._socket: Path | None = None
 
     async def start(self) -> str:
         """Places the ranks, loads every shard and returns the leader's address.
@@ -85,8 +91,12 @@ class TargetGroup:
 
     def stop(self) -> None:
         """Ends every rank, also one that hangs; idempotent. What they held is free once they are gone."""
+        for process in self._processes:
+            process.kill()
         for rank in self._ranks:
             ray.kill(rank)
+        if self._socket is not None:
+            self._socket.unlink(missing_ok=True)
 
     async def _start(self) -> str:
         nodes = await self._bundle_nodes()
@@ -94,10 +104,21 @@ class TargetGroup:
         if self._config.rpc.listen == "loopback":
             check_one_host({nodes[0], *(nodes[bundle] for bundle in bundles)}, ray.nodes())
         self._ranks = [self._create(rank, bundle) for rank, bundle in enumerate(bundles)]
+        await self._find_processes()
         leader = self._ranks[0]
         meeting = await leader.open_store.remote() if len(self._ranks) > 1 else None
         addresses = await asyncio.gather(*(rank.start.remote(meeting) for rank in self._ranks))
-        return str(addresses[0])
+        address = str(addresses[0])
+        if address.startswith("unix:"):
+            self._socket = Path(address.removeprefix("unix:"))
+        return address
+
+    async def _find_processes(self) -> None:
+        own = ray.get_runtime_context().get_node_id()
+        for node, pid in await asyncio.gather(*(rank.process.remote() for rank in self._ranks)):
+            if node == own:
+                with contextlib.suppress(OSError):  # It has ended already, as its next call will show.
+                    self._processes.append(LocalProcess(pid))
 
     async def _bundle_nodes(self) -> dict[int, str]:
         """The node of each bundle, once each has one: Ray finds another for those whose node is gone."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
+
+import ray
 
 from specray.actors.node import interface_of, listen_address, listen_host
 from specray.config import apply_interface_environment, parse_config
@@ -20,6 +23,10 @@ class TargetRank:
         self._rank = rank
         self._store: GroupStore | None = None
         self._worker: LeaderWorker | FollowerWorker | None = None
+
+    def process(self) -> tuple[str, int]:
+        """The node's id and this process's number."""
+        return ray.get_runtime_context().get_node_id(), os.getpid()
 
     def open_store(self) -> str:
         """On the leader: opens the store where the ranks meet, on a free port; returns its ``host:port``."""
