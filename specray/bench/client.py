@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -79,7 +79,7 @@ class ServerClient:
         if self._session is not None:
             await self._session.close()
 
-    async def stream_completion(self, body: Mapping[str, Any]) -> AsyncIterator[StreamEvent]:
+    async def stream_completion(self, body: Mapping[str, Any]) -> AsyncGenerator[StreamEvent, None]:
         """POSTs /v1/completions with ``stream`` and yields its events.
 
         Raises:
@@ -146,7 +146,9 @@ def _event(line: bytes) -> StreamEvent | None:
     if field == b"error":
         raise SpecrayError(str(body.get("message", "the stream failed")))
     if "error" in body:
-        raise SpecrayError(str(body["error"].get("message", "the stream failed")))
+        message = str(body["error"].get("message", "the stream failed"))
+        is_retriable = body["error"].get("code") == "service_unavailable"
+        raise EngineLostError(message) if is_retriable else SpecrayError(message)
     return StreamEvent(time.monotonic(), body)
 
 

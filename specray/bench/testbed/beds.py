@@ -14,12 +14,12 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from specray.bench.peers.process import LOOPBACK, free_port
 from specray.bench.testbed.control import DRAFT_RESOURCE, TARGET_RESOURCE
+from specray.bench.testbed.kinds import BedKind
 from specray.bench.testbed.netns import Network, end_processes, entered
 from specray.bench.testbed.ray_host import RayHost
 from specray.bench.testbed.service import Control, controlled
@@ -30,14 +30,6 @@ GCS_PORT = 6379
 HTTP_PORT = 8000
 GRPC_PORT = 9000
 _SMALL = 0.001
-
-
-class BedKind(StrEnum):
-    """Where the service under test lives."""
-
-    PROCESSES = "processes"
-    CLUSTER = "cluster"
-    NAMESPACES = "namespaces"
 
 
 @dataclass(frozen=True, slots=True)

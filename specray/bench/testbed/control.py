@@ -21,6 +21,7 @@ from typing import Any
 from specray.bench.testbed.parts import living_parts
 from specray.config import Config, load_config
 from specray.errors import SpecrayError
+from specray.rpc.parent import end_with_parent
 
 DRAFT_RESOURCE = "specray_draft_node"
 """What a node offers on which drafts may live, where there are several nodes."""
@@ -103,6 +104,7 @@ def main() -> int:
     parser.add_argument("config", type=Path)
     parser.add_argument("--mode", choices=("local", "join", "cluster"), required=True)
     arguments = parser.parse_args()
+    end_with_parent(os.getppid())
     # What libraries print must not get between the answers.
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

@@ -1,0 +1,129 @@
+"""The requests of a soak: a fixed set, so that each has one right answer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from specray.bench.prompts import BUILTIN_PROMPTS
+from specray.rpc.inference_types import GenerateParams
+
+MAX_SEED = 2**31 - 1
+_SHORT_TOKENS = (8, 48)
+_LONG_TOKENS = (120, 240)
+_NUM_JOINED = 6
+
+
+class Way(StrEnum):
+    """How a request is sent."""
+
+    STREAM = "stream"
+    """HTTP, server-sent events."""
+    WHOLE = "whole"
+    """HTTP, one response."""
+    GRPC = "grpc"
+    """The gRPC service, which tells token ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One request, whichever way it is sent; its output depends on nothing else."""
+
+    index: int
+    prompt: str
+    max_tokens: int
+    temperature: float
+    seed: int
+    top_p: float = 1.0
+    frequency_penalty: float = 0.0
+
+    @property
+    def is_long(self) -> bool:
+        return self.max_tokens >= _LONG_TOKENS[0]
+
+    def body(self, model: str) -> dict[str, Any]:
+        """For /v1/completions."""
+        return {
+            "model": model,
+            "prompt": self.prompt,
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "frequency_penalty": self.frequency_penalty,
+            "seed": self.seed,
+            "ignore_eos": True,
+        }
+
+    def params(self, *, has_speculation: bool = True) -> GenerateParams:
+        """For Generate; without speculation it is the reference."""
+        return GenerateParams(
+            text=self.prompt,
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            frequency_penalty=self.frequency_penalty,
+            seed=self.seed,
+            ignore_eos=True,
+            speculation_enabled=None if has_speculation else False,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a client got of one request, all of it or what came before the end."""
+
+    text: str
+    token_ids: tuple[int, ...] | None
+    """None where the way does not tell them."""
+    num_tokens: int | None
+    """None before the end."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.num_tokens is not None
+
+
+def make_cases(num_cases: int, *, seed: int) -> tuple[Case, ...]:
+    """Short and long prompts and outputs, greedy and drawn with seeds, with and without processors."""
+    rng = random.Random(seed)
+    return tuple(_case(index, rng) for index in range(num_cases))
+
+
+def difference(output: Output, reference: Output) -> str | None:
+    """Where an output, or the beginning of one, is not the reference's; None: it is."""
+    if output.token_ids is not None and reference.token_ids is not None:
+        place = _first_difference(output.token_ids, reference.token_ids)
+        if place is not None:
+            return f"token {place} differs"
+    place = _first_difference(output.text, reference.text)
+    if place is not None:
+        return f"the text differs from character {place}"
+    if output.is_whole and (output.num_tokens, output.text) != (reference.num_tokens, reference.text):
+        return f"{output.num_tokens} tokens, not {reference.num_tokens}"
+    return None
+
+
+def _first_difference(values: Sequence[object], wanted: Sequence[object]) -> int | None:
+    """The first place where ``values`` is no beginning of ``wanted``."""
+    if values == wanted[: len(values)]:
+        return None
+    pairs = zip(values, wanted, strict=False)
+    return next((place for place, (got, want) in enumerate(pairs) if got != want), len(wanted))
+
+
+def _case(index: int, rng: random.Random) -> Case:
+    is_long = index % 2 == 0
+    prompts = rng.sample(BUILTIN_PROMPTS, _NUM_JOINED if index % 3 == 0 else 1)
+    has_processors = index % 5 == 4
+    return Case(
+        index=index,
+        prompt="\n".join(prompts),
+        max_tokens=rng.randint(*(_LONG_TOKENS if is_long else _SHORT_TOKENS)),
+        temperature=(0.0, 1.0, 0.7)[index % 3],
+        seed=rng.randint(0, MAX_SEED),
+        top_p=0.9 if has_processors else 1.0,
+        frequency_penalty=0.5 if has_processors else 0.0,
+    )

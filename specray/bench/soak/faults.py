@@ -1,0 +1,140 @@
+"""Doing harm: one function per kind of fault; each undoes what does not undo itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+from collections.abc import Awaitable, Callable
+
+from specray.bench.soak.schedule import FaultKind, PlannedFault
+from specray.bench.testbed.beds import Bed
+from specray.bench.testbed.parts import Part, Role, of_role
+from specray.errors import EngineLostError
+
+DELAY_MS = 40.0
+"""Each way, for a slow cable."""
+LOSS = 0.1
+"""Of frames, for a bad one."""
+
+Injector = Callable[[Bed, PlannedFault, random.Random], Awaitable[str]]
+
+
+async def inject(bed: Bed, fault: PlannedFault, rng: random.Random) -> str:
+    """Does it, and undoes it when its time is over; returns to what it was done.
+
+    Raises:
+        EngineLostError: there was nobody to do it to, or it could not be done.
+    """
+    return await _INJECTORS[fault.kind](bed, fault, rng)
+
+
+async def _kill(bed: Bed, role: Role, rng: random.Random) -> str:
+    part = await _pick(bed, role, rng)
+    _signal(part, signal.SIGKILL)
+    return f"{role} {part.pid}"
+
+
+async def _stop(bed: Bed, role: Role, rng: random.Random, hold_s: float, last: signal.Signals) -> str:
+    part = await _pick(bed, role, rng)
+    _signal(part, signal.SIGSTOP)
+    try:
+        await asyncio.sleep(hold_s)
+    finally:
+        # It may have been ended in the meantime.
+        with contextlib.suppress(EngineLostError):
+            _signal(part, last)
+    return f"{role} {part.pid}"
+
+
+async def _kill_draft(bed: Bed, fault: PlannedFault, rng: random.Random) -> str:
+    return await _kill(bed, Role.DRAFT, rng)
+
+
+async def _kill_target(bed: Bed, fault: PlannedFault, rng: random.Random) -> str:
+    return await _kill(bed, Role.TARGET, rng)
+
+
+async def _kill_router(bed: Bed, fault: PlannedFault, rng: random.Random) -> str:
+    return await _kill(bed, Role.ROUTER, rng)
+
+
+async def _stop_draft(bed: Bed, fault: PlannedFault, rng: random.Random) -> str:
+    return await _stop(bed, Role.DRAFT, rng, fault.hold_s, signal.SIGCONT)
+
+
+async def _hang_draft(bed: Bed, fault: PlannedFault, rng: random.Random) -> str:
+    return await _stop(bed, Role.DRAFT, rng, fault.hold_s, signal.SIGKILL)
+
+
+async def _stop_target(bed: Bed, fault: PlannedFault, rng: random.Random) -> str:
+    return await _stop(bed, Role.TARGET, rng, fault.hold_s, signal.SIGCONT)
+
+
+async def _partition(bed: Bed, fault: PlannedFault, rng: random.Random) -> str:
+    assert bed.link is not None, "a partition needs a cable"
+    await bed.link.set_up(False)
+    try:
+        await asyncio.sleep(fault.hold_s)
+    finally:
+        await bed.link.set_up(True)
+    return "the draft's host"
+
+
+async def _slow(bed: Bed, fault: PlannedFault, rng: random.Random) -> str:
+    await _impair(bed, fault.hold_s, DELAY_MS, 0.0)
+    return f"the draft's host, {DELAY_MS:g} ms each way"
+
+
+async def _lossy(bed: Bed, fault: PlannedFault, rng: random.Random) -> str:
+    await _impair(bed, fault.hold_s, 0.0, LOSS)
+    return f"the draft's host, {100 * LOSS:g} % of frames"
+
+
+async def _impair(bed: Bed, hold_s: float, delay_ms: float, loss: float) -> None:
+    assert bed.link is not None, "a bad cable needs a cable"
+    await bed.link.impair(delay_ms, loss)
+    try:
+        await asyncio.sleep(hold_s)
+    finally:
+        await bed.link.impair(0.0, 0.0)
+
+
+async def _remove_node(bed: Bed, fault: PlannedFault, rng: random.Random) -> str:
+    assert bed.nodes is not None, "a lost node needs a second one"
+    await bed.nodes.remove()
+    try:
+        await asyncio.sleep(fault.hold_s)
+    finally:
+        await bed.nodes.add()
+    return "the draft's node"
+
+
+async def _pick(bed: Bed, role: Role, rng: random.Random) -> Part:
+    parts = of_role(await bed.control.parts(), role)
+    if not parts:
+        raise EngineLostError(f"the service has no {role} now")
+    return rng.choice(parts)
+
+
+def _signal(part: Part, number: signal.Signals) -> None:
+    try:
+        os.kill(part.pid, number)
+    except ProcessLookupError:
+        raise EngineLostError(f"{part.role} {part.pid} was gone before") from None
+
+
+_INJECTORS: dict[FaultKind, Injector] = {
+    FaultKind.DRAFT_KILL: _kill_draft,
+    FaultKind.DRAFT_STOP: _stop_draft,
+    FaultKind.DRAFT_HANG: _hang_draft,
+    FaultKind.DRAFT_PARTITION: _partition,
+    FaultKind.DRAFT_DELAY: _slow,
+    FaultKind.DRAFT_LOSS: _lossy,
+    FaultKind.TARGET_KILL: _kill_target,
+    FaultKind.TARGET_STOP: _stop_target,
+    FaultKind.ROUTER_KILL: _kill_router,
+    FaultKind.NODE_REMOVE: _remove_node,
+}

@@ -1,0 +1,120 @@
+"""What became of every request, and whose fault it was."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from specray.bench.soak.cases import Output, Way, difference
+
+
+class End(StrEnum):
+    """How one attempt ended."""
+
+    DONE = "done"
+    CANCELLED = "cancelled"
+    """By the client, as planned."""
+    RETRIABLE = "retriable"
+    """The service said that it may be sent again."""
+    ERROR = "error"
+
+
+class Verdict(StrEnum):
+    """What became of one request."""
+
+    OK = "ok"
+    RETRIED = "retried"
+    """Its Router died, and its second attempt was right."""
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+    WRONG = "wrong"
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One time that a request was sent; times in seconds, from the load's beginning."""
+
+    end: End
+    output: Output
+    started_s: float
+    ended_s: float
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One request."""
+
+    case_index: int
+    way: Way
+    verdict: Verdict
+    reason: str
+    started_s: float
+    ended_s: float
+
+
+def judge(
+    attempts: Sequence[Attempt], reference: Output, *, router_deaths_s: Sequence[float], window_s: float
+) -> tuple[Verdict, str]:
+    """The verdict on a request, and its reason when it is a bad one.
+
+    A retriable error is excused once, and only when it came within ``window_s`` after a Router's death. What
+    was received must be the reference's beginning, whatever ended it.
+    """
+    for attempt in attempts:
+        if (what := difference(attempt.output, reference)) is not None:
+            return Verdict.WRONG, what
+    last = attempts[-1]
+    for attempt in attempts:
+        if attempt.end is End.ERROR:
+            return Verdict.FAILED, attempt.reason
+        if attempt.end is End.RETRIABLE and not is_excused(attempt.ended_s, router_deaths_s, window_s):
+            return Verdict.FAILED, f"no Router had died: {attempt.reason}"
+    if last.end is End.RETRIABLE:
+        return Verdict.FAILED, f"the second attempt too: {last.reason}"
+    if last.end is End.CANCELLED:
+        return Verdict.CANCELLED, ""
+    return (Verdict.OK if len(attempts) == 1 else Verdict.RETRIED), ""
+
+
+def is_excused(at_s: float, router_deaths_s: Sequence[float], window_s: float) -> bool:
+    """A Router died at most ``window_s`` before."""
+    return any(0 <= at_s - death_s <= window_s for death_s in router_deaths_s)
+
+
+class Ledger:
+    """All requests of a soak; failures are kept, the others counted."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[Verdict] = Counter()
+        self._ways: Counter[Way] = Counter()
+        self._bad: list[Entry] = []
+
+    def add(self, entry: Entry) -> None:
+        self._counts[entry.verdict] += 1
+        self._ways[entry.way] += 1
+        if entry.verdict in (Verdict.FAILED, Verdict.WRONG):
+            self._bad.append(entry)
+
+    def count(self, verdict: Verdict) -> int:
+        return self._counts[verdict]
+
+    @property
+    def num_requests(self) -> int:
+        return self._counts.total()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """By verdict."""
+        return {verdict.value: self._counts[verdict] for verdict in Verdict}
+
+    @property
+    def ways(self) -> dict[str, int]:
+        return {way.value: self._ways[way] for way in Way}
+
+    @property
+    def bad(self) -> tuple[Entry, ...]:
+        """Failed and wrong requests, in the order of their ends."""
+        return tuple(self._bad)

@@ -1,0 +1,107 @@
+"""What each process holds, over its life: anonymous memory from /proc, where leaks show.
+
+Pages of files and shared memory come and go with other processes, so they are no part of it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+NUM_COMPARED = 3
+"""Samples at either end of what is judged, of which the medians are compared."""
+_KIB = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One look at one process."""
+
+    at_s: float
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """One process after its warm-up."""
+
+    pid: int
+    name: str
+    span_s: float
+    first_bytes: int
+    last_bytes: int
+
+    @property
+    def share(self) -> float:
+        """0.02: it holds 2 % more at the end."""
+        return self.last_bytes / self.first_bytes - 1 if self.first_bytes else 0.0
+
+
+class MemoryRecord:
+    """Samples of all processes by id.
+
+    Args:
+        warmup_s: of each process; what it holds earlier is not compared.
+        min_span_s: how long it must have been watched after that.
+    """
+
+    def __init__(self, *, warmup_s: float, min_span_s: float) -> None:
+        self._warmup_s = warmup_s
+        self._min_span_s = min_span_s
+        self._samples: dict[int, list[Sample]] = {}
+        self._names: dict[int, str] = {}
+
+    def add(self, pid: int, name: str, sample: Sample) -> None:
+        self._samples.setdefault(pid, []).append(sample)
+        self._names[pid] = name
+
+    @property
+    def num_processes(self) -> int:
+        return len(self._samples)
+
+    def growths(self) -> tuple[Growth, ...]:
+        """Processes that lived long enough to be judged, those that grew most first."""
+        found = (self._growth(pid, samples) for pid, samples in self._samples.items())
+        return tuple(sorted((one for one in found if one is not None), key=lambda one: -one.share))
+
+    def _growth(self, pid: int, samples: Sequence[Sample]) -> Growth | None:
+        warm = [sample for sample in samples if sample.at_s - samples[0].at_s >= self._warmup_s]
+        if len(warm) < 2 * NUM_COMPARED or warm[-1].at_s - warm[0].at_s < self._min_span_s:
+            return None
+        return Growth(
+            pid,
+            self._names[pid],
+            warm[-1].at_s - warm[0].at_s,
+            _median(warm[:NUM_COMPARED]),
+            _median(warm[-NUM_COMPARED:]),
+        )
+
+
+def anonymous_bytes(pid: int) -> int | None:
+    """What a process holds now; None: it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    for line in text.splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * _KIB
+    return None
+
+
+def process_name(pid: int, roles: Mapping[int, str]) -> str:
+    """Its role in the service, else what it calls itself."""
+    if pid in roles:
+        return roles[pid]
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+    except OSError:
+        return "?"
+    scripts = [word for word in words[:4] if word.endswith(b".py")]
+    return Path((scripts or words)[0].decode("utf-8", "replace")).name[:40] or "?"
+
+
+def _median(samples: Sequence[Sample]) -> int:
+    return int(statistics.median(sample.num_bytes for sample in samples))

@@ -1,0 +1,173 @@
+"""A soak's result: tables for people, JSON for machines, and whether it held."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+
+from specray.bench.soak.ledger import Verdict
+from specray.bench.soak.run import Fault, SoakResult
+from specray.bench.soak.schedule import FaultKind
+
+MAX_GROWTH = 0.02
+"""Of any process after its warm-up."""
+MAX_LINES = 12
+_MIB = 1024 * 1024
+_DASH = "–"
+
+
+def problems(result: SoakResult, *, max_growth: float = MAX_GROWTH) -> tuple[str, ...]:
+    """What did not hold; empty: all did."""
+    found = []
+    for verdict, what in ((Verdict.FAILED, "failed requests"), (Verdict.WRONG, "requests with wrong tokens")):
+        if number := result.ledger.count(verdict):
+            found.append(f"{number} {what}")
+    for role, blocks in result.blocks.items():
+        if blocks is None:
+            found.append(f"no reading of the {role}'s blocks in use")
+        elif blocks:
+            found.append(f"{blocks:g} leaked blocks of the {role}")
+    grown = [growth for growth in result.growths if growth.share > max_growth]
+    found += [
+        f"{growth.name} (process {growth.pid}) grew by {100 * growth.share:.1f} % in {growth.span_s:.0f} s"
+        for growth in grown
+    ]
+    lost = sum(fault.whole_after_s is None for fault in result.faults)
+    if lost:
+        found.append(f"{lost} faults after which the service was not whole in time")
+    if result.num_not_injected:
+        found.append(f"{result.num_not_injected} faults for which no time was left")
+    undone = sum(fault.detail.startswith("not done") for fault in result.faults)
+    if undone:
+        found.append(f"{undone} faults that could not be done")
+    return tuple(found)
+
+
+def soak_tables(result: SoakResult, *, max_growth: float = MAX_GROWTH) -> Group:
+    """Requests, faults by kind, and processes by growth."""
+    return Group(_requests(result), _faults(result.faults), _memory(result), _failures(result))
+
+
+def as_json(result: SoakResult, *, max_growth: float = MAX_GROWTH) -> dict[str, Any]:
+    """Everything that the tables say, and every fault and bad request by itself."""
+    plan = result.plan
+    return {
+        "testbed": plan.bed.value,
+        "seed": plan.seed,
+        "duration_s": round(result.duration_s, 1),
+        "requests": result.ledger.counts,
+        "ways": result.ledger.ways,
+        "num_tokens": result.num_tokens,
+        "leaked_blocks": result.blocks,
+        "num_faults": len(result.faults),
+        "num_not_injected": result.num_not_injected,
+        "faults": [
+            {
+                "kind": fault.kind.value,
+                "at_s": _rounded(fault.at_s),
+                "hold_s": fault.hold_s,
+                "detail": fault.detail,
+                "whole_after_s": _rounded(fault.whole_after_s),
+                "longest_wait_s": _rounded(fault.wait_s),
+                "speculation_after_s": _rounded(fault.speculation_after_s),
+            }
+            for fault in result.faults
+        ],
+        "memory": [
+            {
+                "pid": growth.pid,
+                "name": growth.name,
+                "span_s": _rounded(growth.span_s),
+                "first_bytes": growth.first_bytes,
+                "last_bytes": growth.last_bytes,
+                "growth": round(growth.share, 4),
+            }
+            for growth in result.growths
+        ],
+        "num_processes": result.num_processes,
+        "bad_requests": [
+            {
+                "verdict": entry.verdict.value,
+                "case": entry.case_index,
+                "way": entry.way.value,
+                "reason": entry.reason,
+                "started_s": _rounded(entry.started_s),
+                "ended_s": _rounded(entry.ended_s),
+            }
+            for entry in result.ledger.bad
+        ],
+        "problems": list(problems(result, max_growth=max_growth)),
+    }
+
+
+def _requests(result: SoakResult) -> Table:
+    table = Table(title=f"Requests in {result.duration_s:.0f} s on {result.plan.bed}")
+    for name in (*result.ledger.counts, "tokens", "target blocks left", "draft blocks left"):
+        table.add_column(name, justify="right")
+    blocks = [_number(result.blocks.get(role), 0) for role in ("target", "draft")]
+    table.add_row(*map(str, result.ledger.counts.values()), str(result.num_tokens), *blocks)
+    return table
+
+
+def _faults(faults: Sequence[Fault]) -> Table:
+    table = Table(title="Faults; seconds, median / longest")
+    for name in ("kind", "times", "a stream waited", "speculation back after", "whole after", "not whole"):
+        table.add_column(name, justify="left" if name == "kind" else "right")
+    for kind in FaultKind:
+        group = [fault for fault in faults if fault.kind is kind]
+        if group:
+            table.add_row(
+                kind.value,
+                str(len(group)),
+                _spread([fault.wait_s for fault in group]),
+                _spread([fault.speculation_after_s for fault in group]),
+                _spread([fault.whole_after_s for fault in group]),
+                str(sum(fault.whole_after_s is None for fault in group)),
+            )
+    return table
+
+
+def _memory(result: SoakResult) -> Table:
+    table = Table(
+        title=f"Memory of the {len(result.growths)} processes that lived long enough, "
+        f"of {result.num_processes}"
+    )
+    for name in ("process", "watched s", "MiB after warm-up", "MiB at the end", "growth %"):
+        table.add_column(name, justify="left" if name == "process" else "right")
+    for growth in result.growths[:MAX_LINES]:
+        table.add_row(
+            f"{growth.name} {growth.pid}",
+            f"{growth.span_s:.0f}",
+            f"{growth.first_bytes / _MIB:.1f}",
+            f"{growth.last_bytes / _MIB:.1f}",
+            f"{100 * growth.share:+.1f}",
+        )
+    return table
+
+
+def _failures(result: SoakResult) -> Table:
+    table = Table(title=f"The first of {len(result.ledger.bad)} bad requests")
+    for name in ("ended at s", "verdict", "way", "case", "reason"):
+        table.add_column(name)
+    for entry in result.ledger.bad[:MAX_LINES]:
+        table.add_row(
+            f"{entry.ended_s:.1f}", entry.verdict.value, entry.way.value, str(entry.case_index), entry.reason
+        )
+    return table
+
+
+def _spread(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{statistics.median(known):.1f} / {max(known):.1f}" if known else _DASH
+
+
+def _number(value: float | None, digits: int) -> str:
+    return _DASH if value is None else f"{value:.{digits}f}"
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 2)

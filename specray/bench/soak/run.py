@@ -1,0 +1,223 @@
+"""One soak from its reference to its report."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from specray.bench.client import ServerClient
+from specray.bench.soak.cases import Case, Output, make_cases
+from specray.bench.soak.clients import Caller, draw
+from specray.bench.soak.faults import inject
+from specray.bench.soak.ledger import Attempt, Entry, Ledger, Verdict, judge
+from specray.bench.soak.memory import Growth, MemoryRecord
+from specray.bench.soak.recovery import back_after_s, longest_wait_s
+from specray.bench.soak.schedule import FaultKind, PlannedFault, plan_faults
+from specray.bench.soak.watch import Watch
+from specray.bench.testbed.beds import Bed, open_bed
+from specray.bench.testbed.kinds import BedKind
+from specray.config import Config
+from specray.errors import SpecrayError
+from specray.rpc.client import SpecrayClient
+
+TAIL_S = 30.0
+"""Before the end, without faults: the last one's recovery."""
+MEMORY_SPAN_S = 60.0
+FAILED_PAUSE_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a soak is."""
+
+    bed: BedKind
+    config: Config
+    kinds: tuple[FaultKind, ...]
+    duration_s: float = 600.0
+    num_faults: int = 30
+    seed: int = 0
+    num_clients: int = 4
+    num_cases: int = 24
+    cancel_share: float = 0.15
+    warmup_s: float = 30.0
+    """Before the first fault, and of each process before its memory is compared."""
+    max_requests: int = 20_000
+    request_timeout_s: float = 90.0
+    recovery_timeout_s: float = 60.0
+    """For the service to be whole again after a fault; a Router's death excuses errors for so long."""
+    directory: Path | None = None
+
+
+@dataclass(slots=True)
+class Fault:
+    """One fault that was done."""
+
+    kind: FaultKind
+    at_s: float
+    hold_s: float
+    detail: str = ""
+    whole_after_s: float | None = None
+    """When all parts were there and speculation went on; None: not in time."""
+    wait_s: float | None = None
+    """The longest that a running stream waited for its next text."""
+    speculation_after_s: float | None = None
+
+
+@dataclass(slots=True)
+class SoakResult:
+    """What came of it."""
+
+    plan: Plan
+    duration_s: float = 0.0
+    ledger: Ledger = field(default_factory=Ledger)
+    faults: list[Fault] = field(default_factory=list)
+    num_not_injected: int = 0
+    blocks: dict[str, float | None] = field(default_factory=dict)
+    growths: tuple[Growth, ...] = ()
+    num_processes: int = 0
+    num_tokens: int = 0
+
+
+Progress = Callable[[str], None]
+
+
+async def soak(plan: Plan, progress: Progress = lambda text: None) -> SoakResult:
+    """Starts the service, learns the right answers, runs the load under faults, and ends everything.
+
+    Raises:
+        ConfigError: the machine cannot, or the configuration is wrong.
+        EngineLostError: the service did not start, or not give the reference.
+    """
+    progress("starting the service")
+    async with open_bed(plan.bed, plan.config, seed=plan.seed, directory=plan.directory) as bed:
+        timeout_s = plan.request_timeout_s
+        async with (
+            ServerClient(bed.url, timeout_s=timeout_s) as http,
+            SpecrayClient(bed.grpc_address) as grpc,
+        ):
+            return await _Soak(plan, bed, http, grpc, progress).run()
+
+
+class _Soak:
+    def __init__(
+        self, plan: Plan, bed: Bed, http: ServerClient, grpc: SpecrayClient, progress: Progress
+    ) -> None:
+        self._plan = plan
+        self._bed = bed
+        self._progress = progress
+        self._zero_s = time.monotonic()
+        self._result = SoakResult(plan)
+        self._memory = MemoryRecord(warmup_s=plan.warmup_s, min_span_s=MEMORY_SPAN_S)
+        self._watch = Watch(bed, http, self._memory, now_s=self._now_s)
+        self._caller = Caller(
+            http, grpc, model=plan.config.model_name, timeout_s=plan.request_timeout_s, now_s=self._now_s
+        )
+        self._streams: list[list[float]] = []
+        self._num_sent = 0
+
+    def _now_s(self) -> float:
+        return time.monotonic() - self._zero_s
+
+    async def run(self) -> SoakResult:
+        plan, result = self._plan, self._result
+        cases = make_cases(plan.num_cases, seed=plan.seed)
+        self._progress(f"{len(cases)} reference outputs, without speculation")
+        references = [await self._caller.reference(case) for case in cases]
+        self._zero_s = time.monotonic()
+        watchers = [
+            asyncio.create_task(self._watch.metrics_for_ever()),
+            asyncio.create_task(self._watch.memory_for_ever()),
+        ]
+        try:
+            await self._watch.parts()
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._faults())
+                for index in range(plan.num_clients):
+                    group.create_task(self._client(index, cases, references))
+            result.duration_s = self._now_s()
+            self._progress("waiting until the service is idle")
+            result.blocks = await self._watch.blocks_when_idle()
+        finally:
+            for task in watchers:
+                task.cancel()
+            await asyncio.gather(*watchers, return_exceptions=True)
+        self._measure_recovery()
+        result.growths = self._memory.growths()
+        result.num_processes = self._memory.num_processes
+        return result
+
+    async def _client(self, index: int, cases: Sequence[Case], references: Sequence[Output]) -> None:
+        plan = self._plan
+        rng = random.Random(f"{plan.seed} client {index}")
+        while self._now_s() < plan.duration_s and self._num_sent < plan.max_requests:
+            self._num_sent += 1
+            drawn = draw(cases, rng, cancel_share=plan.cancel_share, is_steady=index == 0)
+            times: list[float] = []
+            self._streams.append(times)
+            attempts = await self._caller.request(
+                drawn.case, drawn.way, times, cancel_after_s=drawn.cancel_after_s
+            )
+            entry = self._judge(drawn.case, attempts, references[drawn.case.index])
+            self._result.ledger.add(
+                Entry(
+                    drawn.case.index,
+                    drawn.way,
+                    entry[0],
+                    entry[1],
+                    attempts[0].started_s,
+                    attempts[-1].ended_s,
+                )
+            )
+            self._result.num_tokens += attempts[-1].output.num_tokens or 0
+            if entry[0] in (Verdict.FAILED, Verdict.WRONG):
+                self._progress(f"{entry[0]}: {drawn.way} case {drawn.case.index}: {entry[1]}")
+                await asyncio.sleep(FAILED_PAUSE_S)
+
+    def _judge(self, case: Case, attempts: Sequence[Attempt], reference: Output) -> tuple[Verdict, str]:
+        deaths_s = [fault.at_s for fault in self._result.faults if fault.kind is FaultKind.ROUTER_KILL]
+        window_s = self._plan.recovery_timeout_s
+        return judge(attempts, reference, router_deaths_s=deaths_s, window_s=window_s)
+
+    async def _faults(self) -> None:
+        plan = self._plan
+        last_s = max(plan.warmup_s, plan.duration_s - TAIL_S)
+        planned = plan_faults(
+            plan.kinds, num_faults=plan.num_faults, first_s=plan.warmup_s, last_s=last_s, seed=plan.seed
+        )
+        rng = random.Random(f"{plan.seed} faults")
+        for number, fault in enumerate(planned):
+            await asyncio.sleep(max(0.0, fault.at_s - self._now_s()))
+            # Faults that came late, as recoveries took their time, must not run into the end.
+            if self._now_s() > last_s + 1:
+                self._result.num_not_injected = len(planned) - number
+                return
+            await self._fault(fault, rng)
+
+    async def _fault(self, planned: PlannedFault, rng: random.Random) -> None:
+        fault = Fault(planned.kind, self._now_s(), planned.hold_s)
+        self._result.faults.append(fault)
+        try:
+            fault.detail = await inject(self._bed, planned, rng)
+        except SpecrayError as error:
+            fault.detail = f"not done: {error}"
+        is_whole = await self._watch.wait_whole(
+            since_s=self._now_s(),
+            timeout_s=self._plan.recovery_timeout_s,
+            ranks=self._plan.config.target.tensor_parallel_size,
+            drafts=self._plan.config.draft.num_replicas,
+        )
+        fault.whole_after_s = self._now_s() - fault.at_s if is_whole else None
+        after = "not within its time" if not is_whole else f"after {fault.whole_after_s:.1f} s"
+        self._progress(f"{self._now_s():.0f} s: {fault.kind} ({fault.detail}); whole again {after}")
+
+    def _measure_recovery(self) -> None:
+        faults = self._result.faults
+        changes_s = self._watch.draft_changes_s
+        for index, fault in enumerate(faults):
+            until_s = faults[index + 1].at_s if index + 1 < len(faults) else self._result.duration_s
+            fault.wait_s = longest_wait_s(self._streams, fault.at_s, until_s)
+            fault.speculation_after_s = back_after_s(changes_s, fault.at_s, until_s)

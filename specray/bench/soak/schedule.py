@@ -1,0 +1,100 @@
+"""Which fault comes when; decided before the first, by a seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from specray.bench.testbed.kinds import BedKind
+from specray.errors import ConfigError
+
+
+class FaultKind(StrEnum):
+    """What is done to the service."""
+
+    DRAFT_KILL = "draft-kill"
+    DRAFT_STOP = "draft-stop"
+    """Stopped for a while (SIGSTOP), then let go on."""
+    DRAFT_HANG = "draft-hang"
+    """Stopped for a while, then killed."""
+    DRAFT_PARTITION = "draft-partition"
+    """The cable of the draft's host is out for a while."""
+    DRAFT_DELAY = "draft-delay"
+    DRAFT_LOSS = "draft-loss"
+    TARGET_KILL = "target-kill"
+    TARGET_STOP = "target-stop"
+    """A rank is stopped for a while, then let go on, if it is still there."""
+    ROUTER_KILL = "router-kill"
+    NODE_REMOVE = "node-remove"
+    """The draft's node is lost with all its processes; another comes."""
+
+
+ALL_FAULTS = "all"
+NODE_FAULTS = frozenset({FaultKind.NODE_REMOVE})
+LINK_FAULTS = frozenset({FaultKind.DRAFT_PARTITION, FaultKind.DRAFT_DELAY, FaultKind.DRAFT_LOSS})
+HOLD_S = {
+    FaultKind.DRAFT_STOP: (2.0, 5.0),
+    FaultKind.DRAFT_HANG: (3.0, 5.0),
+    FaultKind.DRAFT_PARTITION: (3.0, 6.0),
+    FaultKind.DRAFT_DELAY: (4.0, 8.0),
+    FaultKind.DRAFT_LOSS: (4.0, 8.0),
+    FaultKind.TARGET_STOP: (6.0, 8.0),
+    FaultKind.NODE_REMOVE: (3.0, 5.0),
+}
+"""For how long a fault lasts; those that are not here are over at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFault:
+    """One entry of the schedule; times in seconds, from the load's beginning."""
+
+    kind: FaultKind
+    at_s: float
+    hold_s: float = 0.0
+
+
+def possible_faults(bed: BedKind) -> tuple[FaultKind, ...]:
+    """What can be done on a bed."""
+    return tuple(
+        kind
+        for kind in FaultKind
+        if (kind not in NODE_FAULTS or bed is not BedKind.PROCESSES)
+        and (kind not in LINK_FAULTS or bed is BedKind.NAMESPACES)
+    )
+
+
+def parse_faults(text: str, bed: BedKind) -> tuple[FaultKind, ...]:
+    """``all``, or kinds with commas between. Raises ConfigError for one that the bed cannot have."""
+    possible = possible_faults(bed)
+    if text == ALL_FAULTS:
+        return possible
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in possible:
+            raise ConfigError(
+                f"--faults has {name!r}; allowed on the test bed {bed}: all, {', '.join(possible)}"
+            )
+    return tuple(FaultKind(name) for name in dict.fromkeys(names))
+
+
+def plan_faults(
+    kinds: Sequence[FaultKind], *, num_faults: int, first_s: float, last_s: float, seed: int
+) -> tuple[PlannedFault, ...]:
+    """Faults at equal distances from ``first_s`` to ``last_s``; no kind comes twice more than another."""
+    if not kinds or not num_faults:
+        return ()
+    rng = random.Random(seed)
+    order: list[FaultKind] = []
+    while len(order) < num_faults:
+        order += rng.sample(list(kinds), len(kinds))
+    step_s = (last_s - first_s) / max(1, num_faults - 1)
+    return tuple(
+        PlannedFault(kind, first_s + index * step_s, _hold_s(kind, rng))
+        for index, kind in enumerate(order[:num_faults])
+    )
+
+
+def _hold_s(kind: FaultKind, rng: random.Random) -> float:
+    return round(rng.uniform(*HOLD_S[kind]), 1) if kind in HOLD_S else 0.0

@@ -1,0 +1,122 @@
+"""What is read from the outside while a soak runs: the service's metrics, its parts, its memory."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+
+from specray.bench.client import ServerClient
+from specray.bench.scrape import Samples, parse_samples
+from specray.bench.soak.memory import MemoryRecord, Sample, anonymous_bytes, process_name
+from specray.bench.soak.recovery import changes_of
+from specray.bench.testbed.beds import Bed
+from specray.bench.testbed.parts import Part, Role
+from specray.bench.testbed.tree import descendants
+from specray.errors import SpecrayError
+
+METRICS_PERIOD_S = 0.5
+MEMORY_PERIOD_S = 5.0
+IDLE_TIMEOUT_S = 60.0
+READY_PERIOD_S = 0.5
+DRAFTS = "specray_spec_decode_num_drafts_by_source_total"
+BLOCKS = {"target": "specray_target_blocks_in_use", "draft": "specray_draft_blocks_in_use"}
+BUSY = ("specray_running_sessions", "specray_queue_depth")
+
+
+def total(samples: Samples, name: str, **labels: str) -> float | None:
+    """The sum over all samples of a name with these labels; None: there is none."""
+    wanted = set(labels.items())
+    values = [value for (sample, found), value in samples.items() if sample == name and wanted <= set(found)]
+    return sum(values) if values else None
+
+
+class Watch:
+    """Readings of a whole soak.
+
+    Args:
+        now_s: the soak's clock.
+    """
+
+    def __init__(
+        self, bed: Bed, http: ServerClient, memory: MemoryRecord, *, now_s: Callable[[], float]
+    ) -> None:
+        self._bed = bed
+        self._http = http
+        self._memory = memory
+        self._now_s = now_s
+        self._drafts: list[tuple[float, float]] = []
+        self._roles: dict[int, str] = {}
+
+    @property
+    def draft_changes_s(self) -> list[float]:
+        """When rounds with tokens of the draft model were counted."""
+        return changes_of(self._drafts)
+
+    async def metrics_for_ever(self) -> None:
+        while True:
+            await self._read_drafts()
+            await asyncio.sleep(METRICS_PERIOD_S)
+
+    async def memory_for_ever(self) -> None:
+        while True:
+            await asyncio.to_thread(self._read_memory)
+            await asyncio.sleep(MEMORY_PERIOD_S)
+
+    async def parts(self) -> tuple[Part, ...]:
+        """The service's living parts; what is known of them names their processes."""
+        parts = await self._bed.control.parts()
+        self._roles |= {part.pid: part.role.value for part in parts}
+        return parts
+
+    async def wait_whole(self, *, since_s: float, timeout_s: float, ranks: int, drafts: int) -> bool:
+        """Until every part is there and the draft's rounds are counted after ``since_s``; False: too long."""
+        end_s = self._now_s() + timeout_s
+        while self._now_s() < end_s:
+            if await self._has_all(ranks, drafts) and self._has_drafted(since_s):
+                return True
+            await asyncio.sleep(READY_PERIOD_S)
+        return False
+
+    async def blocks_when_idle(self) -> dict[str, float | None]:
+        """Blocks that an idle service still holds, by engine; it has a minute to become idle."""
+        blocks: dict[str, float | None] = dict.fromkeys(BLOCKS)
+        end_s = self._now_s() + IDLE_TIMEOUT_S
+        while self._now_s() < end_s:
+            samples = await self._samples()
+            if samples is not None:
+                blocks = {role: total(samples, name) for role, name in BLOCKS.items()}
+                if not any(total(samples, name) for name in BUSY) and not any(blocks.values()):
+                    break
+            await asyncio.sleep(READY_PERIOD_S)
+        return blocks
+
+    async def _has_all(self, ranks: int, drafts: int) -> bool:
+        try:
+            roles = [part.role for part in await self.parts()]
+        except SpecrayError:
+            return False
+        wanted = {Role.INGRESS: 1, Role.ROUTER: 1, Role.TARGET: ranks, Role.DRAFT: drafts}
+        return all(roles.count(role) >= number for role, number in wanted.items())
+
+    def _has_drafted(self, since_s: float) -> bool:
+        return any(at_s > since_s for at_s in self.draft_changes_s[-1:])
+
+    async def _read_drafts(self) -> None:
+        samples = await self._samples()
+        value = None if samples is None else total(samples, DRAFTS, source="model")
+        if value is not None:
+            self._drafts.append((self._now_s(), value))
+
+    async def _samples(self) -> Samples | None:
+        try:
+            return parse_samples(await self._http.metrics_text())
+        except SpecrayError:
+            return None
+
+    def _read_memory(self) -> None:
+        for pid in descendants(os.getpid()):
+            num_bytes = anonymous_bytes(pid)
+            if num_bytes:
+                name = process_name(pid, self._roles)
+                self._memory.add(pid, name, Sample(self._now_s(), num_bytes))
