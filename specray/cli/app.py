@@ -11,6 +11,7 @@ import typer
 from specray import __version__
 from specray.cli import bench, keys, models
 from specray.cli.generate import generate
+from specray.cli.profile import profile
 from specray.cli.serve import serve
 from specray.cli.worker import worker
 from specray.errors import ConfigError, InvalidRequestError, SpecrayError
@@ -28,6 +29,7 @@ app = typer.Typer(
 app.command()(serve)
 app.command()(generate)
 app.command()(worker)
+app.command()(profile)
 app.add_typer(keys.app, name="keys")
 app.add_typer(models.app, name="models")
 app.add_typer(bench.app, name="bench")

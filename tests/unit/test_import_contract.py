@@ -28,10 +28,22 @@ ALLOWED: dict[str, set[str]] = {
     "drafting": SEAMS,
     "rpc": SEAMS,
     "router": SEAMS | {"drafting"},
+    "planning": SEAMS | {"router", "fakes"},
     "actors": SEAMS | {"engine", "rpc", "router", "drafting", "tokenization", "demo", "telemetry"},
     "serving": SEAMS | {"engine", "rpc", "router", "drafting", "tokenization", "demo", "actors", "telemetry"},
     "bench": SEAMS
-    | {"engine", "rpc", "router", "drafting", "tokenization", "demo", "fakes", "actors", "serving"},
+    | {
+        "engine",
+        "rpc",
+        "router",
+        "drafting",
+        "tokenization",
+        "demo",
+        "fakes",
+        "actors",
+        "serving",
+        "planning",
+    },
     "cli": SEAMS
     | {
         "engine",
@@ -43,6 +55,7 @@ ALLOWED: dict[str, set[str]] = {
         "actors",
         "serving",
         "bench",
+        "planning",
         "telemetry",
     },
     "__init__": set(),

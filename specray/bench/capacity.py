@@ -1,0 +1,274 @@
+"""Measures a pair for `specray plan`: a sweep of short loads through real routers, read from their traces.
+
+Everything is measured where it happens in service: behind gRPC, with the router's work in between, and the
+draft's steps between the target's. An engine alone in a tight loop is faster than it ever is in service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from specray import __version__
+from specray.bench.hardware import hardware_name
+from specray.config import Config, parse_config
+from specray.errors import ConfigError
+from specray.planning.fit import Sweep, fit_acceptance, fit_draft, fit_router, fit_target
+from specray.planning.profile import Profile
+from specray.planning.samples import Samples, read_hits, read_samples
+from specray.router import Router
+from specray.router.trace import TraceEvent, decode_trace
+from specray.rpc.drafter import GrpcDrafter
+from specray.rpc.verifier import GrpcVerifier
+from specray.serving.local import CONNECT_TIMEOUT_S, LocalPair, local_pair
+from specray.tokenization import Tokenizer
+from specray.types import EngineInfo, GenerateRequest, Overlap, SamplingParams, SpeculationParams
+
+SERIAL_KS = (0, 1, 3, 6)
+OVERLAPPED_KS = (2, 4)
+ACCEPTANCE_K = 8
+NUM_SEQUENCES = (1, 2, 4, 8, 16, 32)
+PREFILL_LENS = (16, 64, 128, 256, 512, 1024)
+_LONG_CONTEXT = 1024
+_NUM_PASSES = 2
+_NUM_STEPS = 24
+"""Of each load, about: rounds commit more than one token each."""
+_SHORT_PROMPT = 32
+"""Where steps are measured, prompts are to take no time."""
+_NUM_ALONE = 3
+"""Loads of few sequences have few samples per step, so they are served so many times."""
+_PREFILL_REPEATS = 4
+_ACCEPTANCE_SEQUENCES = 8
+_MAX_TRACE_EVENTS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class SweepPlan:
+    """What is measured."""
+
+    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
+    num_sequences: tuple[int, ...] = NUM_SEQUENCES
+    ks: tuple[int, ...] = SERIAL_KS
+    has_overlap: bool = False
+    """Outcomes are measured too, and engines beside each other."""
+    num_acceptance_tokens: int = 96
+    """Output tokens of each prompt whose acceptance is measured."""
+    dataset: str = "builtin"
+
+
+async def measure_profile(
+    config: Config,
+    prompts: Sequence[str],
+    plan: SweepPlan,
+    *,
+    name: str = "",
+    progress: Callable[[str], None] = lambda text: None,
+) -> Profile:
+    """Starts the pair without Ray and measures it.
+
+    Args:
+        config: of the pair; how it speculates is the sweep's to choose.
+        prompts: what acceptance is measured on, and what fills the contexts.
+        progress: told what comes next.
+
+    Raises:
+        ConfigError: a model or a setting is wrong.
+        EngineLostError: a worker did not start or was lost.
+    """
+    if config.draft.enabled and not config.draft.has_model:
+        raise ConfigError(f"draft.model is {config.draft.model!r}; allowed here: a model, or no draft")
+    if config.target.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"target.tensor_parallel_size is {config.target.tensor_parallel_size}; allowed here: 1, as the"
+            " workers run without Ray"
+        )
+    tokenizer = Tokenizer.load(config.target.model)
+    token_ids = [tuple(tokenizer.encode(prompt)) for prompt in prompts]
+    progress("starting the pair")
+    async with local_pair(_quiet(config)) as pair:
+        target_info, draft_info = await _infos(pair)
+        loads = _Loads(config, pair, token_ids, progress)
+        sweep = await _measure(loads, plan, target_info.max_model_len)
+    draft = (
+        fit_draft(sweep, draft_info, hardware=hardware_name(config.draft)) if draft_info is not None else None
+    )
+    return Profile(
+        name=name,
+        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        specray_version=__version__,
+        dataset=plan.dataset,
+        target=fit_target(sweep, target_info, hardware=hardware_name(config.target)),
+        draft=draft,
+        router=fit_router(sweep),
+        acceptance=fit_acceptance(sweep) if draft is not None else (),
+    )
+
+
+def _quiet(config: Config) -> Config:
+    """Passes repeat prompts: a cached prompt would be no prefill."""
+    values = config.model_dump(mode="json")
+    for role in ("target", "draft"):
+        values[role]["prefix_cache"] = False
+    return parse_config(values)
+
+
+async def _infos(pair: LocalPair) -> tuple[EngineInfo, EngineInfo | None]:
+    """What the engines say of themselves."""
+    verifier = await GrpcVerifier.connect(pair.target, timeout_s=CONNECT_TIMEOUT_S)
+    await verifier.close()
+    if pair.draft is None:
+        return verifier.info, None
+    drafter = await GrpcDrafter.connect(pair.draft, timeout_s=CONNECT_TIMEOUT_S)
+    await drafter.close()
+    return verifier.info, drafter.info
+
+
+async def _measure(loads: _Loads, plan: SweepPlan, max_model_len: int) -> Sweep:
+    sweep = Sweep()
+    has_draft = loads.has_draft
+    ks = [k for k in plan.ks if k == 0 or has_draft]
+    limit = loads.max_num_seqs
+    counts = [count for count in plan.num_sequences if count <= limit] or [limit]
+    # The first load warms up: caches, threads, kernels for new sizes.
+    await loads.rounds(Overlap.SERIAL, max(ks), counts[:3])
+    for _ in range(_NUM_PASSES):
+        samples = Samples()
+        for k in ks:
+            samples.extend(read_samples(await loads.rounds(Overlap.SERIAL, k, counts)))
+        sweep.rounds.append(samples)
+    sweep.prefills = read_samples(await loads.prefills(max_model_len))
+    sweep.long_context = read_samples(await loads.long_context(max_model_len))
+    if not has_draft:
+        return sweep
+    for temperature in plan.temperatures:
+        events = await loads.acceptance(Overlap.SERIAL, temperature, plan.num_acceptance_tokens)
+        sweep.acceptance[temperature] = read_samples(events)
+        if plan.has_overlap:
+            events = await loads.acceptance(
+                Overlap.ENUMERATE, temperature, plan.num_acceptance_tokens, k=OVERLAPPED_KS[-1]
+            )
+            sweep.hits[temperature] = read_hits(events)
+    if plan.has_overlap:
+        for k in OVERLAPPED_KS:
+            sweep.overlapped.extend(read_samples(await loads.rounds(Overlap.ENUMERATE, k, counts)))
+    return sweep
+
+
+class _Loads:
+    """Short loads on one pair; each through a router of its own, whose trace it returns."""
+
+    def __init__(
+        self,
+        config: Config,
+        pair: LocalPair,
+        prompts: Sequence[tuple[int, ...]],
+        progress: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._pair = pair
+        self._prompts = prompts
+        self._text = tuple(itertools.chain.from_iterable(prompts))
+        self._progress = progress
+        self._names = itertools.count()
+
+    @property
+    def has_draft(self) -> bool:
+        return self._pair.draft is not None
+
+    @property
+    def max_num_seqs(self) -> int:
+        config = self._config
+        return min(config.target.max_num_seqs, config.draft.max_num_seqs if self.has_draft else 4096)
+
+    async def rounds(self, overlap: Overlap, k: int, counts: Sequence[int]) -> list[TraceEvent]:
+        """``count`` sessions at once with K draft tokens, for each count."""
+        max_tokens = _NUM_STEPS * (2 if k else 1)
+        async with self._serving(overlap) as serving:
+            for count in counts:
+                self._progress(f"{overlap}, K = {k}, {count} at once")
+                for _ in range(_NUM_ALONE if count < 4 else 1):
+                    prompts = itertools.islice(itertools.cycle(self._prompts), count)
+                    short = [prompt[:_SHORT_PROMPT] for prompt in prompts]
+                    await serving.serve(short, max_tokens=max_tokens, k=k)
+            return await serving.events()
+
+    async def prefills(self, max_model_len: int) -> list[TraceEvent]:
+        """Prompts of many lengths, one at a time; the draft gets them too."""
+        self._progress("prompts")
+        longest = min(PREFILL_LENS[-1], max_model_len - 8)
+        async with self._serving(Overlap.SERIAL) as serving:
+            for length in (*(one for one in PREFILL_LENS if one < longest), longest):
+                for _ in range(_PREFILL_REPEATS):
+                    await serving.serve([self._prompt_of(length)], max_tokens=2, k=int(self.has_draft))
+            return await serving.events()
+
+    async def long_context(self, max_model_len: int) -> list[TraceEvent]:
+        """A few sessions with many tokens before the measured ones."""
+        self._progress("long contexts")
+        max_tokens = 2 * _NUM_STEPS
+        length = max(1, min(_LONG_CONTEXT, max_model_len - max_tokens - 8))
+        prompts = [self._prompt_of(length)] * min(4, self.max_num_seqs)
+        async with self._serving(Overlap.SERIAL) as serving:
+            await serving.serve(prompts, max_tokens=max_tokens, k=3 if self.has_draft else 0)
+            return await serving.events()
+
+    async def acceptance(
+        self, overlap: Overlap, temperature: float, max_tokens: int, *, k: int = ACCEPTANCE_K
+    ) -> list[TraceEvent]:
+        """All prompts, a few at a time."""
+        self._progress(f"acceptance at temperature {temperature:g}, {overlap}")
+        async with self._serving(overlap) as serving:
+            for start in range(0, len(self._prompts), _ACCEPTANCE_SEQUENCES):
+                batch = self._prompts[start : start + _ACCEPTANCE_SEQUENCES]
+                await serving.serve(batch, max_tokens=max_tokens, k=k, temperature=temperature)
+            return await serving.events()
+
+    def _prompt_of(self, length: int) -> tuple[int, ...]:
+        return tuple(itertools.islice(itertools.cycle(self._text), length))
+
+    @asynccontextmanager
+    async def _serving(self, overlap: Overlap) -> AsyncIterator[_Serving]:
+        values = self._config.model_dump(mode="json")
+        values["speculation"] |= {"overlap": overlap.value, "filler": "none"}
+        values["router"]["trace_events"] = _MAX_TRACE_EVENTS
+        router = self._pair.router(parse_config(values))
+        await router.start()
+        try:
+            yield _Serving(router, self._names)
+        finally:
+            await router.stop()
+
+
+class _Serving:
+    """A router that runs."""
+
+    def __init__(self, router: Router, names: Iterator[int]) -> None:
+        self._router = router
+        self._names = names
+
+    async def serve(
+        self, prompts: Sequence[tuple[int, ...]], *, max_tokens: int, k: int, temperature: float = 0.0
+    ) -> None:
+        """All at once, each to ``max_tokens`` or its end."""
+        await asyncio.gather(
+            *(
+                self._router.complete(
+                    GenerateRequest(
+                        f"profile-{next(self._names)}",
+                        prompt,
+                        SamplingParams(temperature=temperature, seed=seed, num_prompt_tokens=len(prompt)),
+                        max_tokens,
+                        speculation=SpeculationParams(enabled=k > 0, num_speculative_tokens=k),
+                    )
+                )
+                for seed, prompt in enumerate(prompts)
+            )
+        )
+
+    async def events(self) -> list[TraceEvent]:
+        """Everything since the start."""
+        return decode_trace(await self._router.trace_text() or "")

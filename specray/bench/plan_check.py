@@ -1,0 +1,173 @@
+"""Holds what `specray plan` predicts against what is measured: the same pair, requests and clients.
+
+Measured through a router in this process with the workers beside it, so without HTTP and Serve, which a
+profile does not know of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from specray.bench.stats import percentile
+from specray.config import Config, parse_config
+from specray.planning.fleet import Kit, simulate_closed
+from specray.planning.load import ClosedLoad, FixedLength, ListedLength
+from specray.planning.results import RunResult
+from specray.router import Router
+from specray.serving.local import local_pair
+from specray.tokenization import Tokenizer
+from specray.types import GenerateRequest, SamplingParams
+
+_MIN_REQUESTS = 8
+_REQUESTS_PER_CLIENT = 3
+_NUM_PASSES = 3
+_NUM_SIMULATIONS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class CheckRow:
+    """One load. Rates are output tokens per second; times milliseconds, medians."""
+
+    concurrency: int
+    num_requests: int
+    measured_tokens_per_s: float
+    """The median of the passes."""
+    measured_of_passes: tuple[float, ...]
+    predicted_tokens_per_s: float
+    measured_ttft_ms: float
+    predicted_ttft_ms: float
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, as part of what was measured."""
+        return self.predicted_tokens_per_s / self.measured_tokens_per_s - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One load, served once."""
+
+    tokens_per_s: float
+    ttft_ms: float
+    """Median."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a pair did."""
+
+    prompt_lens: tuple[int, ...]
+    max_tokens: int
+    temperature: float
+    passes: Mapping[int, Sequence[Pass]]
+    """By clients at once."""
+
+
+async def measure_loads(
+    config: Config,
+    prompts: Sequence[str],
+    *,
+    concurrency: Sequence[int],
+    max_tokens: int,
+    temperature: float,
+    num_passes: int = _NUM_PASSES,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Measured:
+    """Starts the pair and serves the prompts; loads take turns, each pass through a fresh router.
+
+    Args:
+        config: the pair and how it speculates.
+        concurrency: clients at once.
+
+    Raises:
+        ConfigError: a model or a setting is wrong.
+        EngineLostError: a worker did not start or was lost.
+    """
+    tokenizer = Tokenizer.load(config.target.model)
+    encoded = [tuple(tokenizer.encode(prompt)) for prompt in prompts]
+    passes: dict[int, list[Pass]] = {count: [] for count in concurrency}
+    values = config.model_dump(mode="json")
+    for role in ("target", "draft"):
+        values[role]["prefix_cache"] = False
+    progress("starting the pair")
+    async with local_pair(parse_config(values)) as pair:
+        for index, count in itertools.product(range(num_passes), concurrency):
+            progress(f"{count} at a time, pass {index + 1}")
+            router = pair.router(config)
+            await router.start()
+            try:
+                passes[count].append(await _measure(router, encoded, count, max_tokens, temperature))
+            finally:
+                await router.stop()
+    return Measured(tuple(map(len, encoded)), max_tokens, temperature, passes)
+
+
+def compare(kit: Kit, measured: Measured) -> list[CheckRow]:
+    """Simulates what was measured; one row for each number of clients."""
+    return [_row(kit, measured, count, passes) for count, passes in measured.passes.items()]
+
+
+def _num_requests(concurrency: int) -> int:
+    return max(_MIN_REQUESTS, _REQUESTS_PER_CLIENT * concurrency)
+
+
+async def _measure(
+    router: Router, prompts: Sequence[tuple[int, ...]], concurrency: int, max_tokens: int, temperature: float
+) -> Pass:
+    """A pass; without stop tokens, so that every output has ``max_tokens``."""
+    count = _num_requests(concurrency)
+    waiting = iter(list(enumerate(itertools.islice(itertools.cycle(prompts), count))))
+    num_tokens = 0
+    ttft_ms: list[float] = []
+
+    async def work() -> None:
+        nonlocal num_tokens
+        for index, prompt in waiting:
+            sampling = SamplingParams(temperature=temperature, seed=index, num_prompt_tokens=len(prompt))
+            began_s = time.perf_counter()
+            is_first = True
+            async for chunk in router.stream(GenerateRequest(f"check-{index}", prompt, sampling, max_tokens)):
+                if is_first and chunk.token_ids:
+                    ttft_ms.append(1e3 * (time.perf_counter() - began_s))
+                    is_first = False
+                num_tokens += len(chunk.token_ids)
+
+    started_s = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(concurrency):
+            group.create_task(work())
+    return Pass(num_tokens / (time.perf_counter() - started_s), percentile(ttft_ms, 50))
+
+
+def _row(kit: Kit, measured: Measured, concurrency: int, passes: Sequence[Pass]) -> CheckRow:
+    count = _num_requests(concurrency)
+    load = ClosedLoad(
+        concurrency,
+        count,
+        ListedLength(measured.prompt_lens[:count]),
+        FixedLength(measured.max_tokens),
+        measured.temperature,
+    )
+    runs = [
+        simulate_closed(kit, load, num_drafts=int(kit.draft is not None), seed=seed)
+        for seed in range(_NUM_SIMULATIONS)
+    ]
+    return CheckRow(
+        concurrency=concurrency,
+        num_requests=count,
+        measured_tokens_per_s=median(one.tokens_per_s for one in passes),
+        measured_of_passes=tuple(one.tokens_per_s for one in passes),
+        predicted_tokens_per_s=_mean_rate(runs),
+        measured_ttft_ms=median(one.ttft_ms for one in passes),
+        predicted_ttft_ms=median(run.ttft_ms.p50 for run in runs if run.ttft_ms is not None),
+    )
+
+
+def _mean_rate(runs: Sequence[RunResult]) -> float:
+    """All tokens over all seconds."""
+    return sum(run.tokens_per_s * run.window_s for run in runs) / sum(run.window_s for run in runs)

@@ -1,0 +1,323 @@
+"""From samples of traces to the curves of a profile."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import mean, median
+from typing import Any, TypeVar
+
+from specray.planning.curves import Surface, interpolate
+from specray.planning.profile import (
+    AcceptanceProfile,
+    DraftProfile,
+    HitRate,
+    LinearTime,
+    OutcomesPoint,
+    PrefillPoint,
+    ProposePoint,
+    RouterProfile,
+    StepTimePoint,
+    TargetProfile,
+    VerifyPoint,
+)
+from specray.planning.samples import DraftSample, Samples, TargetSample
+from specray.types import EngineInfo
+
+_MIN_SAMPLES = 3
+"""Of one size; what fewer steps took says nothing."""
+_MIN_ROUNDS = 10
+"""That reached a position, for a rate of its own; later positions share that of the one before."""
+
+SampleT = TypeVar("SampleT", TargetSample, DraftSample)
+
+
+@dataclass(slots=True)
+class Sweep:
+    """The samples of a measurement, by what was served."""
+
+    rounds: list[Samples] = field(default_factory=list)
+    """Many sizes of steps, short contexts; one for each pass."""
+    prefills: Samples = field(default_factory=Samples)
+    """Prompts of many lengths, one at a time."""
+    long_context: Samples = field(default_factory=Samples)
+    overlapped: Samples = field(default_factory=Samples)
+    """Draft and target at the same time."""
+    acceptance: dict[float, Samples] = field(default_factory=dict)
+    """By temperature."""
+    hits: dict[float, dict[int, tuple[int, int]]] = field(default_factory=dict)
+    """By temperature and width: (hits, lookups)."""
+
+
+def fit_target(sweep: Sweep, info: EngineInfo, *, hardware: str) -> TargetProfile:
+    """The target's part. The sweep holds at least some steps and prefills."""
+    steps = [
+        step
+        for step in itertools.chain.from_iterable(samples.target for samples in sweep.rounds)
+        if not step.num_prefill_rows and not step.is_beside_draft
+    ]
+    per_sequence_s = _sequence_slope(steps)
+    points = _least_medians(
+        [[step for step in samples.target if _is_decode(step)] for samples in sweep.rounds],
+        place=lambda step: (float(step.num_rows), 0),
+        value=lambda step: max(1e-6, step.forward_s - per_sequence_s * step.num_sequences),
+    )
+    curve = [(place[0], seconds) for place, seconds in points]
+
+    def expected_s(step: TargetSample) -> float:
+        return interpolate(curve, step.num_rows) + per_sequence_s * step.num_sequences
+
+    context_len = mean(step.num_context_tokens / step.num_sequences for step in steps)
+    firsts = [step for step in sweep.prefills.target if step.num_prefill_rows and not step.num_context_tokens]
+    longer = [step for step in sweep.long_context.target if not step.num_prefill_rows]
+    overlapped = [step for step in sweep.overlapped.target if step.is_beside_draft]
+    return TargetProfile(
+        **_common(info, hardware),
+        prefill=_prefill_points(firsts, lambda step: step.num_rows),
+        context_len=context_len,
+        per_context_token_s=_context_slope(longer, expected_s, context_len),
+        transport=fit_linear((step.num_sequences, step.transport_s) for step in steps),
+        slowdown_beside_other=_slowdown(
+            [step for step in overlapped if not step.num_prefill_rows], expected_s
+        ),
+        verify=tuple(VerifyPoint(num_rows=rows, seconds=seconds) for rows, seconds in curve),
+        per_sequence_s=per_sequence_s,
+    )
+
+
+def fit_draft(sweep: Sweep, info: EngineInfo, *, hardware: str) -> DraftProfile:
+    """The draft's part; as ``fit_target``."""
+    passes = [[step for step in samples.draft if _is_proposing(step)] for samples in sweep.rounds]
+    steps = list(itertools.chain.from_iterable(passes))
+    points = _least_medians(
+        passes,
+        place=lambda step: (float(step.num_sequences), step.num_tokens),
+        value=lambda step: step.forward_s,
+    )
+    surface = Surface((tokens, count, seconds) for (count, tokens), seconds in points)
+
+    def expected_s(step: DraftSample) -> float:
+        return surface(step.num_tokens, step.num_sequences)
+
+    enumerated = [step for step in sweep.overlapped.draft if _is_plain(step) and step.num_branches]
+    outcomes = _least_medians(
+        [enumerated],
+        place=lambda step: (float(step.num_branches), step.num_tokens),
+        value=lambda step: step.forward_s,
+    )
+    context_len = mean(step.num_context_tokens / step.num_sequences for step in steps)
+    longer = [step for step in sweep.long_context.draft if _is_proposing(step)]
+    return DraftProfile(
+        **_common(info, hardware),
+        prefill=_prefill_points(
+            [step for step in sweep.prefills.draft if step.is_prefill], lambda step: step.num_new_tokens
+        ),
+        context_len=context_len,
+        per_context_token_s=_context_slope(longer, expected_s, context_len),
+        transport=fit_linear((step.num_sequences, step.transport_s) for step in steps),
+        # Outcomes are always made beside the target, so their times have the slowdown in them.
+        slowdown_beside_other=1.0,
+        propose=tuple(
+            ProposePoint(num_sequences=count, num_tokens=tokens, seconds=seconds)
+            for (count, tokens), seconds in points
+        ),
+        outcomes=tuple(
+            OutcomesPoint(num_branches=count, num_tokens=tokens, seconds=seconds)
+            for (count, tokens), seconds in outcomes
+        ),
+    )
+
+
+def fit_router(sweep: Sweep) -> RouterProfile:
+    """The router's own time between messages."""
+    steps = [
+        step
+        for step in itertools.chain.from_iterable(samples.target for samples in sweep.rounds)
+        if not step.num_prefill_rows and step.gap_s is not None
+    ]
+    asks = [
+        step
+        for step in itertools.chain.from_iterable(samples.draft for samples in sweep.rounds)
+        if _is_proposing(step) and step.gap_s is not None
+    ]
+
+    def gaps(*, is_after_proposal: bool) -> LinearTime:
+        return fit_linear(
+            (step.num_sequences, step.gap_s or 0.0)
+            for step in steps
+            if step.is_after_proposal is is_after_proposal
+        )
+
+    return RouterProfile(
+        verify_after_verdict=gaps(is_after_proposal=False),
+        verify_after_proposal=gaps(is_after_proposal=True),
+        ask_after_verdict=fit_linear((step.num_sequences, step.gap_s or 0.0) for step in asks),
+    )
+
+
+def fit_acceptance(sweep: Sweep) -> tuple[AcceptanceProfile, ...]:
+    """Rates by position, for each temperature at which something was verified."""
+    profiles = []
+    for temperature, samples in sorted(sweep.acceptance.items()):
+        if not samples.rounds:
+            continue
+        hits = sweep.hits.get(temperature, {})
+        profiles.append(
+            AcceptanceProfile(
+                temperature=temperature,
+                by_position=rates_by_position(samples.rounds),
+                num_rounds=len(samples.rounds),
+                hit_rates=tuple(
+                    HitRate(width=width, rate=found / lookups, num_lookups=lookups)
+                    for width, (found, lookups) in sorted(hits.items())
+                    if lookups
+                ),
+            )
+        )
+    return tuple(profiles)
+
+
+def rates_by_position(rounds: Iterable[tuple[int, int]]) -> tuple[float, ...]:
+    """Of the rounds that kept i draft tokens and had another, the share that kept it too, for each i."""
+    tried: defaultdict[int, int] = defaultdict(int)
+    kept: defaultdict[int, int] = defaultdict(int)
+    for num_drafts, num_accepted in rounds:
+        for position in range(min(num_drafts, num_accepted + 1)):
+            tried[position] += 1
+            kept[position] += position < num_accepted
+    rates: list[float] = []
+    for position in range(len(tried)):
+        if position and tried[position] < _MIN_ROUNDS:
+            break
+        rates.append(kept[position] / tried[position])
+    return tuple(rates)
+
+
+def fit_linear(samples: Iterable[tuple[int, float]]) -> LinearTime:
+    """Least squares through the medians of each number of items; neither part is negative."""
+    by_count: dict[int, list[float]] = {}
+    for count, seconds in samples:
+        by_count.setdefault(count, []).append(seconds)
+    points = [(count, median(values)) for count, values in sorted(by_count.items())]
+    if not points:
+        return LinearTime()
+    fixed, slope = _line(points)
+    if fixed < 0:
+        through_zero = sum(count * seconds for count, seconds in points) / sum(n * n for n, _ in points)
+        return LinearTime(per_item_s=max(0.0, through_zero))
+    return LinearTime(fixed_s=fixed, per_item_s=slope)
+
+
+def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Least squares: (value at 0, slope >= 0)."""
+    middle, level = mean(x for x, _ in points), mean(y for _, y in points)
+    spread = sum((x - middle) ** 2 for x, _ in points)
+    slope = max(0.0, sum((x - middle) * (y - level) for x, y in points) / spread) if spread else 0.0
+    return level - slope * middle, slope
+
+
+def _least_medians(
+    passes: Sequence[Sequence[SampleT]],
+    *,
+    place: Callable[[SampleT], tuple[float, int]],
+    value: Callable[[SampleT], float],
+) -> list[tuple[tuple[float, int], float]]:
+    """(place, seconds) points: of each cell, the least of its passes' medians; what disturbs only slows down.
+
+    Neighbouring sizes share a cell, whose place is their mean. Cells with few samples count only where no
+    cell has more.
+    """
+    cells: dict[tuple[int, int], list[tuple[int, float, float]]] = {}
+    for steps in passes:
+        by_cell: dict[tuple[int, int], list[SampleT]] = {}
+        for step in steps:
+            size, depth = place(step)
+            by_cell.setdefault((_cell(size), depth), []).append(step)
+        for cell, members in by_cell.items():
+            size = mean(place(step)[0] for step in members)
+            cells.setdefault(cell, []).append((len(members), size, median(map(value, members))))
+    trusted = {cell: medians for cell, medians in cells.items() if max(medians)[0] >= _MIN_SAMPLES}
+    points = []
+    for (_, depth), medians in sorted((trusted or cells).items()):
+        least = min(medians, key=lambda one: one[2])
+        points.append(((least[1], depth), least[2]))
+    return points
+
+
+def _cell(size: float) -> int:
+    """Four cells for each doubling; small sizes have their own."""
+    return round(size) if size <= 4 else round(4 * math.log2(size)) - 4
+
+
+def _sequence_slope(steps: Sequence[TargetSample]) -> float:
+    """What a step takes for each sequence, at equal rows: how times in one cell of rows differ."""
+    by_rows: dict[int, list[TargetSample]] = {}
+    for step in steps:
+        by_rows.setdefault(_cell(step.num_rows), []).append(step)
+    pairs = []
+    for members in by_rows.values():
+        count, seconds = mean(s.num_sequences for s in members), median(s.forward_s for s in members)
+        pairs += [(s.num_sequences - count, s.forward_s - seconds) for s in members]
+    return _line(pairs)[1] if pairs else 0.0
+
+
+def _prefill_points(
+    steps: Sequence[SampleT], num_tokens: Callable[[SampleT], int]
+) -> tuple[PrefillPoint, ...]:
+    by_length: dict[int, list[float]] = {}
+    for step in steps:
+        if step.forward_s > 0 and num_tokens(step) > 0:
+            by_length.setdefault(num_tokens(step), []).append(step.forward_s)
+    return tuple(
+        PrefillPoint(num_tokens=count, seconds=median(seconds))
+        for count, seconds in sorted(by_length.items())
+    )
+
+
+def _context_slope(
+    steps: Sequence[SampleT], expected_s: Callable[[SampleT], float], context_len: float
+) -> float:
+    slopes = [
+        (step.forward_s - expected_s(step)) / extra
+        for step in steps
+        if (extra := step.num_context_tokens - step.num_sequences * context_len) > 0
+    ]
+    return max(0.0, median(slopes)) if slopes else 0.0
+
+
+def _slowdown(steps: Sequence[SampleT], expected_s: Callable[[SampleT], float]) -> float:
+    ratios = [step.forward_s / expected_s(step) for step in steps]
+    return max(1.0, median(ratios)) if len(ratios) >= _MIN_SAMPLES else 1.0
+
+
+def _is_decode(step: TargetSample) -> bool:
+    return not step.num_prefill_rows and not step.is_beside_draft
+
+
+def _is_proposing(step: DraftSample) -> bool:
+    return _is_plain(step) and not step.num_branches
+
+
+def _is_plain(step: DraftSample) -> bool:
+    return not step.is_prefill and not step.is_mixed and step.num_tokens > 0 and step.forward_s > 0
+
+
+def _common(info: EngineInfo, hardware: str) -> dict[str, Any]:
+    return {
+        "model": info.model,
+        "hardware": hardware,
+        "num_devices": info.tensor_parallel_size,
+        "vocab_size": info.vocab_size,
+        "max_model_len": info.max_model_len,
+        "max_num_seqs": info.max_num_seqs,
+        "max_num_batched_tokens": info.max_num_batched_tokens,
+        "block_size": info.block_size,
+        "num_blocks": info.num_blocks,
+        "dtype": info.dtype,
+        "step_times": tuple(
+            StepTimePoint(num_rows=entry.num_rows, seconds=entry.seconds) for entry in info.step_times
+        ),
+    }

@@ -1,0 +1,228 @@
+"""What `specray profile` measures of a pair and `specray plan` simulates from: one JSON file.
+
+Seconds everywhere. An engine's times are those it reports of its steps; what lies around them (transport, the
+router's own work) is apart, so that engines of several profiles can be combined.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from specray.errors import ConfigError
+from specray.types import EngineInfo, StepTime
+
+SCHEMA_VERSION = 1
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+
+
+class LinearTime(_Part):
+    """``fixed_s + per_item_s * items``."""
+
+    fixed_s: float = Field(0.0, ge=0)
+    per_item_s: float = Field(0.0, ge=0)
+
+    def of(self, num_items: int) -> float:
+        return self.fixed_s + self.per_item_s * num_items
+
+
+class VerifyPoint(_Part):
+    """A target step of running sequences, without what it takes for each of them."""
+
+    num_rows: float = Field(ge=1, description="Draft tokens and the one before them, of all sequences.")
+    seconds: float = Field(gt=0)
+
+
+class ProposePoint(_Part):
+    """A draft step that answered proposals."""
+
+    num_sequences: float = Field(ge=1)
+    num_tokens: int = Field(ge=1, description="Of each proposal.")
+    seconds: float = Field(gt=0)
+
+
+class OutcomesPoint(_Part):
+    """A draft step that answered outcomes."""
+
+    num_branches: float = Field(ge=1, description="Of all sequences together.")
+    num_tokens: int = Field(ge=1, description="Of each branch.")
+    seconds: float = Field(gt=0)
+
+
+class PrefillPoint(_Part):
+    """A step that computed the first tokens of a prompt and nothing else."""
+
+    num_tokens: int = Field(ge=1)
+    seconds: float = Field(gt=0)
+
+
+class StepTimePoint(_Part):
+    """What the engine said of itself at its start; the router's first choices come from it."""
+
+    num_rows: int = Field(ge=1)
+    seconds: float = Field(gt=0)
+
+
+class EngineProfile(_Part):
+    """What both engines have in common."""
+
+    model: str
+    hardware: str = Field(min_length=1, description="Of one device: what --cost names.")
+    num_devices: int = Field(1, ge=1, description="Devices of one engine: its tensor parallel size.")
+    vocab_size: int = Field(ge=1)
+    max_model_len: int = Field(ge=16)
+    max_num_seqs: int = Field(ge=1)
+    max_num_batched_tokens: int = Field(ge=1)
+    block_size: int = Field(ge=1)
+    num_blocks: int = Field(ge=0, description="0: not told; room is not limited then.")
+    dtype: str = ""
+    step_times: tuple[StepTimePoint, ...] = ()
+    prefill: tuple[PrefillPoint, ...] = Field(min_length=1)
+    context_len: float = Field(0.0, ge=0, description="Mean tokens before the measured rows.")
+    per_context_token_s: float = Field(
+        0.0, ge=0, description="Of a step, for each sequence and token beyond context_len."
+    )
+    transport: LinearTime = Field(
+        default_factory=LinearTime, description="There and back and the worker's own work, by items."
+    )
+    slowdown_beside_other: float = Field(
+        1.0, ge=1, description="A step takes so many times as long while the other engine works."
+    )
+
+    def info(self, role: str) -> EngineInfo:
+        """What a simulated engine of this kind says of itself."""
+        return EngineInfo(
+            role=role,
+            model=self.model,
+            vocab_size=self.vocab_size,
+            tokenizer_fingerprint="simulated",
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            protocol_version=1,
+            dtype=self.dtype,
+            tensor_parallel_size=self.num_devices,
+            step_times=tuple(StepTime(point.num_rows, point.seconds) for point in self.step_times),
+        )
+
+
+class TargetProfile(EngineProfile):
+    """One target group."""
+
+    verify: tuple[VerifyPoint, ...] = Field(min_length=1)
+    per_sequence_s: float = Field(0.0, ge=0, description="Of a step, for each sequence.")
+
+
+class DraftProfile(EngineProfile):
+    """One draft."""
+
+    propose: tuple[ProposePoint, ...] = Field(min_length=1)
+    outcomes: tuple[OutcomesPoint, ...] = ()
+
+
+class RouterProfile(_Part):
+    """The router's own time between an answer and the next question, by sessions of the step."""
+
+    verify_after_verdict: LinearTime = Field(default_factory=LinearTime)
+    verify_after_proposal: LinearTime = Field(default_factory=LinearTime)
+    ask_after_verdict: LinearTime = Field(default_factory=LinearTime)
+
+
+class HitRate(_Part):
+    """Of enumerated outcomes."""
+
+    width: int = Field(ge=1, le=3, description="Branches for each number of accepted tokens, on average.")
+    rate: float = Field(ge=0, le=1)
+    num_lookups: int = Field(ge=1)
+
+
+class AcceptanceProfile(_Part):
+    """How good the draft is, at one temperature."""
+
+    temperature: float = Field(ge=0, le=2)
+    by_position: tuple[float, ...] = Field(
+        min_length=1,
+        description="Entry i: of the rounds that kept i draft tokens and had one more, how many kept it.",
+    )
+    num_rounds: int = Field(ge=1)
+    hit_rates: tuple[HitRate, ...] = ()
+
+    @model_validator(mode="after")
+    def _check_rates(self) -> AcceptanceProfile:
+        for position, rate in enumerate(self.by_position):
+            if not 0 <= rate <= 1:
+                raise ValueError(f"by_position[{position}] is {rate}; allowed: 0..1")
+        return self
+
+
+class Profile(_Part):
+    """A pair as it was measured."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    name: str = Field("", description="For tables; default: the hardware.")
+    created: str = ""
+    specray_version: str = ""
+    dataset: str = ""
+    target: TargetProfile
+    draft: DraftProfile | None = None
+    router: RouterProfile = Field(default_factory=RouterProfile)
+    acceptance: tuple[AcceptanceProfile, ...] = ()
+
+    @model_validator(mode="after")
+    def _check_pair(self) -> Profile:
+        if self.draft is not None and not self.acceptance:
+            raise ValueError("acceptance is empty; allowed: at least one temperature where there is a draft")
+        if self.draft is not None and self.draft.vocab_size != self.target.vocab_size:
+            raise ValueError(
+                f"draft.vocab_size is {self.draft.vocab_size}, target.vocab_size {self.target.vocab_size};"
+                " they must be equal"
+            )
+        return self
+
+    def acceptance_at(self, temperature: float) -> AcceptanceProfile | None:
+        """That of the nearest temperature that was measured; None without a draft."""
+        return min(self.acceptance, key=lambda one: abs(one.temperature - temperature), default=None)
+
+
+def save_profile(profile: Profile, path: Path) -> None:
+    """Writes the file. Raises ConfigError."""
+    try:
+        path.write_text(json.dumps(profile.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {path}: {error.strerror}") from None
+
+
+def load_profile(path: Path) -> Profile:
+    """Reads and checks a file.
+
+    Raises:
+        ConfigError: it is missing, or names every wrong field, its value and what is allowed.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--profile {path}: {error.strerror}") from None
+    except ValueError:
+        raise ConfigError(f"--profile {path} is not JSON; `specray profile` writes such a file") from None
+    version = values.get("schema_version") if isinstance(values, dict) else None
+    if version != SCHEMA_VERSION:
+        raise ConfigError(
+            f"--profile {path}: schema_version is {version!r}; allowed: {SCHEMA_VERSION} (measure it again)"
+        )
+    try:
+        return Profile.model_validate(values)
+    except ValidationError as error:
+        lines = [
+            f"{'.'.join(map(str, problem['loc'])) or 'profile'}: {problem['msg']}"
+            + (f" (got {problem['input']!r})" if problem["loc"] and problem["type"] != "missing" else "")
+            for problem in error.errors()
+        ]
+        raise ConfigError(f"--profile {path}: {'; '.join(lines)}") from None

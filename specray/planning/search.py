@@ -1,0 +1,229 @@
+"""How many target groups and drafts a load needs: simulation after simulation, the cheapest fleet that holds.
+
+A large fleet is one of equal cells (some groups and the drafts that they share), so up to ``_CELL_GROUPS``
+groups are simulated with their part of the load; requests are sent to routers at random, so a cell of eight
+differs little from the whole. What is recommended is then simulated whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from specray.planning.fleet import Window, simulate, simulate_saturated
+from specray.planning.hardware import Offer
+from specray.planning.load import OpenLoad
+from specray.planning.results import RunResult, Slo
+
+MAX_GROUPS = 4096
+_CELL_GROUPS = 8
+_HEADROOM = 0.95
+"""Of a saturated fleet's tokens: more would let queues grow for ever, which a short window might not show."""
+_NUM_REQUESTS = 200
+"""Of a window: enough for the share that meets the SLO."""
+_MAX_SATURATING = 64
+"""Sessions of a group in the run that finds its limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a fleet has to hold."""
+
+    load: OpenLoad
+    slo: Slo
+    max_groups: int = 256
+    seed: int = 0
+    num_requests: int = _NUM_REQUESTS
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to hold the load, or the nearest to it that was found."""
+
+    offer: Offer
+    drafts_per_group: Fraction
+    num_groups: int
+    num_drafts: int
+    is_enough: bool
+    run: RunResult
+    """Of a cell; rates are those of the whole fleet."""
+    capacity_tokens_per_s: float
+    """Of one saturated group."""
+
+    @property
+    def cost(self) -> float:
+        return self.offer.cost(self.num_groups, self.num_drafts)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a search found."""
+
+    demand: Demand
+    candidates: tuple[Candidate, ...]
+    best: Candidate
+    """The cheapest that is enough, else the one that meets the SLO for most requests."""
+    whole: RunResult | None
+    """The best one simulated whole; None where its cell was the whole, or it would take too long."""
+
+
+def make_plan(
+    offers: Sequence[Offer],
+    ratios: Sequence[Fraction],
+    demand: Demand,
+    *,
+    max_whole_requests: int = 20_000,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Plan:
+    """Searches every offer with every number of drafts per group.
+
+    Args:
+        ratios: drafts per target group; 0 is plain decoding.
+        max_whole_requests: the whole fleet is simulated where so many requests are enough.
+        progress: told what comes next.
+    """
+    candidates: list[Candidate] = []
+    plain_targets: set[str] = set()
+    for offer in offers:
+        for ratio in sorted(set(ratios)) if offer.kit.draft is not None else [Fraction(0)]:
+            if ratio == 0:
+                # Plain decoding is the same with every kind of draft.
+                if offer.target_hardware in plain_targets:
+                    continue
+                plain_targets.add(offer.target_hardware)
+            one = offer if ratio else offer.without_draft()
+            candidates.append(_Search(one, ratio, demand, progress).run())
+    enough = [candidate for candidate in candidates if candidate.is_enough]
+    best = (
+        min(enough, key=lambda one: (one.cost, one.num_groups))
+        if enough
+        else max(candidates, key=lambda one: one.run.met_share * one.run.goodput_tokens_per_s)
+    )
+    return Plan(demand, tuple(candidates), best, _run_whole(best, demand, max_whole_requests, progress))
+
+
+class _Search:
+    """The fewest groups of one kind."""
+
+    def __init__(
+        self, offer: Offer, ratio: Fraction, demand: Demand, progress: Callable[[str], None]
+    ) -> None:
+        self._offer = offer
+        self._ratio = ratio
+        self._demand = demand
+        self._progress = progress
+        self._runs: dict[int, RunResult] = {}
+        groups = ratio.denominator
+        drafts = ratio.numerator
+        self._tell("saturated")
+        limit = min(offer.kit.target.max_num_seqs, _MAX_SATURATING)
+        load = demand.load
+        self._saturated = simulate_saturated(
+            offer.kit, load, sessions_per_group=limit, num_groups=groups, num_drafts=drafts, seed=demand.seed
+        )
+        self._capacity = self._saturated.tokens_per_s / groups
+        self._latency_s = limit * load.output.mean / self._capacity
+
+    def run(self) -> Candidate:
+        most = self._demand.max_groups
+        wanted = self._demand.load.rate_per_s * self._demand.load.output.mean
+        low = max(1, math.ceil(wanted / (_HEADROOM * self._capacity)))
+        if low > most:
+            return self._candidate(most, is_enough=False)
+        # Upwards in growing steps, then the gap is halved.
+        lacking, enough, step = low - 1, low, max(1, low // 8)
+        while not self._is_enough(enough):
+            if enough == most:
+                return self._candidate(most, is_enough=False)
+            lacking, enough, step = enough, min(most, enough + step), 2 * step
+        while enough - lacking > 1:
+            middle = (lacking + enough) // 2
+            if self._is_enough(middle):
+                enough = middle
+            else:
+                lacking = middle
+        return self._candidate(enough, is_enough=True)
+
+    def _is_enough(self, num_groups: int) -> bool:
+        return self._result(num_groups).met_share >= self._demand.slo.share
+
+    def _candidate(self, num_groups: int, *, is_enough: bool) -> Candidate:
+        num_drafts = num_drafts_for(num_groups, self._ratio)
+        run = self._result(num_groups)
+        return Candidate(self._offer, self._ratio, num_groups, num_drafts, is_enough, run, self._capacity)
+
+    def _result(self, num_groups: int) -> RunResult:
+        run = self._runs.get(num_groups)
+        if run is None:
+            self._tell(f"{num_groups} groups")
+            cell_groups, cell_drafts = cell_of(num_groups, self._ratio)
+            share = cell_groups / num_groups
+            load = replace(self._demand.load, rate_per_s=self._demand.load.rate_per_s * share)
+            window = window_for(load.rate_per_s, self._latency_s, self._demand.num_requests)
+            cell = simulate(
+                self._offer.kit,
+                load,
+                window,
+                num_groups=cell_groups,
+                num_drafts=cell_drafts,
+                slo=self._demand.slo,
+                seed=self._demand.seed,
+            )
+            run = self._runs[num_groups] = cell.scaled(num_groups, num_drafts_for(num_groups, self._ratio))
+        return run
+
+    def _tell(self, what: str) -> None:
+        on = f"{self._offer.target_hardware}, {float(self._ratio):g} drafts per group"
+        self._progress(f"{on}: {what}")
+
+
+def num_drafts_for(num_groups: int, ratio: Fraction) -> int:
+    """Drafts of a fleet: at least one where there are any."""
+    return math.ceil(num_groups * ratio)
+
+
+def cell_of(num_groups: int, ratio: Fraction) -> tuple[int, int]:
+    """(groups, drafts) to simulate in place of a fleet: all of a small one, else a part with the same ratio."""
+    if num_groups <= _CELL_GROUPS:
+        return num_groups, num_drafts_for(num_groups, ratio)
+    unit = ratio.denominator
+    groups = unit * max(1, _CELL_GROUPS // unit)
+    return (
+        (groups, int(groups * ratio))
+        if groups < num_groups
+        else (num_groups, num_drafts_for(num_groups, ratio))
+    )
+
+
+def window_for(rate_per_s: float, latency_s: float, num_requests: int) -> Window:
+    """Long enough for so many requests, and to see the slowest ones out.
+
+    Args:
+        latency_s: of a request in a saturated fleet.
+    """
+    return Window(1.5 * latency_s, max(num_requests / rate_per_s, latency_s))
+
+
+def _run_whole(
+    best: Candidate, demand: Demand, max_requests: int, progress: Callable[[str], None]
+) -> RunResult | None:
+    if cell_of(best.num_groups, best.drafts_per_group)[0] == best.num_groups:
+        return None
+    load, kit = demand.load, best.offer.kit
+    latency_s = min(kit.target.max_num_seqs, _MAX_SATURATING) * load.output.mean / best.capacity_tokens_per_s
+    window = window_for(load.rate_per_s, latency_s, demand.num_requests)
+    # Until the last request of the window has ended, others arrive.
+    if load.rate_per_s * (window.warmup_s + window.length_s + latency_s) > max_requests:
+        return None
+    progress(f"the whole fleet: {best.num_groups} groups and {best.num_drafts} drafts")
+    return simulate(
+        kit,
+        load,
+        window,
+        num_groups=best.num_groups,
+        num_drafts=best.num_drafts,
+        slo=demand.slo,
+        seed=demand.seed,
+    )
