@@ -7,7 +7,7 @@ scripted implementation of each, and one composition root (``actors``) chooses t
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from specray.types import (
     DraftReplies,
@@ -105,6 +105,22 @@ class RequestTracer(Protocol):
 
     def request_ended(self, life: RequestLife, now: float) -> None:
         """``now``: the router's clock at this moment. Does not block and does not raise."""
+        ...
+
+
+@runtime_checkable
+class DrafterPool(DrafterSource, Protocol):
+    """A source with several drafts, among which routers spread."""
+
+    async def lease_better(self, current: Drafter) -> Drafter | None:
+        """A fresh connection to a draft that clearly fewer routers share than ``current``.
+
+        Returns:
+            None: ``current`` is as good as any.
+
+        Raises:
+            EngineLostError: the drafts could not be asked.
+        """
         ...
 
 

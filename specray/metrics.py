@@ -91,6 +91,11 @@ class RouterMetrics:
         )
         self.draft_lost = Counter("specray_draft_lost", "Drafts lost or given up.", registry=registry)
         self.draft_leases = Counter("specray_draft_leases", "Drafts leased.", registry=registry)
+        self.draft_moves = Counter(
+            "specray_draft_moves",
+            "Drafts left for another: they were to end, or fewer routers share the other.",
+            registry=registry,
+        )
         self.draft_refused = Counter(
             "specray_draft_refused", "Leased drafts that do not fit the target.", registry=registry
         )

@@ -1,8 +1,9 @@
 """What the draft is asked, and when; what its answers are worth; when it is given up.
 
-A draft is never waited for beyond ``patience_s``: a session whose proposal is late goes on without one in
-that round. A draft that has not answered anything for so long is asked nothing more until it answers, and
-after ``round_timeout_s`` it is given up and another is leased.
+A draft is never waited for beyond ``patience_s``, a few times what it usually takes: a session whose proposal
+is late goes on without one in that round. A draft that has not answered anything for so long is asked nothing
+more until it answers, and after ``round_timeout_s`` it is given up and another is leased. So a draft that
+hangs costs its sessions a second or so, and one that is only slow is not lost for it.
 
 A session that needs no draft model is settled at once by its local draft. That of the others is a *filler*:
 it proposes where the model has nothing to offer, and its tokens are accounted for apart from the model's.
@@ -35,6 +36,13 @@ from specray.types import (
 
 logger = logging.getLogger(__name__)
 
+UNMEASURED_PATIENCE_S = 1.5
+"""How long a round waits for a draft of which nothing is known yet."""
+SERIAL_PATIENCE_S = 1.0
+"""How long it waits at least when both engines take turns."""
+MAX_DRAFT_LOSSES = 3
+"""A request that so many drafts in a row were lost with may be what ended them."""
+_FOR_EVER = 1 << 60
 _LONG_ITEM = 64
 """Items that bring more tokens than this are prefills: their times say nothing about a draft step."""
 
@@ -72,6 +80,8 @@ class Drafting:
         self._round_timeout_s = round_timeout_s
         self._is_serial = is_serial
         self._trace = trace
+        if leases is not None:
+            leases.on_moved = self._on_moved
 
     @property
     def link(self) -> DraftLink | None:
@@ -197,6 +207,10 @@ class Drafting:
 
     def on_replies(self, link: DraftLink, replies: DraftReplies, now: float) -> None:
         """Takes a batch of replies; those of a link that was given up are late."""
+        if replies.is_draining and self._leases is not None:
+            self._leases.leave(link)
+        if not replies.replies:
+            return
         self._later.add(self._metrics.draft_forward_s.observe, replies.forward_ns / 1e9)
         asked_since, link.unanswered_since = link.unanswered_since, None
         answered: list[SpeculateItem] = []
@@ -220,6 +234,7 @@ class Drafting:
 
     def _take(self, live: LiveSession, reply: DraftReply) -> bool:
         session = live.session
+        live.num_draft_losses = 0
         match reply:
             case Proposal():
                 is_awaited = session.has_open_verdict
@@ -274,6 +289,16 @@ class Drafting:
             return
         logger.warning("draft lost, decoding without: %s", reason)
         for live in self._running.values():
+            if live.session.draft.in_flight is not None:
+                live.num_draft_losses += 1
+                if live.num_draft_losses >= MAX_DRAFT_LOSSES:
+                    logger.warning("%s goes on without a draft: it may have ended several", live.request_id)
+                    live.pacing.rest_rounds = _FOR_EVER
+        self._on_moved()
+
+    def _on_moved(self) -> None:
+        """What the draft held and owed is not to be had from the next one."""
+        for live in self._running.values():
             live.session.lose_draft()
             live.waiting_since_s = None
 
@@ -309,11 +334,18 @@ class Drafting:
         return min(dues, default=None)
 
     def _patience_s(self) -> float:
-        patience_s = None if self._is_serial else self._policy.patience_s()
-        return self._round_timeout_s if patience_s is None else min(patience_s, self._round_timeout_s)
+        patience_s = self._policy.patience_s()
+        if patience_s is None:
+            patience_s = UNMEASURED_PATIENCE_S
+        if self._is_serial:
+            # The reference loop goes on without a draft only when something is wrong with it.
+            patience_s = max(patience_s, SERIAL_PATIENCE_S)
+        return min(patience_s, self._round_timeout_s)
 
     def _plan(self, live: LiveSession, num_remaining: int, now: float) -> Plan:
         link = self.link
+        if link is None and self._leases is not None and live.pacing.fixed_k != 0:
+            self._leases.want()
         if link is None or self._is_stalled(link, now):
             return OFF
         plan = self._policy.plan(live.pacing, num_remaining=num_remaining, num_running=len(self._running))

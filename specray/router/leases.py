@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections.abc import Callable
 
 from specray.errors import ConfigError
-from specray.interfaces import Clock, Drafter, DrafterSource
+from specray.interfaces import Clock, Drafter, DrafterPool, DrafterSource
 from specray.metrics import RouterMetrics
 from specray.router.clock import within
 from specray.router.links import DraftLink, Inbox, measure_round_trip
@@ -18,20 +19,23 @@ logger = logging.getLogger(__name__)
 
 LEASE_TIMEOUT_S = 30.0
 FIRST_BACKOFF_S = 0.1
-MAX_BACKOFF_S = 10.0
+MAX_BACKOFF_S = 2.0
+REBALANCE_INTERVAL_S = 10.0
 
 
 class DraftLeases:
-    """Holds the link to the leased draft, and gets a new one after it was lost.
+    """Holds the link to the leased draft, and gets a new one after it was lost or before it ends.
 
     Args:
-        source: where drafts come from.
+        source: where drafts come from. One that is an interfaces.DrafterPool is asked from time to time for a
+            draft that fewer routers share.
         target_info: what a draft must agree with.
         inbox: of the loop; it is woken when a draft has come.
         clock: of deadlines and backoff.
         metrics: counts leases and losses.
         rng: jitter, so that many routers do not ask at once.
         policy: learns what a new draft says of its speed.
+        on_demand: a draft is asked for only while some session wants one, so that drafts may scale to none.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class DraftLeases:
         metrics: RouterMetrics,
         rng: random.Random,
         policy: Policy,
+        on_demand: bool = False,
     ) -> None:
         self._source = source
         self._target_info = target_info
@@ -52,11 +57,19 @@ class DraftLeases:
         self._metrics = metrics
         self._rng = rng
         self._policy = policy
+        self._on_demand = on_demand
+        self._is_wanted = asyncio.Event()
+        self._drafter: Drafter | None = None
+        self._leaving: DraftLink | None = None
+        """The link that another is being sought for while it still serves."""
         self._leasing: asyncio.Task[None] | None = None
+        self._rebalancing: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self.link: DraftLink | None = None
         self.model: str | None = None
         """Of the draft leased last."""
+        self.on_moved: Callable[[], None] = _ignore
+        """Called when ``link`` has become another while the one before still served."""
 
     async def start(self) -> None:
         """Asks for a first draft and waits for the answer; without one, goes on asking in the background.
@@ -64,36 +77,57 @@ class DraftLeases:
         Raises:
             ConfigError: the draft does not fit the target.
         """
+        if isinstance(self._source, DrafterPool):
+            self._rebalancing = asyncio.create_task(self._rebalance(self._source))
+        if self._on_demand:
+            self._lease_in_background()
+            return
         try:
             await self._lease()
         except ConfigError:
+            self._stop_rebalancing()
             raise
         except Exception as error:
             logger.warning("no draft yet, decoding without: %s", error)
             self._lease_in_background()
 
+    def want(self) -> None:
+        """Some session could use a draft."""
+        self._is_wanted.set()
+
     def lose(self, link: DraftLink) -> bool:
         """Gives up a draft and asks for another. False when it had been given up before."""
         if link is not self.link:
             return False
-        self.link = None
+        self.link = self._drafter = self._leaving = None
         self._metrics.draft_lost.inc()
         self._metrics.draft_connected.set(0)
-        closing = asyncio.create_task(link.close(self._clock))
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
+        self._close_later(link)
         self._lease_in_background()
         return True
 
+    def leave(self, link: DraftLink) -> None:
+        """Asks for another draft, since this one will end; it is used until the other is there."""
+        if link is self.link and link is not self._leaving:
+            self._leaving = link
+            self._is_wanted.set()
+            self._lease_in_background()
+
     async def close(self) -> None:
         """Ends the lease and all asking."""
-        if self._leasing is not None:
-            self._leasing.cancel()
-            await asyncio.gather(self._leasing, return_exceptions=True)
+        self._stop_rebalancing()
+        tasks = [task for task in (self._leasing, self._rebalancing) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self.link is not None:
             link, self.link = self.link, None
             await link.close(self._clock)
         await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def _stop_rebalancing(self) -> None:
+        if self._rebalancing is not None:
+            self._rebalancing.cancel()
 
     def _lease_in_background(self) -> None:
         if self._leasing is None or self._leasing.done():
@@ -103,6 +137,9 @@ class DraftLeases:
         backoff_s = FIRST_BACKOFF_S
         while True:
             await self._clock.sleep(backoff_s * self._rng.uniform(0.5, 1.5))
+            if self._on_demand:
+                await self._is_wanted.wait()
+                self._is_wanted.clear()
             try:
                 await self._lease()
             except Exception as error:
@@ -111,28 +148,62 @@ class DraftLeases:
             else:
                 return
 
+    async def _rebalance(self, pool: DrafterPool) -> None:
+        while True:
+            await self._clock.sleep(REBALANCE_INTERVAL_S * self._rng.uniform(0.5, 1.5))
+            link, drafter = self.link, self._drafter
+            if link is None or drafter is None or link is self._leaving:
+                continue
+            try:
+                better = await within(self._clock, LEASE_TIMEOUT_S, pool.lease_better(drafter))
+                if better is None:
+                    continue
+                if link is self.link:
+                    await self._adopt(better)
+                else:
+                    await self._close_unused(better)
+            except Exception as error:
+                logger.info("no better draft: %s", error or type(error).__name__)
+
     async def _lease(self) -> None:
-        drafter = await within(self._clock, LEASE_TIMEOUT_S, self._source.lease())
+        await self._adopt(await within(self._clock, LEASE_TIMEOUT_S, self._source.lease()))
+
+    async def _adopt(self, drafter: Drafter) -> None:
+        """Makes a draft the leased one. Raises ConfigError when it does not fit the target."""
         try:
             check_draft(drafter.info, self._target_info)
         except ConfigError:
             self._metrics.draft_refused.inc()
-            await self._close_refused(drafter)
+            await self._close_unused(drafter)
             raise
         if drafter.info.step_times:
             round_trip_s = await measure_round_trip(drafter.fetch_info, self._clock)
             self._policy.expect_draft(drafter.info.step_times, round_trip_s)
-        self.link = DraftLink(drafter, self._inbox)
+        before, self.link, self._drafter = self.link, DraftLink(drafter, self._inbox), drafter
+        self._leaving = None
         self.model = drafter.info.model
         self._metrics.draft_leases.inc()
         self._metrics.draft_connected.set(1)
+        if before is not None:
+            self._metrics.draft_moves.inc()
+            self._close_later(before)
+            self.on_moved()
         self._inbox.wake()
 
-    async def _close_refused(self, drafter: Drafter) -> None:
+    def _close_later(self, link: DraftLink) -> None:
+        closing = asyncio.create_task(link.close(self._clock))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    async def _close_unused(self, drafter: Drafter) -> None:
         try:
             await within(self._clock, LEASE_TIMEOUT_S, drafter.close())
         except Exception as error:
-            logger.warning("closing a refused draft: %s", error)
+            logger.warning("closing a draft that is not used: %s", error)
+
+
+def _ignore() -> None:
+    """Nobody is to be told."""
 
 
 def check_draft(draft: EngineInfo, target: EngineInfo) -> None:

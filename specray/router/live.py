@@ -31,6 +31,8 @@ class LiveSession:
     """When the first item of the round in flight was sent."""
     draft_forward_s: float = 0.0
     """Draft steps that the round in flight had to wait for."""
+    num_draft_losses: int = 0
+    """Drafts lost in a row while they owed this session an answer."""
     committed_s: float | None = None
     """When tokens were committed last."""
 

@@ -65,6 +65,7 @@ class Router:
         stop_matchers: for stop strings; without it requests that have some are refused.
         metrics: default: a fresh registry.
         draft: what drafts for requests that do not say; without ``drafters``, MODEL is plain decoding.
+        draft_on_demand: a draft is leased only when some request could use one.
         version: of the service.
         seed: of the jitter of retries.
     """
@@ -81,6 +82,7 @@ class Router:
         stop_matchers: StopMatcherFactory | None = None,
         metrics: RouterMetrics | None = None,
         draft: DraftKind = DraftKind.MODEL,
+        draft_on_demand: bool = False,
         version: str = __version__,
         seed: int = 0,
     ) -> None:
@@ -95,6 +97,7 @@ class Router:
         self._rng = random.Random(seed)
         inbox = self._inbox = Inbox()
         self._draft = draft
+        self._draft_on_demand = draft_on_demand
         max_events = self._config.trace_events
         self._trace = Trace(self._clock, max_events) if max_events else None
         self._policy = Policy(self._speculation, trace=self._trace)
@@ -279,6 +282,10 @@ class Router:
         """See interfaces.RouterClient."""
         return None if self._trace is None else encode_trace(self._trace.events)
 
+    def load(self) -> dict[str, float]:
+        """See Sessions.load."""
+        return self._sessions.load()
+
     # Requests
 
     def _submit(self, request: GenerateRequest, *, is_stream: bool) -> LiveSession:
@@ -372,4 +379,5 @@ class Router:
             metrics=self.metrics,
             rng=self._rng,
             policy=self._policy,
+            on_demand=self._draft_on_demand,
         )

@@ -50,6 +50,13 @@ class Sessions:
     def num_queued(self) -> int:
         return len(self._queue)
 
+    def load(self) -> dict[str, float]:
+        """How much there is to do: the share of the places that is taken, and prompt tokens that wait."""
+        return {
+            "occupancy": len(self.running) / self._limit,
+            "queued_tokens": float(self._queue.num_tokens),
+        }
+
     @property
     def next_due_s(self) -> float | None:
         """When ``expire`` or ``admit`` has something to do even if nothing else happens."""

@@ -125,6 +125,7 @@ async def serving(
     source = drafters or FakeDrafterSource(make_drafter or (lambda _: LocalDrafter(draft, clock)))
     stop_matchers = options.pop("stop_matchers", None)
     kind = options.pop("draft_kind", DraftKind.MODEL)
+    draft_on_demand = options.pop("draft_on_demand", False)
     # Most tests count what the draft model does.
     options.setdefault("filler", "none")
     router = Router(
@@ -135,6 +136,7 @@ async def serving(
         clock=clock,
         stop_matchers=stop_matchers,
         draft=kind,
+        draft_on_demand=draft_on_demand,
     )
     await router.start()
     try:
