@@ -8,6 +8,7 @@ import os
 import random
 import signal
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from specray.bench.soak.schedule import FaultKind, PlannedFault
 from specray.bench.testbed.beds import Bed
@@ -19,11 +20,21 @@ DELAY_MS = 40.0
 LOSS = 0.1
 """Of frames, for a bad one."""
 
-Injector = Callable[[Bed, PlannedFault, random.Random], Awaitable[str]]
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What was hurt."""
+
+    what: str
+    killed: frozenset[int] = frozenset()
+    """Processes that do not come back, though the service may not have noticed yet."""
 
 
-async def inject(bed: Bed, fault: PlannedFault, rng: random.Random) -> str:
-    """Does it, and undoes it when its time is over; returns to what it was done.
+Injector = Callable[[Bed, PlannedFault, random.Random], Awaitable[Done]]
+
+
+async def inject(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
+    """Does it, and undoes it when its time is over.
 
     Raises:
         EngineLostError: there was nobody to do it to, or it could not be done.
@@ -31,13 +42,13 @@ async def inject(bed: Bed, fault: PlannedFault, rng: random.Random) -> str:
     return await _INJECTORS[fault.kind](bed, fault, rng)
 
 
-async def _kill(bed: Bed, role: Role, rng: random.Random) -> str:
+async def _kill(bed: Bed, role: Role, rng: random.Random) -> Done:
     part = await _pick(bed, role, rng)
     _signal(part, signal.SIGKILL)
-    return f"{role} {part.pid}"
+    return Done(f"{role} {part.pid}", frozenset({part.pid}))
 
 
-async def _stop(bed: Bed, role: Role, rng: random.Random, hold_s: float, last: signal.Signals) -> str:
+async def _stop(bed: Bed, role: Role, rng: random.Random, hold_s: float, last: signal.Signals) -> Done:
     part = await _pick(bed, role, rng)
     _signal(part, signal.SIGSTOP)
     try:
@@ -46,51 +57,51 @@ async def _stop(bed: Bed, role: Role, rng: random.Random, hold_s: float, last: s
         # It may have been ended in the meantime.
         with contextlib.suppress(EngineLostError):
             _signal(part, last)
-    return f"{role} {part.pid}"
+    return Done(f"{role} {part.pid}", frozenset({part.pid} if last is signal.SIGKILL else ()))
 
 
-async def _kill_draft(bed: Bed, fault: PlannedFault, rng: random.Random) -> str:
+async def _kill_draft(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
     return await _kill(bed, Role.DRAFT, rng)
 
 
-async def _kill_target(bed: Bed, fault: PlannedFault, rng: random.Random) -> str:
+async def _kill_target(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
     return await _kill(bed, Role.TARGET, rng)
 
 
-async def _kill_router(bed: Bed, fault: PlannedFault, rng: random.Random) -> str:
+async def _kill_router(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
     return await _kill(bed, Role.ROUTER, rng)
 
 
-async def _stop_draft(bed: Bed, fault: PlannedFault, rng: random.Random) -> str:
+async def _stop_draft(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
     return await _stop(bed, Role.DRAFT, rng, fault.hold_s, signal.SIGCONT)
 
 
-async def _hang_draft(bed: Bed, fault: PlannedFault, rng: random.Random) -> str:
+async def _hang_draft(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
     return await _stop(bed, Role.DRAFT, rng, fault.hold_s, signal.SIGKILL)
 
 
-async def _stop_target(bed: Bed, fault: PlannedFault, rng: random.Random) -> str:
+async def _stop_target(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
     return await _stop(bed, Role.TARGET, rng, fault.hold_s, signal.SIGCONT)
 
 
-async def _partition(bed: Bed, fault: PlannedFault, rng: random.Random) -> str:
+async def _partition(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
     assert bed.link is not None, "a partition needs a cable"
     await bed.link.set_up(False)
     try:
         await asyncio.sleep(fault.hold_s)
     finally:
         await bed.link.set_up(True)
-    return "the draft's host"
+    return Done("the draft's host")
 
 
-async def _slow(bed: Bed, fault: PlannedFault, rng: random.Random) -> str:
+async def _slow(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
     await _impair(bed, fault.hold_s, DELAY_MS, 0.0)
-    return f"the draft's host, {DELAY_MS:g} ms each way"
+    return Done(f"the draft's host, {DELAY_MS:g} ms each way")
 
 
-async def _lossy(bed: Bed, fault: PlannedFault, rng: random.Random) -> str:
+async def _lossy(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
     await _impair(bed, fault.hold_s, 0.0, LOSS)
-    return f"the draft's host, {100 * LOSS:g} % of frames"
+    return Done(f"the draft's host, {100 * LOSS:g} % of frames")
 
 
 async def _impair(bed: Bed, hold_s: float, delay_ms: float, loss: float) -> None:
@@ -102,14 +113,15 @@ async def _impair(bed: Bed, hold_s: float, delay_ms: float, loss: float) -> None
         await bed.link.impair(0.0, 0.0)
 
 
-async def _remove_node(bed: Bed, fault: PlannedFault, rng: random.Random) -> str:
+async def _remove_node(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
     assert bed.nodes is not None, "a lost node needs a second one"
+    drafts = of_role(await bed.control.parts(), Role.DRAFT)
     await bed.nodes.remove()
     try:
         await asyncio.sleep(fault.hold_s)
     finally:
         await bed.nodes.add()
-    return "the draft's node"
+    return Done("the draft's node", frozenset(part.pid for part in drafts))
 
 
 async def _pick(bed: Bed, role: Role, rng: random.Random) -> Part:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 import itertools
+from collections.abc import Sequence
 
 Times = Sequence[float]
 """In seconds and ascending; a stream's first is its request's start, each other one an event with text."""

@@ -47,9 +47,10 @@ def problems(result: SoakResult, *, max_growth: float = MAX_GROWTH) -> tuple[str
     return tuple(found)
 
 
-def soak_tables(result: SoakResult, *, max_growth: float = MAX_GROWTH) -> Group:
+def soak_tables(result: SoakResult) -> Group:
     """Requests, faults by kind, and processes by growth."""
-    return Group(_requests(result), _faults(result.faults), _memory(result), _failures(result))
+    tables = (_requests(result), _faults(result.faults), _memory(result), _failures(result))
+    return Group(*(table for table in tables if table.row_count))
 
 
 def as_json(result: SoakResult, *, max_growth: float = MAX_GROWTH) -> dict[str, Any]:
@@ -71,6 +72,7 @@ def as_json(result: SoakResult, *, max_growth: float = MAX_GROWTH) -> dict[str, 
                 "at_s": _rounded(fault.at_s),
                 "hold_s": fault.hold_s,
                 "detail": fault.detail,
+                "parts_after_s": _rounded(fault.parts_after_s),
                 "whole_after_s": _rounded(fault.whole_after_s),
                 "longest_wait_s": _rounded(fault.wait_s),
                 "speculation_after_s": _rounded(fault.speculation_after_s),
@@ -115,7 +117,7 @@ def _requests(result: SoakResult) -> Table:
 
 def _faults(faults: Sequence[Fault]) -> Table:
     table = Table(title="Faults; seconds, median / longest")
-    for name in ("kind", "times", "a stream waited", "speculation back after", "whole after", "not whole"):
+    for name in ("kind", "times", "a stream waited", "all parts", "speculation after", "not whole"):
         table.add_column(name, justify="left" if name == "kind" else "right")
     for kind in FaultKind:
         group = [fault for fault in faults if fault.kind is kind]
@@ -124,8 +126,8 @@ def _faults(faults: Sequence[Fault]) -> Table:
                 kind.value,
                 str(len(group)),
                 _spread([fault.wait_s for fault in group]),
+                _spread([fault.parts_after_s for fault in group]),
                 _spread([fault.speculation_after_s for fault in group]),
-                _spread([fault.whole_after_s for fault in group]),
                 str(sum(fault.whole_after_s is None for fault in group)),
             )
     return table

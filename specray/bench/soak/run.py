@@ -60,8 +60,10 @@ class Fault:
     at_s: float
     hold_s: float
     detail: str = ""
+    parts_after_s: float | None = None
+    """When all processes were there."""
     whole_after_s: float | None = None
-    """When all parts were there and speculation went on; None: not in time."""
+    """When, after that, tokens of the draft were verified; None: not in time."""
     wait_s: float | None = None
     """The longest that a running stream waited for its next text."""
     speculation_after_s: float | None = None
@@ -200,18 +202,23 @@ class _Soak:
     async def _fault(self, planned: PlannedFault, rng: random.Random) -> None:
         fault = Fault(planned.kind, self._now_s(), planned.hold_s)
         self._result.faults.append(fault)
+        killed: frozenset[int] = frozenset()
         try:
-            fault.detail = await inject(self._bed, planned, rng)
+            done = await inject(self._bed, planned, rng)
+            fault.detail, killed = done.what, done.killed
         except SpecrayError as error:
             fault.detail = f"not done: {error}"
-        is_whole = await self._watch.wait_whole(
-            since_s=self._now_s(),
+        whole = await self._watch.wait_whole(
+            killed=killed,
             timeout_s=self._plan.recovery_timeout_s,
             ranks=self._plan.config.target.tensor_parallel_size,
             drafts=self._plan.config.draft.num_replicas,
         )
-        fault.whole_after_s = self._now_s() - fault.at_s if is_whole else None
-        after = "not within its time" if not is_whole else f"after {fault.whole_after_s:.1f} s"
+        after = "not within its time"
+        if whole is not None:
+            fault.parts_after_s = whole.parts_s - fault.at_s
+            fault.whole_after_s = whole.speculation_s - fault.at_s
+            after = f"after {fault.whole_after_s:.1f} s"
         self._progress(f"{self._now_s():.0f} s: {fault.kind} ({fault.detail}); whole again {after}")
 
     def _measure_recovery(self) -> None:

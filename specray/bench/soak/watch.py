@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from specray.bench.client import ServerClient
 from specray.bench.scrape import Samples, parse_samples
@@ -22,6 +23,16 @@ READY_PERIOD_S = 0.5
 DRAFTS = "specray_spec_decode_num_drafts_by_source_total"
 BLOCKS = {"target": "specray_target_blocks_in_use", "draft": "specray_draft_blocks_in_use"}
 BUSY = ("specray_running_sessions", "specray_queue_depth")
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A service that is as it was."""
+
+    parts_s: float
+    """When all its processes were there."""
+    speculation_s: float
+    """When, after that, tokens of the draft were seen to be verified."""
 
 
 def total(samples: Samples, name: str, **labels: str) -> float | None:
@@ -69,14 +80,24 @@ class Watch:
         self._roles |= {part.pid: part.role.value for part in parts}
         return parts
 
-    async def wait_whole(self, *, since_s: float, timeout_s: float, ranks: int, drafts: int) -> bool:
-        """Until every part is there and the draft's rounds are counted after ``since_s``; False: too long."""
+    async def wait_whole(
+        self, *, killed: frozenset[int], timeout_s: float, ranks: int, drafts: int
+    ) -> Whole | None:
+        """Until every part is there, and then the draft's rounds are counted again; None: too long.
+
+        Args:
+            killed: processes that are no parts any more, whatever the service says.
+            ranks: of the target.
+        """
         end_s = self._now_s() + timeout_s
+        parts_s: float | None = None
         while self._now_s() < end_s:
-            if await self._has_all(ranks, drafts) and self._has_drafted(since_s):
-                return True
+            if parts_s is None and await self._has_all(killed, ranks, drafts):
+                parts_s = self._now_s()
+            if parts_s is not None and any(at_s > parts_s for at_s in self.draft_changes_s[-1:]):
+                return Whole(parts_s, self._now_s())
             await asyncio.sleep(READY_PERIOD_S)
-        return False
+        return None
 
     async def blocks_when_idle(self) -> dict[str, float | None]:
         """Blocks that an idle service still holds, by engine; it has a minute to become idle."""
@@ -91,16 +112,13 @@ class Watch:
             await asyncio.sleep(READY_PERIOD_S)
         return blocks
 
-    async def _has_all(self, ranks: int, drafts: int) -> bool:
+    async def _has_all(self, killed: frozenset[int], ranks: int, drafts: int) -> bool:
         try:
-            roles = [part.role for part in await self.parts()]
+            roles = [part.role for part in await self.parts() if part.pid not in killed]
         except SpecrayError:
             return False
         wanted = {Role.INGRESS: 1, Role.ROUTER: 1, Role.TARGET: ranks, Role.DRAFT: drafts}
         return all(roles.count(role) >= number for role, number in wanted.items())
-
-    def _has_drafted(self, since_s: float) -> bool:
-        return any(at_s > since_s for at_s in self.draft_changes_s[-1:])
 
     async def _read_drafts(self) -> None:
         samples = await self._samples()
