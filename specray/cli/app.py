@@ -11,6 +11,7 @@ import typer
 from specray import __version__
 from specray.cli import bench, keys, models
 from specray.cli.generate import generate
+from specray.cli.plan import plan
 from specray.cli.profile import profile
 from specray.cli.serve import serve
 from specray.cli.worker import worker
@@ -30,6 +31,7 @@ app.command()(serve)
 app.command()(generate)
 app.command()(worker)
 app.command()(profile)
+app.command()(plan)
 app.add_typer(keys.app, name="keys")
 app.add_typer(models.app, name="models")
 app.add_typer(bench.app, name="bench")

@@ -262,7 +262,7 @@ async def _simulate(fleet: _Fleet, load: OpenLoad, window: Window, slo: Slo, see
 
 
 async def _simulate_closed(fleet: _Fleet, load: ClosedLoad, seed: int, *, skipped: int = 0) -> RunResult:
-    """Args: ``skipped``: requests before and after the window, which opens and closes with a request's end."""
+    """Args: ``skipped``: requests before and after the window, which opens and closes with an end."""
     clock = fleet.clock
     await fleet.start()
     lengths = random.Random(f"{seed}-lengths")

@@ -2,15 +2,49 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Protocol
 
 from specray.planning.curves import Surface, interpolate
 from specray.planning.profile import LinearTime, Profile
+from specray.planning.results import Slo, Spread
+from specray.planning.search import Candidate, Plan
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 _COUNTS = (1, 8, 32)
+_DASH = "–"
+_PLAN_CAPTION = (
+    "goodput: tokens/s of requests within the SLO; TTFT, ITL: p50 / p95; target, draft: share of time at "
+    "work; met: requests within the SLO; dim: not enough"
+)
+
+
+class Comparison(Protocol):
+    """One load, predicted and measured."""
+
+    @property
+    def concurrency(self) -> int: ...
+
+    @property
+    def measured_tokens_per_s(self) -> float: ...
+
+    @property
+    def measured_of_passes(self) -> tuple[float, ...]: ...
+
+    @property
+    def predicted_tokens_per_s(self) -> float: ...
+
+    @property
+    def measured_ttft_ms(self) -> float: ...
+
+    @property
+    def predicted_ttft_ms(self) -> float: ...
+
+    @property
+    def error(self) -> float: ...
 
 
 def profile_table(profile: Profile) -> Table:
@@ -49,3 +83,173 @@ def _linear(time: LinearTime) -> tuple[str, ...]:
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.2f}"
+
+
+def plan_table(plan: Plan, *, has_prices: bool) -> Table:
+    """One row for each kind of fleet; the recommended one is marked."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Column, Table
+
+    load = plan.demand.load
+    letters = _letters(plan)
+    numbers = ("groups", "drafts", "goodput", "TTFT ms", "ITL ms", "target", "draft", "met")
+    table = Table(
+        *([Column("on", no_wrap=True)] if len(letters) > 1 else []),
+        *(Column(name, justify="right", no_wrap=True) for name in numbers),
+        Column("USD/h" if has_prices else "devices", justify="right", no_wrap=True),
+        title=f"{load.rate_per_s:g} requests/s, {load.prompt.mean:.0f} prompt and {load.output.mean:.0f} "
+        f"output tokens on average, temperature {load.temperature:g}",
+        caption=_PLAN_CAPTION + "".join(f"; {letter}: {name}" for name, letter in letters.items()),
+        box=SIMPLE_HEAD,
+        padding=0,
+    )
+    for one in plan.candidates:
+        run, offer = one.run, one.offer
+        on = letters[offer.target_hardware]
+        if offer.draft_hardware is not None:
+            on += f" + {letters[offer.draft_hardware]}"
+        table.add_row(
+            *([on] if len(letters) > 1 else []),
+            str(one.num_groups),
+            str(one.num_drafts),
+            f"{run.goodput_tokens_per_s:.0f}",
+            _pair(run.ttft_ms),
+            _pair(run.itl_ms),
+            _percent(run.target_utilisation),
+            _percent(run.draft_utilisation),
+            _percent(run.met_share),
+            f"{one.cost:.2f}" if has_prices else f"{one.cost:.0f}",
+            style=None if one.is_enough else "dim",
+        )
+    return table
+
+
+def recommendation(plan: Plan, *, has_prices: bool) -> str:
+    """One sentence: what to buy, or that nothing that was tried is enough."""
+    best, demand = plan.best, plan.demand
+    fleet = _fleet_text(best)
+    slo = _slo_text(demand.slo)
+    if not best.is_enough:
+        return (
+            f"The load cannot be held{slo} with at most {demand.max_groups} target groups: the best found,"
+            f" {fleet}, serves {best.run.goodput_tokens_per_s:.0f} of {best.run.offered_tokens_per_s:.0f}"
+            f" tokens/s within it ({_percent(best.run.met_share)} of the requests)."
+        )
+    unit = f" for {best.cost:.2f} USD/h" if has_prices else ""
+    text = f"Take {fleet}{unit}: it serves {demand.load.rate_per_s:g} requests/s{slo}"
+    others = [
+        one
+        for one in plan.candidates
+        if one.is_enough and one.drafts_per_group == 0 and one is not best and best.num_drafts
+    ]
+    if others:
+        plain = min(others, key=lambda one: one.cost)
+        cost = f" and {plain.cost:.2f} USD/h" if has_prices else ""
+        text += f"; without drafts it takes {_groups_text(plain)}{cost}"
+    if plan.whole is not None:
+        text += f" (simulated whole: {_percent(plan.whole.met_share)} of the requests)"
+    return f"{text}."
+
+
+def check_table(rows: Sequence[Comparison], *, temperature: float) -> Table:
+    """Predicted beside measured."""
+    from rich.table import Table
+
+    table = Table(
+        "clients",
+        "measured tokens/s",
+        "of passes",
+        "predicted",
+        "error",
+        "TTFT ms",
+        "predicted",
+        title=f"prediction against measurement, temperature {temperature:g}",
+    )
+    for row in rows:
+        table.add_row(
+            str(row.concurrency),
+            f"{row.measured_tokens_per_s:.0f}",
+            " ".join(f"{rate:.0f}" for rate in row.measured_of_passes),
+            f"{row.predicted_tokens_per_s:.0f}",
+            f"{100 * row.error:+.1f} %",
+            f"{row.measured_ttft_ms:.1f}",
+            f"{row.predicted_ttft_ms:.1f}",
+        )
+    return table
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """Everything that was found, for ``--json``."""
+    demand = plan.demand
+    return {
+        "rate_per_s": demand.load.rate_per_s,
+        "mean_prompt_tokens": demand.load.prompt.mean,
+        "mean_output_tokens": demand.load.output.mean,
+        "temperature": demand.load.temperature,
+        "slo": asdict(demand.slo),
+        "seed": demand.seed,
+        "is_enough": plan.best.is_enough,
+        "recommended": _candidate_json(plan.best),
+        "candidates": [_candidate_json(one) for one in plan.candidates],
+        "whole_fleet": None if plan.whole is None else asdict(plan.whole),
+    }
+
+
+def _candidate_json(one: Candidate) -> dict[str, Any]:
+    offer = one.offer
+    devices: dict[str, int] = {offer.target_hardware: one.num_groups * offer.kit.target.num_devices}
+    if offer.kit.draft is not None and one.num_drafts:
+        name = offer.kit.draft.hardware
+        devices[name] = devices.get(name, 0) + one.num_drafts * offer.kit.draft.num_devices
+    return {
+        "target_hardware": offer.target_hardware,
+        "draft_hardware": offer.draft_hardware,
+        "drafts_per_group": float(one.drafts_per_group),
+        "num_groups": one.num_groups,
+        "num_drafts": one.num_drafts,
+        "devices": devices,
+        "cost": one.cost,
+        "is_enough": one.is_enough,
+        "capacity_tokens_per_s_of_a_group": one.capacity_tokens_per_s,
+        "run": asdict(one.run) | {"met_share": one.run.met_share},
+    }
+
+
+def _letters(plan: Plan) -> dict[str, str]:
+    """A letter for each kind of hardware, as its name fills a table."""
+    names = [
+        name
+        for one in plan.candidates
+        for name in (one.offer.target_hardware, one.offer.draft_hardware)
+        if name is not None
+    ]
+    return {name: chr(ord("A") + index) for index, name in enumerate(dict.fromkeys(names))}
+
+
+def _fleet_text(one: Candidate) -> str:
+    if not one.num_drafts:
+        return f"{_groups_text(one)} without drafts"
+    drafts = f"{one.num_drafts} draft{'s' if one.num_drafts > 1 else ''} on {one.offer.draft_hardware}"
+    return f"{_groups_text(one)} and {drafts} ({float(one.drafts_per_group):g} per group)"
+
+
+def _groups_text(one: Candidate) -> str:
+    count = f"{one.num_groups} target group{'s' if one.num_groups > 1 else ''}"
+    return f"{count} of {one.offer.kit.target.num_devices} x {one.offer.target_hardware}"
+
+
+def _slo_text(slo: Slo) -> str:
+    bounds = [
+        f"{name} <= {bound:g} ms"
+        for name, bound in (("TTFT", slo.ttft_ms), ("ITL", slo.itl_ms))
+        if bound is not None
+    ]
+    return f" ({_percent(slo.share)} of them with {' and '.join(bounds)})" if bounds else ""
+
+
+def _pair(values: Spread | None) -> str:
+    return _DASH if values is None else f"{values.p50:.1f} / {values.p95:.1f}"
+
+
+def _percent(share: float | None) -> str:
+    return _DASH if share is None else f"{100 * share:.0f} %"

@@ -185,16 +185,12 @@ def num_drafts_for(num_groups: int, ratio: Fraction) -> int:
 
 
 def cell_of(num_groups: int, ratio: Fraction) -> tuple[int, int]:
-    """(groups, drafts) to simulate in place of a fleet: all of a small one, else a part with the same ratio."""
-    if num_groups <= _CELL_GROUPS:
-        return num_groups, num_drafts_for(num_groups, ratio)
+    """(groups, drafts) to simulate in place of a fleet: a small one whole, else a part with the ratio."""
     unit = ratio.denominator
     groups = unit * max(1, _CELL_GROUPS // unit)
-    return (
-        (groups, int(groups * ratio))
-        if groups < num_groups
-        else (num_groups, num_drafts_for(num_groups, ratio))
-    )
+    if num_groups <= _CELL_GROUPS or groups >= num_groups:
+        return num_groups, num_drafts_for(num_groups, ratio)
+    return groups, int(groups * ratio)
 
 
 def window_for(rate_per_s: float, latency_s: float, num_requests: int) -> Window:

@@ -1,8 +1,8 @@
-"""Engines that only take time: interfaces.Verifier and interfaces.Drafter with service times from a profile.
+"""Engines that only take time: interfaces.Verifier and interfaces.Drafter with times from a profile.
 
-They keep the lengths of sequences as the protocol says and answer *unknown sequence* or *no room* where a real
-engine would; their verdicts are drawn (``verdicts``). All times are on the running loop's clock, which is
-virtual in a plan.
+They keep the lengths of sequences as the protocol says and answer *unknown sequence* or *no room* where a
+real engine would; their verdicts are drawn (``verdicts``). All times are on the running loop's clock, which
+is virtual in a plan.
 
 A draft is one server with one queue: what several routers asked for meanwhile goes into its next step.
 """
@@ -83,9 +83,10 @@ class Busy:
         """Of ``seconds``, those before ``now``: a step is counted when it is sent."""
         return self.seconds - max(0.0, self.until_s - max(now, self.since_s))
 
-    def shared_s(self, start_s: float, end_s: float) -> float:
-        """How much of the last step lies in an interval."""
-        return max(0.0, min(end_s, self.until_s) - max(start_s, self.since_s))
+    def extend(self, seconds: float) -> None:
+        """The last step takes so much longer."""
+        self.seconds += seconds
+        self.until_s += seconds
 
 
 @dataclass(slots=True)
@@ -105,6 +106,19 @@ class RequestTimes:
             self.gaps.append(((now - self.last_s) / num_tokens, num_tokens))
         self.last_s = now
         self.num_tokens += num_tokens
+
+
+@dataclass(slots=True)
+class _Step:
+    """Of a target, on its way."""
+
+    replies: tuple[TargetReply, ...]
+    commits: Sequence[tuple[str, int]]
+    """(request id, tokens)."""
+    seconds: float
+    way_back_s: float
+    other_worked_s: float | None = None
+    """What the draft beside it had worked when the step was sent; None: it does not matter."""
 
 
 class SimulatedTarget:
@@ -178,13 +192,13 @@ class SimulatedTarget:
             if prefill_s:
                 # Both parts read the weights; one pass over them serves both.
                 seconds -= min(self._times.least_s, prefill_s)
-        if self.beside is not None:
-            shared = self.beside.shared_s(start_s, start_s + seconds) / max(seconds, 1e-9)
-            seconds *= 1 + (self._times.slowdown - 1) * min(1.0, shared)
         end_s = start_s + seconds
         self.busy.work(start_s, end_s)
-        answer = TargetReplies(tuple(replies), round(1e9 * seconds))
-        loop.call_at(end_s + transport_s / 2, self._arrive, answer, commits)
+        step = _Step(tuple(replies), commits, seconds, transport_s / 2)
+        if self.beside is not None and not prefill_s:
+            # Prompts are measured beside the draft, which fills them in too.
+            step.other_worked_s = self.beside.worked_s(loop.time())
+        loop.call_at(end_s, self._end, step)
 
     async def release(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
@@ -196,13 +210,25 @@ class SimulatedTarget:
     async def close(self) -> None:
         self._mailbox.close()
 
-    def _arrive(self, replies: TargetReplies, commits: Sequence[tuple[str, int]]) -> None:
+    def _end(self, step: _Step) -> None:
+        loop = asyncio.get_running_loop()
+        if self.beside is not None and step.other_worked_s is not None:
+            # What the draft did meanwhile is known only now.
+            shared_s = min(step.seconds, self.beside.worked_s(loop.time()) - step.other_worked_s)
+            extra_s = (self._times.slowdown - 1) * shared_s
+            self.busy.extend(extra_s)
+            step.seconds += extra_s
+            loop.call_later(extra_s + step.way_back_s, self._arrive, step)
+        else:
+            loop.call_later(step.way_back_s, self._arrive, step)
+
+    def _arrive(self, step: _Step) -> None:
         now = asyncio.get_running_loop().time()
-        for request_id, num_tokens in commits:
+        for request_id, num_tokens in step.commits:
             times = self._requests.get(request_id)
             if times is not None:
                 times.commit(now, num_tokens)
-        self._mailbox.put(replies)
+        self._mailbox.put(TargetReplies(step.replies, round(1e9 * step.seconds)))
 
     def _apply(self, item: VerifyItem) -> tuple[TargetReply, int]:
         """The reply, and how many of the item's tokens are computed."""
@@ -378,7 +404,7 @@ class SimulatedDrafterSource:
 
 
 def _branches(item: SpeculateItem, tokens: tuple[int, ...]) -> tuple[Branch, ...]:
-    """One chain after every likely outcome: as many ranks for each number of accepted tokens as there is room."""
+    """Chains after likely outcomes: as many ranks for each number of accepted tokens as there is room."""
     num_outcomes = len(item.fanout)
     ranks = min(MAX_RANK, max(1, item.max_branches // num_outcomes) if item.max_branches else MAX_RANK)
     return tuple(

@@ -1,0 +1,197 @@
+"""``specray plan``: how many groups and drafts a load needs, by simulation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import asdict
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from specray.bench.prompts import Dataset
+from specray.cli.serve import Setting
+from specray.errors import ConfigError
+
+if TYPE_CHECKING:
+    from specray.config import Config
+    from specray.planning.profile import Profile
+    from specray.planning.search import Demand
+
+NUM_CHECK_PROMPTS = 64
+MAX_RATIO = 8
+DEFAULT_RATIOS = "0,0.25,0.5,1"
+
+
+def plan(
+    profile: Annotated[
+        list[Path], typer.Option(help="From `specray profile`; several: hardware to choose from.")
+    ],
+    config_path: Annotated[
+        Path | None,
+        typer.Argument(metavar="[CONFIG.yaml]", help="Its speculation and router sections count."),
+    ] = None,
+    rate: Annotated[float | None, typer.Option(min=0.001, help="Requests per second.")] = None,
+    prompt: Annotated[
+        str, typer.Option(help="Prompt tokens: a number, lognormal:MEAN,P95, or @FILE with one per line.")
+    ] = "512",
+    output: Annotated[str, typer.Option(help="Output tokens, likewise.")] = "128",
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="Of the requests.")] = 0.0,
+    slo_ttft_ms: Annotated[float | None, typer.Option(min=0.001, help="Time to the first token.")] = None,
+    slo_itl_ms: Annotated[
+        float | None, typer.Option(min=0.001, help="A request's mean time between tokens.")
+    ] = None,
+    slo_share: Annotated[
+        float, typer.Option(min=0.01, max=1, help="Of the requests, how many must meet both.")
+    ] = 0.95,
+    drafts_per_group: Annotated[
+        str, typer.Option(help="What is tried: numbers or fractions with commas between; 0: no draft.")
+    ] = DEFAULT_RATIOS,
+    max_groups: Annotated[int, typer.Option(min=1, max=4096, help="Target groups.")] = 256,
+    cost: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=USD_PER_HOUR of one device, NAME a part of its name; may be repeated."),
+    ] = None,
+    network_ms: Annotated[
+        float, typer.Option(min=0, help="Round trip between router and draft beyond the measured one.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of all draws.")] = 0,
+    num_requests: Annotated[
+        int, typer.Option(min=20, max=100_000, help="Of each simulated window, about.")
+    ] = 200,
+    check: Annotated[
+        bool, typer.Option("--check", help="Measure the configured pair here and compare.")
+    ] = False,
+    concurrency: Annotated[
+        list[int] | None, typer.Option(min=1, help="With --check: clients at once; may be repeated.")
+    ] = None,
+    dataset: Annotated[
+        Dataset, typer.Option(help="With --check: where prompts come from.")
+    ] = Dataset.BUILTIN,
+    dataset_path: Annotated[Path | None, typer.Option(help="With --check: the data set's file.")] = None,
+    settings: Setting = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the results there.")] = None,
+) -> None:
+    """Say how many target groups and drafts a load needs, from profiles, by simulation.
+
+    The real router runs against simulated engines in virtual time. With --check the configured pair is
+    started here, loaded, and held against what the first profile predicts.
+    """
+    from specray.cli.settings import build_config
+    from specray.planning.load import OpenLoad, parse_lengths
+    from specray.planning.profile import load_profile
+    from specray.planning.results import Slo
+    from specray.planning.search import Demand
+
+    config = build_config(config_path, {}, settings or [])
+    profiles = [load_profile(path) for path in profile]
+    lengths = parse_lengths(prompt, "prompt"), parse_lengths(output, "output")
+    if check:
+        _check(config, profiles[0], output, temperature, concurrency, dataset, dataset_path, json_path)
+        return
+    if rate is None:
+        raise ConfigError("--rate is missing; allowed: requests per second, more than 0")
+    demand = Demand(
+        OpenLoad(rate, *lengths, temperature),
+        Slo(slo_ttft_ms, slo_itl_ms, slo_share),
+        max_groups=max_groups,
+        seed=seed,
+        num_requests=num_requests,
+    )
+    _plan(config, profiles, demand, parse_ratios(drafts_per_group), cost or (), network_ms / 1e3, json_path)
+
+
+def parse_ratios(text: str) -> list[Fraction]:
+    """Reads ``0,0.25,1/3,2``. Raises ConfigError."""
+    try:
+        ratios = [Fraction(part.strip()).limit_denominator(64) for part in text.split(",")]
+    except (ValueError, ZeroDivisionError):
+        ratios = [Fraction(-1)]
+    if any(not 0 <= ratio <= MAX_RATIO for ratio in ratios):
+        raise ConfigError(
+            f"--drafts-per-group is {text!r}; allowed: numbers in 0..{MAX_RATIO} with commas between, such as"
+            f" {DEFAULT_RATIOS} or 0,1/3"
+        )
+    return ratios
+
+
+def _plan(
+    config: Config,
+    profiles: list[Profile],
+    demand: Demand,
+    ratios: list[Fraction],
+    costs: Sequence[str],
+    network_s: float,
+    json_path: Path | None,
+) -> None:
+    from rich.console import Console
+
+    from specray.cli.bench import write_json
+    from specray.planning.hardware import make_offers, parse_costs
+    from specray.planning.report import plan_json, plan_table, recommendation
+    from specray.planning.search import make_plan
+
+    prices = parse_costs(costs)
+    offers = make_offers(
+        profiles,
+        prices,
+        temperature=demand.load.temperature,
+        speculation=config.speculation,
+        router_config=config.router,
+        network_s=network_s,
+    )
+    with Console(stderr=True).status("simulating") as status:
+        made = make_plan(offers, ratios, demand, progress=status.update)
+    has_prices = bool(prices)
+    console = Console()
+    console.print(plan_table(made, has_prices=has_prices))
+    console.print(recommendation(made, has_prices=has_prices), highlight=False)
+    write_json(plan_json(made), json_path)
+
+
+def _check(
+    config: Config,
+    profile: Profile,
+    output: str,
+    temperature: float,
+    concurrency: list[int] | None,
+    dataset: Dataset,
+    dataset_path: Path | None,
+    json_path: Path | None,
+) -> None:
+    from rich.console import Console
+
+    from specray.bench.plan_check import compare, measure_loads
+    from specray.bench.prompts import load_prompts
+    from specray.cli.bench import write_json
+    from specray.planning.fleet import Kit
+    from specray.planning.report import check_table
+
+    if not output.isdecimal():
+        raise ConfigError(f"--output is {output!r}; allowed with --check: a number of tokens")
+    prompts = load_prompts(dataset, dataset_path, NUM_CHECK_PROMPTS)
+    with Console(stderr=True).status("starting the pair") as status:
+        measured = asyncio.run(
+            measure_loads(
+                config,
+                prompts,
+                concurrency=concurrency or (1, 4, 8),
+                max_tokens=int(output),
+                temperature=temperature,
+                progress=status.update,
+            )
+        )
+    kit = Kit(
+        profile.target,
+        profile.draft,
+        profile.acceptance_at(temperature),
+        profile.router,
+        shares_hardware=True,
+        router_config=config.router,
+        speculation=config.speculation,
+    )
+    rows = compare(kit, measured)
+    Console().print(check_table(rows, temperature=temperature))
+    write_json([asdict(row) | {"error": row.error} for row in rows], json_path)
