@@ -99,8 +99,11 @@ def process_name(pid: int, roles: Mapping[int, str]) -> str:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
     except OSError:
         return "?"
-    scripts = [word for word in words[:4] if word.endswith(b".py")]
-    return Path((scripts or words)[0].decode("utf-8", "replace")).name[:40] or "?"
+    names = [Path(word.decode("utf-8", "replace")).name[:40] for word in words[:4]]
+    if names[0].startswith("python"):
+        # The script or the module that it runs, behind its options.
+        names = [name for name in names[1:] if not name.startswith("-")] or names
+    return names[0] or "?"
 
 
 def _median(samples: Sequence[Sample]) -> int:

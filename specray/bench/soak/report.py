@@ -117,7 +117,7 @@ def _requests(result: SoakResult) -> Table:
 
 def _faults(faults: Sequence[Fault]) -> Table:
     table = Table(title="Faults; seconds, median / longest")
-    for name in ("kind", "times", "a stream waited", "all parts", "speculation after", "not whole"):
+    for name in ("kind", "times", "a stream waited", "all parts after", "speculation after", "not whole"):
         table.add_column(name, justify="left" if name == "kind" else "right")
     for kind in FaultKind:
         group = [fault for fault in faults if fault.kind is kind]

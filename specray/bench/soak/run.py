@@ -61,7 +61,7 @@ class Fault:
     hold_s: float
     detail: str = ""
     parts_after_s: float | None = None
-    """When all processes were there."""
+    """When all processes were there and had loaded their models."""
     whole_after_s: float | None = None
     """When, after that, tokens of the draft were verified; None: not in time."""
     wait_s: float | None = None
@@ -120,6 +120,12 @@ class _Soak:
         )
         self._streams: list[list[float]] = []
         self._num_sent = 0
+        self._has_hurt = False
+
+    @property
+    def _is_on(self) -> bool:
+        """The last fault's recovery needs a load, too."""
+        return self._now_s() < self._plan.duration_s or not self._has_hurt
 
     def _now_s(self) -> float:
         return time.monotonic() - self._zero_s
@@ -155,7 +161,7 @@ class _Soak:
     async def _client(self, index: int, cases: Sequence[Case], references: Sequence[Output]) -> None:
         plan = self._plan
         rng = random.Random(f"{plan.seed} client {index}")
-        while self._now_s() < plan.duration_s and self._num_sent < plan.max_requests:
+        while self._is_on and self._num_sent < plan.max_requests:
             self._num_sent += 1
             drawn = draw(cases, rng, cancel_share=plan.cancel_share, is_steady=index == 0)
             times: list[float] = []
@@ -185,6 +191,12 @@ class _Soak:
         return judge(attempts, reference, router_deaths_s=deaths_s, window_s=window_s)
 
     async def _faults(self) -> None:
+        try:
+            await self._hurt()
+        finally:
+            self._has_hurt = True
+
+    async def _hurt(self) -> None:
         plan = self._plan
         last_s = max(plan.warmup_s, plan.duration_s - TAIL_S)
         planned = plan_faults(

@@ -30,7 +30,7 @@ class Whole:
     """A service that is as it was."""
 
     parts_s: float
-    """When all its processes were there."""
+    """When all its processes were there and had loaded their models."""
     speculation_s: float
     """When, after that, tokens of the draft were seen to be verified."""
 
@@ -115,7 +115,10 @@ class Watch:
     async def _has_all(self, killed: frozenset[int], ranks: int, drafts: int) -> bool:
         try:
             roles = [part.role for part in await self.parts() if part.pid not in killed]
+            running = await self._bed.control.running()
         except SpecrayError:
+            return False
+        if running.get("Draft", 0) < drafts or not running.get("Router"):
             return False
         wanted = {Role.INGRESS: 1, Role.ROUTER: 1, Role.TARGET: ranks, Role.DRAFT: drafts}
         return all(roles.count(role) >= number for role, number in wanted.items())

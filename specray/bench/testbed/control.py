@@ -40,10 +40,10 @@ def serving(config: Config, mode: str) -> Iterator[dict[str, Handler]]:
 
     if mode == "cluster":
         with _cluster() as handlers, running_service(config):
-            yield {"parts": _parts, **handlers}
+            yield {**_HANDLERS, **handlers}
         return
     with running_service(config):
-        yield {"parts": _parts}
+        yield dict(_HANDLERS)
 
 
 @contextmanager
@@ -85,6 +85,22 @@ def _parts() -> list[dict[str, Any]]:
     from ray._private.state import actors
 
     return [asdict(part) for part in living_parts(actors())]
+
+
+def _running() -> dict[str, int]:
+    """By deployment, replicas whose constructors have ended: they can be used."""
+    from ray import serve
+
+    from specray.serving.launch import APP_NAME
+
+    application = serve.status().applications[APP_NAME]
+    return {
+        name: int(deployment.replica_states.get("RUNNING", 0))
+        for name, deployment in application.deployments.items()
+    }
+
+
+_HANDLERS: dict[str, Handler] = {"parts": _parts, "running": _running}
 
 
 def answer(handlers: dict[str, Handler], lines: Iterator[str], write: Callable[[str], None]) -> None:

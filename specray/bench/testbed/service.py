@@ -40,6 +40,11 @@ class Control:
         """The living actors of the service, oldest first. Raises EngineLostError."""
         return tuple(Part.from_json(values) for values in await self.call("parts"))
 
+    async def running(self) -> dict[str, int]:
+        """Replicas by deployment that can be used. Raises EngineLostError."""
+        counts: dict[str, int] = await self.call("running")
+        return counts
+
     async def call(self, operation: str) -> Any:
         """Raises EngineLostError when the operation fails, or is not done within a minute."""
         assert self._process.stdin is not None
