@@ -100,6 +100,8 @@ async def open_bed(
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(16),
             "RAY_USAGE_STATS_ENABLED": "0",
+            # A line per call is in Serve's own files; it need not come through Ray as well.
+            "RAY_SERVE_LOG_TO_STDERR": "0",
         }
         if kind is BedKind.NAMESPACES:
             hosts = _namespaces(config, directory, ray_directory, environment, seed)

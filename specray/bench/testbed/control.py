@@ -95,7 +95,7 @@ def _running() -> dict[str, int]:
 
     application = serve.status().applications[APP_NAME]
     return {
-        name: int(deployment.replica_states.get("RUNNING", 0))
+        name: sum(number for state, number in deployment.replica_states.items() if state == "RUNNING")
         for name, deployment in application.deployments.items()
     }
 
