@@ -34,12 +34,12 @@ ACCEPTANCE_K = 8
 NUM_SEQUENCES = (1, 2, 4, 8, 16, 32)
 PREFILL_LENS = (16, 64, 128, 256, 512, 1024)
 _LONG_CONTEXT = 1024
-_NUM_PASSES = 2
-_NUM_STEPS = 24
+_NUM_PASSES = 3
+_NUM_STEPS = 16
 """Of each load, about: rounds commit more than one token each."""
 _SHORT_PROMPT = 32
 """Where steps are measured, prompts are to take no time."""
-_NUM_ALONE = 3
+_NUM_ALONE = 2
 """Loads of few sequences have few samples per step, so they are served so many times."""
 _PREFILL_REPEATS = 4
 _ACCEPTANCE_SEQUENCES = 8

@@ -54,14 +54,11 @@ class Sweep:
 
 def fit_target(sweep: Sweep, info: EngineInfo, *, hardware: str) -> TargetProfile:
     """The target's part. The sweep holds at least some steps and prefills."""
-    steps = [
-        step
-        for step in itertools.chain.from_iterable(samples.target for samples in sweep.rounds)
-        if not step.num_prefill_rows and not step.is_beside_draft
-    ]
-    per_sequence_s = _sequence_slope(steps)
+    passes = [[step for step in samples.target if _is_decode(step)] for samples in sweep.rounds]
+    steps = list(itertools.chain.from_iterable(passes))
+    per_sequence_s = _sequence_slope(passes)
     points = _least_medians(
-        [[step for step in samples.target if _is_decode(step)] for samples in sweep.rounds],
+        passes,
         place=lambda step: (float(step.num_rows), 0),
         value=lambda step: max(1e-6, step.forward_s - per_sequence_s * step.num_sequences),
     )
@@ -70,6 +67,13 @@ def fit_target(sweep: Sweep, info: EngineInfo, *, hardware: str) -> TargetProfil
     def expected_s(step: TargetSample) -> float:
         return interpolate(curve, step.num_rows) + per_sequence_s * step.num_sequences
 
+    def transport(*, is_plain: bool) -> LinearTime:
+        return fit_linear(
+            [(step.num_sequences, step.transport_s) for step in one if step.is_after_proposal is not is_plain]
+            for one in passes
+        )
+
+    plain, drafted = transport(is_plain=True), transport(is_plain=False)
     context_len = mean(step.num_context_tokens / step.num_sequences for step in steps)
     firsts = [step for step in sweep.prefills.target if step.num_prefill_rows and not step.num_context_tokens]
     longer = [step for step in sweep.long_context.target if not step.num_prefill_rows]
@@ -79,7 +83,8 @@ def fit_target(sweep: Sweep, info: EngineInfo, *, hardware: str) -> TargetProfil
         prefill=_prefill_points(firsts, lambda step: step.num_rows),
         context_len=context_len,
         per_context_token_s=_context_slope(longer, expected_s, context_len),
-        transport=fit_linear((step.num_sequences, step.transport_s) for step in steps),
+        transport=plain if drafted == LinearTime() else drafted,
+        plain_transport=plain,
         slowdown_beside_other=_slowdown(
             [step for step in overlapped if not step.num_prefill_rows], expected_s
         ),
@@ -117,7 +122,7 @@ def fit_draft(sweep: Sweep, info: EngineInfo, *, hardware: str) -> DraftProfile:
         ),
         context_len=context_len,
         per_context_token_s=_context_slope(longer, expected_s, context_len),
-        transport=fit_linear((step.num_sequences, step.transport_s) for step in steps),
+        transport=fit_linear([(step.num_sequences, step.transport_s) for step in one] for one in passes),
         # Outcomes are always made beside the target, so their times have the slowdown in them.
         slowdown_beside_other=1.0,
         propose=tuple(
@@ -133,28 +138,30 @@ def fit_draft(sweep: Sweep, info: EngineInfo, *, hardware: str) -> DraftProfile:
 
 def fit_router(sweep: Sweep) -> RouterProfile:
     """The router's own time between messages."""
-    steps = [
-        step
-        for step in itertools.chain.from_iterable(samples.target for samples in sweep.rounds)
-        if not step.num_prefill_rows and step.gap_s is not None
-    ]
-    asks = [
-        step
-        for step in itertools.chain.from_iterable(samples.draft for samples in sweep.rounds)
-        if _is_proposing(step) and step.gap_s is not None
-    ]
 
-    def gaps(*, is_after_proposal: bool) -> LinearTime:
+    def before_verify(*, is_after_proposal: bool) -> LinearTime:
         return fit_linear(
-            (step.num_sequences, step.gap_s or 0.0)
-            for step in steps
-            if step.is_after_proposal is is_after_proposal
+            [
+                (step.num_sequences, step.gap_s)
+                for step in samples.target
+                if not step.num_prefill_rows
+                and step.gap_s is not None
+                and step.is_after_proposal is is_after_proposal
+            ]
+            for samples in sweep.rounds
         )
 
     return RouterProfile(
-        verify_after_verdict=gaps(is_after_proposal=False),
-        verify_after_proposal=gaps(is_after_proposal=True),
-        ask_after_verdict=fit_linear((step.num_sequences, step.gap_s or 0.0) for step in asks),
+        verify_after_verdict=before_verify(is_after_proposal=False),
+        verify_after_proposal=before_verify(is_after_proposal=True),
+        ask_after_verdict=fit_linear(
+            [
+                (step.num_sequences, step.gap_s)
+                for step in samples.draft
+                if _is_proposing(step) and step.gap_s is not None
+            ]
+            for samples in sweep.rounds
+        ),
     )
 
 
@@ -196,26 +203,41 @@ def rates_by_position(rounds: Iterable[tuple[int, int]]) -> tuple[float, ...]:
     return tuple(rates)
 
 
-def fit_linear(samples: Iterable[tuple[int, float]]) -> LinearTime:
-    """Least squares through the medians of each number of items; neither part is negative."""
-    by_count: dict[int, list[float]] = {}
-    for count, seconds in samples:
-        by_count.setdefault(count, []).append(seconds)
-    points = [(count, median(values)) for count, values in sorted(by_count.items())]
+def fit_linear(passes: Iterable[Sequence[tuple[int, float]]]) -> LinearTime:
+    """Least squares through each number of items; neither part is negative.
+
+    Args:
+        passes: (items, seconds) of each pass; the least of the passes' medians counts.
+    """
+    medians: dict[int, list[float]] = {}
+    for samples in passes:
+        by_count: dict[int, list[float]] = {}
+        for count, seconds in samples:
+            by_count.setdefault(count, []).append(seconds)
+        trusted = {n: values for n, values in by_count.items() if len(values) >= _MIN_SAMPLES}
+        for count, values in (trusted or by_count).items():
+            medians.setdefault(count, []).append(median(values))
+    points = [(float(count), min(values)) for count, values in sorted(medians.items())]
     if not points:
         return LinearTime()
-    fixed, slope = _line(points)
+    # Errors count as parts of the time: a line that fits 32 items must not be wrong for one.
+    weights = [1 / max(seconds, 1e-6) ** 2 for _, seconds in points]
+    fixed, slope = _line(points, weights)
     if fixed < 0:
-        through_zero = sum(count * seconds for count, seconds in points) / sum(n * n for n, _ in points)
-        return LinearTime(per_item_s=max(0.0, through_zero))
+        xx = sum(weight * n * n for weight, (n, _) in zip(weights, points, strict=True))
+        xy = sum(weight * n * seconds for weight, (n, seconds) in zip(weights, points, strict=True))
+        return LinearTime(per_item_s=max(0.0, xy / xx))
     return LinearTime(fixed_s=fixed, per_item_s=slope)
 
 
-def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Least squares: (value at 0, slope >= 0)."""
-    middle, level = mean(x for x, _ in points), mean(y for _, y in points)
-    spread = sum((x - middle) ** 2 for x, _ in points)
-    slope = max(0.0, sum((x - middle) * (y - level) for x, y in points) / spread) if spread else 0.0
+def _line(points: Sequence[tuple[float, float]], weights: Sequence[float]) -> tuple[float, float]:
+    """Weighted least squares: (value at 0, slope >= 0)."""
+    total = sum(weights)
+    middle = sum(weight * x for weight, (x, _) in zip(weights, points, strict=True)) / total
+    level = sum(weight * y for weight, (_, y) in zip(weights, points, strict=True)) / total
+    spread = sum(weight * (x - middle) ** 2 for weight, (x, _) in zip(weights, points, strict=True))
+    joint = sum(weight * (x - middle) * (y - level) for weight, (x, y) in zip(weights, points, strict=True))
+    slope = max(0.0, joint / spread) if spread else 0.0
     return level - slope * middle, slope
 
 
@@ -252,16 +274,18 @@ def _cell(size: float) -> int:
     return round(size) if size <= 4 else round(4 * math.log2(size)) - 4
 
 
-def _sequence_slope(steps: Sequence[TargetSample]) -> float:
-    """What a step takes for each sequence, at equal rows: how times in one cell of rows differ."""
-    by_rows: dict[int, list[TargetSample]] = {}
-    for step in steps:
-        by_rows.setdefault(_cell(step.num_rows), []).append(step)
-    pairs = []
-    for members in by_rows.values():
-        count, seconds = mean(s.num_sequences for s in members), median(s.forward_s for s in members)
-        pairs += [(s.num_sequences - count, s.forward_s - seconds) for s in members]
-    return _line(pairs)[1] if pairs else 0.0
+def _sequence_slope(passes: Sequence[Sequence[TargetSample]]) -> float:
+    """What a step takes for each sequence, at equal rows: how times differ in one cell of one pass."""
+    pairs: list[tuple[float, float]] = []
+    for steps in passes:
+        by_rows: dict[int, list[TargetSample]] = {}
+        for step in steps:
+            by_rows.setdefault(_cell(step.num_rows), []).append(step)
+        for members in by_rows.values():
+            count = mean(step.num_sequences for step in members)
+            seconds = median(step.forward_s for step in members)
+            pairs += [(step.num_sequences - count, step.forward_s - seconds) for step in members]
+    return _line(pairs, [1.0] * len(pairs))[1] if pairs else 0.0
 
 
 def _prefill_points(

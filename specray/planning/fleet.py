@@ -15,6 +15,7 @@ from specray.errors import OverloadedError
 from specray.fakes import VirtualClock
 from specray.planning.load import ClosedLoad, Lengths, OpenLoad
 from specray.planning.profile import AcceptanceProfile, DraftProfile, RouterProfile, TargetProfile
+from specray.planning.quiet import QuietMetrics
 from specray.planning.results import Outcome, RunResult, Slo, spread
 from specray.planning.simulated import (
     RequestTimes,
@@ -142,6 +143,7 @@ class _Fleet:
                 router=kit.router_config,
                 speculation=speculation,
                 clock=clock,
+                metrics=QuietMetrics(),
                 seed=index,
             )
             self.groups.append(_Group(router, target))

@@ -119,6 +119,9 @@ class TargetProfile(EngineProfile):
 
     verify: tuple[VerifyPoint, ...] = Field(min_length=1)
     per_sequence_s: float = Field(0.0, ge=0, description="Of a step, for each sequence.")
+    plain_transport: LinearTime = Field(
+        default_factory=LinearTime, description="As transport, of steps without draft tokens."
+    )
 
 
 class DraftProfile(EngineProfile):

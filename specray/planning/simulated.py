@@ -183,8 +183,11 @@ class SimulatedTarget:
                 num_decoding += 1
                 rows += taken + len(item.draft_token_ids)
                 context += item.base_len
-        own = self._router.verify_after_proposal if has_drafts else self._router.verify_after_verdict
-        transport_s = self._times.transport.of(len(items))
+        if has_drafts:
+            own, transport = self._router.verify_after_proposal, self._times.transport
+        else:
+            own, transport = self._router.verify_after_verdict, self._times.plain_transport
+        transport_s = transport.of(len(items))
         start_s = max(loop.time() + own.of(len(items)) + transport_s / 2, self.busy.until_s)
         seconds = prefill_s
         if num_decoding:

@@ -24,6 +24,7 @@ class TargetTimes:
         self._profile = profile
         self._prompts = _prompt_curve(profile)
         self.transport = profile.transport
+        self.plain_transport = profile.plain_transport
         self.slowdown = profile.slowdown_beside_other
         self.least_s = self._curve[0][1]
 

@@ -1,0 +1,204 @@
+"""From a router's trace to a profile: steps put together, and the curves through them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from specray.fakes.engines import fake_info
+from specray.planning.fit import (
+    Sweep,
+    fit_acceptance,
+    fit_draft,
+    fit_linear,
+    fit_router,
+    fit_target,
+    rates_by_position,
+)
+from specray.planning.profile import LinearTime
+from specray.planning.samples import Samples, read_hits, read_samples
+from specray.router.trace import (
+    DraftAsked,
+    DraftReplied,
+    LookedUp,
+    Planned,
+    TraceEvent,
+    VerdictReceived,
+    VerifySent,
+)
+
+MS = 1_000_000
+
+
+def serial_rounds(count: int, k: int, num_rounds: int, *, first_step: int = 0) -> Iterator[TraceEvent]:
+    """Rounds of ``count`` sessions, in nanoseconds.
+
+    A target step takes 1 ms for each row, its way 0.5 ms; a draft step 2 ms for each token, its way 0.25 ms;
+    the router 0.1 ms before it asks and 0.2 ms before it verifies.
+    """
+    now = 0
+    for number in range(first_step, first_step + num_rounds):
+        names = [f"{count}-{k}-{index}" for index in range(count)]
+        rows = count * (k + 1)
+        for name in names:
+            yield VerifySent(now, name, number, number, 10, 1, k)
+        now += 500_000 + rows * MS
+        for name in names:
+            yield VerdictReceived(now, name, number, rows * MS, "model", k, k - 1, k)
+        now += 100_000
+        for name in names:
+            yield DraftAsked(now, name, number, 10, 1, k, ())
+        now += 250_000 + 2 * k * MS
+        for name in names:
+            yield DraftReplied(now, name, number, "proposal", 2 * k * MS, k, 0, False)
+        now += 200_000
+
+
+def prompts(*lengths: int) -> Iterator[TraceEvent]:
+    """The target takes 0.1 ms for each token, the draft 0.02 ms."""
+    now = 0
+    for number, length in enumerate(lengths):
+        name = f"prompt-{length}"
+        yield VerifySent(now, name, number, number, 0, length, 0)
+        yield DraftAsked(now, name, number, 0, length, 1, ())
+        now += length * MS // 10
+        yield DraftReplied(now, name, number, "proposal", length * MS // 50, 1, 0, False)
+        yield VerdictReceived(now, name, number, length * MS // 10, "model", 0, 0, 1)
+
+
+@pytest.fixture
+def sweep() -> Sweep:
+    rounds = Samples()
+    for count in (1, 2, 4):
+        for k in (1, 3):
+            rounds.extend(read_samples(list(serial_rounds(count, k, 5))))
+    return Sweep(
+        rounds=[rounds],
+        prefills=read_samples(list(prompts(100, 200))),
+        acceptance={0.0: rounds},
+        hits={0.0: {1: (3, 4)}},
+    )
+
+
+def test_steps_hold_what_was_sent_together() -> None:
+    samples = read_samples(list(serial_rounds(2, 3, 2)))
+    assert [(step.num_sequences, step.num_rows, step.num_context_tokens) for step in samples.target] == [
+        (2, 8, 20),
+        (2, 8, 20),
+    ]
+    assert [step.forward_s for step in samples.target] == [0.008, 0.008]
+    assert [step.gap_s for step in samples.target] == [None, pytest.approx(2e-4)]
+    assert samples.target[1].transport_s == pytest.approx(5e-4)
+    assert [(step.num_sequences, step.num_tokens, step.forward_s) for step in samples.draft] == [
+        (2, 3, 0.006),
+        (2, 3, 0.006),
+    ]
+    assert samples.draft[0].gap_s == pytest.approx(1e-4)
+    assert samples.draft[0].transport_s == pytest.approx(2.5e-4)
+    assert samples.rounds == [(3, 2)] * 4
+
+
+def test_step_without_all_its_verdicts_is_left_out() -> None:
+    events = list(serial_rounds(2, 3, 1))
+    del events[3]
+    assert read_samples(events).target == []
+
+
+def test_engines_at_the_same_time_are_marked() -> None:
+    samples = read_samples(list(prompts(100)))
+    assert not samples.target[0].is_beside_draft
+    assert samples.draft[0].is_beside_target
+
+
+def test_hits_are_counted_by_the_width_of_the_plan() -> None:
+    def planned(width: int) -> Planned:
+        return Planned(0, "a", "model", "enumerate", 2, width, 1, 0.5, {})
+
+    results = ("hit", "miss_token", "late_hit")
+    looked = [LookedUp(0, "a", result, 2) for result in results]
+    assert read_hits([looked[0], planned(1), looked[0], looked[1], planned(3), looked[2]]) == {
+        1: (1, 2),
+        3: (1, 1),
+    }
+
+
+def test_fitted_target_takes_what_the_steps_took(sweep: Sweep) -> None:
+    target = fit_target(sweep, fake_info("target"), hardware="box")
+    assert {point.num_rows: point.seconds for point in target.verify} == pytest.approx(
+        {rows: rows * 1e-3 for rows in (2, 4, 8, 16)}
+    )
+    assert target.per_sequence_s == 0.0
+    assert target.transport.fixed_s == pytest.approx(5e-4)
+    assert target.context_len == 10
+    assert [(point.num_tokens, point.seconds) for point in target.prefill] == [(100, 0.01), (200, 0.02)]
+    assert (target.hardware, target.max_num_seqs) == ("box", 64)
+
+
+def test_fitted_draft_takes_what_the_steps_took(sweep: Sweep) -> None:
+    draft = fit_draft(sweep, fake_info("draft"), hardware="box")
+    assert {(point.num_sequences, point.num_tokens): point.seconds for point in draft.propose} == (
+        pytest.approx({(count, k): 2e-3 * k for count in (1, 2, 4) for k in (1, 3)})
+    )
+    assert draft.transport.fixed_s == pytest.approx(2.5e-4)
+    assert [(point.num_tokens, point.seconds) for point in draft.prefill] == [(100, 0.002), (200, 0.004)]
+
+
+def test_fitted_router_takes_its_time_between_messages(sweep: Sweep) -> None:
+    router = fit_router(sweep)
+    assert router.verify_after_proposal.fixed_s == pytest.approx(2e-4)
+    assert router.ask_after_verdict.fixed_s == pytest.approx(1e-4)
+    assert router.verify_after_verdict == LinearTime()
+
+
+def test_of_two_passes_the_faster_counts(sweep: Sweep) -> None:
+    slower = [
+        replace(event, forward_ns=9 * MS) if isinstance(event, VerdictReceived) else event
+        for event in serial_rounds(2, 1, 5)
+    ]
+    sweep.rounds.append(read_samples(slower))
+    target = fit_target(sweep, fake_info("target"), hardware="box")
+    assert {point.num_rows: point.seconds for point in target.verify}[4] == pytest.approx(4e-3)
+
+
+def test_longer_contexts_cost_what_they_took_more(sweep: Sweep) -> None:
+    sweep.long_context = read_samples(
+        [
+            event
+            for number in range(3)
+            for event in (
+                VerifySent(number * 100 * MS, "long", number, number, 1010, 1, 1),
+                VerdictReceived(number * 100 * MS + 5 * MS, "long", number, 5 * MS, "model", 1, 0, 1),
+            )
+        ]
+    )
+    target = fit_target(sweep, fake_info("target"), hardware="box")
+    assert target.per_context_token_s == pytest.approx((5e-3 - 2e-3) / 1000)
+
+
+def test_rates_are_those_of_rounds_that_came_so_far() -> None:
+    rounds = [(2, 0)] * 20 + [(2, 1)] * 10 + [(2, 2)] * 10
+    assert rates_by_position(rounds) == (0.5, 0.5)
+
+
+def test_position_that_few_rounds_reached_has_no_rate() -> None:
+    assert rates_by_position([(2, 0)] * 20 + [(2, 2)] * 9) == (9 / 29,)
+
+
+def test_acceptance_has_rates_and_hits(sweep: Sweep) -> None:
+    (profile,) = fit_acceptance(sweep)
+    assert profile.temperature == 0.0
+    # K = 1 keeps none of one, K = 3 keeps two of three.
+    assert profile.by_position == (0.5, 1.0, 0.0)
+    assert [(hit.width, hit.rate, hit.num_lookups) for hit in profile.hit_rates] == [(1, 0.75, 4)]
+
+
+def test_line_through_medians_has_no_negative_part() -> None:
+    exact = fit_linear([[(count, 1.0 + 0.5 * count) for count in (1, 2, 4) for _ in range(3)]])
+    assert (exact.fixed_s, exact.per_item_s) == (pytest.approx(1.0), pytest.approx(0.5))
+    falling = fit_linear([[(1, 2.0), (4, 1.0)]])
+    assert falling.per_item_s == 0.0 and 1.0 <= falling.fixed_s <= 2.0
+    steep = fit_linear([[(1, 1.0), (2, 5.0)]])
+    assert steep.fixed_s == 0.0 and steep.per_item_s > 1.0
+    assert fit_linear([[]]) == LinearTime()
