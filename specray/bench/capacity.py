@@ -24,7 +24,7 @@ from specray.router import Router
 from specray.router.trace import TraceEvent, decode_trace
 from specray.rpc.drafter import GrpcDrafter
 from specray.rpc.verifier import GrpcVerifier
-from specray.serving.local import CONNECT_TIMEOUT_S, LocalPair, local_pair
+from specray.serving.local import CONNECT_TIMEOUT_S, WORKER_COMMAND, LocalPair, local_pair
 from specray.tokenization import Tokenizer
 from specray.types import EngineInfo, GenerateRequest, Overlap, SamplingParams, SpeculationParams
 
@@ -67,6 +67,7 @@ async def measure_profile(
     *,
     name: str = "",
     progress: Callable[[str], None] = lambda text: None,
+    worker_command: Sequence[str] = WORKER_COMMAND,
 ) -> Profile:
     """Starts the pair without Ray and measures it.
 
@@ -89,7 +90,7 @@ async def measure_profile(
     tokenizer = Tokenizer.load(config.target.model)
     token_ids = [tuple(tokenizer.encode(prompt)) for prompt in prompts]
     progress("starting the pair")
-    async with local_pair(_quiet(config)) as pair:
+    async with local_pair(_quiet(config), worker_command=worker_command) as pair:
         target_info, draft_info = await _infos(pair)
         loads = _Loads(config, pair, token_ids, progress)
         sweep = await _measure(loads, plan, target_info.max_model_len)

@@ -19,7 +19,7 @@ from specray.planning.fleet import Kit, simulate_closed
 from specray.planning.load import ClosedLoad, FixedLength, ListedLength
 from specray.planning.results import RunResult
 from specray.router import Router
-from specray.serving.local import local_pair
+from specray.serving.local import WORKER_COMMAND, local_pair
 from specray.tokenization import Tokenizer
 from specray.types import GenerateRequest, SamplingParams
 
@@ -77,6 +77,7 @@ async def measure_loads(
     temperature: float,
     num_passes: int = _NUM_PASSES,
     progress: Callable[[str], None] = lambda text: None,
+    worker_command: Sequence[str] = WORKER_COMMAND,
 ) -> Measured:
     """Starts the pair and serves the prompts; loads take turns, each pass through a fresh router.
 
@@ -95,7 +96,7 @@ async def measure_loads(
     for role in ("target", "draft"):
         values[role]["prefix_cache"] = False
     progress("starting the pair")
-    async with local_pair(parse_config(values)) as pair:
+    async with local_pair(parse_config(values), worker_command=worker_command) as pair:
         for index, count in itertools.product(range(num_passes), concurrency):
             progress(f"{count} at a time, pass {index + 1}")
             router = pair.router(config)
