@@ -68,6 +68,11 @@ class Caller:
         """Whose the request is, whatever it claims; empty: nobody's."""
         return request.tenant if self._key is None else self._key.tenant_name
 
+    def standing(self, tenant: str, priority: int) -> tuple[str, int]:
+        """The tenant and the priority under which a request that claims these is served."""
+        key = self._key
+        return (tenant, priority) if key is None else (key.tenant_name, max(priority, key.min_priority))
+
     def own(self, requests: Sequence[GenerateRequest]) -> list[GenerateRequest]:
         """The requests under the key's tenant, urgency and speculation policy, whatever they claim."""
         key = self._key

@@ -29,6 +29,8 @@ from specray.serving.observe import CallObserver, CallRecord
 from specray.serving.observe_http import ObserveMiddleware, record_of
 from specray.serving.openai_api import Call, OpenAiApi
 from specray.serving.problems import HttpError, problem_body, problem_response
+from specray.serving.refusals import RoomMiddleware
+from specray.serving.timeout_header import with_timeout
 from specray.serving.validation import shown
 from specray.telemetry.exposition import merged
 from specray.tokenization import Tokenizer
@@ -77,6 +79,7 @@ def build_http_app(
     _add_openai_routes(
         app, OpenAiApi(client=client, tokenizer=tokenizer, config=config, limits=limits), config
     )
+    app.add_middleware(RoomMiddleware, max_calls=config.ingress.max_ongoing_requests)
     app.add_middleware(KeyMiddleware, keyring=keyring)
     app.add_middleware(ObserveMiddleware, observer=observer, names_answers=names_answers)
     return app
@@ -92,6 +95,7 @@ def _own_metrics(client: RouterClient, observer: CallObserver) -> TextSource:
 def _add_openai_routes(app: FastAPI, api: OpenAiApi, config: Config) -> None:
     async def run(request: Request, parse: CallParser) -> Response:
         values = await read_json(request, max_body_bytes=config.http.max_body_bytes)
+        values = with_timeout(values, request.headers)
         call = await until_disconnect(request.receive, parse(values, caller_of(request), record_of(request)))
         if not call.is_stream:
             return JSONResponse(await until_disconnect(request.receive, api.answer(call)))

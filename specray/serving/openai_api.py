@@ -16,6 +16,7 @@ from specray.serving.limits import ServiceLimits
 from specray.serving.observe import CallRecord
 from specray.serving.problems import problem_event
 from specray.serving.prompts import Prompt, encode_chat, encode_prompts
+from specray.serving.refusals import RefusingClient
 from specray.serving.responses import ChatFormat, CompletionFormat, Header, Json, ResponseFormat, Totals
 from specray.serving.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields, parse_request
 from specray.serving.validation import Limits, check_model, check_options, to_generate_requests
@@ -59,7 +60,7 @@ class OpenAiApi:
         limits: ServiceLimits,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self._client = client
+        self._client = RefusingClient(client)
         self._tokenizer = tokenizer
         self._limits = limits
         self._now = now
@@ -68,7 +69,7 @@ class OpenAiApi:
     async def completion_call(self, values: object, caller: Caller, record: CallRecord) -> Call:
         """The call of a /v1/completions body. Raises InvalidRequestError, EngineLostError."""
         body = parse_request(CompletionRequest, values)
-        limits = await self._checked_limits(body)
+        limits = await self._checked_limits(body, caller)
         prompts = body.prompts()
         encoded = await encode_prompts(prompts, self._tokenizer)
         num_choices = body.n or 1
@@ -80,7 +81,7 @@ class OpenAiApi:
     async def chat_call(self, values: object, caller: Caller, record: CallRecord) -> Call:
         """The call of a /v1/chat/completions body. Raises InvalidRequestError, EngineLostError."""
         body = parse_request(ChatCompletionRequest, values)
-        limits = await self._checked_limits(body)
+        limits = await self._checked_limits(body, caller)
         encoded = [await encode_chat(body.chat(), self._tokenizer)]
         header = self._header("chatcmpl", limits)
         chat_format = ChatFormat(header, self._tokenizer)
@@ -132,11 +133,13 @@ class OpenAiApi:
         call.record.observe(delta)
         return _event(_with_usage(call, call.format.event(delta))) if delta.is_visible else b""
 
-    async def _checked_limits(self, body: SamplingFields) -> Limits:
+    async def _checked_limits(self, body: SamplingFields, caller: Caller) -> Limits:
         limits = await self._limits.get()
         check_model(body.model, limits)
-        # Before the prompt is tokenised: what is wrong costs nothing.
-        check_options(body.options(), limits)
+        # Before the prompt is tokenised: what is wrong, or cannot be served now, costs nothing.
+        options = body.options()
+        check_options(options, limits)
+        self._client.held.check(*caller.standing(options.tenant, options.priority or 0))
         return limits
 
     def _call(
