@@ -141,7 +141,8 @@ async def _measure(loads: _Loads, plan: SweepPlan, max_model_len: int) -> Sweep:
         for k in ks:
             samples.extend(read_samples(await loads.rounds(Overlap.SERIAL, k, counts)))
         sweep.rounds.append(samples)
-    sweep.prefills = read_samples(await loads.prefills(max_model_len))
+    sweep.plain_prefills = read_samples(await loads.prefills(max_model_len, k=0))
+    sweep.prefills = read_samples(await loads.prefills(max_model_len, k=1)) if has_draft else Samples()
     sweep.long_context = read_samples(await loads.long_context(max_model_len))
     if not has_draft:
         return sweep
@@ -197,14 +198,14 @@ class _Loads:
                     await serving.serve(short, max_tokens=max_tokens, k=k)
             return await serving.events()
 
-    async def prefills(self, max_model_len: int) -> list[TraceEvent]:
-        """Prompts of many lengths, one at a time; the draft gets them too."""
-        self._progress("prompts")
+    async def prefills(self, max_model_len: int, *, k: int) -> list[TraceEvent]:
+        """Prompts of many lengths, one at a time; with K > 0 the draft gets them too."""
+        self._progress(f"prompts, K = {k}")
         longest = min(PREFILL_LENS[-1], max_model_len - 8)
         async with self._serving(Overlap.SERIAL) as serving:
             for length in (*(one for one in PREFILL_LENS if one < longest), longest):
                 for _ in range(_PREFILL_REPEATS):
-                    await serving.serve([self._prompt_of(length)], max_tokens=2, k=int(self.has_draft))
+                    await serving.serve([self._prompt_of(length)], max_tokens=2, k=k)
             return await serving.events()
 
     async def long_context(self, max_model_len: int) -> list[TraceEvent]:

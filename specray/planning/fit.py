@@ -42,7 +42,9 @@ class Sweep:
     rounds: list[Samples] = field(default_factory=list)
     """Many sizes of steps, short contexts; one for each pass."""
     prefills: Samples = field(default_factory=Samples)
-    """Prompts of many lengths, one at a time."""
+    """Prompts of many lengths, one at a time, for both engines."""
+    plain_prefills: Samples = field(default_factory=Samples)
+    """The same for the target alone."""
     long_context: Samples = field(default_factory=Samples)
     overlapped: Samples = field(default_factory=Samples)
     """Draft and target at the same time."""
@@ -75,18 +77,21 @@ def fit_target(sweep: Sweep, info: EngineInfo, *, hardware: str) -> TargetProfil
 
     plain, drafted = transport(is_plain=True), transport(is_plain=False)
     context_len = mean(step.num_context_tokens / step.num_sequences for step in steps)
-    firsts = [step for step in sweep.prefills.target if step.num_prefill_rows and not step.num_context_tokens]
+    prefill = _prefill_points(_first_chunks(sweep.plain_prefills), lambda step: step.num_rows)
+    prompts = [(float(point.num_tokens), point.seconds) for point in prefill]
     longer = [step for step in sweep.long_context.target if not step.num_prefill_rows]
-    overlapped = [step for step in sweep.overlapped.target if step.is_beside_draft]
     return TargetProfile(
         **_common(info, hardware),
-        prefill=_prefill_points(firsts, lambda step: step.num_rows),
+        prefill=prefill,
         context_len=context_len,
         per_context_token_s=_context_slope(longer, expected_s, context_len),
         transport=plain if drafted == LinearTime() else drafted,
         plain_transport=plain,
-        slowdown_beside_other=_slowdown(
-            [step for step in overlapped if not step.num_prefill_rows], expected_s
+        slowdown_beside_draft=_slowdown(
+            [step for step in sweep.overlapped.target if not step.num_prefill_rows], expected_s
+        ),
+        prompt_slowdown_beside_draft=_slowdown(
+            _first_chunks(sweep.prefills), lambda step: interpolate(prompts, step.num_rows)
         ),
         verify=tuple(VerifyPoint(num_rows=rows, seconds=seconds) for rows, seconds in curve),
         per_sequence_s=per_sequence_s,
@@ -123,8 +128,6 @@ def fit_draft(sweep: Sweep, info: EngineInfo, *, hardware: str) -> DraftProfile:
         context_len=context_len,
         per_context_token_s=_context_slope(longer, expected_s, context_len),
         transport=fit_linear([(step.num_sequences, step.transport_s) for step in one] for one in passes),
-        # Outcomes are always made beside the target, so their times have the slowdown in them.
-        slowdown_beside_other=1.0,
         propose=tuple(
             ProposePoint(num_sequences=count, num_tokens=tokens, seconds=seconds)
             for (count, tokens), seconds in points
@@ -312,9 +315,14 @@ def _context_slope(
     return max(0.0, median(slopes)) if slopes else 0.0
 
 
-def _slowdown(steps: Sequence[SampleT], expected_s: Callable[[SampleT], float]) -> float:
-    ratios = [step.forward_s / expected_s(step) for step in steps]
-    return max(1.0, median(ratios)) if len(ratios) >= _MIN_SAMPLES else 1.0
+def _slowdown(steps: Sequence[TargetSample], expected_s: Callable[[TargetSample], float]) -> float:
+    """1 and what each second of the draft's work beside a step adds to the step."""
+    extras = [(step.forward_s - expected_s(step)) / step.beside_s for step in steps if step.is_beside_draft]
+    return 1 + max(0.0, median(extras)) if len(extras) >= _MIN_SAMPLES else 1.0
+
+
+def _first_chunks(samples: Samples) -> list[TargetSample]:
+    return [step for step in samples.target if step.num_prefill_rows and not step.num_context_tokens]
 
 
 def _is_decode(step: TargetSample) -> bool:

@@ -91,9 +91,6 @@ class EngineProfile(_Part):
     transport: LinearTime = Field(
         default_factory=LinearTime, description="There and back and the worker's own work, by items."
     )
-    slowdown_beside_other: float = Field(
-        1.0, ge=1, description="A step takes so many times as long while the other engine works."
-    )
 
     def info(self, role: str) -> EngineInfo:
         """What a simulated engine of this kind says of itself."""
@@ -119,8 +116,14 @@ class TargetProfile(EngineProfile):
 
     verify: tuple[VerifyPoint, ...] = Field(min_length=1)
     per_sequence_s: float = Field(0.0, ge=0, description="Of a step, for each sequence.")
-    plain_transport: LinearTime = Field(
-        default_factory=LinearTime, description="As transport, of steps without draft tokens."
+    slowdown_beside_draft: float = Field(
+        1.0, ge=1, description="Of a step, while the draft works; 1: they share nothing."
+    )
+    prompt_slowdown_beside_draft: float = Field(
+        1.0, ge=1, description="Of a step with prompts, while the draft works."
+    )
+    plain_transport: LinearTime | None = Field(
+        None, description="As transport, of steps without draft tokens; default: the same."
     )
 
 

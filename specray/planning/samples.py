@@ -39,7 +39,13 @@ class TargetSample:
     gap_s: float | None = None
     """The router's own time before it: since what made it possible."""
     is_after_proposal: bool = False
-    is_beside_draft: bool = False
+    beside_s: float = 0.0
+    """Of ``forward_s``, how long the draft worked too."""
+
+    @property
+    def is_beside_draft(self) -> bool:
+        """The draft worked for a good part of it."""
+        return self.beside_s > 0.25 * self.forward_s
 
     @property
     def is_complete(self) -> bool:
@@ -71,7 +77,8 @@ class DraftSample:
     is_mixed: bool
     gap_s: float | None = None
     """Between the verdict and the first question."""
-    is_beside_target: bool = False
+    beside_s: float = 0.0
+    """Of ``forward_s``, how long the target worked too."""
 
     @property
     def transport_s(self) -> float:
@@ -225,7 +232,7 @@ class _Reader:
 
 
 def _mark_overlaps(samples: Samples) -> None:
-    """Which steps had company: the other engine worked for at least half of the time."""
+    """How long each step had company."""
     drafts = [(step.replied_s - step.forward_s, step.replied_s) for step in samples.draft]
     targets = [
         (step.first_reply_s - step.forward_s, step.first_reply_s)
@@ -233,9 +240,9 @@ def _mark_overlaps(samples: Samples) -> None:
         if step.first_reply_s is not None
     ]
     for span, target in zip(targets, samples.target, strict=True):
-        target.is_beside_draft = _shared_s(span, drafts) > 0.5 * target.forward_s
+        target.beside_s = _shared_s(span, drafts)
     for span, draft in zip(drafts, samples.draft, strict=True):
-        draft.is_beside_target = _shared_s(span, targets) > 0.5 * draft.forward_s
+        draft.beside_s = _shared_s(span, targets)
 
 
 def _shared_s(span: tuple[float, float], others: Sequence[tuple[float, float]]) -> float:

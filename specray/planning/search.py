@@ -23,7 +23,7 @@ _HEADROOM = 0.95
 """Of a saturated fleet's tokens: more would let queues grow for ever, which a short window might not show."""
 _NUM_REQUESTS = 200
 """Of a window: enough for the share that meets the SLO."""
-_MAX_SATURATING = 64
+_MAX_SATURATING = 128
 """Sessions of a group in the run that finds its limit."""
 
 

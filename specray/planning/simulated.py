@@ -117,8 +117,10 @@ class _Step:
     """(request id, tokens)."""
     seconds: float
     way_back_s: float
-    other_worked_s: float | None = None
-    """What the draft beside it had worked when the step was sent; None: it does not matter."""
+    other_worked_s: float = 0.0
+    """What the draft beside it had worked when the step was sent."""
+    slowdown: float = 1.0
+    """While the draft works."""
 
 
 class SimulatedTarget:
@@ -198,9 +200,9 @@ class SimulatedTarget:
         end_s = start_s + seconds
         self.busy.work(start_s, end_s)
         step = _Step(tuple(replies), commits, seconds, transport_s / 2)
-        if self.beside is not None and not prefill_s:
-            # Prompts are measured beside the draft, which fills them in too.
+        if self.beside is not None:
             step.other_worked_s = self.beside.worked_s(loop.time())
+            step.slowdown = self._times.prompt_slowdown if prefill_s else self._times.slowdown
         loop.call_at(end_s, self._end, step)
 
     async def release(self, request_ids: Sequence[str]) -> None:
@@ -215,10 +217,10 @@ class SimulatedTarget:
 
     def _end(self, step: _Step) -> None:
         loop = asyncio.get_running_loop()
-        if self.beside is not None and step.other_worked_s is not None:
+        if self.beside is not None:
             # What the draft did meanwhile is known only now.
             shared_s = min(step.seconds, self.beside.worked_s(loop.time()) - step.other_worked_s)
-            extra_s = (self._times.slowdown - 1) * shared_s
+            extra_s = (step.slowdown - 1) * shared_s
             self.busy.extend(extra_s)
             step.seconds += extra_s
             loop.call_later(extra_s + step.way_back_s, self._arrive, step)

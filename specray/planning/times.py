@@ -24,8 +24,9 @@ class TargetTimes:
         self._profile = profile
         self._prompts = _prompt_curve(profile)
         self.transport = profile.transport
-        self.plain_transport = profile.plain_transport
-        self.slowdown = profile.slowdown_beside_other
+        self.plain_transport = profile.plain_transport or profile.transport
+        self.slowdown = profile.slowdown_beside_draft
+        self.prompt_slowdown = profile.prompt_slowdown_beside_draft
         self.least_s = self._curve[0][1]
 
     def step_s(self, num_sequences: int, num_rows: float, num_context_tokens: float) -> float:

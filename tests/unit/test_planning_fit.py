@@ -68,6 +68,10 @@ def prompts(*lengths: int) -> Iterator[TraceEvent]:
         yield VerdictReceived(now, name, number, length * MS // 10, "model", 0, 0, 1)
 
 
+def _is_of_draft(event: TraceEvent) -> bool:
+    return isinstance(event, (DraftAsked, DraftReplied))
+
+
 @pytest.fixture
 def sweep() -> Sweep:
     rounds = Samples()
@@ -77,6 +81,7 @@ def sweep() -> Sweep:
     return Sweep(
         rounds=[rounds],
         prefills=read_samples(list(prompts(100, 200))),
+        plain_prefills=read_samples([event for event in prompts(100, 200) if not _is_of_draft(event)]),
         acceptance={0.0: rounds},
         hits={0.0: {1: (3, 4)}},
     )
@@ -108,8 +113,10 @@ def test_step_without_all_its_verdicts_is_left_out() -> None:
 
 def test_engines_at_the_same_time_are_marked() -> None:
     samples = read_samples(list(prompts(100)))
+    # The target works for 10 ms and the draft for the last 2 of them.
+    assert samples.target[0].beside_s == pytest.approx(0.002)
+    assert samples.draft[0].beside_s == pytest.approx(0.002)
     assert not samples.target[0].is_beside_draft
-    assert samples.draft[0].is_beside_target
 
 
 def test_hits_are_counted_by_the_width_of_the_plan() -> None:
@@ -202,3 +209,23 @@ def test_line_through_medians_has_no_negative_part() -> None:
     steep = fit_linear([[(1, 1.0), (2, 5.0)]])
     assert steep.fixed_s == 0.0 and steep.per_item_s > 1.0
     assert fit_linear([[]]) == LinearTime()
+
+
+def beside_draft(number: int, forward_ms: int) -> Iterator[TraceEvent]:
+    """A step of 4 rows for two sessions, and outcomes that take the last 4 ms of it."""
+    start, end = 100 * number * MS, (100 * number + forward_ms) * MS
+    for name in ("a", "b"):
+        yield VerifySent(start, name, number, number, 10, 1, 1)
+        yield DraftAsked(start, name, number, 10, 1, 1, (1, 1))
+    for name in ("a", "b"):
+        yield DraftReplied(end, name, number, "outcomes", 4 * MS, 4, 2, False)
+    for name in ("a", "b"):
+        yield VerdictReceived(end, name, number, forward_ms * MS, "model", 1, 1, 2)
+
+
+def test_slowdown_is_what_a_second_of_the_draft_adds(sweep: Sweep) -> None:
+    # 4 ms alone, 6 ms beside 4 ms of the draft.
+    sweep.overlapped = read_samples([event for number in range(3) for event in beside_draft(number, 6)])
+    target = fit_target(sweep, fake_info("target"), hardware="box")
+    assert target.slowdown_beside_draft == pytest.approx(1 + 2 / 4)
+    assert target.prompt_slowdown_beside_draft == 1.0

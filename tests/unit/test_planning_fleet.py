@@ -113,7 +113,7 @@ def test_a_step_beside_the_draft_is_slower_where_they_share_hardware() -> None:
     speculation = SpeculationConfig.model_validate({"num_speculative_tokens": 3, "overlap": "enumerate"})
     outcomes = [{"num_branches": 1, "num_tokens": 1, "seconds": VERIFY_S}]
     kit = Kit(
-        target(slowdown_beside_other=2.0),
+        target(slowdown_beside_draft=2.0),
         draft(outcomes=outcomes),
         acceptance(1.0),
         speculation=speculation,
