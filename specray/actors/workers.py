@@ -14,6 +14,9 @@ from specray.rpc.channel import channel_options
 from specray.rpc.worker import EngineServerThread
 
 CHECK_TIMEOUT_S = 20.0
+MIN_SILENCE_S = 30.0
+"""Ranks bear with each other at least so long, however impatient the router: it ends a group that hangs, and
+the first steps of a rank on a busy machine take seconds."""
 
 
 def start_draft(config: Config, *, address: str) -> tuple[EngineServerThread, str]:
@@ -116,7 +119,7 @@ def start_target_rank(
             world_size=config.target.tensor_parallel_size,
             device_type=choose_device(config.target).type,
             start_timeout_s=config.router.start_timeout_s,
-            silence_timeout_s=config.router.verify_timeout_s,
+            silence_timeout_s=max(MIN_SILENCE_S, config.router.verify_timeout_s),
         )
         parallel = ParallelContext.join(args, meeting)
     if rank == 0:
