@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Final
 
 from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
+from specray.actors.mailbox import Mailbox
 from specray.errors import EngineLostError, OverloadedError, SpecrayError
+from specray.router.clock import SystemClock
+from specray.router.delivery import Delivery
 from specray.types import GenerateRequest, OutputChunk, ServiceInfo
 
 SERVE_ERRORS = (RayError, BackPressureError, DeploymentUnavailableError, RequestCancelledError)
@@ -31,19 +34,31 @@ def translate(error: Exception) -> Exception:
     return error
 
 
+LAST_CHUNK_TIMEOUT_S: Final = 5.0
+"""The end of a call and the last chunk come by different ways: the chunk may be so much later."""
+
+
 class ServeRouterClient:
     """interfaces.RouterClient over a DeploymentHandle.
 
+    Serve carries requests, whole answers and errors; the chunks of a stream come from the router straight
+    into the mailbox. Through Serve each would be a message of its own between two event loops, which costs
+    as much as the request itself.
+
     Args:
         handle: of the Router deployment.
+        mailbox: started by whoever owns it, before the first stream; None: nothing will be streamed.
         timeout_s: no call waits longer, even when no replica is there to answer.
     """
 
-    def __init__(self, handle: DeploymentHandle[object], *, timeout_s: float) -> None:
+    def __init__(
+        self, handle: DeploymentHandle[object], *, timeout_s: float, mailbox: Mailbox | None = None
+    ) -> None:
         self._handle = handle
-        # Handles made by options() are cached here: each new one costs a metrics pusher and a long poll.
-        self._streaming = handle.options(stream=True)
+        self._mailbox = mailbox
+        self._clock = SystemClock()
         self._timeout_s = timeout_s
+        self._calls: set[asyncio.Task[None]] = set()
 
     async def complete(self, request: GenerateRequest) -> OutputChunk:
         """See interfaces.RouterClient."""
@@ -52,27 +67,31 @@ class ServeRouterClient:
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[OutputChunk]:
         """See interfaces.RouterClient."""
-        response: Any = self._streaming.stream.remote(request)
-        is_done = False
+        assert self._mailbox is not None, "a client that streams has a mailbox"
+        delivery = self._mailbox.open(request.request_id)
+        response = self._handle.deliver.remote(request, self._mailbox.address)
+        call = asyncio.create_task(self._watch(response, delivery))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
         try:
-            while True:
-                try:
-                    async with asyncio.timeout(self._timeout_s):
-                        chunk: OutputChunk = await anext(response)
-                except StopAsyncIteration:
-                    is_done = True
-                    return
+            async for chunk in delivery.chunks(self._clock, 0):
                 yield chunk
-                if chunk.finish_reason is not None:
-                    is_done = True
-                    return
-        except TimeoutError:
-            raise EngineLostError(f"the router did not answer within {self._timeout_s:g} s") from None
-        except SERVE_ERRORS as error:
-            raise translate(error) from error
         finally:
-            if not is_done:
-                response.cancel()
+            self._mailbox.close(request.request_id)
+            if not delivery.is_ended:
+                call.cancel()
+
+    async def _watch(self, response: Any, delivery: Delivery) -> None:
+        """Sees the router's call to its end, and tells the delivery when that is not the output's end."""
+        try:
+            await self._call(response)
+            async with asyncio.timeout(LAST_CHUNK_TIMEOUT_S):
+                while not delivery.is_ended:
+                    await delivery.wait_change()
+        except TimeoutError:
+            delivery.fail(EngineLostError("the end of the output was lost; the request may be sent again"))
+        except Exception as error:
+            delivery.fail(error)
 
     async def service_info(self) -> ServiceInfo:
         """See interfaces.RouterClient."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 
 from specray.interfaces import Clock
@@ -16,11 +16,17 @@ class Delivery:
     Args:
         request_id: of the chunks.
         is_stream: False: the caller is woken once, at the end.
+        on_change: is told, before anybody is woken, that there is something to take.
     """
 
-    def __init__(self, request_id: str, *, is_stream: bool) -> None:
+    def __init__(
+        self, request_id: str, *, is_stream: bool, on_change: Callable[[Delivery], None] | None = None
+    ) -> None:
         self._request_id = request_id
-        self._is_stream = is_stream
+        # Whoever is told takes the chunks; only the end is left to wait for.
+        self._wakes_always = is_stream and on_change is None
+        self._on_change = on_change
+        self._is_begun = False
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._last: OutputChunk | None = None
@@ -32,13 +38,33 @@ class Delivery:
         """Nothing more will be pushed."""
         return self._last is not None or self._error is not None
 
+    @property
+    def is_failed(self) -> bool:
+        """It ended by an exception."""
+        return self._error is not None
+
+    @property
+    def is_begun(self) -> bool:
+        """Something has been taken."""
+        return self._is_begun
+
     # The router's side
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
         """Adds newly committed tokens."""
         self._token_ids.extend(token_ids)
         self._logprobs.extend(logprobs)
-        if self._is_stream:
+        if self._on_change is not None:
+            self._on_change(self)
+        if self._wakes_always:
+            self._wake.set()
+
+    def put(self, chunk: OutputChunk) -> None:
+        """Adds a chunk that another process has taken from its own delivery."""
+        if chunk.finish_reason is not None:
+            self._last = replace(chunk, token_ids=(), logprobs=())
+        self.push(chunk.token_ids, chunk.logprobs)
+        if chunk.finish_reason is not None:
             self._wake.set()
 
     def finish(
@@ -49,6 +75,7 @@ class Delivery:
         message: str = "",
         stats: SpeculationStats | None = None,
         num_cached_tokens: int = 0,
+        ttft_s: float | None = None,
     ) -> None:
         """Ends the output."""
         self._last = OutputChunk(
@@ -60,7 +87,10 @@ class Delivery:
             message=message,
             stats=stats,
             num_cached_tokens=num_cached_tokens,
+            ttft_s=ttft_s,
         )
+        if self._on_change is not None:
+            self._on_change(self)
         self._wake.set()
 
     def fail(self, error: Exception) -> None:
@@ -68,14 +98,28 @@ class Delivery:
         self._error = error
         self._wake.set()
 
+    def wake(self) -> None:
+        """Whoever waits looks again."""
+        self._wake.set()
+
     # The caller's side
+
+    async def wait_change(self) -> None:
+        """Returns at the end, or when somebody calls ``wake``."""
+        await self._wake.wait()
+        self._wake.clear()
+
+    def raise_error(self) -> None:
+        """Raises what ``fail`` was given, if it was."""
+        if self._error is not None:
+            raise self._error
 
     async def whole(self) -> OutputChunk:
         """The output as one chunk. Raises what ``fail`` was given."""
         while not self.is_ended:
             self._wake.clear()
             await self._wake.wait()
-        return self._take()
+        return self.take()
 
     async def chunks(self, clock: Clock, interval_s: float) -> AsyncGenerator[OutputChunk, None]:
         """First tokens at once, then at most one chunk per interval; the end is never held back."""
@@ -83,7 +127,7 @@ class Delivery:
             while not self._token_ids and not self.is_ended:
                 self._wake.clear()
                 await self._wake.wait()
-            chunk = self._take()
+            chunk = self.take()
             yield chunk
             if chunk.finish_reason is not None:
                 return
@@ -100,7 +144,9 @@ class Delivery:
         finally:
             timer.cancel()
 
-    def _take(self) -> OutputChunk:
+    def take(self) -> OutputChunk:
+        """All that has come since the last call. Raises what ``fail`` was given."""
+        self._is_begun = True
         token_ids, logprobs = tuple(self._token_ids), tuple(self._logprobs)
         self._token_ids.clear()
         self._logprobs.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +11,9 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError
 
 from specray.actors.client import ServeRouterClient, translate
+from specray.actors.mailbox import Mailbox
 from specray.errors import EngineLostError, OverloadedError
+from specray.types import FinishReason, GenerateRequest, OutputChunk, SamplingParams
 
 
 class Response:
@@ -32,9 +34,6 @@ class Handle:
     def __init__(self) -> None:
         self.response = Response()
         self.service_info = self
-
-    def options(self, *, stream: bool) -> Handle:
-        return self
 
     def remote(self) -> Response:
         return self.response
@@ -60,4 +59,80 @@ async def test_a_cancelled_caller_cancels_the_call() -> None:
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
+    assert handle.response.is_cancelled
+
+
+class Deliveries(Handle):
+    """A Router deployment that plays a script into the mailbox."""
+
+    def __init__(self, mailbox: Mailbox, chunks: Sequence[OutputChunk], end: Exception | None = None) -> None:
+        self.deliver = self
+        self.response = Response()
+        self._mailbox = mailbox
+        self._chunks = chunks
+        self._end = end
+
+    def remote(self, *arguments: object) -> Any:
+        return self if self._end is not None or self._chunks else self.response
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return self._play().__await__()
+
+    async def _play(self) -> None:
+        self._mailbox._put(self._chunks)
+        await asyncio.sleep(0)
+        if self._end is not None:
+            raise self._end
+
+    def cancel(self) -> None:
+        self.response.cancel()
+
+
+REQUEST = GenerateRequest("a", (1,), SamplingParams(), 8)
+
+
+def mailbox() -> Mailbox:
+    return Mailbox("unix:/nowhere")
+
+
+async def test_a_stream_is_what_came_into_the_mailbox() -> None:
+    box = mailbox()
+    chunks = [OutputChunk("a", (1,)), OutputChunk("a", (2,), finish_reason=FinishReason.LENGTH)]
+    handle: Any = Deliveries(box, chunks)
+    client = ServeRouterClient(handle, timeout_s=60, mailbox=box)
+    received = [chunk async for chunk in client.stream(REQUEST)]
+    assert sum((chunk.token_ids for chunk in received), ()) == (1, 2)
+    assert received[-1].finish_reason is FinishReason.LENGTH
+    box.open("a")  # The id is free: nothing of the request is left.
+
+
+async def test_a_router_that_dies_in_mid_stream_is_lost_after_what_had_come() -> None:
+    box = mailbox()
+    handle: Any = Deliveries(box, [OutputChunk("a", (1,))], RayActorError())
+    stream = ServeRouterClient(handle, timeout_s=60, mailbox=box).stream(REQUEST)
+    assert (await anext(stream)).token_ids == (1,)
+    with pytest.raises(EngineLostError, match="the request may be sent again"):
+        await anext(stream)
+
+
+async def test_a_call_that_ends_without_the_last_chunk_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specray.actors.client.LAST_CHUNK_TIMEOUT_S", 0.01)
+    box = mailbox()
+    handle: Any = Deliveries(box, [OutputChunk("a", (1,))])
+    stream = ServeRouterClient(handle, timeout_s=60, mailbox=box).stream(REQUEST)
+    assert (await anext(stream)).token_ids == (1,)
+    with pytest.raises(EngineLostError, match="the end of the output was lost"):
+        await anext(stream)
+
+
+async def test_a_stream_that_is_closed_cancels_the_call() -> None:
+    box = mailbox()
+    handle: Any = Deliveries(box, [])
+    stream: Any = ServeRouterClient(handle, timeout_s=60, mailbox=box).stream(REQUEST)
+    first = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0.01)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await stream.aclose()
+    await asyncio.sleep(0)
     assert handle.response.is_cancelled

@@ -1,0 +1,154 @@
+"""The stream that carries chunks from a router to an ingress, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc import aio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specray.actors.mailbox import Mailbox
+from specray.actors.outlets import Outlets
+from specray.errors import EngineLostError, ProtocolError
+from specray.router.clock import SystemClock
+from specray.rpc.channel import ChannelOptions
+from specray.rpc.delivery import DeliveryConnection, DeliveryServer
+from specray.rpc.delivery_codec import decode_chunks, encode_chunks
+from specray.rpc.pb import delivery_pb2
+from specray.rpc.security import PeerSecurity
+from specray.types import FinishReason, OutputChunk, SpeculationStats, TokenLogprobs
+
+DEADLINE_S = 10.0
+
+token_ids = st.integers(0, 2**31 - 1)
+logprobs = st.builds(
+    TokenLogprobs,
+    token_ids,
+    st.floats(-100, 0, width=32),
+    st.lists(token_ids, max_size=2).map(tuple),
+    st.just(()),
+).map(lambda entry: TokenLogprobs(entry.token_id, entry.logprob, (), ()))
+open_chunks = st.builds(
+    OutputChunk,
+    st.text(min_size=1, max_size=8),
+    st.lists(token_ids, max_size=4).map(tuple),
+    st.lists(logprobs, max_size=2).map(tuple),
+)
+last_chunks = st.builds(
+    OutputChunk,
+    st.text(min_size=1, max_size=8),
+    st.lists(token_ids, max_size=4).map(tuple),
+    finish_reason=st.sampled_from(FinishReason),
+    stop_reason=st.none() | st.text(max_size=4) | token_ids,
+    message=st.text(max_size=8),
+    stats=st.none() | st.builds(SpeculationStats, token_ids, token_ids, token_ids, st.just((1, 2))),
+    num_cached_tokens=token_ids,
+    ttft_s=st.none() | st.floats(0, 60),
+)
+
+
+@given(st.lists(open_chunks | last_chunks, max_size=4))
+def test_chunks_come_back_as_they_were_sent(chunks: list[OutputChunk]) -> None:
+    assert decode_chunks(encode_chunks(chunks)) == chunks
+
+
+def test_an_unknown_finish_reason_is_refused() -> None:
+    message = delivery_pb2.DeliverRequest()
+    message.chunks.add(request_id="a").finish_reason = 9  # type: ignore[assignment]
+    with pytest.raises(ProtocolError, match=r"finish_reason is 9; allowed: 0\.\.4"):
+        decode_chunks(message.SerializeToString())
+
+
+@asynccontextmanager
+async def mailbox_at(address: str, options: ChannelOptions | None = None) -> AsyncIterator[Mailbox]:
+    mailbox = Mailbox(address, options=options)
+    await mailbox.start()
+    try:
+        yield mailbox
+    finally:
+        await mailbox.stop()
+
+
+def outlets(options: ChannelOptions | None = None) -> Outlets:
+    return Outlets(SystemClock(), interval_s=0.0, options=options or ChannelOptions())
+
+
+@pytest.mark.parametrize("host", ["unix", "tcp"])
+async def test_chunks_reach_the_mailbox_of_their_request_and_no_other(host: str, address: str) -> None:
+    async with (
+        mailbox_at(address if host == "unix" else "127.0.0.1:0") as mailbox,
+        asyncio.timeout(DEADLINE_S),
+    ):
+        ways = outlets()
+        outlet = ways.to(mailbox.address)
+        assert ways.to(mailbox.address) is outlet
+        received = mailbox.open("a")
+        sent, stranger = outlet.open("a"), outlet.open("b")
+        stranger.push([5], ())
+        stranger.finish(FinishReason.LENGTH)
+        sent.push([1, 2], ())
+        sent.finish(FinishReason.STOP, stop_reason="end")
+        await outlet.wait_ended(sent)
+        assert await received.whole() == OutputChunk("a", (1, 2), (), FinishReason.STOP, "end")
+        await ways.close()
+
+
+async def test_an_ingress_that_ends_fails_its_requests_and_the_next_one_connects_anew(address: str) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        ways = outlets()
+        async with mailbox_at(address) as mailbox:
+            received = mailbox.open("a")
+            outlet = ways.to(mailbox.address)
+            delivery = outlet.open("a")
+            delivery.push([1], ())
+            await anext(received.chunks(SystemClock(), 0))
+        with pytest.raises(EngineLostError, match="ingress at unix:"):
+            await outlet.wait_ended(delivery)
+        async with mailbox_at(address) as mailbox:
+            assert ways.to(mailbox.address) is not outlet
+        await ways.close()
+
+
+async def test_an_ingress_that_cannot_be_reached_fails_the_request(address: str) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        ways = outlets()
+        outlet = ways.to(address)
+        with pytest.raises(EngineLostError, match="UNAVAILABLE"):
+            await outlet.wait_ended(outlet.open("a"))
+        await ways.close()
+
+
+async def test_a_peer_without_the_secret_delivers_nothing(address: str, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef")
+    guarded = ChannelOptions(security=PeerSecurity(secret_file=str(secret)))
+    taken: asyncio.Queue[Sequence[OutputChunk]] = asyncio.Queue()
+    server = DeliveryServer(taken.put_nowait, address, options=guarded)
+    await server.start()
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(EngineLostError, match="UNAUTHENTICATED"):
+            await DeliveryConnection.connect(server.address, timeout_s=DEADLINE_S)
+        connection = await DeliveryConnection.connect(server.address, timeout_s=DEADLINE_S, options=guarded)
+        await connection.send([OutputChunk("a", (1,))])
+        assert await taken.get() == [OutputChunk("a", (1,))]
+        await connection.close()
+    await server.stop()
+
+
+async def test_broken_bytes_end_the_stream_and_say_why(address: str) -> None:
+    async with (
+        asyncio.timeout(DEADLINE_S),
+        mailbox_at(address) as mailbox,
+        aio.insecure_channel(mailbox.address) as channel,
+    ):
+        call = channel.stream_stream("/specray.v1.DeliveryService/Deliver", None, None)()
+        await call.initial_metadata()
+        await call.write(b"\xff\xff")
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "DeliverRequest" in str(await call.details())
