@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,11 +14,14 @@ from ray.util.placement_group import get_current_placement_group
 from specray.actors.draft import DraftReplica
 from specray.actors.group import TargetGroup
 from specray.actors.node import keep_serve_on_loopback
+from specray.actors.outlets import Outlets
 from specray.actors.source import ServeDrafterSource
 from specray.actors.target_source import TargetSource
+from specray.actors.telemetry import SpansElsewhere, begin_logs, begin_traces, with_labels
 from specray.config import Config, parse_config
-from specray.interfaces import DrafterSource
+from specray.interfaces import DrafterSource, RequestTracer
 from specray.router import Router
+from specray.router.clock import SystemClock
 from specray.rpc.channel import channel_options
 from specray.rpc.loop_thread import LoopThread, run_on
 from specray.rpc.verifier import GrpcVerifier
@@ -44,6 +47,11 @@ class RouterReplica:
     ) -> None:
         config = parse_config(values)
         keep_serve_on_loopback()
+        begin_logs(config)
+        self._tracing = begin_traces(config, role="router")
+        tracer = None
+        if self._tracing is not None:
+            tracer = SpansElsewhere(self._tracing, asyncio.get_running_loop())
         placement_group = get_current_placement_group()
         assert placement_group is not None, "the Router deployment has a placement group"
         self._drain_timeout_s = config.router.drain_timeout_s
@@ -56,8 +64,13 @@ class RouterReplica:
                 options=channel_options(config.rpc),
             )
         self._loop_thread = LoopThread("specray-router")
+        self._outlets = Outlets(
+            SystemClock(),
+            interval_s=config.router.stream_interval_ms / 1e3,
+            options=channel_options(config.rpc),
+        )
         self._target = TargetSource(lambda: TargetGroup(config, placement_group), partial(_connect, config))
-        self._router = await self._on_loop(_start_router(config, self._target, source))
+        self._router = await self._on_loop(_start_router(config, self._target, source, tracer))
         gc.collect()
         gc.freeze()
 
@@ -65,14 +78,12 @@ class RouterReplica:
         """See interfaces.RouterClient."""
         return await self._on_loop(self._router.complete(request))
 
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[OutputChunk]:
-        """See interfaces.RouterClient."""
-        chunks = self._router.stream(request)
-        try:
-            while (chunk := await self._on_loop(_next(chunks))) is not None:
-                yield chunk
-        finally:
-            await self._on_loop(chunks.aclose())
+    async def deliver(self, request: GenerateRequest, address: str) -> None:
+        """Brings the output, as it is committed, to the mailbox at ``address``; returns when it is complete.
+
+        Raises what ``complete`` raises; EngineLostError too when the mailbox cannot be reached.
+        """
+        await self._on_loop(self._deliver(request, address))
 
     async def service_info(self) -> ServiceInfo:
         """See interfaces.RouterClient."""
@@ -83,12 +94,16 @@ class RouterReplica:
         await self._on_loop(self._router.check_ready())
 
     async def metrics_text(self) -> str:
-        """See interfaces.RouterClient."""
-        return await self._on_loop(self._router.metrics_text())
+        """This replica's metrics, with its labels."""
+        return with_labels(await self._on_loop(self._router.metrics_text()))
 
     async def trace_text(self) -> str | None:
         """See interfaces.RouterClient."""
         return await self._on_loop(self._router.trace_text())
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """For ``scaling.RouterScalingPolicy``."""
+        return self._router.load()
 
     async def check_health(self) -> None:
         """Liveness, cheap: raises EngineLostError when there will be no target; Serve then replaces both.
@@ -99,6 +114,9 @@ class RouterReplica:
         if failure is not None:
             raise failure
 
+    async def _deliver(self, request: GenerateRequest, address: str) -> None:
+        await self._router.deliver(request, self._outlets.to(address))
+
     async def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
         return await run_on(self._loop_thread.loop, work)
 
@@ -106,13 +124,14 @@ class RouterReplica:
         # Serve awaits this before it ends the replica's process.
         if hasattr(self, "_router"):
             await self._on_loop(self._router.stop(drain=True, drain_timeout_s=self._drain_timeout_s))
+            await self._on_loop(self._outlets.close())
         if hasattr(self, "_target"):
             await self._on_loop(_stop_target(self._target))
             await asyncio.to_thread(self._loop_thread.stop)
-
-
-async def _next(chunks: AsyncGenerator[OutputChunk, None]) -> OutputChunk | None:
-    return await anext(chunks, None)
+        if getattr(self, "_tracing", None) is not None:
+            # After those that the router's end has brought to this loop.
+            await asyncio.sleep(0)
+            await asyncio.to_thread(self._tracing.close)
 
 
 async def _connect(config: Config, address: str) -> GrpcVerifier:
@@ -125,7 +144,9 @@ async def _stop_target(target: TargetSource) -> None:
     target.stop()
 
 
-async def _start_router(config: Config, target: TargetSource, source: DrafterSource | None) -> Router:
+async def _start_router(
+    config: Config, target: TargetSource, source: DrafterSource | None, tracer: RequestTracer | None
+) -> Router:
     tokenizer = await asyncio.to_thread(Tokenizer.load, config.target.model)
     router = Router(
         target.connect,
@@ -134,7 +155,9 @@ async def _start_router(config: Config, target: TargetSource, source: DrafterSou
         speculation=config.speculation,
         model=config.model_name,
         stop_matchers=make_stop_matcher(tokenizer),
+        tracer=tracer,
         draft=config.draft.kind_in_use,
+        draft_on_demand=config.draft.scales_to_none,
     )
     try:
         await router.start()

@@ -9,6 +9,7 @@ import ray
 
 from specray.actors.node import interface_of, listen_address, listen_host
 from specray.config import apply_interface_environment, parse_config
+from specray.telemetry.logs import configure_logging
 
 if TYPE_CHECKING:
     from specray.actors.workers import FollowerWorker, LeaderWorker
@@ -20,6 +21,7 @@ class TargetRank:
 
     def __init__(self, values: dict[str, Any], rank: int) -> None:
         self._config = parse_config(values)
+        configure_logging(self._config.logging, deployment="Target", rank=str(rank))
         self._rank = rank
         self._store: GroupStore | None = None
         self._worker: LeaderWorker | FollowerWorker | None = None

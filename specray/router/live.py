@@ -8,6 +8,7 @@ from specray.router.delivery import Delivery
 from specray.router.local_draft import LocalDraft
 from specray.router.plan import OFF, Pacing, Plan
 from specray.router.session import Session
+from specray.types import RequestLife
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +36,10 @@ class LiveSession:
     """Drafts lost in a row while they owed this session an answer."""
     committed_s: float | None = None
     """When tokens were committed last."""
+    admitted_s: float | None = None
+    """When it left the queue for the first time."""
+    first_token_s: float | None = None
+    num_preemptions: int = 0
 
     @property
     def request_id(self) -> str:
@@ -60,6 +65,26 @@ class LiveSession:
     def is_drafted_locally(self) -> bool:
         """No draft model is asked for it."""
         return self.local is not None and not self.local.is_filler
+
+    def life(self, now: float) -> RequestLife:
+        """What is to be told of the request, which ends now with a finish reason."""
+        session = self.session
+        assert session.finish_reason is not None
+        return RequestLife(
+            request_id=self.request_id,
+            traceparent=session.request.traceparent,
+            arrived_s=self.arrived_s,
+            admitted_s=self.admitted_s,
+            first_token_s=self.first_token_s,
+            ended_s=now,
+            finish_reason=session.finish_reason,
+            num_prompt_tokens=session.num_prompt_tokens,
+            num_cached_tokens=session.num_cached_tokens,
+            num_output_tokens=session.num_output_tokens,
+            num_rounds=session.tally.num_rounds,
+            num_preemptions=self.num_preemptions,
+            stats=session.tally.stats,
+        )
 
     @property
     def is_prefilling(self) -> bool:

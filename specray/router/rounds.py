@@ -199,6 +199,7 @@ class Rounds:
         metrics, later = self._metrics, self._later
         later.add(metrics.observe_round, commit.num_draft_tokens, commit.num_accepted_tokens, commit.source)
         if live.committed_s is None:
+            live.first_token_s = now
             later.add(metrics.observe_first_tokens, num_tokens, now - live.arrived_s)
         else:
             later.add(metrics.observe_tokens, num_tokens, now - live.committed_s)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from specray import __version__
 from specray.config import RouterConfig, SpeculationConfig
 from specray.errors import EngineLostError, InvalidRequestError, OverloadedError
-from specray.interfaces import Clock, DrafterSource, StopMatcherFactory, Verifier
+from specray.interfaces import Clock, DrafterSource, RequestTracer, StopMatcherFactory, Verifier
 from specray.metrics import RouterMetrics
 from specray.router.checks import check_request, probe_request
 from specray.router.clock import SystemClock, within
@@ -25,6 +25,7 @@ from specray.router.links import Inbox, TargetLink, current_info
 from specray.router.live import LiveSession
 from specray.router.local_draft import LocalDrafts
 from specray.router.loops import overlapped_loop, serial_loop
+from specray.router.outlet import Outlet
 from specray.router.policy import Policy
 from specray.router.queue import AdmissionQueue
 from specray.router.renewal import TargetRenewal, VerifierFactory
@@ -64,6 +65,7 @@ class Router:
         clock: all time is read from it.
         stop_matchers: for stop strings; without it requests that have some are refused.
         metrics: default: a fresh registry.
+        tracer: told of requests that are traced; None: nobody is.
         draft: what drafts for requests that do not say; without ``drafters``, MODEL is plain decoding.
         draft_on_demand: a draft is leased only when some request could use one.
         version: of the service.
@@ -81,6 +83,7 @@ class Router:
         clock: Clock | None = None,
         stop_matchers: StopMatcherFactory | None = None,
         metrics: RouterMetrics | None = None,
+        tracer: RequestTracer | None = None,
         draft: DraftKind = DraftKind.MODEL,
         draft_on_demand: bool = False,
         version: str = __version__,
@@ -107,7 +110,7 @@ class Router:
             max_tokens=self._config.max_queued_tokens,
             rng=self._rng,
         )
-        self._sessions = Sessions(queue, self.metrics, self._release)
+        self._sessions = Sessions(queue, self.metrics, self._release, tracer)
         self._target = TargetRenewal(
             verifier,
             inbox=inbox,
@@ -219,7 +222,7 @@ class Router:
 
     async def complete(self, request: GenerateRequest) -> OutputChunk:
         """See interfaces.RouterClient."""
-        live = self._submit(request, is_stream=False)
+        live = self._submit(request, Delivery(request.request_id, is_stream=False))
         try:
             return await live.delivery.whole()
         finally:
@@ -227,12 +230,23 @@ class Router:
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[OutputChunk, None]:
         """See interfaces.RouterClient."""
-        live = self._submit(request, is_stream=True)
+        live = self._submit(request, Delivery(request.request_id, is_stream=True))
         chunks = live.delivery.chunks(self._clock, self._config.stream_interval_ms / 1e3)
         try:
             async with contextlib.aclosing(chunks):
                 async for chunk in chunks:
                     yield chunk
+        finally:
+            self._abandon(live)
+
+    async def deliver(self, request: GenerateRequest, outlet: Outlet) -> None:
+        """The output through ``outlet``, as it is committed; returns when it is complete.
+
+        Cancelling the call aborts the request. Raises like ``complete``, and what ends the outlet.
+        """
+        live = self._submit(request, outlet.open(request.request_id))
+        try:
+            await outlet.wait_ended(live.delivery)
         finally:
             self._abandon(live)
 
@@ -288,7 +302,7 @@ class Router:
 
     # Requests
 
-    def _submit(self, request: GenerateRequest, *, is_stream: bool) -> LiveSession:
+    def _submit(self, request: GenerateRequest, delivery: Delivery) -> LiveSession:
         info = self._require_info()
         check_request(
             request,
@@ -307,7 +321,7 @@ class Router:
         now = self._clock.monotonic()
         live = LiveSession(
             Session(request, matcher, vocab_size=info.vocab_size),
-            Delivery(request.request_id, is_stream=is_stream),
+            delivery,
             self._policy.pace(request),
             arrived_s=now,
             deadline_s=now + self._timeout_s(request),

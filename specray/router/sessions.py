@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Callable
 
 from specray.errors import DeadlineExceededError, EngineLostError, OverloadedError, SpecrayError
+from specray.interfaces import RequestTracer
 from specray.metrics import RouterMetrics
 from specray.router.live import LiveSession
 from specray.router.queue import AdmissionQueue
@@ -23,11 +24,17 @@ class Sessions:
         queue: of those that wait.
         metrics: counts ends and shows who is where.
         release: frees a session on both engines.
+        tracer: told of requests that are traced, when they end; None: nobody is.
     """
 
     def __init__(
-        self, queue: AdmissionQueue[LiveSession], metrics: RouterMetrics, release: Callable[[str], None]
+        self,
+        queue: AdmissionQueue[LiveSession],
+        metrics: RouterMetrics,
+        release: Callable[[str], None],
+        tracer: RequestTracer | None = None,
     ) -> None:
+        self._tracer = tracer
         self.running: dict[str, LiveSession] = {}
         self._queue = queue
         self._metrics = metrics
@@ -107,6 +114,8 @@ class Sessions:
                 self._expire(live, now)
                 continue
             self.running[live.request_id] = live
+            if live.admitted_s is None:
+                live.admitted_s = now
             self._metrics.prompt_tokens.inc(live.session.num_prompt_tokens)
         self._show()
 
@@ -122,6 +131,7 @@ class Sessions:
         if not self.running:
             self._retry_at_s = now + RETRY_S
         self._queue.push_front(live)
+        live.num_preemptions += 1
         self._metrics.preemptions.inc()
 
     def end(self, live: LiveSession, now: float) -> None:
@@ -136,6 +146,7 @@ class Sessions:
             message=session.message,
             stats=session.tally.stats,
             num_cached_tokens=session.num_cached_tokens,
+            ttft_s=None if live.first_token_s is None else live.first_token_s - live.arrived_s,
         )
         self._metrics.observe_end(session.finish_reason.value)
 
@@ -190,6 +201,8 @@ class Sessions:
             # What one session left has room for another; when nobody waits, there is room for all.
             self._max_running = min(self._limit, self._max_running + 1) if self._queue else self._limit
         self._show()
+        if self._tracer is not None and live.session.request.traceparent:
+            self._tracer.request_ended(live.life(now), now)
         return True
 
     def _observe_service(self, now: float) -> None:

@@ -33,6 +33,7 @@ from specray.rpc.router_stream import Ending, RouterStream
 from specray.types import (
     DraftReplies,
     DraftReply,
+    EngineInfo,
     SpeculateItem,
     TargetReplies,
     TargetReply,
@@ -96,6 +97,11 @@ class EngineServer(Generic[ItemT, ReplyT, RepliesT]):
     def num_routers(self) -> int:
         """Streams that are open now."""
         return len(self._streams)
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """What the server says of itself and its engine now; None before it is loaded and after ``stop``."""
+        return None if self._host is None else replace(self._host.info(), num_routers=self.num_routers)
 
     @property
     def busy(self) -> BusyMeter | None:
@@ -179,9 +185,10 @@ class EngineServer(Generic[ItemT, ReplyT, RepliesT]):
 
     async def _serve_info(self, _: bytes, context: aio.ServicerContext[Any, Any]) -> bytes:
         await self._options.security.admit(context)
-        if self._host is None:
+        info = self.info
+        if info is None:
             await context.abort(STOPPING.code, STOPPING.details)
-        return self._role.encode_info(replace(self._host.info(), num_routers=self.num_routers))
+        return self._role.encode_info(info)
 
     async def _serve_stream(self, _: object, context: aio.ServicerContext[Any, Any]) -> None:
         await self._options.security.admit(context)

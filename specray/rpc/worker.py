@@ -16,6 +16,7 @@ from specray.rpc.channel import ChannelOptions
 from specray.rpc.loop_thread import LoopThread, NoAnswerError
 from specray.rpc.role import RoleName
 from specray.rpc.server import EngineServer, draft_server, target_server
+from specray.types import EngineInfo
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +119,11 @@ class EngineServerThread:
     def is_alive(self) -> bool:
         """True while the server runs and its engine is not broken; costs nothing."""
         return self._loop_thread is not None and self._loop_thread.is_alive and self._server.is_serving
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """What the server says of itself and its engine now; None while there is none."""
+        return self._server.info
 
     @property
     def num_routers(self) -> int:

@@ -6,20 +6,27 @@ not parse into INTERNAL; the server in ``specray.rpc.inference`` has all of them
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
+from ray.serve.handle import DeploymentHandle
 
 from specray.actors.client import ServeRouterClient
-from specray.actors.node import keep_serve_on_loopback
-from specray.config import Config
-from specray.rpc.channel import ChannelOptions
+from specray.actors.mailbox import Mailbox
+from specray.actors.node import keep_serve_on_loopback, listen_address
+from specray.actors.router import RouterReplica
+from specray.actors.telemetry import AllMetrics, begin_logs, begin_traces, with_labels
+from specray.config import Config, parse_config
+from specray.rpc.channel import ChannelOptions, channel_options
 from specray.rpc.inference import InferenceServer
 from specray.serving.auth import Keyring
 from specray.serving.grpc_ingress import GrpcIngress
 from specray.serving.http import build_http_app
+from specray.serving.observe import CallObserver
 from specray.tokenization import Tokenizer
 
 ROUTER_CALL_MARGIN_S = 10.0
@@ -27,11 +34,7 @@ ROUTER_CALL_MARGIN_S = 10.0
 
 
 def ingress_deployment(config: Config, *, num_cpus: float) -> serve.Deployment:
-    """The deployment whose replicas serve both endpoints; its bound argument is the Router."""
-
-    def build_asgi_app() -> FastAPI:
-        return _build_replica_app(config)
-
+    """The deployment whose replicas serve both endpoints; bound to the configuration and the Router."""
     deployment: serve.Deployment = serve.deployment(
         name="Ingress",
         num_replicas=config.ingress.num_replicas,
@@ -42,37 +45,74 @@ def ingress_deployment(config: Config, *, num_cpus: float) -> serve.Deployment:
         graceful_shutdown_timeout_s=10,
         graceful_shutdown_wait_loop_s=0.1,
         max_constructor_retry_count=3,
-    )(serve.ingress(build_asgi_app)())
+    )(serve.ingress()(IngressReplica))
     return deployment
 
 
-def _build_replica_app(config: Config) -> FastAPI:
-    """Runs in the replica, once: the app's lifespan is the gRPC server's."""
-    keep_serve_on_loopback()
-    handle = serve.get_deployment_handle("Router", app_name=serve.get_replica_context().app_name)
-    client = ServeRouterClient(handle, timeout_s=config.router.request_timeout_s + ROUTER_CALL_MARGIN_S)
-    tokenizer = Tokenizer.load(config.target.model)
-    keyring = Keyring(config.auth)
+class IngressReplica:
+    """A Serve replica in front of the Routers, with an HTTP application and a gRPC server."""
+
+    def __init__(self, values: dict[str, Any], _: DeploymentHandle[RouterReplica]) -> None:
+        config = self._config = parse_config(values)
+        keep_serve_on_loopback()
+        begin_logs(config)
+        self._tracing = begin_traces(config, role="ingress")
+        app_name = serve.get_replica_context().app_name
+        deployments = ["Ingress", "Router", *(["Draft"] if config.draft.has_replicas else [])]
+        self._all_metrics = AllMetrics(app_name, deployments)
+        self._observer = CallObserver(config.logging, tracing=self._tracing)
+        self._mailbox = Mailbox(listen_address(config, "ingress"), options=channel_options(config.rpc))
+        self._client = ServeRouterClient(
+            serve.get_deployment_handle("Router", app_name=app_name),
+            timeout_s=config.router.request_timeout_s + ROUTER_CALL_MARGIN_S,
+            mailbox=self._mailbox,
+        )
+        self._tokenizer = Tokenizer.load(config.target.model)
+        self._keyring = Keyring(config.auth)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Called by Serve, once."""
+        return build_http_app(
+            client=self._client,
+            tokenizer=self._tokenizer,
+            config=self._config,
+            keyring=self._keyring,
+            lifespan=self._lifespan,
+            observer=self._observer,
+            metrics_text=self._all_metrics.text,
+            # Serve's proxy does.
+            names_answers=False,
+        )
+
+    async def metrics_text(self) -> str:
+        """This replica's metrics, with its labels."""
+        return with_labels(self._observer.metrics.text())
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        server = None
-        if config.grpc.port:
-            handler = GrpcIngress(client=client, tokenizer=tokenizer, config=config)
-            server = InferenceServer(
-                handler,
-                address=f"{config.grpc.host}:{config.grpc.port}",
-                # A replica that replaces another may start before the other has ended.
-                options=ChannelOptions(max_receive_bytes=config.grpc.max_message_bytes, reuse_port=True),
-                admit=handler.admitter(keyring),
-            )
+    async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+        server = self._grpc_server() if self._config.grpc.port else None
+        if server is not None:
             await server.start()
         try:
+            await self._mailbox.start()
             yield
         finally:
             if server is not None:
                 await server.stop()
+            await self._mailbox.stop()
+            if self._tracing is not None:
+                await asyncio.to_thread(self._tracing.close)
 
-    return build_http_app(
-        client=client, tokenizer=tokenizer, config=config, keyring=keyring, lifespan=lifespan
-    )
+    def _grpc_server(self) -> InferenceServer:
+        config = self._config
+        handler = GrpcIngress(
+            client=self._client, tokenizer=self._tokenizer, config=config, observer=self._observer
+        )
+        return InferenceServer(
+            handler,
+            address=f"{config.grpc.host}:{config.grpc.port}",
+            # A replica that replaces another may start before the other has ended.
+            options=ChannelOptions(max_receive_bytes=config.grpc.max_message_bytes, reuse_port=True),
+            admit=handler.admitter(self._keyring),
+            on_refused=handler.refused,
+        )

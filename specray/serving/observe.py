@@ -149,7 +149,7 @@ class CallObserver:
             self._now,
         )
         if self._tracing is not None and is_traced:
-            record.span = self._tracing.start(name, traceparent, {"rpc.system": protocol})
+            record.span = self._tracing.start(name, traceparent, {})
         return record
 
     def end(self, record: CallRecord, code: str) -> None:

@@ -126,6 +126,7 @@ async def serving(
     stop_matchers = options.pop("stop_matchers", None)
     kind = options.pop("draft_kind", DraftKind.MODEL)
     draft_on_demand = options.pop("draft_on_demand", False)
+    tracer = options.pop("tracer", None)
     # Most tests count what the draft model does.
     options.setdefault("filler", "none")
     router = Router(
@@ -137,6 +138,7 @@ async def serving(
         stop_matchers=stop_matchers,
         draft=kind,
         draft_on_demand=draft_on_demand,
+        tracer=tracer,
     )
     await router.start()
     try:

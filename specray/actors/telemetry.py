@@ -1,0 +1,106 @@
+"""What each replica tells of itself, and all of them together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from specray.actors.client import SERVE_ERRORS
+from specray.config import Config
+from specray.telemetry.exposition import labelled, merged
+from specray.telemetry.logs import configure_logging
+from specray.types import RequestLife
+
+if TYPE_CHECKING:
+    from specray.telemetry.tracing import Tracing
+
+logger = logging.getLogger(__name__)
+
+GATHER_TIMEOUT_S: Final = 5.0
+"""For the metrics of one deployment."""
+
+
+def replica_labels() -> dict[str, str]:
+    """Which replica this process is, by the labels that Serve's own metrics have as well."""
+    context = serve.get_replica_context()
+    return {
+        "application": context.app_name,
+        "deployment": context.deployment,
+        "replica": context.replica_id.unique_id,
+    }
+
+
+def begin_logs(config: Config) -> None:
+    """Sets up this replica's logs. Called by its constructor."""
+    configure_logging(config.logging, **replica_labels())
+
+
+def begin_traces(config: Config, *, role: str) -> Tracing | None:
+    """What makes this replica's spans; None where there are none.
+
+    Raises:
+        ConfigError: the package that sends spans is missing.
+    """
+    if config.telemetry.traces == "off":
+        return None
+    from specray.telemetry.tracing import make_tracing
+
+    return make_tracing(config.telemetry, role=role)
+
+
+class SpansElsewhere:
+    """interfaces.RequestTracer that makes its spans on another event loop than the router's.
+
+    Args:
+        tracing: makes them.
+        loop: where. The router's clock is the monotonic one, and is looked at again there.
+    """
+
+    def __init__(self, tracing: Tracing, loop: asyncio.AbstractEventLoop) -> None:
+        self._tracing = tracing
+        self._loop = loop
+
+    def request_ended(self, life: RequestLife, now: float) -> None:
+        """See interfaces.RequestTracer."""
+        self._loop.call_soon_threadsafe(lambda: self._tracing.request_ended(life, time.monotonic()))
+
+
+class AllMetrics:
+    """The metrics of every replica of some deployments, each with the labels of where it comes from.
+
+    Which replica answers a scrape is Serve's choice, so each of them must answer for all.
+
+    Args:
+        deployments: names within ``app_name``; their replicas have a method ``metrics_text``.
+    """
+
+    def __init__(self, app_name: str, deployments: Sequence[str]) -> None:
+        self._handles: dict[str, DeploymentHandle[object]] = {
+            name: serve.get_deployment_handle(name, app_name=app_name) for name in deployments
+        }
+
+    async def text(self) -> str:
+        """All metrics in Prometheus text format. Whoever does not answer in time is left out."""
+        texts = await asyncio.gather(*(self._of(name) for name in self._handles))
+        return merged(text for replicas in texts for text in replicas)
+
+    async def _of(self, name: str) -> list[str]:
+        try:
+            response = self._handles[name].broadcast("metrics_text")
+            results = await response.results_async(timeout_s=GATHER_TIMEOUT_S, return_exceptions=True)
+        except (*SERVE_ERRORS, TimeoutError) as error:
+            # A deployment without replicas, as a Draft that has been scaled to none, is nothing special.
+            logger.debug("no metrics of %s: %s", name, error or type(error).__name__)
+            return []
+        return [result for result in results if isinstance(result, str)]
+
+
+def with_labels(text: str) -> str:
+    """This replica's metrics, as ``AllMetrics`` asks for them."""
+    return labelled(text, replica_labels())
