@@ -68,6 +68,14 @@ class TargetGroup:
             self.stop()
             raise
 
+    async def processes(self) -> list[tuple[str, int]]:
+        """Node id and process number of each rank, in order; once they are placed.
+
+        Raises:
+            ray.exceptions.RayError: a rank is gone.
+        """
+        return list(await asyncio.gather(*(rank.process.remote() for rank in self._ranks)))
+
     async def ended(self) -> str:
         """Returns when the first rank can no longer work, and says why; after ``start``."""
         ends = [asyncio.ensure_future(_end(rank, actor)) for rank, actor in enumerate(self._ranks)]
@@ -115,7 +123,7 @@ class TargetGroup:
 
     async def _find_processes(self) -> None:
         own = ray.get_runtime_context().get_node_id()
-        for node, pid in await asyncio.gather(*(rank.process.remote() for rank in self._ranks)):
+        for node, pid in await self.processes():
             if node == own:
                 with contextlib.suppress(OSError):  # It has ended already, as its next call will show.
                     self._processes.append(LocalProcess(pid))

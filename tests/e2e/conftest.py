@@ -14,7 +14,10 @@ from specray.serving.launch import running_service
 
 @pytest.fixture(scope="module")
 def service(request: pytest.FixtureRequest) -> Iterator[Service]:
-    """A module that defines TENSOR_PARALLEL_SIZE gets so many ranks; OVERLAP defaults to auto."""
+    """A module that defines TENSOR_PARALLEL_SIZE gets so many ranks; OVERLAP defaults to auto.
+
+    ROUTER is what it adds to that section of the configuration.
+    """
     # float32: a forward's width does not change the tokens, so outputs can be compared exactly.
     # One thread each: OpenMP threads that share a core with others' spin instead of working.
     engine = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "num_threads": 1}
@@ -29,7 +32,11 @@ def service(request: pytest.FixtureRequest) -> Iterator[Service]:
             },
             "http": {"port": free_port()},
             "grpc": {"port": free_port()},
-            "router": {"round_timeout_s": 2.0, "start_timeout_s": 120},
+            "router": {
+                "round_timeout_s": 2.0,
+                "start_timeout_s": 120,
+                **getattr(request.module, "ROUTER", {}),
+            },
         }
     )
     with running_service(config):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -31,6 +34,36 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def family() -> list[int]:
+    """This process and all that descend from it."""
+    parents: dict[int, int] = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(status.parent.name)] = int(status.read_text().rpartition(")")[2].split()[1])
+    found = [os.getpid()]
+    for process in found:
+        found += [child for child, parent in parents.items() if parent == process]
+    return found
+
+
+def processes(name: str) -> list[int]:
+    """Those of this service whose title begins with ``name``, as Ray titles its workers."""
+    found = []
+    for process in family():
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{process}/cmdline").read_bytes().startswith(name.encode()):
+                found.append(process)
+    return found
+
+
+def is_running(process: int) -> bool:
+    """Neither gone nor waiting to be buried."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 async def complete(http: aiohttp.ClientSession, service: Service, **fields: Any) -> dict[str, Any]:

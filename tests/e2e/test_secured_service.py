@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
 import pytest
-from e2e_service import DEADLINE_S, free_port
+from e2e_service import DEADLINE_S, family, free_port
 
 from specray.config import Config, parse_config
 from specray.errors import UnauthenticatedError
@@ -79,18 +78,6 @@ async def test_the_same_keys_hold_over_grpc(config: Config) -> None:
     async with SpecrayClient(address) as client:
         with pytest.raises(UnauthenticatedError):
             await client.info()
-
-
-def family() -> list[int]:
-    """This process and all that descend from it."""
-    parents: dict[int, int] = {}
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            parents[int(status.parent.name)] = int(status.read_text().rpartition(")")[2].split()[1])
-    found = [os.getpid()]
-    for process in found:
-        found += [child for child, parent in parents.items() if parent == process]
-    return found
 
 
 def sockets_of(process: int) -> set[str]:

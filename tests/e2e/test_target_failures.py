@@ -1,0 +1,184 @@
+"""Ranks and Routers that die or hang under load: users see a pause, or an error that may be retried."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from e2e_service import Service, complete, is_running, processes
+from ray import serve
+
+from specray.errors import EngineLostError
+from specray.rpc.client import SpecrayClient
+from specray.rpc.inference_types import GenerateParams
+from specray.serving.app import build_app
+from specray.serving.launch import APP_NAME
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+TENSOR_PARALLEL_SIZE = 2
+OVERLAP = "serial"
+ROUTER = {"verify_timeout_s": 3.0}
+DEADLINE_S = 120.0
+PROMPT = "def fibonacci(n):\n"
+FIELDS: dict[str, Any] = {
+    "prompt": PROMPT, "max_tokens": 400, "temperature": 1, "seed": 3, "ignore_eos": True
+}  # fmt: skip
+RANK = "ray::TargetRank"
+ROUTER_REPLICA = "ray::ServeReplica:specray:Router"
+
+
+@pytest.fixture
+async def patient(service: Service) -> Any:
+    timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
+    async with aiohttp.ClientSession(service.url, timeout=timeout) as session:
+        yield session
+
+
+async def streamed(
+    http: aiohttp.ClientSession, service: Service, *, midway: Callable[[], object] = lambda: None
+) -> tuple[str, dict[str, Any] | None]:
+    """The text, and the error that ended it; ``midway`` is called after the second piece."""
+    pieces: list[str] = []
+    body = {"model": service.model, "stream": True, **FIELDS}
+    async with http.post("/v1/completions", json=body) as response:
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                event = json.loads(line[6:])
+                if "error" in event:
+                    return "".join(pieces), event["error"]
+                pieces.append(event["choices"][0]["text"])
+                if len(pieces) == 2:
+                    midway()
+    return "".join(pieces), None
+
+
+async def eventually(condition: Callable[[], Any], what: str) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not await condition():
+        assert time.monotonic() < end, f"not within {DEADLINE_S} s: {what}"
+        await asyncio.sleep(0.1)
+
+
+async def status(http: aiohttp.ClientSession, path: str) -> int:
+    async with http.get(path) as response:
+        return response.status
+
+
+async def whole(http: aiohttp.ClientSession, service: Service) -> str:
+    answer = await complete(http, service, **FIELDS)
+    return str(answer["choices"][0]["text"])
+
+
+def leader_first(ranks: list[int]) -> list[int]:
+    """The leader has a socket where it listens for its Router."""
+    listening = {
+        line.split()[6]
+        for line in Path("/proc/net/unix").read_text().splitlines()
+        if "/target-" in line and line.split()[5] == "01"
+    }
+
+    def is_leader(process: int) -> bool:
+        links = [str(link.readlink()) for link in Path(f"/proc/{process}/fd").iterdir() if link.is_symlink()]
+        return any(link.removeprefix("socket:[").removesuffix("]") in listening for link in links)
+
+    return sorted(ranks, key=is_leader, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("number", "rank"),
+    [(signal.SIGKILL, 0), (signal.SIGKILL, 1), (signal.SIGSTOP, 0), (signal.SIGSTOP, 1)],
+    ids=["leader killed", "follower killed", "leader hangs", "follower hangs"],
+)
+async def test_a_lost_rank_is_a_pause_and_no_token_changes(
+    service: Service, patient: aiohttp.ClientSession, number: signal.Signals, rank: int
+) -> None:
+    undisturbed = await whole(patient, service)
+    before = leader_first(processes(RANK))
+    assert len(before) == TENSOR_PARALLEL_SIZE
+    router = processes(ROUTER_REPLICA)
+    disturbed = streamed(patient, service, midway=lambda: os.kill(before[rank], number))
+    stream = asyncio.create_task(disturbed)
+
+    async def is_unready() -> bool:
+        return await status(patient, "/ready") == 503
+
+    await eventually(is_unready, "the loss is noticed")
+    assert await status(patient, "/health") == 200
+    waiting = asyncio.create_task(whole(patient, service))
+    assert await stream == (undisturbed, None)
+    assert await waiting == undisturbed
+    assert await status(patient, "/ready") == 200
+    assert processes(ROUTER_REPLICA) == router, "the Router has lived on"
+    assert len(processes(RANK)) == TENSOR_PARALLEL_SIZE
+    assert not any(is_running(process) for process in before), "a lost group leaves nobody behind"
+
+
+async def test_a_lost_router_ends_its_requests_with_an_error_to_retry(
+    service: Service, patient: aiohttp.ClientSession
+) -> None:
+    undisturbed = await whole(patient, service)
+    ranks, (router,) = processes(RANK), processes(ROUTER_REPLICA)
+    body = {"model": service.model, **FIELDS}
+    unary = asyncio.create_task(patient.post("/v1/completions", json=body))
+
+    async def over_grpc() -> str:
+        params = GenerateParams(text=PROMPT, max_tokens=400, temperature=1, seed=3, ignore_eos=True)
+        async with SpecrayClient(service.grpc_address) as client:
+            return "".join([event.text async for event in client.generate(params, timeout_s=DEADLINE_S)])
+
+    rpc = asyncio.create_task(over_grpc())
+    text, error = await streamed(patient, service, midway=lambda: os.kill(router, signal.SIGKILL))
+    assert undisturbed.startswith(text)
+    assert error is not None and error["code"] == "service_unavailable"
+    async with await unary as response:
+        assert (response.status, response.headers["Retry-After"]) == (503, "1")
+    with pytest.raises(EngineLostError):
+        await rpc
+
+    async def is_ready() -> bool:
+        return await status(patient, "/ready") == 200
+
+    async def are_gone() -> bool:
+        return not any(is_running(process) for process in ranks)
+
+    await eventually(are_gone, "ranks end with their Router")
+    await eventually(is_ready, "another Router serves")
+    assert await streamed(patient, service) == (undisturbed, None)
+    assert processes(ROUTER_REPLICA) != [router]
+    assert len(processes(RANK)) == TENSOR_PARALLEL_SIZE
+
+
+async def test_a_router_that_is_replaced_finishes_its_requests(
+    service: Service, patient: aiohttp.ClientSession
+) -> None:
+    undisturbed = await whole(patient, service)
+    (router,) = processes(ROUTER_REPLICA)
+    changed = service.config.model_copy(
+        update={"router": service.config.router.model_copy(update={"trace_events": 10})}
+    )
+
+    def replace() -> None:
+        serve.run_many(
+            [serve.RunTarget(build_app(changed), name=APP_NAME, route_prefix="/")],
+            wait_for_ingress_deployment_creation=False,
+            wait_for_applications_running=False,
+        )
+
+    streams = [asyncio.create_task(streamed(patient, service)) for _ in range(3)]
+    assert await streamed(patient, service, midway=replace) == (undisturbed, None)
+    assert await asyncio.gather(*streams) == [(undisturbed, None)] * 3
+
+    async def is_replaced() -> bool:
+        return router not in processes(ROUTER_REPLICA) and await status(patient, "/ready") == 200
+
+    await eventually(is_replaced, "another Router serves")
+    assert await streamed(patient, service) == (undisturbed, None)
