@@ -16,7 +16,13 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from specray.errors import ConfigError
-from specray.sections import LoggingConfig, Section, TelemetryConfig
+from specray.sections import (
+    DraftScalingConfig,
+    LoggingConfig,
+    RouterScalingConfig,
+    Section,
+    TelemetryConfig,
+)
 from specray.types import DraftKind, Overlap, Verification
 
 Dtype = Literal["bfloat16", "float32"]
@@ -101,8 +107,28 @@ class DraftConfig(EngineConfig):
         description="As for the target; or 'ngram' or 'suffix', which draft in the Router and need no model.",
     )
     enabled: bool = Field(True, description="False: plain decoding.")
-    num_replicas: int = Field(1, ge=0, le=1024)
+    num_replicas: int = Field(1, ge=0, le=1024, description="0: plain decoding.")
+    autoscaling: DraftScalingConfig | None = Field(
+        None, description="In place of num_replicas: as many drafts as their utilisation asks for."
+    )
     ray_actor_options: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def has_replicas(self) -> bool:
+        """There is a draft deployment; it may have no replica at times."""
+        return self.has_model and (self.autoscaling is not None or self.num_replicas > 0)
+
+    @property
+    def most_replicas(self) -> int:
+        """Of the draft deployment at once."""
+        if not self.has_model:
+            return 0
+        return self.num_replicas if self.autoscaling is None else self.autoscaling.max_replicas
+
+    @property
+    def scales_to_none(self) -> bool:
+        """Replicas come only when they are asked for."""
+        return self.autoscaling is not None and self.autoscaling.min_replicas == 0
 
     @property
     def kind_in_use(self) -> DraftKind:
@@ -151,6 +177,10 @@ class SpeculationConfig(Section):
 class RouterConfig(Section):
     """Queues, budgets and deadlines."""
 
+    num_replicas: int = Field(1, ge=1, le=1024, description="Each with a target of its own.")
+    autoscaling: RouterScalingConfig | None = Field(
+        None, description="In place of num_replicas: as many as the waiting prompt tokens ask for."
+    )
     max_queued_requests: int = Field(256, ge=0, description="Waiting requests; more are refused (429).")
     max_queued_tokens: int = Field(262_144, ge=1, description="Prompt tokens of waiting requests.")
     prefill_chunk_tokens: int = Field(512, ge=16, description="Most prompt tokens of one Verify.")

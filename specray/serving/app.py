@@ -17,9 +17,10 @@ from typing import Any
 from ray import serve
 from ray.serve import Application
 
-from specray.actors.draft import DraftReplica
+from specray.actors.draft import DRAIN_S, DraftReplica
 from specray.actors.placement import place_group, rank_bundle, ray_nodes
 from specray.actors.router import RouterReplica
+from specray.actors.scaling import draft_replicas, router_replicas
 from specray.config import Config, parse_config, thread_environment
 from specray.serving.ingress import ingress_deployment
 
@@ -38,28 +39,30 @@ def build_app(args: dict[str, Any] | Config) -> Application:
     """
     config = args if isinstance(args, Config) else parse_config(args)
     values = config.model_dump(mode="json")
-    has_draft = config.draft.has_model and config.draft.num_replicas > 0
-    draft = _draft_deployment(config).bind(values) if has_draft else None
+    draft = _draft_deployment(config).bind(values) if config.draft.has_replicas else None
     router = _router_deployment(config).bind(values, draft)
-    return ingress_deployment(config, num_cpus=NUM_CPUS_PER_INGRESS).bind(router)
+    return ingress_deployment(config, num_cpus=NUM_CPUS_PER_INGRESS).bind(values, router)
 
 
 def num_cpus(config: Config) -> float:
-    """Logical CPUs that one of everything asks of Ray."""
-    draft = config.draft.ray_actor_options.get("num_cpus", NUM_CPUS_PER_DRAFT) * config.draft.num_replicas
+    """Logical CPUs that all replicas ask of Ray, at most."""
+    draft = config.draft.ray_actor_options.get("num_cpus", NUM_CPUS_PER_DRAFT) * config.draft.most_replicas
+    scaling = config.router.autoscaling
+    num_routers = config.router.num_replicas if scaling is None else scaling.max_replicas
     ranks = rank_bundle(config.target)["CPU"]
     return float(
         NUM_CPUS_PER_INGRESS * config.ingress.num_replicas
-        + NUM_CPUS_PER_ROUTER
-        + (draft if config.draft.has_model else 0)
-        + ranks * config.target.tensor_parallel_size
+        + draft
+        + num_routers * (NUM_CPUS_PER_ROUTER + ranks * config.target.tensor_parallel_size)
     )
 
 
 def _draft_deployment(config: Config) -> serve.Deployment:
     return serve.deployment(
         name="Draft",
-        num_replicas=config.draft.num_replicas,
+        **draft_replicas(config.draft),
+        # A rolling upgrade of the draft gives this deployment another user_config, and leaves the rest alone.
+        user_config={"draft": {}},
         ray_actor_options={
             "num_cpus": NUM_CPUS_PER_DRAFT,
             "runtime_env": {"env_vars": thread_environment()},
@@ -67,8 +70,9 @@ def _draft_deployment(config: Config) -> serve.Deployment:
         },
         max_ongoing_requests=64,
         health_check_period_s=1,
-        health_check_timeout_s=30,
-        graceful_shutdown_timeout_s=5,
+        # Three in a row: a process that hangs is replaced after 18 s. Its loop has nothing else to do.
+        health_check_timeout_s=5,
+        graceful_shutdown_timeout_s=DRAIN_S + STOP_MARGIN_S,
         graceful_shutdown_wait_loop_s=0.1,
         max_constructor_retry_count=3,
     )(DraftReplica)
@@ -79,7 +83,7 @@ def _router_deployment(config: Config) -> serve.Deployment:
     drain_s = config.router.drain_timeout_s
     return serve.deployment(
         name="Router",
-        num_replicas=1,
+        **router_replicas(config.router),
         ray_actor_options={"num_cpus": NUM_CPUS_PER_ROUTER},
         placement_group_bundles=group.bundles,
         placement_group_strategy=group.strategy,

@@ -1,0 +1,187 @@
+"""How many drafts and routers there should be."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from ray.serve.config import AutoscalingConfig
+
+from specray.actors.scaling import (
+    DraftScalingPolicy,
+    RouterScalingPolicy,
+    draft_replicas,
+    num_drafts,
+    num_routers,
+    router_replicas,
+)
+from specray.config import parse_config
+from specray.errors import ConfigError
+from specray.serving.app import build_app, num_cpus
+
+
+@dataclass(frozen=True)
+class Context:
+    running_replicas: Sequence[Hashable]
+    aggregated_metrics: Mapping[str, Mapping[Hashable, float]] | None = field(default_factory=dict)
+    target_num_replicas: int = 1
+
+
+@pytest.mark.parametrize(
+    ("shares", "wanted"),
+    [
+        ([0.6], 1),
+        ([0.61], 2),
+        ([1.0], 2),
+        ([1.0, 1.0, 1.0], 5),
+        ([0.3, 0.29], 2),
+        ([0.3, 0.18], 1),
+        ([0.24, 0.24, 0.24], 2),
+        ([0.1], 1),
+        ([0.004, 0.003], 0),
+        ([None], 1),
+        ([None, None], 2),
+        ([1.0, None], 3),
+        ([0.0, None], 2),
+    ],
+)
+def test_drafts_follow_their_busy_share_and_shrink_only_with_a_margin(
+    shares: list[float | None], wanted: int
+) -> None:
+    assert num_drafts(shares, [8.0] * len(shares), target=0.6) == wanted
+
+
+def test_number_of_drafts_is_stable_under_a_constant_load() -> None:
+    for load in (0.05, 0.5, 0.95, 1.7, 3.3):
+        num, seen = 1, []
+        for _ in range(6):
+            num = num_drafts([load / num] * num, [10.0] * num, target=0.6)
+            seen.append(num)
+        assert len(set(seen[1:])) == 1, (load, seen)
+
+
+def test_more_drafts_than_routers_help_nobody() -> None:
+    assert num_drafts([1.0], [1.0], target=0.6) == 1
+    assert num_drafts([1.0], [2.0], target=0.6) == 2
+    assert num_drafts([1.0, 0.9], [2.0, 1.0], target=0.3) == 3
+    assert num_drafts([1.0], [None], target=0.6) == 2
+
+
+@pytest.mark.parametrize(
+    ("occupancies", "queued", "wanted"),
+    [
+        ([0.0], [0.0], 1),
+        ([1.0], [0.0], 1),
+        ([1.0], [1.0], 2),
+        ([1.0], [1000.0], 2),
+        ([1.0], [1001.0], 3),
+        ([1.0, 1.0], [500.0, 700.0], 4),
+        ([0.45, 0.45], [0.0, 0.0], 2),
+        ([0.4, 0.4], [0.0, 0.0], 1),
+        ([0.4, None], [0.0, None], 2),
+        ([None], [None], 1),
+    ],
+)
+def test_routers_follow_what_runs_and_what_waits(
+    occupancies: list[float | None], queued: list[float | None], wanted: int
+) -> None:
+    assert num_routers(occupancies, queued, target_queued_tokens=1000) == wanted
+
+
+def test_policies_read_what_replicas_record() -> None:
+    drafts = Context(["a", "b"], {"busy_share": {"a": 1.0, "b": 0.8, "gone": 1.0}, "num_routers": {"a": 9.0}})
+    assert DraftScalingPolicy(target_busy_share=0.6)(drafts) == (3, {})
+    routers = Context(["a"], {"occupancy": {"a": 1.0}, "queued_tokens": {"a": 4096.0}})
+    assert RouterScalingPolicy(target_queued_tokens=4096)(routers) == (2, {})
+
+
+@pytest.mark.parametrize("policy", [DraftScalingPolicy(0.6), RouterScalingPolicy(1000)])
+def test_policies_keep_the_target_without_replicas_and_the_number_without_measurements(policy: Any) -> None:
+    assert policy(Context([], {}, target_num_replicas=0)) == (0, {})
+    assert policy(Context([], None, target_num_replicas=3)) == (3, {})
+    assert policy(Context(["a", "b"], None)) == (2, {})
+    assert policy(Context(["a", "b"], {})) == (2, {})
+
+
+def test_serve_takes_the_policies_with_their_settings() -> None:
+    config = parse_config(
+        {
+            "draft": {"autoscaling": {"min_replicas": 0, "max_replicas": 4, "target_busy_share": 0.5}},
+            "router": {"autoscaling": {"max_replicas": 3, "target_queued_tokens": 77}},
+        }
+    )
+    for options, kwargs in (
+        (draft_replicas(config.draft), {"target_busy_share": 0.5}),
+        (router_replicas(config.router), {"target_queued_tokens": 77}),
+    ):
+        assert "num_replicas" not in options
+        scaling = AutoscalingConfig.model_validate(options["autoscaling_config"])
+        policy = scaling.policy.get_policy()
+        assert scaling.policy.policy_kwargs == kwargs
+        assert policy(**kwargs)(Context([], {}, target_num_replicas=2)) == (2, {})
+    assert config.draft.scales_to_none
+
+
+def test_fixed_numbers_stay_the_default() -> None:
+    config = parse_config({"draft": {"num_replicas": 3}})
+    assert draft_replicas(config.draft) == {"num_replicas": 3}
+    assert router_replicas(config.router) == {"num_replicas": 1}
+    assert not config.draft.scales_to_none
+
+
+def deployments(values: dict[str, Any]) -> dict[str, Any]:
+    """By name, whatever is bound to what."""
+    found: dict[str, Any] = {}
+    waiting = [build_app(values)]
+    while waiting:
+        app = waiting.pop()
+        deployment = app._bound_deployment
+        found[deployment.name] = deployment
+        waiting += [each for each in deployment.init_args if type(each) is type(app)]
+    return found
+
+
+def test_drafts_go_where_their_labels_say_on_a_part_of_a_gpu() -> None:
+    options = {"num_gpus": 0.25, "label_selector": {"ray.io/accelerator-type": "L4"}}
+    draft = deployments({"draft": {"ray_actor_options": options, "num_replicas": 2}})["Draft"]
+    assert draft.num_replicas == 2
+    assert draft.ray_actor_options["num_gpus"] == 0.25
+    assert draft.ray_actor_options["label_selector"] == {"ray.io/accelerator-type": "L4"}
+
+
+@pytest.mark.parametrize(
+    ("draft", "has_draft"),
+    [
+        ({"num_replicas": 0}, False),
+        ({"enabled": False}, False),
+        ({"model": "ngram"}, False),
+        ({"num_replicas": 0, "autoscaling": {"min_replicas": 0, "max_replicas": 2}}, True),
+        ({}, True),
+    ],
+)
+def test_there_is_a_draft_deployment_when_there_may_be_a_draft(
+    draft: dict[str, Any], has_draft: bool
+) -> None:
+    assert ("Draft" in deployments({"draft": draft})) == has_draft
+
+
+def test_routers_bring_a_target_each() -> None:
+    one, two = ({"router": {"num_replicas": count}} for count in (1, 2))
+    assert deployments(two)["Router"].num_replicas == 2
+    assert num_cpus(parse_config(two)) == pytest.approx(num_cpus(parse_config(one)) + 1.1)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"draft": {"autoscaling": {"min_replicas": 3, "max_replicas": 2}}}, "max_replicas is 2"),
+        ({"draft": {"autoscaling": {"max_replicas": 2, "target_busy_share": 1.5}}}, "target_busy_share"),
+        ({"router": {"autoscaling": {"min_replicas": 0, "max_replicas": 2}}}, "min_replicas"),
+        ({"router": {"num_replicas": 0}}, "num_replicas"),
+    ],
+)
+def test_wrong_scaling_is_refused_by_name(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config(values)
