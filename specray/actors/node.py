@@ -24,8 +24,8 @@ LOOPBACK = "127.0.0.1"
 def keep_serve_on_loopback() -> None:
     """Called by a replica's constructor: where Ray itself is on loopback, so is what Serve opens next.
 
-    Ray keeps to the node's address; only the port on which Serve's replicas call each other is opened on every
-    address, and there is no setting for that.
+    Ray keeps to the node's address; only the port on which Serve's replicas call each other is opened on all
+    of them, and there is no setting for that.
     """
     if str(ray.util.get_node_ip_address()) != LOOPBACK:
         return

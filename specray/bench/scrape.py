@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 _SAMPLE = re.compile(r"^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(.*)\})?\s+(\S+)")
 _LABEL = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)="((?:[^"\\]|\\.)*)"')
+_REPLICA_LABELS = ("application", "deployment", "replica")
 
 Labels = tuple[tuple[str, str], ...]
 Samples = Mapping[tuple[str, Labels], float]
@@ -27,13 +28,14 @@ class ServerStats:
 
 
 def parse_samples(text: str) -> Samples:
-    """The samples of Prometheus text format by name and sorted labels."""
+    """The samples of Prometheus text format by name and sorted labels, summed over all replicas."""
     samples: dict[tuple[str, Labels], float] = {}
     for line in text.splitlines():
         match = None if line.startswith("#") else _SAMPLE.match(line)
         if match is not None:
-            labels = tuple(sorted(_LABEL.findall(match[2] or "")))
-            samples[match[1], labels] = float(match[3])
+            found = _LABEL.findall(match[2] or "")
+            labels = tuple(sorted(label for label in found if label[0] not in _REPLICA_LABELS))
+            samples[match[1], labels] = samples.get((match[1], labels), 0.0) + float(match[3])
     return samples
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -34,8 +33,9 @@ def worker(
 ) -> None:
     """Serve one engine over gRPC until Ctrl-C: a draft or a target of one rank."""
     from specray.cli.settings import build_config
-    from specray.config import MODEL_FREE_DRAFTS, apply_thread_environment, log_level
+    from specray.config import MODEL_FREE_DRAFTS, apply_thread_environment
     from specray.errors import ConfigError
+    from specray.telemetry.logs import configure_logging
 
     apply_thread_environment()
 
@@ -57,7 +57,7 @@ def worker(
         )
     if parent_pid is not None:
         end_with_parent(parent_pid)
-    logging.basicConfig(level=log_level(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure_logging(merged.logging, worker=role.value)
 
     from specray.engine.build import build_draft_engine, build_target_engine
     from specray.rpc.channel import channel_options

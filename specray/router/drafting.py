@@ -245,7 +245,8 @@ class Drafting:
             case UnknownSequence():
                 return session.on_draft_unknown(reply)
             case ItemFailed():
-                logger.info("the draft refused %s: %s", reply.request_id, reply.message)
+                said = {"request_id": reply.request_id}
+                logger.info("the draft refused a request: %s", reply.message, extra=said)
                 live.pacing.rest_rounds = FAILED_DRAFT_REST_ROUNDS
                 return session.on_draft_failed(reply)
         if is_taken and is_awaited:
@@ -292,7 +293,8 @@ class Drafting:
             if live.session.draft.in_flight is not None:
                 live.num_draft_losses += 1
                 if live.num_draft_losses >= MAX_DRAFT_LOSSES:
-                    logger.warning("%s goes on without a draft: it may have ended several", live.request_id)
+                    said = {"request_id": live.request_id}
+                    logger.warning("a request goes on without a draft: it may have ended several", extra=said)
                     live.pacing.rest_rounds = _FOR_EVER
         self._on_moved()
 

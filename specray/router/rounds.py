@@ -157,7 +157,8 @@ class Rounds:
                 try:
                     commit = session.on_verdict(reply)
                 except ProtocolError as error:
-                    logger.error("the target broke the protocol for %s: %s", reply.request_id, error)
+                    said = {"request_id": reply.request_id}
+                    logger.error("the target broke the protocol: %s", error, extra=said)
                     session.fail(f"the target broke the protocol: {error}")
                     self._end(live)
                     return True

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from specray.config import Config, apply_ray_environment, external_ray_address
 from specray.errors import ConfigError
@@ -27,6 +27,8 @@ HTTP_TIMEOUT_MARGIN_S = 30.0
 KEEP_ALIVE_TIMEOUT_S = 90
 START_MARGIN_S = 60.0
 POLL_INTERVAL_S = 0.1
+SERVE_LOGS: Final = {"log_level": "WARNING", "enable_access_log": False}
+"""Of Serve's own logger. A line for each call in each deployment would cost more than some calls."""
 _OWN_ERROR = re.compile(r"^specray\.errors\.(\w+): (.+)$", re.MULTILINE)
 
 
@@ -77,7 +79,7 @@ def running_service(config: Config, *, stop: threading.Event | None = None) -> I
                 "request_timeout_s": config.router.request_timeout_s + HTTP_TIMEOUT_MARGIN_S,
                 "keep_alive_timeout_s": KEEP_ALIVE_TIMEOUT_S,
             },
-            logging_config={"log_level": "WARNING", "enable_access_log": False},
+            logging_config=SERVE_LOGS,
         )
         try:
             _deploy(build_app(config), stop, timeout_s=config.router.start_timeout_s + START_MARGIN_S)
@@ -171,7 +173,7 @@ def _deploy(app: Application, stop: threading.Event, *, timeout_s: float) -> Non
 
     print("specray: loading the models", file=sys.stderr, flush=True)
     # serve.run would wait without looking at the stop event.
-    target = serve.RunTarget(app, name=APP_NAME, route_prefix="/")
+    target = serve.RunTarget(app, name=APP_NAME, route_prefix="/", logging_config=SERVE_LOGS)
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
     end = time.monotonic() + timeout_s
     while not stop.wait(POLL_INTERVAL_S):

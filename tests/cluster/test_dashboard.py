@@ -1,4 +1,4 @@
-"""Every panel of the dashboard asks for metrics and labels that a Router really has."""
+"""Every panel of the dashboard asks for metrics and labels that some replica really has."""
 
 from __future__ import annotations
 
@@ -9,24 +9,28 @@ from typing import Any
 
 import pytest
 
-from specray.metrics import RouterMetrics
+from specray.metrics import DraftMetrics, RouterMetrics
+from specray.serving.metrics import IngressMetrics
 
 PATH = Path(__file__).resolve().parents[2] / "helm" / "specray" / "dashboards" / "specray.json"
 SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
 SCRAPED = {"ray_io_cluster"}
 """Labels that the scraper adds."""
+REPLICA = {"application", "deployment", "replica"}
+"""Labels that every replica adds; an end-to-end test sees them."""
 WORD = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
 KEYWORDS = {"on", "ignoring", "group_left", "group_right", "by", "without", "and", "or", "unless", "bool"}
 
 
 def existing() -> dict[str, set[str]]:
     """Labels by the names of samples that a scrape may hold."""
-    registry = RouterMetrics().registry
     names = {}
-    for family in registry.collect():
-        labels = set(registry._names_to_collectors[family.name]._labelnames)
-        for suffix in SUFFIXES[family.type]:
-            names[family.name + suffix] = labels | ({"le"} if suffix == "_bucket" else set())
+    for metrics in (RouterMetrics(), DraftMetrics(), IngressMetrics()):
+        registry = metrics.registry
+        for family in registry.collect():
+            labels = REPLICA | set(registry._names_to_collectors[family.name]._labelnames)
+            for suffix in SUFFIXES[family.type]:
+                names[family.name + suffix] = labels | ({"le"} if suffix == "_bucket" else set())
     return names
 
 

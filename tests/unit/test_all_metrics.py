@@ -1,0 +1,61 @@
+"""One text of all replicas, whoever of them answers and whoever does not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from ray import serve
+from ray.serve.exceptions import DeploymentUnavailableError
+
+from specray.actors.telemetry import GATHER_TIMEOUT_S, AllMetrics
+
+
+class Broadcast:
+    """A handle and its broadcast in one."""
+
+    def __init__(self, results: Sequence[object] | Exception) -> None:
+        self._results = results
+
+    def broadcast(self, method: str) -> Broadcast:
+        assert method == "metrics_text"
+        return self
+
+    async def results_async(self, *, timeout_s: float, return_exceptions: bool) -> list[object]:
+        assert timeout_s == GATHER_TIMEOUT_S and return_exceptions
+        if isinstance(self._results, Exception):
+            raise self._results
+        return list(self._results)
+
+
+def family(deployment: str, replica: str, value: int) -> str:
+    labels = f'deployment="{deployment}",replica="{replica}"'
+    return f"# HELP a A.\n# TYPE a gauge\na{{{labels}}} {value}.0\n"
+
+
+@pytest.mark.parametrize(
+    ("results", "values"),
+    [
+        ({"Ingress": [family("Ingress", "i", 1)], "Router": [family("Router", "r", 2)]}, [1, 2]),
+        ({"Ingress": [family("Ingress", "i", 1), RuntimeError("died")], "Router": []}, [1]),
+        ({"Ingress": [family("Ingress", "i", 1)], "Router": TimeoutError()}, [1]),
+        ({"Ingress": [family("Ingress", "i", 1)], "Router": "unavailable"}, [1]),
+    ],
+    ids=["all", "one fails", "one is silent", "one deployment has no replicas"],
+)
+async def test_who_answers_is_shown(
+    monkeypatch: pytest.MonkeyPatch, results: dict[str, Any], values: list[int]
+) -> None:
+    def handle(name: str, *, app_name: str) -> Broadcast:
+        assert app_name == "app"
+        found = results[name]
+        if found == "unavailable":
+            found = DeploymentUnavailableError(serve._private.common.DeploymentID(name=name))
+        return Broadcast(found)
+
+    monkeypatch.setattr(serve, "get_deployment_handle", handle)
+    text = await AllMetrics("app", ["Ingress", "Router"]).text()
+    lines = text.splitlines()
+    assert lines[:2] == ["# HELP a A.", "# TYPE a gauge"]
+    assert [float(line.rsplit(" ", 1)[1]) for line in lines[2:]] == values
