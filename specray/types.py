@@ -395,7 +395,7 @@ class OutputChunk:
 
 @dataclass(frozen=True, slots=True)
 class RequestLife:
-    """What a router knows of a request when it ends, for whoever traces. Seconds are on the router's clock."""
+    """What a router knows of a request when it ends, for tracers. Seconds are on the router's clock."""
 
     request_id: str
     traceparent: str

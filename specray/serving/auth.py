@@ -15,9 +15,9 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Final, Self
 
-from specray.config import AuthConfig, KeyConfig
 from specray.errors import InvalidRequestError, OverloadedError, UnauthenticatedError
 from specray.interfaces import RouterClient
+from specray.sections import AuthConfig, KeyConfig
 from specray.serving.generation import Delta, close, complete, stream
 from specray.tokenization import Tokenizer
 from specray.types import GenerateRequest, SpeculationParams

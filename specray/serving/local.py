@@ -14,12 +14,13 @@ from pathlib import Path
 
 import yaml
 
-from specray.config import Config, RpcConfig
+from specray.config import Config
 from specray.errors import ConfigError, EngineLostError
 from specray.interfaces import Drafter, StopMatcherFactory
 from specray.router import Router
 from specray.rpc.drafter import GrpcDrafter
 from specray.rpc.verifier import GrpcVerifier
+from specray.sections import RpcConfig
 
 WORKER_COMMAND = (sys.executable, "-m", "specray.cli", "worker")
 CONNECT_TIMEOUT_S = 20.0

@@ -19,13 +19,14 @@ from rpc_engines import ScriptedDraft
 from specray.actors.draft import DraftLease
 from specray.actors.node import listen_address, socket_directory
 from specray.actors.source import ServeDrafterSource
-from specray.config import Config, TlsConfig, parse_config
+from specray.config import Config, parse_config
 from specray.errors import ConfigError, EngineLostError
 from specray.rpc.channel import ChannelOptions, channel_options
 from specray.rpc.drafter import GrpcDrafter
 from specray.rpc.role import DRAFT
 from specray.rpc.security import PeerSecurity, server_credentials
 from specray.rpc.server import draft_server
+from specray.sections import TlsConfig
 
 pytest.importorskip("cryptography")
 from certificates import WORKER_NAME, Authority

@@ -9,8 +9,9 @@ import yaml
 
 from specray.bench.client import key_header
 from specray.cli import main
-from specray.config import KeyConfig, api_key, parse_config
+from specray.config import api_key, parse_config
 from specray.errors import ConfigError, OverloadedError
+from specray.sections import KeyConfig
 from specray.serving.auth import Caller, Keyring, key_hash, new_key
 from specray.types import GenerateRequest, SamplingParams, SpeculationParams
 

@@ -13,14 +13,9 @@ import pytest
 from specray.actors.group import check_one_host
 from specray.actors.node import LocalProcess, interface_of
 from specray.actors.placement import NodeShape, fits, place_group, rank_bundles
-from specray.config import (
-    RpcConfig,
-    TargetConfig,
-    interface_environment,
-    parse_config,
-    rank_environment,
-)
+from specray.config import TargetConfig, interface_environment, parse_config, rank_environment
 from specray.errors import ConfigError
+from specray.sections import RpcConfig
 
 BIG = NodeShape({"CPU": 16, "GPU": 8}, {"zone": "a", "ray.io/accelerator-type": "H100"})
 SMALL = NodeShape({"CPU": 16, "GPU": 4}, {"zone": "b"})

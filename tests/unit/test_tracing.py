@@ -174,7 +174,7 @@ def test_a_missing_exporter_is_named_with_what_installs_it(monkeypatch: pytest.M
         return load(name, *args, **options)
 
     monkeypatch.setattr(builtins, "__import__", without_exporter)
-    with pytest.raises(ConfigError, match="opentelemetry-exporter-otlp-proto-http.*pip install 'specray"):
+    with pytest.raises(ConfigError, match=r"opentelemetry-exporter-otlp-proto-http.*pip install 'specray"):
         make_tracing(TelemetryConfig(traces="otlp"), role="router")
 
 
