@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -34,14 +34,14 @@ ACCEPTANCE_K = 8
 NUM_SEQUENCES = (1, 2, 4, 8, 16, 32)
 PREFILL_LENS = (16, 64, 128, 256, 512, 1024)
 _LONG_CONTEXT = 1024
-_NUM_PASSES = 3
+NUM_PASSES = 3
 _NUM_STEPS = 16
 """Of each load, about: rounds commit more than one token each."""
 _SHORT_PROMPT = 32
 """Where steps are measured, prompts are to take no time."""
 _NUM_ALONE = 2
 """Loads of few sequences have few samples per step, so they are served so many times."""
-_PREFILL_REPEATS = 4
+_PREFILL_REPEATS = 2
 _ACCEPTANCE_SEQUENCES = 8
 _MAX_TRACE_EVENTS = 1_000_000
 
@@ -66,6 +66,7 @@ async def measure_profile(
     plan: SweepPlan,
     *,
     name: str = "",
+    in_turn: Callable[[LocalPair], Awaitable[None]] | None = None,
     progress: Callable[[str], None] = lambda text: None,
     worker_command: Sequence[str] = WORKER_COMMAND,
 ) -> Profile:
@@ -74,6 +75,8 @@ async def measure_profile(
     Args:
         config: of the pair; how it speculates is the sweep's to choose.
         prompts: what acceptance is measured on, and what fills the contexts.
+        in_turn: measures something else on the pair after each pass, so that what changes on the machine in
+            the meantime touches both.
         progress: told what comes next.
 
     Raises:
@@ -90,10 +93,14 @@ async def measure_profile(
     tokenizer = Tokenizer.load(config.target.model)
     token_ids = [tuple(tokenizer.encode(prompt)) for prompt in prompts]
     progress("starting the pair")
-    async with local_pair(_quiet(config), worker_command=worker_command) as pair:
+    async with local_pair(without_cache(config), worker_command=worker_command) as pair:
         target_info, draft_info = await _infos(pair)
-        loads = _Loads(config, pair, token_ids, progress)
-        sweep = await _measure(loads, plan, target_info.max_model_len)
+        loads = _Loads(config, pair, token_ids, target_info.max_model_len, progress)
+        sweep = await _measure_acceptance(loads, plan)
+        for _ in range(NUM_PASSES):
+            await _measure_pass(loads, plan, sweep)
+            if in_turn is not None:
+                await in_turn(pair)
     draft = (
         fit_draft(sweep, draft_info, hardware=hardware_name(config.draft)) if draft_info is not None else None
     )
@@ -109,7 +116,7 @@ async def measure_profile(
     )
 
 
-def _quiet(config: Config) -> Config:
+def without_cache(config: Config) -> Config:
     """Passes repeat prompts: a cached prompt would be no prefill."""
     values = config.model_dump(mode="json")
     for role in ("target", "draft"):
@@ -128,23 +135,11 @@ async def _infos(pair: LocalPair) -> tuple[EngineInfo, EngineInfo | None]:
     return verifier.info, drafter.info
 
 
-async def _measure(loads: _Loads, plan: SweepPlan, max_model_len: int) -> Sweep:
+async def _measure_acceptance(loads: _Loads, plan: SweepPlan) -> Sweep:
+    """Begins the sweep; it warms up caches, threads, and kernels for new sizes too."""
     sweep = Sweep()
-    has_draft = loads.has_draft
-    ks = [k for k in plan.ks if k == 0 or has_draft]
-    limit = loads.max_num_seqs
-    counts = [count for count in plan.num_sequences if count <= limit] or [limit]
-    # The first load warms up: caches, threads, kernels for new sizes.
-    await loads.rounds(Overlap.SERIAL, max(ks), counts[:3])
-    for _ in range(_NUM_PASSES):
-        samples = Samples()
-        for k in ks:
-            samples.extend(read_samples(await loads.rounds(Overlap.SERIAL, k, counts)))
-        sweep.rounds.append(samples)
-    sweep.plain_prefills = read_samples(await loads.prefills(max_model_len, k=0))
-    sweep.prefills = read_samples(await loads.prefills(max_model_len, k=1)) if has_draft else Samples()
-    sweep.long_context = read_samples(await loads.long_context(max_model_len))
-    if not has_draft:
+    await loads.rounds(Overlap.SERIAL, max(_ks(loads, plan)), _counts(loads, plan)[:3])
+    if not loads.has_draft:
         return sweep
     for temperature in plan.temperatures:
         events = await loads.acceptance(Overlap.SERIAL, temperature, plan.num_acceptance_tokens)
@@ -154,10 +149,31 @@ async def _measure(loads: _Loads, plan: SweepPlan, max_model_len: int) -> Sweep:
                 Overlap.ENUMERATE, temperature, plan.num_acceptance_tokens, k=OVERLAPPED_KS[-1]
             )
             sweep.hits[temperature] = read_hits(events)
-    if plan.has_overlap:
+    return sweep
+
+
+async def _measure_pass(loads: _Loads, plan: SweepPlan, sweep: Sweep) -> None:
+    """Every time once."""
+    rounds, counts = Samples(), _counts(loads, plan)
+    for k in _ks(loads, plan):
+        rounds.extend(read_samples(await loads.rounds(Overlap.SERIAL, k, counts)))
+    sweep.rounds.append(rounds)
+    sweep.plain_prefills.extend(read_samples(await loads.prefills(k=0)))
+    if loads.has_draft:
+        sweep.prefills.extend(read_samples(await loads.prefills(k=1)))
+    sweep.long_context.extend(read_samples(await loads.long_context()))
+    if plan.has_overlap and loads.has_draft:
         for k in OVERLAPPED_KS:
             sweep.overlapped.extend(read_samples(await loads.rounds(Overlap.ENUMERATE, k, counts)))
-    return sweep
+
+
+def _ks(loads: _Loads, plan: SweepPlan) -> list[int]:
+    return [k for k in plan.ks if k == 0 or loads.has_draft]
+
+
+def _counts(loads: _Loads, plan: SweepPlan) -> list[int]:
+    limit = loads.max_num_seqs
+    return [count for count in plan.num_sequences if count <= limit] or [limit]
 
 
 class _Loads:
@@ -168,9 +184,11 @@ class _Loads:
         config: Config,
         pair: LocalPair,
         prompts: Sequence[tuple[int, ...]],
+        max_model_len: int,
         progress: Callable[[str], None],
     ) -> None:
         self._config = config
+        self._max_model_len = max_model_len
         self._pair = pair
         self._prompts = prompts
         self._text = tuple(itertools.chain.from_iterable(prompts))
@@ -198,21 +216,21 @@ class _Loads:
                     await serving.serve(short, max_tokens=max_tokens, k=k)
             return await serving.events()
 
-    async def prefills(self, max_model_len: int, *, k: int) -> list[TraceEvent]:
+    async def prefills(self, *, k: int) -> list[TraceEvent]:
         """Prompts of many lengths, one at a time; with K > 0 the draft gets them too."""
         self._progress(f"prompts, K = {k}")
-        longest = min(PREFILL_LENS[-1], max_model_len - 8)
+        longest = min(PREFILL_LENS[-1], self._max_model_len - 8)
         async with self._serving(Overlap.SERIAL) as serving:
             for length in (*(one for one in PREFILL_LENS if one < longest), longest):
                 for _ in range(_PREFILL_REPEATS):
                     await serving.serve([self._prompt_of(length)], max_tokens=2, k=k)
             return await serving.events()
 
-    async def long_context(self, max_model_len: int) -> list[TraceEvent]:
+    async def long_context(self) -> list[TraceEvent]:
         """A few sessions with many tokens before the measured ones."""
         self._progress("long contexts")
         max_tokens = 2 * _NUM_STEPS
-        length = max(1, min(_LONG_CONTEXT, max_model_len - max_tokens - 8))
+        length = max(1, min(_LONG_CONTEXT, self._max_model_len - max_tokens - 8))
         prompts = [self._prompt_of(length)] * min(4, self.max_num_seqs)
         async with self._serving(Overlap.SERIAL) as serving:
             await serving.serve(prompts, max_tokens=max_tokens, k=3 if self.has_draft else 0)

@@ -13,19 +13,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from specray.bench.capacity import NUM_PASSES, without_cache
 from specray.bench.stats import percentile
-from specray.config import Config, parse_config
+from specray.config import Config
 from specray.planning.fleet import Kit, simulate_closed
 from specray.planning.load import ClosedLoad, FixedLength, ListedLength
 from specray.planning.results import RunResult
 from specray.router import Router
-from specray.serving.local import WORKER_COMMAND, local_pair
+from specray.serving.local import WORKER_COMMAND, LocalPair, local_pair
 from specray.tokenization import Tokenizer
 from specray.types import GenerateRequest, SamplingParams
 
 _MIN_REQUESTS = 8
 _REQUESTS_PER_CLIENT = 3
-_NUM_PASSES = 3
 _NUM_SIMULATIONS = 5
 
 
@@ -68,44 +68,70 @@ class Measured:
     """By clients at once."""
 
 
-async def measure_loads(
-    config: Config,
-    prompts: Sequence[str],
-    *,
-    concurrency: Sequence[int],
-    max_tokens: int,
-    temperature: float,
-    num_passes: int = _NUM_PASSES,
-    progress: Callable[[str], None] = lambda text: None,
-    worker_command: Sequence[str] = WORKER_COMMAND,
-) -> Measured:
-    """Starts the pair and serves the prompts; loads take turns, each pass through a fresh router.
+class LoadRunner:
+    """Serves prompts with a pair, so many clients at a time; each load through a fresh router.
 
     Args:
         config: the pair and how it speculates.
-        concurrency: clients at once.
+        prompts: served again from the first when there are fewer than requests.
+        concurrency: clients at once; each load is one of these.
+        max_tokens: of every output.
+        progress: told what comes next.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        prompts: Sequence[str],
+        *,
+        concurrency: Sequence[int],
+        max_tokens: int,
+        temperature: float,
+        progress: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._config = config
+        tokenizer = Tokenizer.load(config.target.model)
+        self._prompts = [tuple(tokenizer.encode(prompt)) for prompt in prompts]
+        self._max_tokens = max_tokens
+        self._temperature = temperature
+        self._progress = progress
+        self._passes: dict[int, list[Pass]] = {count: [] for count in concurrency}
+
+    @property
+    def measured(self) -> Measured:
+        """Everything so far."""
+        return Measured(tuple(map(len, self._prompts)), self._max_tokens, self._temperature, self._passes)
+
+    async def run_pass(self, pair: LocalPair) -> None:
+        """Serves every load once."""
+        for count, passes in self._passes.items():
+            self._progress(f"{count} at a time, pass {len(passes) + 1}")
+            router = pair.router(self._config)
+            await router.start()
+            try:
+                one = await _measure(router, self._prompts, count, self._max_tokens, self._temperature)
+            finally:
+                await router.stop()
+            passes.append(one)
+
+
+async def measure_loads(
+    runner: LoadRunner,
+    config: Config,
+    *,
+    num_passes: int = NUM_PASSES,
+    worker_command: Sequence[str] = WORKER_COMMAND,
+) -> Measured:
+    """Starts the pair and serves all loads, in turns.
 
     Raises:
         ConfigError: a model or a setting is wrong.
         EngineLostError: a worker did not start or was lost.
     """
-    tokenizer = Tokenizer.load(config.target.model)
-    encoded = [tuple(tokenizer.encode(prompt)) for prompt in prompts]
-    passes: dict[int, list[Pass]] = {count: [] for count in concurrency}
-    values = config.model_dump(mode="json")
-    for role in ("target", "draft"):
-        values[role]["prefix_cache"] = False
-    progress("starting the pair")
-    async with local_pair(parse_config(values), worker_command=worker_command) as pair:
-        for index, count in itertools.product(range(num_passes), concurrency):
-            progress(f"{count} at a time, pass {index + 1}")
-            router = pair.router(config)
-            await router.start()
-            try:
-                passes[count].append(await _measure(router, encoded, count, max_tokens, temperature))
-            finally:
-                await router.stop()
-    return Measured(tuple(map(len, encoded)), max_tokens, temperature, passes)
+    async with local_pair(without_cache(config), worker_command=worker_command) as pair:
+        for _ in range(num_passes):
+            await runner.run_pass(pair)
+    return runner.measured
 
 
 def compare(kit: Kit, measured: Measured) -> list[CheckRow]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
@@ -16,22 +16,25 @@ from specray.cli.serve import Setting
 from specray.errors import ConfigError
 
 if TYPE_CHECKING:
+    from specray.bench.plan_check import LoadRunner
     from specray.config import Config
     from specray.planning.profile import Profile
     from specray.planning.search import Demand
 
+NUM_PROFILE_PROMPTS = 24
 NUM_CHECK_PROMPTS = 64
 MAX_RATIO = 8
 DEFAULT_RATIOS = "0,0.25,0.5,1"
 
 
 def plan(
-    profile: Annotated[
-        list[Path], typer.Option(help="From `specray profile`; several: hardware to choose from.")
-    ],
     config_path: Annotated[
         Path | None,
         typer.Argument(metavar="[CONFIG.yaml]", help="Its speculation and router sections count."),
+    ] = None,
+    profile: Annotated[
+        list[Path] | None,
+        typer.Option(help="From `specray profile`; may be repeated: hardware to choose from."),
     ] = None,
     rate: Annotated[float | None, typer.Option(min=0.001, help="Requests per second.")] = None,
     prompt: Annotated[
@@ -62,7 +65,12 @@ def plan(
         int, typer.Option(min=20, max=100_000, help="Of each simulated window, about.")
     ] = 200,
     check: Annotated[
-        bool, typer.Option("--check", help="Measure the configured pair here and compare.")
+        bool,
+        typer.Option(
+            "--check",
+            help="Measure the configured pair here and compare; without --profile, its profile too, in turns "
+            "with the loads.",
+        ),
     ] = False,
     concurrency: Annotated[
         list[int] | None, typer.Option(min=1, help="With --check: clients at once; may be repeated.")
@@ -86,11 +94,14 @@ def plan(
     from specray.planning.search import Demand
 
     config = build_config(config_path, {}, settings or [])
-    profiles = [load_profile(path) for path in profile]
+    profiles = [load_profile(path) for path in profile or ()]
     lengths = parse_lengths(prompt, "prompt"), parse_lengths(output, "output")
     if check:
-        _check(config, profiles[0], output, temperature, concurrency, dataset, dataset_path, json_path)
+        known = profiles[0] if profiles else None
+        _check(config, known, output, temperature, concurrency, dataset, dataset_path, json_path)
         return
+    if not profiles:
+        raise ConfigError("--profile is missing; allowed: a file that `specray profile` wrote")
     if rate is None:
         raise ConfigError("--rate is missing; allowed: requests per second, more than 0")
     demand = Demand(
@@ -153,7 +164,7 @@ def _plan(
 
 def _check(
     config: Config,
-    profile: Profile,
+    profile: Profile | None,
     output: str,
     temperature: float,
     concurrency: list[int] | None,
@@ -163,7 +174,7 @@ def _check(
 ) -> None:
     from rich.console import Console
 
-    from specray.bench.plan_check import compare, measure_loads
+    from specray.bench.plan_check import LoadRunner, compare, measure_loads
     from specray.bench.prompts import load_prompts
     from specray.cli.bench import write_json
     from specray.planning.fleet import Kit
@@ -171,18 +182,28 @@ def _check(
 
     if not output.isdecimal():
         raise ConfigError(f"--output is {output!r}; allowed with --check: a number of tokens")
-    prompts = load_prompts(dataset, dataset_path, NUM_CHECK_PROMPTS)
-    with Console(stderr=True).status("starting the pair") as status:
-        measured = asyncio.run(
-            measure_loads(
-                config,
-                prompts,
-                concurrency=concurrency or (1, 4, 8),
-                max_tokens=int(output),
-                temperature=temperature,
-                progress=status.update,
-            )
+    if profile is not None and config.draft.has_model != (profile.draft is not None):
+        raise ConfigError(
+            f"the configuration has {'a' if config.draft.has_model else 'no'} draft model and the profile"
+            f" {'none' if profile.draft is None else 'one'}; allowed with --check: a profile of this pair"
         )
+    # The first prompts are those that `specray profile` measures acceptance on.
+    prompts = load_prompts(dataset, dataset_path, NUM_PROFILE_PROMPTS + NUM_CHECK_PROMPTS)
+    with Console(stderr=True).status("starting the pair") as status:
+        runner = LoadRunner(
+            config,
+            prompts[NUM_PROFILE_PROMPTS:],
+            concurrency=concurrency or (1, 4, 8),
+            max_tokens=int(output),
+            temperature=temperature,
+            progress=status.update,
+        )
+        if profile is None:
+            profile = asyncio.run(
+                _profile_in_turn(config, prompts[:NUM_PROFILE_PROMPTS], runner, temperature, status.update)
+            )
+        else:
+            asyncio.run(measure_loads(runner, config))
     kit = Kit(
         profile.target,
         profile.draft,
@@ -192,6 +213,22 @@ def _check(
         router_config=config.router,
         speculation=config.speculation,
     )
-    rows = compare(kit, measured)
+    rows = compare(kit, runner.measured)
     Console().print(check_table(rows, temperature=temperature))
     write_json([asdict(row) | {"error": row.error} for row in rows], json_path)
+
+
+async def _profile_in_turn(
+    config: Config,
+    prompts: Sequence[str],
+    runner: LoadRunner,
+    temperature: float,
+    progress: Callable[[str], None],
+) -> Profile:
+    from specray.bench.capacity import SweepPlan, measure_profile
+    from specray.types import Overlap
+
+    plan = SweepPlan(
+        temperatures=(temperature,), has_overlap=config.speculation.overlap is not Overlap.SERIAL
+    )
+    return await measure_profile(config, prompts, plan, in_turn=runner.run_pass, progress=progress)

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from specray.bench.prompts import Dataset
+from specray.cli.plan import NUM_PROFILE_PROMPTS
 from specray.cli.serve import Setting
 
 
@@ -25,7 +26,9 @@ def profile(
     dataset_path: Annotated[
         Path | None, typer.Option(help="The data set's file (JSON lines, .gz too).")
     ] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts that acceptance is measured on.")] = 24,
+    num_prompts: Annotated[
+        int, typer.Option(min=1, help="Prompts that acceptance is measured on.")
+    ] = NUM_PROFILE_PROMPTS,
     num_sequences: Annotated[
         list[int] | None, typer.Option(min=1, help="Sequences side by side; may be repeated.")
     ] = None,

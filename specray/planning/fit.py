@@ -294,13 +294,13 @@ def _sequence_slope(passes: Sequence[Sequence[TargetSample]]) -> float:
 def _prefill_points(
     steps: Sequence[SampleT], num_tokens: Callable[[SampleT], int]
 ) -> tuple[PrefillPoint, ...]:
+    """The least of each length: of one length there are few, and what disturbs a step only slows it down."""
     by_length: dict[int, list[float]] = {}
     for step in steps:
         if step.forward_s > 0 and num_tokens(step) > 0:
             by_length.setdefault(num_tokens(step), []).append(step.forward_s)
     return tuple(
-        PrefillPoint(num_tokens=count, seconds=median(seconds))
-        for count, seconds in sorted(by_length.items())
+        PrefillPoint(num_tokens=count, seconds=min(seconds)) for count, seconds in sorted(by_length.items())
     )
 
 

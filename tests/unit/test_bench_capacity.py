@@ -10,7 +10,7 @@ import pytest
 from capacity_worker import DRAFT_NS, TARGET_NS
 
 from specray.bench.capacity import SweepPlan, measure_profile
-from specray.bench.plan_check import compare, measure_loads
+from specray.bench.plan_check import LoadRunner, compare
 from specray.config import parse_config
 from specray.planning.fleet import Kit
 
@@ -26,8 +26,17 @@ def test_measured_profile_has_every_part_and_predicts() -> None:
     config = parse_config({})
     prompts = ["def f(n):\n", "class A:\n"]
     steps: list[str] = []
+    runner = LoadRunner(config, prompts, concurrency=(1, 2), max_tokens=8, temperature=0.0)
     profile = asyncio.run(
-        measure_profile(config, prompts, PLAN, name="toy", progress=steps.append, worker_command=WORKER)
+        measure_profile(
+            config,
+            prompts,
+            PLAN,
+            name="toy",
+            in_turn=runner.run_pass,
+            progress=steps.append,
+            worker_command=WORKER,
+        )
     )
     assert (profile.name, profile.target.model, profile.target.max_num_seqs) == ("toy", "toy-target", 64)
     # The workers say what their steps take, which is not what they take: there is no transport then.
@@ -45,20 +54,10 @@ def test_measured_profile_has_every_part_and_predicts() -> None:
     assert {hit.rate for hit in at_zero.hit_rates} == {1.0}
     assert steps[0] == "starting the pair"
 
-    measured = asyncio.run(
-        measure_loads(
-            config,
-            prompts,
-            concurrency=(1, 2),
-            max_tokens=8,
-            temperature=0.0,
-            num_passes=1,
-            worker_command=WORKER,
-        )
-    )
-    assert {count: len(passes) for count, passes in measured.passes.items()} == {1: 1, 2: 1}
+    # The loads were served once after each pass.
+    assert {count: len(passes) for count, passes in runner.measured.passes.items()} == {1: 3, 2: 3}
     kit = Kit(profile.target, profile.draft, at_zero, profile.router)
-    rows = compare(kit, measured)
+    rows = compare(kit, runner.measured)
     assert [(row.concurrency, row.num_requests) for row in rows] == [(1, 8), (2, 8)]
     assert all(row.predicted_tokens_per_s > 0 and row.measured_tokens_per_s > 0 for row in rows)
     assert rows[0].error == rows[0].predicted_tokens_per_s / rows[0].measured_tokens_per_s - 1

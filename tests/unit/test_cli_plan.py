@@ -67,6 +67,7 @@ def test_plan_writes_json(profile_path: Path, tmp_path: Path) -> None:
         (("--cost", "gpu=1"), "--cost gpu: no profile has such hardware; there is: big; little"),
         (("--set", "speculation.overlap=never"), "speculation.overlap"),
         (("--check", "--output", "lognormal:9,20"), "allowed with --check: a number of tokens"),
+        (("--check", "--set", "draft.enabled=false"), "has no draft model and the profile one"),
     ],
 )
 def test_wrong_options_are_refused_on_one_line(
