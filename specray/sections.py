@@ -73,8 +73,8 @@ class LoggingConfig(Section):
 class TelemetryConfig(Section):
     """OpenTelemetry spans of a request's life."""
 
-    traces: Literal["off", "otlp", "console"] = Field(
-        "off",
+    traces: Literal["none", "otlp", "console"] = Field(
+        "none",
         description="otlp: to a collector, over HTTP (needs specray[otlp]); console: to stderr, as JSON.",
     )
     endpoint: str | None = Field(

@@ -47,7 +47,7 @@ def begin_traces(config: Config, *, role: str) -> Tracing | None:
     Raises:
         ConfigError: the package that sends spans is missing.
     """
-    if config.telemetry.traces == "off":
+    if config.telemetry.traces == "none":
         return None
     from specray.telemetry.tracing import make_tracing
 

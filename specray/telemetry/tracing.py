@@ -142,7 +142,7 @@ def _exporter(config: TelemetryConfig) -> SpanExporter:
     except ImportError:
         raise ConfigError(
             f"telemetry.traces: otlp needs the package {OTLP_PACKAGE}, which is not installed; "
-            "allowed: pip install 'specray[otlp]', or traces: console or off"
+            "allowed: pip install 'specray[otlp]', or traces: console or none"
         ) from None
     exporter: SpanExporter = OTLPSpanExporter(endpoint=config.endpoint)
     return exporter
