@@ -133,16 +133,13 @@ def test_grpc_goes_to_the_group_of_the_ingress(helm: Renderer) -> None:
     assert [port["port"] for port in service["spec"]["ports"]] == [9000]
 
 
-def test_no_rank_of_the_big_example_fits_on_another_group(helm: Renderer) -> None:
+def test_ranks_of_the_big_example_are_for_its_big_group_alone(helm: Renderer) -> None:
     config = parse_config(merged(DEFAULTS["config"], BIG["config"]))
     groups = {
         group["groupName"]: group for group in ray_service(helm, BIG)["rayClusterConfig"]["workerGroupSpecs"]
     }
     cpus = config.target.ray_actor_options["num_cpus"]
-    assert [float(groups[name]["resources"]["CPU"]) >= cpus for name in ("ingress", "small")] == [
-        False,
-        False,
-    ]
+    assert config.target.ray_actor_options["label_selector"] == {"specray.io/group": "big"}
     limits = groups["big"]["template"]["spec"]["containers"][0]["resources"]["limits"]
     assert limits["nvidia.com/gpu"] == config.target.tensor_parallel_size == 8
     assert float(limits["cpu"]) >= 8 * cpus

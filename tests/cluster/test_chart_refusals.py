@@ -109,8 +109,8 @@ def test_every_value_has_a_default_that_shows_it() -> None:
             "models.download: there is no worker group x",
         ),
         (
-            {"config": {"draft": {"ray_actor_options": {"label_selector": {"specray.io/group": "x"}}}}},
-            "config.draft.ray_actor_options.label_selector: there is no worker group x",
+            {"config": {"target": {"ray_actor_options": {"label_selector": {"specray.io/group": "x"}}}}},
+            "config.target.ray_actor_options.label_selector: there is no worker group x",
         ),
         (
             {
