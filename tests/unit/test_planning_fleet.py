@@ -139,9 +139,10 @@ def test_poisson_arrivals_wait_as_in_an_m_d_1_queue() -> None:
     load = OpenLoad(rate, FixedLength(10), FixedLength(1))
     run = simulate(kit, load, Window(5.0, 150.0), num_groups=1, num_drafts=0, slo=Slo(), seed=1)
     assert run.target_utilisation == pytest.approx(0.7, rel=0.03)
-    # P(wait = 0) = 1 - 0.7, and the median of the time in the system by Erlang's formula is 1.76 services.
+    # Erlang's distribution of the wait at 0.7: medians and percentiles of wait and service, in services.
     assert run.ttft_ms is not None
-    assert run.ttft_ms.p50 == pytest.approx(1e3 * 1.76 * PREFILL_S, rel=0.1)
+    assert run.ttft_ms.p50 == pytest.approx(1e3 * PREFILL_S * 1.730, rel=0.05)
+    assert run.ttft_ms.p95 == pytest.approx(1e3 * PREFILL_S * 5.103, rel=0.10)
 
 
 def test_a_saturated_target_gives_no_more_than_one_over_its_service_time() -> None:
