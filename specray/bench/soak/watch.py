@@ -13,7 +13,7 @@ from specray.bench.soak.memory import MemoryRecord, Sample, anonymous_bytes, pro
 from specray.bench.soak.recovery import changes_of
 from specray.bench.testbed.beds import Bed
 from specray.bench.testbed.parts import Part, Role
-from specray.bench.testbed.tree import descendants
+from specray.bench.testbed.tree import descendants, reap_orphans
 from specray.errors import SpecrayError
 
 METRICS_PERIOD_S = 0.5
@@ -136,6 +136,7 @@ class Watch:
             return None
 
     def _read_memory(self) -> None:
+        reap_orphans()
         for pid in descendants(os.getpid()):
             num_bytes = anonymous_bytes(pid)
             if num_bytes:

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -50,25 +51,46 @@ def reap(pids: set[int]) -> None:
             os.waitpid(pid, os.WNOHANG)
 
 
+def reap_orphans() -> None:
+    """Collects dead processes that became this one's children when theirs had died.
+
+    A dead process that nobody collects still has its id, and whoever waits for it to be gone waits for ever.
+    Children that this process started itself are left to it: they lead a session of their own.
+    """
+    for path in Path("/proc").iterdir():
+        if path.name.isdecimal() and (found := _stat(path)) is not None:
+            pid = int(path.name)
+            if found.parent == os.getpid() and found.is_dead and found.session != pid:
+                reap({pid})
+
+
 def descendants(pid: int) -> tuple[int, ...]:
     """The ids of all living processes under ``pid``, which is not among them."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").iterdir():
-        if path.name.isdecimal() and (parent := _parent(path)) is not None:
-            children.setdefault(parent, []).append(int(path.name))
-    found: list[int] = []
+        if path.name.isdecimal() and (found := _stat(path)) is not None:
+            children.setdefault(found.parent, []).append(int(path.name))
+    below: list[int] = []
     waiting = [pid]
     while waiting:
-        below = children.get(waiting.pop(), [])
-        found += below
-        waiting += below
-    return tuple(found)
+        next_ones = children.get(waiting.pop(), [])
+        below += next_ones
+        waiting += next_ones
+    return tuple(below)
 
 
-def _parent(path: Path) -> int | None:
+@dataclass(frozen=True, slots=True)
+class _Stat:
+    parent: int
+    session: int
+    is_dead: bool
+
+
+def _stat(path: Path) -> _Stat | None:
     try:
         text = (path / "stat").read_text(encoding="ascii", errors="replace")
     except OSError:
         return None
     # The name, in parentheses, may hold anything.
-    return int(text.rpartition(")")[2].split()[1])
+    state, parent, _, session = text.rpartition(")")[2].split()[:4]
+    return _Stat(int(parent), int(session), state == "Z")

@@ -1,0 +1,127 @@
+"""The parts of a test bed that need neither Ray nor root."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from specray.bench.soak.memory import anonymous_bytes, process_name
+from specray.bench.testbed.control import answer
+from specray.bench.testbed.parts import Part, Role, living_parts, of_role, role_of
+from specray.bench.testbed.tree import adopting, descendants, reap_orphans
+from specray.bench.testbed.wire import Cable, Impairment
+
+GRANDCHILD = """
+import subprocess, sys
+print(subprocess.Popen([sys.executable, "-c", {code!r}], stdout=subprocess.DEVNULL).pid)
+"""
+SLEEPER = "import time; time.sleep(60)"
+
+
+def orphaned() -> int:
+    """A process whose parent has ended."""
+    command = [sys.executable, "-c", GRANDCHILD.format(code=SLEEPER)]
+    return int(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+
+
+def actor(name: str, pid: int, started: int, state: str = "ALIVE") -> dict[str, Any]:
+    return {
+        "ActorClassName": name, "State": state, "Pid": pid, "StartTime": started, "Address": {"NodeID": "n"}
+    }  # fmt: skip
+
+
+def test_parts_are_living_actors_of_known_classes_oldest_first() -> None:
+    actors = {
+        "a": actor("ServeReplica:specray:Draft", 12, 30),
+        "b": actor("TargetRank", 11, 20),
+        "c": actor("ServeReplica:specray:Draft", 10, 10, "DEAD"),
+        "d": actor("ServeController", 9, 1),
+        "e": actor("ServeReplica:specray:Router", 8, 15),
+    }
+    parts = living_parts(actors)
+    assert [(part.role, part.pid) for part in parts] == [("router", 8), ("target", 11), ("draft", 12)]
+    assert of_role(parts, Role.DRAFT) == (Part(Role.DRAFT, "a", 12, "n"),)
+    assert role_of("ServeReplica:other:Ingress") is Role.INGRESS and role_of("ProxyActor") is None
+
+
+def test_control_answers_each_line_and_survives_a_failure() -> None:
+    def fail() -> None:
+        raise ValueError("no such node")
+
+    written: list[str] = []
+    lines = iter([json.dumps({"op": name}) + "\n" for name in ("parts", "fail", "parts")])
+    answer({"parts": lambda: [1], "fail": fail}, lines, written.append)
+    assert [json.loads(text) for text in written] == [
+        {"value": [1]}, {"error": "ValueError: no such node"}, {"value": [1]}
+    ]  # fmt: skip
+
+
+def test_sound_cable_passes_frames_at_once_to_the_other_end_in_order() -> None:
+    cable = Cable()
+    cable.send(0, b"a", 1.0)
+    cable.send(1, b"b", 1.0)
+    cable.send(0, b"c", 1.0)
+    assert cable.due(1.0) == [(1, b"a"), (0, b"b"), (1, b"c")]
+    assert cable.next_due_s() is None
+
+
+def test_slow_cable_holds_each_frame_for_its_delay() -> None:
+    cable = Cable()
+    cable.impairment = Impairment(delay_ms=250)
+    cable.send(0, b"a", 1.0)
+    cable.send(0, b"b", 1.125)
+    assert (cable.due(1.2), cable.next_due_s()) == ([], 1.25)
+    assert cable.due(1.25) == [(1, b"a")]
+    assert cable.due(2.0) == [(1, b"b")]
+
+
+def test_lossy_cable_loses_its_share_and_the_same_frames_for_a_seed() -> None:
+    def passed(seed: int, loss: float) -> list[bytes]:
+        cable = Cable(seed)
+        cable.impairment = Impairment(loss=loss)
+        for number in range(200):
+            cable.send(0, bytes([number]), 0.0)
+        return [frame for _, frame in cable.due(0.0)]
+
+    assert passed(1, 0.1) == passed(1, 0.1) != passed(2, 0.1)
+    assert 160 <= len(passed(1, 0.1)) <= 195
+    assert (len(passed(1, 0.0)), len(passed(1, 1.0))) == (200, 0)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc and subreapers are Linux's")
+def test_orphans_of_the_block_are_found_and_ended_and_others_spared() -> None:
+    other = subprocess.Popen([sys.executable, "-c", SLEEPER])
+    try:
+        with adopting():
+            orphan = orphaned()
+            assert {orphan, other.pid} <= set(descendants(os.getpid()))
+            os.kill(orphan, signal.SIGKILL)
+            os.waitid(os.P_PID, orphan, os.WEXITED | os.WNOWAIT)
+            reap_orphans()
+            assert orphan not in descendants(os.getpid())
+            orphan = orphaned()
+        assert orphan not in descendants(os.getpid())
+        assert anonymous_bytes(orphan) is None
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
+def test_processes_are_called_by_role_or_by_what_they_run() -> None:
+    process = subprocess.Popen([sys.executable, "-u", "-c", SLEEPER])
+    try:
+        assert process_name(process.pid, {process.pid: "draft"}) == "draft"
+        assert anonymous_bytes(os.getpid())
+        assert process_name(os.getpid(), {}) != "?"
+    finally:
+        process.kill()
+        process.wait()
+    assert process_name(process.pid, {}) == "?"
