@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ import sys
 import tempfile
 import uuid
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -29,8 +31,7 @@ def keep_serve_on_loopback() -> None:
     """
     if str(ray.util.get_node_ip_address()) != LOOPBACK:
         return
-    from ray.serve._private import replica
-
+    replica: Any = importlib.import_module("ray.serve._private.replica")
     open_port = replica.add_port_to_grpc_server
 
     def open_on_loopback(server: object, address: str) -> int:

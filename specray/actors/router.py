@@ -128,10 +128,11 @@ class RouterReplica:
         if hasattr(self, "_target"):
             await self._on_loop(_stop_target(self._target))
             await asyncio.to_thread(self._loop_thread.stop)
-        if getattr(self, "_tracing", None) is not None:
+        tracing = getattr(self, "_tracing", None)
+        if tracing is not None:
             # After those that the router's end has brought to this loop.
             await asyncio.sleep(0)
-            await asyncio.to_thread(self._tracing.close)
+            await asyncio.to_thread(tracing.close)
 
 
 async def _connect(config: Config, address: str) -> GrpcVerifier:

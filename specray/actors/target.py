@@ -21,7 +21,7 @@ class TargetRank:
 
     def __init__(self, values: dict[str, Any], rank: int) -> None:
         self._config = parse_config(values)
-        configure_logging(self._config.logging, deployment="Target", rank=str(rank))
+        configure_logging(self._config.logging, context={"deployment": "Target", "rank": str(rank)})
         self._rank = rank
         self._store: GroupStore | None = None
         self._worker: LeaderWorker | FollowerWorker | None = None

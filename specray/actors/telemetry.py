@@ -38,7 +38,7 @@ def replica_labels() -> dict[str, str]:
 
 def begin_logs(config: Config) -> None:
     """Sets up this replica's logs. Called by its constructor."""
-    configure_logging(config.logging, **replica_labels())
+    configure_logging(config.logging, context=replica_labels())
 
 
 def begin_traces(config: Config, *, role: str) -> Tracing | None:

@@ -57,7 +57,7 @@ def worker(
         )
     if parent_pid is not None:
         end_with_parent(parent_pid)
-    configure_logging(merged.logging, worker=role.value)
+    configure_logging(merged.logging, context={"worker": role.value})
 
     from specray.engine.build import build_draft_engine, build_target_engine
     from specray.rpc.channel import channel_options

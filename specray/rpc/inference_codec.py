@@ -5,6 +5,8 @@ Requests come from strangers: what is wrong with them is an InvalidRequestError 
 
 from __future__ import annotations
 
+from typing import Any
+
 from google.protobuf.message import DecodeError
 
 from specray.errors import InvalidRequestError, ProtocolError
@@ -101,7 +103,9 @@ def decode_generate_request(data: bytes) -> GenerateParams:
     if prompt is None:
         raise InvalidRequestError("prompt is missing; give text or tokens", field="prompt")
     speculation = message.speculation
-    optional = {name: getattr(message, name) if message.HasField(name) else None for name in OPTIONAL_FIELDS}
+    optional: dict[str, Any] = {
+        name: getattr(message, name) if message.HasField(name) else None for name in OPTIONAL_FIELDS
+    }
     return GenerateParams(
         text=message.text if prompt == "text" else None,
         token_ids=tuple(message.tokens.token_ids[:]) if prompt == "tokens" else None,

@@ -22,13 +22,13 @@ _STANDARD: Final = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "
 
 
 def configure_logging(
-    config: LoggingConfig, *, stream: TextIO | None = None, **context: str
+    config: LoggingConfig, *, context: Mapping[str, str] | None = None, stream: TextIO | None = None
 ) -> logging.Handler:
     """Sends what this process logs to stderr, in the configured form; replaces an earlier call's handler.
 
     Args:
-        stream: instead of stderr.
         context: fields of every line in JSON, such as ``deployment`` and ``replica``.
+        stream: instead of stderr.
 
     Raises:
         ConfigError: SPECRAY_LOG_LEVEL is no level.

@@ -27,7 +27,7 @@ def logger() -> Iterator[logging.Logger]:
 def test_a_json_line_has_the_process_the_record_and_its_fields(logger: logging.Logger) -> None:
     out = io.StringIO()
     config = LoggingConfig(format="json")
-    configure_logging(config, stream=out, deployment="Router", replica="abc")
+    configure_logging(config, stream=out, context={"deployment": "Router", "replica": "abc"})
     logger.info("ended %s", "well", extra={"request_id": "cmpl-1", "ttft_ms": 1.5, "tenant": None})
     values = json.loads(out.getvalue())
     assert values.pop("time").endswith("+00:00")
