@@ -1,0 +1,75 @@
+"""Two Ray nodes: the draft's is lost whole in the middle of a request, and another comes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from specray.bench.client import ServerClient
+from specray.bench.scrape import parse_samples
+from specray.bench.soak.watch import DRAFTS, total
+from specray.bench.testbed.beds import Bed, open_bed
+from specray.bench.testbed.kinds import BedKind
+from specray.bench.testbed.parts import Role, of_role
+from specray.config import parse_config
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+DEADLINE_S = 90.0
+
+
+@pytest.fixture
+async def bed(tmp_path: Path) -> AsyncIterator[Bed]:
+    engine = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "num_threads": 1}
+    config = parse_config(
+        {
+            "target": engine,
+            "draft": engine,
+            "speculation": {"num_speculative_tokens": 4, "overlap": "auto"},
+            "router": {"round_timeout_s": 2.0, "start_timeout_s": 120},
+        }
+    )
+    async with open_bed(BedKind.CLUSTER, config, directory=tmp_path) as bed:
+        yield bed
+
+
+async def drafts_counted(http: ServerClient) -> float:
+    return total(parse_samples(await http.metrics_text()), DRAFTS, source="model") or 0.0
+
+
+async def test_lost_draft_node_costs_no_token_and_a_new_one_brings_speculation_back(bed: Bed) -> None:
+    body = {
+        "model": bed.config.model_name, "prompt": "class Stack:\n    def push(self, item):\n",
+        "max_tokens": 400, "temperature": 1, "seed": 5, "ignore_eos": True,
+    }  # fmt: skip
+    assert bed.nodes is not None
+    async with ServerClient(bed.url, timeout_s=DEADLINE_S) as http:
+        undisturbed = await http.complete({**body, "speculation": {"enabled": False}})
+        (lost,) = of_role(await bed.control.parts(), Role.DRAFT)
+        (router,) = of_role(await bed.control.parts(), Role.ROUTER)
+        assert lost.node_id != router.node_id
+
+        pieces: list[str] = []
+        removal: asyncio.Task[None] | None = None
+        async for event in http.stream_completion(body):
+            pieces.append(event.text)
+            if len(pieces) == 2:
+                removal = asyncio.ensure_future(bed.nodes.remove())
+        assert "".join(pieces) == undisturbed["choices"][0]["text"]
+        assert removal is not None
+        await removal
+        without = await http.complete(body)
+        assert without["choices"] == undisturbed["choices"]
+
+        await bed.nodes.add()
+        before, end_s = await drafts_counted(http), time.monotonic() + DEADLINE_S
+        while await drafts_counted(http) <= before:
+            assert time.monotonic() < end_s, "no draft came back"
+            answer = await http.complete(body)
+            assert answer["choices"] == undisturbed["choices"]
+        (found,) = of_role(await bed.control.parts(), Role.DRAFT)
+        assert found.actor_id != lost.actor_id
