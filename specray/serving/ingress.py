@@ -29,6 +29,7 @@ from specray.serving.http import build_http_app
 from specray.serving.observe import CallObserver
 from specray.tokenization import Tokenizer
 
+STOP_MARGIN_S = 10.0
 ROUTER_CALL_MARGIN_S = 10.0
 """A call to the router outlives the router's own request deadline by this, so that its message arrives."""
 
@@ -42,7 +43,8 @@ def ingress_deployment(config: Config, *, num_cpus: float) -> serve.Deployment:
         max_ongoing_requests=config.ingress.max_ongoing_requests,
         health_check_period_s=2,
         health_check_timeout_s=30,
-        graceful_shutdown_timeout_s=10,
+        # Longer than the Router, which ends what it does not finish with a message.
+        graceful_shutdown_timeout_s=config.router.drain_timeout_s + STOP_MARGIN_S,
         graceful_shutdown_wait_loop_s=0.1,
         max_constructor_retry_count=3,
     )(serve.ingress()(IngressReplica))
