@@ -1,0 +1,188 @@
+"""A router with more to do than it can: who is served when, who is refused, and what is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from router_harness import TARGET_S, Pair, expected, fake_target, request, router_config, run, serving
+
+from specray.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
+from specray.fakes import VirtualClock
+from specray.types import GenerateRequest, SpeculationParams
+
+ONE_PLACE = {"max_num_seqs": 1}
+
+
+def of_tenant(request_id: str, tenant: str, *, max_tokens: int = 4, priority: int = 0) -> GenerateRequest:
+    speculation = SpeculationParams(enabled=False, tenant=tenant)
+    one = request(request_id, max_tokens=max_tokens, speculation=speculation)
+    return replace(one, priority=priority)
+
+
+async def begin(pair: Pair, ended: list[str], one: GenerateRequest) -> asyncio.Task[None]:
+    """Sends a request; when it ends its id is appended, and its tokens are the right ones."""
+
+    async def work() -> None:
+        output = await pair.router.complete(one)
+        assert output.token_ids == expected(one)
+        ended.append(one.request_id)
+
+    task = asyncio.create_task(work())
+    await asyncio.sleep(0)
+    return task
+
+
+def test_newcomer_takes_turns_with_a_tenant_that_waits_with_a_hundred() -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        async with serving(clock, target=fake_target(**ONE_PLACE)) as pair:
+            ended: list[str] = []
+            tasks = [await begin(pair, ended, of_tenant(f"many{index}", "many")) for index in range(101)]
+            tasks.append(await begin(pair, ended, of_tenant("few0", "few")))
+            tasks.append(await begin(pair, ended, of_tenant("few1", "few")))
+            await asyncio.gather(*tasks)
+            assert ended[:5] == ["many0", "many1", "few0", "many2", "few1"]
+            await pair.settle()
+
+    run(clock, main())
+
+
+def test_more_urgent_request_is_served_before_those_that_wait_and_stops_nobody() -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        async with serving(clock, target=fake_target(**ONE_PLACE)) as pair:
+            ended: list[str] = []
+            tasks = [await begin(pair, ended, of_tenant(f"n{index}", "")) for index in range(3)]
+            await asyncio.sleep(TARGET_S)
+            tasks.append(await begin(pair, ended, of_tenant("late", "", priority=1)))
+            tasks.append(await begin(pair, ended, of_tenant("urgent", "", priority=-1)))
+            await asyncio.gather(*tasks)
+            assert ended == ["n0", "urgent", "n1", "n2", "late"]
+            assert pair.counted("specray_preemptions_total") == 0
+
+    run(clock, main())
+
+
+def test_tenant_with_less_takes_the_place_of_the_newest_of_one_with_more() -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        config = router_config(max_queued_requests=3)
+        async with serving(clock, target=fake_target(**ONE_PLACE), config=config) as pair:
+            ended: list[str] = []
+            many = [await begin(pair, ended, of_tenant(f"many{index}", "many")) for index in range(4)]
+            few = await begin(pair, ended, of_tenant("few", "few"))
+            with pytest.raises(OverloadedError, match="others have less of it") as refusal:
+                await many.pop()
+            assert refusal.value.retry_after_s >= 1.0
+            with pytest.raises(OverloadedError, match="3 requests wait; allowed: 3"):
+                await pair.router.complete(of_tenant("more", "many"))
+            assert pair.counted("specray_requests_refused_total") == 2
+            await asyncio.gather(*many, few)
+            assert ended == ["many0", "many1", "few", "many2"]
+            await pair.settle()
+
+    run(clock, main())
+
+
+# Deadlines
+
+
+def test_request_whose_time_ends_in_the_queue_is_dropped_then_and_never_computed() -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        async with serving(clock, target=fake_target(**ONE_PLACE), num_speculative_tokens=0) as pair:
+            ended: list[str] = []
+            first = await begin(pair, ended, request("first", max_tokens=100))
+            for timeout_s in (0.3, 0.1):
+                with pytest.raises(DeadlineExceededError) as caught:
+                    await pair.router.complete(replace(request("second"), timeout_s=timeout_s))
+                assert str(caught.value) == f"the time of {timeout_s:g} s ended before its first token"
+            assert clock.monotonic() == pytest.approx(0.4, abs=0.001)
+            assert pair.target.held_request_ids == {"first"}
+            assert pair.counted("specray_requests_expired_total") == 2
+            assert pair.counted("specray_prompt_tokens_total") == len(request("first").prompt_token_ids)
+            await first
+            await pair.settle()
+
+    run(clock, main())
+
+
+def test_running_request_ends_at_its_own_deadline_and_frees_both_engines_within_a_step() -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        async with serving(clock, num_speculative_tokens=3) as pair:
+            stream = pair.router.stream(replace(request(max_tokens=2000), timeout_s=0.5))
+            with pytest.raises(DeadlineExceededError, match=r"the time of 0.5 s ended after \d+ tokens"):
+                async for _ in stream:
+                    assert clock.monotonic() < 0.5 + TARGET_S
+            await asyncio.sleep(TARGET_S)
+            assert pair.target.held_request_ids == pair.draft.held_request_ids == frozenset()
+            await pair.settle()
+
+    run(clock, main())
+
+
+def test_request_that_cannot_have_its_first_token_in_time_is_not_begun() -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        async with serving(clock, target=fake_target(max_num_seqs=2), num_speculative_tokens=0) as pair:
+            ended: list[str] = []
+            tasks = [
+                await begin(pair, ended, request("short", max_tokens=10)),
+                await begin(pair, ended, request("long", max_tokens=100)),
+            ]
+            # The short one ends after 10 steps; half a step is left then.
+            hopeless = replace(request("hopeless"), timeout_s=10.5 * TARGET_S)
+            with pytest.raises(DeadlineExceededError):
+                await pair.router.complete(hopeless)
+            assert ended == ["short"]
+            assert clock.monotonic() == pytest.approx(10 * TARGET_S, abs=0.001)
+            assert "hopeless" not in pair.target.held_request_ids
+            await asyncio.gather(*tasks)
+            prompt = request().prompt_token_ids
+            assert pair.counted("specray_prompt_tokens_total") == 2 * len(prompt)
+
+    run(clock, main())
+
+
+def test_deadline_of_a_request_is_never_later_than_the_services() -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        async with serving(clock, config=router_config(request_timeout_s=0.2)) as pair:
+            with pytest.raises(DeadlineExceededError, match=r"the time of 0\.2 s"):
+                await pair.router.complete(replace(request(max_tokens=2000), timeout_s=50.0))
+
+    run(clock, main())
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan")])
+def test_time_that_is_not_positive_is_refused(timeout_s: float) -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        async with serving(clock) as pair:
+            with pytest.raises(InvalidRequestError, match="timeout_s"):
+                await pair.router.complete(replace(request(), timeout_s=timeout_s))
+
+    run(clock, main())
+
+
+def test_deadlines_of_requests_that_ended_long_before_do_not_pile_up() -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        async with serving(clock, num_speculative_tokens=0) as pair:
+            for index in range(300):
+                await pair.router.complete(request(str(index), max_tokens=1))
+            assert len(pair.router._sessions._by_deadline) <= 65
+
+    run(clock, main())
