@@ -1,0 +1,215 @@
+"""Simulated engines at the protocol: lengths, room, late sequences, and drafts that several routers share."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from planning_parts import PREFILL_S, PROPOSE_S, VERIFY_S, acceptance, draft, linear, target
+
+from specray.errors import EngineLostError
+from specray.fakes import VirtualClock
+from specray.planning.profile import AcceptanceProfile, HitRate, RouterProfile
+from specray.planning.simulated import (
+    RequestTimes,
+    SimulatedDraft,
+    SimulatedDrafterSource,
+    SimulatedTarget,
+)
+from specray.planning.times import DraftTimes, TargetTimes
+from specray.planning.verdicts import GUESS, UNFORESEEN, Verdicts
+from specray.types import (
+    ItemFailed,
+    Outcomes,
+    Proposal,
+    SpeculateItem,
+    TargetReply,
+    UnknownSequence,
+    Verdict,
+    VerifyItem,
+)
+
+
+def run(main: Callable[[VirtualClock], Awaitable[None]]) -> None:
+    clock = VirtualClock()
+
+    async def started() -> None:
+        await main(clock)
+
+    clock.run(started())
+
+
+def make_target(requests: dict[str, RequestTimes] | None = None, **changes: Any) -> SimulatedTarget:
+    """Every draft token is kept."""
+    profile = target(**changes)
+    return SimulatedTarget(
+        profile.info("target"),
+        TargetTimes(profile),
+        router=RouterProfile(),
+        verdicts=Verdicts(acceptance(1.0)),
+        rng=random.Random(1),
+        requests={} if requests is None else requests,
+    )
+
+
+def make_draft(**changes: Any) -> SimulatedDraft:
+    profile = draft(**changes)
+    return SimulatedDraft(profile.info("draft"), DraftTimes(profile), router=RouterProfile())
+
+
+def prompt(request_id: str, num_tokens: int, **more: Any) -> VerifyItem:
+    return VerifyItem(request_id, 1, 0, (0,) * num_tokens, **more)
+
+
+async def answers(engine: SimulatedTarget, *items: VerifyItem) -> tuple[TargetReply, ...]:
+    await engine.verify(items)
+    return (await engine.replies()).replies
+
+
+def test_target_verifies_what_it_holds() -> None:
+    async def main(clock: VirtualClock) -> None:
+        engine = make_target()
+        assert await answers(engine, prompt("a", 5)) == (Verdict("a", 1, 0, 0, GUESS),)
+        assert clock.monotonic() == pytest.approx(PREFILL_S)
+        assert await answers(engine, VerifyItem("a", 2, 5, (1,), (1, 1))) == (Verdict("a", 2, 5, 2, GUESS),)
+        assert clock.monotonic() == pytest.approx(PREFILL_S + VERIFY_S)
+
+    run(main)
+
+
+def test_target_says_what_it_does_not_hold() -> None:
+    async def main(clock: VirtualClock) -> None:
+        engine = make_target()
+        assert await answers(engine, VerifyItem("a", 1, 5, (1,))) == (UnknownSequence("a", 1, 5),)
+        await answers(engine, prompt("a", 5))
+        await engine.release(["a", "never seen"])
+        assert await answers(engine, VerifyItem("a", 2, 5, (1,))) == (UnknownSequence("a", 2, 5),)
+
+    run(main)
+
+
+def test_chunk_is_cut_behind_its_room_and_says_how_much_is_held() -> None:
+    async def main(clock: VirtualClock) -> None:
+        engine = make_target()
+        (reply,) = await answers(engine, prompt("a", 99, sample=False, max_new_tokens=40))
+        assert reply == Verdict("a", 1, 0, 0, None, held_len=40)
+        (rest,) = await answers(engine, VerifyItem("a", 2, 40, (0,) * 60))
+        assert isinstance(rest, Verdict) and rest.next_token_id == GUESS
+
+    run(main)
+
+
+def test_target_without_room_says_so_and_has_it_again() -> None:
+    async def main(clock: VirtualClock) -> None:
+        engine = make_target(num_blocks=4)
+        assert isinstance((await answers(engine, prompt("a", 40)))[0], Verdict)
+        (full,) = await answers(engine, prompt("b", 17))
+        assert isinstance(full, ItemFailed) and full.is_retriable
+        await engine.release(["a"])
+        assert isinstance((await answers(engine, prompt("b", 17)))[0], Verdict)
+
+    run(main)
+
+
+def test_requests_learn_when_their_tokens_came() -> None:
+    async def main(clock: VirtualClock) -> None:
+        times = RequestTimes()
+        engine = make_target({"a": times}, transport=linear(0.004))
+        await answers(engine, prompt("a", 5))
+        await answers(engine, VerifyItem("a", 2, 5, (1,), (1, 1, 1)))
+        assert times.first_s == pytest.approx(0.004 + PREFILL_S)
+        assert times.gaps == [(pytest.approx((0.004 + VERIFY_S) / 4), 4)]
+
+    run(main)
+
+
+def test_draft_takes_all_that_waits_into_one_step() -> None:
+    async def main(clock: VirtualClock) -> None:
+        shared = make_draft()
+        one, two, three = (shared.connect() for _ in range(3))
+        for connection in (one, two, three):
+            await connection.speculate([SpeculateItem("a", 1, 0, (0,), 2)])
+        first, second, third = await asyncio.gather(one.replies(), two.replies(), three.replies())
+        assert first.replies == second.replies == third.replies == (Proposal("a", 1, 0, (GUESS, GUESS)),)
+        # The first goes at once, the two others wait for its end and go together.
+        assert clock.monotonic() == pytest.approx(2 * PROPOSE_S)
+        assert shared.busy.num_steps == 2
+
+    run(main)
+
+
+def test_equal_request_ids_of_two_routers_are_two_sequences() -> None:
+    async def main(clock: VirtualClock) -> None:
+        shared = make_draft()
+        one, two = shared.connect(), shared.connect()
+        await one.speculate([SpeculateItem("a", 1, 0, (0,) * 9, 2)])
+        await one.replies()
+        await two.speculate([SpeculateItem("a", 1, 9, (1,), 2)])
+        assert (await two.replies()).replies == (UnknownSequence("a", 1, 9),)
+
+    run(main)
+
+
+def test_draft_forgets_the_sequence_used_longest_ago() -> None:
+    async def main(clock: VirtualClock) -> None:
+        connection = make_draft(max_num_seqs=2).connect()
+        for name in ("a", "b", "a", "c"):
+            await connection.speculate([SpeculateItem(name, 1, 0, (0,), 1)])
+            await connection.replies()
+        await connection.speculate([SpeculateItem(name, 2, 1, (1,), 1) for name in ("a", "b", "c")])
+        kinds = [type(reply) for reply in (await connection.replies()).replies]
+        assert kinds == [Proposal, UnknownSequence, Proposal]
+
+    run(main)
+
+
+def test_outcomes_have_as_many_ranks_as_there_is_room() -> None:
+    async def main(clock: VirtualClock) -> None:
+        connection = make_draft().connect()
+        item = SpeculateItem("a", 1, 0, (0,), 2, (1, 1), (8, 8, 8), max_branches=6)
+        await connection.speculate([item])
+        (outcomes,) = (await connection.replies()).replies
+        assert isinstance(outcomes, Outcomes)
+        assert [(one.num_accepted_tokens, one.next_token_id) for one in outcomes.branches] == [
+            (0, 1),
+            (0, 2),
+            (1, 1),
+            (1, 2),
+            (2, 1),
+            (2, 2),
+        ]
+
+    run(main)
+
+
+def test_leases_go_to_the_draft_with_the_fewest_routers() -> None:
+    async def main(clock: VirtualClock) -> None:
+        drafts = [make_draft(), make_draft()]
+        source = SimulatedDrafterSource(drafts)
+        leased = [await source.lease() for _ in range(3)]
+        assert [one.num_connections for one in drafts] == [2, 1]
+        await leased[0].close()
+        await leased[2].close()
+        assert [one.num_connections for one in drafts] == [0, 1]
+        await source.lease()
+        assert [one.num_connections for one in drafts] == [1, 1]
+        with pytest.raises(EngineLostError):
+            await leased[0].replies()
+        with pytest.raises(EngineLostError, match="there is no draft"):
+            await SimulatedDrafterSource([]).lease()
+
+    run(main)
+
+
+def test_next_tokens_are_foreseen_as_often_as_was_measured() -> None:
+    rates = tuple(HitRate(width=width, rate=rate, num_lookups=9) for width, rate in ((1, 0.5), (2, 0.7)))
+    profile = AcceptanceProfile(temperature=0, by_position=(0.0,), num_rounds=9, hit_rates=rates)
+    rng, verdicts = random.Random(3), Verdicts(profile)
+    ranks = [verdicts.draw(rng, 2) for _ in range(20_000)]
+    assert {accepted for accepted, _ in ranks} == {0}
+    counts = [sum(token == rank for _, token in ranks) / 20_000 for rank in (1, 2)]
+    assert counts == [pytest.approx(0.5, abs=0.02), pytest.approx(0.2, abs=0.02)]
+    assert UNFORESEEN in {token for _, token in ranks}
