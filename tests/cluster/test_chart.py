@@ -17,6 +17,7 @@ from chart_harness import (
     IMAGE,
     KEY,
     Renderer,
+    RenderError,
     load,
     merged,
     strict_crd_schema,
@@ -99,6 +100,24 @@ def test_serve_gets_the_configuration_of_specray_serve(helm: Renderer, path: Pat
     data = objects["ConfigMap", "demo-specray-config"]["data"]
     assert yaml.safe_load(data["config.yaml"]) == values
     assert yaml.safe_load(data["serve.yaml"]) == serve
+
+
+def test_replicas_that_follow_the_load_are_the_configurations(helm: Renderer) -> None:
+    values = {
+        "config": {
+            "draft": {"autoscaling": {"min_replicas": 0, "max_replicas": 4, "target_busy_share": 0.5}},
+            "router": {"autoscaling": {"max_replicas": 3, "target_queued_tokens": 4096}},
+            "telemetry": {"traces": "otlp", "endpoint": "http://collector:4318/v1/traces"},
+        }
+    }
+    serve = yaml.safe_load(ray_service(helm, values)["serveConfigV2"])
+    config = parse_config(serve["applications"][0]["args"])
+    assert config.draft.autoscaling is not None and config.draft.autoscaling.max_replicas == 4
+    assert config.router.autoscaling is not None and config.router.autoscaling.target_queued_tokens == 4096
+    assert config.logging.format == "json"
+    for part, wrong in (("draft", {"max_replicas": 0}), ("router", {"max_replicas": 2, "min_replicas": 0})):
+        with pytest.raises(RenderError, match=f"config/{part}/autoscaling|config.{part}.autoscaling"):
+            ray_service(helm, {"config": {part: {"autoscaling": wrong}}})
 
 
 def test_serve_knows_every_key_of_its_file(helm: Renderer) -> None:
