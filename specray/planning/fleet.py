@@ -28,8 +28,9 @@ from specray.planning.verdicts import Verdicts
 from specray.router import Router
 from specray.types import GenerateRequest, SamplingParams
 
-_DRAIN_FACTOR = 4.0
-"""After the window, requests that it saw arrive have so many times its length to end."""
+_DRAIN_FACTOR = 1.0
+"""After the window, which is longer than any request should take, those that it saw arrive have so many
+times its length to end."""
 
 
 @dataclass(frozen=True, slots=True)

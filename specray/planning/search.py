@@ -74,7 +74,7 @@ def make_plan(
     ratios: Sequence[Fraction],
     demand: Demand,
     *,
-    max_whole_requests: int = 20_000,
+    max_whole_requests: int = 10_000,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Plan:
     """Searches every offer with every number of drafts per group.

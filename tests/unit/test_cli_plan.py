@@ -102,3 +102,9 @@ def test_ratios_are_numbers_and_fractions() -> None:
     assert parse_ratios("0, 0.25,1/3,2") == [Fraction(0), Fraction(1, 4), Fraction(1, 3), Fraction(2)]
     with pytest.raises(ConfigError, match=r"allowed: numbers in 0\.\.8"):
         parse_ratios("1/0")
+
+
+@pytest.mark.parametrize("command", ["plan", "profile"])
+def test_commands_explain_themselves(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(command, "--help") == 0
+    assert "Usage:" in capsys.readouterr().out
