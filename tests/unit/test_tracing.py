@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import builtins
+import gzip
+import http.server
+import threading
 from typing import Any
 
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -184,3 +188,33 @@ def test_console_spans_are_one_json_line_each(capsys: pytest.CaptureFixture[str]
     tracing.close()
     (line,) = capsys.readouterr().err.splitlines()
     assert '"GET /x"' in line and '"service.name": "demo"' in line and '"specray.role": "ingress"' in line
+
+
+def test_spans_reach_a_collector_over_otlp() -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    received: list[tuple[str, bytes]] = []
+
+    class Collector(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            is_packed = self.headers.get("Content-Encoding") == "gzip"
+            received.append((self.path, gzip.decompress(body) if is_packed else body))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Collector) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        endpoint = f"http://127.0.0.1:{server.server_port}/v1/traces"
+        tracing = make_tracing(TelemetryConfig(traces="otlp", endpoint=endpoint), role="router")
+        tracing.request_ended(LIFE, now=13.0)
+        tracing.close()
+        server.shutdown()
+    ((path, body),) = received
+    assert path == "/v1/traces"
+    (resource,) = ExportTraceServiceRequest.FromString(body).resource_spans
+    spans = [span for scope in resource.scope_spans for span in scope.spans]
+    assert {span.name for span in spans} == {"generate", "queue", "prefill", "rounds"}
+    assert {span.trace_id.hex() for span in spans} == {SAMPLED.split("-")[1]}
