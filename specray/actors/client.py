@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Final
 
 from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
@@ -12,12 +15,17 @@ from ray.serve.handle import DeploymentHandle
 
 from specray.actors.mailbox import Mailbox
 from specray.errors import EngineLostError, OverloadedError, SpecrayError
+from specray.interfaces import Clock
 from specray.router.clock import SystemClock
 from specray.router.delivery import Delivery
 from specray.types import GenerateRequest, OutputChunk, ServiceInfo
 
 SERVE_ERRORS = (RayError, BackPressureError, DeploymentUnavailableError, RequestCancelledError)
 """What a call through a Serve handle may raise besides its own result."""
+
+
+class RouterLostError(EngineLostError):
+    """The router that had the call has died."""
 
 
 def translate(error: Exception) -> Exception:
@@ -28,7 +36,7 @@ def translate(error: Exception) -> Exception:
     if isinstance(error, BackPressureError):
         return OverloadedError("the router's queue is full")
     if isinstance(error, (RayActorError, DeploymentUnavailableError)):
-        return EngineLostError("the router was lost; the request may be sent again")
+        return RouterLostError("the router was lost; the request may be sent again")
     if isinstance(error, (RequestCancelledError, TaskCancelledError)):
         return EngineLostError("the router stopped; the request may be sent again")
     return error
@@ -36,6 +44,30 @@ def translate(error: Exception) -> Exception:
 
 LAST_CHUNK_TIMEOUT_S: Final = 5.0
 """The end of a call and the last chunk come by different ways: the chunk may be so much later."""
+
+RESEND_FOR_S: Final = 5.0
+"""So long after a death Serve may still choose the router that has died."""
+RESEND_PAUSE_S: Final = 0.25
+
+
+class _Patience:
+    """Whether a request of which nothing has come goes to the next router: for a while after one's death."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._first_s: float | None = None
+
+    async def pause(self, request: GenerateRequest, error: RouterLostError) -> GenerateRequest:
+        """Returns the request under a new id, as the router may have been cut off rather than dead.
+
+        Raises ``error`` when there has been enough of it.
+        """
+        now_s = self._clock.monotonic()
+        self._first_s = now_s if self._first_s is None else self._first_s
+        if now_s - self._first_s > RESEND_FOR_S:
+            raise error
+        await self._clock.sleep(RESEND_PAUSE_S)
+        return replace(request, request_id=f"{request.request_id[:40]}-{uuid.uuid4().hex[:8]}")
 
 
 class ServeRouterClient:
@@ -49,24 +81,53 @@ class ServeRouterClient:
         handle: of the Router deployment.
         mailbox: started by whoever owns it, before the first stream; None: nothing will be streamed.
         timeout_s: no call waits longer, even when no replica is there to answer.
+        clock: for the time between a router's death and the next attempt.
+
+    A request whose router dies before it has brought anything goes to the next one by itself.
     """
 
     def __init__(
-        self, handle: DeploymentHandle[object], *, timeout_s: float, mailbox: Mailbox | None = None
+        self,
+        handle: DeploymentHandle[object],
+        *,
+        timeout_s: float,
+        mailbox: Mailbox | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self._handle = handle
         self._mailbox = mailbox
-        self._clock = SystemClock()
+        self._clock = clock or SystemClock()
         self._timeout_s = timeout_s
         self._calls: set[asyncio.Task[None]] = set()
 
     async def complete(self, request: GenerateRequest) -> OutputChunk:
         """See interfaces.RouterClient."""
-        chunk: OutputChunk = await self._call(self._handle.complete.remote(request))
-        return chunk
+        patience = _Patience(self._clock)
+        while True:
+            try:
+                chunk: OutputChunk = await self._call(self._handle.complete.remote(request))
+                return chunk
+            except RouterLostError as error:
+                request = await patience.pause(request, error)
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[OutputChunk]:
         """See interfaces.RouterClient."""
+        patience = _Patience(self._clock)
+        is_begun = False
+        while True:
+            try:
+                async with aclosing(self._stream_of_one(request)) as chunks:
+                    async for chunk in chunks:
+                        is_begun = True
+                        yield chunk
+                return
+            except RouterLostError as error:
+                if is_begun:
+                    raise
+                request = await patience.pause(request, error)
+
+    async def _stream_of_one(self, request: GenerateRequest) -> AsyncGenerator[OutputChunk, None]:
+        """The stream as far as one router brings it."""
         assert self._mailbox is not None, "a client that streams has a mailbox"
         delivery = self._mailbox.open(request.request_id)
         response = self._handle.deliver.remote(request, self._mailbox.address)

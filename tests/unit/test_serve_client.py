@@ -13,6 +13,7 @@ from ray.serve.exceptions import BackPressureError
 from specray.actors.client import ServeRouterClient, translate
 from specray.actors.mailbox import Mailbox
 from specray.errors import EngineLostError, OverloadedError
+from specray.fakes.clock import VirtualClock
 from specray.types import FinishReason, GenerateRequest, OutputChunk, SamplingParams
 
 
@@ -136,3 +137,53 @@ async def test_a_stream_that_is_closed_cancels_the_call() -> None:
     await stream.aclose()
     await asyncio.sleep(0)
     assert handle.response.is_cancelled
+
+
+class Deaths:
+    """A Router deployment whose first calls find a dead replica."""
+
+    def __init__(self, num_deaths: int, box: Mailbox) -> None:
+        self.complete = self.deliver = self
+        self.requests: list[GenerateRequest] = []
+        self._num_deaths = num_deaths
+        self._mailbox = box
+
+    def remote(self, request: GenerateRequest, *address: str) -> Any:
+        self.requests.append(request)
+        return self._answer(request)
+
+    async def _answer(self, request: GenerateRequest) -> OutputChunk:
+        if len(self.requests) <= self._num_deaths:
+            raise RayActorError()
+        chunk = OutputChunk(request.request_id, (1, 2), finish_reason=FinishReason.LENGTH)
+        self._mailbox._put([chunk])
+        return chunk
+
+
+async def _whole(client: ServeRouterClient) -> tuple[int, ...]:
+    return (await client.complete(REQUEST)).token_ids
+
+
+async def _streamed(client: ServeRouterClient) -> tuple[int, ...]:
+    return sum([chunk.token_ids async for chunk in client.stream(REQUEST)], ())
+
+
+@pytest.mark.parametrize("call", [_whole, _streamed])
+def test_a_request_that_has_brought_nothing_goes_to_the_next_router_under_a_new_id(call: Any) -> None:
+    clock, box = VirtualClock(), mailbox()
+    handle: Any = Deaths(2, box)
+    client = ServeRouterClient(handle, timeout_s=60, mailbox=box, clock=clock)
+    assert clock.run(call(client)) == (1, 2)
+    assert len({request.request_id for request in handle.requests}) == 3
+    assert {request.prompt_token_ids for request in handle.requests} == {(1,)}
+    assert clock.monotonic() == 0.5
+
+
+@pytest.mark.parametrize("call", [_whole, _streamed])
+def test_routers_that_go_on_dying_are_an_error_that_may_be_retried(call: Any) -> None:
+    clock, box = VirtualClock(), mailbox()
+    handle: Any = Deaths(1000, box)
+    client = ServeRouterClient(handle, timeout_s=60, mailbox=box, clock=clock)
+    with pytest.raises(EngineLostError, match="the request may be sent again"):
+        clock.run(call(client))
+    assert 5.0 < clock.monotonic() <= 5.5
