@@ -21,7 +21,10 @@ _FILE_WIDTH = 120
 
 
 def soak(
-    duration: Annotated[float, typer.Option(min=10, max=86_400, help="Seconds of load.")] = 600.0,
+    duration: Annotated[
+        float,
+        typer.Option(min=10, max=86_400, help="Seconds of load, and more until the last fault is over."),
+    ] = 600.0,
     faults: Annotated[str, typer.Option(help="all, or kinds with commas between; none: no faults.")] = "all",
     num_faults: Annotated[int, typer.Option(min=0, max=10_000, help="Over the whole time.")] = 30,
     seed: Annotated[int, typer.Option(help="Of the requests and of the schedule.")] = 0,
@@ -37,9 +40,10 @@ def soak(
     cancel_share: Annotated[
         float, typer.Option(min=0, max=1, help="Of the requests, left by their clients.")
     ] = 0.15,
+    calm: Annotated[float, typer.Option(min=0, help="Seconds of load before the first fault.")] = 20.0,
     warmup: Annotated[
-        float, typer.Option(min=0, help="Seconds before the first fault, and before memory is compared.")
-    ] = 30.0,
+        float, typer.Option(min=0, help="Seconds of a process's life before its memory is compared.")
+    ] = 120.0,
     recovery_timeout: Annotated[
         float, typer.Option(min=1, help="Seconds for the service to be whole again after a fault.")
     ] = 60.0,
@@ -82,6 +86,7 @@ def soak(
         num_clients=num_clients,
         num_cases=num_cases,
         cancel_share=cancel_share,
+        calm_s=calm,
         warmup_s=warmup,
         max_requests=max_requests,
         recovery_timeout_s=recovery_timeout,

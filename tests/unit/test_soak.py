@@ -249,3 +249,13 @@ def test_every_kind_of_harm_is_a_problem_of_its_own() -> None:
         "1 faults that could not be done",
     )
     assert not problems(result_of(growths=samples([100] * 12 + [103] * 12).growths()), max_growth=0.031)
+
+
+def test_less_than_two_mebibytes_is_no_growth() -> None:
+    assert not problems(result_of(growths=samples([10] * 12 + [11.9] * 12).growths()))
+    assert len(problems(result_of(growths=samples([10] * 12 + [12.1] * 12).growths()))) == 1
+
+
+def test_the_course_of_a_long_life_is_told_in_few_samples() -> None:
+    (growth,) = samples([1.0] * 100).growths()
+    assert growth.course_bytes == (MIB,) * 34

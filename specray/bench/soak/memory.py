@@ -5,6 +5,7 @@ Pages of files and shared memory come and go with other processes, so they are n
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 
 NUM_COMPARED = 3
 """Samples at either end of what is judged, of which the medians are compared."""
+MAX_COURSE = 40
 _KIB = 1024
 
 
@@ -32,6 +34,13 @@ class Growth:
     span_s: float
     first_bytes: int
     last_bytes: int
+    course_bytes: tuple[int, ...] = ()
+    """All its samples, warm-up included, at most as many as ``MAX_COURSE``."""
+
+    @property
+    def num_bytes(self) -> int:
+        """By which it grew."""
+        return self.last_bytes - self.first_bytes
 
     @property
     def share(self) -> float:
@@ -76,6 +85,7 @@ class MemoryRecord:
             warm[-1].at_s - warm[0].at_s,
             _median(warm[:NUM_COMPARED]),
             _median(warm[-NUM_COMPARED:]),
+            tuple(sample.num_bytes for sample in samples[:: math.ceil(len(samples) / MAX_COURSE)]),
         )
 
 

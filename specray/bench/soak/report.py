@@ -15,6 +15,8 @@ from specray.bench.soak.schedule import FaultKind
 
 MAX_GROWTH = 0.02
 """Of any process after its warm-up."""
+MIN_GROWTH_BYTES = 2 * 1024 * 1024
+"""A heap's arenas come and go in steps of this size: less is no growth, however small the process."""
 MAX_LINES = 12
 _MIB = 1024 * 1024
 _DASH = "–"
@@ -31,7 +33,11 @@ def problems(result: SoakResult, *, max_growth: float = MAX_GROWTH) -> tuple[str
             found.append(f"no reading of the {role}'s blocks in use")
         elif blocks:
             found.append(f"{blocks:g} leaked blocks of the {role}")
-    grown = [growth for growth in result.growths if growth.share > max_growth]
+    grown = [
+        growth
+        for growth in result.growths
+        if growth.share > max_growth and growth.num_bytes > MIN_GROWTH_BYTES
+    ]
     found += [
         f"{growth.name} (process {growth.pid}) grew by {100 * growth.share:.1f} % in {growth.span_s:.0f} s"
         for growth in grown
@@ -87,6 +93,7 @@ def as_json(result: SoakResult, *, max_growth: float = MAX_GROWTH) -> dict[str, 
                 "first_bytes": growth.first_bytes,
                 "last_bytes": growth.last_bytes,
                 "growth": round(growth.share, 4),
+                "course_mib": [round(num_bytes / _MIB, 1) for num_bytes in growth.course_bytes],
             }
             for growth in result.growths
         ],

@@ -24,8 +24,10 @@ from specray.config import Config
 from specray.errors import SpecrayError
 from specray.rpc.client import SpecrayClient
 
-TAIL_S = 30.0
-"""Before the end, without faults: the last one's recovery."""
+TAIL_S = 15.0
+"""Before the planned end, without new faults."""
+MAX_STRETCH = 2.0
+"""Recoveries that take longer than the schedule has for them may stretch the load by so much."""
 MEMORY_SPAN_S = 60.0
 FAILED_PAUSE_S = 0.5
 
@@ -43,8 +45,10 @@ class Plan:
     num_clients: int = 4
     num_cases: int = 24
     cancel_share: float = 0.15
-    warmup_s: float = 30.0
-    """Before the first fault, and of each process before its memory is compared."""
+    calm_s: float = 20.0
+    """Before the first fault."""
+    warmup_s: float = 120.0
+    """Of each process, before its memory is compared."""
     max_requests: int = 20_000
     request_timeout_s: float = 90.0
     recovery_timeout_s: float = 60.0
@@ -124,7 +128,7 @@ class _Soak:
 
     @property
     def _is_on(self) -> bool:
-        """The last fault's recovery needs a load, too."""
+        """The last fault and its recovery need a load, too."""
         return self._now_s() < self._plan.duration_s or not self._has_hurt
 
     def _now_s(self) -> float:
@@ -198,15 +202,14 @@ class _Soak:
 
     async def _hurt(self) -> None:
         plan = self._plan
-        last_s = max(plan.warmup_s, plan.duration_s - TAIL_S)
+        last_s = max(plan.calm_s, plan.duration_s - TAIL_S)
         planned = plan_faults(
-            plan.kinds, num_faults=plan.num_faults, first_s=plan.warmup_s, last_s=last_s, seed=plan.seed
+            plan.kinds, num_faults=plan.num_faults, first_s=plan.calm_s, last_s=last_s, seed=plan.seed
         )
         rng = random.Random(f"{plan.seed} faults")
         for number, fault in enumerate(planned):
             await asyncio.sleep(max(0.0, fault.at_s - self._now_s()))
-            # Faults that came late, as recoveries took their time, must not run into the end.
-            if self._now_s() > last_s + 1:
+            if self._now_s() > MAX_STRETCH * plan.duration_s:
                 self._result.num_not_injected = len(planned) - number
                 return
             await self._fault(fault, rng)
