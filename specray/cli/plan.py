@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
@@ -153,13 +155,25 @@ def _plan(
         router_config=config.router,
         network_s=network_s,
     )
-    with Console(stderr=True).status("simulating") as status:
+    with _routers_silent(), Console(stderr=True).status("simulating") as status:
         made = make_plan(offers, ratios, demand, progress=status.update)
     has_prices = bool(prices)
     console = Console()
     console.print(plan_table(made, has_prices=has_prices))
     console.print(recommendation(made, has_prices=has_prices), highlight=False)
     write_json(plan_json(made), json_path)
+
+
+@contextmanager
+def _routers_silent() -> Iterator[None]:
+    """Simulated routers warn of what a fleet that is too small does to them; the table says it."""
+    logger = logging.getLogger("specray.router")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _check(

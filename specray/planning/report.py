@@ -118,7 +118,7 @@ def plan_table(plan: Plan, *, has_prices: bool) -> Table:
             _percent(run.target_utilisation),
             _percent(run.draft_utilisation),
             _percent(run.met_share),
-            f"{one.cost:.2f}" if has_prices else f"{one.cost:.0f}",
+            f"{one.cost:.2f}" if has_prices and one.cost < 1000 else f"{one.cost:.0f}",
             style=None if one.is_enough else "dim",
         )
     return table
