@@ -93,6 +93,11 @@ class HttpConfig(Section):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=1, le=65535)
     max_body_bytes: int = Field(4 * 1024 * 1024, ge=1024)
+    server: Literal["auto", "ingress", "proxy"] = Field(
+        "auto",
+        description="Who listens: proxy: Serve's, on every node where it runs; ingress: each Ingress itself, "
+        "at a fraction of the processor time; auto: ingress for `specray serve`, else proxy.",
+    )
 
 
 class GrpcConfig(Section):
@@ -200,5 +205,10 @@ class AuthConfig(Section):
 
 class IngressConfig(Section):
     num_replicas: int = Field(1, ge=1, le=64)
-    max_ongoing_requests: int = Field(1024, ge=1)
+    max_ongoing_requests: int = Field(
+        1024, ge=1, description="Calls in hand, for each replica; more are refused (429)."
+    )
+    max_queued_requests: int = Field(
+        64, ge=-1, description="Calls that Serve's proxy holds beside those; more are refused; -1: never."
+    )
     ray_actor_options: dict[str, Any] = Field(default_factory=dict)

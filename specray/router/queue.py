@@ -18,6 +18,29 @@ _MAX_RETRY_S = 60.0
 _MAX_RETRY_SPREAD = 1.5
 
 
+class RetryAdvice:
+    """When those who are refused should come back, by the pace at which requests end.
+
+    Args:
+        rng: spreads the advice, so that they do not all come back together; None: it is not spread.
+    """
+
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self._rng = rng
+        self._service_s: float | None = None
+
+    def observe_service(self, seconds: float) -> None:
+        """Time between the last two requests that ended."""
+        self._service_s = seconds if self._service_s is None else 0.9 * self._service_s + 0.1 * seconds
+
+    def after_s(self, num_requests: int) -> float:
+        """When so many should have ended, or up to half that time later, in [1, 60] seconds."""
+        expected = max(_MIN_RETRY_S, (self._service_s or 0.0) * num_requests)
+        if self._rng is not None:
+            expected *= self._rng.uniform(1.0, _MAX_RETRY_SPREAD)
+        return min(_MAX_RETRY_S, expected)
+
+
 class AdmissionQueue(Generic[WaitingT]):
     """Bounded by requests and by prompt tokens; the lowest priority first, within one fair by tenant.
 
@@ -35,13 +58,12 @@ class AdmissionQueue(Generic[WaitingT]):
     def __init__(self, *, max_requests: int, max_tokens: int, rng: random.Random | None = None) -> None:
         self._max_requests = max_requests
         self._max_tokens = max_tokens
-        self._rng = rng
+        self._advice = RetryAdvice(rng)
         self._entries: dict[str, WaitingT] = {}
         self._returned: OrderedDict[str, WaitingT] = OrderedDict()
         self._classes: dict[int, FairQueue[WaitingT]] = {}
         """By priority; none is empty."""
         self._num_tokens = 0
-        self._service_s: float | None = None
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -108,14 +130,11 @@ class AdmissionQueue(Generic[WaitingT]):
 
     def observe_service(self, seconds: float) -> None:
         """Time between the last two requests that ended, for the advice to refused ones."""
-        self._service_s = seconds if self._service_s is None else 0.9 * self._service_s + 0.1 * seconds
+        self._advice.observe_service(seconds)
 
     def retry_after_s(self) -> float:
-        """When the queue should have drained, or up to half that time later, in [1, 60] seconds."""
-        expected = (self._service_s or 0.0) * len(self._entries)
-        if self._rng is not None:
-            expected = max(_MIN_RETRY_S, expected) * self._rng.uniform(1.0, _MAX_RETRY_SPREAD)
-        return min(_MAX_RETRY_S, max(_MIN_RETRY_S, expected))
+        """When the queue should have drained."""
+        return self._advice.after_s(len(self._entries))
 
     def _room_for(self, entry: WaitingT, max_requests: int) -> list[WaitingT]:
         """Who must go. Raises OverloadedError."""

@@ -19,7 +19,7 @@ from specray.serving.limits import ServiceLimits
 from specray.serving.observe import CallObserver, CallRecord
 from specray.serving.openai_api import DEADLINE_MARGIN_S
 from specray.serving.prompts import Prompt, encode_prompts
-from specray.serving.refusals import RefusingClient
+from specray.serving.refusals import refusing
 from specray.serving.schemas import DEFAULT_MAX_TOKENS
 from specray.serving.validation import (
     RANGES,
@@ -48,7 +48,7 @@ class GrpcIngress:
     ) -> None:
         self._observer = observer or CallObserver(config.logging)
         self._caller = caller or Caller()
-        self._client = RefusingClient(client)
+        self._client = refusing(client, config)
         self._tokenizer = tokenizer
         self._limits = ServiceLimits(client, tokenizer, config)
         self._model_name = config.model_name
@@ -123,7 +123,7 @@ class GrpcIngress:
         check_model(params.model, limits)
         options = _options(params)
         check_options(options, limits)
-        self._client.held.check(*self._caller.standing(options.tenant, options.priority or 0))
+        self._client.room.check(*self._caller.standing(options.tenant, options.priority or 0))
         prompts = await encode_prompts([_prompt(params)], self._tokenizer)
         (request,) = to_generate_requests(
             prompts, options, limits=limits, request_id=f"grpc-{uuid.uuid4().hex}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 from collections.abc import Iterator
 
@@ -30,9 +31,10 @@ class HttpServer:
         app: what answers.
         host, port: where to listen; port 0 for a free one. Several processes of one machine may share a
             port: a replica that replaces another starts before the other has ended.
+        grace_s: after ``stop``, what is under way may go on for so long.
     """
 
-    def __init__(self, app: ASGIApp, *, host: str, port: int) -> None:
+    def __init__(self, app: ASGIApp, *, host: str, port: int, grace_s: float = STOP_GRACE_S) -> None:
         self._host, self._port = host, port
         self._server = _Server(
             uvicorn.Config(
@@ -44,7 +46,7 @@ class HttpServer:
                 server_header=False,
                 proxy_headers=False,
                 timeout_keep_alive=KEEP_ALIVE_TIMEOUT_S,
-                timeout_graceful_shutdown=int(STOP_GRACE_S),
+                timeout_graceful_shutdown=math.ceil(grace_s),
             )
         )
         self._task: asyncio.Task[None] | None = None
@@ -65,7 +67,7 @@ class HttpServer:
                 await asyncio.sleep(_POLL_S)
 
     async def stop(self) -> None:
-        """Takes no new connections; what is under way may end within STOP_GRACE_S. Idempotent."""
+        """Takes no new connections; what is under way may end within ``grace_s``. Idempotent."""
         task, self._task = self._task, None
         if task is not None:
             self._server.should_exit = True

@@ -26,10 +26,13 @@ from specray.rpc.inference import InferenceServer
 from specray.serving.auth import Keyring
 from specray.serving.grpc_ingress import GrpcIngress
 from specray.serving.http import build_http_app
+from specray.serving.http_server import HttpServer
 from specray.serving.observe import CallObserver
+from specray.serving.refusals import refusing
 from specray.tokenization import Tokenizer
 
 STOP_MARGIN_S = 10.0
+PROXY_RETRY_S = 1.0
 ROUTER_CALL_MARGIN_S = 10.0
 """A call to the router outlives the router's own request deadline by this, so that its message arrives."""
 
@@ -41,6 +44,9 @@ def ingress_deployment(config: Config, *, num_cpus: float) -> serve.Deployment:
         num_replicas=config.ingress.num_replicas,
         ray_actor_options={"num_cpus": num_cpus, **config.ingress.ray_actor_options},
         max_ongoing_requests=config.ingress.max_ongoing_requests,
+        # What waits in a proxy is seen by nobody: it is refused there as it is here.
+        max_queued_requests=config.ingress.max_queued_requests,
+        backpressure_config={"status_code": 429, "retry_after_s": PROXY_RETRY_S},
         health_check_period_s=2,
         health_check_timeout_s=30,
         # Longer than the Router, which ends what it does not finish with a message.
@@ -64,13 +70,15 @@ class IngressReplica:
         self._all_metrics = AllMetrics(app_name, deployments)
         self._observer = CallObserver(config.logging, tracing=self._tracing)
         self._mailbox = Mailbox(listen_address(config, "ingress"), options=channel_options(config.rpc))
-        self._client = ServeRouterClient(
+        client = ServeRouterClient(
             serve.get_deployment_handle("Router", app_name=app_name),
             timeout_s=config.router.request_timeout_s + ROUTER_CALL_MARGIN_S,
             mailbox=self._mailbox,
         )
+        self._client = refusing(client, config)
         self._tokenizer = Tokenizer.load(config.target.model)
         self._keyring = Keyring(config.auth)
+        self._has_http_server = config.http.server == "ingress"
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve, once."""
@@ -82,8 +90,8 @@ class IngressReplica:
             lifespan=self._lifespan,
             observer=self._observer,
             metrics_text=self._all_metrics.text,
-            # Serve's proxy does.
-            names_answers=False,
+            # Serve's proxy does, where there is one.
+            names_answers=self._has_http_server,
         )
 
     async def metrics_text(self) -> str:
@@ -91,19 +99,30 @@ class IngressReplica:
         return with_labels(self._observer.metrics.text())
 
     @asynccontextmanager
-    async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+    async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         server = self._grpc_server() if self._config.grpc.port else None
         if server is not None:
             await server.start()
+        http = self._http_server(app) if self._has_http_server else None
         try:
             await self._mailbox.start()
+            if http is not None:
+                await http.start()
             yield
         finally:
+            if http is not None:
+                await http.stop()
             if server is not None:
                 await server.stop()
             await self._mailbox.stop()
             if self._tracing is not None:
                 await asyncio.to_thread(self._tracing.close)
+
+    def _http_server(self, app: FastAPI) -> HttpServer:
+        config = self._config
+        return HttpServer(
+            app, host=config.http.host, port=config.http.port, grace_s=config.router.drain_timeout_s
+        )
 
     def _grpc_server(self) -> InferenceServer:
         config = self._config

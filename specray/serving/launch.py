@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from specray.config import Config, apply_ray_environment, external_ray_address
 from specray.errors import ConfigError
@@ -65,13 +65,14 @@ def running_service(config: Config, *, stop: threading.Event | None = None) -> I
     stop = stop or threading.Event()
     check_ports_are_free(config)
     check_models(config)
+    config = _with_own_server(config)
     with _ray(config):
         from ray import serve
 
         from specray.serving.app import build_app
 
         serve.start(
-            proxy_location="HeadOnly",
+            proxy_location="HeadOnly" if config.http.server == "proxy" else "Disabled",
             http_options={
                 "host": config.http.host,
                 "port": config.http.port,
@@ -87,6 +88,13 @@ def running_service(config: Config, *, stop: threading.Event | None = None) -> I
         finally:
             # Of a cluster that was there before, other applications stay.
             serve.delete(APP_NAME)
+
+
+def _with_own_server(config: Config) -> Config:
+    """On one machine the Ingress listens itself, unless the configuration says otherwise."""
+    if config.http.server != "auto":
+        return config
+    return config.model_copy(update={"http": config.http.model_copy(update={"server": "ingress"})})
 
 
 def check_ports_are_free(config: Config) -> None:
@@ -144,7 +152,7 @@ def _ray(config: Config) -> Iterator[None]:
     print("specray: starting Ray", file=sys.stderr, flush=True)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     if is_own:
-        ray.init(
+        context: Any = ray.init(
             # Without this, the last cluster that `ray start` left a note of would be joined.
             address="local",
             # Logical CPUs: on a laptop the parts share what there is.
@@ -154,6 +162,8 @@ def _ray(config: Config) -> Iterator[None]:
             log_to_driver=config.logging.terminal,
             _node_ip_address=LOOPBACK if config.rpc.listen == "loopback" else None,
         )
+        session = context.address_info["session_dir"]
+        print(f"specray: what its processes log is in {session}/logs", file=sys.stderr, flush=True)
     else:
         ray.init(logging_level=logging.WARNING, log_to_driver=True)
     try:

@@ -16,7 +16,7 @@ from specray.serving.limits import ServiceLimits
 from specray.serving.observe import CallRecord
 from specray.serving.problems import problem_event
 from specray.serving.prompts import Prompt, encode_chat, encode_prompts
-from specray.serving.refusals import RefusingClient
+from specray.serving.refusals import refusing
 from specray.serving.responses import ChatFormat, CompletionFormat, Header, Json, ResponseFormat, Totals
 from specray.serving.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields, parse_request
 from specray.serving.validation import Limits, check_model, check_options, to_generate_requests
@@ -60,7 +60,7 @@ class OpenAiApi:
         limits: ServiceLimits,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self._client = RefusingClient(client)
+        self._client = refusing(client, config)
         self._tokenizer = tokenizer
         self._limits = limits
         self._now = now
@@ -139,7 +139,7 @@ class OpenAiApi:
         # Before the prompt is tokenised: what is wrong, or cannot be served now, costs nothing.
         options = body.options()
         check_options(options, limits)
-        self._client.held.check(*caller.standing(options.tenant, options.priority or 0))
+        self._client.room.check(*caller.standing(options.tenant, options.priority or 0))
         return limits
 
     def _call(

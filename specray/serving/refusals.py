@@ -1,99 +1,147 @@
 """Refusals at the ingress: before a prompt is tokenised and a router is asked, where the answer is known.
 
-Two kinds. A router that has just refused a tenant would refuse its next request too, so for a blink the
-ingress says so itself (``HeldRefusals``). And an ingress that has too many calls in hand refuses the next
-before it reads its body (``RoomMiddleware``): whatever else is slow, memory stays bounded.
+Two kinds. What an ingress knows of its routers' queues it does not ask them (``KnownRoom``). And an
+ingress that has too many calls in hand refuses the next before it reads its body (``RoomMiddleware``):
+whatever else is slow, memory stays bounded.
 """
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from specray.config import Config
 from specray.errors import OverloadedError
 from specray.interfaces import RouterClient
+from specray.router.queue import RetryAdvice
 from specray.serving.generation import close
 from specray.serving.observe_http import record_of
 from specray.serving.problems import problem_response
 from specray.types import GenerateRequest, OutputChunk, ServiceInfo
 
-HOLD_S = 0.05
-"""So long a router's refusal is repeated without asking it. Short beside the time in which a place becomes
-free in a queue that is full, so no room is lost; a router sees at most 20 refusals a second and tenant."""
+PROBE_S = 0.5
+"""So long a tenant's refusal is believed when nothing that this ingress sees has ended since; another ingress
+may have seen it."""
 _MAX_TENANTS = 1024
 _ROOM_RETRY_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
+@dataclass(slots=True)
+class _Refusal:
     priority: int
     """The most urgent that was refused."""
+    num_ended: int
+    """Requests of this ingress that had ended by then, and those let through since."""
     until_s: float
     message: str
-    retry_after_s: float
 
 
-class HeldRefusals:
-    """What routers have just refused, by tenant.
+class KnownRoom:
+    """What an ingress knows of the room in its routers' queues without asking them.
+
+    Two things. Routers never hold more than ``max_requests``, so when this ingress alone has as many under
+    way, they are full. And where a router has refused a tenant, its next request of the same or a less urgent
+    priority is refused too until a request has ended: then one goes through for each that ended. Whatever
+    could displace another request goes through to the routers: they are fair between tenants, this is not.
 
     Args:
+        max_requests: that all routers together hold, running and waiting.
         monotonic: seconds; all time is read from it.
     """
 
-    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, max_requests: int, *, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._max_requests = max_requests
         self._monotonic = monotonic
-        self._by_tenant: dict[str, _Held] = {}
+        self._advice = RetryAdvice(random.Random(0))
+        self._by_tenant: Counter[str] = Counter()
+        self._by_priority: Counter[int] = Counter()
+        self._num_requests = 0
+        self._num_ended = 0
+        self._ended_s: float | None = None
+        self._refusals: dict[str, _Refusal] = {}
 
     def check(self, tenant: str, priority: int) -> None:
-        """Raises OverloadedError when a request like this one, or a more urgent one, was just refused."""
-        held = self._by_tenant.get(tenant)
-        if held is None:
+        """Raises OverloadedError for a request that a router would refuse."""
+        if self._num_requests >= self._max_requests and not self._may_displace(tenant, priority):
+            reason = f"{self._num_requests} requests are under way; allowed: {self._max_requests}"
+            raise OverloadedError(reason, self._retry_after_s())
+        refusal = self._refusals.get(tenant)
+        if refusal is None or priority < refusal.priority or self._num_ended > refusal.num_ended:
             return
-        if self._monotonic() >= held.until_s:
-            del self._by_tenant[tenant]
-        elif priority >= held.priority:
-            raise OverloadedError(held.message, held.retry_after_s)
+        # With none of ours under way nothing will end, and a question costs little.
+        if self._num_requests and self._monotonic() < refusal.until_s:
+            raise OverloadedError(refusal.message, self._retry_after_s())
 
-    def hold(self, tenant: str, priority: int, error: OverloadedError) -> None:
-        """A router has refused this."""
-        if len(self._by_tenant) >= _MAX_TENANTS:
-            self._by_tenant.clear()
-        until_s = self._monotonic() + HOLD_S
-        self._by_tenant[tenant] = _Held(priority, until_s, error.message, error.retry_after_s)
+    def begin(self, tenant: str, priority: int) -> None:
+        """The request goes to a router; it has just been checked."""
+        refusal = self._refusals.get(tenant)
+        if refusal is not None and self._num_ended > refusal.num_ended:
+            refusal.num_ended += 1
+        elif refusal is not None:
+            refusal.until_s = self._monotonic() + PROBE_S
+        self._num_requests += 1
+        self._by_tenant[tenant] += 1
+        self._by_priority[priority] += 1
+
+    def end(self, tenant: str, priority: int, refusal: OverloadedError | None) -> None:
+        """It has come back, refused or not."""
+        self._num_requests -= 1
+        for counter, key in ((self._by_tenant, tenant), (self._by_priority, priority)):
+            counter[key] -= 1
+            if not counter[key]:
+                del counter[key]
+        if refusal is None:
+            self._observe_end()
+            return
+        if len(self._refusals) >= _MAX_TENANTS:
+            self._refusals.clear()
+        until_s = self._monotonic() + PROBE_S
+        self._refusals[tenant] = _Refusal(priority, self._num_ended, until_s, refusal.message)
+
+    def _may_displace(self, tenant: str, priority: int) -> bool:
+        least_urgent = max(self._by_priority)
+        has_less = self._by_tenant[tenant] + 1 < max(self._by_tenant.values())
+        return priority < least_urgent or (priority == least_urgent and has_less)
+
+    def _observe_end(self) -> None:
+        now = self._monotonic()
+        self._num_ended += 1
+        if self._ended_s is not None:
+            self._advice.observe_service(now - self._ended_s)
+        self._ended_s = now
+
+    def _retry_after_s(self) -> float:
+        return self._advice.after_s(self._num_requests)
 
 
 class RefusingClient:
-    """interfaces.RouterClient that repeats a router's refusals for a blink instead of asking again."""
+    """interfaces.RouterClient that does not ask where the answer is known to be a refusal."""
 
-    def __init__(self, client: RouterClient, held: HeldRefusals | None = None) -> None:
+    def __init__(self, client: RouterClient, room: KnownRoom) -> None:
         self._client = client
-        self.held = held or HeldRefusals()
+        self.room = room
 
     async def complete(self, request: GenerateRequest) -> OutputChunk:
         """See interfaces.RouterClient."""
-        self.held.check(request.tenant, request.priority)
-        try:
+        with self._admitted(request):
             return await self._client.complete(request)
-        except OverloadedError as error:
-            self.held.hold(request.tenant, request.priority, error)
-            raise
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[OutputChunk, None]:
         """See interfaces.RouterClient."""
-        self.held.check(request.tenant, request.priority)
-        chunks = self._client.stream(request)
-        try:
-            async for chunk in chunks:
-                yield chunk
-        except OverloadedError as error:
-            self.held.hold(request.tenant, request.priority, error)
-            raise
-        finally:
-            await close(chunks)
+        with self._admitted(request):
+            chunks = self._client.stream(request)
+            try:
+                async for chunk in chunks:
+                    yield chunk
+            finally:
+                await close(chunks)
 
     async def service_info(self) -> ServiceInfo:
         """See interfaces.RouterClient."""
@@ -110,6 +158,31 @@ class RefusingClient:
     async def trace_text(self) -> str | None:
         """See interfaces.RouterClient."""
         return await self._client.trace_text()
+
+    @contextmanager
+    def _admitted(self, request: GenerateRequest) -> Iterator[None]:
+        place = request.tenant, request.priority
+        self.room.check(*place)
+        self.room.begin(*place)
+        refusal: OverloadedError | None = None
+        try:
+            yield
+        except OverloadedError as error:
+            refusal = error
+            raise
+        finally:
+            self.room.end(*place, refusal)
+
+
+def refusing(client: RouterClient, config: Config) -> RefusingClient:
+    """The client in front of the routers of a service; one that refuses already is taken as it is."""
+    if isinstance(client, RefusingClient):
+        return client
+    router = config.router
+    num_routers = router.num_replicas if router.autoscaling is None else router.autoscaling.max_replicas
+    return RefusingClient(
+        client, KnownRoom(num_routers * (config.target.max_num_seqs + router.max_queued_requests))
+    )
 
 
 class RoomMiddleware:

@@ -12,12 +12,11 @@ import pytest
 from http_service import INFO, MODEL, REPLY, TOKENIZER, endless, say, serving, wait_until
 
 from specray.config import parse_config
-from specray.errors import ConfigError, InvalidRequestError, OverloadedError
+from specray.errors import ConfigError, EngineLostError, InvalidRequestError, OverloadedError
 from specray.fakes import FakeRouterClient
-from specray.serving import refusals
 from specray.serving.http import build_http_app
 from specray.serving.http_server import HttpServer
-from specray.serving.refusals import HOLD_S, HeldRefusals, RefusingClient
+from specray.serving.refusals import PROBE_S, KnownRoom, RefusingClient
 from specray.serving.timeout_header import with_timeout
 from specray.types import GenerateRequest, SamplingParams, SpeculationParams
 
@@ -30,47 +29,118 @@ def request(tenant: str = "", priority: int = 0) -> GenerateRequest:
     return GenerateRequest("r", (1,), SamplingParams(), 4, speculation=speculation, priority=priority)
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
-async def test_refusal_of_a_router_is_repeated_for_its_tenant_and_what_is_no_more_urgent(
-    is_stream: bool,
-) -> None:
-    now = 100.0
-    router = FakeRouterClient(info=INFO, errors=[FULL])
-    client = RefusingClient(router, HeldRefusals(lambda: now))
+class Times:
+    """Seconds that a test sets."""
 
-    async def is_asked(one: GenerateRequest) -> bool:
-        num_before = len(router.requests)
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def is_let_through(room: KnownRoom, tenant: str = "", priority: int = 0) -> bool:
+    """Sends one to the router when the room allows it."""
+    try:
+        room.check(tenant, priority)
+    except OverloadedError:
+        return False
+    room.begin(tenant, priority)
+    return True
+
+
+def test_no_more_go_to_the_routers_than_they_hold() -> None:
+    room = KnownRoom(3, monotonic=Times())
+    assert [is_let_through(room) for _ in range(4)] == [True, True, True, False]
+    room.end("", 0, None)
+    assert [is_let_through(room) for _ in range(2)] == [True, False]
+
+
+def test_full_routers_are_asked_for_whoever_might_displace_another() -> None:
+    room = KnownRoom(4, monotonic=Times())
+    assert all(is_let_through(room, "many", priority=1) for _ in range(4))
+    assert not is_let_through(room, "many", 1)
+    assert is_let_through(room, "many", 0), "more urgent than what is there"
+    assert is_let_through(room, "few", 1) and is_let_through(room, "few", 1)
+    assert is_let_through(room, "few", 1), "five against two"
+    assert not is_let_through(room, "few", 2), "five against three, but the least urgent of all"
+
+
+def test_refused_tenant_gets_one_through_for_each_request_that_ends() -> None:
+    times = Times()
+    room = KnownRoom(100, monotonic=times)
+    for _ in range(5):
+        assert is_let_through(room)
+    room.end("", 0, FULL)
+    assert not is_let_through(room)
+    assert not is_let_through(room, priority=7)
+    assert is_let_through(room, priority=-1), "more urgent than what was refused"
+    assert is_let_through(room, tenant="other")
+    room.end("", 0, None)
+    room.end("other", 0, None)
+    assert [is_let_through(room) for _ in range(3)] == [True, True, False]
+    # What other ingresses have seen end is not known here.
+    times.now_s += PROBE_S
+    assert [is_let_through(room) for _ in range(2)] == [True, False]
+
+
+def test_refusal_here_says_what_the_router_said_and_when_to_come_back() -> None:
+    times = Times()
+    room = KnownRoom(100, monotonic=times)
+    for _ in range(41):
+        room.begin("", 0)
+    for _ in range(20):
+        times.now_s += 0.5
+        room.end("", 0, None)
+    room.end("", 0, FULL)  # Of 41 there are 20 now.
+    with pytest.raises(OverloadedError) as caught:
+        room.check("", 0)
+    assert caught.value.message == FULL.message
+    # 20 are under way, and one ends every half second; spread by up to a half.
+    assert 10.0 <= caught.value.retry_after_s <= 15.0
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_requests_are_counted_until_they_end_however_they_end(is_stream: bool) -> None:
+    room = KnownRoom(100)
+    router = FakeRouterClient(info=INFO, errors=[FULL, EngineLostError("lost")])
+    client = RefusingClient(router, room)
+    for number in range(3):
         try:
             if is_stream:
-                _ = [chunk async for chunk in client.stream(one)]
+                _ = [chunk async for chunk in client.stream(request("t"))]
             else:
-                await client.complete(one)
-        except OverloadedError as error:
-            assert (error.message, error.retry_after_s) == (FULL.message, FULL.retry_after_s)
-        return len(router.requests) > num_before
+                await client.complete(request("t"))
+        except OverloadedError:
+            # Something has ended, or the next would not be asked for.
+            room.begin("t", 0)
+            room.end("t", 0, None)
+        except EngineLostError:
+            assert number == 1
+    assert len(router.requests) == 3
+    stream = client.stream(request("t"))
+    await anext(stream)
+    assert room._num_requests == 1
+    await stream.aclose()
+    assert (room._num_requests, room._by_tenant, room._by_priority) == (0, {}, {})
 
-    assert await is_asked(request(priority=3)), "the one that is refused"
-    now += 0.99 * HOLD_S
-    assert not await is_asked(request(priority=3))
-    assert not await is_asked(request(priority=4))
-    assert await is_asked(request(priority=2))
-    assert await is_asked(request(tenant="other", priority=4))
-    now += 0.02 * HOLD_S
-    assert await is_asked(request(priority=4)), "after a blink the router is asked again"
 
-
-async def test_refused_call_over_http_is_not_tokenised_while_the_refusal_holds(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(refusals, "HOLD_S", 1000.0)
-    router = FakeRouterClient(info=INFO, errors=[FULL])
-    async with serving(router) as service:
-        assert (await service.post("/v1/completions", TEXT))[0] == 429
+async def test_call_over_http_is_not_tokenised_when_the_routers_are_known_to_be_full() -> None:
+    router = endless()
+    sizes = {"target": {"max_num_seqs": 1}, "router": {"max_queued_requests": 1}}
+    config = parse_config({"served_model_name": MODEL, **sizes})
+    async with serving(router, config=config) as service:
+        running = [asyncio.create_task(service.post("/v1/completions", TEXT)) for _ in range(2)]
+        await wait_until(lambda: len(router.requests) == 2)
         # A prompt that is too long would be a 400, if anybody had looked.
         status, answer = await service.post("/v1/completions", {**TEXT, "prompt": "x" * 500})
         assert (status, answer["error"]["code"]) == (429, "overloaded")
-        assert len(router.requests) == 1
-        assert (await service.post("/v1/completions", {**TEXT, "priority": -1}))[0] == 200
+        assert answer["error"]["message"] == "2 requests are under way; allowed: 2"
+        more_urgent = asyncio.create_task(service.post("/v1/completions", {**TEXT, "priority": -1}))
+        await wait_until(lambda: len(router.requests) == 3)
+        for task in (*running, more_urgent):
+            task.cancel()
+        await asyncio.gather(*running, more_urgent, return_exceptions=True)
 
 
 @pytest.mark.parametrize("stream", [False, True])
