@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from router_harness import TARGET_S, Pair, expected, fake_target, request, router_config, run, serving
+from router_harness import (
+    DRAFT_STEP_S,
+    MODEL,
+    TARGET_S,
+    Pair,
+    expected,
+    fake_target,
+    request,
+    router_config,
+    run,
+    serving,
+)
 
 from specray.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
-from specray.fakes import VirtualClock
+from specray.fakes import FakeDraft, FakeTarget, NoisyGuesser, VirtualClock
 from specray.types import GenerateRequest, SpeculationParams
 
 ONE_PLACE = {"max_num_seqs": 1}
@@ -84,6 +96,54 @@ def test_tenant_with_less_takes_the_place_of_the_newest_of_one_with_more() -> No
             assert pair.counted("specray_requests_refused_total") == 2
             await asyncio.gather(*many, few)
             assert ended == ["many0", "many1", "few", "many2"]
+            await pair.settle()
+
+    run(clock, main())
+
+
+# Cancellation
+
+
+class NotedTarget(FakeTarget):
+    """Notes after how many steps it was told to release what."""
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        self.released = dict.fromkeys(request_ids, self.num_steps)
+        super().release(request_ids)
+
+
+class NotedDraft(FakeDraft):
+    def release(self, request_ids: Sequence[str]) -> None:
+        self.released = dict.fromkeys(request_ids, self.num_steps)
+        super().release(request_ids)
+
+
+@pytest.mark.parametrize("overlap", ["serial", "ahead", "enumerate"])
+@pytest.mark.parametrize("share_of_step", [0.0, 0.3, 0.6, 0.9])
+def test_cancelled_request_is_released_with_the_next_message_while_others_go_on(
+    overlap: str, share_of_step: float
+) -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        target = NotedTarget(MODEL, cost=lambda rows: int(TARGET_S * 1e9))
+        draft = NotedDraft(NoisyGuesser(MODEL), cost=lambda steps: int(steps * DRAFT_STEP_S * 1e9))
+        async with serving(
+            clock, target=target, draft=draft, overlap=overlap, num_speculative_tokens=3
+        ) as pair:
+            other = asyncio.create_task(pair.router.complete(request("other", max_tokens=200)))
+            call = asyncio.create_task(pair.router.complete(request("gone", max_tokens=2000)))
+            await asyncio.sleep(0.25 + share_of_step * TARGET_S)
+            assert target.held_request_ids == draft.held_request_ids == {"other", "gone"}
+            num_target_steps, num_draft_steps = target.num_steps, draft.num_steps
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+            await asyncio.sleep(TARGET_S + 4 * DRAFT_STEP_S)
+            assert target.held_request_ids == draft.held_request_ids == {"other"}
+            # One step may have been under way.
+            assert target.released["gone"] <= num_target_steps + 1
+            assert draft.released["gone"] <= num_draft_steps + 1
+            assert (await other).token_ids == expected(request("other", max_tokens=200))
             await pair.settle()
 
     run(clock, main())
