@@ -101,6 +101,8 @@ class OverloadResult:
     overload: Phase
     memory_before: tuple[ProcessMemory, ...]
     """After the first phase; empty: the service is not on this machine."""
+    memory_early: tuple[ProcessMemory, ...]
+    """After the first quarter of the overload, when everything has been as full as it gets."""
     memory_after: tuple[ProcessMemory, ...]
 
     @property
@@ -143,6 +145,7 @@ async def measure_overload(plan: OverloadPlan, on_progress: Callable[[str, float
         rate_per_s = plan.rate_per_s or 1e3 * plan.concurrency / capacity.latency_ms.mean
         pids = service_pids(urlsplit(plan.url).port or 80)
         before = read_memory(pids)
+        early = asyncio.create_task(_read_later(pids, plan.duration_s / 4))
         overload = await _open_loop(plan, client, bodies, plan.factor * rate_per_s, on_progress)
         await asyncio.sleep(SETTLE_S)
         after = read_memory(pids)
@@ -156,8 +159,14 @@ async def measure_overload(plan: OverloadPlan, on_progress: Callable[[str, float
         capacity,
         overload,
         tuple(before),
+        tuple(await early),
         tuple(after),
     )
+
+
+async def _read_later(pids: Sequence[int], seconds: float) -> list[ProcessMemory]:
+    await asyncio.sleep(seconds)
+    return read_memory(pids)
 
 
 def arrivals(rate_per_s: float, duration_s: float, max_requests: int, seed: int) -> Iterator[float]:

@@ -41,25 +41,26 @@ def overload_table(result: OverloadResult) -> Table:
 
 
 def memory_table(result: OverloadResult) -> Table | None:
-    """Each process of the service before and after the overload; None when they are elsewhere."""
+    """Each process of the service around the overload; None when they are elsewhere."""
     if not result.memory_before:
         return None
     table = Table(title="resident memory, MiB")
-    for name in ("process", "before", "after", "growth"):
+    for name in ("process", "before", "at a quarter", "after", "growth since"):
         table.add_column(name, justify="left" if name == "process" else "right")
+    early = {each.pid: each.rss_bytes for each in result.memory_early}
     after = {each.pid: each.rss_bytes for each in result.memory_after}
     for each in result.memory_before:
         if each.rss_bytes >= _MIN_SHOWN_BYTES:
-            table.add_row(each.name, *_growth(each.rss_bytes, after.get(each.pid)))
+            table.add_row(each.name, *_cells(each.rss_bytes, early.get(each.pid), after.get(each.pid)))
     total = sum(each.rss_bytes for each in result.memory_before)
-    table.add_row("all", *_growth(total, sum(after.values())))
+    table.add_row("all", *_cells(total, sum(early.values()), sum(after.values())))
     return table
 
 
-def _growth(before: int, after: int | None) -> tuple[str, str, str]:
-    if after is None:
-        return f"{before / _MIB:.0f}", "ended", _DASH
-    return f"{before / _MIB:.0f}", f"{after / _MIB:.0f}", f"{100 * (after - before) / before:+.1f} %"
+def _cells(before: int, early: int | None, after: int | None) -> tuple[str, str, str, str]:
+    shown = [_DASH if value is None else f"{value / _MIB:.0f}" for value in (before, early, after)]
+    growth = _DASH if not early or after is None else f"{100 * (after - early) / early:+.1f} %"
+    return shown[0], shown[1], shown[2], growth
 
 
 def _spread(values: Percentiles | None) -> str:

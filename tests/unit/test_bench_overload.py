@@ -184,7 +184,9 @@ async def test_run_counts_every_request_once_and_is_shown() -> None:
     if sys.platform == "linux":
         # The scripted service runs in this very process.
         assert os.getpid() in [each.pid for each in result.memory_before]
-        assert memory_table(result) is not None
+        assert os.getpid() in [each.pid for each in result.memory_early]
+        table = memory_table(result)
+        assert table is not None and table.row_count >= 2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
