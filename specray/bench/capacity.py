@@ -33,7 +33,7 @@ OVERLAPPED_KS = (2, 4)
 ACCEPTANCE_K = 8
 NUM_SEQUENCES = (1, 2, 4, 8, 16, 32)
 PREFILL_LENS = (16, 64, 128, 256, 512, 1024)
-_LONG_CONTEXT = 1024
+LONG_CONTEXTS = (256, 1024)
 NUM_PASSES = 3
 _NUM_STEPS = 16
 """Of each load, about: rounds commit more than one token each."""
@@ -161,7 +161,9 @@ async def _measure_pass(loads: _Loads, plan: SweepPlan, sweep: Sweep) -> None:
     sweep.plain_prefills.extend(read_samples(await loads.prefills(k=0)))
     if loads.has_draft:
         sweep.prefills.extend(read_samples(await loads.prefills(k=1)))
-    sweep.long_context.extend(read_samples(await loads.long_context()))
+    for length in LONG_CONTEXTS:
+        samples = read_samples(await loads.long_context(length))
+        sweep.long_context.setdefault(length, Samples()).extend(samples)
     if plan.has_overlap and loads.has_draft:
         for k in OVERLAPPED_KS:
             sweep.overlapped.extend(read_samples(await loads.rounds(Overlap.ENUMERATE, k, counts)))
@@ -226,11 +228,11 @@ class _Loads:
                     await serving.serve([self._prompt_of(length)], max_tokens=2, k=k)
             return await serving.events()
 
-    async def long_context(self) -> list[TraceEvent]:
-        """A few sessions with many tokens before the measured ones."""
-        self._progress("long contexts")
+    async def long_context(self, wanted: int) -> list[TraceEvent]:
+        """A few sessions with so many tokens before the measured ones, where there is room."""
+        self._progress(f"contexts of {wanted}")
         max_tokens = 2 * _NUM_STEPS
-        length = max(1, min(_LONG_CONTEXT, self._max_model_len - max_tokens - 8))
+        length = max(1, min(wanted, self._max_model_len - max_tokens - 8))
         prompts = [self._prompt_of(length)] * min(4, self.max_num_seqs)
         async with self._serving(Overlap.SERIAL) as serving:
             await serving.serve(prompts, max_tokens=max_tokens, k=3 if self.has_draft else 0)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from specray.planning.curves import Surface, interpolate
 from specray.planning.profile import (
     AcceptanceProfile,
+    ContextPoint,
     DraftProfile,
     HitRate,
     LinearTime,
@@ -45,7 +46,8 @@ class Sweep:
     """Prompts of many lengths, one at a time, for both engines."""
     plain_prefills: Samples = field(default_factory=Samples)
     """The same for the target alone."""
-    long_context: Samples = field(default_factory=Samples)
+    long_context: dict[int, Samples] = field(default_factory=dict)
+    """A few sessions each, by the tokens of their prompts."""
     overlapped: Samples = field(default_factory=Samples)
     """Draft and target at the same time."""
     acceptance: dict[float, Samples] = field(default_factory=dict)
@@ -79,12 +81,14 @@ def fit_target(sweep: Sweep, info: EngineInfo, *, hardware: str) -> TargetProfil
     context_len = mean(step.num_context_tokens / step.num_sequences for step in steps)
     prefill = _prefill_points(_first_chunks(sweep.plain_prefills), lambda step: step.num_rows)
     prompts = [(float(point.num_tokens), point.seconds) for point in prefill]
-    longer = [step for step in sweep.long_context.target if not step.num_prefill_rows]
+    longer = [
+        [step for step in samples.target if not step.num_prefill_rows]
+        for _, samples in sorted(sweep.long_context.items())
+    ]
     return TargetProfile(
         **_common(info, hardware),
         prefill=prefill,
-        context_len=context_len,
-        per_context_token_s=_context_slope(longer, expected_s, context_len),
+        context=_context_points(longer, expected_s, context_len),
         transport=plain if drafted == LinearTime() else drafted,
         plain_transport=plain,
         slowdown_beside_draft=_slowdown(
@@ -119,14 +123,16 @@ def fit_draft(sweep: Sweep, info: EngineInfo, *, hardware: str) -> DraftProfile:
         value=lambda step: step.forward_s,
     )
     context_len = mean(step.num_context_tokens / step.num_sequences for step in steps)
-    longer = [step for step in sweep.long_context.draft if _is_proposing(step)]
+    longer = [
+        [step for step in samples.draft if _is_proposing(step)]
+        for _, samples in sorted(sweep.long_context.items())
+    ]
     return DraftProfile(
         **_common(info, hardware),
         prefill=_prefill_points(
             [step for step in sweep.prefills.draft if step.is_prefill], lambda step: step.num_new_tokens
         ),
-        context_len=context_len,
-        per_context_token_s=_context_slope(longer, expected_s, context_len),
+        context=_context_points(longer, expected_s, context_len),
         transport=fit_linear([(step.num_sequences, step.transport_s) for step in one] for one in passes),
         propose=tuple(
             ProposePoint(num_sequences=count, num_tokens=tokens, seconds=seconds)
@@ -304,15 +310,19 @@ def _prefill_points(
     )
 
 
-def _context_slope(
-    steps: Sequence[SampleT], expected_s: Callable[[SampleT], float], context_len: float
-) -> float:
-    slopes = [
-        (step.forward_s - expected_s(step)) / extra
-        for step in steps
-        if (extra := step.num_context_tokens - step.num_sequences * context_len) > 0
-    ]
-    return max(0.0, median(slopes)) if slopes else 0.0
+def _context_points(
+    loads: Sequence[Sequence[SampleT]], expected_s: Callable[[SampleT], float], context_len: float
+) -> tuple[ContextPoint, ...]:
+    """What steps with long contexts took more than such steps take with contexts of ``context_len``."""
+    points = [ContextPoint(num_tokens=context_len, seconds=0.0)]
+    for steps in loads:
+        longer = [step for step in steps if step.num_context_tokens > step.num_sequences * context_len]
+        if longer:
+            extra = median((step.forward_s - expected_s(step)) / step.num_sequences for step in longer)
+            length = mean(step.num_context_tokens / step.num_sequences for step in longer)
+            # A longer context does not make a step faster.
+            points.append(ContextPoint(num_tokens=length, seconds=max(points[-1].seconds, extra)))
+    return tuple(points)
 
 
 def _slowdown(steps: Sequence[TargetSample], expected_s: Callable[[TargetSample], float]) -> float:

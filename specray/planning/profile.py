@@ -62,6 +62,13 @@ class PrefillPoint(_Part):
     seconds: float = Field(gt=0)
 
 
+class ContextPoint(_Part):
+    """What a step takes more for each of its sequences that has so many tokens before its rows."""
+
+    num_tokens: float = Field(ge=0)
+    seconds: float = Field(ge=0)
+
+
 class StepTimePoint(_Part):
     """What the engine said of itself at its start; the router's first choices come from it."""
 
@@ -84,9 +91,8 @@ class EngineProfile(_Part):
     dtype: str = ""
     step_times: tuple[StepTimePoint, ...] = ()
     prefill: tuple[PrefillPoint, ...] = Field(min_length=1)
-    context_len: float = Field(0.0, ge=0, description="Mean tokens before the measured rows.")
-    per_context_token_s: float = Field(
-        0.0, ge=0, description="Of a step, for each sequence and token beyond context_len."
+    context: tuple[ContextPoint, ...] = Field(
+        (), description="Beyond the contexts that steps were measured with, which is the first point."
     )
     transport: LinearTime = Field(
         default_factory=LinearTime, description="There and back and the worker's own work, by items."

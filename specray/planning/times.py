@@ -23,6 +23,7 @@ class TargetTimes:
         self._curve = [(point.num_rows, point.seconds) for point in profile.verify]
         self._profile = profile
         self._prompts = _prompt_curve(profile)
+        self._context = _context_curve(profile)
         self.transport = profile.transport
         self.plain_transport = profile.plain_transport or profile.transport
         self.slowdown = profile.slowdown_beside_draft
@@ -32,9 +33,8 @@ class TargetTimes:
     def step_s(self, num_sequences: int, num_rows: float, num_context_tokens: float) -> float:
         """A step of running sessions; the context is that of all of them together."""
         profile = self._profile
-        extra = num_context_tokens - num_sequences * profile.context_len
         seconds = interpolate(self._curve, num_rows) + profile.per_sequence_s * num_sequences
-        return max(self.least_s, seconds + profile.per_context_token_s * extra)
+        return seconds + num_sequences * interpolate(self._context, num_context_tokens / num_sequences)
 
     def prefill_s(self, base_len: int, num_tokens: int) -> float:
         """A step that computes ``num_tokens`` of a prompt after its first ``base_len``."""
@@ -52,31 +52,29 @@ class DraftTimes:
     """
 
     def __init__(self, profile: DraftProfile, *, network_s: float = 0.0) -> None:
-        self._profile = profile
         self._propose = Surface((one.num_tokens, one.num_sequences, one.seconds) for one in profile.propose)
         points = [(one.num_tokens, one.num_branches, one.seconds) for one in profile.outcomes]
         self._outcomes = Surface(points) if points else None
         self._prompts = _prompt_curve(profile)
+        self._context = _context_curve(profile)
         transport = profile.transport
         self.transport = LinearTime(fixed_s=transport.fixed_s + network_s, per_item_s=transport.per_item_s)
 
     def step_s(self, items: Sequence[SpeculateItem]) -> float:
         """One step that answers all items."""
-        profile = self._profile
-        seconds = context = 0.0
+        seconds = 0.0
         num_lines = num_tokens = num_branches = 0
         for item in items:
             if item.base_len == 0 or len(item.token_ids) > _LONG_ITEM:
                 seconds += interpolate(self._prompts, len(item.token_ids))
             if not item.num_speculative_tokens:
                 continue
-            context += item.base_len - profile.context_len
+            seconds += interpolate(self._context, item.base_len)
             num_tokens = max(num_tokens, item.num_speculative_tokens)
             if item.fanout:
                 num_branches += item.max_branches or sum(item.fanout)
             else:
                 num_lines += 1
-        seconds += max(0.0, profile.per_context_token_s * context)
         if num_lines:
             seconds += self._propose(num_tokens, num_lines)
         if num_branches:
@@ -92,3 +90,7 @@ class DraftTimes:
 
 def _prompt_curve(profile: EngineProfile) -> list[tuple[float, float]]:
     return [(point.num_tokens, point.seconds) for point in profile.prefill]
+
+
+def _context_curve(profile: EngineProfile) -> list[tuple[float, float]]:
+    return [(point.num_tokens, point.seconds) for point in profile.context] or [(0.0, 0.0)]

@@ -138,7 +138,7 @@ def test_fitted_target_takes_what_the_steps_took(sweep: Sweep) -> None:
     )
     assert target.per_sequence_s == 0.0
     assert target.transport.fixed_s == pytest.approx(5e-4)
-    assert target.context_len == 10
+    assert [(point.num_tokens, point.seconds) for point in target.context] == [(10, 0.0)]
     assert [(point.num_tokens, point.seconds) for point in target.prefill] == [(100, 0.01), (200, 0.02)]
     assert (target.hardware, target.max_num_seqs) == ("box", 64)
 
@@ -170,18 +170,23 @@ def test_of_two_passes_the_faster_counts(sweep: Sweep) -> None:
 
 
 def test_longer_contexts_cost_what_they_took_more(sweep: Sweep) -> None:
-    sweep.long_context = read_samples(
-        [
-            event
-            for number in range(3)
-            for event in (
-                VerifySent(number * 100 * MS, "long", number, number, 1010, 1, 1),
-                VerdictReceived(number * 100 * MS + 5 * MS, "long", number, 5 * MS, "model", 1, 0, 1),
-            )
-        ]
-    )
+    def long(context_len: int, forward_ms: int) -> Samples:
+        events: list[TraceEvent] = []
+        for number in range(3):
+            at = number * 100 * MS
+            events.append(VerifySent(at, "long", number, number, context_len, 1, 1))
+            done = at + forward_ms * MS
+            events.append(VerdictReceived(done, "long", number, forward_ms * MS, "model", 1, 0, 1))
+        return read_samples(events)
+
+    sweep.long_context = {1000: long(1000, 5), 500: long(500, 3), 2000: long(2000, 4)}
     target = fit_target(sweep, fake_info("target"), hardware="box")
-    assert target.per_context_token_s == pytest.approx((5e-3 - 2e-3) / 1000)
+    assert [(point.num_tokens, point.seconds) for point in target.context] == [
+        (10, 0.0),
+        (500, pytest.approx(1e-3)),
+        (1000, pytest.approx(3e-3)),
+        (2000, pytest.approx(3e-3)),
+    ]
 
 
 def test_rates_are_those_of_rounds_that_came_so_far() -> None:

@@ -42,13 +42,12 @@ def test_target_step_by_rows_sequences_and_context() -> None:
         target(
             verify=[{"num_rows": 1, "seconds": 0.010}, {"num_rows": 11, "seconds": 0.020}],
             per_sequence_s=0.001,
-            context_len=100,
-            per_context_token_s=1e-5,
+            context=[{"num_tokens": 100, "seconds": 0}, {"num_tokens": 600, "seconds": 0.005}],
         )
     )
     assert times.step_s(2, 6, 200) == pytest.approx(0.015 + 0.002)
     assert times.step_s(2, 6, 1200) == pytest.approx(0.017 + 0.010)
-    assert times.step_s(1, 1, 0) == pytest.approx(0.010)
+    assert times.step_s(1, 1, 0) == pytest.approx(0.010 + 0.001)
 
 
 def test_later_chunk_of_a_prompt_takes_what_the_longer_prompt_takes_more() -> None:
