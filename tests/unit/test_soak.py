@@ -104,7 +104,7 @@ def test_schedule_is_even_in_time_and_kind_and_follows_its_seed() -> None:
     planned = plan_faults(kinds, num_faults=31, first_s=30, last_s=570, seed=5)
     assert planned == plan_faults(kinds, num_faults=31, first_s=30, last_s=570, seed=5)
     assert [fault.at_s for fault in planned] == [30 + 18.0 * index for index in range(31)]
-    assert sorted(Counter(fault.kind for fault in planned).values()) == [3] * 9 + [4]
+    assert sorted(Counter(fault.kind for fault in planned).values()) == [2] * 2 + [3] * 9
     for fault in planned:
         low, high = HOLD_S.get(fault.kind, (0.0, 0.0))
         assert low <= fault.hold_s <= high

@@ -124,6 +124,13 @@ async def _remove_node(bed: Bed, fault: PlannedFault, rng: random.Random) -> Don
     return Done("the draft's node", frozenset(part.pid for part in drafts))
 
 
+async def _drain_node(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
+    assert bed.nodes is not None, "a drained node needs a second one"
+    draft = await _pick(bed, Role.DRAFT, rng)
+    await bed.nodes.replace(bed.control, draft.node_id)
+    return Done("the draft's node", frozenset({draft.pid}))
+
+
 async def _pick(bed: Bed, role: Role, rng: random.Random) -> Part:
     parts = of_role(await bed.control.parts(), role)
     if not parts:
@@ -149,4 +156,5 @@ _INJECTORS: dict[FaultKind, Injector] = {
     FaultKind.TARGET_STOP: _stop_target,
     FaultKind.ROUTER_KILL: _kill_router,
     FaultKind.NODE_REMOVE: _remove_node,
+    FaultKind.NODE_DRAIN: _drain_node,
 }

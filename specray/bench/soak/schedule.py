@@ -29,10 +29,12 @@ class FaultKind(StrEnum):
     ROUTER_KILL = "router-kill"
     NODE_REMOVE = "node-remove"
     """The draft's node is lost with all its processes; another comes."""
+    NODE_DRAIN = "node-drain"
+    """The draft's node is drained; another is there before."""
 
 
 ALL_FAULTS = "all"
-NODE_FAULTS = frozenset({FaultKind.NODE_REMOVE})
+NODE_FAULTS = frozenset({FaultKind.NODE_REMOVE, FaultKind.NODE_DRAIN})
 LINK_FAULTS = frozenset({FaultKind.DRAFT_PARTITION, FaultKind.DRAFT_DELAY, FaultKind.DRAFT_LOSS})
 HOLD_S = {
     FaultKind.DRAFT_STOP: (2.0, 5.0),

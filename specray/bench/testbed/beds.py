@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import secrets
 import tempfile
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -20,24 +21,42 @@ from typing import Any
 from specray.bench.peers.process import LOOPBACK, free_port
 from specray.bench.testbed.control import DRAFT_RESOURCE, TARGET_RESOURCE
 from specray.bench.testbed.kinds import BedKind
-from specray.bench.testbed.netns import Network, end_processes, entered
+from specray.bench.testbed.netns import Network, entered
 from specray.bench.testbed.ray_host import RayHost
 from specray.bench.testbed.service import Control, controlled
 from specray.bench.testbed.tree import adopting
 from specray.config import Config
+from specray.errors import EngineLostError
 
 GCS_PORT = 6379
 HTTP_PORT = 8000
 GRPC_PORT = 9000
+DRAIN_TIMEOUT_S = 90.0
+DRAIN_PERIOD_S = 0.5
 _SMALL = 0.001
 
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """The draft's node can be lost whole and come back."""
+    """The draft's node can be lost whole and come back, or be replaced with notice."""
 
     remove: Callable[[], Awaitable[None]]
+    """The oldest of them, with all its processes at once."""
     add: Callable[[], Awaitable[None]]
+
+    async def replace(self, control: Control, node_id: str) -> None:
+        """Adds a node, drains the one with this id, and removes it when no part is left there.
+
+        Raises EngineLostError when parts stay there.
+        """
+        await self.add()
+        await control.call("drain", node_id)
+        end_s = time.monotonic() + DRAIN_TIMEOUT_S
+        while any(part.node_id == node_id for part in await control.parts()):
+            if time.monotonic() > end_s:
+                raise EngineLostError(f"parts were left on a drained node after {DRAIN_TIMEOUT_S:g} s")
+            await asyncio.sleep(DRAIN_PERIOD_S)
+        await self.remove()
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +169,7 @@ async def _namespaces(
             await asyncio.to_thread(lambda: network.impair(delay_ms=delay_ms, loss=loss))
 
         async def remove() -> None:
-            await asyncio.to_thread(end_processes, draft.namespace)
+            await asyncio.to_thread(draft_node.end_oldest)
 
         await head_node.start()
         await draft_node.start()

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -20,7 +21,7 @@ from typing import Any
 
 from specray.bench.testbed.parts import living_parts
 from specray.config import Config, load_config
-from specray.errors import SpecrayError
+from specray.errors import EngineLostError, SpecrayError
 from specray.rpc.parent import end_with_parent
 
 DRAFT_RESOURCE = "specray_draft_node"
@@ -28,9 +29,10 @@ DRAFT_RESOURCE = "specray_draft_node"
 TARGET_RESOURCE = "specray_target_node"
 NUM_CPUS_PER_NODE = 8
 """Logical ones: on a laptop the parts share what there is."""
+DRAIN_DEADLINE_S = 60
 _NODE_MEMORY_BYTES = 100 * 1024 * 1024
 
-Handler = Callable[[], Any]
+Handler = Callable[..., Any]
 
 
 @contextmanager
@@ -68,7 +70,7 @@ def _cluster() -> Iterator[dict[str, Handler]]:
     nodes = [add()]
 
     def remove_node() -> None:
-        cluster.remove_node(nodes.pop(), allow_graceful=False)
+        cluster.remove_node(nodes.pop(0), allow_graceful=False)
 
     def add_node() -> None:
         nodes.append(add())
@@ -100,15 +102,37 @@ def _running() -> dict[str, int]:
     }
 
 
-_HANDLERS: dict[str, Handler] = {"parts": _parts, "running": _running}
+def _drain(node_id: str) -> None:
+    """Says that a node will go away: Ray puts nothing more there, and Serve moves its replicas."""
+    import ray
+    from ray.core.generated import autoscaler_pb2
+
+    # As `ray drain-node` does it; there is no public function.
+    private: Any = ray._raylet
+    messages: Any = autoscaler_pb2
+    client = private.GcsClient(address=ray.get_runtime_context().gcs_address)
+    is_accepted, reason = client.drain_node(
+        node_id,
+        messages.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"),
+        "the test bed replaces it",
+        time.time_ns() // 1_000_000 + DRAIN_DEADLINE_S * 1000,
+    )
+    if not is_accepted:
+        raise EngineLostError(f"the node cannot be drained: {reason}")
+
+
+_HANDLERS: dict[str, Handler] = {"parts": _parts, "running": _running, "drain": _drain}
 
 
 def answer(handlers: dict[str, Handler], lines: Iterator[str], write: Callable[[str], None]) -> None:
-    """Answers each line ``{"op": NAME}`` with ``{"value": ...}`` or ``{"error": TEXT}``, until the last."""
+    """Answers lines ``{"op": NAME, "arguments": [...]}``, until the last.
+
+    With ``{"value": ...}`` or ``{"error": TEXT}``, one line each.
+    """
     for line in lines:
-        operation = json.loads(line)["op"]
+        asked = json.loads(line)
         try:
-            reply: dict[str, Any] = {"value": handlers[operation]()}
+            reply: dict[str, Any] = {"value": handlers[asked["op"]](*asked.get("arguments", ()))}
         except Exception as error:
             reply = {"error": f"{type(error).__name__}: {error}"}
         write(json.dumps(reply))

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from specray.bench.testbed.control import NUM_CPUS_PER_NODE
 from specray.bench.testbed.netns import Host
+from specray.bench.testbed.tree import descendants
 from specray.errors import EngineLostError
 
 START_TIMEOUT_S = 90.0
+AGENT_PORT = 52365
 STARTED = b"Ray runtime started."
 _OBJECT_STORE_BYTES = 100 * 1024 * 1024
 
@@ -45,6 +49,7 @@ class RayHost:
         self._log = directory / f"ray-{host.name}.log"
         self._ray_directory = ray_directory
         self._num_starts = 0
+        self._running: list[int] = []
         is_head = head_port is not None
         self._options = (
             *(("--head", f"--port={head_port}", "--include-dashboard=false") if is_head else ()),
@@ -62,7 +67,13 @@ class RayHost:
         self._num_starts += 1
         own = self._ray_directory / f"{self._host.name}{self._num_starts}"
         own.mkdir()
-        command = (str(Path(sys.executable).with_name("ray")), "start", *self._options, f"--temp-dir={own}")
+        # Nodes that follow each other on one host may overlap.
+        options = (
+            *self._options,
+            f"--temp-dir={own}",
+            f"--dashboard-agent-listen-port={AGENT_PORT + self._num_starts}",
+        )
+        command = (str(Path(sys.executable).with_name("ray")), "start", *options)
         with self._log.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 *self._host.command(*command),
@@ -72,7 +83,15 @@ class RayHost:
                 env={**os.environ, **self._environment, "RAY_TMPDIR": str(own)},
                 start_new_session=True,
             )
+        self._running.append(process.pid)
         await self._wait_started(process)
+
+    def end_oldest(self) -> None:
+        """Kills the node that was started first among those that run, with all its processes."""
+        pid = self._running.pop(0)
+        for one in (pid, *descendants(pid)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(one, signal.SIGKILL)
 
     async def _wait_started(self, process: asyncio.subprocess.Process) -> None:
         try:

@@ -45,12 +45,14 @@ class Control:
         counts: dict[str, int] = await self.call("running")
         return counts
 
-    async def call(self, operation: str) -> Any:
+    async def call(self, operation: str, *arguments: str) -> Any:
         """Raises EngineLostError when the operation fails, or is not done within a minute."""
         assert self._process.stdin is not None
         async with self._lock:
             try:
-                self._process.stdin.write(json.dumps({"op": operation}).encode() + b"\n")
+                self._process.stdin.write(
+                    json.dumps({"op": operation, "arguments": arguments}).encode() + b"\n"
+                )
                 await self._process.stdin.drain()
                 return await self.read(CALL_TIMEOUT_S)
             except OSError as error:
