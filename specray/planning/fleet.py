@@ -13,16 +13,12 @@ from dataclasses import dataclass, field
 from specray.config import RouterConfig, SpeculationConfig
 from specray.errors import OverloadedError
 from specray.fakes import VirtualClock
+from specray.planning.draft import SimulatedDraft, SimulatedDrafterSource
 from specray.planning.load import ClosedLoad, Lengths, OpenLoad
 from specray.planning.profile import AcceptanceProfile, DraftProfile, RouterProfile, TargetProfile
 from specray.planning.quiet import QuietMetrics
 from specray.planning.results import Outcome, RunResult, Slo, spread
-from specray.planning.simulated import (
-    RequestTimes,
-    SimulatedDraft,
-    SimulatedDrafterSource,
-    SimulatedTarget,
-)
+from specray.planning.target import RequestTimes, SimulatedTarget
 from specray.planning.times import DraftTimes, TargetTimes
 from specray.planning.verdicts import Verdicts
 from specray.router import Router

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from specray.planning.curves import Surface, interpolate
 from specray.planning.profile import DraftProfile, EngineProfile, LinearTime, TargetProfile
@@ -13,35 +14,61 @@ _LONG_ITEM = 64
 """A question that brings more tokens is a prompt; fewer are in the measured times of a round."""
 
 
+@dataclass(slots=True)
+class StepSize:
+    """What a target step computes."""
+
+    prompts: list[tuple[int, int]] = field(default_factory=list)
+    """(tokens before, tokens) of each prompt or piece of one."""
+    num_sequences: int = 0
+    """That run; all that follows is theirs."""
+    num_rows: int = 0
+    num_context_tokens: int = 0
+    has_drafts: bool = False
+
+    def add(self, base_len: int, num_new_tokens: int, num_drafts: int) -> None:
+        """One item: a prompt when it begins a sequence, or brings more than a round does."""
+        self.has_drafts = self.has_drafts or num_drafts > 0
+        if base_len == 0 or num_new_tokens > 1 + MAX_SPECULATIVE_TOKENS:
+            self.prompts.append((base_len, num_new_tokens + num_drafts))
+        else:
+            self.num_sequences += 1
+            self.num_rows += num_new_tokens + num_drafts
+            self.num_context_tokens += base_len
+
+
 class TargetTimes:
     """Of one target group."""
-
-    longest_round = 1 + MAX_SPECULATIVE_TOKENS
-    """An item with more new tokens is part of a prompt."""
 
     def __init__(self, profile: TargetProfile) -> None:
         self._curve = [(point.num_rows, point.seconds) for point in profile.verify]
         self._profile = profile
         self._prompts = _prompt_curve(profile)
         self._context = _context_curve(profile)
+        self._least_s = min(self._curve[0][1], self._prompts[0][1])
+        """Of any step: its weights are read once."""
         self.transport = profile.transport
         self.plain_transport = profile.plain_transport or profile.transport
         self.slowdown = profile.slowdown_beside_draft
         self.prompt_slowdown = profile.prompt_slowdown_beside_draft
-        self.least_s = self._curve[0][1]
 
-    def step_s(self, num_sequences: int, num_rows: float, num_context_tokens: float) -> float:
-        """A step of running sessions; the context is that of all of them together."""
-        profile = self._profile
-        seconds = interpolate(self._curve, num_rows) + profile.per_sequence_s * num_sequences
-        return seconds + num_sequences * interpolate(self._context, num_context_tokens / num_sequences)
+    def seconds(self, size: StepSize) -> float:
+        """One step; what its parts would take apart, less the weights that each would read."""
+        parts = [self._prompt_s(base_len, num_tokens) for base_len, num_tokens in size.prompts]
+        if size.num_sequences:
+            parts.append(self._running_s(size))
+        return sum(parts) - (len(parts) - 1) * self._least_s if parts else 0.0
 
-    def prefill_s(self, base_len: int, num_tokens: int) -> float:
-        """A step that computes ``num_tokens`` of a prompt after its first ``base_len``."""
+    def _running_s(self, size: StepSize) -> float:
+        count = size.num_sequences
+        seconds = interpolate(self._curve, size.num_rows) + self._profile.per_sequence_s * count
+        return seconds + count * interpolate(self._context, size.num_context_tokens / count)
+
+    def _prompt_s(self, base_len: int, num_tokens: int) -> float:
         if base_len == 0:
             return interpolate(self._prompts, num_tokens)
         behind = interpolate(self._prompts, base_len + num_tokens) - interpolate(self._prompts, base_len)
-        return max(self.least_s, behind)
+        return self._least_s + behind
 
 
 class DraftTimes:

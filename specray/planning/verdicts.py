@@ -11,13 +11,15 @@ import random
 from typing import Final
 
 from specray.planning.profile import AcceptanceProfile
-from specray.router.policy import WIDTHS, prior_hit_rate
 
 GUESS: Final = 1
 """The draft's first choice."""
 UNFORESEEN: Final = 0
 """A token that the draft would not have listed."""
-MAX_RANK: Final = max(WIDTHS)
+MISSES_BY_WIDTH: Final = (1.0, 0.5, 0.3)
+"""Where hits were not measured: of the tokens that the first guess misses, how many are missed with 1, 2 or 3
+branches. Measured on the embedded pair."""
+MAX_RANK: Final = len(MISSES_BY_WIDTH)
 
 
 class Verdicts:
@@ -55,6 +57,6 @@ def _rank_shares(measured: dict[int, float], mean_rate: float) -> tuple[float, .
     """Cumulative: how often the next token is among the first 1, 2 ... guesses."""
     shares: list[float] = []
     for width in range(1, MAX_RANK + 1):
-        known = measured.get(width, prior_hit_rate(width, mean_rate))
+        known = measured.get(width, 1 - (1 - mean_rate) * MISSES_BY_WIDTH[width - 1])
         shares.append(max([known, *shares]))
     return tuple(shares)

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planning_parts import acceptance, draft, target
+from planning_parts import VERIFY_S, acceptance, draft, target
 
 from specray.errors import ConfigError
 from specray.planning.curves import Surface, interpolate
 from specray.planning.profile import LinearTime, Profile, load_profile, save_profile
-from specray.planning.times import DraftTimes, TargetTimes
+from specray.planning.times import DraftTimes, StepSize, TargetTimes
 from specray.types import SpeculateItem
 
 CURVE = [(1.0, 10.0), (3.0, 14.0), (7.0, 16.0)]
@@ -45,16 +45,38 @@ def test_target_step_by_rows_sequences_and_context() -> None:
             context=[{"num_tokens": 100, "seconds": 0}, {"num_tokens": 600, "seconds": 0.005}],
         )
     )
-    assert times.step_s(2, 6, 200) == pytest.approx(0.015 + 0.002)
-    assert times.step_s(2, 6, 1200) == pytest.approx(0.017 + 0.010)
-    assert times.step_s(1, 1, 0) == pytest.approx(0.010 + 0.001)
+
+    def seconds(num_sequences: int, num_rows: int, num_context_tokens: int) -> float:
+        return times.seconds(StepSize([], num_sequences, num_rows, num_context_tokens))
+
+    assert seconds(2, 6, 200) == pytest.approx(0.015 + 0.002)
+    assert seconds(2, 6, 1200) == pytest.approx(0.017 + 0.010)
+    assert seconds(1, 1, 0) == pytest.approx(0.010 + 0.001)
+
+
+PROMPTS = [{"num_tokens": 100, "seconds": 0.05}, {"num_tokens": 500, "seconds": 0.45}]
 
 
 def test_later_chunk_of_a_prompt_takes_what_the_longer_prompt_takes_more() -> None:
-    prefill = [{"num_tokens": 100, "seconds": 0.05}, {"num_tokens": 500, "seconds": 0.45}]
-    times = TargetTimes(target(prefill=prefill))
-    assert times.prefill_s(0, 500) == pytest.approx(0.45)
-    assert times.prefill_s(500, 100) == pytest.approx(0.10)
+    times = TargetTimes(target(prefill=PROMPTS))
+    assert times.seconds(StepSize([(0, 500)])) == pytest.approx(0.45)
+    assert times.seconds(StepSize([(500, 100)])) == pytest.approx(VERIFY_S + 0.10)
+
+
+def test_parts_of_a_step_read_the_weights_once() -> None:
+    times = TargetTimes(target(prefill=PROMPTS))
+    assert times.seconds(StepSize([(0, 100), (0, 300)])) == pytest.approx(0.05 + 0.25 - VERIFY_S)
+    assert times.seconds(StepSize([(0, 100)], 1, 1, 0)) == pytest.approx(0.05)
+    assert times.seconds(StepSize()) == 0.0
+
+
+def test_what_a_round_brings_is_no_prompt() -> None:
+    size = StepSize()
+    size.add(0, 3, 0)
+    size.add(40, 200, 2)
+    size.add(90, 1, 3)
+    size.add(80, 2, 0)
+    assert size == StepSize([(0, 3), (40, 202)], 2, 6, 170, has_drafts=True)
 
 
 def item(request_id: str, k: int, base_len: int = 100, **more: Any) -> SpeculateItem:

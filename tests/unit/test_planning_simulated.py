@@ -12,13 +12,9 @@ from planning_parts import PREFILL_S, PROPOSE_S, VERIFY_S, acceptance, draft, li
 
 from specray.errors import EngineLostError
 from specray.fakes import VirtualClock
+from specray.planning.draft import SimulatedDraft, SimulatedDrafterSource
 from specray.planning.profile import AcceptanceProfile, HitRate, RouterProfile
-from specray.planning.simulated import (
-    RequestTimes,
-    SimulatedDraft,
-    SimulatedDrafterSource,
-    SimulatedTarget,
-)
+from specray.planning.target import RequestTimes, SimulatedTarget
 from specray.planning.times import DraftTimes, TargetTimes
 from specray.planning.verdicts import GUESS, UNFORESEEN, Verdicts
 from specray.types import (

@@ -1,0 +1,63 @@
+"""What simulated engines have in common: replies on their way, and how long an engine has worked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from specray.errors import EngineLostError
+from specray.types import DraftReplies, TargetReplies
+
+RepliesT = TypeVar("RepliesT", DraftReplies, TargetReplies)
+
+
+class Mailbox(Generic[RepliesT]):
+    """Replies that have arrived, and whether more can."""
+
+    def __init__(self) -> None:
+        self._arrived: deque[RepliesT] = deque()
+        self._wake = asyncio.Event()
+        self._is_closed = False
+
+    def put(self, replies: RepliesT) -> None:
+        self._arrived.append(replies)
+        self._wake.set()
+
+    async def get(self) -> RepliesT:
+        while not self._arrived:
+            if self._is_closed:
+                raise EngineLostError("the simulated connection was closed")
+            self._wake.clear()
+            await self._wake.wait()
+        return self._arrived.popleft()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._wake.set()
+
+
+@dataclass(slots=True)
+class Busy:
+    """How long an engine has worked, for its utilisation."""
+
+    seconds: float = 0.0
+    since_s: float = 0.0
+    until_s: float = 0.0
+    num_steps: int = 0
+
+    def work(self, start_s: float, end_s: float) -> None:
+        """One step; steps of an engine do not overlap."""
+        self.seconds += end_s - start_s
+        self.since_s, self.until_s = start_s, end_s
+        self.num_steps += 1
+
+    def worked_s(self, now: float) -> float:
+        """Of ``seconds``, those before ``now``: a step is counted when it is sent."""
+        return self.seconds - max(0.0, self.until_s - max(now, self.since_s))
+
+    def extend(self, seconds: float) -> None:
+        """The last step takes so much longer."""
+        self.seconds += seconds
+        self.until_s += seconds
