@@ -16,7 +16,7 @@ from specray.serving.launch import running_service
 def service(request: pytest.FixtureRequest) -> Iterator[Service]:
     """A module that defines TENSOR_PARALLEL_SIZE gets so many ranks; OVERLAP defaults to auto.
 
-    ROUTER is what it adds to that section of the configuration.
+    ROUTER and DRAFT are what it adds to these sections of the configuration.
     """
     # float32: a forward's width does not change the tokens, so outputs can be compared exactly.
     # One thread each: OpenMP threads that share a core with others' spin instead of working.
@@ -25,7 +25,7 @@ def service(request: pytest.FixtureRequest) -> Iterator[Service]:
     config = parse_config(
         {
             "target": {**engine, "tensor_parallel_size": size},
-            "draft": engine,
+            "draft": {**engine, **getattr(request.module, "DRAFT", {})},
             "speculation": {
                 "num_speculative_tokens": 4,
                 "overlap": getattr(request.module, "OVERLAP", "auto"),
