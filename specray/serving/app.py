@@ -91,7 +91,8 @@ def _router_deployment(config: Config) -> serve.Deployment:
         # The Router's own bounded queue decides what is refused, with a reason and a Retry-After.
         max_ongoing_requests=100_000,
         health_check_period_s=1,
-        health_check_timeout_s=30,
+        # Three in a row: a process that hangs is replaced after 30 s.
+        health_check_timeout_s=10,
         graceful_shutdown_timeout_s=drain_s + STOP_MARGIN_S,
         graceful_shutdown_wait_loop_s=0.1,
         max_constructor_retry_count=3,

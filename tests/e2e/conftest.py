@@ -16,7 +16,7 @@ from specray.serving.launch import running_service
 def service(request: pytest.FixtureRequest) -> Iterator[Service]:
     """A module that defines TENSOR_PARALLEL_SIZE gets so many ranks; OVERLAP defaults to auto.
 
-    ROUTER and DRAFT are what it adds to these sections of the configuration.
+    ROUTER, TARGET and DRAFT are what it adds to these sections of the configuration.
     """
     # float32: a forward's width does not change the tokens, so outputs can be compared exactly.
     # One thread each: OpenMP threads that share a core with others' spin instead of working.
@@ -24,7 +24,7 @@ def service(request: pytest.FixtureRequest) -> Iterator[Service]:
     size = getattr(request.module, "TENSOR_PARALLEL_SIZE", 1)
     config = parse_config(
         {
-            "target": {**engine, "tensor_parallel_size": size},
+            "target": {**engine, "tensor_parallel_size": size, **getattr(request.module, "TARGET", {})},
             "draft": {**engine, **getattr(request.module, "DRAFT", {})},
             "speculation": {
                 "num_speculative_tokens": 4,
