@@ -20,6 +20,7 @@ from specray.actors.group import TargetGroup
 from specray.actors.placement import GroupPlacement, place_group, ray_nodes
 from specray.actors.target_source import TargetSource
 from specray.config import Config, parse_config
+from specray.errors import ConfigError
 from specray.router import Router
 from specray.rpc.verifier import GrpcVerifier
 from specray.types import GenerateRequest, SamplingParams
@@ -168,6 +169,19 @@ async def test_four_ranks_of_two_nodes_stand_by_node_and_give_the_tokens_of_one(
         assert len(set(nodes)) == 2
         assert nodes == [nodes[0]] * 2 + [nodes[2]] * 2
         assert tuple([token async for token in site.tokens("a")]) == expected
+
+
+async def test_a_group_that_cannot_start_says_why_and_leaves_nobody_behind(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    site = Site(config_of(tmp_path, 2))
+    try:
+        with pytest.raises(ConfigError, match=str(tmp_path)):
+            await site.router.start()
+        with pytest.raises(ray.exceptions.RayActorError):
+            await site.rank_nodes()
+    finally:
+        remove_placement_group(site.placement_group)
 
 
 async def test_a_removed_node_is_a_pause_when_another_takes_its_rank(
