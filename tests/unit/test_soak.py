@@ -180,6 +180,13 @@ def test_speculation_is_back_where_the_longest_stand_of_its_counter_ends() -> No
     assert back_after_s([1.0, 2.0], 2.5, 20.0) is None
 
 
+def test_what_the_next_fault_does_is_not_the_last_ones() -> None:
+    # It comes at 4; the stream and the counter stand until 9 because of it.
+    assert longest_wait_s([[1.0, 2.0, 2.5, 3.75, 9.0]], 2.0, 4.0) == 1.25
+    assert back_after_s([1.0, 2.0, 2.75, 3.5, 9.0], 2.0, 4.0) == 0.0
+    assert back_after_s([1.0, 2.0, 3.5, 9.0], 2.0, 4.0) == 1.5
+
+
 # Memory
 
 

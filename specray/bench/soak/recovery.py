@@ -15,15 +15,15 @@ INTERRUPTED_S = 1.0
 def longest_wait_s(streams: Sequence[Times], fault_s: float, until_s: float) -> float | None:
     """The longest time for which a stream that ran at the fault waited for its next text, in seconds.
 
-    Counted from the fault or the text before, whichever came later; waits that began after ``until_s`` are
-    not the fault's. None: no stream ran that got more text.
+    Counted from the fault or the text before, whichever came later, to ``until_s`` at most, when the next fault
+    comes. None: no stream ran that got more text.
     """
     waits = [
-        later - max(earlier, fault_s)
+        min(later, until_s) - max(earlier, fault_s)
         for times in streams
         if times and times[0] <= fault_s
         for earlier, later in itertools.pairwise(times)
-        if later > fault_s and earlier <= until_s
+        if later > fault_s and earlier < until_s
     ]
     return max(waits, default=None)
 
@@ -33,7 +33,7 @@ def back_after_s(changes: Times, fault_s: float, until_s: float) -> float | None
 
     Args:
         changes: when the counter was seen to have changed.
-        until_s: the stand began before it.
+        until_s: when the next fault comes; how long the counter stood after that does not count.
 
     Returns:
         0 when it never stood for long; None when it did not go on.
@@ -44,10 +44,12 @@ def back_after_s(changes: Times, fault_s: float, until_s: float) -> float | None
         return None
     edges = [max(before[-1:], default=fault_s), *after]
     stands = [
-        (later - max(earlier, fault_s), later)
+        (min(later, until_s) - max(earlier, fault_s), later)
         for earlier, later in itertools.pairwise(edges)
-        if earlier <= until_s
+        if earlier < until_s
     ]
+    if not stands:
+        return None
     length_s, end_s = max(stands)
     return end_s - fault_s if length_s >= INTERRUPTED_S else 0.0
 
