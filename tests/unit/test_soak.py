@@ -163,7 +163,7 @@ def test_wait_is_counted_from_the_fault_or_the_text_after_it() -> None:
     streams = [[5.0, 9.0, 9.9, 13.0, 13.1], [8.0, 9.8, 10.5, 12.0]]
     assert longest_wait_s(streams, 10.0, 20.0) == 3.0
     assert longest_wait_s(streams[1:], 10.0, 20.0) == 1.5
-    assert longest_wait_s(streams[1:], 10.0, 10.2) == 0.5
+    assert longest_wait_s(streams[1:], 10.0, 10.75) == 0.5
 
 
 def test_streams_that_began_later_or_never_went_on_say_nothing() -> None:

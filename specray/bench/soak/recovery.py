@@ -15,8 +15,8 @@ INTERRUPTED_S = 1.0
 def longest_wait_s(streams: Sequence[Times], fault_s: float, until_s: float) -> float | None:
     """The longest time for which a stream that ran at the fault waited for its next text, in seconds.
 
-    Counted from the fault or the text before, whichever came later, to ``until_s`` at most, when the next fault
-    comes. None: no stream ran that got more text.
+    Counted from the fault or the text before, whichever came later, to ``until_s`` at most, when the next
+    fault comes. None: no stream ran that got more text.
     """
     waits = [
         min(later, until_s) - max(earlier, fault_s)
