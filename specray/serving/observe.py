@@ -91,6 +91,12 @@ class CallRecord:
         self.error = problem_code(error)
 
     @property
+    def trace_id(self) -> str | None:
+        """Under which the call's spans are found; None: it is not traced."""
+        traceparent = "" if self.span is None else self.span.traceparent
+        return traceparent.split("-")[1] if traceparent else None
+
+    @property
     def ttft_s(self) -> float | None:
         """Of a stream since the call arrived; otherwise since the router had the request."""
         return self.router_ttft_s if self.first_s is None else self.first_s - self.started_s
@@ -174,14 +180,15 @@ def _fields(record: CallRecord, code: str, seconds: float) -> dict[str, object]:
     fields: dict[str, object] = {
         "request_id": record.request_id,
         "client_request_id": record.client_request_id,
+        "trace_id": record.trace_id,
         "protocol": record.protocol,
         "code": code,
         "error": record.error,
         "duration_ms": round(1e3 * seconds, 3),
     }
     if not record.num_choices:
-        return _known(fields)
-    fields |= {
+        return fields
+    return fields | {
         "tenant": record.tenant or None,
         "finish_reason": record.finish_reason,
         "is_stream": record.is_stream,
@@ -198,8 +205,3 @@ def _fields(record: CallRecord, code: str, seconds: float) -> dict[str, object]:
             else None
         ),
     }
-    return _known(fields)
-
-
-def _known(fields: dict[str, object]) -> dict[str, object]:
-    return {name: value for name, value in fields.items() if value is not None}

@@ -280,6 +280,7 @@ async def test_a_trace_goes_from_the_caller_through_the_ingress_to_the_router(
     assert span.parent is not None and f"{span.parent.span_id:016x}" == TRACE.split("-")[2]
     own = f"00-{TRACE.split('-')[1]}-{span.context.span_id:016x}-01"
     assert [request.traceparent for request in client.requests] == [own]
+    assert witness.line()["trace_id"] == TRACE.split("-")[1]
     attributes = dict(span.attributes or {})
     assert attributes["specray.request_id"] == witness.line()["request_id"]
     assert attributes["specray.num_output_tokens"] == witness.line()["num_output_tokens"]
