@@ -163,12 +163,12 @@ class KeyConfig(Section):
         False, description="May read /metrics and /debug/trace, which tell of all keys."
     )
     max_requests: int | None = Field(
-        None, ge=1, description="At a time, for each Ingress replica; each prompt and choice is one."
+        None, ge=1, description="At a time, for each Ingress replica and Router; each prompt and choice is one."
     )
     max_queued_tokens: int | None = Field(
         None,
         ge=1,
-        description="Prompt tokens of requests without an answer yet, for each Ingress replica.",
+        description="Prompt tokens of requests without an answer yet, for each Ingress replica and Router.",
     )
     min_priority: int = Field(
         0,

@@ -144,6 +144,10 @@ class SpeculateItem:
     """Present when base_len is 0."""
     max_branches: int = 0
     """0: as many as ``fanout`` allows."""
+    min_acceptance: float = 0.0
+    """Of a Proposal: it ends before the token by which the chance that all of it is accepted, as the draft
+    judges, would fall below; the first token is always there. In [0, 1). Without effect under rejection,
+    where draft tokens must not be chosen by what they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +324,17 @@ class SpeculationParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Quota:
+    """What the requests of one API key may hold at a time of each router; None: no limit."""
+
+    name: str
+    """The key's, for people."""
+    max_requests: int | None = None
+    max_queued_tokens: int | None = None
+    """Prompt tokens of requests that wait."""
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """Ingress to router: one prompt, one output. ``n`` and lists of prompts are several of these."""
 
@@ -337,6 +352,8 @@ class GenerateRequest:
     """Lower is served earlier, as in vLLM; the requests of one priority are served fairly by tenant."""
     timeout_s: float | None = None
     """From arrival at the router to the last token, > 0; None: as long as the service allows."""
+    quota: Quota | None = None
+    """Of the key that the request came with; None: it came without, or the key has no limits."""
 
     @property
     def tenant(self) -> str:

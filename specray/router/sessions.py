@@ -10,6 +10,7 @@ from specray.interfaces import RequestTracer
 from specray.metrics import RouterMetrics
 from specray.router.live import LiveSession
 from specray.router.queue import AdmissionQueue
+from specray.router.quotas import Quotas
 from specray.types import FinishReason
 
 RETRY_S = 0.1
@@ -40,6 +41,7 @@ class Sessions:
         self._metrics = metrics
         self._release = release
         self._all: dict[str, LiveSession] = {}
+        self._quotas = Quotas()
         self._by_deadline: list[tuple[float, str]] = []
         """A heap of (deadline, request_id); some of them have ended."""
         self._max_running = 1
@@ -86,11 +88,13 @@ class Sessions:
         """
         num_free_places = max(0, self._max_running - len(self.running))
         try:
+            self._quotas.check(live.session.request)
             displaced = self._queue.push(live, num_free_places=num_free_places)
         except OverloadedError:
             self._metrics.refused.inc()
             raise
         self._all[live.request_id] = live
+        self._quotas.take(live.session.request)
         self._remember_deadline(live)
         for other in displaced:
             self._metrics.refused.inc()
@@ -116,6 +120,7 @@ class Sessions:
             self.running[live.request_id] = live
             if live.admitted_s is None:
                 live.admitted_s = now
+                self._quotas.let_in(live.session.request)
             self._metrics.prompt_tokens.inc(live.session.num_prompt_tokens)
         self._show()
 
@@ -193,6 +198,7 @@ class Sessions:
     def _forget(self, live: LiveSession, now: float) -> bool:
         if self._all.pop(live.request_id, None) is None:
             return False
+        self._quotas.release(live.session.request, was_let_in=live.admitted_s is not None)
         self._queue.remove(live.request_id)
         if self.running.pop(live.request_id, None) is not None:
             self._release(live.request_id)

@@ -20,7 +20,7 @@ from specray.interfaces import RouterClient
 from specray.sections import AuthConfig, KeyConfig
 from specray.serving.generation import Delta, close, complete, stream
 from specray.tokenization import Tokenizer
-from specray.types import GenerateRequest, SpeculationParams
+from specray.types import GenerateRequest, Quota, SpeculationParams
 
 KEY_PREFIX: Final = "sk-specray-"
 _KEY_BYTES: Final = 32
@@ -46,6 +46,7 @@ class Caller:
 
     def __init__(self, key: KeyConfig | None = None) -> None:
         self._key = key
+        self._quota = None if key is None else _quota(key)
         self._num_requests = 0
         self._num_queued_tokens = 0
 
@@ -83,6 +84,7 @@ class Caller:
                 request,
                 speculation=_under_policy(key, request.speculation),
                 priority=max(request.priority, key.min_priority),
+                quota=self._quota,
             )
             for request in requests
         ]
@@ -227,6 +229,12 @@ async def stream_for(
                 yield delta
         finally:
             await close(deltas)
+
+
+def _quota(key: KeyConfig) -> Quota | None:
+    if key.max_requests is None and key.max_queued_tokens is None:
+        return None
+    return Quota(key.name, key.max_requests, key.max_queued_tokens)
 
 
 def _under_policy(key: KeyConfig, wanted: SpeculationParams) -> SpeculationParams:
