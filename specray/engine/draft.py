@@ -7,6 +7,7 @@ the next tokens; each (number accepted, next token) is then a line of its own, a
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -170,6 +171,11 @@ class DraftHead:
         check_length(item.base_len, length, limit)
         check_token_ids("token_ids", item.token_ids, self._info.vocab_size)
         check_token_ids("proposed_token_ids", item.proposed_token_ids, self._info.vocab_size)
+        if not 0.0 <= item.min_acceptance < 1.0:
+            raise InvalidRequestError(
+                f"min_acceptance is {item.min_acceptance}; allowed: 0 or more, below 1",
+                field="min_acceptance",
+            )
         if item.num_speculative_tokens < 0:
             raise InvalidRequestError(
                 f"num_speculative_tokens is {item.num_speculative_tokens}; allowed: 0 or more",
@@ -182,7 +188,10 @@ class DraftHead:
         sequence = self._keep_and_append(item, num_wanted)
         sequence.set_tail(())
         sequence.recompute_last(min(1, num_wanted))
-        return _Proposing(sequence, Line(sequence.token_ids, sequence.sampling, num_wanted))
+        # Log of 0 is minus infinity: no bound.
+        min_logprob = math.log(item.min_acceptance) if item.min_acceptance > 0 else -math.inf
+        line = Line(sequence.token_ids, sequence.sampling, num_wanted, min_logprob=min_logprob)
+        return _Proposing(sequence, line)
 
     def _admit_branching(self, item: SpeculateItem, length: int) -> Branching:
         num_proposed = len(item.proposed_token_ids)
@@ -250,7 +259,8 @@ class DraftHead:
             self._draw(logits, lines)
 
     def _draw(self, logits: Tensor, lines: Sequence[Line]) -> None:
-        tokens = self._sampler.draw(logits, [line.group for line in lines])
+        is_judged = any(line.is_judged for line in lines)
+        tokens = self._sampler.draw(logits, [line.group for line in lines], is_judged=is_judged)
         for line, token in zip(lines, tokens, strict=True):
             line.take(token)
 

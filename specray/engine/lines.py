@@ -11,6 +11,7 @@ that it stays computed when the verdict confirms it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -31,11 +32,19 @@ class Line:
     """With the draft tokens drawn so far."""
     sampling: SamplingParams
     num_wanted: int
+    min_logprob: float = field(default=-math.inf, kw_only=True)
+    """Of the acceptance of all draft tokens together; the line ends before it would fall below."""
     drawn: list[DraftToken] = field(default_factory=list, init=False)
+    _logprob: float = field(default=0.0, init=False)
 
     @property
     def is_full(self) -> bool:
         return len(self.drawn) >= self.num_wanted
+
+    @property
+    def is_judged(self) -> bool:
+        """How likely its tokens are accepted decides where it ends."""
+        return self.min_logprob > -math.inf
 
     @property
     def group(self) -> RowGroup:
@@ -51,7 +60,11 @@ class Line:
         return tuple(token.probs for token in self.drawn if token.probs is not None)
 
     def take(self, token: DraftToken) -> None:
-        """Appends a draft token."""
+        """Appends a draft token, or ends the line before it."""
+        self._logprob += token.logprob
+        if self.drawn and self._logprob < self.min_logprob:
+            self.num_wanted = len(self.drawn)
+            return
         self.drawn.append(token)
         self.token_ids.append(token.token_id)
 

@@ -15,12 +15,13 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from specray.metrics import RouterMetrics
+from specray.router.expected import expected_tokens
 from specray.router.later import Later
 from specray.router.leases import DraftLeases
 from specray.router.links import DraftLink
 from specray.router.live import LiveSession
 from specray.router.plan import OFF, Plan
-from specray.router.policy import FAILED_DRAFT_REST_ROUNDS, Policy, expected_tokens
+from specray.router.policy import FAILED_DRAFT_REST_ROUNDS, MAX_ACCEPTANCE, Policy
 from specray.router.records import FILLER, NOTHING_DRAFTED, Commit, Drafted, Lookup
 from specray.router.trace import Trace
 from specray.types import (
@@ -115,7 +116,7 @@ class Drafting:
             session.drafted = self._draft_locally(live) if plan.is_off else self._fill_miss(live, plan)
             if session.drafted is not None:
                 continue
-            self._push(session.proposal_item(plan.num_speculative_tokens), now)
+            self._push(session.proposal_item(plan.num_speculative_tokens, plan.min_acceptance), now)
             live.waiting_since_s = now
             live.round_started_s = now
 
@@ -129,7 +130,7 @@ class Drafting:
                 continue
             plan = self._plan(live, session.num_remaining, now)
             if not plan.is_off:
-                self._push(session.proposal_item(plan.num_speculative_tokens), now)
+                self._push(session.proposal_item(plan.num_speculative_tokens, plan.min_acceptance), now)
 
     def draft_ahead(self, verified: Iterable[LiveSession], now: float) -> bool:
         """Asks for the outcomes of the rounds that have just been sent. True: the draft was given work."""
@@ -174,7 +175,7 @@ class Drafting:
         num_running, k = len(self._running), plan.num_speculative_tokens
         rate = self._policy.goodput(plan, live.pacing, num_running)
         asked_rate = self._policy.goodput(Plan(k), live.pacing, num_running)
-        asked_tokens = expected_tokens(min(live.pacing.acceptance.value, 0.99), k)
+        asked_tokens = expected_tokens(min(live.pacing.acceptance.value, MAX_ACCEPTANCE), k)
         tokens, seconds = live.local.expect(len(filler.token_ids), num_running=num_running)
         is_worth_more = tokens - rate * seconds > asked_tokens * (1 - rate / asked_rate)
         return filler if is_worth_more else None
@@ -208,12 +209,12 @@ class Drafting:
     def on_replies(self, link: DraftLink, replies: DraftReplies, now: float) -> None:
         """Takes a batch of replies; those of a link that was given up are late."""
         if replies.is_draining and self._leases is not None:
-            self._leases.leave(link)
+            self._leases.leave(link, is_wanted=bool(self._running))
         if not replies.replies:
             return
         self._later.add(self._metrics.draft_forward_s.observe, replies.forward_ns / 1e9)
         asked_since, link.unanswered_since = link.unanswered_since, None
-        answered: list[SpeculateItem] = []
+        answered: list[tuple[SpeculateItem, DraftReply]] = []
         for reply in replies.replies:
             live = self._running.get(reply.request_id)
             asked = None if live is None else live.session.draft.in_flight
@@ -224,7 +225,10 @@ class Drafting:
                 self._metrics.late_replies.labels("draft").inc()
                 continue
             if asked is not None and isinstance(reply, (Proposal, Outcomes)):
-                answered.append(asked)
+                answered.append((asked, reply))
+                if isinstance(reply, Proposal) and asked.min_acceptance:
+                    num_drafts = len(reply.draft_token_ids)
+                    self._policy.observe_proposed(live.pacing, asked.num_speculative_tokens, num_drafts)
             if live.waiting_since_s is not None and not live.session.is_waiting_for_draft:
                 live.waiting_since_s = None
                 if isinstance(reply, Proposal):
@@ -268,18 +272,21 @@ class Drafting:
         if self._trace is not None:
             self._trace.looked_up(live.request_id, result, live.num_drafted)
 
-    def _learn(self, answered: Sequence[SpeculateItem], forward_s: float, elapsed_s: float) -> None:
+    def _learn(
+        self, answered: Sequence[tuple[SpeculateItem, DraftReply]], forward_s: float, elapsed_s: float
+    ) -> None:
         """Measures steps of one kind; mixed ones and prefills say nothing about either."""
-        kinds = {bool(item.fanout) for item in answered}
-        if len(kinds) != 1 or any(len(item.token_ids) > _LONG_ITEM for item in answered):
+        items = [item for item, _ in answered]
+        kinds = {bool(item.fanout) for item in items}
+        if len(kinds) != 1 or any(len(item.token_ids) > _LONG_ITEM for item in items):
             return
-        num_tokens = max(item.num_speculative_tokens for item in answered)
-        if not answered[0].fanout:
+        num_tokens = max(_num_steps(*answer) for answer in answered)
+        if not items[0].fanout:
             self._policy.observe_proposal(
                 num_tokens, forward_s, elapsed_s - forward_s, num_sequences=len(answered)
             )
             return
-        num_branches = sum(item.max_branches or sum(item.fanout) for item in answered)
+        num_branches = sum(item.max_branches or sum(item.fanout) for item in items)
         self._policy.observe_outcomes(num_tokens, num_branches, forward_s)
 
     # Losses
@@ -362,3 +369,9 @@ class Drafting:
         self.link.push(item, now)
         if self._trace is not None:
             self._trace.draft_asked(item)
+
+
+def _num_steps(item: SpeculateItem, reply: DraftReply) -> int:
+    """Of the draft for this answer: the token before which it ended its proposal was drafted too."""
+    asked = item.num_speculative_tokens
+    return min(asked, len(reply.draft_token_ids) + 1) if isinstance(reply, Proposal) else asked

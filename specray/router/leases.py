@@ -106,11 +106,16 @@ class DraftLeases:
         self._lease_in_background()
         return True
 
-    def leave(self, link: DraftLink) -> None:
-        """Asks for another draft, since this one will end; it is used until the other is there."""
+    def leave(self, link: DraftLink, *, is_wanted: bool) -> None:
+        """Asks for another draft, since this one will end; it is used until the other is there.
+
+        Args:
+            is_wanted: some session could use one.
+        """
         if link is self.link and link is not self._leaving:
             self._leaving = link
-            self._is_wanted.set()
+            if is_wanted:
+                self._is_wanted.set()
             self._lease_in_background()
 
     async def close(self) -> None:
@@ -181,6 +186,8 @@ class DraftLeases:
             self._policy.expect_draft(drafter.info.step_times, round_trip_s)
         before, self.link, self._drafter = self.link, DraftLink(drafter, self._inbox), drafter
         self._leaving = None
+        # What asked while it was being leased has been answered too.
+        self._is_wanted.clear()
         self.model = drafter.info.model
         self._metrics.draft_leases.inc()
         self._metrics.draft_connected.set(1)

@@ -14,8 +14,9 @@ from typing import Final
 
 from specray.config import SpeculationConfig
 from specray.drafting import OutputStore, OutputStores, SessionProposer, make_proposer
+from specray.router.expected import expected_tokens
 from specray.router.plan import Pacing, Plan
-from specray.router.policy import Policy, expected_tokens
+from specray.router.policy import MAX_ACCEPTANCE, Policy
 from specray.router.records import FILLER, Drafted
 from specray.router.session import MAX_SPECULATIVE_TOKENS, Session
 from specray.types import DraftKind, GenerateRequest
@@ -63,7 +64,7 @@ class LocalDraft:
     def expect(self, num_drafts: int, *, num_running: int) -> tuple[float, float]:
         """Of a round with so many of its tokens: (tokens that it commits, seconds)."""
         rate = self.policy.goodput(Plan(num_drafts), self.pacing, num_running)
-        tokens = expected_tokens(min(self.pacing.acceptance.value, 0.99), num_drafts)
+        tokens = expected_tokens(min(self.pacing.acceptance.value, MAX_ACCEPTANCE), num_drafts)
         return tokens, tokens / rate
 
     def keep_output(self, session: Session) -> None:

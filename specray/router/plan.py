@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from specray.router.estimates import Rate
 from specray.types import Overlap
@@ -20,6 +20,8 @@ class Plan:
     overlap: Overlap = Overlap.SERIAL
     width: int = 1
     """Under enumeration: branches for each number of accepted tokens, on average; the draft chooses which."""
+    min_acceptance: float = field(default=0.0, compare=False)
+    """A proposal ends where the draft believes less than this of the acceptance of all of it."""
 
     @property
     def is_off(self) -> bool:
@@ -39,6 +41,9 @@ class Pacing:
     """One session's part in the policy."""
 
     acceptance: Rate
+    """Per draft token."""
+    continuation: Rate
+    """Per draft token, given that there is one: that the draft was sure enough to go on."""
     request_id: str = ""
     fixed_k: int | None = None
     """What configuration or request say; None: chosen by measurement."""

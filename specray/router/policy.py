@@ -1,25 +1,20 @@
 """How much to speculate: for each session and step, K and the fan-out, or nothing at all.
 
-What is predicted, with a = acceptance per token, n = running sessions, V = target step by rows, D = draft
-time, R = round trip to the draft, h = hit rate::
-
-    tokens per round   E(a, K) = (1 - a^(K+1)) / (1 - a)                          (Leviathan et al. 2023)
-    no speculation     V(n)
-    serial             V(n(K+1)) + D(K) + R
-    ahead, enumerate   max(V(n(K+1)), D_outcomes(K) + R) + (1 - h)(D(K) + R)      outcomes are pushed
-
-D_outcomes grows with the branches, h too: so the width of the fan-out is part of what is chosen. Which
-outcomes get the branches is the draft's choice: it sees how sure it is of each token, which a fan-out by
-position alone (geometric in SSD/Saguaro, arXiv 2603.03251, theorem 12) does not.
+Plans are compared by the goodput that ``measured`` predicts. How sure the draft is of each token, only the
+draft sees. So it decides which outcomes get branches, which a fan-out by position alone (geometric in
+SSD/Saguaro, arXiv 2603.03251, theorem 12) does not; and a proposal ends where the draft believes too little
+of it, K being only the most that it may have.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from specray.config import SpeculationConfig
-from specray.router.estimates import Average, OutcomesTime, Rate, TimeTable, chain_trials
+from specray.router.estimates import OutcomesTime, Rate, chain_trials
+from specray.router.expected import expected_drafts, prior_hit_rate
+from specray.router.measured import Measured
 from specray.router.plan import OFF, REVIEW_ROUNDS, Pacing, Plan
 from specray.router.records import Lookup
 from specray.router.trace import Trace
@@ -29,16 +24,13 @@ AUTO_K = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 """What ``num_speculative_tokens: auto`` chooses from, besides 0."""
 FIRST_K = 3
 PRIOR_ACCEPTANCE = 0.7
+MAX_ACCEPTANCE = 0.99
+"""Believed at most: a session that has accepted everything so far need not go on so."""
 ACCEPTANCE_FADING = 0.998
 """Per round, of what new sessions start from: some hundred rounds, so that no single session makes it."""
-MISSES_BY_WIDTH = (1.0, 0.5, 0.3)
-"""Before it is measured: of the verdicts whose last token the draft's first guess misses, how many are missed
-with 1, 2 or 3 branches for each number of accepted tokens. Measured on the embedded pair."""
-PRIOR_DRAFT_SHARE = 0.15
-"""A draft step as part of a target step, before both are measured."""
-UNMEASURED_SLOWDOWN = 1.1
-"""Of a target step beside a working draft, before one was measured: engines often share cores or memory. On
-two shared cores it is 1.25."""
+PRIOR_CONTINUATION = 0.95
+MAX_BOUND = 0.9
+"""Of what a draft must believe: it is never so sure that it should propose nothing further."""
 RELAXATION = 0.05
 """Of what was measured, in the time of one session's review, however many sessions have theirs meanwhile."""
 HYSTERESIS = 1.05
@@ -57,19 +49,6 @@ MAX_BRANCH_ROWS = 96
 FAILED_DRAFT_REST_ROUNDS = 16
 PREFILL_UNIT = 16
 """One joins every step, whatever it costs: a prompt must get on. A new size of step is slow at first."""
-
-
-@dataclass(slots=True)
-class _Measured:
-    verify: dict[bool, TimeTable] = field(default_factory=lambda: {False: TimeTable(), True: TimeTable()})
-    """By whether the draft works meanwhile: engines that share memory slow each other."""
-    draft_step: TimeTable = field(default_factory=TimeTable)
-    """Per draft token, by the sequences that are drafted for side by side."""
-    outcomes: OutcomesTime = field(default_factory=OutcomesTime)
-    slowest_outcomes_s: float = 0.0
-    draft_round_trip: Average = field(default_factory=Average)
-    hit_rate: dict[int, Rate] = field(default_factory=dict)
-    """Of enumeration, by width."""
 
 
 class Policy:
@@ -95,7 +74,8 @@ class Policy:
         self._fixed_k = None if fixed == "auto" else fixed
         self._overlaps = _overlaps(config)
         self._acceptance = Rate(PRIOR_ACCEPTANCE, weight=4.0, fading=ACCEPTANCE_FADING)
-        self._measured = _Measured()
+        self._continuation = Rate(PRIOR_CONTINUATION, weight=4.0, fading=ACCEPTANCE_FADING)
+        self._measured = Measured()
 
     def beside(self, source: str, *, prior_acceptance: float) -> Policy:
         """A policy of its own for drafts that take no time and so never overlap; target times are shared.
@@ -116,7 +96,12 @@ class Policy:
         wanted = request.speculation
         fixed = wanted.num_speculative_tokens if wanted.num_speculative_tokens is not None else self._fixed_k
         fixed_k = fixed if wanted.enabled else 0
-        return Pacing(Rate(self._acceptance.value, weight=4.0), request.request_id, fixed_k)
+        return Pacing(
+            Rate(self._acceptance.value, weight=4.0),
+            Rate(self._continuation.value, weight=4.0),
+            request.request_id,
+            fixed_k,
+        )
 
     def plan(self, pacing: Pacing, *, num_remaining: int, num_running: int) -> Plan:
         """The plan of the round to come.
@@ -166,7 +151,7 @@ class Policy:
 
     def verify_s(self, rows: int) -> float | None:
         """Expected seconds of a target step; None before the first measurement."""
-        return self._times(is_overlapped=True).predict(rows)
+        return self._measured.times(is_overlapped=True).predict(rows)
 
     def prefill_room(self, num_rows: int, most: int, *, max_slowdown: float) -> int:
         """Prompt tokens that may share a step with the running sessions.
@@ -179,7 +164,7 @@ class Policy:
         Returns:
             In 1..most: what fits into that time, in whole PREFILL_UNITs, but never fewer than one of them.
         """
-        times = self._times(is_overlapped=True)
+        times = self._measured.times(is_overlapped=True)
         alone = times.least(num_rows)
         if alone is None:
             return most
@@ -239,6 +224,13 @@ class Policy:
             pacing.acceptance.add(num_accepted, trials)
             self._acceptance.add(num_accepted, trials)
 
+    def observe_proposed(self, pacing: Pacing, num_asked: int, num_drafts: int) -> None:
+        """How far the draft went under a bound, of the tokens that it was asked for at most."""
+        num_further = max(0, num_drafts - 1)
+        num_trials = num_further + (0 < num_drafts < num_asked)
+        for rate in (pacing.continuation, self._continuation):
+            rate.add(num_further, num_trials)
+
     def observe_lookup(self, plan: Plan, lookup: Lookup) -> None:
         """What outcomes asked under ``plan`` were good for."""
         if plan.overlap is Overlap.ENUMERATE:
@@ -260,7 +252,7 @@ class Policy:
         plan = pacing.plan
         assert plan is not None, "a plan was chosen"
         best: dict[str, float] = {}
-        if self._verify(num_running, is_overlapped=False) is not None:
+        if self._measured.verify_s(num_running) is not None:
             for candidate in candidates:
                 tokens_per_s = self.goodput(candidate, pacing, num_running)
                 best[candidate.way] = max(tokens_per_s, best.get(candidate.way, 0.0))
@@ -281,6 +273,11 @@ class Policy:
         if len(candidates) == 1:
             pacing.plan = candidates[0]
             return
+        self._choose_among(candidates, pacing, num_running)
+        assert pacing.plan is not None
+        pacing.plan = self._with_bound(pacing.plan, pacing, num_running)
+
+    def _choose_among(self, candidates: Sequence[Plan], pacing: Pacing, num_running: int) -> None:
         # A probe is a look, not a change of plan.
         current = OFF if pacing.is_probing else pacing.plan
         pacing.is_probing = False
@@ -297,6 +294,31 @@ class Policy:
             if self.goodput(best, pacing, num_running) <= HYSTERESIS * expected:
                 best = current
         pacing.plan = best
+
+    def _with_bound(self, plan: Plan, pacing: Pacing, num_running: int) -> Plan:
+        """The plan, with what a draft token must promise: as much as its row and its draft step could bring.
+
+        With g tokens per second of all sessions, a token that comes with probability p is worth p / g.
+        """
+        if plan.is_off or not self._is_bounded(plan.overlap, pacing):
+            return plan
+        num_rows = round(
+            num_running * (1 + expected_drafts(plan.num_speculative_tokens, self._goes_on(pacing)))
+        )
+        fewer, more = (self._measured.verify_s(rows) or 0.0 for rows in (num_rows, 2 * num_rows))
+        row_s = max(0.0, more - fewer) / num_rows
+        draft_s = self._measured.draft_step_s(num_running, fewer) / num_running
+        rate = num_running * self.goodput(plan, pacing, num_running)
+        return replace(plan, min_acceptance=round(min(MAX_BOUND, rate * (row_s + draft_s)), 3))
+
+    def _is_bounded(self, overlap: Overlap, pacing: Pacing) -> bool:
+        """The draft may end its proposals early: where K is chosen here, and nothing is drafted ahead."""
+        is_model = self._source == DraftKind.MODEL.value
+        return is_model and pacing.fixed_k is None and overlap is Overlap.SERIAL
+
+    def _goes_on(self, pacing: Pacing) -> float:
+        is_bounded = self._is_bounded(Overlap.SERIAL, pacing)
+        return min(pacing.continuation.value, 1.0) if is_bounded else 1.0
 
     def _relax(self, share: float) -> None:
         """What was measured of ways of working that were left since becomes less certain."""
@@ -315,7 +337,7 @@ class Policy:
         return [OFF, *plans] if fixed_k is None else plans
 
     def _best(self, candidates: Sequence[Plan], pacing: Pacing, num_running: int) -> Plan:
-        if self._verify(num_running, is_overlapped=False) is None:
+        if self._measured.verify_s(num_running) is None:
             first = [plan for plan in candidates if plan.num_speculative_tokens == FIRST_K] or candidates
             return first[-1]
         return max(
@@ -325,59 +347,15 @@ class Policy:
 
     def goodput(self, plan: Plan, pacing: Pacing, num_running: int) -> float:
         """Predicted tokens per second of one session under ``plan``."""
-        k, overlap = plan.num_speculative_tokens, plan.overlap
-        is_overlapped = overlap is not Overlap.SERIAL
-        verify = self._verify(num_running * (k + 1), is_overlapped=is_overlapped) or 1e-3
-        if k == 0:
-            return 1.0 / max(verify, 1e-9)
-        acceptance = min(pacing.acceptance.value, 0.99)
-        tokens = expected_tokens(acceptance, k)
-        step = self._draft_step(1, verify)
-        round_trip = self._measured.draft_round_trip.value or 0.0
-        if not is_overlapped:
-            return tokens / (verify + self._draft_step(num_running, verify) * k + round_trip)
+        k, acceptance = plan.num_speculative_tokens, min(pacing.acceptance.value, MAX_ACCEPTANCE)
+        if plan.is_off:
+            return self._measured.plain_goodput(num_running)
+        if plan.overlap is Overlap.SERIAL:
+            return self._measured.serial_goodput(k, acceptance, self._goes_on(pacing), num_running)
         num_branches = num_running
-        if overlap is Overlap.ENUMERATE:
+        if plan.overlap is Overlap.ENUMERATE:
             num_branches *= self.max_branches(plan, k, num_running=num_running)
-        outcomes = self._measured.outcomes.predict(k, num_branches, step_s=step) + round_trip
-        misses = 1 - self._hit_rate(plan, acceptance)
-        fresh = self._draft_step(max(1, round(misses * num_running)), verify) * k + round_trip
-        return tokens / (max(verify, outcomes) + misses * fresh)
-
-    def _draft_step(self, num_sequences: int, verify_s: float) -> float:
-        known = self._measured.draft_step.predict(num_sequences)
-        return PRIOR_DRAFT_SHARE * verify_s if known is None else known
-
-    def _verify(self, rows: int, *, is_overlapped: bool) -> float | None:
-        seconds = self._times(is_overlapped=is_overlapped).predict(rows)
-        if seconds is None or self._measured.verify[is_overlapped] or not is_overlapped:
-            return seconds
-        return UNMEASURED_SLOWDOWN * seconds
-
-    def _times(self, *, is_overlapped: bool) -> TimeTable:
-        own, other = self._measured.verify[is_overlapped], self._measured.verify[not is_overlapped]
-        return own or other
-
-    def _hit_rate(self, plan: Plan, acceptance: float) -> float:
-        if plan.overlap is Overlap.AHEAD:
-            # One chain holds only when all K tokens are accepted and the bonus guess is right as well.
-            return float(acceptance ** (plan.num_speculative_tokens + 1))
-        measured = self._measured.hit_rate.get(plan.width)
-        return prior_hit_rate(plan.width, acceptance) if measured is None else measured.value
-
-
-def prior_hit_rate(width: int, acceptance: float) -> float:
-    """How often the next token is among ``width`` guesses, when each alone is right so often."""
-    return 1 - (1 - acceptance) * MISSES_BY_WIDTH[width - 1]
-
-
-def expected_tokens(acceptance: float, num_drafts: int) -> float:
-    """Tokens that a round of ``num_drafts`` draft tokens commits on average.
-
-    Args:
-        acceptance: per token, in [0, 1).
-    """
-    return (1 - acceptance ** (num_drafts + 1)) / (1 - acceptance)
+        return self._measured.overlapped_goodput(plan, acceptance, num_branches, num_running)
 
 
 def _overlaps(config: SpeculationConfig) -> tuple[Overlap, ...]:

@@ -160,11 +160,11 @@ class Session:
         view.in_flight = item
         return item
 
-    def proposal_item(self, num_speculative_tokens: int) -> SpeculateItem:
+    def proposal_item(self, num_speculative_tokens: int, min_acceptance: float = 0.0) -> SpeculateItem:
         """Asks the draft what may follow the committed tokens; replaces what it was asked before."""
         self._open_verdict = None
         self._has_outcomes = False
-        return self._speculate_item(num_speculative_tokens, (), ())
+        return self._speculate_item(num_speculative_tokens, (), (), min_acceptance=min_acceptance)
 
     def outcomes_item(
         self, num_speculative_tokens: int, fanout: tuple[int, ...], max_branches: int = 0
@@ -183,6 +183,7 @@ class Session:
         proposed: tuple[int, ...],
         fanout: tuple[int, ...],
         max_branches: int = 0,
+        min_acceptance: float = 0.0,
     ) -> SpeculateItem:
         view = self.draft
         view.round_id += 1
@@ -197,6 +198,7 @@ class Session:
             fanout,
             self.request.sampling if start == 0 else None,
             max_branches,
+            min_acceptance,
         )
         return view.in_flight
 

@@ -75,6 +75,7 @@ def encode_speculate_request(items: Sequence[SpeculateItem], release_request_ids
         if item.fanout:
             out.fanout.extend(item.fanout)
             out.max_branches = item.max_branches
+        out.min_acceptance = item.min_acceptance
         if item.sampling is not None:
             encode_sampling(out.sampling, item.sampling)
     return message.SerializeToString()
@@ -105,6 +106,7 @@ def _decode_speculate_item(item: draft_pb2.SpeculateItem) -> SpeculateItem:
         fanout,
         decode_sampling(item.sampling) if item.HasField("sampling") else None,
         item.max_branches,
+        item.min_acceptance,
     )
 
 

@@ -194,6 +194,35 @@ def test_drafts_that_may_scale_to_none_are_asked_for_only_by_sessions(wants: boo
     run(clock, main())
 
 
+def test_idle_router_lets_the_last_draft_scale_away() -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        draft = fake_draft(PerfectGuesser(MODEL))
+        leased: list[LeavingDrafter] = []
+
+        def lease(number: int) -> Drafter:
+            leased.append(LeavingDrafter(draft, clock))
+            return leased[-1]
+
+        async with serving(
+            clock, draft=draft, make_drafter=lease, draft_on_demand=True, num_speculative_tokens=3
+        ) as pair:
+            given = request(max_tokens=100)
+            await pair.router.complete(given)
+            await asyncio.sleep(30.0)
+            leased[0].announce()
+            await asyncio.sleep(5.0)
+            leased[0].lose()
+            await asyncio.sleep(30.0)
+            assert len(leased) == 1
+            output = await pair.router.complete(given)
+            assert output.token_ids == expected(given)
+            assert len(leased) == 2
+
+    run(clock, main())
+
+
 @pytest.mark.parametrize("overlap", ["serial", "ahead"])
 @pytest.mark.parametrize("hangs_after", [0, 1, 20])
 def test_hanging_draft_costs_less_than_two_seconds_with_the_default_round_timeout(

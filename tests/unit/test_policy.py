@@ -8,6 +8,7 @@ import pytest
 from router_harness import request, speculation_config
 
 from specray.router.estimates import Average, OutcomesTime, Rate, TimeTable, chain_trials
+from specray.router.expected import prior_hit_rate
 from specray.router.policy import (
     AUTO_K,
     OFF,
@@ -17,7 +18,6 @@ from specray.router.policy import (
     Pacing,
     Plan,
     Policy,
-    prior_hit_rate,
 )
 from specray.router.records import Lookup
 from specray.types import Overlap, SpeculationParams

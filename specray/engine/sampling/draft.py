@@ -30,6 +30,8 @@ class DraftToken(NamedTuple):
 
     token_id: int
     probs: SparseProbs | None
+    logprob: float = 0.0
+    """Of its acceptance, where that was asked for and may decide what is proposed."""
 
 
 class RankedRow(NamedTuple):
@@ -53,20 +55,25 @@ class DraftSampler:
         self._noise = noise
         self._max_num_draft_probs = max_num_draft_probs
 
-    def draw(self, logits: Tensor, groups: Sequence[RowGroup]) -> list[DraftToken]:
+    def draw(
+        self, logits: Tensor, groups: Sequence[RowGroup], *, is_judged: bool = False
+    ) -> list[DraftToken]:
         """One draft token per row.
 
         Args:
             logits: unprocessed, ``[len(groups), vocab_size]``.
             groups: one row each.
+            is_judged: says of each how likely it is accepted; not of those drawn for rejection verification.
         """
         processed = process_logits(logits, groups)
-        chosen = add_draw_noise(processed, groups, self._noise).argmax(-1).tolist()
+        scores = add_draw_noise(processed, groups, self._noise)
+        chosen = scores.argmax(-1).tolist()
+        logprobs = _acceptance_logprobs(scores) if is_judged else [0.0] * len(chosen)
         return [
             self._draw_truncated(row, group)
             if draws_by_rejection(group.sampling)
-            else DraftToken(token, None)
-            for row, group, token in zip(processed, groups, chosen, strict=True)
+            else DraftToken(token, None, logprob)
+            for row, group, token, logprob in zip(processed, groups, chosen, logprobs, strict=True)
         ]
 
     def rank(
@@ -109,6 +116,13 @@ class DraftSampler:
         choice = int((probs.double().log() + gumbel).argmax())
         support = tuple(token_ids.tolist())
         return DraftToken(support[choice], SparseProbs(support, tuple(probs.tolist())))
+
+
+def _acceptance_logprobs(scores: Tensor) -> list[float]:
+    """Per row of ``[rows, vocab_size]``: of the best token, by how far it stands out."""
+    spread = scores.float() / _SCORE_SPREAD
+    logprobs: list[float] = (spread.amax(-1) - spread.logsumexp(-1)).tolist()
+    return logprobs
 
 
 def _ranked_row(

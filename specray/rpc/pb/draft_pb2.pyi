@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SpeculateItem(_message.Message):
-    __slots__ = ("request_id", "round_id", "base_len", "token_ids", "proposed_token_ids", "num_speculative_tokens", "fanout", "sampling", "max_branches")
+    __slots__ = ("request_id", "round_id", "base_len", "token_ids", "proposed_token_ids", "num_speculative_tokens", "fanout", "sampling", "max_branches", "min_acceptance")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,7 @@ class SpeculateItem(_message.Message):
     FANOUT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     MAX_BRANCHES_FIELD_NUMBER: _ClassVar[int]
+    MIN_ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     round_id: int
     base_len: int
@@ -27,7 +28,8 @@ class SpeculateItem(_message.Message):
     fanout: _containers.RepeatedScalarFieldContainer[int]
     sampling: _types_pb2.SamplingParams
     max_branches: int
-    def __init__(self, request_id: _Optional[str] = ..., round_id: _Optional[int] = ..., base_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., proposed_token_ids: _Optional[_Iterable[int]] = ..., num_speculative_tokens: _Optional[int] = ..., fanout: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_branches: _Optional[int] = ...) -> None: ...
+    min_acceptance: float
+    def __init__(self, request_id: _Optional[str] = ..., round_id: _Optional[int] = ..., base_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., proposed_token_ids: _Optional[_Iterable[int]] = ..., num_speculative_tokens: _Optional[int] = ..., fanout: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_branches: _Optional[int] = ..., min_acceptance: _Optional[float] = ...) -> None: ...
 
 class SpeculateRequest(_message.Message):
     __slots__ = ("items", "release_request_ids")

@@ -1,0 +1,37 @@
+"""What a round is expected to draft and to commit."""
+
+from __future__ import annotations
+
+MISSES_BY_WIDTH = (1.0, 0.5, 0.3)
+"""Before it is measured: of the verdicts whose last token the draft's first guess misses, how many are missed
+with 1, 2 or 3 branches for each number of accepted tokens. Measured on the embedded pair."""
+
+
+def prior_hit_rate(width: int, acceptance: float) -> float:
+    """How often the next token is among ``width`` guesses, when each alone is right so often."""
+    return 1 - (1 - acceptance) * MISSES_BY_WIDTH[width - 1]
+
+
+def expected_drafts(num_drafts: int, continuation: float) -> float:
+    """Draft tokens of a proposal of at most ``num_drafts`` >= 1, when each but the first comes so often.
+
+    Args:
+        continuation: per token that follows another, in (0, 1].
+    """
+    if continuation >= 1.0:
+        return float(num_drafts)
+    return (1 - continuation**num_drafts) / (1 - continuation)
+
+
+def expected_tokens(acceptance: float, num_drafts: int, continuation: float = 1.0) -> float:
+    """Tokens that a round of at most ``num_drafts`` draft tokens commits on average.
+
+    Leviathan et al. 2023 for ``continuation`` 1; token i is there and accepted, with all before it, in
+    ``continuation^(i-1) * acceptance^i`` of the rounds.
+
+    Args:
+        acceptance: per token, in [0, 1).
+        continuation: per token that follows another, in (0, 1].
+    """
+    both = acceptance * continuation
+    return 1 + acceptance * (1 - both**num_drafts) / (1 - both)
