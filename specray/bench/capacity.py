@@ -57,6 +57,8 @@ class SweepPlan:
     """Outcomes are measured too, and engines beside each other."""
     num_acceptance_tokens: int = 96
     """Output tokens of each prompt whose acceptance is measured."""
+    num_passes: int = NUM_PASSES
+    """Over everything but acceptance; the more, the likelier that one of them is not disturbed."""
     dataset: str = "builtin"
 
 
@@ -97,7 +99,7 @@ async def measure_profile(
         target_info, draft_info = await _infos(pair)
         loads = _Loads(config, pair, token_ids, target_info.max_model_len, progress)
         sweep = await _measure_acceptance(loads, plan)
-        for _ in range(NUM_PASSES):
+        for _ in range(plan.num_passes):
             await _measure_pass(loads, plan, sweep)
             if in_turn is not None:
                 await in_turn(pair)

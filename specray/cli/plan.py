@@ -77,6 +77,9 @@ def plan(
     concurrency: Annotated[
         list[int] | None, typer.Option(min=1, help="With --check: clients at once; may be repeated.")
     ] = None,
+    num_passes: Annotated[
+        int, typer.Option(min=1, max=50, help="With --check: over all loads; the fastest counts.")
+    ] = 3,
     dataset: Annotated[
         Dataset, typer.Option(help="With --check: where prompts come from.")
     ] = Dataset.BUILTIN,
@@ -100,7 +103,7 @@ def plan(
     lengths = parse_lengths(prompt, "prompt"), parse_lengths(output, "output")
     if check:
         known = profiles[0] if profiles else None
-        _check(config, known, output, temperature, concurrency, dataset, dataset_path, json_path)
+        _check(config, known, output, temperature, concurrency, num_passes, dataset, dataset_path, json_path)
         return
     if not profiles:
         raise ConfigError("--profile is missing; allowed: a file that `specray profile` wrote")
@@ -182,6 +185,7 @@ def _check(
     output: str,
     temperature: float,
     concurrency: list[int] | None,
+    num_passes: int,
     dataset: Dataset,
     dataset_path: Path | None,
     json_path: Path | None,
@@ -214,10 +218,12 @@ def _check(
         )
         if profile is None:
             profile = asyncio.run(
-                _profile_in_turn(config, prompts[:NUM_PROFILE_PROMPTS], runner, temperature, status.update)
+                _profile_in_turn(
+                    config, prompts[:NUM_PROFILE_PROMPTS], runner, temperature, num_passes, status.update
+                )
             )
         else:
-            asyncio.run(measure_loads(runner, config))
+            asyncio.run(measure_loads(runner, config, num_passes=num_passes))
     kit = Kit(
         profile.target,
         profile.draft,
@@ -237,12 +243,15 @@ async def _profile_in_turn(
     prompts: Sequence[str],
     runner: LoadRunner,
     temperature: float,
+    num_passes: int,
     progress: Callable[[str], None],
 ) -> Profile:
     from specray.bench.capacity import SweepPlan, measure_profile
     from specray.types import Overlap
 
     plan = SweepPlan(
-        temperatures=(temperature,), has_overlap=config.speculation.overlap is not Overlap.SERIAL
+        temperatures=(temperature,),
+        has_overlap=config.speculation.overlap is not Overlap.SERIAL,
+        num_passes=num_passes,
     )
     return await measure_profile(config, prompts, plan, in_turn=runner.run_pass, progress=progress)

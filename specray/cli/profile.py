@@ -32,6 +32,9 @@ def profile(
     num_sequences: Annotated[
         list[int] | None, typer.Option(min=1, help="Sequences side by side; may be repeated.")
     ] = None,
+    num_passes: Annotated[
+        int, typer.Option(min=1, max=50, help="Over all loads; for each size the fastest counts.")
+    ] = 3,
     overlap: Annotated[
         bool | None,
         typer.Option(
@@ -57,6 +60,7 @@ def profile(
         temperatures=tuple(temperature or (0.0, 0.7, 1.0)),
         num_sequences=tuple(num_sequences or NUM_SEQUENCES),
         has_overlap=has_overlap,
+        num_passes=num_passes,
         dataset=dataset.value,
     )
     prompts = load_prompts(dataset, dataset_path, num_prompts)

@@ -66,7 +66,7 @@ def fit_target(sweep: Sweep, info: EngineInfo, *, hardware: str) -> TargetProfil
         place=lambda step: (float(step.num_rows), 0),
         value=lambda step: max(1e-6, step.forward_s - per_sequence_s * step.num_sequences),
     )
-    curve = [(place[0], seconds) for place, seconds in points]
+    curve = [(place[0], seconds) for place, seconds in _not_above_larger(points)]
 
     def expected_s(step: TargetSample) -> float:
         return interpolate(curve, step.num_rows) + per_sequence_s * step.num_sequences
@@ -111,6 +111,7 @@ def fit_draft(sweep: Sweep, info: EngineInfo, *, hardware: str) -> DraftProfile:
         place=lambda step: (float(step.num_sequences), step.num_tokens),
         value=lambda step: step.forward_s,
     )
+    points = _not_above_larger(points)
     surface = Surface((tokens, count, seconds) for (count, tokens), seconds in points)
 
     def expected_s(step: DraftSample) -> float:
@@ -258,8 +259,8 @@ def _least_medians(
 ) -> list[tuple[tuple[float, int], float]]:
     """(place, seconds) points: of each cell, the least of its passes' medians; what disturbs only slows down.
 
-    Neighbouring sizes share a cell, whose place is their mean. Cells with few samples count only where no
-    cell has more.
+    A place is a size and a depth. Neighbouring sizes share a cell, whose place is their mean. Cells with few
+    samples count only where no cell has more.
     """
     cells: dict[tuple[int, int], list[tuple[int, float, float]]] = {}
     for steps in passes:
@@ -278,23 +279,42 @@ def _least_medians(
     return points
 
 
+def _not_above_larger(
+    points: Sequence[tuple[tuple[float, int], float]],
+) -> list[tuple[tuple[float, int], float]]:
+    """No step takes longer than one that is at least as large and as deep: then it was disturbed."""
+    return [
+        (
+            (size, depth),
+            min(seconds for (other, deeper), seconds in points if other >= size and deeper >= depth),
+        )
+        for (size, depth), _ in points
+    ]
+
+
 def _cell(size: float) -> int:
     """Four cells for each doubling; small sizes have their own."""
     return round(size) if size <= 4 else round(4 * math.log2(size)) - 4
 
 
 def _sequence_slope(passes: Sequence[Sequence[TargetSample]]) -> float:
-    """What a step takes for each sequence, at equal rows: how times differ in one cell of one pass."""
+    """What a step takes for each sequence: how much longer steps of equal rows take the more they hold."""
+    points = _least_medians(
+        passes,
+        place=lambda step: (float(step.num_rows), step.num_sequences),
+        value=lambda step: step.forward_s,
+    )
+    by_rows: dict[int, list[tuple[int, float]]] = {}
+    for (rows, count), seconds in points:
+        by_rows.setdefault(_cell(rows), []).append((count, seconds))
     pairs: list[tuple[float, float]] = []
-    for steps in passes:
-        by_rows: dict[int, list[TargetSample]] = {}
-        for step in steps:
-            by_rows.setdefault(_cell(step.num_rows), []).append(step)
-        for members in by_rows.values():
-            count = mean(step.num_sequences for step in members)
-            seconds = median(step.forward_s for step in members)
-            pairs += [(step.num_sequences - count, step.forward_s - seconds) for step in members]
-    return _line(pairs, [1.0] * len(pairs))[1] if pairs else 0.0
+    weights: list[float] = []
+    for members in by_rows.values():
+        count, seconds = (mean(values) for values in zip(*members, strict=True))
+        pairs += [(one - count, other - seconds) for one, other in members]
+        # Errors count as parts of the time.
+        weights += [1 / max(seconds, 1e-6) ** 2] * len(members)
+    return _line(pairs, weights)[1] if pairs else 0.0
 
 
 def _prefill_points(
