@@ -234,3 +234,30 @@ def test_slowdown_is_what_a_second_of_the_draft_adds(sweep: Sweep) -> None:
     target = fit_target(sweep, fake_info("target"), hardware="box")
     assert target.slowdown_beside_draft == pytest.approx(1 + 2 / 4)
     assert target.prompt_slowdown_beside_draft == 1.0
+
+
+def target_steps(count: int, k: int, forward_ns: int) -> Iterator[TraceEvent]:
+    """Three steps of ``count`` sessions without a draft."""
+    for number in range(3):
+        at = number * 100 * MS
+        for index in range(count):
+            yield VerifySent(at, f"{count}-{index}", number, number, 10, 1, k)
+        for index in range(count):
+            yield VerdictReceived(at + forward_ns, f"{count}-{index}", number, forward_ns, "model", k, k, k)
+
+
+def test_step_that_took_longer_than_a_larger_one_was_disturbed(sweep: Sweep) -> None:
+    sweep.rounds[0].extend(read_samples(list(target_steps(1, 5, 15 * MS))))
+    target = fit_target(sweep, fake_info("target"), hardware="box")
+    # 6 rows took 15 ms, 8 rows 8 ms.
+    assert {point.num_rows: point.seconds for point in target.verify}[6] == pytest.approx(8e-3)
+
+
+def test_what_each_sequence_adds_is_told_apart_from_the_rows() -> None:
+    rounds = Samples()
+    for count, k in ((1, 7), (2, 3), (4, 1), (8, 0)):
+        rounds.extend(read_samples(list(target_steps(count, k, 8 * MS + count * MS // 2))))
+    plain = read_samples([event for event in prompts(100) if not _is_of_draft(event)])
+    target = fit_target(Sweep(rounds=[rounds], plain_prefills=plain), fake_info("target"), hardware="box")
+    assert target.per_sequence_s == pytest.approx(5e-4)
+    assert [(point.num_rows, point.seconds) for point in target.verify] == [(8, pytest.approx(8e-3))]
