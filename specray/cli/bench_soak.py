@@ -70,6 +70,9 @@ def soak(
     ) | {
         "target.tensor_parallel_size": tensor_parallel_size,
         "draft.num_replicas": num_draft_replicas,
+        # Caches of a size that the load fills in its first minute: memory is not flat before.
+        "target.max_num_seqs": 2 * num_clients,
+        "draft.max_num_seqs": 2 * num_clients,
         "router.round_timeout_s": 2.0,
         "router.verify_timeout_s": 5.0,
         "router.start_timeout_s": 120.0,
