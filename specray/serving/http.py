@@ -29,7 +29,8 @@ from specray.serving.observe import CallObserver, CallRecord
 from specray.serving.observe_http import ObserveMiddleware, record_of
 from specray.serving.openai_api import Call, OpenAiApi
 from specray.serving.problems import HttpError, problem_body, problem_response
-from specray.serving.refusals import RoomMiddleware
+from specray.serving.refusals import refusing
+from specray.serving.room import RoomMiddleware
 from specray.serving.timeout_header import with_timeout
 from specray.serving.validation import shown
 from specray.telemetry.exposition import merged
@@ -69,6 +70,7 @@ def build_http_app(
         names_answers: False where a proxy in front puts the request id on every answer.
     """
     app = FastAPI(title="specray", version=__version__, lifespan=lifespan, openapi_url=None)
+    client = refusing(client, config)
     limits = ServiceLimits(client, tokenizer, config)
     _add_problem_handlers(app)
     keyring = keyring or Keyring(config.auth)
@@ -79,7 +81,7 @@ def build_http_app(
     _add_openai_routes(
         app, OpenAiApi(client=client, tokenizer=tokenizer, config=config, limits=limits), config
     )
-    app.add_middleware(RoomMiddleware, max_calls=config.ingress.max_ongoing_requests)
+    app.add_middleware(RoomMiddleware, max_calls=config.ingress.max_ongoing_requests, room=client.room)
     app.add_middleware(KeyMiddleware, keyring=keyring)
     app.add_middleware(ObserveMiddleware, observer=observer, names_answers=names_answers)
     return app

@@ -1,8 +1,6 @@
 """Refusals at the ingress: before a prompt is tokenised and a router is asked, where the answer is known.
 
-Two kinds. What an ingress knows of its routers' queues it does not ask them (``KnownRoom``). And an
-ingress that has too many calls in hand refuses the next before it reads its body (``RoomMiddleware``):
-whatever else is slow, memory stays bounded.
+What an ingress knows of its routers' queues it does not ask them.
 """
 
 from __future__ import annotations
@@ -14,23 +12,17 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
-
 from specray.config import Config
 from specray.errors import OverloadedError
 from specray.interfaces import RouterClient
 from specray.router.queue import RetryAdvice
 from specray.serving.generation import close
-from specray.serving.observe_http import record_of
-from specray.serving.problems import problem_response
 from specray.types import GenerateRequest, OutputChunk, ServiceInfo
 
 PROBE_S = 0.5
 """So long a tenant's refusal is believed when nothing that this ingress sees has ended since; another ingress
 may have seen it."""
 _MAX_TENANTS = 1024
-_ROOM_RETRY_S = 1.0
 
 
 @dataclass(slots=True)
@@ -66,6 +58,11 @@ class KnownRoom:
         self._num_ended = 0
         self._ended_s: float | None = None
         self._refusals: dict[str, _Refusal] = {}
+
+    @property
+    def is_tight(self) -> bool:
+        """Somebody might be refused."""
+        return bool(self._refusals) or self._num_requests >= self._max_requests
 
     def check(self, tenant: str, priority: int) -> None:
         """Raises OverloadedError for a request that a router would refuse."""
@@ -183,29 +180,3 @@ def refusing(client: RouterClient, config: Config) -> RefusingClient:
     return RefusingClient(
         client, KnownRoom(num_routers * (config.target.max_num_seqs + router.max_queued_requests))
     )
-
-
-class RoomMiddleware:
-    """Bounds the calls that one ingress has in hand; those beyond are refused before their body is read."""
-
-    def __init__(self, app: ASGIApp, *, max_calls: int) -> None:
-        self._app = app
-        self._max_calls = max_calls
-        self._num_calls = 0
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Whether the service lives can be asked of a full one too.
-        if scope["type"] != "http" or scope["method"] != "POST":
-            await self._app(scope, receive, send)
-            return
-        if self._num_calls >= self._max_calls:
-            reason = f"{self._num_calls} calls are in hand; allowed: {self._max_calls}"
-            error = OverloadedError(reason, _ROOM_RETRY_S)
-            record_of(Request(scope)).failed(error)
-            await problem_response(error)(scope, receive, send)
-            return
-        self._num_calls += 1
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._num_calls -= 1

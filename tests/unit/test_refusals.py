@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -125,10 +126,67 @@ async def test_requests_are_counted_until_they_end_however_they_end(is_stream: b
     assert (room._num_requests, room._by_tenant, room._by_priority) == (0, {}, {})
 
 
+FULL_SIZES = {"target": {"max_num_seqs": 1}, "router": {"max_queued_requests": 1}}
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b'{"prompt": "a", "max_tokens": 4}', 429),
+        (b'{"prompt": "a", "priority": null, "speculation": null}', 429),
+        (b'{"prompt": "a", "priority": 3}', 429),
+        (b'{"prompt": 5, "speculation": {"tenant": ""}}', 429),
+        (b'{"prompt": "a", "priority": "x"}', 400),
+        (b'{"prompt": "a", "priority": true}', 400),
+        (b'{"prompt": "a", "speculation": 5}', 400),
+        (b'{"prompt": "a", "speculation": {"tenant": 5}}', 400),
+        (b"[1]", 400),
+        (b"{no json", 400),
+        (b"", 400),
+        (b'{"prompt": "a", "max_tokens": 4, "n": 0, "speculation": {"tenant": "few"}}', 400),
+    ],
+)
+async def test_full_service_refuses_what_it_understands_and_reads_the_rest_whole(
+    body: bytes, status: int
+) -> None:
+    router = endless()
+    config = parse_config({"served_model_name": MODEL, **FULL_SIZES})
+    async with serving(router, config=config) as service:
+        running = [asyncio.create_task(service.post("/v1/completions", TEXT)) for _ in range(2)]
+        await wait_until(lambda: len(router.requests) == 2)
+        headers = {"Content-Type": "application/json"}
+        async with service.http.post("/v1/completions", data=body, headers=headers) as response:
+            assert response.status == status
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def test_body_in_pieces_is_read_by_the_application_of_a_full_service() -> None:
+    router = endless()
+    config = parse_config({"served_model_name": MODEL, **FULL_SIZES})
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for piece in (b'{"prompt": "a", ', b'"priority": ', b"-1}"):
+            yield piece
+            await asyncio.sleep(0.02)
+
+    async with serving(router, config=config) as service:
+        tasks = [asyncio.create_task(service.post("/v1/completions", TEXT)) for _ in range(2)]
+        await wait_until(lambda: len(router.requests) == 2)
+        headers = {"Content-Type": "application/json"}
+        late = service.http.post("/v1/completions", data=pieces(), headers=headers)
+        tasks.append(asyncio.ensure_future(late))  # type: ignore[arg-type]
+        await wait_until(lambda: len(router.requests) == 3)
+        assert router.requests[-1].priority == -1
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def test_call_over_http_is_not_tokenised_when_the_routers_are_known_to_be_full() -> None:
     router = endless()
-    sizes = {"target": {"max_num_seqs": 1}, "router": {"max_queued_requests": 1}}
-    config = parse_config({"served_model_name": MODEL, **sizes})
+    config = parse_config({"served_model_name": MODEL, **FULL_SIZES})
     async with serving(router, config=config) as service:
         running = [asyncio.create_task(service.post("/v1/completions", TEXT)) for _ in range(2)]
         await wait_until(lambda: len(router.requests) == 2)
