@@ -12,7 +12,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specray.errors import OverloadedError
 from specray.serving.body import BODY_TIMEOUT_S
 from specray.serving.key_check import caller_of
-from specray.serving.observe_http import record_of
 from specray.serving.problems import problem_response
 from specray.serving.refusals import KnownRoom
 
@@ -51,7 +50,7 @@ class RoomMiddleware:
             if self._room.is_tight and scope["path"].endswith(_SCREENED_PATHS):
                 receive = await self._screened(request, receive)
         except OverloadedError as error:
-            record_of(request).failed(error)
+            # Its status is counted; a line in the log for each would be a flood of its own.
             await problem_response(error)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
