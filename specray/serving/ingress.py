@@ -7,6 +7,7 @@ not parse into INTERNAL; the server in ``specray.rpc.inference`` has all of them
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -108,6 +109,9 @@ class IngressReplica:
             await self._mailbox.start()
             if http is not None:
                 await http.start()
+            # What is there now stays: collections need not look at it again.
+            gc.collect()
+            gc.freeze()
             yield
         finally:
             if http is not None:
