@@ -55,7 +55,7 @@ class SweepPlan:
     ks: tuple[int, ...] = SERIAL_KS
     has_overlap: bool = False
     """Outcomes are measured too, and engines beside each other."""
-    num_acceptance_tokens: int = 96
+    num_acceptance_tokens: int = 128
     """Output tokens of each prompt whose acceptance is measured."""
     num_passes: int = NUM_PASSES
     """Over everything but acceptance; the more, the likelier that one of them is not disturbed."""

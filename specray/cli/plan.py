@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from specray.planning.profile import Profile
     from specray.planning.search import Demand
 
-NUM_PROFILE_PROMPTS = 24
+NUM_PROFILE_PROMPTS = 48
 NUM_CHECK_PROMPTS = 64
 MAX_RATIO = 8
 DEFAULT_RATIOS = "0,0.25,0.5,1"

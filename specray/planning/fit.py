@@ -187,6 +187,9 @@ def fit_acceptance(sweep: Sweep) -> tuple[AcceptanceProfile, ...]:
                 temperature=temperature,
                 by_position=rates_by_position(samples.rounds),
                 num_rounds=len(samples.rounds),
+                agreements=tuple(
+                    "".join("01"[is_equal] for is_equal in tokens) for tokens in samples.agreements.values()
+                ),
                 hit_rates=tuple(
                     HitRate(width=width, rate=found / lookups, num_lookups=lookups)
                     for width, (found, lookups) in sorted(hits.items())

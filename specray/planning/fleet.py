@@ -118,7 +118,7 @@ class _Fleet:
         else:
             self.drafts = []
         target_times = TargetTimes(kit.target)
-        verdicts = Verdicts(kit.acceptance)
+        verdicts = Verdicts(kit.acceptance, seed=seed)
         source = SimulatedDrafterSource(self.drafts) if self.drafts else None
         # Tokens are made up: a proposer that looks for repetitions would find nothing but them.
         speculation = kit.speculation.model_copy(update={"filler": "none"})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -148,6 +148,9 @@ class RouterProfile(_Part):
     ask_after_verdict: LinearTime = Field(default_factory=LinearTime)
 
 
+Agreement = Annotated[str, Field(pattern=r"^[01]+$")]
+
+
 class HitRate(_Part):
     """Of enumerated outcomes."""
 
@@ -165,6 +168,11 @@ class AcceptanceProfile(_Part):
         description="Entry i: of the rounds that kept i draft tokens and had one more, how many kept it.",
     )
     num_rounds: int = Field(ge=1)
+    agreements: tuple[Agreement, ...] = Field(
+        (),
+        description="Of each measured output, token by token: 1 where the draft would have proposed it. A "
+        "simulated request has one of them; without any, by_position is drawn from.",
+    )
     hit_rates: tuple[HitRate, ...] = ()
 
     @model_validator(mode="after")

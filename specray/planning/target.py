@@ -93,6 +93,7 @@ class SimulatedTarget:
         self._rng = rng
         self._requests = requests
         self._lengths: dict[str, int] = {}
+        self._num_prompt_tokens: dict[str, int] = {}
         self._blocks: dict[str, int] = {}
         self._num_blocks = 0
         self._mailbox: Mailbox[TargetReplies] = Mailbox()
@@ -173,10 +174,17 @@ class SimulatedTarget:
         if not self._hold(request_id, end + len(item.draft_token_ids) + 1):
             failed = ItemFailed(request_id, item.round_id, base_len, "no free block", is_retriable=True)
             return failed, 0
+        if item.sampling is not None:
+            self._num_prompt_tokens[request_id] = item.sampling.num_prompt_tokens
         self._lengths[request_id] = end
         if not item.sample:
             return Verdict(request_id, item.round_id, base_len, 0, None, held_len=end), taken
-        num_accepted, token = self._verdicts.draw(self._rng, len(item.draft_token_ids))
+        num_accepted, token = self._verdicts.draw(
+            self._rng,
+            len(item.draft_token_ids),
+            request_id=request_id,
+            position=end - self._num_prompt_tokens[request_id],
+        )
         return Verdict(request_id, item.round_id, base_len, num_accepted, token), taken
 
     def _hold(self, request_id: str, length: int) -> bool:
@@ -193,4 +201,5 @@ class SimulatedTarget:
 
     def _forget(self, request_id: str) -> None:
         self._lengths.pop(request_id, None)
+        self._num_prompt_tokens.pop(request_id, None)
         self._num_blocks -= self._blocks.pop(request_id, 0)

@@ -8,6 +8,7 @@ were in the measurement, and neither engine has to know of the other.
 from __future__ import annotations
 
 import random
+import zlib
 from typing import Final
 
 from specray.planning.profile import AcceptanceProfile
@@ -25,25 +26,47 @@ MAX_RANK: Final = len(MISSES_BY_WIDTH)
 class Verdicts:
     """Draws of one acceptance profile.
 
+    A request is given the agreements of one of the measured outputs: an output that the draft writes well is
+    written well for long, and a router that chooses K for each session makes something of that. Behind their
+    end they begin again.
+
     Args:
-        acceptance: rates by position; None: there is no draft.
+        acceptance: None: there is no draft.
+        seed: of the choice.
     """
 
-    def __init__(self, acceptance: AcceptanceProfile | None) -> None:
+    def __init__(self, acceptance: AcceptanceProfile | None, *, seed: int = 0) -> None:
+        self._seed = seed
         self._rates = acceptance.by_position if acceptance is not None else (0.0,)
+        self._agreements = () if acceptance is None else acceptance.agreements
         measured = {} if acceptance is None else {one.width: one.rate for one in acceptance.hit_rates}
         self._rank_shares = _rank_shares(measured, sum(self._rates) / len(self._rates))
 
-    def draw(self, rng: random.Random, num_drafts: int) -> tuple[int, int]:
-        """(accepted tokens, next token) of a round that verifies so many draft tokens."""
-        rates = self._rates
-        for position in range(num_drafts):
-            if rng.random() >= rates[min(position, len(rates) - 1)]:
-                return position, self._rank(rng)
+    def draw(
+        self, rng: random.Random, num_drafts: int, *, request_id: str = "", position: int = 0
+    ) -> tuple[int, int]:
+        """(accepted tokens, next token) of a round.
+
+        Args:
+            num_drafts: that it verifies.
+            position: of the first of them in the output.
+        """
+        agreement = self._agreement_of(request_id)
+        for index in range(num_drafts + 1):
+            if agreement is None:
+                agrees = rng.random() < self._rates[min(index, len(self._rates) - 1)]
+            else:
+                agrees = agreement[(position + index) % len(agreement)] == "1"
+            if not agrees:
+                return index, self._rank(rng)
         # What the draft would have guessed next is right as often as a further draft token.
-        if rng.random() < rates[min(num_drafts, len(rates) - 1)]:
-            return num_drafts, GUESS
-        return num_drafts, self._rank(rng)
+        return num_drafts, GUESS
+
+    def _agreement_of(self, request_id: str) -> str | None:
+        if not self._agreements:
+            return None
+        number = zlib.crc32(f"{self._seed}-{request_id}".encode())
+        return self._agreements[number % len(self._agreements)]
 
     def _rank(self, rng: random.Random) -> int:
         draw = rng.random()

@@ -103,6 +103,7 @@ def test_steps_hold_what_was_sent_together() -> None:
     assert samples.draft[0].gap_s == pytest.approx(1e-4)
     assert samples.draft[0].transport_s == pytest.approx(2.5e-4)
     assert samples.rounds == [(3, 2)] * 4
+    assert samples.agreements == {f"2-3-{index}": [True, True, False] * 2 for index in range(2)}
 
 
 def test_step_without_all_its_verdicts_is_left_out() -> None:
@@ -204,6 +205,8 @@ def test_acceptance_has_rates_and_hits(sweep: Sweep) -> None:
     # K = 1 keeps none of one, K = 3 keeps two of three.
     assert profile.by_position == (0.5, 1.0, 0.0)
     assert [(hit.width, hit.rate, hit.num_lookups) for hit in profile.hit_rates] == [(1, 0.75, 4)]
+    assert len(profile.agreements) == 1 + 2 + 4 + 1 + 2 + 4
+    assert profile.agreements[0] == "0" * 5 and profile.agreements[-1] == "110" * 5
 
 
 def test_line_through_medians_has_no_negative_part() -> None:

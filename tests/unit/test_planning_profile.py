@@ -134,6 +134,7 @@ def test_acceptance_is_that_of_the_nearest_temperature() -> None:
         (("draft", "transport", "fixed_s"), -0.5, "draft.transport.fixed_s: "),
         (("draft", "vocab_size"), 17, "draft.vocab_size is 17, target.vocab_size 16"),
         (("acceptance",), [], "acceptance is empty"),
+        (("acceptance", 0, "agreements"), ["0120"], "acceptance.0.agreements.0: String should match"),
         (("acceptance", 0, "by_position"), [0.5, 1.5], "by_position[1] is 1.5; allowed: 0..1"),
     ],
 )

@@ -21,6 +21,7 @@ from specray.types import (
     ItemFailed,
     Outcomes,
     Proposal,
+    SamplingParams,
     SpeculateItem,
     TargetReply,
     UnknownSequence,
@@ -57,7 +58,8 @@ def make_draft(**changes: Any) -> SimulatedDraft:
 
 
 def prompt(request_id: str, num_tokens: int, **more: Any) -> VerifyItem:
-    return VerifyItem(request_id, 1, 0, (0,) * num_tokens, **more)
+    sampling = SamplingParams(num_prompt_tokens=num_tokens)
+    return VerifyItem(request_id, 1, 0, (0,) * num_tokens, sampling=sampling, **more)
 
 
 async def answers(engine: SimulatedTarget, *items: VerifyItem) -> tuple[TargetReply, ...]:
@@ -209,3 +211,26 @@ def test_next_tokens_are_foreseen_as_often_as_was_measured() -> None:
     counts = [sum(token == rank for _, token in ranks) / 20_000 for rank in (1, 2)]
     assert counts == [pytest.approx(0.5, abs=0.02), pytest.approx(0.2, abs=0.02)]
     assert UNFORESEEN in {token for _, token in ranks}
+
+
+def test_a_request_has_the_agreements_of_one_measured_output() -> None:
+    profile = AcceptanceProfile(
+        temperature=0, by_position=(0.5,), num_rounds=9, agreements=("1101", "1101", "1101")
+    )
+    rng, verdicts = random.Random(3), Verdicts(profile)
+
+    def num_accepted(position: int, num_drafts: int) -> int:
+        return verdicts.draw(rng, num_drafts, request_id="a", position=position)[0]
+
+    assert [num_accepted(position, 3) for position in range(4)] == [2, 1, 0, 3]
+    # Position 7 is the last of the second time, and so like position 3.
+    assert num_accepted(7, 8) == 3
+    # The token after all of them is foreseen where the draft would have been right.
+    assert verdicts.draw(rng, 1, request_id="a", position=0) == (1, GUESS)
+
+
+def test_requests_differ_in_the_output_that_they_are_given() -> None:
+    profile = AcceptanceProfile(temperature=0, by_position=(0.5,), num_rounds=9, agreements=("1", "0"))
+    rng, verdicts = random.Random(3), Verdicts(profile)
+    kept = [verdicts.draw(rng, 1, request_id=f"request-{index}")[0] for index in range(400)]
+    assert 160 < sum(kept) < 240
