@@ -87,6 +87,15 @@ def test_the_validation_sees_a_misspelt_field(helm: Renderer, ray_service_valida
     assert error.message == "Additional properties are not allowed ('serveConfigV3' was unexpected)"
 
 
+def with_draft_model(application: dict[str, Any]) -> dict[str, Any]:
+    """The configuration as the Draft deployment sees it."""
+    values: dict[str, Any] = application["args"]
+    for deployment in application.get("deployments", ()):
+        assert deployment["name"] == "Draft"
+        values = values | {"draft": values["draft"] | deployment["user_config"]["draft"]}
+    return values
+
+
 @each_example
 def test_serve_gets_the_configuration_of_specray_serve(helm: Renderer, path: Path) -> None:
     values = merged(DEFAULTS["config"], load(path)["config"])
@@ -94,8 +103,8 @@ def test_serve_gets_the_configuration_of_specray_serve(helm: Renderer, path: Pat
     text = objects[RAY_SERVICE]["spec"]["serveConfigV2"]
     serve = yaml.safe_load(text)
     (application,) = serve["applications"]
-    assert application["args"] == values
-    assert parse_config(application["args"]) == parse_config(values)
+    assert with_draft_model(application) == values
+    assert parse_config(with_draft_model(application)) == parse_config(values)
     assert isinstance(build_app(application["args"]), Application)
     data = objects["ConfigMap", "demo-specray-config"]["data"]
     assert yaml.safe_load(data["config.yaml"]) == values
@@ -118,6 +127,29 @@ def test_replicas_that_follow_the_load_are_the_configurations(helm: Renderer) ->
     for part, wrong in (("draft", {"max_replicas": 0}), ("router", {"max_replicas": 2, "min_replicas": 0})):
         with pytest.raises(RenderError, match=f"config/{part}/autoscaling|config.{part}.autoscaling"):
             ray_service(helm, {"config": {part: {"autoscaling": wrong}}})
+
+
+def test_another_draft_model_changes_the_draft_deployment_alone(helm: Renderer) -> None:
+    before, after = (
+        yaml.safe_load(
+            ray_service(helm, {"config": {"draft": {"model": model, "dtype": "float32"}}})["serveConfigV2"]
+        )
+        for model in ("/models/one", "/models/other")
+    )
+    (one,), (other,) = before["applications"], after["applications"]
+    assert one["args"] == other["args"]
+    assert one["args"]["draft"]["dtype"] == "float32"
+    assert other["deployments"] == [{"name": "Draft", "user_config": {"draft": {"model": "/models/other"}}}]
+
+
+@pytest.mark.parametrize(
+    "draft", [{"model": "ngram"}, {"model": "/m", "enabled": False}, {"model": "/m", "num_replicas": 0}, {}]
+)
+def test_without_a_draft_deployment_nothing_is_said_of_it(helm: Renderer, draft: dict[str, Any]) -> None:
+    serve = yaml.safe_load(ray_service(helm, {"config": {"draft": draft}})["serveConfigV2"])
+    (application,) = serve["applications"]
+    assert "deployments" not in application
+    assert application["args"].get("draft", {}) == draft
 
 
 def test_serve_knows_every_key_of_its_file(helm: Renderer) -> None:

@@ -56,6 +56,14 @@ specray.io/service: {{ include "specray.fullname" . }}
 
 {{- define "specray.serveConfig" -}}
 {{- $timeout := dig "router" "request_timeout_s" 600 .Values.config -}}
+{{- $draft := dig "draft" (dict) .Values.config -}}
+{{- $model := dig "model" "" $draft -}}
+{{- $loads := and $model (not (has $model (list "ngram" "suffix"))) (dig "enabled" true $draft) -}}
+{{- $replicates := or (dig "autoscaling" (dict) $draft) (gt (int (dig "num_replicas" 1 $draft)) 0) -}}
+{{- $args := .Values.config -}}
+{{- if and $loads $replicates -}}
+{{- $args = merge (dict "draft" (omit $draft "model")) (omit .Values.config "draft") -}}
+{{- end -}}
 proxy_location: EveryNode
 http_options:
   host: {{ .Values.config.http.host }}
@@ -72,7 +80,13 @@ applications:
     route_prefix: /
     import_path: specray.serving.app:build_app
     args:
-      {{- toYaml .Values.config | nindent 6 }}
+      {{- toYaml $args | nindent 6 }}
+    {{- if and $loads $replicates }}
+    deployments:
+      # A change of args replaces every deployment; one of this replaces the drafts' model alone.
+      - name: Draft
+        user_config: {draft: {model: {{ $model | quote }}}}
+    {{- end }}
 {{- end }}
 
 {{- define "specray.podSpec" -}}
