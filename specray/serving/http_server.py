@@ -65,6 +65,8 @@ class HttpServer:
         async with asyncio.timeout(START_TIMEOUT_S):
             while not self._server.started and not self._task.done():  # noqa: ASYNC110  # It has no event.
                 await asyncio.sleep(_POLL_S)
+        if self._task.done():
+            await self._task
 
     async def stop(self) -> None:
         """Takes no new connections; what is under way may end within ``grace_s``. Idempotent."""
