@@ -73,3 +73,11 @@ def test_a_ray_that_was_imported_before_reads_only_the_token(
     monkeypatch.setitem(sys.modules, "ray", pytest)
     apply_ray_environment(RpcConfig())
     assert decided(environment).keys() == {"RAY_AUTH_TOKEN"}
+
+
+def test_workers_are_not_nice_unless_the_user_wants_them_to_be(environment: dict[str, str]) -> None:
+    apply_ray_environment(RpcConfig())
+    assert environment["RAY_worker_niceness"] == "0"
+    environment["RAY_worker_niceness"] = "5"
+    apply_ray_environment(RpcConfig())
+    assert environment["RAY_worker_niceness"] == "5"
