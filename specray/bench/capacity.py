@@ -163,9 +163,9 @@ async def _measure_pass(loads: _Loads, plan: SweepPlan, sweep: Sweep) -> None:
     sweep.plain_prefills.extend(read_samples(await loads.prefills(k=0)))
     if loads.has_draft:
         sweep.prefills.extend(read_samples(await loads.prefills(k=1)))
-    for length in LONG_CONTEXTS:
-        samples = read_samples(await loads.long_context(length))
-        sweep.long_context.setdefault(length, Samples()).extend(samples)
+    for k, length in itertools.product((0, 3) if loads.has_draft else (0,), LONG_CONTEXTS):
+        samples = read_samples(await loads.long_context(length, k=k))
+        sweep.long_context.setdefault((k, length), Samples()).extend(samples)
     if plan.has_overlap and loads.has_draft:
         for k in OVERLAPPED_KS:
             sweep.overlapped.extend(read_samples(await loads.rounds(Overlap.ENUMERATE, k, counts)))
@@ -230,14 +230,14 @@ class _Loads:
                     await serving.serve([self._prompt_of(length)], max_tokens=2, k=k)
             return await serving.events()
 
-    async def long_context(self, wanted: int) -> list[TraceEvent]:
+    async def long_context(self, wanted: int, *, k: int) -> list[TraceEvent]:
         """A few sessions with so many tokens before the measured ones, where there is room."""
-        self._progress(f"contexts of {wanted}")
+        self._progress(f"contexts of {wanted}, K = {k}")
         max_tokens = 2 * _NUM_STEPS
         length = max(1, min(wanted, self._max_model_len - max_tokens - 8))
         prompts = [self._prompt_of(length)] * min(4, self.max_num_seqs)
         async with self._serving(Overlap.SERIAL) as serving:
-            await serving.serve(prompts, max_tokens=max_tokens, k=3 if self.has_draft else 0)
+            await serving.serve(prompts, max_tokens=max_tokens, k=k)
             return await serving.events()
 
     async def acceptance(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean, median
 from typing import Any, TypeVar
@@ -46,8 +46,8 @@ class Sweep:
     """Prompts of many lengths, one at a time, for both engines."""
     plain_prefills: Samples = field(default_factory=Samples)
     """The same for the target alone."""
-    long_context: dict[int, Samples] = field(default_factory=dict)
-    """A few sessions each, by the tokens of their prompts."""
+    long_context: dict[tuple[int, int], Samples] = field(default_factory=dict)
+    """A few sessions each, by K and the tokens of their prompts."""
     overlapped: Samples = field(default_factory=Samples)
     """Draft and target at the same time."""
     acceptance: dict[float, Samples] = field(default_factory=dict)
@@ -81,10 +81,10 @@ def fit_target(sweep: Sweep, info: EngineInfo, *, hardware: str) -> TargetProfil
     context_len = mean(step.num_context_tokens / step.num_sequences for step in steps)
     prefill = _prefill_points(_first_chunks(sweep.plain_prefills), lambda step: step.num_rows)
     prompts = [(float(point.num_tokens), point.seconds) for point in prefill]
-    longer = [
-        [step for step in samples.target if not step.num_prefill_rows]
-        for _, samples in sorted(sweep.long_context.items())
-    ]
+    longer = {
+        (k + 1, length): [step for step in samples.target if not step.num_prefill_rows]
+        for (k, length), samples in sweep.long_context.items()
+    }
     return TargetProfile(
         **_common(info, hardware),
         prefill=prefill,
@@ -124,10 +124,11 @@ def fit_draft(sweep: Sweep, info: EngineInfo, *, hardware: str) -> DraftProfile:
         value=lambda step: step.forward_s,
     )
     context_len = mean(step.num_context_tokens / step.num_sequences for step in steps)
-    longer = [
-        [step for step in samples.draft if _is_proposing(step)]
-        for _, samples in sorted(sweep.long_context.items())
-    ]
+    longer = {
+        (1, length): [step for step in samples.draft if _is_proposing(step)]
+        for (k, length), samples in sweep.long_context.items()
+        if k
+    }
     return DraftProfile(
         **_common(info, hardware),
         prefill=_prefill_points(
@@ -334,17 +335,27 @@ def _prefill_points(
 
 
 def _context_points(
-    loads: Sequence[Sequence[SampleT]], expected_s: Callable[[SampleT], float], context_len: float
+    loads: Mapping[tuple[int, int], Sequence[SampleT]],
+    expected_s: Callable[[SampleT], float],
+    context_len: float,
 ) -> tuple[ContextPoint, ...]:
-    """What steps with long contexts took more than such steps take with contexts of ``context_len``."""
-    points = [ContextPoint(num_tokens=context_len, seconds=0.0)]
-    for steps in loads:
-        longer = [step for step in steps if step.num_context_tokens > step.num_sequences * context_len]
-        if longer:
+    """What steps with long contexts took more than such steps take with contexts of ``context_len``.
+
+    Args:
+        loads: by the rows of each sequence and the length of its prompt.
+    """
+    points: list[ContextPoint] = []
+    for rows in sorted({rows for rows, _ in loads}):
+        points.append(ContextPoint(num_tokens=context_len, rows_per_sequence=rows, seconds=0.0))
+        for key in sorted(key for key in loads if key[0] == rows):
+            longer = [s for s in loads[key] if s.num_context_tokens > s.num_sequences * context_len]
+            if not longer:
+                continue
             extra = median((step.forward_s - expected_s(step)) / step.num_sequences for step in longer)
             length = mean(step.num_context_tokens / step.num_sequences for step in longer)
             # A longer context does not make a step faster.
-            points.append(ContextPoint(num_tokens=length, seconds=max(points[-1].seconds, extra)))
+            more = max(points[-1].seconds, extra)
+            points.append(ContextPoint(num_tokens=length, rows_per_sequence=rows, seconds=more))
     return tuple(points)
 
 

@@ -66,6 +66,7 @@ class ContextPoint(_Part):
     """What a step takes more for each of its sequences that has so many tokens before its rows."""
 
     num_tokens: float = Field(ge=0)
+    rows_per_sequence: int = Field(1, ge=1, description="That look at them.")
     seconds: float = Field(ge=0)
 
 
@@ -92,7 +93,7 @@ class EngineProfile(_Part):
     step_times: tuple[StepTimePoint, ...] = ()
     prefill: tuple[PrefillPoint, ...] = Field(min_length=1)
     context: tuple[ContextPoint, ...] = Field(
-        (), description="Beyond the contexts that steps were measured with, which is the first point."
+        (), description="Beyond the contexts that steps were measured with, which are the points with 0."
     )
     transport: LinearTime = Field(
         default_factory=LinearTime, description="There and back and the worker's own work, by items."

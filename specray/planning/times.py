@@ -44,7 +44,7 @@ class TargetTimes:
         self._curve = [(point.num_rows, point.seconds) for point in profile.verify]
         self._profile = profile
         self._prompts = _prompt_curve(profile)
-        self._context = _context_curve(profile)
+        self._context = _context_surface(profile)
         self._least_s = min(self._curve[0][1], self._prompts[0][1])
         """Of any step: its weights are read once."""
         self.transport = profile.transport
@@ -62,7 +62,9 @@ class TargetTimes:
     def _running_s(self, size: StepSize) -> float:
         count = size.num_sequences
         seconds = interpolate(self._curve, size.num_rows) + self._profile.per_sequence_s * count
-        return seconds + count * interpolate(self._context, size.num_context_tokens / count)
+        # Whole numbers, so that the surface remembers them.
+        rows, context = round(size.num_rows / count, 1), size.num_context_tokens // count
+        return seconds + count * self._context(rows, context)
 
     def _prompt_s(self, base_len: int, num_tokens: int) -> float:
         if base_len == 0:
@@ -83,7 +85,7 @@ class DraftTimes:
         points = [(one.num_tokens, one.num_branches, one.seconds) for one in profile.outcomes]
         self._outcomes = Surface(points) if points else None
         self._prompts = _prompt_curve(profile)
-        self._context = _context_curve(profile)
+        self._context = _context_surface(profile)
         transport = profile.transport
         self.transport = LinearTime(fixed_s=transport.fixed_s + network_s, per_item_s=transport.per_item_s)
 
@@ -96,7 +98,7 @@ class DraftTimes:
                 seconds += interpolate(self._prompts, len(item.token_ids))
             if not item.num_speculative_tokens:
                 continue
-            seconds += interpolate(self._context, item.base_len)
+            seconds += self._context(1, item.base_len)
             num_tokens = max(num_tokens, item.num_speculative_tokens)
             if item.fanout:
                 num_branches += item.max_branches or sum(item.fanout)
@@ -119,5 +121,7 @@ def _prompt_curve(profile: EngineProfile) -> list[tuple[float, float]]:
     return [(point.num_tokens, point.seconds) for point in profile.prefill]
 
 
-def _context_curve(profile: EngineProfile) -> list[tuple[float, float]]:
-    return [(point.num_tokens, point.seconds) for point in profile.context] or [(0.0, 0.0)]
+def _context_surface(profile: EngineProfile) -> Surface:
+    """Seconds for each sequence by its rows and the tokens before them."""
+    points = [(point.rows_per_sequence, point.num_tokens, point.seconds) for point in profile.context]
+    return Surface(points or [(1, 0, 0.0)])

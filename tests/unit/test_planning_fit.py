@@ -139,7 +139,7 @@ def test_fitted_target_takes_what_the_steps_took(sweep: Sweep) -> None:
     )
     assert target.per_sequence_s == 0.0
     assert target.transport.fixed_s == pytest.approx(5e-4)
-    assert [(point.num_tokens, point.seconds) for point in target.context] == [(10, 0.0)]
+    assert target.context == ()
     assert [(point.num_tokens, point.seconds) for point in target.prefill] == [(100, 0.01), (200, 0.02)]
     assert (target.hardware, target.max_num_seqs) == ("box", 64)
 
@@ -180,8 +180,9 @@ def test_longer_contexts_cost_what_they_took_more(sweep: Sweep) -> None:
             events.append(VerdictReceived(done, "long", number, forward_ms * MS, "model", 1, 0, 1))
         return read_samples(events)
 
-    sweep.long_context = {1000: long(1000, 5), 500: long(500, 3), 2000: long(2000, 4)}
+    sweep.long_context = {(1, n): long(n, ms) for n, ms in ((1000, 5), (500, 3), (2000, 4))}
     target = fit_target(sweep, fake_info("target"), hardware="box")
+    assert {point.rows_per_sequence for point in target.context} == {2}
     assert [(point.num_tokens, point.seconds) for point in target.context] == [
         (10, 0.0),
         (500, pytest.approx(1e-3)),
