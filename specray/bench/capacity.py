@@ -32,7 +32,7 @@ SERIAL_KS = (0, 1, 3, 6)
 OVERLAPPED_KS = (2, 4)
 ACCEPTANCE_K = 8
 NUM_SEQUENCES = (1, 2, 4, 8, 16, 32)
-PREFILL_LENS = (16, 64, 128, 256, 512, 1024)
+PREFILL_LENS = (32, 64, 128, 256, 512, 1024)
 LONG_CONTEXTS = (256, 1024)
 NUM_PASSES = 3
 _NUM_STEPS = 16
@@ -198,6 +198,7 @@ class _Loads:
         self._text = tuple(itertools.chain.from_iterable(prompts))
         self._progress = progress
         self._names = itertools.count()
+        self._offsets = itertools.count()
 
     @property
     def has_draft(self) -> bool:
@@ -221,13 +222,19 @@ class _Loads:
             return await serving.events()
 
     async def prefills(self, *, k: int) -> list[TraceEvent]:
-        """Prompts of many lengths, one at a time; with K > 0 the draft gets them too."""
+        """Prompts of many lengths, one at a time; with K > 0 the draft gets them too.
+
+        No length comes twice: a step of a new size takes longer, and prompts are of all sizes.
+        """
         self._progress(f"prompts, K = {k}")
         longest = min(PREFILL_LENS[-1], self._max_model_len - 8)
+        lengths = [*(one for one in PREFILL_LENS if one < longest), longest]
         async with self._serving(Overlap.SERIAL) as serving:
-            for length in (*(one for one in PREFILL_LENS if one < longest), longest):
-                for _ in range(_PREFILL_REPEATS):
-                    await serving.serve([self._prompt_of(length)], max_tokens=2, k=k)
+            for _ in range(_PREFILL_REPEATS):
+                shorter = next(self._offsets)
+                for length in lengths:
+                    prompt = self._prompt_of(max(1, length - shorter))
+                    await serving.serve([prompt], max_tokens=2, k=k)
             return await serving.events()
 
     async def long_context(self, wanted: int, *, k: int) -> list[TraceEvent]:

@@ -324,14 +324,14 @@ def _sequence_slope(passes: Sequence[Sequence[TargetSample]]) -> float:
 def _prefill_points(
     steps: Sequence[SampleT], num_tokens: Callable[[SampleT], int]
 ) -> tuple[PrefillPoint, ...]:
-    """The least of each length: of one length there are few, and what disturbs a step only slows it down."""
-    by_length: dict[int, list[float]] = {}
+    """The least of about each length: of one there are few, and what disturbs a step only slows it down."""
+    cells: dict[int, list[tuple[float, int]]] = {}
     for step in steps:
         if step.forward_s > 0 and num_tokens(step) > 0:
-            by_length.setdefault(num_tokens(step), []).append(step.forward_s)
-    return tuple(
-        PrefillPoint(num_tokens=count, seconds=min(seconds)) for count, seconds in sorted(by_length.items())
-    )
+            cells.setdefault(_cell(num_tokens(step)), []).append((step.forward_s, num_tokens(step)))
+    least = [min(members) for _, members in sorted(cells.items())]
+    points = _not_above_larger([((float(count), 0), seconds) for seconds, count in least])
+    return tuple(PrefillPoint(num_tokens=int(count), seconds=seconds) for (count, _), seconds in points)
 
 
 def _context_points(
