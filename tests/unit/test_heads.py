@@ -629,6 +629,8 @@ def test_lost_sequence_is_unknown_and_comes_back() -> None:
         ({"fanout": (1, 1)}, "fanout is (1, 1) for 0 proposed tokens"),
         ({"fanout": (-1,)}, "fanout is (-1,)"),
         ({"num_speculative_tokens": -1}, "num_speculative_tokens is -1"),
+        ({"min_acceptance": 1.0}, "min_acceptance is 1.0; allowed: 0 or more, below 1"),
+        ({"min_acceptance": -0.1}, "min_acceptance is -0.1"),
         ({"sampling": None}, "sampling is missing"),
         ({"token_ids": ()}, "0 tokens"),
     ],
@@ -641,6 +643,52 @@ def test_bad_speculate_item_fails_alone(changes: dict[str, object], message: str
     assert isinstance(failed, ItemFailed) and not failed.is_retriable
     assert message in failed.message
     assert isinstance(served, Proposal) and served.draft_token_ids == tuple(expected_output(GREEDY)[:1])
+
+
+def bounded_proposal(sampling: SamplingParams, min_acceptance: float) -> Proposal:
+    draft, _ = toy_draft()
+    item = SpeculateItem("a", 1, 0, tuple(PROMPT), 6, sampling=sampling, min_acceptance=min_acceptance)
+    [reply] = draft.speculate([item]).replies
+    assert isinstance(reply, Proposal)
+    return reply
+
+
+@pytest.mark.parametrize("min_acceptance", [0.01, 0.3, 0.6, 0.9, 0.99])
+def test_proposal_ends_before_the_token_that_the_draft_doubts(min_acceptance: float) -> None:
+    whole = bounded_proposal(GREEDY, 0.0).draft_token_ids
+    assert len(whole) == 6
+    # A token's chance is its share of the scores' softmax at half their scale; the first one always comes.
+    chance, num_expected = 1.0, 0
+    for index, token_id in enumerate(whole):
+        scores = 2.0 * model_logits(CLOSE, [*PROMPT, *whole[:index]])
+        chance *= float(scores.softmax(-1)[token_id])
+        if index and chance < min_acceptance:
+            break
+        num_expected += 1
+    assert bounded_proposal(GREEDY, min_acceptance).draft_token_ids == whole[:num_expected]
+
+
+def test_coupled_proposal_is_bounded_by_scores_with_the_noise() -> None:
+    coupled = SamplingParams(temperature=1.0, seed=3, num_prompt_tokens=len(PROMPT))
+    lengths = [len(bounded_proposal(coupled, bound).draft_token_ids) for bound in (0.0, 0.2, 0.95)]
+    assert lengths[0] == 6 and lengths == sorted(lengths, reverse=True) and lengths[-1] < 6
+
+
+def test_bound_does_not_select_draft_tokens_under_rejection() -> None:
+    rejection = SamplingParams(
+        temperature=1.0, seed=3, num_prompt_tokens=len(PROMPT), verification=Verification.REJECTION
+    )
+    assert bounded_proposal(rejection, 0.99) == bounded_proposal(rejection, 0.0)
+
+
+def test_a_bounded_line_does_not_shorten_the_others_of_its_batch() -> None:
+    draft, _ = toy_draft()
+    one = SpeculateItem("a", 1, 0, tuple(PROMPT), 6, sampling=GREEDY, min_acceptance=0.99)
+    other = replace(one, request_id="b", min_acceptance=0.0)
+    short, long = draft.speculate([one, other]).replies
+    assert isinstance(short, Proposal) and isinstance(long, Proposal)
+    assert short.draft_token_ids == bounded_proposal(GREEDY, 0.99).draft_token_ids
+    assert long.draft_token_ids == bounded_proposal(GREEDY, 0.0).draft_token_ids
 
 
 def test_draft_check_runs_a_step() -> None:

@@ -8,7 +8,7 @@ import pytest
 from router_harness import request, speculation_config
 
 from specray.router.estimates import Average, OutcomesTime, Rate, TimeTable, chain_trials
-from specray.router.expected import prior_hit_rate
+from specray.router.expected import expected_drafts, expected_tokens, prior_hit_rate
 from specray.router.policy import (
     AUTO_K,
     OFF,
@@ -139,12 +139,60 @@ def test_k_grows_with_acceptance() -> None:
 
 def test_serial_k_is_the_optimum_of_the_formula() -> None:
     policy, pacing = measured(acceptance=0.6, overlap="serial", draft_step_s=0.004)
+    for _ in range(1000):
+        policy.observe_proposed(pacing, 8, 8)
     acceptance = pacing.acceptance.value
 
     def goodput(k: int) -> float:
         return (1 - acceptance ** (k + 1)) / (1 - acceptance) / (0.020 + 0.004 * k + 0.0002)
 
     assert chosen(policy, pacing).num_speculative_tokens == max(AUTO_K, key=goodput)
+
+
+def test_rounds_under_a_bound_are_sums_over_the_tokens_that_come() -> None:
+    # 1, then half of the times another, then half of those times a third.
+    assert expected_drafts(3, 0.5) == pytest.approx(1 + 0.5 + 0.25)
+    assert expected_drafts(3, 1.0) == 3
+    assert expected_tokens(0.8, 3, 0.5) == pytest.approx(1 + 0.8 + 0.5 * 0.8**2 + 0.25 * 0.8**3)
+    assert expected_tokens(0.8, 3) == pytest.approx(1 + 0.8 + 0.8**2 + 0.8**3)
+
+
+def test_a_draft_that_ends_its_proposals_early_is_expected_to_do_so() -> None:
+    policy, pacing = measured(overlap="serial")
+    for _ in range(200):
+        policy.observe_proposed(pacing, 8, 2)
+    # One continuation and one end for each proposal; some of what was believed before is left.
+    goes_on = pacing.continuation.value
+    assert goes_on == pytest.approx(0.5, abs=0.02)
+    expected = expected_tokens(pacing.acceptance.value, 8, goes_on)
+    drafted_s = 0.004 * (expected_drafts(8, goes_on) + 1 - goes_on**7)
+    goodput = policy.goodput(Plan(8), pacing, 1)
+    assert goodput == pytest.approx(expected / (0.020 + drafted_s + 0.0002), rel=0.01)
+
+
+def test_a_draft_token_must_promise_what_its_row_and_its_step_could_bring() -> None:
+    policy, pacing = measured(overlap="serial", rows_s=0.0005, draft_step_s=0.001)
+    for num_running in (1, 4):
+        pacing.rounds_to_review = 0
+        plan = chosen(policy, pacing, num_running=num_running)
+        rate = num_running * policy.goodput(plan, pacing, num_running)
+        assert plan.min_acceptance == pytest.approx(rate * (0.0005 + 0.001 / num_running), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "config", [{"overlap": "enumerate"}, {"overlap": "serial", "num_speculative_tokens": 4}]
+)
+def test_a_k_that_was_asked_for_and_outcomes_have_no_bound(config: dict[str, Any]) -> None:
+    policy, pacing = measured(rows_s=0.0005, **config)
+    plan = chosen(policy, pacing)
+    assert not plan.is_off and plan.min_acceptance == 0.0
+
+
+def test_drafts_without_a_model_have_no_bound() -> None:
+    policy, _ = measured(overlap="serial", rows_s=0.0005)
+    local = policy.beside("ngram", prior_acceptance=0.9)
+    plan = chosen(local, local.pace(request()))
+    assert not plan.is_off and plan.min_acceptance == 0.0
 
 
 def test_enumeration_is_chosen_where_it_hides_the_draft() -> None:
