@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from specray.config import Config
 from specray.errors import OverloadedError
@@ -23,6 +24,8 @@ PROBE_S = 0.5
 """So long a tenant's refusal is believed when nothing that this ingress sees has ended since; another ingress
 may have seen it."""
 _MAX_TENANTS = 1024
+
+KeyT = TypeVar("KeyT", str, int)
 
 
 @dataclass(slots=True)
@@ -90,10 +93,8 @@ class KnownRoom:
     def end(self, tenant: str, priority: int, refusal: OverloadedError | None) -> None:
         """It has come back, refused or not."""
         self._num_requests -= 1
-        for counter, key in ((self._by_tenant, tenant), (self._by_priority, priority)):
-            counter[key] -= 1
-            if not counter[key]:
-                del counter[key]
+        _count_down(self._by_tenant, tenant)
+        _count_down(self._by_priority, priority)
         if refusal is None:
             self._observe_end()
             return
@@ -116,6 +117,12 @@ class KnownRoom:
 
     def _retry_after_s(self) -> float:
         return self._advice.after_s(self._num_requests)
+
+
+def _count_down(counter: Counter[KeyT], key: KeyT) -> None:
+    counter[key] -= 1
+    if not counter[key]:
+        del counter[key]
 
 
 class RefusingClient:
