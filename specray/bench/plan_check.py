@@ -24,7 +24,6 @@ from specray.serving.local import WORKER_COMMAND, LocalPair, local_pair
 from specray.tokenization import Tokenizer
 from specray.types import GenerateRequest, SamplingParams
 
-_MIN_REQUESTS = 8
 _REQUESTS_PER_CLIENT = 3
 _NUM_SIMULATIONS = 5
 
@@ -139,15 +138,16 @@ def compare(kit: Kit, measured: Measured) -> list[CheckRow]:
     return [_row(kit, measured, count, passes) for count, passes in measured.passes.items()]
 
 
-def _num_requests(concurrency: int) -> int:
-    return max(_MIN_REQUESTS, _REQUESTS_PER_CLIENT * concurrency)
+def _num_requests(concurrency: int, num_prompts: int) -> int:
+    """Each prompt at least once: how well the draft does differs much between outputs."""
+    return max(num_prompts, _REQUESTS_PER_CLIENT * concurrency)
 
 
 async def _measure(
     router: Router, prompts: Sequence[tuple[int, ...]], concurrency: int, max_tokens: int, temperature: float
 ) -> Pass:
     """A pass; without stop tokens, so that every output has ``max_tokens``."""
-    count = _num_requests(concurrency)
+    count = _num_requests(concurrency, len(prompts))
     waiting = iter(list(enumerate(itertools.islice(itertools.cycle(prompts), count))))
     num_tokens = 0
     ttft_ms: list[float] = []
@@ -172,7 +172,7 @@ async def _measure(
 
 
 def _row(kit: Kit, measured: Measured, concurrency: int, passes: Sequence[Pass]) -> CheckRow:
-    count = _num_requests(concurrency)
+    count = _num_requests(concurrency, len(measured.prompt_lens))
     load = ClosedLoad(
         concurrency,
         count,

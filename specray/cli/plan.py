@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from specray.planning.search import Demand
 
 NUM_PROFILE_PROMPTS = 48
-NUM_CHECK_PROMPTS = 64
 MAX_RATIO = 8
 DEFAULT_RATIOS = "0,0.25,0.5,1"
 
@@ -205,12 +204,12 @@ def _check(
             f"the configuration has {'a' if config.draft.has_model else 'no'} draft model and the profile"
             f" {'none' if profile.draft is None else 'one'}; allowed with --check: a profile of this pair"
         )
-    # The first prompts are those that `specray profile` measures acceptance on.
-    prompts = load_prompts(dataset, dataset_path, NUM_PROFILE_PROMPTS + NUM_CHECK_PROMPTS)
+    # Those that `specray profile` measures acceptance on.
+    prompts = load_prompts(dataset, dataset_path, NUM_PROFILE_PROMPTS)
     with Console(stderr=True).status("starting the pair") as status:
         runner = LoadRunner(
             config,
-            prompts[NUM_PROFILE_PROMPTS:],
+            prompts,
             concurrency=concurrency or (1, 4, 8),
             max_tokens=int(output),
             temperature=temperature,
@@ -218,9 +217,7 @@ def _check(
         )
         if profile is None:
             profile = asyncio.run(
-                _profile_in_turn(
-                    config, prompts[:NUM_PROFILE_PROMPTS], runner, temperature, num_passes, status.update
-                )
+                _profile_in_turn(config, prompts, runner, temperature, num_passes, status.update)
             )
         else:
             asyncio.run(measure_loads(runner, config, num_passes=num_passes))

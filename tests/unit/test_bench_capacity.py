@@ -59,6 +59,6 @@ def test_measured_profile_has_every_part_and_predicts() -> None:
     assert {count: len(passes) for count, passes in runner.measured.passes.items()} == {1: 3, 2: 3}
     kit = Kit(profile.target, profile.draft, at_zero, profile.router)
     rows = compare(kit, runner.measured)
-    assert [(row.concurrency, row.num_requests) for row in rows] == [(1, 8), (2, 8)]
+    assert [(row.concurrency, row.num_requests) for row in rows] == [(1, 3), (2, 6)]
     assert all(row.predicted_tokens_per_s > 0 and row.measured_tokens_per_s > 0 for row in rows)
     assert rows[0].error == rows[0].predicted_tokens_per_s / rows[0].measured_tokens_per_s - 1
