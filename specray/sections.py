@@ -163,7 +163,9 @@ class KeyConfig(Section):
         False, description="May read /metrics and /debug/trace, which tell of all keys."
     )
     max_requests: int | None = Field(
-        None, ge=1, description="At a time, for each Ingress replica and Router; each prompt and choice is one."
+        None,
+        ge=1,
+        description="At a time, at each Ingress and at each Router; each prompt and choice is one.",
     )
     max_queued_tokens: int | None = Field(
         None,
