@@ -58,7 +58,7 @@ class SweepPlan:
     num_acceptance_tokens: int = 128
     """Output tokens of each prompt whose acceptance is measured."""
     num_passes: int = NUM_PASSES
-    """Over everything but acceptance; the more, the likelier that one of them is not disturbed."""
+    """Over everything but acceptance; the median of each size counts."""
     dataset: str = "builtin"
 
 

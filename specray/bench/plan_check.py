@@ -35,7 +35,7 @@ class CheckRow:
     concurrency: int
     num_requests: int
     measured_tokens_per_s: float
-    """Of the fastest pass: what disturbs only slows down, as in a profile."""
+    """The median of the passes, as in a profile."""
     measured_of_passes: tuple[float, ...]
     predicted_tokens_per_s: float
     measured_ttft_ms: float
@@ -187,10 +187,10 @@ def _row(kit: Kit, measured: Measured, concurrency: int, passes: Sequence[Pass])
     return CheckRow(
         concurrency=concurrency,
         num_requests=count,
-        measured_tokens_per_s=max(one.tokens_per_s for one in passes),
+        measured_tokens_per_s=median(one.tokens_per_s for one in passes),
         measured_of_passes=tuple(one.tokens_per_s for one in passes),
         predicted_tokens_per_s=_mean_rate(runs),
-        measured_ttft_ms=min(one.ttft_ms for one in passes),
+        measured_ttft_ms=median(one.ttft_ms for one in passes),
         predicted_ttft_ms=median(run.ttft_ms.p50 for run in runs if run.ttft_ms is not None),
     )
 

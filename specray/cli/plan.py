@@ -77,7 +77,7 @@ def plan(
         list[int] | None, typer.Option(min=1, help="With --check: clients at once; may be repeated.")
     ] = None,
     num_passes: Annotated[
-        int, typer.Option(min=1, max=50, help="With --check: over all loads; the fastest counts.")
+        int, typer.Option(min=1, max=50, help="With --check: over all loads; the median counts.")
     ] = 3,
     dataset: Annotated[
         Dataset, typer.Option(help="With --check: where prompts come from.")

@@ -33,7 +33,7 @@ def profile(
         list[int] | None, typer.Option(min=1, help="Sequences side by side; may be repeated.")
     ] = None,
     num_passes: Annotated[
-        int, typer.Option(min=1, max=50, help="Over all loads; for each size the fastest counts.")
+        int, typer.Option(min=1, max=50, help="Over all loads; for each size the median counts.")
     ] = 3,
     overlap: Annotated[
         bool | None,

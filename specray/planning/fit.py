@@ -61,7 +61,7 @@ def fit_target(sweep: Sweep, info: EngineInfo, *, hardware: str) -> TargetProfil
     passes = [[step for step in samples.target if _is_decode(step)] for samples in sweep.rounds]
     steps = list(itertools.chain.from_iterable(passes))
     per_sequence_s = _sequence_slope(passes)
-    points = _least_medians(
+    points = _medians(
         passes,
         place=lambda step: (float(step.num_rows), 0),
         value=lambda step: max(1e-6, step.forward_s - per_sequence_s * step.num_sequences),
@@ -106,7 +106,7 @@ def fit_draft(sweep: Sweep, info: EngineInfo, *, hardware: str) -> DraftProfile:
     """The draft's part; as ``fit_target``."""
     passes = [[step for step in samples.draft if _is_proposing(step)] for samples in sweep.rounds]
     steps = list(itertools.chain.from_iterable(passes))
-    points = _least_medians(
+    points = _medians(
         passes,
         place=lambda step: (float(step.num_sequences), step.num_tokens),
         value=lambda step: step.forward_s,
@@ -118,7 +118,7 @@ def fit_draft(sweep: Sweep, info: EngineInfo, *, hardware: str) -> DraftProfile:
         return surface(step.num_tokens, step.num_sequences)
 
     enumerated = [step for step in sweep.overlapped.draft if _is_plain(step) and step.num_branches]
-    outcomes = _least_medians(
+    outcomes = _medians(
         [enumerated],
         place=lambda step: (float(step.num_branches), step.num_tokens),
         value=lambda step: step.forward_s,
@@ -221,7 +221,7 @@ def fit_linear(passes: Iterable[Sequence[tuple[int, float]]]) -> LinearTime:
     """Least squares through each number of items; neither part is negative.
 
     Args:
-        passes: (items, seconds) of each pass; the least of the passes' medians counts.
+        passes: (items, seconds) of each pass; the median of the passes' medians counts.
     """
     medians: dict[int, list[float]] = {}
     for samples in passes:
@@ -231,7 +231,7 @@ def fit_linear(passes: Iterable[Sequence[tuple[int, float]]]) -> LinearTime:
         trusted = {n: values for n, values in by_count.items() if len(values) >= _MIN_SAMPLES}
         for count, values in (trusted or by_count).items():
             medians.setdefault(count, []).append(median(values))
-    points = [(float(count), min(values)) for count, values in sorted(medians.items())]
+    points = [(float(count), median(values)) for count, values in sorted(medians.items())]
     if not points:
         return LinearTime()
     # Errors count as parts of the time: a line that fits 32 items must not be wrong for one.
@@ -255,13 +255,13 @@ def _line(points: Sequence[tuple[float, float]], weights: Sequence[float]) -> tu
     return level - slope * middle, slope
 
 
-def _least_medians(
+def _medians(
     passes: Sequence[Sequence[SampleT]],
     *,
     place: Callable[[SampleT], tuple[float, int]],
     value: Callable[[SampleT], float],
 ) -> list[tuple[tuple[float, int], float]]:
-    """(place, seconds) points: of each cell, the least of its passes' medians; what disturbs only slows down.
+    """(place, seconds) points: of each cell, the median of its passes' medians.
 
     A place is a size and a depth. Neighbouring sizes share a cell, whose place is their mean. Cells with few
     samples count only where no cell has more.
@@ -278,8 +278,8 @@ def _least_medians(
     trusted = {cell: medians for cell, medians in cells.items() if max(medians)[0] >= _MIN_SAMPLES}
     points = []
     for (_, depth), medians in sorted((trusted or cells).items()):
-        least = min(medians, key=lambda one: one[2])
-        points.append(((least[1], depth), least[2]))
+        sizes, seconds = zip(*((size, value) for _, size, value in medians), strict=True)
+        points.append(((mean(sizes), depth), median(seconds)))
     return points
 
 
@@ -303,7 +303,7 @@ def _cell(size: float) -> int:
 
 def _sequence_slope(passes: Sequence[Sequence[TargetSample]]) -> float:
     """What a step takes for each sequence: how much longer steps of equal rows take the more they hold."""
-    points = _least_medians(
+    points = _medians(
         passes,
         place=lambda step: (float(step.num_rows), step.num_sequences),
         value=lambda step: step.forward_s,
@@ -324,14 +324,19 @@ def _sequence_slope(passes: Sequence[Sequence[TargetSample]]) -> float:
 def _prefill_points(
     steps: Sequence[SampleT], num_tokens: Callable[[SampleT], int]
 ) -> tuple[PrefillPoint, ...]:
-    """The least of about each length: of one there are few, and what disturbs a step only slows it down."""
-    cells: dict[int, list[tuple[float, int]]] = {}
+    """The median of about each length."""
+    cells: dict[int, list[tuple[int, float]]] = {}
     for step in steps:
         if step.forward_s > 0 and num_tokens(step) > 0:
-            cells.setdefault(_cell(num_tokens(step)), []).append((step.forward_s, num_tokens(step)))
-    least = [min(members) for _, members in sorted(cells.items())]
-    points = _not_above_larger([((float(count), 0), seconds) for seconds, count in least])
-    return tuple(PrefillPoint(num_tokens=int(count), seconds=seconds) for (count, _), seconds in points)
+            cells.setdefault(_cell(num_tokens(step)), []).append((num_tokens(step), step.forward_s))
+    points = []
+    for _, members in sorted(cells.items()):
+        counts, seconds = zip(*members, strict=True)
+        points.append(((float(round(mean(counts))), 0), median(seconds)))
+    return tuple(
+        PrefillPoint(num_tokens=int(count), seconds=seconds)
+        for (count, _), seconds in _not_above_larger(points)
+    )
 
 
 def _context_points(

@@ -47,7 +47,7 @@ def test_measured_profile_has_every_part_and_predicts() -> None:
         assert proposed.seconds == pytest.approx(1e-9 * DRAFT_NS * proposed.num_tokens)
     assert [point.num_tokens for point in profile.target.prefill][-1] > 400
     for prompt in profile.target.prefill:
-        assert prompt.seconds == pytest.approx(1e-9 * TARGET_NS * prompt.num_tokens)
+        assert prompt.seconds == pytest.approx(1e-9 * TARGET_NS * prompt.num_tokens, rel=0.1)
     assert profile.router.verify_after_proposal.of(1) > 0
     # The fake draft is always right.
     (at_zero,) = profile.acceptance
