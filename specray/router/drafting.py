@@ -314,11 +314,13 @@ class Drafting:
     def expire(self, now: float) -> None:
         """Gives up waits that took too long, and a draft that is silent."""
         link = self.link
-        if link is not None and link.unanswered_since is not None:
-            if not self._running:
-                link.unanswered_since = None
-            elif now >= link.unanswered_since + self._round_timeout_s:
-                self.on_lost(link, f"silent for round_timeout_s = {self._round_timeout_s:g} s")
+        # Also when the sessions that asked have ended: a draft answers all the same, and the next would wait.
+        if (
+            link is not None
+            and link.unanswered_since is not None
+            and now >= link.unanswered_since + self._round_timeout_s
+        ):
+            self.on_lost(link, f"silent for round_timeout_s = {self._round_timeout_s:g} s")
         # Deadlines are compared as sums, as the alarm is set: a difference can round to just below.
         patience_s = self._patience_s()
         for live in self._running.values():

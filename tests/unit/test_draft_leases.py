@@ -252,6 +252,32 @@ def test_hanging_draft_costs_less_than_two_seconds_with_the_default_round_timeou
     run(clock, main())
 
 
+@pytest.mark.parametrize("overlap", ["serial", "ahead"])
+def test_hanging_draft_is_given_up_though_every_request_is_short(overlap: str) -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        draft = fake_draft(PerfectGuesser(MODEL))
+
+        def lease(number: int) -> Drafter:
+            return LocalDrafter(draft, clock, hangs_after=4 if number == 0 else None)
+
+        async with serving(clock, make_drafter=lease, overlap=overlap, num_speculative_tokens=3) as pair:
+            times: list[float] = []
+            for number in range(40):
+                started_s = clock.monotonic()
+                given = request(str(number), max_tokens=12)
+                output = await pair.router.complete(given)
+                assert output.token_ids == expected(given)
+                times.append(clock.monotonic() - started_s)
+                await asyncio.sleep(0.1)
+            assert sum(each > 13 * TARGET_S for each in times) == 1, "only one waited in vain"
+            assert pair.counted("specray_draft_lost_total") == 1
+            assert output.stats is not None and output.stats.num_spec_steps > 0
+
+    run(clock, main())
+
+
 def test_slow_draft_is_not_given_up_in_serial_rounds() -> None:
     clock = VirtualClock()
 
