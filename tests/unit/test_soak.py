@@ -88,6 +88,8 @@ def test_link_and_node_faults_need_a_bed_that_has_them() -> None:
     }  # fmt: skip
     assert FaultKind.NODE_REMOVE not in possible_faults(BedKind.PROCESSES)
     assert parse_faults("all", BedKind.PROCESSES) == possible_faults(BedKind.PROCESSES)
+    assert FaultKind.NODE_DRAIN not in parse_faults("all", BedKind.CLUSTER)
+    assert parse_faults("node-drain", BedKind.CLUSTER) == (FaultKind.NODE_DRAIN,)
     assert parse_faults("router-kill, draft-kill,router-kill", BedKind.PROCESSES) == (
         FaultKind.ROUTER_KILL, FaultKind.DRAFT_KILL
     )  # fmt: skip

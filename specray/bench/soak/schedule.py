@@ -35,6 +35,8 @@ class FaultKind(StrEnum):
 
 ALL_FAULTS = "all"
 NODE_FAULTS = frozenset({FaultKind.NODE_REMOVE, FaultKind.NODE_DRAIN})
+NAMED_ONLY = frozenset({FaultKind.NODE_DRAIN})
+"""Not among ``all``: a drain with notice is no failure, and takes a second node's start."""
 LINK_FAULTS = frozenset({FaultKind.DRAFT_PARTITION, FaultKind.DRAFT_DELAY, FaultKind.DRAFT_LOSS})
 HOLD_S = {
     FaultKind.DRAFT_STOP: (2.0, 5.0),
@@ -68,10 +70,10 @@ def possible_faults(bed: BedKind) -> tuple[FaultKind, ...]:
 
 
 def parse_faults(text: str, bed: BedKind) -> tuple[FaultKind, ...]:
-    """``all``, or kinds with commas between. Raises ConfigError for one that the bed cannot have."""
+    """``all`` failures, or kinds with commas between. Raises ConfigError for one that the bed cannot have."""
     possible = possible_faults(bed)
     if text == ALL_FAULTS:
-        return possible
+        return tuple(kind for kind in possible if kind not in NAMED_ONLY)
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in possible:
