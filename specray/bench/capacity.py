@@ -55,6 +55,8 @@ class SweepPlan:
     ks: tuple[int, ...] = SERIAL_KS
     has_overlap: bool = False
     """Outcomes are measured too, and engines beside each other."""
+    step_temperature: float = 0.0
+    """At which steps are measured: drawing tokens takes time of its own."""
     num_acceptance_tokens: int = 128
     """Output tokens of each prompt whose acceptance is measured."""
     num_passes: int = NUM_PASSES
@@ -97,7 +99,7 @@ async def measure_profile(
     progress("starting the pair")
     async with local_pair(without_cache(config), worker_command=worker_command) as pair:
         target_info, draft_info = await _infos(pair)
-        loads = _Loads(config, pair, token_ids, target_info.max_model_len, progress)
+        loads = _Loads(config, pair, token_ids, target_info.max_model_len, plan.step_temperature, progress)
         sweep = await _measure_acceptance(loads, plan)
         for _ in range(plan.num_passes):
             await _measure_pass(loads, plan, sweep)
@@ -189,8 +191,10 @@ class _Loads:
         pair: LocalPair,
         prompts: Sequence[tuple[int, ...]],
         max_model_len: int,
+        step_temperature: float,
         progress: Callable[[str], None],
     ) -> None:
+        self._step_temperature = step_temperature
         self._config = config
         self._max_model_len = max_model_len
         self._pair = pair
@@ -218,7 +222,7 @@ class _Loads:
                 for _ in range(_NUM_ALONE if count < 4 else 1):
                     prompts = itertools.islice(itertools.cycle(self._prompts), count)
                     short = [prompt[:_SHORT_PROMPT] for prompt in prompts]
-                    await serving.serve(short, max_tokens=max_tokens, k=k)
+                    await serving.serve(short, max_tokens=max_tokens, k=k, temperature=self._step_temperature)
             return await serving.events()
 
     async def prefills(self, *, k: int) -> list[TraceEvent]:
@@ -234,7 +238,7 @@ class _Loads:
                 shorter = next(self._offsets)
                 for length in lengths:
                     prompt = self._prompt_of(max(1, length - shorter))
-                    await serving.serve([prompt], max_tokens=2, k=k)
+                    await serving.serve([prompt], max_tokens=2, k=k, temperature=self._step_temperature)
             return await serving.events()
 
     async def long_context(self, wanted: int, *, k: int) -> list[TraceEvent]:
@@ -244,7 +248,7 @@ class _Loads:
         length = max(1, min(wanted, self._max_model_len - max_tokens - 8))
         prompts = [self._prompt_of(length)] * min(4, self.max_num_seqs)
         async with self._serving(Overlap.SERIAL) as serving:
-            await serving.serve(prompts, max_tokens=max_tokens, k=k)
+            await serving.serve(prompts, max_tokens=max_tokens, k=k, temperature=self._step_temperature)
             return await serving.events()
 
     async def acceptance(

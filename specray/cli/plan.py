@@ -248,6 +248,7 @@ async def _profile_in_turn(
 
     plan = SweepPlan(
         temperatures=(temperature,),
+        step_temperature=temperature,
         has_overlap=config.speculation.overlap is not Overlap.SERIAL,
         num_passes=num_passes,
     )

@@ -20,7 +20,8 @@ def profile(
     output: Annotated[Path, typer.Option(help="The profile is written there.")] = Path("profile.json"),
     name: Annotated[str, typer.Option(help="For the tables of plan; default: the hardware.")] = "",
     temperature: Annotated[
-        list[float] | None, typer.Option(min=0, max=2, help="Of acceptance; may be repeated.")
+        list[float] | None,
+        typer.Option(min=0, max=2, help="Of acceptance; may be repeated. Steps are measured at the first."),
     ] = None,
     dataset: Annotated[Dataset, typer.Option(help="Where prompts come from.")] = Dataset.BUILTIN,
     dataset_path: Annotated[
@@ -58,6 +59,7 @@ def profile(
     has_overlap = config.speculation.overlap != Overlap.SERIAL if overlap is None else overlap
     plan = SweepPlan(
         temperatures=tuple(temperature or (0.0, 0.7, 1.0)),
+        step_temperature=temperature[0] if temperature else 0.0,
         num_sequences=tuple(num_sequences or NUM_SEQUENCES),
         has_overlap=has_overlap,
         num_passes=num_passes,
