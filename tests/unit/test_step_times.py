@@ -20,6 +20,7 @@ from router_harness import (
 from specray.engine.profile import profile_draft, profile_target
 from specray.fakes import LocalVerifier, VirtualClock
 from specray.router.estimates import Average, OutcomesTime, TimeTable
+from specray.router.expected import expected_drafts, expected_tokens
 from specray.router.links import measure_round_trip
 from specray.router.plan import OFF, Plan
 from specray.router.policy import AUTO_K, Policy
@@ -254,15 +255,21 @@ def first_plan(policy: Policy, *, num_running: int = 1) -> Plan:
     return policy.plan(policy.pace(request()), num_remaining=100, num_running=num_running)
 
 
+def num_draft_steps(k: int) -> float:
+    """Of a proposal of at most k tokens, as a draft is believed to go on; one that ends early drafts one more."""
+    return expected_drafts(k, 0.95) + 1 - 0.95 ** (k - 1)
+
+
 def test_first_plan_is_the_optimum_of_what_the_engines_say() -> None:
     policy = expecting(times((1, 0.010), (64, 0.010)), times((1, 0.0005), (2, 0.0005)), round_trip_s=0.010)
 
     def goodput(k: int) -> float:
-        return (1 - 0.7 ** (k + 1)) / (1 - 0.7) / (0.010 + 0.0005 * k + 0.010)
+        return expected_tokens(0.7, k, 0.95) / (0.010 + 0.0005 * num_draft_steps(k) + 0.010)
 
-    assert first_plan(policy) == Plan(max(AUTO_K, key=goodput)) == Plan(8)
+    plan = first_plan(policy)
+    assert plan == Plan(max(AUTO_K, key=goodput))
     pacing = policy.pace(request())
-    assert policy.goodput(Plan(8), pacing, 1) == pytest.approx(goodput(8))
+    assert policy.goodput(plan, pacing, 1) == pytest.approx(goodput(plan.num_speculative_tokens))
     assert policy.goodput(OFF, pacing, 1) == pytest.approx(100.0)
     assert policy.patience_s() == pytest.approx(4 * (16 * 0.0005 + 0.010))
 
@@ -280,7 +287,7 @@ def test_first_plan_of_many_sessions_counts_what_drafting_for_all_takes() -> Non
     flat = times((1, 0.020), (64, 0.020))
     cheap = expecting(flat, times((1, 0.001), (32, 0.001)))
     dear = expecting(flat, times((1, 0.001), (32, 0.032)))
-    assert first_plan(cheap, num_running=16) == Plan(6)
+    assert first_plan(cheap, num_running=16) == Plan(5)
     assert first_plan(dear, num_running=16) == OFF
 
 
@@ -302,7 +309,8 @@ def test_router_takes_the_engines_at_their_word_when_it_connects() -> None:
             await pair.router.complete(request(max_tokens=12))
             first = next(e for e in decode_trace(await pair.router.trace_text() or "") if type(e) is Planned)
             assert (first.overlap, first.num_speculative_tokens) == ("serial", 8)
-            assert first.tokens_per_s == pytest.approx({"off": 50.0, "serial": (1 - 0.7**9) / 0.3 / 0.024})
+            serial = expected_tokens(0.7, 8, 0.95) / (0.020 + 0.0005 * num_draft_steps(8))
+            assert first.tokens_per_s == pytest.approx({"off": 50.0, "serial": serial})
             text = await pair.router.metrics_text()
             assert 'specray_step_time_seconds{engine="target",rows="64"} 0.02' in text
             assert 'specray_step_time_seconds{engine="draft",rows="1"} 0.0005' in text
