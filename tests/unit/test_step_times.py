@@ -256,7 +256,7 @@ def first_plan(policy: Policy, *, num_running: int = 1) -> Plan:
 
 
 def num_draft_steps(k: int) -> float:
-    """Of a proposal of at most k tokens, as drafts are believed to go on; one that ends early drafts one more."""
+    """Of a proposal of at most k tokens, by the prior; one that ends early drafts one more."""
     return expected_drafts(k, 0.95) + 1 - 0.95 ** (k - 1)
 
 
