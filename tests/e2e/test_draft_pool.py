@@ -35,7 +35,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 PROMPT = "class Stack:\n    def push(self, item):\n"
 START_TIMEOUT_S = 120.0
-SAMPLINGS: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1, "seed": 3}]
+GREEDY: dict[str, Any] = {"temperature": 0}
+COUPLED: dict[str, Any] = {"temperature": 1, "seed": 3}
 
 
 @pytest.fixture(scope="module")
@@ -183,11 +184,10 @@ async def undisturbed(http: aiohttp.ClientSession, service: Service, **fields: A
     return text
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "coupled"])
 async def test_another_draft_takes_over_from_one_that_dies(
-    service: Service, http: aiohttp.ClientSession, sampling: dict[str, Any]
+    service: Service, http: aiohttp.ClientSession
 ) -> None:
-    expected = await undisturbed(http, service, **sampling)
+    expected = await undisturbed(http, service, **GREEDY)
     assert await speculates(http, service)
     process = await draft_in_use()
     killed_s = 0.0
@@ -198,7 +198,7 @@ async def test_another_draft_takes_over_from_one_that_dies(
         killed_s = time.monotonic()
 
     lost = await metric(http, "specray_draft_lost_total")
-    text, pause_s = await streamed(http, service, kill, **sampling)
+    text, pause_s = await streamed(http, service, kill, **GREEDY)
     assert text == expected
     await eventually(lambda: speculates(http, service), "another draft is leased")
     print(
@@ -208,11 +208,10 @@ async def test_another_draft_takes_over_from_one_that_dies(
     assert await draft_in_use() != process
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "coupled"])
 async def test_another_draft_takes_over_from_one_that_hangs_and_it_is_replaced(
-    service: Service, http: aiohttp.ClientSession, sampling: dict[str, Any]
+    service: Service, http: aiohttp.ClientSession
 ) -> None:
-    expected = await undisturbed(http, service, **sampling)
+    expected = await undisturbed(http, service, **COUPLED)
     await eventually(lambda: speculates(http, service), "a draft is leased")
     process = await draft_in_use()
     stopped_s = 0.0
@@ -223,7 +222,7 @@ async def test_another_draft_takes_over_from_one_that_hangs_and_it_is_replaced(
         stopped_s = time.monotonic()
 
     try:
-        text, pause_s = await streamed(http, service, stop, **sampling)
+        text, pause_s = await streamed(http, service, stop, **COUPLED)
         assert text == expected
         await eventually(lambda: speculates(http, service), "another draft is leased")
         print(f"hung: longest pause {pause_s:.2f} s, speculation {time.monotonic() - stopped_s:.2f} s later")
