@@ -1,4 +1,4 @@
-"""The Ingress deployment: HTTP through Serve's proxy, gRPC through a server of its own.
+"""The Ingress deployment: HTTP through Serve's proxy or a server of its own, gRPC always through its own.
 
 Serve's gRPC proxy has neither TLS nor interceptors nor the standard health service, and turns bytes that do
 not parse into INTERNAL; the server in ``specray.rpc.inference`` has all of them.
