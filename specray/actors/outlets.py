@@ -30,7 +30,7 @@ class Outlets:
         self._interval_s = interval_s
         self._options = options
         self._outlets: dict[str, Outlet] = {}
-        self._tasks: dict[asyncio.Task[None], Outlet] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def to(self, address: str) -> Outlet:
         """The way to the ingress at ``address``; it is connected in the background."""
@@ -38,8 +38,8 @@ class Outlets:
         if outlet is None:
             outlet = self._outlets[address] = Outlet(self._clock, self._interval_s)
             task = asyncio.create_task(self._send_all(address, outlet))
-            self._tasks[task] = outlet
-            task.add_done_callback(self._tasks.pop)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         return outlet
 
     async def close(self) -> None:
@@ -54,11 +54,17 @@ class Outlets:
             connection = await DeliveryConnection.connect(address, timeout_s=TIMEOUT_S, options=self._options)
             # While nothing is sent, only this tells that the ingress has gone.
             watch = asyncio.create_task(connection.wait_closed())
-            watch.add_done_callback(lambda _: outlet.fail(EngineLostError(f"ingress at {address} has ended")))
+
+            def on_closed(_: asyncio.Task[None]) -> None:
+                outlet.fail(EngineLostError(f"ingress at {address} has ended"))
+
+            watch.add_done_callback(on_closed)
             try:
                 while True:
                     await connection.send(await outlet.batch())
             finally:
+                # What ended the sending is the reason, not that the connection is closed after it.
+                watch.remove_done_callback(on_closed)
                 watch.cancel()
                 await connection.close()
         except SpecrayError as error:
