@@ -7,6 +7,7 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+PROTOCOLS: Final = ("http", "grpc")
 _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 2, 5, 10, 30, 60, 120, 300, 600)
 
 
@@ -39,6 +40,9 @@ class IngressMetrics:
         self._in_progress = Gauge(
             "specray_ingress_calls_in_progress", "Calls being answered.", ["protocol"], registry=self.registry
         )
+        # Shown from the start: a replica that nobody has called is there all the same.
+        for protocol in PROTOCOLS:
+            self._in_progress.labels(protocol)
 
     def text(self) -> str:
         """All metrics in Prometheus text format."""

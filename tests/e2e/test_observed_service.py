@@ -190,8 +190,8 @@ def replicas(samples: Iterable[Any]) -> dict[str, int]:
 async def test_any_ingress_shows_the_metrics_of_every_replica(http: aiohttp.ClientSession) -> None:
     # One Router is enough for the service to be ready; the other may still load its target.
     end = time.monotonic() + START_S
-    while replicas(await scrape(http)) != REPLICAS:
-        assert time.monotonic() < end, "some replica is not shown"
+    while (shown := replicas(await scrape(http))) != REPLICAS:
+        assert time.monotonic() < end, shown
         await asyncio.sleep(0.2)
     answers = [await complete(http) for _ in range(8)]
     for _ in range(4):

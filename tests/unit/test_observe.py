@@ -23,6 +23,7 @@ from specray.rpc.inference_types import GenerateParams
 from specray.sections import LoggingConfig
 from specray.serving.auth import Caller, Keyring, key_hash, new_key
 from specray.serving.grpc_ingress import GrpcIngress
+from specray.serving.metrics import IngressMetrics
 from specray.serving.observe import CallObserver
 from specray.telemetry.logs import extra_fields
 from specray.telemetry.tracing import Tracing
@@ -244,6 +245,14 @@ async def test_lines_can_be_turned_off(caplog: pytest.LogCaptureFixture) -> None
         labels = [("protocol", "http"), ("name", "POST /v1/completions"), ("code", "200")]
         await wait_until(lambda: observer.metrics.value("specray_ingress_calls_total", labels) == 1)
     assert [record for record in caplog.records if record.name == "specray.serving.observe"] == []
+
+
+def test_an_ingress_that_nobody_has_called_is_in_the_metrics() -> None:
+    shown = [line for line in IngressMetrics().text().splitlines() if not line.startswith("#")]
+    assert shown == [
+        'specray_ingress_calls_in_progress{protocol="http"} 0.0',
+        'specray_ingress_calls_in_progress{protocol="grpc"} 0.0',
+    ]
 
 
 async def test_metrics_hold_the_routers_and_the_ingress_own(caplog: pytest.LogCaptureFixture) -> None:
