@@ -1,8 +1,11 @@
 """The CPU kernels against torch in float64, at the edges of their blocks; a row is the same at any width."""
 
 import gc
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +24,7 @@ from specray.engine.kernels.norm import FusedRMSNorm
 from specray.engine.kernels.pages import on_large_pages
 from specray.engine.kernels.scores import TILE, scores_kernel
 from specray.engine.kernels.simd import vectors
-from specray.engine.kernels.team import Team, as_pointer, compile_kernel
+from specray.engine.kernels.team import Kernel, Team, as_pointer
 from specray.engine.lowered import HeadNorm
 
 needs_instruction = pytest.mark.skipif(
@@ -170,14 +173,13 @@ def test_scores_of_a_tile_in_the_order_of_its_tokens(head_dim: int) -> None:
     """Heads of one register, of several, and of less than one."""
     scores = scores_kernel(head_dim)
 
-    @compile_kernel(3)
     def kernel(address: int, part: int, num_parts: int, thread: int) -> None:
         args = carray(as_pointer(address), (3,), np.int64)
         scores(args[0], args[0] + head_dim * 4, args[1], args[2], args[2] + TILE * 4)
 
     queries, tile, out = random(2, head_dim), random(TILE, head_dim, seed=1), torch.empty(2, TILE)
     args = np.array([x.data_ptr() for x in (queries, tile, out)], dtype=np.int64)
-    ALONE.run(kernel, args.ctypes.data, 1)
+    ALONE.run(Kernel(None, 3, lambda: kernel), args.ctypes.data, 1)
     torch.testing.assert_close(out.double(), queries.double() @ tile.double().T, atol=1e-5, rtol=1e-5)
 
 
@@ -209,7 +211,6 @@ def test_exponential() -> None:
     wide = vectors(16)
     load, store, exp = wide.load, wide.store, wide.exp
 
-    @compile_kernel(2)
     def kernel(address: int, part: int, num_parts: int, thread: int) -> None:
         args = carray(as_pointer(address), (2,), np.int64)
         for place in range(0, 4096, 16):
@@ -218,7 +219,7 @@ def test_exponential() -> None:
     numbers = torch.linspace(-86.9, 88.0, 4096)
     out = torch.empty_like(numbers)
     args = np.array([numbers.data_ptr(), out.data_ptr()], dtype=np.int64)
-    ALONE.run(kernel, args.ctypes.data, 1)
+    ALONE.run(Kernel(None, 2, lambda: kernel), args.ctypes.data, 1)
     torch.testing.assert_close(out.double(), numbers.double().exp(), atol=0.0, rtol=2e-7)
 
 
@@ -321,3 +322,49 @@ def test_large_pages_hold_a_tensor_of_any_size() -> None:
         gc.collect()
         tensor.fill_(1.0)
         assert tensor.sum(dtype=torch.float64) == tensor.numel()
+
+
+def test_kernels_from_the_cache_compute_the_same(tmp_path: Path) -> None:
+    """A second process finds the first one's code, a third does not trust a broken file."""
+    program = """
+import sys, torch
+from specray.engine.kernels.norm import FusedRMSNorm
+from specray.engine.kernels.team import Team
+import numba.core.ccallback
+if sys.argv[1] == "cached":
+    numba.core.ccallback.CFunc.compile = lambda self: sys.exit("compiled again")
+rows = torch.arange(200_000, dtype=torch.float32).view(2_000, 100)
+print(FusedRMSNorm(torch.ones(100), 1e-5, Team(2))(rows).double().sum().item())
+"""
+
+    def run(expectation: str) -> str:
+        environment = {"HOME": str(tmp_path), "PATH": "", "PYTHONPATH": ":".join(sys.path)}
+        done = subprocess.run(
+            [sys.executable, "-c", program, expectation],
+            env=environment, capture_output=True, text=True, timeout=100, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    first = run("compile")
+    files = sorted(tmp_path.glob(".cache/specray/kernels/*/*"))
+    assert [path.name for path in files] == ["help.bin", "lead.bin", "lead_all.bin", "norm-float32-4.bin"]
+    assert run("cached") == first
+    files[3].write_bytes(files[3].read_bytes()[:-1])
+    assert run("compile") == first
+
+
+def test_without_a_place_to_keep_them_kernels_are_compiled(tmp_path: Path) -> None:
+    home = tmp_path / "a-file"
+    home.write_text("not a directory")
+    program = "from specray.engine.kernels.team import Team; print(Team(2).size)"
+    environment = {"HOME": str(home), "PATH": "", "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr

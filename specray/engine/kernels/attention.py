@@ -20,7 +20,7 @@ from specray.engine.kernels.scores import TILE, scores_kernel
 from specray.engine.kernels.simd import kernel, prefetch, vectors
 from specray.engine.kernels.softmax import softmax_kernel
 from specray.engine.kernels.span import Span
-from specray.engine.kernels.team import Kernel, Team, as_pointer, compile_kernel
+from specray.engine.kernels.team import Kernel, Team, as_pointer
 
 _LINE = 64
 """Bytes of a cache line."""
@@ -181,11 +181,14 @@ class AttentionCall:
 
 @functools.cache
 def attention_kernel(head_dim: int, dtype: str) -> Kernel:
-    """Compiles the kernel for heads of ``head_dim`` numbers that are ``bfloat16`` or ``float32``."""
+    """The kernel for heads of ``head_dim`` numbers that are ``bfloat16`` or ``float32``."""
+    return Kernel(f"attention-{dtype}-{head_dim}", _NUM_ARGS, lambda: _make_attention(head_dim, dtype))
+
+
+def _make_attention(head_dim: int, dtype: str) -> Any:
     rotate = _rotate_kernel(head_dim, dtype)
     attend = _attend_kernel(head_dim, dtype)
 
-    @compile_kernel(_NUM_ARGS)
     def attention(address: int, part: int, num_parts: int, thread: int) -> None:
         args = carray(as_pointer(address), (_NUM_ARGS,), np.int64)
         spans = carray(as_pointer(args[_SPANS]), (args[_NUM_SPANS], _NUM_COLUMNS), np.int64)

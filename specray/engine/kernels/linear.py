@@ -17,7 +17,7 @@ from numba import carray
 from specray.engine.kernels.pages import on_large_pages
 from specray.engine.kernels.product import BLOCK, BLOCK_BYTES, PANEL, multiply_kernel
 from specray.engine.kernels.simd import kernel, vectors
-from specray.engine.kernels.team import Kernel, Team, as_pointer, compile_kernel
+from specray.engine.kernels.team import Kernel, Team, as_pointer
 
 _PARTS_PER_THREAD = 4
 """Small enough that threads end together; each begins with weights that nobody has asked for ahead."""
@@ -172,6 +172,10 @@ class TiledGate:
 
 @functools.cache
 def _linear_kernel() -> Kernel:
+    return Kernel("linear", _NUM_ARGS, _make_linear)
+
+
+def _make_linear() -> Any:
     multiply = multiply_kernel()
     single, half = vectors(PANEL, "float32"), vectors(PANEL, "bfloat16")
     one, one_half = vectors(1, "float32"), vectors(1, "bfloat16")
@@ -213,7 +217,6 @@ def _linear_kernel() -> Kernel:
                     else:
                         store_one_half(out, at + place, number)
 
-    @compile_kernel(_NUM_ARGS)
     def linear(address: int, part: int, num_parts: int, thread: int) -> None:
         args = carray(as_pointer(address), (_NUM_ARGS,), np.int64)
         num_rows, num_blocks = args[_NUM_ROWS], args[_NUM_BLOCKS]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 import torch
 from numba import carray
 
 from specray.engine.kernels.simd import vectors
-from specray.engine.kernels.team import Kernel, Team, as_pointer, compile_kernel
+from specray.engine.kernels.team import Kernel, Team, as_pointer
 
 _MAX_LANES = 16
 _ROWS, _OUT, _NUM_ROWS, _WEIGHT, _SIZE, _EPS = range(6)
@@ -52,12 +53,15 @@ class FusedRMSNorm:
 
 @functools.cache
 def _norm_kernel(dtype: str, lanes: int) -> Kernel:
+    return Kernel(f"norm-{dtype}-{lanes}", _NUM_ARGS, lambda: _make_norm(dtype, lanes))
+
+
+def _make_norm(dtype: str, lanes: int) -> Any:
     wide, stored = vectors(lanes), vectors(lanes, dtype)
     load, store = stored.load, stored.store
     splat, mul, fma, total = wide.splat, wide.mul, wide.fma, wide.sum
     zero = np.float32(0.0)
 
-    @compile_kernel(_NUM_ARGS)
     def norm(address: int, part: int, num_parts: int, thread: int) -> None:
         args = carray(as_pointer(address), (_NUM_ARGS,), np.int64)
         eps = carray(as_pointer(address), (2 * _NUM_ARGS,), np.float32)[2 * _EPS]

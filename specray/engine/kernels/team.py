@@ -21,10 +21,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, cfunc
+from numba import carray
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from specray.engine.kernels.compiled import CompiledFunction
 from specray.engine.kernels.simd import kernel
 
 _SIGNATURE = types.void(types.int64, types.int64, types.int64, types.int64)
@@ -51,26 +52,20 @@ _SPINS_BEFORE_YIELD = 1_000
 _INT64, _INT32 = ir.IntType(64), ir.IntType(32)
 
 
-class Kernel:
+class Kernel(CompiledFunction):
     """A compiled function that does one of several equal parts of a job.
 
     Args:
-        function: a numba cfunc of ``(args address, part, number of parts, thread)``.
+        name: see ``CompiledFunction``.
         num_args: 64-bit numbers at the address.
+        make: gives a function of ``(args address, part, number of parts, thread)``, to be compiled.
     """
 
-    __slots__ = ("_function", "address", "call", "num_args")
+    __slots__ = ("num_args",)
 
-    def __init__(self, function: Any, num_args: int) -> None:
-        self._function = function  # owns the code
+    def __init__(self, name: str | None, num_args: int, make: Callable[[], Any]) -> None:
+        super().__init__(name, _SIGNATURE, _PROTOTYPE, make)
         self.num_args = num_args
-        self.address: int = function.address
-        self.call = _PROTOTYPE(self.address)
-
-
-def compile_kernel(num_args: int) -> Callable[[Any], Kernel]:
-    """Decorator: compiles ``function(args address, part, number of parts, thread)``."""
-    return lambda function: Kernel(cfunc(_SIGNATURE)(function), num_args)
 
 
 class Recorder(Protocol):
@@ -98,7 +93,7 @@ class Team:
         """Told of all that is done while it is set."""
         self._num_jobs = 0
         self._control: int = 0
-        self._lead_all = _lead_all_function()
+        self._lead_all = _lead_all_function().call
         if self.size == 1:
             return
         memory = np.zeros(self.size * _HELPER_SIZE + 64, dtype=np.uint8)
@@ -107,7 +102,7 @@ class Team:
         for index in range(1, self.size):
             _libc().sem_init(_semaphore(control, index), 0, 0)
         self._control = control
-        self._lead, help_ = _lead_function(), _help_function()
+        self._lead, help_ = _lead_function().call, _help_function().call
         helpers = [
             threading.Thread(target=help_, args=(control, index), name=f"specray-team-{index}", daemon=True)
             for index in range(1, self.size)
@@ -288,17 +283,15 @@ def _lead(control: int, function: int, args: int, word: int) -> None:
 
 
 @functools.cache
-def _lead_function() -> Any:
-    @cfunc(types.void(types.int64, types.int64, types.int64, types.int64))
+def _lead_function() -> CompiledFunction:
     def lead(control: int, function: int, args: int, word: int) -> None:
         _lead(control, function, args, word)
 
-    return _keep(lead, ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4))
+    return CompiledFunction("lead", _SIGNATURE, _PROTOTYPE, lambda: lead)
 
 
 @functools.cache
-def _lead_all_function() -> Any:
-    @cfunc(types.void(types.int64, types.int64, types.int64, types.int64))
+def _lead_all_function() -> CompiledFunction:
     def lead_all(control: int, address: int, num_jobs: int, number: int) -> None:
         jobs = carray(as_pointer(address), (num_jobs, 3), np.int64)
         for index in range(num_jobs):
@@ -310,12 +303,11 @@ def _lead_all_function() -> Any:
                 number = (number + 1) & _LAST_JOB
                 _lead(control, function, args, number << 32 | num_parts << 16)
 
-    return _keep(lead_all, ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4))
+    return CompiledFunction("lead_all", _SIGNATURE, _PROTOTYPE, lambda: lead_all)
 
 
 @functools.cache
-def _help_function() -> Any:
-    @cfunc(types.void(types.int64, types.int64))
+def _help_function() -> CompiledFunction:
     def help_(control: int, thread: int) -> None:
         while not _is_closed(control):
             _take_parts(control, thread)
@@ -335,14 +327,8 @@ def _help_function() -> Any:
                 while _sem_trywait(helper + _SEMAPHORE) == 0:
                     pass
 
-    return _keep(help_, ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 2))
-
-
-def _keep(function: Any, prototype: Any) -> Any:
-    """A callable that also keeps the compiled code alive."""
-    call = prototype(function.address)
-    call.owner = function
-    return call
+    signature, prototype = types.void(types.int64, types.int64), ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 2)
+    return CompiledFunction("help", signature, prototype, lambda: help_)
 
 
 @intrinsic

@@ -1,0 +1,101 @@
+"""Compiled kernels, kept on disk: numba takes seconds for what a restarted engine needs at once.
+
+numba's own cache cannot know functions that depend on intrinsics made at run time. Here a kernel is known by
+its name, the sources of this package, the compiler's version and the processor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import pickle
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llvmlite.binding
+import numba
+from numba import cfunc
+from numba.core.registry import cpu_target
+from numba.core.runtime import rtsys
+
+_CACHE_DIRECTORY = Path("~/.cache/specray/kernels")
+_DIGEST_BYTES = 32
+
+
+class CompiledFunction:
+    """Native code of a C function, taken from the cache or compiled.
+
+    Args:
+        name: of the function; together with this package's sources it says what the code does. None: it is
+            not kept.
+        signature: numba's.
+        prototype: ctypes' of the same signature.
+        make: gives the Python function to compile; called only when it is not in the cache.
+    """
+
+    __slots__ = ("_library", "address", "call")
+
+    def __init__(self, name: str | None, signature: Any, prototype: Any, make: Callable[[], Any]) -> None:
+        self._library, self.address = _load_or_compile(name, signature, make)
+        self.call = prototype(self.address)
+
+
+def _load_or_compile(name: str | None, signature: Any, make: Callable[[], Any]) -> tuple[Any, int]:
+    """The library, which owns the code, and the function's address."""
+    path = None if name is None else _cache_path(name)
+    if path is not None and (found := _load(path)) is not None:
+        return found
+    function = cfunc(signature)(make())
+    library, symbol = function._library, function._wrapper_name
+    if path is not None:
+        _write(path, pickle.dumps((symbol, library.serialize_using_object_code())))
+    return library, function.address
+
+
+def _load(path: Path) -> tuple[Any, int] | None:
+    """None: there is no such file, or it is cut, foreign, or not ours to read."""
+    try:
+        stored = path.read_bytes()
+        digest, content = stored[:_DIGEST_BYTES], stored[_DIGEST_BYTES:]
+        if hashlib.sha256(content).digest() != digest:
+            return None
+        symbol, state = pickle.loads(content)
+    except (OSError, ValueError, EOFError, pickle.UnpicklingError):
+        return None
+    # The code may refer to numba's run-time library, which compiling would have set up.
+    rtsys.initialize(cpu_target.target_context)
+    library = cpu_target.target_context.codegen().unserialize_library(state)
+    return library, library.get_pointer_to_function(symbol)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """All at once, so that nobody reads a part of it. Where it cannot be written only time is lost."""
+    with contextlib.suppress(OSError):
+        # What is in there will be run: it is nobody else's to write.
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(hashlib.sha256(content).digest() + content)
+        Path(file.name).replace(path)
+
+
+def _cache_path(name: str) -> Path | None:
+    """None: the user has no home."""
+    try:
+        return _CACHE_DIRECTORY.expanduser() / _fingerprint() / f"{name}.bin"
+    except RuntimeError:
+        return None
+
+
+@functools.cache
+def _fingerprint() -> str:
+    """Of everything besides a kernel's name that decides its code."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    features = llvmlite.binding.get_host_cpu_features().flatten()
+    for text in (numba.__version__, llvmlite.__version__, llvmlite.binding.get_host_cpu_name(), features):
+        digest.update(text.encode())
+    return digest.hexdigest()[:32]
