@@ -38,7 +38,7 @@ SERVE_MESSAGE_BYTES = 64 * 1024 * 1024
 MODEL_FREE_DRAFTS = (DraftKind.NGRAM.value, DraftKind.SUFFIX.value)
 """Names of drafts that are no models; a directory of that name is written with its path."""
 RANK_OPTIONS = ("num_cpus", "num_gpus", "memory", "resources", "accelerator_type", "label_selector")
-"""What a rank of a target may ask of Ray; the rest is ours to say."""
+"""What a rank of a group may ask of Ray; the rest is ours to say."""
 
 
 class EngineConfig(Section):
@@ -78,29 +78,33 @@ class EngineConfig(Section):
         "choices are good ones; 0: none.",
     )
     trust_remote_code: Literal[False] = Field(False, description="Remote code is never run.")
-
-
-class TargetConfig(EngineConfig):
-    """The large model, whose distribution is authoritative."""
-
-    tensor_parallel_size: int = Field(1, ge=1, le=64)
+    tensor_parallel_size: int = Field(1, ge=1, le=64, description="Ranks that share each layer.")
     placement: Literal["auto", "one-node", "nodes"] = Field(
         "auto",
         description="Of the ranks. one-node: they wait for a node with room for all; nodes: they take as few "
         "nodes as have room now; auto: one-node where the cluster has a node of that size at the time of "
         "deployment, else nodes. Where nodes are started on demand, say which.",
     )
-    ray_actor_options: dict[str, Any] = Field(
-        default_factory=dict, description=f"Of each rank: {', '.join(RANK_OPTIONS)}."
-    )
+    ray_actor_options: dict[str, Any] = Field(default_factory=dict)
 
-    @model_validator(mode="after")
-    def _check_rank_options(self) -> TargetConfig:
+    def _check_rank_options(self) -> None:
         unknown = sorted(self.ray_actor_options.keys() - RANK_OPTIONS)
         if unknown:
             raise ValueError(
                 f"ray_actor_options has {', '.join(unknown)}; allowed for ranks: {', '.join(RANK_OPTIONS)}"
             )
+
+
+class TargetConfig(EngineConfig):
+    """The large model, whose distribution is authoritative."""
+
+    ray_actor_options: dict[str, Any] = Field(
+        default_factory=dict, description=f"Of each rank: {', '.join(RANK_OPTIONS)}."
+    )
+
+    @model_validator(mode="after")
+    def _check_options(self) -> TargetConfig:
+        self._check_rank_options()
         return self
 
 
@@ -116,7 +120,16 @@ class DraftConfig(EngineConfig):
     autoscaling: DraftScalingConfig | None = Field(
         None, description="In place of num_replicas: as many drafts as their utilisation asks for."
     )
-    ray_actor_options: dict[str, Any] = Field(default_factory=dict)
+    ray_actor_options: dict[str, Any] = Field(
+        default_factory=dict,
+        description=f"Of each rank. Of several only {', '.join(RANK_OPTIONS)}; one may have any of Ray's.",
+    )
+
+    @model_validator(mode="after")
+    def _check_options(self) -> DraftConfig:
+        if self.tensor_parallel_size > 1:
+            self._check_rank_options()
+        return self
 
     @property
     def has_replicas(self) -> bool:
