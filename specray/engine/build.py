@@ -28,7 +28,7 @@ def build_target_engine(config: Config, *, parallel: ParallelContext | None = No
     Raises:
         ConfigError: names the setting, its value and what is allowed.
     """
-    runner = _build_runner(config.target, role="target", num_extra_rooms=0, parallel=parallel)
+    runner = _build_runner(config.target, role="target", parallel=parallel)
     info = _engine_info("target", config.target, runner.info)
     make_head = partial(TargetHead, runner, device=runner.info.device)
     step_times = profile_target(make_head(info), budget_s=config.target.profile_s)
@@ -36,13 +36,13 @@ def build_target_engine(config: Config, *, parallel: ParallelContext | None = No
     return make_head(replace(info, step_times=step_times), prefix_cache=config.target.prefix_cache)
 
 
-def build_draft_engine(config: Config) -> DraftHead:
-    """Loads the draft.
+def build_draft_engine(config: Config, *, parallel: ParallelContext | None = None) -> DraftHead:
+    """Loads the draft; with ``parallel``, as the leader of its group.
 
     Raises:
         ConfigError: names the setting, its value and what is allowed.
     """
-    runner = _build_runner(config.draft, role="draft", num_extra_rooms=_BRANCH_ROOMS, parallel=None)
+    runner = _build_runner(config.draft, role="draft", parallel=parallel)
     info = _engine_info("draft", config.draft, runner.info)
     make_head = partial(
         DraftHead,
@@ -55,16 +55,24 @@ def build_draft_engine(config: Config) -> DraftHead:
     return make_head(replace(info, step_times=step_times), prefix_cache=config.draft.prefix_cache)
 
 
+def build_follower(config: EngineConfig, *, role: str, parallel: ParallelContext) -> ModelRunner:
+    """Loads another rank's shard, with as many blocks as the leader has: it is told which to use.
+
+    Raises:
+        ConfigError: names the setting, its value and what is allowed.
+    """
+    return _build_runner(config, role=role, parallel=parallel)
+
+
 def _log(role: str, step_times: Sequence[StepTime]) -> None:
     if step_times:
         listed = ", ".join(f"{entry.num_rows}: {1e3 * entry.seconds:.2f}" for entry in step_times)
         logger.info("%s step times in ms, by rows: %s", role, listed)
 
 
-def _build_runner(
-    config: EngineConfig, *, role: str, num_extra_rooms: int, parallel: ParallelContext | None
-) -> ModelRunner:
+def _build_runner(config: EngineConfig, *, role: str, parallel: ParallelContext | None) -> ModelRunner:
     """A runner with room for every sequence, its branches, and the block of the health check."""
+    num_extra_rooms = _BRANCH_ROOMS if role == "draft" else 0
     num_rooms = config.max_num_seqs * (1 + num_extra_rooms) + 1
     runner = build_runner(config.model_copy(update={"max_num_seqs": num_rooms}), role=role, parallel=parallel)
     info = runner.info

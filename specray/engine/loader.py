@@ -38,6 +38,8 @@ class ModelArgs:
     max_model_len: int | None = None
     tensor_parallel_size: int = 1
     """With more than one the default process group must be initialised and have this many ranks."""
+    role: str | None = None
+    """``draft`` or ``target``: whose settings errors name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ def load_model(args: ModelArgs) -> LoadedModel:
     config = _load_config(args.path, source)
     text_config = config.get_text_config()
     max_model_len = _max_model_len(text_config, args)
-    _check_shards(text_config, args)
+    _check_shards(text_config, args.tensor_parallel_size, role=args.role)
     fingerprint = tokenizer_fingerprint(args.path)
     model = _load_weights(args, config, source)
     return LoadedModel(
@@ -145,18 +147,17 @@ def _max_model_len(config: PreTrainedConfig, args: ModelArgs) -> int:
     return args.max_model_len
 
 
-def _check_shards(config: PreTrainedConfig, args: ModelArgs) -> None:
-    size = args.tensor_parallel_size
+def _check_shards(config: PreTrainedConfig, size: int, *, role: str | None) -> None:
+    """Raises ConfigError when ``size`` ranks cannot share each layer of a model."""
     if size == 1:
         return
+    name = f"{role}.tensor_parallel_size" if role else "tensor_parallel_size"
     if not config.base_model_tp_plan:
-        raise ConfigError(f"tensor_parallel_size is {size}; model type {config.model_type!r} allows only 1")
-    for name in ("num_key_value_heads", "num_attention_heads", "intermediate_size"):
-        value = getattr(config, name, None)
+        raise ConfigError(f"{name} is {size}; model type {config.model_type!r} allows only 1")
+    for field in ("num_key_value_heads", "num_attention_heads", "intermediate_size"):
+        value = getattr(config, field, None)
         if value is not None and value % size:
-            raise ConfigError(
-                f"tensor_parallel_size is {size}, which must divide the model's {name} of {value}"
-            )
+            raise ConfigError(f"{name} is {size}, which must divide the model's {field} of {value}")
 
 
 def _load_weights(args: ModelArgs, config: PreTrainedConfig, source: dict[str, Any]) -> PreTrainedModel:
@@ -193,7 +194,7 @@ def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     return tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
 
 
-def check_loadable(path: str, *, max_model_len: int | None = None) -> int:
+def check_loadable(path: str, *, max_model_len: int | None, num_ranks: int, role: str) -> int:
     """Reads the configuration only, and returns the vocabulary's size.
 
     Raises:
@@ -201,4 +202,5 @@ def check_loadable(path: str, *, max_model_len: int | None = None) -> int:
     """
     config = _load_config(path, _local_options(path)).get_text_config()
     _max_model_len(config, ModelArgs(path, torch.float32, torch.device("cpu"), max_model_len))
+    _check_shards(config, num_ranks, role=role)
     return int(config.vocab_size)

@@ -23,10 +23,13 @@ def check_model(config: EngineConfig, role: str) -> ModelSummary:
     """Reads configuration and tokenizer.
 
     Raises:
-        ConfigError: a file is missing, the architecture is not supported, or a limit is beyond the model's.
+        ConfigError: a file is missing, the architecture is not supported, its layers cannot be shared by so
+            many ranks, or a limit is beyond the model's.
     """
     path = model_path(config, role)
-    vocab_size = check_loadable(path, max_model_len=config.max_model_len)
+    vocab_size = check_loadable(
+        path, max_model_len=config.max_model_len, num_ranks=config.tensor_parallel_size, role=role
+    )
     return ModelSummary(path, vocab_size, tokenizer_fingerprint(path))
 
 

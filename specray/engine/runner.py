@@ -232,6 +232,7 @@ def build_runner(config: EngineConfig, *, role: str, parallel: ParallelContext |
             device=device,
             max_model_len=config.max_model_len,
             tensor_parallel_size=1 if parallel is None else parallel.world_size,
+            role=role,
         )
     )
     num_weight_bytes = sum(weight.nbytes for weight in loaded.model.parameters())
