@@ -280,7 +280,7 @@ class Drafting:
         kinds = {bool(item.fanout) for item in items}
         if len(kinds) != 1 or any(len(item.token_ids) > _LONG_ITEM for item in items):
             return
-        num_tokens = max(_num_steps(*answer) for answer in answered)
+        num_tokens = max(num_draft_steps(*answer) for answer in answered)
         if not items[0].fanout:
             self._policy.observe_proposal(
                 num_tokens, forward_s, elapsed_s - forward_s, num_sequences=len(answered)
@@ -373,7 +373,7 @@ class Drafting:
             self._trace.draft_asked(item)
 
 
-def _num_steps(item: SpeculateItem, reply: DraftReply) -> int:
+def num_draft_steps(item: SpeculateItem, reply: DraftReply) -> int:
     """Of the draft for this answer: the token before which it ended its proposal was drafted too."""
     asked = item.num_speculative_tokens
     return min(asked, len(reply.draft_token_ids) + 1) if isinstance(reply, Proposal) else asked
