@@ -5,6 +5,11 @@ at a third to a half of the speed that memory has. Where the processor multiplie
 reaches it (``kernels.linear``, chosen in ``kernels.operators``); elsewhere oneDNN comes near it with weights
 reordered once to its own layout, and its post-ops (activation, product or sum with another tensor) cost next
 to nothing.
+
+oneDNN compiles a kernel of its own for every number of rows that a layer meets and keeps the last thousand of
+them, with the room of outputs of every size between: close to 1 MiB for each number of rows and layer shape
+(layers of 166 MiB held 977 after 20 000 steps of mixed widths, and 265 at the same speed with the padding
+below). So rows are padded to one of few widths.
 """
 
 from __future__ import annotations
@@ -18,6 +23,27 @@ import torch.nn.functional as F
 _reorder = torch.ops.mkldnn._reorder_linear_weight
 _pointwise = torch.ops.mkldnn._linear_pointwise.default
 _pointwise_binary = torch.ops.mkldnn._linear_pointwise.binary
+
+
+_EXACT_ROWS = 8
+"""Up to so many rows are not padded: a step of one sequence, where a row more costs most."""
+
+
+def padded_width(num_rows: int) -> int:
+    """Rows that are computed for so many: at most a quarter more, and four widths per doubling."""
+    if num_rows <= _EXACT_ROWS:
+        return num_rows
+    step = 1 << ((num_rows - 1).bit_length() - 3)
+    return -(-num_rows // step) * step
+
+
+def _padded(rows: torch.Tensor, width: int) -> torch.Tensor:
+    # With zeros: what memory happens to hold may be numbers that processors are slow at.
+    return rows if len(rows) == width else F.pad(rows, (0, 0, 0, width - len(rows)))
+
+
+def _first(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+    return rows if len(rows) == num_rows else rows[:num_rows]
 
 
 @runtime_checkable
@@ -114,15 +140,18 @@ class PackedLinear:
         return self.weight.shape[1]
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = _pointwise(rows, self.weight, self.bias, "none", [], "")
-        return out
+        padded = _padded(rows, padded_width(len(rows)))
+        out: torch.Tensor = _pointwise(padded, self.weight, self.bias, "none", [], "")
+        return _first(out, len(rows))
 
     def precise(self, rows: torch.Tensor) -> torch.Tensor:
         return self(rows).float()
 
     def plus(self, rows: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = _pointwise_binary(rows, summand, self.weight, self.bias, "add")
-        return out
+        width = padded_width(len(rows))
+        padded, summands = _padded(rows, width), _padded(summand, width)
+        out: torch.Tensor = _pointwise_binary(padded, summands, self.weight, self.bias, "add")
+        return _first(out, len(rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +172,10 @@ class PackedGate:
         return self.gate.shape[1]
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        gated = _pointwise(rows, self.gate, self.gate_bias, "swish", [], "")
-        out: torch.Tensor = _pointwise_binary(rows, gated, self.up, self.up_bias, "mul")
-        return out
+        padded = _padded(rows, padded_width(len(rows)))
+        gated = _pointwise(padded, self.gate, self.gate_bias, "swish", [], "")
+        out: torch.Tensor = _pointwise_binary(padded, gated, self.up, self.up_bias, "mul")
+        return _first(out, len(rows))
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
