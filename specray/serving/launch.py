@@ -11,15 +11,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from specray.config import Config, apply_ray_environment, external_ray_address
 from specray.errors import ConfigError
-
-if TYPE_CHECKING:
-    from ray.serve import Application
 
 APP_NAME = "specray"
 LOOPBACK = "127.0.0.1"
@@ -53,11 +50,17 @@ def run_service(config: Config) -> int:
 
 
 @contextmanager
-def running_service(config: Config, *, stop: threading.Event | None = None) -> Iterator[None]:
+def running_service(
+    config: Config,
+    *,
+    stop: threading.Event | None = None,
+    deploy: Callable[[Config], None] | None = None,
+) -> Iterator[None]:
     """The service, ready, for as long as the context lasts; then every process it started has ended.
 
     Args:
         stop: when set, a start in progress is given up and the context is entered at once.
+        deploy: gives the application to Serve, under ``APP_NAME``; default: as ``serve run`` does.
 
     Raises:
         ConfigError: as :func:`run_service`.
@@ -68,8 +71,6 @@ def running_service(config: Config, *, stop: threading.Event | None = None) -> I
     config = _with_own_server(config)
     with _ray(config):
         from ray import serve
-
-        from specray.serving.app import build_app
 
         serve.start(
             proxy_location="HeadOnly" if config.http.server == "proxy" else "Disabled",
@@ -83,7 +84,9 @@ def running_service(config: Config, *, stop: threading.Event | None = None) -> I
             logging_config=SERVE_LOGS,
         )
         try:
-            _deploy(build_app(config), stop, timeout_s=config.router.start_timeout_s + START_MARGIN_S)
+            print("specray: loading the models", file=sys.stderr, flush=True)
+            (deploy or _run)(config)
+            wait_running(stop, timeout_s=config.router.start_timeout_s + START_MARGIN_S)
             yield
         finally:
             # Of a cluster that was there before, other applications stay.
@@ -172,8 +175,18 @@ def _ray(config: Config) -> Iterator[None]:
         ray.shutdown()
 
 
-def _deploy(app: Application, stop: threading.Event, *, timeout_s: float) -> None:
-    """Deploys; returns when every part is ready, or a stop is asked for.
+def _run(config: Config) -> None:
+    from ray import serve
+
+    from specray.serving.app import build_app
+
+    # serve.run would wait without looking at the stop event.
+    target = serve.RunTarget(build_app(config), name=APP_NAME, route_prefix="/", logging_config=SERVE_LOGS)
+    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+
+
+def wait_running(stop: threading.Event, *, timeout_s: float) -> None:
+    """Returns when every part of what was deployed is ready, or a stop is asked for.
 
     Raises:
         ConfigError: a part could not start, or not in time.
@@ -181,10 +194,6 @@ def _deploy(app: Application, stop: threading.Event, *, timeout_s: float) -> Non
     from ray import serve
     from ray.serve.schema import ApplicationStatus
 
-    print("specray: loading the models", file=sys.stderr, flush=True)
-    # serve.run would wait without looking at the stop event.
-    target = serve.RunTarget(app, name=APP_NAME, route_prefix="/", logging_config=SERVE_LOGS)
-    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
     end = time.monotonic() + timeout_s
     while not stop.wait(POLL_INTERVAL_S):
         overview = serve.status().applications.get(APP_NAME)

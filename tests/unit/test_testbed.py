@@ -7,15 +7,21 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from specray.bench.soak.memory import anonymous_bytes, process_name
 from specray.bench.testbed.control import answer
+from specray.bench.testbed.models import draft_path, make_other_draft
 from specray.bench.testbed.parts import Part, Role, living_parts, of_role, role_of
 from specray.bench.testbed.tree import adopting, descendants, reap_orphans
 from specray.bench.testbed.wire import Cable, Impairment
+from specray.config import parse_config
+from specray.errors import EngineLostError
 
 GRANDCHILD = """
 import subprocess, sys
@@ -60,6 +66,32 @@ def test_control_answers_each_line_and_survives_a_failure() -> None:
     assert [json.loads(text) for text in written] == [
         {"value": [1]}, {"error": "ValueError: no such node"}, {"value": [1]}
     ]  # fmt: skip
+
+
+def test_another_draft_is_made_once_with_other_weights_and_the_same_files(tmp_path: Path) -> None:
+    (source := tmp_path / "draft").mkdir()
+    weights = {"norm": torch.ones(4), "up": torch.randn(8, 4, generator=torch.Generator().manual_seed(0))}
+    weights["up"] = weights["up"].to(torch.bfloat16)
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    (source / "config.json").write_text("{}")
+    other = make_other_draft(source, tmp_path / "other")
+    changed = load_file(other / "model.safetensors")
+    assert (other / "config.json").read_text() == "{}"
+    assert changed["up"].dtype == torch.bfloat16 and not torch.equal(changed["up"], weights["up"])
+    # In proportion to a weight's spread: constants stay.
+    assert torch.equal(changed["norm"], weights["norm"])
+    assert (changed["up"].float() - weights["up"].float()).std() < 0.04 * weights["up"].float().std()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["draft", "other"]
+    (source / "model.safetensors").unlink()
+    assert make_other_draft(source, other) == other
+    with pytest.raises(EngineLostError, match="no other draft could be made from"):
+        make_other_draft(tmp_path / "none", tmp_path / "third")
+
+
+def test_a_draft_in_no_directory_has_no_other() -> None:
+    assert draft_path(parse_config({}).draft).is_dir()
+    with pytest.raises(EngineLostError, match="draft some/hub-id is no directory"):
+        draft_path(parse_config({"draft": {"model": "some/hub-id"}}).draft)
 
 
 def test_sound_cable_passes_frames_at_once_to_the_other_end_in_order() -> None:

@@ -7,18 +7,25 @@ import contextlib
 import os
 import random
 import signal
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from specray.bench.soak.schedule import FaultKind, PlannedFault
 from specray.bench.testbed.beds import Bed
+from specray.bench.testbed.models import draft_path, make_other_draft
 from specray.bench.testbed.parts import Part, Role, of_role
-from specray.errors import EngineLostError
+from specray.errors import EngineLostError, SpecrayError
+from specray.rpc.client import SpecrayClient
 
 DELAY_MS = 40.0
 """Each way, for a slow cable."""
 LOSS = 0.1
 """Of frames, for a bad one."""
+OTHER_DRAFT = "other-draft"
+NEW_DRAFT_TIMEOUT_S = 30.0
+"""For the Router to use a draft's new model."""
+NEW_DRAFT_PERIOD_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +138,29 @@ async def _drain_node(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done
     return Done("the draft's node", frozenset({draft.pid}))
 
 
+async def _upgrade_draft(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
+    own = draft_path(bed.config.draft)
+    other = await asyncio.to_thread(make_other_draft, own, bed.directory / OTHER_DRAFT)
+    async with SpecrayClient(bed.grpc_address) as client:
+        model = own if await _draft_in_use(client) == other.name else other
+        await bed.control.call("upgrade", str(model))
+        end_s = time.monotonic() + NEW_DRAFT_TIMEOUT_S
+        while await _draft_in_use(client) != model.name:
+            if time.monotonic() > end_s:
+                raise EngineLostError(
+                    f"the Router uses no draft {model.name} after {NEW_DRAFT_TIMEOUT_S:g} s"
+                )
+            await asyncio.sleep(NEW_DRAFT_PERIOD_S)
+    return Done(f"the draft is {model.name}")
+
+
+async def _draft_in_use(client: SpecrayClient) -> str | None:
+    """The name of its model; None: there is none now."""
+    with contextlib.suppress(SpecrayError):
+        return (await client.info()).draft_model
+    return None
+
+
 async def _pick(bed: Bed, role: Role, rng: random.Random) -> Part:
     parts = of_role(await bed.control.parts(), role)
     if not parts:
@@ -157,4 +187,5 @@ _INJECTORS: dict[FaultKind, Injector] = {
     FaultKind.ROUTER_KILL: _kill_router,
     FaultKind.NODE_REMOVE: _remove_node,
     FaultKind.NODE_DRAIN: _drain_node,
+    FaultKind.DRAFT_UPGRADE: _upgrade_draft,
 }

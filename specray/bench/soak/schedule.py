@@ -31,12 +31,13 @@ class FaultKind(StrEnum):
     """The draft's node is lost with all its processes; another comes."""
     NODE_DRAIN = "node-drain"
     """The draft's node is drained; another is there before."""
+    DRAFT_UPGRADE = "draft-upgrade"
+    """The draft gets another model while it serves."""
 
 
 ALL_FAULTS = "all"
-NODE_FAULTS = frozenset({FaultKind.NODE_REMOVE, FaultKind.NODE_DRAIN})
-NAMED_ONLY = frozenset({FaultKind.NODE_DRAIN})
-"""Not among ``all``: a drain with notice is no failure, and takes a second node's start."""
+CLUSTER_FAULTS = frozenset({FaultKind.NODE_REMOVE, FaultKind.NODE_DRAIN, FaultKind.DRAFT_UPGRADE})
+"""They need a second node, or a service that is deployed as on a cluster."""
 LINK_FAULTS = frozenset({FaultKind.DRAFT_PARTITION, FaultKind.DRAFT_DELAY, FaultKind.DRAFT_LOSS})
 HOLD_S = {
     FaultKind.DRAFT_STOP: (2.0, 5.0),
@@ -64,16 +65,16 @@ def possible_faults(bed: BedKind) -> tuple[FaultKind, ...]:
     return tuple(
         kind
         for kind in FaultKind
-        if (kind not in NODE_FAULTS or bed is not BedKind.PROCESSES)
+        if (kind not in CLUSTER_FAULTS or bed is not BedKind.PROCESSES)
         and (kind not in LINK_FAULTS or bed is BedKind.NAMESPACES)
     )
 
 
 def parse_faults(text: str, bed: BedKind) -> tuple[FaultKind, ...]:
-    """``all`` failures, or kinds with commas between. Raises ConfigError for one that the bed cannot have."""
+    """``all``, or kinds with commas between. Raises ConfigError for one that the bed cannot have."""
     possible = possible_faults(bed)
     if text == ALL_FAULTS:
-        return tuple(kind for kind in possible if kind not in NAMED_ONLY)
+        return possible
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in possible:

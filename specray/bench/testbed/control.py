@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,12 +40,19 @@ def serving(config: Config, mode: str) -> Iterator[dict[str, Handler]]:
     """The service, ready; yields what can be asked of it."""
     from specray.serving.launch import running_service
 
-    if mode == "cluster":
-        with _cluster() as handlers, running_service(config):
-            yield {**_HANDLERS, **handlers}
+    if mode == "local":
+        with running_service(config):
+            yield dict(_HANDLERS)
         return
-    with running_service(config):
-        yield dict(_HANDLERS)
+    from specray.bench.testbed.declared import Declaration
+
+    declaration = Declaration()
+    handlers = {**_HANDLERS, "upgrade": declaration.upgrade}
+    with ExitStack() as stack:
+        if mode == "cluster":
+            handlers |= stack.enter_context(_cluster())
+        stack.enter_context(running_service(config, deploy=declaration.deploy))
+        yield handlers
 
 
 @contextmanager
