@@ -1,4 +1,4 @@
-"""The Draft deployment: one draft engine and one gRPC server per replica, leased by Routers."""
+"""The Draft deployment: one draft and one gRPC server per replica, leased by Routers."""
 
 from __future__ import annotations
 
@@ -9,21 +9,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.util.placement_group import get_current_placement_group
 
-from specray.actors.node import keep_serve_on_loopback, listen_address
+from specray.actors.draft_group import DraftGroup
+from specray.actors.node import keep_serve_on_loopback
 from specray.actors.telemetry import begin_logs, with_labels
 from specray.config import Config, parse_config
 from specray.errors import ConfigError, EngineLostError
 from specray.metrics import DraftMetrics
-from specray.rpc.worker import EngineServerThread
 
 logger = logging.getLogger(__name__)
 
 DRAIN_S = 5.0
 """A draft that ends, or gets another model, serves its routers so long while they look for another."""
-GRACE_S = 1.0
-MAX_CALL_S = 60.0
-"""An engine call that lasts so long never ends: its size is bounded, and it should take milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +40,7 @@ class DraftLease:
 
 
 class DraftReplica:
-    """A Serve replica around a draft worker. Calls through Serve only lease; tokens go over gRPC.
+    """A Serve replica around a draft. Calls through Serve only lease; tokens go over gRPC.
 
     The engine is loaded by ``reconfigure``, which Serve calls after the constructor, and again when the
     deployment's ``user_config`` changes: so a service that runs gets another draft model, one replica after
@@ -54,13 +52,14 @@ class DraftReplica:
         begin_logs(parse_config(values))
         self._metrics = DraftMetrics()
         self._values = values
-        self._config: Config | None = None
-        self._server: EngineServerThread | None = None
-        self._address = ""
+        self._group: DraftGroup | None = None
         self._retiring: set[asyncio.Task[None]] = set()
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Loads the draft that the configuration names; one that serves already does so until then.
+        """Loads the draft that the configuration names.
+
+        One that serves already does so until then. Of several ranks it ends before: a process has a place in
+        one group at a time, and the ranks' resources are its own.
 
         Args:
             user_config: ``{"draft": {...}}``: values that take the place of those of the service's own
@@ -70,68 +69,78 @@ class DraftReplica:
             ConfigError: a value is wrong, or the model is. Serve then replaces the replica.
             EngineLostError: the model was not loaded in time.
         """
-        from specray.actors.workers import start_draft
-
         config = self._merge(user_config)
-        if config == self._config:
+        before = self._group
+        if before is not None and config == before.config:
             return
-        server, address = await asyncio.to_thread(
-            start_draft, config, address=listen_address(config, "draft")
-        )
-        before, self._server = self._server, server
-        self._config, self._address = config, address
-        if before is not None:
-            logger.info("the draft is %s from now on", config.draft.model)
-            task = asyncio.create_task(asyncio.to_thread(before.stop, grace_s=GRACE_S, drain_s=DRAIN_S))
+        placement_group = None
+        if config.draft.tensor_parallel_size > 1:
+            placement_group = get_current_placement_group()
+            assert placement_group is not None, "a Draft of several ranks has a placement group"
+            if before is not None:
+                # Whoever asks for a lease meanwhile goes elsewhere.
+                self._group = None
+                await before.stop(drain_s=DRAIN_S)
+        group = DraftGroup(config, placement_group)
+        await group.start()
+        self._group = group
+        if before is None:
+            return
+        logger.info("the draft is %s from now on", config.draft.model)
+        if placement_group is None:
+            task = asyncio.create_task(before.stop(drain_s=DRAIN_S))
             self._retiring.add(task)
             task.add_done_callback(self._retiring.discard)
 
     async def lease(self) -> DraftLease:
-        """The way to this replica's engine, and its load. Raises EngineLostError before it is loaded."""
-        server = self._server
-        if server is None:
+        """The way to this replica's engine, and its load. Raises EngineLostError while it cannot work."""
+        group = self._group
+        if group is None:
             raise EngineLostError("the draft is not loaded yet")
+        if not group.can_be_leased:
+            raise EngineLostError("the draft hangs or has lost a rank")
         context = ray.get_runtime_context()
         return DraftLease(
             replica_id=context.get_actor_id() or "",
             node_id=context.get_node_id(),
             pid=os.getpid(),
-            address=self._address,
-            num_routers=server.num_routers,
-            busy_share=server.busy_share,
+            address=group.address,
+            num_routers=group.server.num_routers,
+            busy_share=group.server.busy_share,
         )
 
     async def metrics_text(self) -> str:
         """This replica's metrics, with its labels."""
-        server = self._server
-        return with_labels(self._metrics.text(None if server is None else server.info))
+        group = self._group
+        return with_labels(self._metrics.text(None if group is None else group.server.info))
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """For ``scaling.DraftScalingPolicy``."""
-        server = self._server
-        if server is None:
+        group = self._group
+        if group is None:
             return {"busy_share": 0.0, "num_routers": 0.0}
-        return {"busy_share": server.busy_share, "num_routers": float(server.num_routers)}
+        return {"busy_share": group.server.busy_share, "num_routers": float(group.server.num_routers)}
 
     async def check_health(self) -> None:
-        """Liveness, cheap: the server is there, and its engine works and gets on. Raises EngineLostError."""
-        server = self._server
-        if server is None:
-            return
-        if not server.is_alive:
-            raise EngineLostError("the draft's engine is broken")
-        if server.call_s > MAX_CALL_S:
-            raise EngineLostError(f"the draft's engine has not ended a call for {MAX_CALL_S:g} s")
+        """Liveness, cheap; see ``DraftGroup.check``. Raises EngineLostError."""
+        if self._group is not None:
+            await self._group.check()
 
     async def __del__(self) -> None:
         # Serve awaits this before it ends the replica's process.
-        server = getattr(self, "_server", None)
-        if server is not None:
-            await asyncio.to_thread(server.stop, grace_s=GRACE_S, drain_s=DRAIN_S)
+        group = getattr(self, "_group", None)
+        if group is not None:
+            await group.stop(drain_s=DRAIN_S)
 
     def _merge(self, user_config: dict[str, Any]) -> Config:
         unknown = sorted(user_config.keys() - {"draft"})
         if unknown:
             raise ConfigError(f"user_config of Draft has {', '.join(unknown)}; allowed: draft")
         changed = user_config.get("draft") or {}
+        size = self._values["draft"].get("tensor_parallel_size", 1)
+        if changed.get("tensor_parallel_size", size) != size:
+            raise ConfigError(
+                f"user_config of Draft has draft.tensor_parallel_size {changed['tensor_parallel_size']}; "
+                f"allowed: {size}, for which the deployment has room; args can change it"
+            )
         return parse_config({**self._values, "draft": {**self._values["draft"], **changed}})

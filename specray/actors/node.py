@@ -17,7 +17,7 @@ from typing import Any
 
 import ray
 
-from specray.config import Config
+from specray.config import Config, apply_interface_environment
 from specray.rpc.channel import MAX_SOCKET_PATH_BYTES
 
 LOOPBACK = "127.0.0.1"
@@ -81,6 +81,15 @@ def interface_of(address: str) -> str | None:
                 if socket.inet_ntoa(answer[20:24]) == address:
                     return name
     return None
+
+
+def meet_on_own_interface(config: Config) -> None:
+    """Before this process joins a group: the group uses the interface on which this node meets others."""
+    if config.rpc.listen == "node":
+        # A machine may have interfaces on which the other nodes are not.
+        interface = interface_of(listen_host(config))
+        if interface is not None:
+            apply_interface_environment(interface)
 
 
 def listen_address(config: Config, role: str) -> str:

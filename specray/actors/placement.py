@@ -1,4 +1,4 @@
-"""Where a Router and the ranks of its target run: the bundles of one placement group, and ranks by node."""
+"""Where tensor-parallel groups run: the bundles of one placement group, and ranks by node."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import ray
 
-from specray.config import TargetConfig
+from specray.config import DraftConfig, EngineConfig, TargetConfig
 
 Bundle = dict[str, float]
 Strategy = Literal["STRICT_PACK", "PACK"]
 
 FIRST_RANK_BUNDLE = 1
-"""Bundle 0 of the placement group is the Router's own."""
+"""Bundle 0 of the placement group is its owner's: a Router, or a Draft replica, which is rank 0 itself."""
 NUM_CPUS_PER_RANK = 1.0
+NUM_CPUS_PER_DRAFT_RANK = 0.5
 ACCELERATOR_LABEL = "ray.io/accelerator-type"
 _SET = re.compile(r"(!?)in\((.*)\)")
 
@@ -32,10 +33,10 @@ class NodeShape:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlacement:
-    """A Router's placement group, as Serve takes it."""
+    """The placement group of a Router or of a Draft replica, as Serve takes it."""
 
     bundles: list[Bundle]
-    """The Router's, then one for each rank."""
+    """The owner's, then one for each rank that is an actor of its own."""
     labels: dict[str, str]
     """What every bundle's node must show; empty: any node."""
     strategy: Strategy
@@ -47,33 +48,57 @@ class GroupPlacement:
 
 
 def place_group(target: TargetConfig, *, router_cpus: float, nodes: Sequence[NodeShape]) -> GroupPlacement:
-    """The placement group of one Router and its ranks.
+    """The placement group of one Router and its ranks; see :func:`place_draft` for where it is."""
+    return _placed(target, [{"CPU": router_cpus}, *_rank_bundles_of(target)], nodes)
+
+
+def place_draft(draft: DraftConfig, *, nodes: Sequence[NodeShape]) -> GroupPlacement:
+    """The placement group of one Draft replica, rank 0, and the other ranks.
 
     ``auto`` keeps the group within one node when some node of ``nodes`` is large enough, busy or not: ranks
     that meet over a network are many times slower than ranks that wait for their node. With no such node the
     group spreads over as few as it can.
     """
-    bundles = [{"CPU": router_cpus}, *(rank_bundle(target) for _ in range(target.tensor_parallel_size))]
-    labels = rank_labels(target)
-    is_one_node = target.placement == "one-node" or (
-        target.placement == "auto" and any(fits(bundles, labels, node) for node in nodes)
+    return _placed(draft, _rank_bundles_of(draft), nodes)
+
+
+def _rank_bundles_of(ranks: EngineConfig) -> list[Bundle]:
+    return [rank_bundle(ranks) for _ in range(ranks.tensor_parallel_size)]
+
+
+def _placed(ranks: EngineConfig, bundles: list[Bundle], nodes: Sequence[NodeShape]) -> GroupPlacement:
+    labels = rank_labels(ranks)
+    is_one_node = ranks.placement == "one-node" or (
+        ranks.placement == "auto" and any(fits(bundles, labels, node) for node in nodes)
     )
     return GroupPlacement(bundles, labels, "STRICT_PACK" if is_one_node else "PACK")
 
 
-def rank_bundle(target: TargetConfig) -> Bundle:
-    """What one rank reserves."""
-    options = target.ray_actor_options
-    bundle: Bundle = {"CPU": options.get("num_cpus", NUM_CPUS_PER_RANK)}
+def rank_bundle(ranks: EngineConfig) -> Bundle:
+    """What one rank of a target or a draft reserves."""
+    options = ranks.ray_actor_options
+    num_cpus = NUM_CPUS_PER_DRAFT_RANK if isinstance(ranks, DraftConfig) else NUM_CPUS_PER_RANK
+    bundle: Bundle = {"CPU": options.get("num_cpus", num_cpus)}
     for option, resource in (("num_gpus", "GPU"), ("memory", "memory")):
         if options.get(option):
             bundle[resource] = options[option]
     return {**bundle, **options.get("resources", {})}
 
 
-def rank_labels(target: TargetConfig) -> dict[str, str]:
+def actor_options(bundle: Bundle) -> dict[str, Any]:
+    """Those of an actor that takes all of a bundle."""
+    resources = dict(bundle)
+    return {
+        "num_cpus": resources.pop("CPU", 0),
+        "num_gpus": resources.pop("GPU", 0),
+        **({"memory": resources.pop("memory")} if "memory" in resources else {}),
+        **({"resources": resources} if resources else {}),
+    }
+
+
+def rank_labels(ranks: EngineConfig) -> dict[str, str]:
     """What a rank's node must show."""
-    options = target.ray_actor_options
+    options = ranks.ray_actor_options
     labels = dict(options.get("label_selector", {}))
     if options.get("accelerator_type"):
         labels[ACCELERATOR_LABEL] = options["accelerator_type"]
@@ -107,14 +132,15 @@ def ray_nodes() -> list[NodeShape]:
 
 
 def rank_bundles(bundle_nodes: Mapping[int, str], num_ranks: int) -> list[int]:
-    """The bundle of every rank, in the order of ranks: by node, the Router's own node first.
+    """The bundles of ranks that are actors, in the order of ranks: by node, their owner's own node first.
 
     A group that is packed over nodes does not keep its bundles' order. Ranks of one node must follow each
-    other, so that what stays within a node stays off the network; the leader is on the Router's node where a
-    rank is there, else on the node with most ranks.
+    other, so that what stays within a node stays off the network; a target's leader is on the Router's node
+    where a rank is there, else on the node with most ranks.
 
     Args:
-        bundle_nodes: node id of each bundle, the Router's included.
+        bundle_nodes: node id of each bundle, the owner's included.
+        num_ranks: that are actors: all of a target, all but the first of a draft.
     """
     ranks = range(FIRST_RANK_BUNDLE, FIRST_RANK_BUNDLE + num_ranks)
     sizes = Counter(bundle_nodes[bundle] for bundle in ranks)

@@ -6,12 +6,13 @@ import os
 import threading
 
 from specray.config import Config, EngineConfig
-from specray.engine.build import build_draft_engine, build_target_engine
+from specray.engine.build import build_draft_engine, build_follower, build_target_engine
 from specray.engine.device import choose_device
 from specray.engine.parallel import GroupArgs, GroupStore, ParallelContext
-from specray.engine.runner import ModelRunner, build_runner
+from specray.engine.runner import ModelRunner
 from specray.errors import SpecrayError
 from specray.rpc.channel import channel_options
+from specray.rpc.role import RoleName
 from specray.rpc.worker import EngineServerThread
 
 CHECK_TIMEOUT_S = 20.0
@@ -32,19 +33,25 @@ def let_callers_go_first(config: EngineConfig) -> None:
         os.setpriority(os.PRIO_PROCESS, 0, niceness)
 
 
-def start_draft(config: Config, *, address: str) -> tuple[EngineServerThread, str]:
+def start_draft(
+    config: Config, *, address: str, meeting: GroupStore | None = None
+) -> tuple[EngineServerThread, str]:
     """Loads the draft and serves it at ``address``, ``unix:/path`` or ``host:0``.
+
+    Args:
+        meeting: where the other ranks come, of which this is the leader; None for a draft of one rank.
 
     Returns:
         The server and its address, with the real port.
 
     Raises:
         ConfigError: the model or a setting is wrong.
-        EngineLostError: the engine was not loaded in time.
+        EngineLostError: the group did not form, or the engine was not loaded in time.
     """
     let_callers_go_first(config.draft)
+    parallel = None if meeting is None else join_group(config, "draft", 0, meeting)
     server = EngineServerThread(
-        lambda: build_draft_engine(config),
+        lambda: build_draft_engine(config, parallel=parallel),
         role="draft",
         address=address,
         options=channel_options(config.rpc),
@@ -87,8 +94,8 @@ class FollowerWorker:
 
     address: str | None = None
 
-    def __init__(self, config: Config, parallel: ParallelContext) -> None:
-        self._runner: ModelRunner = build_runner(config.target, role="target", parallel=parallel)
+    def __init__(self, config: Config, role: RoleName, parallel: ParallelContext) -> None:
+        self._runner: ModelRunner = build_follower(engine_config(config, role), role=role, parallel=parallel)
         self._reason = "the leader closed the group"
         self._thread = threading.Thread(target=self._follow, name="specray-follower", daemon=True)
         self._thread.start()
@@ -112,12 +119,31 @@ class FollowerWorker:
             self._reason = str(error)
 
 
-def start_target_rank(
-    config: Config, *, rank: int, meeting: GroupStore | str | None, address: str
+def engine_config(config: Config, role: RoleName) -> EngineConfig:
+    """The part of ``config`` about one engine."""
+    return config.draft if role == "draft" else config.target
+
+
+def join_group(config: Config, role: RoleName, rank: int, meeting: GroupStore | str) -> ParallelContext:
+    """Meets the other ranks. Raises EngineLostError when not all come within ``router.start_timeout_s``."""
+    engine = engine_config(config, role)
+    args = GroupArgs(
+        rank=rank,
+        world_size=engine.tensor_parallel_size,
+        device_type=choose_device(engine).type,
+        start_timeout_s=config.router.start_timeout_s,
+        silence_timeout_s=max(MIN_SILENCE_S, config.router.verify_timeout_s),
+    )
+    return ParallelContext.join(args, meeting)
+
+
+def start_rank(
+    config: Config, *, role: RoleName, rank: int, meeting: GroupStore | str | None, address: str
 ) -> LeaderWorker | FollowerWorker:
     """Joins the group, loads this rank's shard and starts its part of the work.
 
     Args:
+        rank: 0 leads a target; a draft's leader is no rank of this kind, see :func:`start_draft`.
         meeting: where the ranks meet: on the leader its own store, on the others its address ``host:port``;
             None for a target of one rank.
         address: where the leader listens, ``unix:/path`` or ``host:0``.
@@ -126,18 +152,10 @@ def start_target_rank(
         ConfigError: the model or a setting is wrong.
         EngineLostError: the group did not form, or the engine was not loaded in time.
     """
-    let_callers_go_first(config.target)
-    parallel = None
-    if meeting is not None:
-        args = GroupArgs(
-            rank=rank,
-            world_size=config.target.tensor_parallel_size,
-            device_type=choose_device(config.target).type,
-            start_timeout_s=config.router.start_timeout_s,
-            silence_timeout_s=max(MIN_SILENCE_S, config.router.verify_timeout_s),
-        )
-        parallel = ParallelContext.join(args, meeting)
+    let_callers_go_first(engine_config(config, role))
+    parallel = None if meeting is None else join_group(config, role, rank, meeting)
     if rank == 0:
+        assert role == "target", "the leader of a draft's ranks is its replica"
         return LeaderWorker(config, parallel, address=address)
     assert parallel is not None, "a follower needs a group"
-    return FollowerWorker(config, parallel)
+    return FollowerWorker(config, role, parallel)

@@ -18,15 +18,14 @@ from ray import serve
 from ray.serve import Application
 
 from specray.actors.draft import DRAIN_S, DraftReplica
-from specray.actors.placement import place_group, rank_bundle, ray_nodes
+from specray.actors.placement import actor_options, place_draft, place_group, rank_bundle, ray_nodes
 from specray.actors.router import RouterReplica
 from specray.actors.scaling import draft_replicas, router_replicas
-from specray.config import Config, parse_config, thread_environment
+from specray.config import Config, parse_config, rank_environment, thread_environment
 from specray.serving.ingress import ingress_deployment
 
 NUM_CPUS_PER_INGRESS = 0.1
 NUM_CPUS_PER_ROUTER = 0.1
-NUM_CPUS_PER_DRAFT = 0.5
 STOP_MARGIN_S = 5.0
 """For what a Router does once its requests have ended, or their time has."""
 
@@ -46,7 +45,7 @@ def build_app(args: dict[str, Any] | Config) -> Application:
 
 def num_cpus(config: Config) -> float:
     """Logical CPUs that all replicas ask of Ray, at most."""
-    draft = config.draft.ray_actor_options.get("num_cpus", NUM_CPUS_PER_DRAFT) * config.draft.most_replicas
+    draft = rank_bundle(config.draft)["CPU"] * config.draft.tensor_parallel_size * config.draft.most_replicas
     scaling = config.router.autoscaling
     num_routers = config.router.num_replicas if scaling is None else scaling.max_replicas
     ranks = rank_bundle(config.target)["CPU"]
@@ -63,11 +62,7 @@ def _draft_deployment(config: Config) -> serve.Deployment:
         **draft_replicas(config.draft),
         # A rolling upgrade of the draft gives this deployment another user_config, and leaves the rest alone.
         user_config={"draft": {}},
-        ray_actor_options={
-            "num_cpus": NUM_CPUS_PER_DRAFT,
-            "runtime_env": {"env_vars": thread_environment()},
-            **config.draft.ray_actor_options,
-        },
+        **_draft_placement(config),
         max_ongoing_requests=64,
         health_check_period_s=1,
         # Three in a row: a process that hangs is replaced after 18 s. Its loop has nothing else to do.
@@ -76,6 +71,24 @@ def _draft_deployment(config: Config) -> serve.Deployment:
         graceful_shutdown_wait_loop_s=0.1,
         max_constructor_retry_count=3,
     )(DraftReplica)
+
+
+def _draft_placement(config: Config) -> dict[str, Any]:
+    """Options of the Draft deployment that say where a replica is, and what it reserves."""
+    if config.draft.tensor_parallel_size == 1:
+        num_cpus = rank_bundle(config.draft)["CPU"]
+        environment = {"env_vars": thread_environment()}
+        options = {"num_cpus": num_cpus, "runtime_env": environment, **config.draft.ray_actor_options}
+        return {"ray_actor_options": options}
+    group = place_draft(config.draft, nodes=ray_nodes())
+    environment = {"env_vars": rank_environment(config.rpc)}
+    return {
+        # The replica is rank 0.
+        "ray_actor_options": {**actor_options(group.bundles[0]), "runtime_env": environment},
+        "placement_group_bundles": group.bundles,
+        "placement_group_strategy": group.strategy,
+        "placement_group_bundle_label_selector": group.label_selectors,
+    }
 
 
 def _router_deployment(config: Config) -> serve.Deployment:

@@ -128,7 +128,7 @@ class Site:
 
     async def rank_nodes(self) -> list[str]:
         """The node of each rank."""
-        return [node for node, _ in await self.groups[-1].processes()]
+        return [rank.node_id for rank in await self.groups[-1].processes()]
 
     async def tokens(self, request_id: str) -> AsyncIterator[int]:
         request = GenerateRequest(

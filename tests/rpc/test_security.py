@@ -325,7 +325,7 @@ def test_every_worker_gets_what_the_configuration_says(monkeypatch: pytest.Monke
     monkeypatch.setattr(workers, "EngineServerThread", Recorder)
     config = parse_config({"rpc": {"secret_file": "/s"}})
     workers.start_draft(config, address="unix:/x")
-    workers.start_target_rank(config, rank=0, meeting=None, address="unix:/x")
+    workers.start_rank(config, role="target", rank=0, meeting=None, address="unix:/x")
     assert [options.security.secret_file for options in seen] == ["/s", "/s"]
 
 

@@ -104,9 +104,9 @@ def test_ranks_on_several_machines_cannot_meet_on_loopback() -> None:
         {"NodeID": name, "NodeManagerAddress": address}
         for name, address in [("x", "10.0.0.1"), ("y", "10.0.0.1"), ("z", "10.0.0.2")]
     ]
-    check_one_host({"x", "y"}, nodes)
+    check_one_host({"x", "y"}, nodes, role="target")
     with pytest.raises(ConfigError, match=r"on 10\.0\.0\.1, 10\.0\.0\.2; allowed: 'node'"):
-        check_one_host({"x", "z"}, nodes)
+        check_one_host({"x", "z"}, nodes, role="target")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="interfaces are found on Linux")
