@@ -35,7 +35,7 @@ class FakeRouterClient:
         chunk_interval_s: pause before each chunk, and before the answer of ``complete``; needs a clock.
         clock: for the pauses.
         stop_matcher_factory: for stop strings; None ignores them.
-        info: what ``service_info`` answers.
+        info: what ``service_info`` answers; may be changed.
         is_ready: False makes ``check_ready`` raise EngineLostError.
         cached: prompt tokens that are said to have been in the prefix cache.
     """
@@ -59,7 +59,7 @@ class FakeRouterClient:
         self._chunk_interval_s = chunk_interval_s
         self._clock = clock
         self._stop_matcher_factory = stop_matcher_factory
-        self._info = info or ServiceInfo("fake", "fake-draft", 64, 4096, 1, "0")
+        self.info = info or ServiceInfo("fake", "fake-draft", 64, 4096, 1, "0")
         self._cached = cached
         self.is_ready = is_ready
         self.trace: str | None = None
@@ -93,7 +93,7 @@ class FakeRouterClient:
                 self.aborted_request_ids.append(request.request_id)
 
     async def service_info(self) -> ServiceInfo:
-        return self._info
+        return self.info
 
     async def check_ready(self) -> None:
         if not self.is_ready:

@@ -127,13 +127,13 @@ async def _first(request: Request, deltas: AsyncIterator[Delta]) -> Delta:
 
 def _add_model_routes(app: FastAPI, limits: ServiceLimits, config: Config) -> None:
     async def model() -> dict[str, Any]:
-        info = await limits.info()
+        allowed = await limits.get()
         return {
             "id": config.model_name,
             "object": "model",
             "created": 0,
             "owned_by": "specray",
-            "max_model_len": info.max_model_len,
+            "max_model_len": allowed.max_model_len,
         }
 
     @app.get("/v1/models")

@@ -1,4 +1,4 @@
-"""What the served model allows, asked of the router once."""
+"""What the served model allows, and what the router says of itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INFO_TIMEOUT_S = 30.0
 
 
 class ServiceLimits:
-    """The limits of the service behind ``client``; they do not change while it lives."""
+    """The limits of the service behind ``client``, asked of the router once: they do not change."""
 
     def __init__(self, client: RouterClient, tokenizer: Tokenizer, config: Config) -> None:
         self._client = client
@@ -24,18 +24,20 @@ class ServiceLimits:
         self._info: ServiceInfo | None = None
 
     async def info(self) -> ServiceInfo:
-        """What the router says of itself. Raises EngineLostError when it does not answer in time."""
-        if self._info is None:
-            try:
-                async with asyncio.timeout(INFO_TIMEOUT_S):
-                    self._info = await self._client.service_info()
-            except TimeoutError:
-                raise EngineLostError(f"the router did not answer within {INFO_TIMEOUT_S:g} s") from None
+        """What the router says of itself now: its draft may have become another.
+
+        Raises EngineLostError when it does not answer in time.
+        """
+        try:
+            async with asyncio.timeout(INFO_TIMEOUT_S):
+                self._info = await self._client.service_info()
+        except TimeoutError:
+            raise EngineLostError(f"the router did not answer within {INFO_TIMEOUT_S:g} s") from None
         return self._info
 
     async def get(self) -> Limits:
         """Raises EngineLostError when the router does not answer in time."""
-        info = await self.info()
+        info = self._info or await self.info()
         return Limits(
             model_name=self._config.model_name,
             vocab_size=info.vocab_size,

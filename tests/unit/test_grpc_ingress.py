@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -111,6 +112,15 @@ async def test_caller_that_cancels_aborts_the_request() -> None:
         with pytest.raises(DeadlineExceededError):
             await anext(client.generate(GenerateParams(text="a"), timeout_s=0.3))
         await wait_until(lambda: len(router.aborted_request_ids) == 1)
+
+
+async def test_info_names_the_draft_of_now_after_another_was_named() -> None:
+    router = say(REPLY, then=(EOS,))
+    async with connected(router) as client:
+        assert [event async for event in client.generate(GenerateParams(text="a", max_tokens=2))]
+        assert (await client.info()).draft_model == "draft"
+        router.info = dataclasses.replace(INFO, draft_model="other")
+        assert (await client.info()).draft_model == "other"
 
 
 async def test_info_names_the_served_model() -> None:
