@@ -23,6 +23,7 @@ from specray.errors import ConfigError, EngineLostError
 THREADS_PER_RANK = 4
 """One waits for the end of the rank, one runs checks, one starts or stops it."""
 PLACED_POLL_S = 1.0
+END_TIMEOUT_S = 1.0
 
 
 @asynccontextmanager
@@ -122,6 +123,16 @@ class PlacedRanks:
         for actor in self.actors:
             ray.kill(actor)
 
+    async def end(self) -> None:
+        """Ends ranks that work: Ray asks them first, and reports no accident then; idempotent.
+
+        One that has not ended within ``END_TIMEOUT_S`` hangs, and is ended as ``stop`` does it.
+        """
+        for actor in self.actors:
+            ray.kill(actor)
+        await asyncio.gather(*(process.wait(END_TIMEOUT_S) for process in self._processes))
+        self.stop()
+
     async def _end(self, index: int) -> str:
         try:
             reason = await self.actors[index].wait.remote()
@@ -214,6 +225,14 @@ class TargetGroup:
     def stop(self) -> None:
         """Ends every rank, also one that hangs; idempotent. What they held is free once they are gone."""
         self._ranks.stop()
+        self._remove_socket()
+
+    async def end(self) -> None:
+        """Ends every rank in order, see ``PlacedRanks.end``; idempotent."""
+        await self._ranks.end()
+        self._remove_socket()
+
+    def _remove_socket(self) -> None:
         if self._socket is not None:
             self._socket.unlink(missing_ok=True)
 

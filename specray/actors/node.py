@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib
 import os
@@ -60,6 +61,23 @@ class LocalProcess:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
             os.close(descriptor)
+
+    async def wait(self, timeout_s: float) -> None:
+        """Returns when it has ended, after ``timeout_s`` at the latest.
+
+        At once where there are no descriptors.
+        """
+        descriptor = self._descriptor
+        if descriptor is None:
+            return
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        # A descriptor of a process can be read from when that has ended.
+        loop.add_reader(descriptor, ended.set)
+        try:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), timeout_s)
+        finally:
+            loop.remove_reader(descriptor)
 
 
 def listen_host(config: Config) -> str:

@@ -126,7 +126,7 @@ class RouterReplica:
             await self._on_loop(self._router.stop(drain=True, drain_timeout_s=self._drain_timeout_s))
             await self._on_loop(self._outlets.close())
         if hasattr(self, "_target"):
-            await self._on_loop(_stop_target(self._target))
+            await self._on_loop(self._target.end())
             await asyncio.to_thread(self._loop_thread.stop)
         tracing = getattr(self, "_tracing", None)
         if tracing is not None:
@@ -139,10 +139,6 @@ async def _connect(config: Config, address: str) -> GrpcVerifier:
     return await GrpcVerifier.connect(
         address, timeout_s=CONNECT_TIMEOUT_S, options=channel_options(config.rpc)
     )
-
-
-async def _stop_target(target: TargetSource) -> None:
-    target.stop()
 
 
 async def _start_router(

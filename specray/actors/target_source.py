@@ -34,7 +34,11 @@ class Group(Protocol):
         ...
 
     def stop(self) -> None:
-        """Ends every rank; idempotent."""
+        """Ends every rank, also one that hangs; idempotent."""
+        ...
+
+    async def end(self) -> None:
+        """Ends ranks that work, in order; idempotent."""
         ...
 
 
@@ -85,11 +89,21 @@ class TargetSource:
             raise
 
     def stop(self) -> None:
-        """Ends the group; idempotent."""
+        """Ends the group, which may hang; idempotent."""
+        if (group := self._take()) is not None:
+            group.stop()
+
+    async def end(self) -> None:
+        """Ends the group in order, when it is no longer needed; idempotent."""
+        if (group := self._take()) is not None:
+            await group.end()
+
+    def _take(self) -> Group | None:
         running, self._running = self._running, None
-        if running is not None:
-            running.watch.cancel()
-            running.group.stop()
+        if running is None:
+            return None
+        running.watch.cancel()
+        return running.group
 
     async def _start(self) -> _Running:
         group = self._make_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -131,3 +132,24 @@ def test_a_stopped_process_is_ended_and_one_that_has_gone_is_left_alone() -> Non
     again.kill()
     with pytest.raises(OSError, match="No such process"):
         LocalProcess(child.pid)
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="descriptors of processes are Linux's")
+def test_the_end_of_a_process_is_waited_for_and_of_one_that_hangs_not_for_ever() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    process, killer = LocalProcess(child.pid), LocalProcess(child.pid)
+
+    async def main() -> None:
+        await process.wait(0.01)
+        assert child.poll() is None
+        async with asyncio.timeout(10):
+            waiting = asyncio.create_task(process.wait(1000))
+            await asyncio.sleep(0)
+            killer.kill()
+            await waiting
+            await process.wait(1000)
+            await killer.wait(1000)
+
+    asyncio.run(main())
+    process.kill()
+    assert child.wait(10) == -signal.SIGKILL

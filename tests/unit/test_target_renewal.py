@@ -130,6 +130,7 @@ class FakeGroup:
         self._end = asyncio.Event()
         self.is_hanging = False
         self.is_running = False
+        self.is_ended_in_order = False
         self.num_checks = 0
 
     async def start(self) -> str:
@@ -152,6 +153,10 @@ class FakeGroup:
 
     def stop(self) -> None:
         self.is_running = False
+
+    async def end(self) -> None:
+        self.is_ended_in_order = True
+        self.stop()
 
     def lose_a_rank(self) -> None:
         self._end.set()
@@ -193,6 +198,23 @@ def test_a_whole_group_is_connected_again_and_not_started_anew() -> None:
         site.source.stop()
         site.source.stop()
         assert not site.groups[0].is_running
+
+    run(clock, main())
+
+
+def test_a_group_that_is_not_needed_any_more_is_ended_in_order_and_one_that_hangs_is_not_asked() -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        site = Site(clock)
+        await site.source.end()
+        await site.source.connect()
+        site.groups[0].is_hanging = True
+        await site.source.connect()
+        await site.source.end()
+        await site.source.end()
+        assert [group.is_running for group in site.groups] == [False, False]
+        assert [group.is_ended_in_order for group in site.groups] == [False, True]
 
     run(clock, main())
 
