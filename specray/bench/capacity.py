@@ -15,10 +15,11 @@ from dataclasses import dataclass
 
 from specray import __version__
 from specray.bench.hardware import hardware_name
+from specray.bench.proposals import WrittenOutput, read_proposals
 from specray.config import Config, parse_config
 from specray.errors import ConfigError
 from specray.planning.fit import Sweep, fit_acceptance, fit_draft, fit_router, fit_target
-from specray.planning.profile import Profile
+from specray.planning.profile import MeasuredOutput, Profile
 from specray.planning.samples import Samples, read_hits, read_samples
 from specray.router import Router
 from specray.router.trace import TraceEvent, decode_trace
@@ -28,19 +29,23 @@ from specray.serving.local import CONNECT_TIMEOUT_S, WORKER_COMMAND, LocalPair, 
 from specray.tokenization import Tokenizer
 from specray.types import EngineInfo, GenerateRequest, Overlap, SamplingParams, SpeculationParams
 
-SERIAL_KS = (0, 1, 3, 6)
+SERIAL_KS = (0, 1, 3, 6, 12)
 OVERLAPPED_KS = (2, 4)
 ACCEPTANCE_K = 8
 NUM_SEQUENCES = (1, 2, 4, 8, 16, 32)
 PREFILL_LENS = (32, 64, 128, 256, 512, 1024)
 LONG_CONTEXTS = (256, 1024)
 NUM_PASSES = 3
-_NUM_STEPS = 16
+_NUM_STEPS = 24
 """Of each load, about: rounds commit more than one token each."""
+_MAX_DRAFT_TOKENS = 200
+"""Of a step: with many sequences a router does not choose a large K."""
 _SHORT_PROMPT = 32
 """Where steps are measured, prompts are to take no time."""
-_NUM_ALONE = 2
+_NUM_ALONE = 3
 """Loads of few sequences have few samples per step, so they are served so many times."""
+_MIXED_COUNTS = (1, 3)
+_MIXED_KS = (2, 6)
 _PREFILL_REPEATS = 2
 _ACCEPTANCE_SEQUENCES = 8
 _MAX_TRACE_EVENTS = 1_000_000
@@ -146,10 +151,11 @@ async def _measure_acceptance(loads: _Loads, plan: SweepPlan) -> Sweep:
     if not loads.has_draft:
         return sweep
     for temperature in plan.temperatures:
-        events = await loads.acceptance(Overlap.SERIAL, temperature, plan.num_acceptance_tokens)
+        events, outputs = await loads.acceptance(Overlap.SERIAL, temperature, plan.num_acceptance_tokens)
         sweep.acceptance[temperature] = read_samples(events)
+        sweep.outputs[temperature] = await loads.proposals(outputs)
         if plan.has_overlap:
-            events = await loads.acceptance(
+            events, _ = await loads.acceptance(
                 Overlap.ENUMERATE, temperature, plan.num_acceptance_tokens, k=OVERLAPPED_KS[-1]
             )
             sweep.hits[temperature] = read_hits(events)
@@ -160,7 +166,8 @@ async def _measure_pass(loads: _Loads, plan: SweepPlan, sweep: Sweep) -> None:
     """Every time once."""
     rounds, counts = Samples(), _counts(loads, plan)
     for k in _ks(loads, plan):
-        rounds.extend(read_samples(await loads.rounds(Overlap.SERIAL, k, counts)))
+        fitting = [count for count in counts if count * k <= _MAX_DRAFT_TOKENS]
+        rounds.extend(read_samples(await loads.rounds(Overlap.SERIAL, k, fitting)))
     sweep.rounds.append(rounds)
     sweep.plain_prefills.extend(read_samples(await loads.prefills(k=0)))
     if loads.has_draft:
@@ -168,6 +175,8 @@ async def _measure_pass(loads: _Loads, plan: SweepPlan, sweep: Sweep) -> None:
     for k, length in itertools.product((0, 3) if loads.has_draft else (0,), LONG_CONTEXTS):
         samples = read_samples(await loads.long_context(length, k=k))
         sweep.long_context.setdefault((k, length), Samples()).extend(samples)
+    if loads.has_draft:
+        sweep.mixed.extend(read_samples(await loads.mixed()))
     if plan.has_overlap and loads.has_draft:
         for k in OVERLAPPED_KS:
             sweep.overlapped.extend(read_samples(await loads.rounds(Overlap.ENUMERATE, k, counts)))
@@ -215,7 +224,7 @@ class _Loads:
 
     async def rounds(self, overlap: Overlap, k: int, counts: Sequence[int]) -> list[TraceEvent]:
         """``count`` sessions at once with K draft tokens, for each count."""
-        max_tokens = _NUM_STEPS * (2 if k else 1)
+        max_tokens = _NUM_STEPS * (1 if k == 0 else 2 if k < 6 else 3)
         async with self._serving(overlap) as serving:
             for count in counts:
                 self._progress(f"{overlap}, K = {k}, {count} at once")
@@ -223,6 +232,26 @@ class _Loads:
                     prompts = itertools.islice(itertools.cycle(self._prompts), count)
                     short = [prompt[:_SHORT_PROMPT] for prompt in prompts]
                     await serving.serve(short, max_tokens=max_tokens, k=k, temperature=self._step_temperature)
+            return await serving.events()
+
+    async def mixed(self) -> list[TraceEvent]:
+        """Sessions with drafts beside some without, for which the target works while the draft does."""
+        self._progress("sessions with and without drafts")
+        async with self._serving(Overlap.SERIAL) as serving:
+            for count, k in itertools.product(_MIXED_COUNTS, _MIXED_KS):
+                if 2 * count <= self.max_num_seqs:
+                    prompts = [self._prompts[n % len(self._prompts)][:_SHORT_PROMPT] for n in range(count)]
+                    await asyncio.gather(
+                        *(
+                            serving.serve(
+                                prompts,
+                                max_tokens=_NUM_STEPS * (2 if some else 4),
+                                k=some,
+                                temperature=self._step_temperature,
+                            )
+                            for some in (0, k)
+                        )
+                    )
             return await serving.events()
 
     async def prefills(self, *, k: int) -> list[TraceEvent]:
@@ -253,14 +282,27 @@ class _Loads:
 
     async def acceptance(
         self, overlap: Overlap, temperature: float, max_tokens: int, *, k: int = ACCEPTANCE_K
-    ) -> list[TraceEvent]:
-        """All prompts, a few at a time."""
+    ) -> tuple[list[TraceEvent], list[WrittenOutput]]:
+        """All prompts, a few at a time; and what was written."""
         self._progress(f"acceptance at temperature {temperature:g}, {overlap}")
+        outputs: list[WrittenOutput] = []
         async with self._serving(overlap) as serving:
             for start in range(0, len(self._prompts), _ACCEPTANCE_SEQUENCES):
                 batch = self._prompts[start : start + _ACCEPTANCE_SEQUENCES]
-                await serving.serve(batch, max_tokens=max_tokens, k=k, temperature=temperature)
-            return await serving.events()
+                outputs += await serving.serve(
+                    batch, max_tokens=max_tokens, k=k, temperature=temperature, first_seed=start
+                )
+            return await serving.events(), outputs
+
+    async def proposals(self, outputs: Sequence[WrittenOutput]) -> list[MeasuredOutput]:
+        """What the draft would have proposed."""
+        self._progress("proposals at each place of the outputs")
+        assert self._pair.draft is not None, "there is a draft"
+        drafter = await GrpcDrafter.connect(self._pair.draft, timeout_s=CONNECT_TIMEOUT_S)
+        try:
+            return await read_proposals(drafter, outputs)
+        finally:
+            await drafter.close()
 
     def _prompt_of(self, length: int) -> tuple[int, ...]:
         return tuple(itertools.islice(itertools.cycle(self._text), length))
@@ -286,23 +328,26 @@ class _Serving:
         self._names = names
 
     async def serve(
-        self, prompts: Sequence[tuple[int, ...]], *, max_tokens: int, k: int, temperature: float = 0.0
-    ) -> None:
-        """All at once, each to ``max_tokens`` or its end."""
-        await asyncio.gather(
-            *(
-                self._router.complete(
-                    GenerateRequest(
-                        f"profile-{next(self._names)}",
-                        prompt,
-                        SamplingParams(temperature=temperature, seed=seed, num_prompt_tokens=len(prompt)),
-                        max_tokens,
-                        speculation=SpeculationParams(enabled=k > 0, num_speculative_tokens=k),
-                    )
-                )
-                for seed, prompt in enumerate(prompts)
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        *,
+        max_tokens: int,
+        k: int,
+        temperature: float = 0.0,
+        first_seed: int = 0,
+    ) -> list[WrittenOutput]:
+        """All at once, each to ``max_tokens`` or its end; each with a seed of its own."""
+
+        async def one(prompt: tuple[int, ...], seed: int) -> WrittenOutput:
+            sampling = SamplingParams(temperature=temperature, seed=seed, num_prompt_tokens=len(prompt))
+            speculation = SpeculationParams(enabled=k > 0, num_speculative_tokens=k)
+            name = f"profile-{next(self._names)}"
+            chunk = await self._router.complete(
+                GenerateRequest(name, prompt, sampling, max_tokens, speculation=speculation)
             )
-        )
+            return WrittenOutput(prompt, chunk.token_ids, sampling)
+
+        return await asyncio.gather(*(one(prompt, first_seed + n) for n, prompt in enumerate(prompts)))
 
     async def events(self) -> list[TraceEvent]:
         """Everything since the start."""

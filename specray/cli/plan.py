@@ -227,6 +227,7 @@ def _check(
         profile.acceptance_at(temperature),
         profile.router,
         shares_hardware=True,
+        is_replay=True,
         router_config=config.router,
         speculation=config.speculation,
     )

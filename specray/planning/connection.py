@@ -57,6 +57,11 @@ class Busy:
         """Of ``seconds``, those before ``now``: a step is counted when it is sent."""
         return self.seconds - max(0.0, self.until_s - max(now, self.since_s))
 
+    def lost_s(self, since_s: float, now: float, slowdown: float) -> float:
+        """What another engine on the same hardware is behind with, that has worked since this one had worked
+        ``since_s`` and gets on so many times slower beside it."""
+        return (self.worked_s(now) - since_s) * (1 - 1 / slowdown)
+
     def extend(self, seconds: float) -> None:
         """The last step takes so much longer."""
         self.seconds += seconds

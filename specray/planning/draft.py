@@ -9,6 +9,7 @@ A draft is one server with one queue: what several routers asked for meanwhile g
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,10 +17,9 @@ from dataclasses import dataclass
 from specray.errors import EngineLostError
 from specray.planning.connection import Busy, Mailbox
 from specray.planning.profile import RouterProfile
-from specray.planning.times import DraftTimes
-from specray.planning.verdicts import GUESS, MAX_RANK
+from specray.planning.scripts import Scripts
+from specray.planning.times import DraftTimes, drawn
 from specray.types import (
-    Branch,
     DraftReplies,
     DraftReply,
     EngineInfo,
@@ -36,6 +36,27 @@ class _Question:
     connection: SimulatedDrafter
 
 
+_LEAST_S = 1e-6
+
+
+@dataclass(slots=True)
+class _Step:
+    """On its way."""
+
+    replies: dict[SimulatedDrafter, list[DraftReply]]
+    seconds: float
+    other_worked_s: float
+    """What the target beside it had worked when the step began, or was looked at last."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """Of one sequence, in tokens."""
+
+    length: int
+    num_prompt: int
+
+
 class SimulatedDraft:
     """One draft replica: takes everything that waits into its next step.
 
@@ -43,17 +64,31 @@ class SimulatedDraft:
         info: its limits; beyond ``max_num_seqs`` sequences the one used longest ago is forgotten.
         times: of its steps.
         router: the routers' own time, which passes before a question is sent.
+        scripts: what it proposes.
+        seed: of what single steps take.
     """
 
-    def __init__(self, info: EngineInfo, times: DraftTimes, *, router: RouterProfile) -> None:
+    def __init__(
+        self,
+        info: EngineInfo,
+        times: DraftTimes,
+        *,
+        router: RouterProfile,
+        scripts: Scripts,
+        seed: int | str = 0,
+    ) -> None:
         self.info = info
         self.busy = Busy()
+        self.beside: Busy | None = None
+        """The target that shares its hardware; None: none does."""
         self.num_connections = 0
         self.times = times
         self.router = router
+        self._scripts = scripts
+        self._rng = random.Random(seed)
         self._waiting: list[_Question] = []
         self._is_working = False
-        self._lengths: OrderedDict[tuple[SimulatedDrafter, str], int] = OrderedDict()
+        self._held: OrderedDict[tuple[SimulatedDrafter, str], _Held] = OrderedDict()
 
     def connect(self) -> SimulatedDrafter:
         """A connection of one more router."""
@@ -68,14 +103,14 @@ class SimulatedDraft:
 
     def release(self, connection: SimulatedDrafter, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
-            self._lengths.pop((connection, request_id), None)
+            self._held.pop((connection, request_id), None)
 
     def disconnect(self, connection: SimulatedDrafter) -> None:
         """A router has closed its connection."""
         self.num_connections -= 1
         self._waiting = [question for question in self._waiting if question.connection is not connection]
-        for key in [key for key in self._lengths if key[0] is connection]:
-            del self._lengths[key]
+        for key in [key for key in self._held if key[0] is connection]:
+            del self._held[key]
 
     def _work(self) -> None:
         if not self._waiting:
@@ -84,37 +119,59 @@ class SimulatedDraft:
         loop = asyncio.get_running_loop()
         start_s = loop.time()
         replies: dict[SimulatedDrafter, list[DraftReply]] = {}
-        answered: list[SpeculateItem] = []
+        answered: list[tuple[SpeculateItem, DraftReply]] = []
         for question in questions:
             reply = self._answer(question)
             replies.setdefault(question.connection, []).append(reply)
             if not isinstance(reply, UnknownSequence):
-                answered.append(question.item)
-        seconds = self.times.step_s(answered)
+                answered.append((question.item, reply))
+        seconds = self.times.step_s(answered) * drawn(self._rng, self.times.step_spread)
         self._is_working = True
         self.busy.work(start_s, start_s + seconds)
-        loop.call_at(start_s + seconds, self._end, replies, round(1e9 * seconds))
+        other_worked_s = 0.0 if self.beside is None else self.beside.worked_s(start_s)
+        loop.call_at(start_s + seconds, self._end, _Step(replies, seconds, other_worked_s))
 
-    def _end(self, replies: dict[SimulatedDrafter, list[DraftReply]], forward_ns: int) -> None:
+    def _end(self, step: _Step) -> None:
+        loop = asyncio.get_running_loop()
+        if self.beside is not None:
+            # As for a target's step.
+            now = loop.time()
+            lost_s = min(step.seconds, self.beside.lost_s(step.other_worked_s, now, self.times.slowdown))
+            step.other_worked_s = self.beside.worked_s(now)
+            if lost_s > _LEAST_S:
+                self.busy.extend(lost_s)
+                step.seconds += lost_s
+                loop.call_later(lost_s, self._end, step)
+                return
         self._is_working = False
-        for connection, own in replies.items():
-            connection.answer(DraftReplies(tuple(own), forward_ns))
+        for connection, own in step.replies.items():
+            connection.answer(DraftReplies(tuple(own), round(1e9 * step.seconds)))
         self._work()
+
+    def transport_s(self, num_items: int) -> float:
+        """There and back, once."""
+        return self.times.transport.of(num_items) * drawn(self._rng, self.times.transport_spread)
 
     def _answer(self, question: _Question) -> DraftReply:
         item = question.item
         key = question.connection, item.request_id
-        held = self._lengths.get(key)
-        if item.base_len > 0 and (held is None or item.base_len > held):
+        held = self._held.get(key)
+        if item.base_len > 0 and (held is None or item.base_len > held.length):
             return UnknownSequence(item.request_id, item.round_id, item.base_len)
-        self._lengths[key] = item.base_len + len(item.token_ids)
-        self._lengths.move_to_end(key)
-        if len(self._lengths) > self.info.max_num_seqs:
-            self._lengths.popitem(last=False)
-        tokens = (GUESS,) * item.num_speculative_tokens
-        if not item.fanout:
-            return Proposal(item.request_id, item.round_id, item.base_len, tokens)
-        return Outcomes(item.request_id, item.round_id, item.base_len, _branches(item, tokens))
+        if held is None:
+            held = self._held[key] = _Held(0, 0)
+        if item.sampling is not None:
+            held.num_prompt = item.sampling.num_prompt_tokens
+        held.length = item.base_len + len(item.token_ids)
+        self._held.move_to_end(key)
+        if len(self._held) > self.info.max_num_seqs:
+            self._held.popitem(last=False)
+        script, position = self._scripts.of(item.request_id), held.length - held.num_prompt
+        if item.fanout:
+            branches = script.branches(position, item)
+            return Outcomes(item.request_id, item.round_id, item.base_len, branches)
+        tokens = script.proposal(position, item.num_speculative_tokens, item.min_acceptance)
+        return Proposal(item.request_id, item.round_id, item.base_len, tokens)
 
 
 class SimulatedDrafter:
@@ -132,7 +189,7 @@ class SimulatedDrafter:
 
     async def speculate(self, items: Sequence[SpeculateItem]) -> None:
         count = len(items)
-        delay_s = self._draft.times.transport.of(count) / 2
+        delay_s = self._draft.transport_s(count) / 2
         if not items[0].fanout:
             delay_s += self._draft.router.ask_after_verdict.of(count)
         asyncio.get_running_loop().call_later(delay_s, self._draft.ask, self, items)
@@ -151,7 +208,7 @@ class SimulatedDrafter:
 
     def answer(self, replies: DraftReplies) -> None:
         """A step of the draft has ended."""
-        way_s = self._draft.times.transport.of(len(replies.replies)) / 2
+        way_s = self._draft.transport_s(len(replies.replies)) / 2
         asyncio.get_running_loop().call_later(way_s, self._mailbox.put, replies)
 
 
@@ -165,14 +222,3 @@ class SimulatedDrafterSource:
         if not self._drafts:
             raise EngineLostError("there is no draft")
         return min(self._drafts, key=lambda draft: draft.num_connections).connect()
-
-
-def _branches(item: SpeculateItem, tokens: tuple[int, ...]) -> tuple[Branch, ...]:
-    """Chains after likely outcomes: as many ranks for each number of accepted tokens as there is room."""
-    num_outcomes = len(item.fanout)
-    ranks = min(MAX_RANK, max(1, item.max_branches // num_outcomes) if item.max_branches else MAX_RANK)
-    return tuple(
-        Branch(num_accepted, rank, tokens)
-        for num_accepted, most in enumerate(item.fanout)
-        for rank in range(GUESS, GUESS + min(ranks, most))
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from specray.planning.profile import (
     DraftProfile,
     HitRate,
     LinearTime,
+    MeasuredOutput,
     OutcomesPoint,
     PrefillPoint,
     ProposePoint,
@@ -26,10 +26,22 @@ from specray.planning.profile import (
     VerifyPoint,
 )
 from specray.planning.samples import DraftSample, Samples, TargetSample
+from specray.planning.smooth import (
+    MAX_JUMP,
+    Point,
+    average,
+    cell_of,
+    cell_points,
+    fit_linear,
+    line_through,
+    rising,
+)
 from specray.types import EngineInfo
 
 _MIN_SAMPLES = 3
-"""Of one size; what fewer steps took says nothing."""
+"""What fewer steps took says nothing."""
+_MAX_LOST = 0.8
+_NUM_QUANTILES = 20
 _MIN_ROUNDS = 10
 """That reached a position, for a rate of its own; later positions share that of the one before."""
 
@@ -49,9 +61,13 @@ class Sweep:
     long_context: dict[tuple[int, int], Samples] = field(default_factory=dict)
     """A few sessions each, by K and the tokens of their prompts."""
     overlapped: Samples = field(default_factory=Samples)
-    """Draft and target at the same time."""
+    """Draft and target at the same time, with branches."""
+    mixed: Samples = field(default_factory=Samples)
+    """Sessions with drafts beside some without, which the target verifies while the draft works."""
     acceptance: dict[float, Samples] = field(default_factory=dict)
     """By temperature."""
+    outputs: dict[float, list[MeasuredOutput]] = field(default_factory=dict)
+    """By temperature: what was written, and what the draft would have proposed."""
     hits: dict[float, dict[int, tuple[int, int]]] = field(default_factory=dict)
     """By temperature and width: (hits, lookups)."""
 
@@ -61,12 +77,12 @@ def fit_target(sweep: Sweep, info: EngineInfo, *, hardware: str) -> TargetProfil
     passes = [[step for step in samples.target if _is_decode(step)] for samples in sweep.rounds]
     steps = list(itertools.chain.from_iterable(passes))
     per_sequence_s = _sequence_slope(passes)
-    points = _medians(
+    points = cell_points(
         passes,
         place=lambda step: (float(step.num_rows), 0),
         value=lambda step: max(1e-6, step.forward_s - per_sequence_s * step.num_sequences),
     )
-    curve = [(place[0], seconds) for place, seconds in _not_above_larger(points)]
+    curve = [(point.size, point.seconds) for point in rising(points)]
 
     def expected_s(step: TargetSample) -> float:
         return interpolate(curve, step.num_rows) + per_sequence_s * step.num_sequences
@@ -92,7 +108,13 @@ def fit_target(sweep: Sweep, info: EngineInfo, *, hardware: str) -> TargetProfil
         transport=plain if drafted == LinearTime() else drafted,
         plain_transport=plain,
         slowdown_beside_draft=_slowdown(
-            [step for step in sweep.overlapped.target if not step.num_prefill_rows], expected_s
+            [s for s in (*sweep.overlapped.target, *sweep.mixed.target) if not s.num_prefill_rows], expected_s
+        ),
+        step_spread=_spread(step.forward_s / expected_s(step) for step in steps),
+        transport_spread=_spread(
+            step.transport_s
+            / max(1e-6, (drafted if step.is_after_proposal else plain).of(step.num_sequences))
+            for step in steps
         ),
         prompt_slowdown_beside_draft=_slowdown(
             _first_chunks(sweep.prefills), lambda step: interpolate(prompts, step.num_rows)
@@ -106,24 +128,26 @@ def fit_draft(sweep: Sweep, info: EngineInfo, *, hardware: str) -> DraftProfile:
     """The draft's part; as ``fit_target``."""
     passes = [[step for step in samples.draft if _is_proposing(step)] for samples in sweep.rounds]
     steps = list(itertools.chain.from_iterable(passes))
-    points = _medians(
-        passes,
-        place=lambda step: (float(step.num_sequences), step.num_tokens),
-        value=lambda step: step.forward_s,
+    points = rising(
+        cell_points(
+            passes,
+            place=lambda step: (float(step.num_sequences), step.num_tokens),
+            value=lambda step: step.forward_s,
+        )
     )
-    points = _not_above_larger(points)
-    surface = Surface((tokens, count, seconds) for (count, tokens), seconds in points)
+    surface = Surface((point.depth, point.size, point.seconds) for point in points)
 
     def expected_s(step: DraftSample) -> float:
         return surface(step.num_tokens, step.num_sequences)
 
     enumerated = [step for step in sweep.overlapped.draft if _is_plain(step) and step.num_branches]
-    outcomes = _medians(
+    outcomes = cell_points(
         [enumerated],
         place=lambda step: (float(step.num_branches), step.num_tokens),
         value=lambda step: step.forward_s,
     )
     context_len = mean(step.num_context_tokens / step.num_sequences for step in steps)
+    transport = fit_linear([(step.num_sequences, step.transport_s) for step in one] for one in passes)
     longer = {
         (1, length): [step for step in samples.draft if _is_proposing(step)]
         for (k, length), samples in sweep.long_context.items()
@@ -135,14 +159,21 @@ def fit_draft(sweep: Sweep, info: EngineInfo, *, hardware: str) -> DraftProfile:
             [step for step in sweep.prefills.draft if step.is_prefill], lambda step: step.num_new_tokens
         ),
         context=_context_points(longer, expected_s, context_len),
-        transport=fit_linear([(step.num_sequences, step.transport_s) for step in one] for one in passes),
+        transport=transport,
+        step_spread=_spread(step.forward_s / expected_s(step) for step in steps),
+        transport_spread=_spread(
+            step.transport_s / max(1e-6, transport.of(step.num_sequences)) for step in steps
+        ),
+        slowdown_beside_target=_slowdown(
+            [step for step in sweep.mixed.draft if _is_plain(step) and not step.num_branches], expected_s
+        ),
         propose=tuple(
-            ProposePoint(num_sequences=count, num_tokens=tokens, seconds=seconds)
-            for (count, tokens), seconds in points
+            ProposePoint(num_sequences=point.size, num_tokens=point.depth, seconds=point.seconds)
+            for point in points
         ),
         outcomes=tuple(
-            OutcomesPoint(num_branches=count, num_tokens=tokens, seconds=seconds)
-            for (count, tokens), seconds in outcomes
+            OutcomesPoint(num_branches=point.size, num_tokens=point.depth, seconds=point.seconds)
+            for point in outcomes
         ),
     )
 
@@ -188,9 +219,7 @@ def fit_acceptance(sweep: Sweep) -> tuple[AcceptanceProfile, ...]:
                 temperature=temperature,
                 by_position=rates_by_position(samples.rounds),
                 num_rounds=len(samples.rounds),
-                agreements=tuple(
-                    "".join("01"[is_equal] for is_equal in tokens) for tokens in samples.agreements.values()
-                ),
+                outputs=tuple(sweep.outputs.get(temperature, ())),
                 hit_rates=tuple(
                     HitRate(width=width, rate=found / lookups, num_lookups=lookups)
                     for width, (found, lookups) in sorted(hits.items())
@@ -217,100 +246,16 @@ def rates_by_position(rounds: Iterable[tuple[int, int]]) -> tuple[float, ...]:
     return tuple(rates)
 
 
-def fit_linear(passes: Iterable[Sequence[tuple[int, float]]]) -> LinearTime:
-    """Least squares through each number of items; neither part is negative.
-
-    Args:
-        passes: (items, seconds) of each pass; the median of the passes' medians counts.
-    """
-    medians: dict[int, list[float]] = {}
-    for samples in passes:
-        by_count: dict[int, list[float]] = {}
-        for count, seconds in samples:
-            by_count.setdefault(count, []).append(seconds)
-        trusted = {n: values for n, values in by_count.items() if len(values) >= _MIN_SAMPLES}
-        for count, values in (trusted or by_count).items():
-            medians.setdefault(count, []).append(median(values))
-    points = [(float(count), median(values)) for count, values in sorted(medians.items())]
-    if not points:
-        return LinearTime()
-    # Errors count as parts of the time: a line that fits 32 items must not be wrong for one.
-    weights = [1 / max(seconds, 1e-6) ** 2 for _, seconds in points]
-    fixed, slope = _line(points, weights)
-    if fixed < 0:
-        xx = sum(weight * n * n for weight, (n, _) in zip(weights, points, strict=True))
-        xy = sum(weight * n * seconds for weight, (n, seconds) in zip(weights, points, strict=True))
-        return LinearTime(per_item_s=max(0.0, xy / xx))
-    return LinearTime(fixed_s=fixed, per_item_s=slope)
-
-
-def _line(points: Sequence[tuple[float, float]], weights: Sequence[float]) -> tuple[float, float]:
-    """Weighted least squares: (value at 0, slope >= 0)."""
-    total = sum(weights)
-    middle = sum(weight * x for weight, (x, _) in zip(weights, points, strict=True)) / total
-    level = sum(weight * y for weight, (_, y) in zip(weights, points, strict=True)) / total
-    spread = sum(weight * (x - middle) ** 2 for weight, (x, _) in zip(weights, points, strict=True))
-    joint = sum(weight * (x - middle) * (y - level) for weight, (x, y) in zip(weights, points, strict=True))
-    slope = max(0.0, joint / spread) if spread else 0.0
-    return level - slope * middle, slope
-
-
-def _medians(
-    passes: Sequence[Sequence[SampleT]],
-    *,
-    place: Callable[[SampleT], tuple[float, int]],
-    value: Callable[[SampleT], float],
-) -> list[tuple[tuple[float, int], float]]:
-    """(place, seconds) points: of each cell, the median of its passes' medians.
-
-    A place is a size and a depth. Neighbouring sizes share a cell, whose place is their mean. Cells with few
-    samples count only where no cell has more.
-    """
-    cells: dict[tuple[int, int], list[tuple[int, float, float]]] = {}
-    for steps in passes:
-        by_cell: dict[tuple[int, int], list[SampleT]] = {}
-        for step in steps:
-            size, depth = place(step)
-            by_cell.setdefault((_cell(size), depth), []).append(step)
-        for cell, members in by_cell.items():
-            size = mean(place(step)[0] for step in members)
-            cells.setdefault(cell, []).append((len(members), size, median(map(value, members))))
-    trusted = {cell: medians for cell, medians in cells.items() if max(medians)[0] >= _MIN_SAMPLES}
-    points = []
-    for (_, depth), medians in sorted((trusted or cells).items()):
-        sizes, seconds = zip(*((size, value) for _, size, value in medians), strict=True)
-        points.append(((mean(sizes), depth), median(seconds)))
-    return points
-
-
-def _not_above_larger(
-    points: Sequence[tuple[tuple[float, int], float]],
-) -> list[tuple[tuple[float, int], float]]:
-    """No step takes longer than one that is at least as large and as deep: then it was disturbed."""
-    return [
-        (
-            (size, depth),
-            min(seconds for (other, deeper), seconds in points if other >= size and deeper >= depth),
-        )
-        for (size, depth), _ in points
-    ]
-
-
-def _cell(size: float) -> int:
-    """Four cells for each doubling; small sizes have their own."""
-    return round(size) if size <= 4 else round(4 * math.log2(size)) - 4
-
-
 def _sequence_slope(passes: Sequence[Sequence[TargetSample]]) -> float:
     """What a step takes for each sequence: how much longer steps of equal rows take the more they hold."""
-    points = _medians(
+    points = cell_points(
         passes,
         place=lambda step: (float(step.num_rows), step.num_sequences),
         value=lambda step: step.forward_s,
     )
     by_rows: dict[int, list[tuple[int, float]]] = {}
-    for (rows, count), seconds in points:
-        by_rows.setdefault(_cell(rows), []).append((count, seconds))
+    for point in points:
+        by_rows.setdefault(cell_of(point.size), []).append((point.depth, point.seconds))
     pairs: list[tuple[float, float]] = []
     weights: list[float] = []
     for members in by_rows.values():
@@ -318,25 +263,22 @@ def _sequence_slope(passes: Sequence[Sequence[TargetSample]]) -> float:
         pairs += [(one - count, other - seconds) for one, other in members]
         # Errors count as parts of the time.
         weights += [1 / max(seconds, 1e-6) ** 2] * len(members)
-    return _line(pairs, weights)[1] if pairs else 0.0
+    return line_through(pairs, weights)[1] if pairs else 0.0
 
 
 def _prefill_points(
     steps: Sequence[SampleT], num_tokens: Callable[[SampleT], int]
 ) -> tuple[PrefillPoint, ...]:
-    """The median of about each length."""
+    """The average of about each length."""
     cells: dict[int, list[tuple[int, float]]] = {}
     for step in steps:
         if step.forward_s > 0 and num_tokens(step) > 0:
-            cells.setdefault(_cell(num_tokens(step)), []).append((num_tokens(step), step.forward_s))
+            cells.setdefault(cell_of(num_tokens(step)), []).append((num_tokens(step), step.forward_s))
     points = []
     for _, members in sorted(cells.items()):
         counts, seconds = zip(*members, strict=True)
-        points.append(((float(round(mean(counts))), 0), median(seconds)))
-    return tuple(
-        PrefillPoint(num_tokens=int(count), seconds=seconds)
-        for (count, _), seconds in _not_above_larger(points)
-    )
+        points.append(Point(round(mean(counts)), 0, average(seconds), len(members)))
+    return tuple(PrefillPoint(num_tokens=int(one.size), seconds=one.seconds) for one in rising(points))
 
 
 def _context_points(
@@ -356,7 +298,8 @@ def _context_points(
             longer = [s for s in loads[key] if s.num_context_tokens > s.num_sequences * context_len]
             if not longer:
                 continue
-            extra = median((step.forward_s - expected_s(step)) / step.num_sequences for step in longer)
+            expected = mean(expected_s(step) / step.num_sequences for step in longer)
+            extra = average(step.forward_s / step.num_sequences for step in longer) - expected
             length = mean(step.num_context_tokens / step.num_sequences for step in longer)
             # A longer context does not make a step faster.
             more = max(points[-1].seconds, extra)
@@ -364,10 +307,28 @@ def _context_points(
     return tuple(points)
 
 
-def _slowdown(steps: Sequence[TargetSample], expected_s: Callable[[TargetSample], float]) -> float:
-    """1 and what each second of the draft's work beside a step adds to the step."""
-    extras = [(step.forward_s - expected_s(step)) / step.beside_s for step in steps if step.is_beside_draft]
-    return 1 + max(0.0, median(extras)) if len(extras) >= _MIN_SAMPLES else 1.0
+def _slowdown(steps: Sequence[SampleT], expected_s: Callable[[SampleT], float]) -> float:
+    """How many times slower steps got on while the other engine worked too.
+
+    A second beside it is worth 1 / slowdown; what it is not worth is what the step took longer.
+    """
+    lost = [(step.forward_s - expected_s(step)) / step.beside_s for step in steps if step.is_beside]
+    if len(lost) < _MIN_SAMPLES:
+        return 1.0
+    return 1 / (1 - min(_MAX_LOST, max(0.0, median(lost))))
+
+
+def _spread(ratios: Iterable[float]) -> tuple[float, ...]:
+    """Quantiles of what single steps took, as multiples of their mean."""
+    known = sorted(ratios)
+    if len(known) < _NUM_QUANTILES:
+        return ()
+    most = MAX_JUMP * median(known)
+    picked = [
+        min(most, known[int((index + 0.5) / _NUM_QUANTILES * len(known))]) for index in range(_NUM_QUANTILES)
+    ]
+    middle = mean(picked)
+    return tuple(round(one / middle, 3) for one in picked) if middle > 0 else ()
 
 
 def _first_chunks(samples: Samples) -> list[TargetSample]:
@@ -375,11 +336,11 @@ def _first_chunks(samples: Samples) -> list[TargetSample]:
 
 
 def _is_decode(step: TargetSample) -> bool:
-    return not step.num_prefill_rows and not step.is_beside_draft
+    return not step.num_prefill_rows and not step.is_beside
 
 
 def _is_proposing(step: DraftSample) -> bool:
-    return _is_plain(step) and not step.num_branches
+    return _is_plain(step) and not step.num_branches and not step.is_beside
 
 
 def _is_plain(step: DraftSample) -> bool:

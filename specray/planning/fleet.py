@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from specray.config import RouterConfig, SpeculationConfig
 from specray.errors import OverloadedError
 from specray.fakes import VirtualClock
 from specray.planning.draft import SimulatedDraft, SimulatedDrafterSource
-from specray.planning.load import ClosedLoad, Lengths, OpenLoad
+from specray.planning.load import ClosedLoad, FixedLength, Lengths, OpenLoad
 from specray.planning.profile import AcceptanceProfile, DraftProfile, RouterProfile, TargetProfile
 from specray.planning.quiet import QuietMetrics
 from specray.planning.results import Outcome, RunResult, Slo, spread
+from specray.planning.scripts import VOCAB_SIZE, ReplayedScript, Scripts
 from specray.planning.target import RequestTimes, SimulatedTarget
 from specray.planning.times import DraftTimes, TargetTimes
-from specray.planning.verdicts import Verdicts
 from specray.router import Router
 from specray.types import GenerateRequest, SamplingParams
 
@@ -43,6 +43,8 @@ class Kit:
     """Draft and target of a group slow each other as they did in the measurement."""
     router_config: RouterConfig = field(default_factory=lambda: RouterConfig.model_validate({}))
     speculation: SpeculationConfig = field(default_factory=lambda: SpeculationConfig.model_validate({}))
+    is_replay: bool = False
+    """Requests are the measured ones, in turns, with their prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,31 +111,40 @@ class _Fleet:
         self._requests: dict[str, RequestTimes] = {}
         self._num_sent = 0
         self._max_model_len = kit.target.max_model_len
+        self._scripts = Scripts(kit.acceptance, seed=seed, is_in_order=kit.is_replay)
+        self._is_replay = kit.is_replay
         draft_profile = kit.draft
         if draft_profile is not None:
             self._max_model_len = min(self._max_model_len, draft_profile.max_model_len)
             times = DraftTimes(draft_profile, network_s=kit.network_s)
-            info = draft_profile.info("draft")
-            self.drafts = [SimulatedDraft(info, times, router=kit.router) for _ in range(num_drafts)]
+            info = replace(draft_profile.info("draft"), vocab_size=VOCAB_SIZE)
+            self.drafts = [
+                SimulatedDraft(
+                    info, times, router=kit.router, scripts=self._scripts, seed=f"{seed}-draft-{index}"
+                )
+                for index in range(num_drafts)
+            ]
         else:
             self.drafts = []
         target_times = TargetTimes(kit.target)
-        verdicts = Verdicts(kit.acceptance, seed=seed)
         source = SimulatedDrafterSource(self.drafts) if self.drafts else None
-        # Tokens are made up: a proposer that looks for repetitions would find nothing but them.
-        speculation = kit.speculation.model_copy(update={"filler": "none"})
+        speculation = kit.speculation
+        if not self._scripts.outputs:
+            # Tokens are made up: a proposer that looks for repetitions would find nothing but them.
+            speculation = speculation.model_copy(update={"filler": "none"})
         self.groups = []
         for index in range(num_groups):
             target = SimulatedTarget(
-                kit.target.info("target"),
+                replace(kit.target.info("target"), vocab_size=VOCAB_SIZE),
                 target_times,
                 router=kit.router,
-                verdicts=verdicts,
+                scripts=self._scripts,
                 rng=random.Random(f"{seed}-target-{index}"),
                 requests=self._requests,
             )
             if kit.shares_hardware and self.drafts:
-                target.beside = self.drafts[index % len(self.drafts)].busy
+                draft = self.drafts[index % len(self.drafts)]
+                target.beside, draft.beside = draft.busy, target.busy
             router = Router(
                 target,
                 source,
@@ -158,16 +169,19 @@ class _Fleet:
         self, prompt: Lengths, output: Lengths, rng: random.Random, temperature: float
     ) -> Outcome:
         """One request, from its arrival to its end."""
-        num_output = output.draw(rng, self._max_model_len - 1)
-        num_prompt = prompt.draw(rng, self._max_model_len - num_output)
         self._num_sent += 1
         request_id = f"request-{self._num_sent}"
+        script = self._scripts.of(request_id)
+        num_output = output.draw(rng, self._max_model_len - 1)
+        if self._is_replay and isinstance(script, ReplayedScript):
+            prompt = FixedLength(script.num_prompt_tokens)
+        num_prompt = prompt.draw(rng, self._max_model_len - num_output)
         times = self._requests[request_id] = RequestTimes()
         arrived_s = self.clock.monotonic()
         group = self._choose()
         group.num_requests += 1
         sampling = SamplingParams(temperature=temperature, num_prompt_tokens=num_prompt)
-        request = GenerateRequest(request_id, (0,) * num_prompt, sampling, num_output)
+        request = GenerateRequest(request_id, script.prompt(num_prompt), sampling, num_output)
         try:
             await group.router.complete(request)
         except OverloadedError:

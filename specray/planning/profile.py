@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from specray.errors import ConfigError
 from specray.types import EngineInfo, StepTime
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 
 
 class _Part(BaseModel):
@@ -98,6 +98,12 @@ class EngineProfile(_Part):
     transport: LinearTime = Field(
         default_factory=LinearTime, description="There and back and the worker's own work, by items."
     )
+    step_spread: tuple[Annotated[float, Field(ge=0)], ...] = Field(
+        (), description="Single steps as multiples of the average of such steps: quantiles. None: all equal."
+    )
+    transport_spread: tuple[Annotated[float, Field(ge=0)], ...] = Field(
+        (), description="The same of transport."
+    )
 
     def info(self, role: str) -> EngineInfo:
         """What a simulated engine of this kind says of itself."""
@@ -124,11 +130,11 @@ class TargetProfile(EngineProfile):
     verify: tuple[VerifyPoint, ...] = Field(min_length=1)
     per_sequence_s: float = Field(0.0, ge=0, description="Of a step, for each sequence.")
     slowdown_beside_draft: float = Field(
-        1.0, ge=1, description="Of a step, while the draft works; 1: they share nothing."
+        1.0,
+        ge=1,
+        description="How many times slower a step gets on while the draft works; 1: they share nothing.",
     )
-    prompt_slowdown_beside_draft: float = Field(
-        1.0, ge=1, description="Of a step with prompts, while the draft works."
-    )
+    prompt_slowdown_beside_draft: float = Field(1.0, ge=1, description="The same of a step with prompts.")
     plain_transport: LinearTime | None = Field(
         None, description="As transport, of steps without draft tokens; default: the same."
     )
@@ -139,6 +145,9 @@ class DraftProfile(EngineProfile):
 
     propose: tuple[ProposePoint, ...] = Field(min_length=1)
     outcomes: tuple[OutcomesPoint, ...] = ()
+    slowdown_beside_target: float = Field(
+        1.0, ge=1, description="How many times slower a step gets on while the target works."
+    )
 
 
 class RouterProfile(_Part):
@@ -149,7 +158,47 @@ class RouterProfile(_Part):
     ask_after_verdict: LinearTime = Field(default_factory=LinearTime)
 
 
-Agreement = Annotated[str, Field(pattern=r"^[01]+$")]
+Agreements = Annotated[str, Field(pattern=r"^[01]+$")]
+LENGTH_DIGITS: Final = "0123456789abcdefghijklmnopqrstuvw"
+"""Of lengths up to 32, the most that a proposal can have."""
+
+
+class ProposalLengths(_Part):
+    """How far the draft goes under one bound."""
+
+    min_acceptance: float = Field(gt=0, lt=1, description="As in what the router asks.")
+    by_position: str = Field(
+        pattern=r"^[1-9a-w]+$",
+        description="Of each place of the output, the length of the proposal that begins there, as a digit "
+        "(a: 10).",
+    )
+
+
+class MeasuredOutput(_Part):
+    """One output that the target wrote, and what the draft would have proposed at each place of it.
+
+    Tokens are numbered in the order in which they first come in prompt and output, from 1: which ones are
+    equal is all that is kept of them.
+    """
+
+    prompt: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1)
+    tokens: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1)
+    agreements: Agreements = Field(
+        description="1 where the draft's token is the output's, after what is before."
+    )
+    lengths: tuple[ProposalLengths, ...] = Field(
+        (), description="By increasing bound; none: the draft ends no proposal early."
+    )
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> MeasuredOutput:
+        for name, text in (
+            ("agreements", self.agreements),
+            *((f"lengths at {one.min_acceptance:g}", one.by_position) for one in self.lengths),
+        ):
+            if len(text) != len(self.tokens):
+                raise ValueError(f"{name} are {len(text)} characters for {len(self.tokens)} tokens")
+        return self
 
 
 class HitRate(_Part):
@@ -169,10 +218,10 @@ class AcceptanceProfile(_Part):
         description="Entry i: of the rounds that kept i draft tokens and had one more, how many kept it.",
     )
     num_rounds: int = Field(ge=1)
-    agreements: tuple[Agreement, ...] = Field(
+    outputs: tuple[MeasuredOutput, ...] = Field(
         (),
-        description="Of each measured output, token by token: 1 where the draft would have proposed it. A "
-        "simulated request has one of them; without any, by_position is drawn from.",
+        description="A simulated request has one of them; without any, by_position is drawn from, and there "
+        "are no fillers.",
     )
     hit_rates: tuple[HitRate, ...] = ()
 
@@ -187,7 +236,7 @@ class AcceptanceProfile(_Part):
 class Profile(_Part):
     """A pair as it was measured."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[2] = SCHEMA_VERSION
     name: str = Field("", description="For tables; default: the hardware.")
     created: str = ""
     specray_version: str = ""

@@ -43,7 +43,7 @@ class TargetSample:
     """Of ``forward_s``, how long the draft worked too."""
 
     @property
-    def is_beside_draft(self) -> bool:
+    def is_beside(self) -> bool:
         """The draft worked for a good part of it."""
         return self.beside_s > 0.25 * self.forward_s
 
@@ -81,6 +81,11 @@ class DraftSample:
     """Of ``forward_s``, how long the target worked too."""
 
     @property
+    def is_beside(self) -> bool:
+        """The target worked for a good part of it."""
+        return self.beside_s > 0.25 * self.forward_s
+
+    @property
     def transport_s(self) -> float:
         return max(0.0, self.replied_s - self.last_asked_s - self.forward_s)
 
@@ -93,15 +98,12 @@ class Samples:
     draft: list[DraftSample] = field(default_factory=list)
     rounds: list[tuple[int, int]] = field(default_factory=list)
     """(draft tokens, accepted tokens) of the rounds that verified a draft model's tokens."""
-    agreements: dict[str, list[bool]] = field(default_factory=dict)
-    """By request, of each token that its rounds told of: whether the draft had proposed it."""
 
     def extend(self, other: Samples) -> None:
         """Adds those of another trace."""
         self.target += other.target
         self.draft += other.draft
         self.rounds += other.rounds
-        self.agreements |= other.agreements
 
 
 def read_samples(events: Sequence[TraceEvent]) -> Samples:
@@ -190,10 +192,6 @@ class _Reader:
         step.num_replies += 1
         if event.num_draft_tokens and event.source == DraftKind.MODEL.value:
             self.samples.rounds.append((event.num_draft_tokens, event.num_accepted_tokens))
-            tokens = self.samples.agreements.setdefault(event.request_id, [])
-            tokens += [True] * event.num_accepted_tokens
-            # Of the bonus token nobody knows; it will mostly be like those before it.
-            tokens.append(event.num_accepted_tokens == event.num_draft_tokens)
 
     def _on_asked(self, event: DraftAsked) -> None:
         self._asked[event.request_id, event.round_id] = event

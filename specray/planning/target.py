@@ -1,8 +1,8 @@
 """A target group that only takes time: interfaces.Verifier with times from a profile.
 
 It keeps the lengths of sequences as the protocol says and answers *unknown sequence* or *no room* where a
-real engine would; its verdicts are drawn (``verdicts``). All times are on the running loop's clock, which is
-virtual in a plan.
+real engine would; its verdicts are those of a script (``scripts``). All times are on the running loop's
+clock, which is virtual in a plan.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from specray.planning.connection import Busy, Mailbox
 from specray.planning.profile import RouterProfile
-from specray.planning.times import StepSize, TargetTimes
-from specray.planning.verdicts import Verdicts
+from specray.planning.scripts import Scripts
+from specray.planning.times import StepSize, TargetTimes, drawn
 from specray.types import (
     EngineInfo,
     ItemFailed,
@@ -25,6 +25,8 @@ from specray.types import (
     Verdict,
     VerifyItem,
 )
+
+_LEAST_S = 1e-6
 
 
 @dataclass(slots=True)
@@ -68,7 +70,7 @@ class SimulatedTarget:
         info: its limits.
         times: of its steps.
         router: the router's own time, which passes before a step.
-        verdicts: what becomes of draft tokens.
+        scripts: what becomes of draft tokens.
         rng: of the draws.
         requests: told of every commit, by request id.
     """
@@ -79,7 +81,7 @@ class SimulatedTarget:
         times: TargetTimes,
         *,
         router: RouterProfile,
-        verdicts: Verdicts,
+        scripts: Scripts,
         rng: random.Random,
         requests: dict[str, RequestTimes],
     ) -> None:
@@ -89,7 +91,7 @@ class SimulatedTarget:
         """The draft that shares its hardware; None: none does."""
         self._times = times
         self._router = router
-        self._verdicts = verdicts
+        self._scripts = scripts
         self._rng = rng
         self._requests = requests
         self._lengths: dict[str, int] = {}
@@ -120,9 +122,9 @@ class SimulatedTarget:
             own, transport = self._router.verify_after_proposal, self._times.transport
         else:
             own, transport = self._router.verify_after_verdict, self._times.plain_transport
-        transport_s = transport.of(len(items))
+        transport_s = transport.of(len(items)) * drawn(self._rng, self._times.transport_spread)
         start_s = max(loop.time() + own.of(len(items)) + transport_s / 2, self.busy.until_s)
-        seconds = self._times.seconds(size)
+        seconds = self._times.seconds(size) * drawn(self._rng, self._times.step_spread)
         end_s = start_s + seconds
         self.busy.work(start_s, end_s)
         step = _Step(tuple(replies), commits, seconds, transport_s / 2)
@@ -144,14 +146,16 @@ class SimulatedTarget:
     def _end(self, step: _Step) -> None:
         loop = asyncio.get_running_loop()
         if self.beside is not None:
-            # What the draft did meanwhile is known only now.
-            shared_s = min(step.seconds, self.beside.worked_s(loop.time()) - step.other_worked_s)
-            extra_s = (step.slowdown - 1) * shared_s
-            self.busy.extend(extra_s)
-            step.seconds += extra_s
-            loop.call_later(extra_s + step.way_back_s, self._arrive, step)
-        else:
-            loop.call_later(step.way_back_s, self._arrive, step)
+            # What the draft did meanwhile is known only now; what it does in the time made up for, next time.
+            now = loop.time()
+            lost_s = min(step.seconds, self.beside.lost_s(step.other_worked_s, now, step.slowdown))
+            step.other_worked_s = self.beside.worked_s(now)
+            if lost_s > _LEAST_S:
+                self.busy.extend(lost_s)
+                step.seconds += lost_s
+                loop.call_later(lost_s, self._end, step)
+                return
+        loop.call_later(step.way_back_s, self._arrive, step)
 
     def _arrive(self, step: _Step) -> None:
         now = asyncio.get_running_loop().time()
@@ -179,12 +183,8 @@ class SimulatedTarget:
         self._lengths[request_id] = end
         if not item.sample:
             return Verdict(request_id, item.round_id, base_len, 0, None, held_len=end), taken
-        num_accepted, token = self._verdicts.draw(
-            self._rng,
-            len(item.draft_token_ids),
-            request_id=request_id,
-            position=end - self._num_prompt_tokens[request_id],
-        )
+        position = end - self._num_prompt_tokens[request_id]
+        num_accepted, token = self._scripts.of(request_id).verdict(self._rng, position, item.draft_token_ids)
         return Verdict(request_id, item.round_id, base_len, num_accepted, token), taken
 
     def _hold(self, request_id: str, length: int) -> bool:

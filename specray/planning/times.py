@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specray.planning.curves import Surface, interpolate
 from specray.planning.profile import DraftProfile, EngineProfile, LinearTime, TargetProfile
+from specray.router.drafting import num_draft_steps
 from specray.router.session import MAX_SPECULATIVE_TOKENS
-from specray.types import SpeculateItem
+from specray.types import DraftReply, SpeculateItem
 
 _LONG_ITEM = 64
 """A question that brings more tokens is a prompt; fewer are in the measured times of a round."""
+
+
+def drawn(rng: random.Random, spread: Sequence[float]) -> float:
+    """What one step takes, as a multiple of the average."""
+    return rng.choice(spread) if spread else 1.0
 
 
 @dataclass(slots=True)
@@ -49,6 +56,8 @@ class TargetTimes:
         """Of any step: its weights are read once."""
         self.transport = profile.transport
         self.plain_transport = profile.plain_transport or profile.transport
+        self.step_spread = profile.step_spread
+        self.transport_spread = profile.transport_spread
         self.slowdown = profile.slowdown_beside_draft
         self.prompt_slowdown = profile.prompt_slowdown_beside_draft
 
@@ -86,28 +95,41 @@ class DraftTimes:
         self._outcomes = Surface(points) if points else None
         self._prompts = _prompt_curve(profile)
         self._context = _context_surface(profile)
+        self.step_spread = profile.step_spread
+        self.transport_spread = profile.transport_spread
+        self.slowdown = profile.slowdown_beside_target
         transport = profile.transport
         self.transport = LinearTime(fixed_s=transport.fixed_s + network_s, per_item_s=transport.per_item_s)
 
-    def step_s(self, items: Sequence[SpeculateItem]) -> float:
-        """One step that answers all items."""
+    def step_s(self, answers: Sequence[tuple[SpeculateItem, DraftReply]]) -> float:
+        """One step that gives all answers."""
         seconds = 0.0
-        num_lines = num_tokens = num_branches = 0
-        for item in items:
+        lines: list[int] = []
+        num_tokens = num_branches = 0
+        for item, reply in answers:
             if item.base_len == 0 or len(item.token_ids) > _LONG_ITEM:
                 seconds += interpolate(self._prompts, len(item.token_ids))
             if not item.num_speculative_tokens:
                 continue
             seconds += self._context(1, item.base_len)
-            num_tokens = max(num_tokens, item.num_speculative_tokens)
             if item.fanout:
+                num_tokens = max(num_tokens, item.num_speculative_tokens)
                 num_branches += item.max_branches or sum(item.fanout)
             else:
-                num_lines += 1
-        if num_lines:
-            seconds += self._propose(num_tokens, num_lines)
+                lines.append(num_draft_steps(item, reply))
+        seconds += self._lines_s(lines)
         if num_branches:
             seconds += self._outcomes_s(num_tokens, num_branches)
+        return seconds
+
+    def _lines_s(self, lines: Sequence[int]) -> float:
+        """Lines of so many tokens side by side; the longer ones go on alone."""
+        seconds, done = 0.0, 0
+        for length in sorted(set(lines)):
+            num_open = sum(one >= length for one in lines)
+            before = self._propose(done, num_open) if done else 0.0
+            seconds += max(0.0, self._propose(length, num_open) - before)
+            done = length
         return seconds
 
     def _outcomes_s(self, num_tokens: int, num_branches: int) -> float:

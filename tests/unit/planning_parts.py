@@ -6,7 +6,13 @@ from typing import Any
 
 from specray.config import SpeculationConfig
 from specray.planning.fleet import Kit
-from specray.planning.profile import AcceptanceProfile, DraftProfile, LinearTime, TargetProfile
+from specray.planning.profile import (
+    AcceptanceProfile,
+    DraftProfile,
+    LinearTime,
+    MeasuredOutput,
+    TargetProfile,
+)
 
 VERIFY_S = 0.010
 PREFILL_S = 0.020
@@ -46,6 +52,18 @@ def draft(**changes: Any) -> DraftProfile:
 def acceptance(rate: float) -> AcceptanceProfile:
     """The same at every position."""
     return AcceptanceProfile(temperature=0.0, by_position=(rate,), num_rounds=100)
+
+
+def output(agreements: str, *, prompt: tuple[int, ...] = (1, 2), **changes: Any) -> MeasuredOutput:
+    """One that repeats nothing, unless its tokens are given."""
+    first = max(prompt) + 1
+    values = {"prompt": prompt, "tokens": range(first, first + len(agreements)), "agreements": agreements}
+    return MeasuredOutput.model_validate(values | changes)
+
+
+def replayed(*outputs: MeasuredOutput) -> AcceptanceProfile:
+    """Measured outputs, and rates that are not to be drawn from."""
+    return AcceptanceProfile(temperature=0.0, by_position=(0.5,), num_rounds=100, outputs=outputs)
 
 
 def plain_kit(**changes: Any) -> Kit:

@@ -84,7 +84,7 @@ def test_plan_without_a_rate_or_with_a_wrong_profile_is_refused(
 ) -> None:
     assert run("plan", "--profile", profile_path) == 2
     assert "--rate is missing" in capsys.readouterr().err
-    profile_path.write_text('{"schema_version": 1}')
+    profile_path.write_text('{"schema_version": 2}')
     assert plan(profile_path) == 2
     assert "target: Field required" in capsys.readouterr().err
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from planning_parts import output
 
 from specray.fakes.engines import fake_info
 from specray.planning.fit import (
     Sweep,
     fit_acceptance,
     fit_draft,
-    fit_linear,
     fit_router,
     fit_target,
     rates_by_position,
@@ -82,6 +82,7 @@ def sweep() -> Sweep:
         prefills=read_samples(list(prompts(100, 200))),
         plain_prefills=read_samples([event for event in prompts(100, 200) if not _is_of_draft(event)]),
         acceptance={0.0: rounds},
+        outputs={0.0: [output("101")]},
         hits={0.0: {1: (3, 4)}},
     )
 
@@ -102,7 +103,6 @@ def test_steps_hold_what_was_sent_together() -> None:
     assert samples.draft[0].gap_s == pytest.approx(1e-4)
     assert samples.draft[0].transport_s == pytest.approx(2.5e-4)
     assert samples.rounds == [(3, 2)] * 4
-    assert samples.agreements == {f"2-3-{index}": [True, True, False] * 2 for index in range(2)}
 
 
 def test_step_without_all_its_verdicts_is_left_out() -> None:
@@ -116,7 +116,7 @@ def test_engines_at_the_same_time_are_marked() -> None:
     # The target works for 10 ms and the draft for the last 2 of them.
     assert samples.target[0].beside_s == pytest.approx(0.002)
     assert samples.draft[0].beside_s == pytest.approx(0.002)
-    assert not samples.target[0].is_beside_draft
+    assert not samples.target[0].is_beside
 
 
 def test_hits_are_counted_by_the_width_of_the_plan() -> None:
@@ -195,18 +195,7 @@ def test_acceptance_has_rates_and_hits(sweep: Sweep) -> None:
     # K = 1 keeps none of one, K = 3 keeps two of three.
     assert profile.by_position == (0.5, 1.0, 0.0)
     assert [(hit.width, hit.rate, hit.num_lookups) for hit in profile.hit_rates] == [(1, 0.75, 4)]
-    assert len(profile.agreements) == 1 + 2 + 4 + 1 + 2 + 4
-    assert profile.agreements[0] == "0" * 5 and profile.agreements[-1] == "110" * 5
-
-
-def test_line_through_medians_has_no_negative_part() -> None:
-    exact = fit_linear([[(count, 1.0 + 0.5 * count) for count in (1, 2, 4) for _ in range(3)]])
-    assert (exact.fixed_s, exact.per_item_s) == (pytest.approx(1.0), pytest.approx(0.5))
-    falling = fit_linear([[(1, 2.0), (4, 1.0)]])
-    assert falling.per_item_s == 0.0 and 1.0 <= falling.fixed_s <= 2.0
-    steep = fit_linear([[(1, 1.0), (2, 5.0)]])
-    assert steep.fixed_s == 0.0 and steep.per_item_s > 1.0
-    assert fit_linear([[]]) == LinearTime()
+    assert profile.outputs == (output("101"),)
 
 
 def beside_draft(number: int, forward_ms: int) -> Iterator[TraceEvent]:
@@ -221,11 +210,11 @@ def beside_draft(number: int, forward_ms: int) -> Iterator[TraceEvent]:
         yield VerdictReceived(end, name, number, forward_ms * MS, "model", 1, 1, 2)
 
 
-def test_slowdown_is_what_a_second_of_the_draft_adds(sweep: Sweep) -> None:
-    # 4 ms alone, 6 ms beside 4 ms of the draft.
+def test_a_step_gets_on_slower_by_what_it_lost_beside_the_draft(sweep: Sweep) -> None:
+    # 4 ms alone; 6 ms beside 4 ms of the draft, in which it got on by 2.
     sweep.overlapped = read_samples([event for number in range(3) for event in beside_draft(number, 6)])
     target = fit_target(sweep, fake_info("target"), hardware="box")
-    assert target.slowdown_beside_draft == pytest.approx(1 + 2 / 4)
+    assert target.slowdown_beside_draft == pytest.approx(4 / 2)
     assert target.prompt_slowdown_beside_draft == 1.0
 
 
@@ -239,11 +228,42 @@ def target_steps(count: int, k: int, forward_ns: int) -> Iterator[TraceEvent]:
             yield VerdictReceived(at + forward_ns, f"{count}-{index}", number, forward_ns, "model", k, k, k)
 
 
-def test_step_that_took_longer_than_a_larger_one_was_disturbed(sweep: Sweep) -> None:
+def test_step_that_took_longer_than_a_larger_one_shares_its_time_with_it(sweep: Sweep) -> None:
     sweep.rounds[0].extend(read_samples(list(target_steps(1, 5, 15 * MS))))
     target = fit_target(sweep, fake_info("target"), hardware="box")
-    # 6 rows took 15 ms, 8 rows 8 ms.
-    assert {point.num_rows: point.seconds for point in target.verify}[6] == pytest.approx(8e-3)
+    # Three steps of 6 rows took 15 ms, ten of 8 rows 8 ms.
+    seconds = {point.num_rows: point.seconds for point in target.verify}
+    assert seconds[6] == seconds[8] == pytest.approx((3 * 15e-3 + 10 * 8e-3) / 13)
+    assert seconds[4] == pytest.approx(4e-3) and seconds[16] == pytest.approx(16e-3)
+
+
+def test_draft_beside_the_target_is_slower_by_what_it_lost(sweep: Sweep) -> None:
+    # A proposal of one token takes 2 ms alone; here 3 ms, all of them beside the target.
+    events: list[TraceEvent] = []
+    for number in range(3):
+        at = 100 * number * MS
+        events += [
+            VerifySent(at, "a", number, number, 10, 1, 0),
+            DraftAsked(at, "b", number, 10, 1, 1, ()),
+            DraftReplied(at + 3 * MS, "b", number, "proposal", 3 * MS, 1, 0, False),
+            VerdictReceived(at + 9 * MS, "a", number, 9 * MS, "model", 0, 0, 1),
+        ]
+    sweep.mixed = read_samples(events)
+    draft = fit_draft(sweep, fake_info("draft"), hardware="box")
+    assert draft.slowdown_beside_target == pytest.approx(3 / 2)
+
+
+def test_single_steps_are_kept_as_quantiles_around_their_mean() -> None:
+    # One step of four takes four times as long as the others.
+    plain = read_samples([event for event in prompts(100) if not _is_of_draft(event)])
+    samples = Samples()
+    for n in range(8):
+        samples.extend(read_samples(list(target_steps(1, 3, (16 if n % 4 == 3 else 4) * MS))))
+    target = fit_target(Sweep(rounds=[samples], plain_prefills=plain), fake_info("target"), hardware="box")
+    assert len(target.step_spread) == 20
+    assert sum(target.step_spread) / 20 == pytest.approx(1.0, abs=0.01)
+    # A sample counts for at most three times the median.
+    assert max(target.step_spread) == pytest.approx(3 * min(target.step_spread), rel=0.01)
 
 
 def test_what_each_sequence_adds_is_told_apart_from_the_rows() -> None:
@@ -261,4 +281,3 @@ def test_the_median_of_the_passes_counts() -> None:
     plain = read_samples([event for event in prompts(100) if not _is_of_draft(event)])
     target = fit_target(Sweep(rounds=passes, plain_prefills=plain), fake_info("target"), hardware="box")
     assert [(point.num_rows, point.seconds) for point in target.verify] == [(4, pytest.approx(7e-3))]
-    assert fit_linear([[(1, 4.0)], [(1, 9.0)], [(1, 7.0)]]).of(1) == pytest.approx(7.0)

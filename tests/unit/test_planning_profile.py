@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planning_parts import VERIFY_S, acceptance, draft, target
+from planning_parts import VERIFY_S, acceptance, draft, output, target
 
 from specray.errors import ConfigError
 from specray.planning.curves import Surface, interpolate
 from specray.planning.profile import LinearTime, Profile, load_profile, save_profile
 from specray.planning.times import DraftTimes, StepSize, TargetTimes
-from specray.types import SpeculateItem
+from specray.types import Outcomes, Proposal, SpeculateItem
 
 CURVE = [(1.0, 10.0), (3.0, 14.0), (7.0, 16.0)]
 
@@ -83,12 +83,17 @@ def item(request_id: str, k: int, base_len: int = 100, **more: Any) -> Speculate
     return SpeculateItem(request_id, 1, base_len, (1,), k, **more)
 
 
+def whole(request_id: str, k: int) -> tuple[SpeculateItem, Proposal]:
+    """A question, and as many tokens as it asks for."""
+    return item(request_id, k), Proposal(request_id, 1, 100, (1,) * k)
+
+
 def test_draft_step_by_sequences_and_the_longest_proposal() -> None:
     points = [(1, 1, 0.001), (1, 5, 0.005), (9, 1, 0.002), (9, 5, 0.010)]
     propose = [{"num_sequences": n, "num_tokens": k, "seconds": s} for n, k, s in points]
     times = DraftTimes(draft(propose=propose), network_s=0.25)
-    assert times.step_s([item("a", 3)]) == pytest.approx(0.003)
-    assert times.step_s([item("a", 1), *(item(str(i), 5) for i in range(8))]) == pytest.approx(0.010)
+    assert times.step_s([whole("a", 3)]) == pytest.approx(0.003)
+    assert times.step_s([whole(str(i), 5) for i in range(9)]) == pytest.approx(0.010)
     assert times.transport == LinearTime(fixed_s=0.25)
 
 
@@ -96,12 +101,13 @@ def test_outcomes_that_were_not_measured_cost_as_sequences_and_a_ranking() -> No
     propose = [{"num_sequences": n, "num_tokens": 1, "seconds": 0.001 * n} for n in (1, 10)]
     times = DraftTimes(draft(propose=propose))
     asked = item("a", 1, proposed_token_ids=(1,), fanout=(8, 8), max_branches=4)
-    assert times.step_s([asked]) == pytest.approx(0.004 + 0.001)
+    assert times.step_s([(asked, Outcomes("a", 1, 100, ()))]) == pytest.approx(0.004 + 0.001)
 
 
 @pytest.fixture
 def values() -> dict[str, Any]:
-    profile = Profile(target=target(), draft=draft(), acceptance=(acceptance(0.5),))
+    measured = acceptance(0.5).model_copy(update={"outputs": (output("101"),)})
+    profile = Profile(target=target(), draft=draft(), acceptance=(measured,))
     return profile.model_dump(mode="json")
 
 
@@ -127,14 +133,20 @@ def test_acceptance_is_that_of_the_nearest_temperature() -> None:
 @pytest.mark.parametrize(
     ("where", "value", "words"),
     [
-        (("schema_version",), 2, "schema_version is 2; allowed: 1"),
+        (("schema_version",), 1, "schema_version is 1; allowed: 2"),
         (("target", "verify"), [], "target.verify: "),
         (("target", "verify", 0, "seconds"), -1, "seconds: Input should be greater than 0 (got -1)"),
         (("target", "colour"), "red", "target.colour: Extra inputs are not permitted"),
         (("draft", "transport", "fixed_s"), -0.5, "draft.transport.fixed_s: "),
         (("draft", "vocab_size"), 17, "draft.vocab_size is 17, target.vocab_size 16"),
         (("acceptance",), [], "acceptance is empty"),
-        (("acceptance", 0, "agreements"), ["0120"], "acceptance.0.agreements.0: String should match"),
+        (("acceptance", 0, "outputs", 0, "agreements"), "012", "outputs.0.agreements: String should match"),
+        (("acceptance", 0, "outputs", 0, "agreements"), "01", "agreements are 2 characters for 3 tokens"),
+        (
+            ("acceptance", 0, "outputs", 0, "lengths"),
+            [{"min_acceptance": 0.5, "by_position": "12"}],
+            "lengths at 0.5 are 2 characters for 3 tokens",
+        ),
         (("acceptance", 0, "by_position"), [0.5, 1.5], "by_position[1] is 1.5; allowed: 0..1"),
     ],
 )

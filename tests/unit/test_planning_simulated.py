@@ -8,15 +8,26 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from planning_parts import PREFILL_S, PROPOSE_S, VERIFY_S, acceptance, draft, linear, target
+from planning_parts import (
+    PREFILL_S,
+    PROPOSE_S,
+    VERIFY_S,
+    acceptance,
+    draft,
+    linear,
+    output,
+    replayed,
+    target,
+)
 
 from specray.errors import EngineLostError
 from specray.fakes import VirtualClock
+from specray.planning.connection import Busy
 from specray.planning.draft import SimulatedDraft, SimulatedDrafterSource
-from specray.planning.profile import AcceptanceProfile, HitRate, RouterProfile
+from specray.planning.profile import AcceptanceProfile, RouterProfile
+from specray.planning.scripts import GUESS, Scripts
 from specray.planning.target import RequestTimes, SimulatedTarget
 from specray.planning.times import DraftTimes, TargetTimes
-from specray.planning.verdicts import GUESS, UNFORESEEN, Verdicts
 from specray.types import (
     ItemFailed,
     Outcomes,
@@ -46,15 +57,20 @@ def make_target(requests: dict[str, RequestTimes] | None = None, **changes: Any)
         profile.info("target"),
         TargetTimes(profile),
         router=RouterProfile(),
-        verdicts=Verdicts(acceptance(1.0)),
+        scripts=Scripts(acceptance(1.0)),
         rng=random.Random(1),
         requests={} if requests is None else requests,
     )
 
 
-def make_draft(**changes: Any) -> SimulatedDraft:
+def make_draft(measured: AcceptanceProfile | None = None, **changes: Any) -> SimulatedDraft:
     profile = draft(**changes)
-    return SimulatedDraft(profile.info("draft"), DraftTimes(profile), router=RouterProfile())
+    return SimulatedDraft(
+        profile.info("draft"),
+        DraftTimes(profile),
+        router=RouterProfile(),
+        scripts=Scripts(acceptance(1.0) if measured is None else measured),
+    )
 
 
 def prompt(request_id: str, num_tokens: int, **more: Any) -> VerifyItem:
@@ -202,35 +218,70 @@ def test_leases_go_to_the_draft_with_the_fewest_routers() -> None:
     run(main)
 
 
-def test_next_tokens_are_foreseen_as_often_as_was_measured() -> None:
-    rates = tuple(HitRate(width=width, rate=rate, num_lookups=9) for width, rate in ((1, 0.5), (2, 0.7)))
-    profile = AcceptanceProfile(temperature=0, by_position=(0.0,), num_rounds=9, hit_rates=rates)
-    rng, verdicts = random.Random(3), Verdicts(profile)
-    ranks = [verdicts.draw(rng, 2) for _ in range(20_000)]
-    assert {accepted for accepted, _ in ranks} == {0}
-    counts = [sum(token == rank for _, token in ranks) / 20_000 for rank in (1, 2)]
-    assert counts == [pytest.approx(0.5, abs=0.02), pytest.approx(0.2, abs=0.02)]
-    assert UNFORESEEN in {token for _, token in ranks}
+def test_draft_step_ends_with_its_longest_line_and_lines_that_ended_early_leave_it() -> None:
+    async def main(clock: VirtualClock) -> None:
+        short = {"min_acceptance": 0.5, "by_position": "1111"}
+        measured = replayed(output("1111", prompt=(1,), lengths=[short]))
+        points = [(1, 1, 0.001), (1, 5, 0.005), (2, 1, 0.002), (2, 5, 0.010)]
+        propose = [{"num_sequences": n, "num_tokens": k, "seconds": s} for n, k, s in points]
+        connection = make_draft(measured, propose=propose).connect()
+        asked = [
+            SpeculateItem(
+                name, 1, 0, (1,), 5, sampling=SamplingParams(num_prompt_tokens=1), min_acceptance=bound
+            )
+            for name, bound in (("a", 0.0), ("b", 0.5))
+        ]
+        await connection.speculate(asked)
+        replies = (await connection.replies()).replies
+        lengths = [len(one.draft_token_ids) for one in replies if isinstance(one, Proposal)]
+        assert lengths == [5, 1]
+        # Two lines for two steps: the token before which the second one ended was drafted too; then one.
+        assert clock.monotonic() == pytest.approx(0.004 + 0.003 + 1e-9, rel=1e-5)
+
+    run(main)
 
 
-def test_a_request_has_the_agreements_of_one_measured_output() -> None:
-    profile = AcceptanceProfile(
-        temperature=0, by_position=(0.5,), num_rounds=9, agreements=("1101", "1101", "1101")
-    )
-    rng, verdicts = random.Random(3), Verdicts(profile)
+def test_steps_take_what_single_steps_took() -> None:
+    async def main(clock: VirtualClock) -> None:
+        engine = make_target(step_spread=[0.5, 1.5], transport=linear(0.002), transport_spread=[0.5, 1.5])
+        await answers(engine, prompt("a", 5))
+        seen = set()
+        for round_id in range(2, 60):
+            before_s = clock.monotonic()
+            await answers(engine, VerifyItem("a", round_id, 5, (1,)))
+            seen.add(round(1e3 * (clock.monotonic() - before_s), 3))
+        assert seen == {round(10 * step + 2 * way, 3) for step in (0.5, 1.5) for way in (0.5, 1.5)}
 
-    def num_accepted(position: int, num_drafts: int) -> int:
-        return verdicts.draw(rng, num_drafts, request_id="a", position=position)[0]
-
-    assert [num_accepted(position, 3) for position in range(4)] == [2, 1, 0, 3]
-    # Position 7 is the last of the second time, and so like position 3.
-    assert num_accepted(7, 8) == 3
-    # The token after all of them is foreseen where the draft would have been right.
-    assert verdicts.draw(rng, 1, request_id="a", position=0) == (1, GUESS)
+    run(main)
 
 
-def test_requests_differ_in_the_output_that_they_are_given() -> None:
-    profile = AcceptanceProfile(temperature=0, by_position=(0.5,), num_rounds=9, agreements=("1", "0"))
-    rng, verdicts = random.Random(3), Verdicts(profile)
-    kept = [verdicts.draw(rng, 1, request_id=f"request-{index}")[0] for index in range(400)]
-    assert 160 < sum(kept) < 240
+def test_an_engine_beside_another_makes_up_for_what_it_lost_while_that_worked() -> None:
+    async def main(clock: VirtualClock) -> None:
+        other = Busy()
+        shared = make_draft(slowdown_beside_target=2.0)
+        shared.beside = other
+        connection = shared.connect()
+        other.work(0.0, 1.5 * PROPOSE_S)
+        await connection.speculate([SpeculateItem("a", 1, 0, (0,), 2)])
+        (reply,) = (await connection.replies()).replies
+        assert isinstance(reply, Proposal)
+        # 1.5 of its time beside the other are worth 0.75; the last quarter it has for itself.
+        assert clock.monotonic() == pytest.approx(1.75 * PROPOSE_S, rel=1e-3)
+        before_s = clock.monotonic()
+        await connection.speculate([SpeculateItem("a", 2, 1, (0,), 2)])
+        await connection.replies()
+        assert clock.monotonic() - before_s == pytest.approx(PROPOSE_S, rel=1e-3)
+
+        target = make_target(slowdown_beside_draft=2.0)
+        target.beside = other
+        before_s = clock.monotonic()
+        other.work(before_s, before_s + 1.5 * PREFILL_S)
+        await answers(target, prompt("a", 5))
+        # Prompts have a slowdown of their own.
+        assert clock.monotonic() - before_s == pytest.approx(PREFILL_S)
+        before_s = clock.monotonic()
+        other.work(before_s, before_s + 1.5 * VERIFY_S)
+        await answers(target, VerifyItem("a", 2, 5, (1,)))
+        assert clock.monotonic() - before_s == pytest.approx(1.75 * VERIFY_S, rel=1e-3)
+
+    run(main)

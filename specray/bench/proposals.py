@@ -1,0 +1,131 @@
+"""What a draft proposes at each place of outputs that the target has written, and where it would stop.
+
+The draft is told an output token by token, as if each had been committed alone, and asked after each. So it
+is known of every token whether the draft would have had it, whatever rounds the output was written in; and
+how far the draft goes from there under several bounds, of which a router may ask any.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from specray.errors import EngineLostError
+from specray.interfaces import Drafter
+from specray.planning.profile import LENGTH_DIGITS, MeasuredOutput, ProposalLengths
+from specray.router.policy import AUTO_K
+from specray.types import Proposal, SamplingParams, SpeculateItem
+
+BOUNDS: Final = (0.05, 0.12, 0.25, 0.45, 0.7, 0.9)
+"""Lengths are interpolated between them."""
+LONGEST: Final = AUTO_K[-1]
+_SIDE_BY_SIDE = 16
+_ANSWER_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenOutput:
+    """What the target wrote, and under which parameters; not empty."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(slots=True)
+class _Reading:
+    """One output under one bound."""
+
+    request_id: str
+    output: WrittenOutput
+    min_acceptance: float
+    agreements: list[bool] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+
+    @property
+    def is_open(self) -> bool:
+        return len(self.lengths) < len(self.output.tokens)
+
+    def item(self) -> SpeculateItem:
+        """The question of the next place."""
+        place, output = len(self.lengths), self.output
+        base_len = len(output.prompt) + place - 1 if place else 0
+        new = output.tokens[place - 1 : place] if place else output.prompt
+        sampling = None if place else output.sampling
+        return SpeculateItem(
+            self.request_id,
+            place + 1,
+            base_len,
+            new,
+            LONGEST,
+            sampling=sampling,
+            min_acceptance=self.min_acceptance,
+        )
+
+    def take(self, drafts: Sequence[int]) -> None:
+        self.agreements.append(drafts[:1] == self.output.tokens[len(self.lengths) : len(self.lengths) + 1])
+        # A draft at the end of its length proposes nothing.
+        self.lengths.append(max(1, len(drafts)))
+
+
+async def read_proposals(drafter: Drafter, outputs: Sequence[WrittenOutput]) -> list[MeasuredOutput]:
+    """Asks the draft at each place of each output; in the order of ``outputs``.
+
+    Args:
+        drafter: nobody else's; its draft is asked nothing else meanwhile.
+
+    Raises:
+        EngineLostError: the draft was lost, took too long, or refused a question.
+    """
+    measured: list[MeasuredOutput] = []
+    for start in range(0, len(outputs), _SIDE_BY_SIDE):
+        part = outputs[start : start + _SIDE_BY_SIDE]
+        by_bound = []
+        for bound in BOUNDS:
+            readings = [_Reading(f"output-{bound:g}-{n}", one, bound) for n, one in enumerate(part)]
+            by_bound.append(await _read(drafter, readings))
+        measured += [_measured(readings) for readings in zip(*by_bound, strict=True)]
+    return measured
+
+
+async def _read(drafter: Drafter, readings: list[_Reading]) -> list[_Reading]:
+    while still := {one.request_id: one for one in readings if one.is_open}:
+        await drafter.speculate([one.item() for one in still.values()])
+        try:
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                while still:
+                    for reply in (await drafter.replies()).replies:
+                        if not isinstance(reply, Proposal):
+                            raise EngineLostError(f"the draft refused to propose: {type(reply).__name__}")
+                        still.pop(reply.request_id).take(reply.draft_token_ids)
+        except TimeoutError:
+            raise EngineLostError(f"the draft was silent for {_ANSWER_TIMEOUT_S:g} s") from None
+    await drafter.release([one.request_id for one in readings])
+    return readings
+
+
+def _measured(readings: Sequence[_Reading]) -> MeasuredOutput:
+    """Args: ``readings``: of one output, by increasing bound."""
+    output = readings[0].output
+    prompt, tokens = _numbered(output.prompt, output.tokens)
+    return MeasuredOutput(
+        prompt=prompt,
+        tokens=tokens,
+        agreements="".join("01"[agrees] for agrees in readings[0].agreements),
+        lengths=tuple(
+            ProposalLengths(
+                min_acceptance=one.min_acceptance,
+                by_position="".join(LENGTH_DIGITS[length] for length in one.lengths),
+            )
+            for one in readings
+        ),
+    )
+
+
+def _numbered(prompt: Sequence[int], tokens: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Names that say which tokens are equal, and nothing else."""
+    names: dict[int, int] = {}
+    named = tuple(names.setdefault(token, len(names) + 1) for token in (*prompt, *tokens))
+    return named[: len(prompt)], named[len(prompt) :]
