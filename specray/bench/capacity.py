@@ -44,8 +44,6 @@ _SHORT_PROMPT = 32
 """Where steps are measured, prompts are to take no time."""
 _NUM_ALONE = 3
 """Loads of few sequences have few samples per step, so they are served so many times."""
-_MIXED_COUNTS = (1, 3)
-_MIXED_KS = (2, 6)
 _PREFILL_REPEATS = 2
 _ACCEPTANCE_SEQUENCES = 8
 _MAX_TRACE_EVENTS = 1_000_000
@@ -175,8 +173,6 @@ async def _measure_pass(loads: _Loads, plan: SweepPlan, sweep: Sweep) -> None:
     for k, length in itertools.product((0, 3) if loads.has_draft else (0,), LONG_CONTEXTS):
         samples = read_samples(await loads.long_context(length, k=k))
         sweep.long_context.setdefault((k, length), Samples()).extend(samples)
-    if loads.has_draft:
-        sweep.mixed.extend(read_samples(await loads.mixed()))
     if plan.has_overlap and loads.has_draft:
         for k in OVERLAPPED_KS:
             sweep.overlapped.extend(read_samples(await loads.rounds(Overlap.ENUMERATE, k, counts)))
@@ -232,26 +228,6 @@ class _Loads:
                     prompts = itertools.islice(itertools.cycle(self._prompts), count)
                     short = [prompt[:_SHORT_PROMPT] for prompt in prompts]
                     await serving.serve(short, max_tokens=max_tokens, k=k, temperature=self._step_temperature)
-            return await serving.events()
-
-    async def mixed(self) -> list[TraceEvent]:
-        """Sessions with drafts beside some without, for which the target works while the draft does."""
-        self._progress("sessions with and without drafts")
-        async with self._serving(Overlap.SERIAL) as serving:
-            for count, k in itertools.product(_MIXED_COUNTS, _MIXED_KS):
-                if 2 * count <= self.max_num_seqs:
-                    prompts = [self._prompts[n % len(self._prompts)][:_SHORT_PROMPT] for n in range(count)]
-                    await asyncio.gather(
-                        *(
-                            serving.serve(
-                                prompts,
-                                max_tokens=_NUM_STEPS * (2 if some else 4),
-                                k=some,
-                                temperature=self._step_temperature,
-                            )
-                            for some in (0, k)
-                        )
-                    )
             return await serving.events()
 
     async def prefills(self, *, k: int) -> list[TraceEvent]:

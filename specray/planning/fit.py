@@ -61,9 +61,7 @@ class Sweep:
     long_context: dict[tuple[int, int], Samples] = field(default_factory=dict)
     """A few sessions each, by K and the tokens of their prompts."""
     overlapped: Samples = field(default_factory=Samples)
-    """Draft and target at the same time, with branches."""
-    mixed: Samples = field(default_factory=Samples)
-    """Sessions with drafts beside some without, which the target verifies while the draft works."""
+    """Draft and target at the same time."""
     acceptance: dict[float, Samples] = field(default_factory=dict)
     """By temperature."""
     outputs: dict[float, list[MeasuredOutput]] = field(default_factory=dict)
@@ -108,7 +106,7 @@ def fit_target(sweep: Sweep, info: EngineInfo, *, hardware: str) -> TargetProfil
         transport=plain if drafted == LinearTime() else drafted,
         plain_transport=plain,
         slowdown_beside_draft=_slowdown(
-            [s for s in (*sweep.overlapped.target, *sweep.mixed.target) if not s.num_prefill_rows], expected_s
+            [step for step in sweep.overlapped.target if not step.num_prefill_rows], expected_s
         ),
         step_spread=_spread(step.forward_s / expected_s(step) for step in steps),
         transport_spread=_spread(
@@ -165,7 +163,7 @@ def fit_draft(sweep: Sweep, info: EngineInfo, *, hardware: str) -> DraftProfile:
             step.transport_s / max(1e-6, transport.of(step.num_sequences)) for step in steps
         ),
         slowdown_beside_target=_slowdown(
-            [step for step in sweep.mixed.draft if _is_plain(step) and not step.num_branches], expected_s
+            [step for step in sweep.overlapped.draft if _is_plain(step) and not step.num_branches], expected_s
         ),
         propose=tuple(
             ProposePoint(num_sequences=point.size, num_tokens=point.depth, seconds=point.seconds)

@@ -248,7 +248,7 @@ def test_draft_beside_the_target_is_slower_by_what_it_lost(sweep: Sweep) -> None
             DraftReplied(at + 3 * MS, "b", number, "proposal", 3 * MS, 1, 0, False),
             VerdictReceived(at + 9 * MS, "a", number, 9 * MS, "model", 0, 0, 1),
         ]
-    sweep.mixed = read_samples(events)
+    sweep.overlapped = read_samples(events)
     draft = fit_draft(sweep, fake_info("draft"), hardware="box")
     assert draft.slowdown_beside_target == pytest.approx(3 / 2)
 
