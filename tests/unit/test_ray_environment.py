@@ -75,6 +75,16 @@ def test_a_ray_that_was_imported_before_reads_only_the_token(
     assert decided(environment).keys() == {"RAY_AUTH_TOKEN"}
 
 
+def test_processes_share_two_heaps_among_their_threads_unless_the_user_says_how_many(
+    environment: dict[str, str],
+) -> None:
+    apply_ray_environment(RpcConfig())
+    assert environment["MALLOC_ARENA_MAX"] == "2"
+    environment["MALLOC_ARENA_MAX"] = "8"
+    apply_ray_environment(RpcConfig())
+    assert environment["MALLOC_ARENA_MAX"] == "8"
+
+
 def test_workers_are_not_nice_unless_the_user_wants_them_to_be(environment: dict[str, str]) -> None:
     apply_ray_environment(RpcConfig())
     assert environment["RAY_worker_niceness"] == "0"
