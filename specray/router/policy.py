@@ -47,8 +47,8 @@ MAX_NEXT_TOKENS = 8
 MAX_BRANCH_ROWS = 96
 """Branches of all sessions together; a small draft becomes compute-bound beyond about a hundred rows."""
 FAILED_DRAFT_REST_ROUNDS = 16
-PREFILL_UNIT = 16
-"""One joins every step, whatever it costs: a prompt must get on. A new size of step is slow at first."""
+MIN_PREFILL = 16
+"""Prompt tokens that join every step, whatever they cost: a prompt must get on."""
 
 
 class Policy:
@@ -162,14 +162,14 @@ class Policy:
             max_slowdown: the step may take so many times as long as without the prompt tokens.
 
         Returns:
-            In 1..most: what fits into that time, in whole PREFILL_UNITs, but never fewer than one of them.
+            In 1..most: what fits into that time, but never fewer than MIN_PREFILL.
         """
         times = self._measured.times(is_overlapped=True)
         alone = times.least(num_rows)
         if alone is None:
             return most
         room = times.largest_within(max_slowdown * alone) - num_rows
-        return min(most, max(1, room // PREFILL_UNIT) * PREFILL_UNIT)
+        return min(most, max(MIN_PREFILL, room))
 
     # Measurements
 

@@ -23,7 +23,7 @@ from specray.errors import ProtocolError
 from specray.fakes import FakeTarget, VirtualClock
 from specray.metrics import RouterMetrics
 from specray.router.estimates import TimeTable
-from specray.router.policy import PREFILL_UNIT, Policy
+from specray.router.policy import MIN_PREFILL, Policy
 from specray.router.session import Session
 from specray.types import EngineInfo, ItemFailed, SpeculationParams, Verdict
 
@@ -120,9 +120,9 @@ def test_room_is_what_fits_into_the_allowed_time() -> None:
     for rows in (1, 64, 512):
         for _ in range(5):
             policy.observe_verify(rows, 0.010 + 0.001 * rows, is_overlapped=False)
-    # A step of one row takes 11 ms, so 22 and 33 ms are allowed: 12 and 23 rows.
-    assert policy.prefill_room(1, 512, max_slowdown=2.0) == PREFILL_UNIT
-    assert policy.prefill_room(1, 512, max_slowdown=4.5) == 2 * PREFILL_UNIT
+    # A step of one row takes 11 ms, so 22 and 49.5 ms are allowed: 12 and 39 rows.
+    assert policy.prefill_room(1, 512, max_slowdown=2.0) == MIN_PREFILL
+    assert policy.prefill_room(1, 512, max_slowdown=4.5) == 38
     assert policy.prefill_room(1, 512, max_slowdown=100.0) == 512
     assert policy.prefill_room(1, 10, max_slowdown=2.0) == 10
 
