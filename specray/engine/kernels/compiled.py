@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import pickle
+import secrets
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any
 import llvmlite.binding
 import numba
 from numba import cfunc
+from numba.core.bytecode import FunctionIdentity
 from numba.core.registry import cpu_target
 from numba.core.runtime import rtsys
 
@@ -48,11 +51,22 @@ def _load_or_compile(name: str | None, signature: Any, make: Callable[[], Any]) 
     path = None if name is None else _cache_path(name)
     if path is not None and (found := _load(path)) is not None:
         return found
+    _number_functions_apart()
     function = cfunc(signature)(make())
     library, symbol = function._library, function._wrapper_name
     if path is not None:
         _write(path, pickle.dumps((symbol, library.serialize_using_object_code())))
     return library, function.address
+
+
+@functools.cache
+def _number_functions_apart() -> None:
+    """Gives what this process compiles names that no other process gives.
+
+    numba tells functions of one name apart by a number, which begins at 1 in every process; of two kernels in
+    one process with one name, from different processes, the first would be run for both.
+    """
+    FunctionIdentity._unique_ids = itertools.count(secrets.randbits(62))
 
 
 def _load(path: Path) -> tuple[Any, int] | None:
