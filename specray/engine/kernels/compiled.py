@@ -48,10 +48,9 @@ class CompiledFunction:
 
 def _load_or_compile(name: str | None, signature: Any, make: Callable[[], Any]) -> tuple[Any, int]:
     """The library, which owns the code, and the function's address."""
-    path = None if name is None else _cache_path(name)
+    path = None if name is None or not _number_functions_apart() else _cache_path(name)
     if path is not None and (found := _load(path)) is not None:
         return found
-    _number_functions_apart()
     function = cfunc(signature)(make())
     library, symbol = function._library, function._wrapper_name
     if path is not None:
@@ -60,13 +59,16 @@ def _load_or_compile(name: str | None, signature: Any, make: Callable[[], Any]) 
 
 
 @functools.cache
-def _number_functions_apart() -> None:
-    """Gives what this process compiles names that no other process gives.
+def _number_functions_apart() -> bool:
+    """Gives what this process compiles names that no other process gives. False: this numba does not let us.
 
     numba tells functions of one name apart by a number, which begins at 1 in every process; of two kernels in
     one process with one name, from different processes, the first would be run for both.
     """
+    if not isinstance(getattr(FunctionIdentity, "_unique_ids", None), itertools.count):
+        return False
     FunctionIdentity._unique_ids = itertools.count(secrets.randbits(62))
+    return True
 
 
 def _load(path: Path) -> tuple[Any, int] | None:
