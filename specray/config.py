@@ -10,6 +10,7 @@ import os
 import secrets
 import sys
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import yaml
@@ -33,6 +34,8 @@ from specray.types import DraftKind, Overlap, Verification
 Dtype = Literal["bfloat16", "float32"]
 EMBEDDED = "embedded"
 """The model name that stands for the pair that ships with the package."""
+HEAP_ENVIRONMENT = MappingProxyType({"MALLOC_ARENA_MAX": "2", "MALLOC_CONF": "narenas:1,tcache:false"})
+"""For glibc's heaps and for jemalloc's, see :func:`apply_ray_environment`."""
 SERVE_MESSAGE_BYTES = 64 * 1024 * 1024
 """Most of what Serve's processes send each other over gRPC at once, a request's body among it."""
 MODEL_FREE_DRAFTS = (DraftKind.NGRAM.value, DraftKind.SUFFIX.value)
@@ -343,9 +346,12 @@ def apply_ray_environment(rpc: RpcConfig) -> None:
 
     Each of them has 30 to 40 threads, and glibc would give those up to eight heaps per core, where what one
     thread frees is of no use to the others: measured under a constant load, a Router grew by 1 MiB a minute
-    of which nothing was in use, and by nothing with two heaps.
+    of which nothing was in use, and by nothing with two heaps. Ray's own programs have jemalloc, whose caches
+    per thread and core did the same: idle, a raylet grew from 10.2 to 13 MiB in 4 minutes, and stayed at 6.9
+    without them.
     """
-    os.environ.setdefault("MALLOC_ARENA_MAX", "2")
+    for name, value in HEAP_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_SERVE_USE_GRPC_BY_DEFAULT", "1")
     os.environ.setdefault("RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH", str(SERVE_MESSAGE_BYTES))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
-from specray.config import apply_ray_environment
+from specray.config import HEAP_ENVIRONMENT, apply_ray_environment
 from specray.sections import RpcConfig
 
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
@@ -75,14 +76,23 @@ def test_a_ray_that_was_imported_before_reads_only_the_token(
     assert decided(environment).keys() == {"RAY_AUTH_TOKEN"}
 
 
-def test_processes_share_two_heaps_among_their_threads_unless_the_user_says_how_many(
-    environment: dict[str, str],
+@pytest.mark.parametrize(
+    ("name", "value"), [("MALLOC_ARENA_MAX", "2"), ("MALLOC_CONF", "narenas:1,tcache:false")]
+)
+def test_threads_share_few_heaps_unless_the_user_says_how_many(
+    environment: dict[str, str], name: str, value: str
 ) -> None:
     apply_ray_environment(RpcConfig())
-    assert environment["MALLOC_ARENA_MAX"] == "2"
-    environment["MALLOC_ARENA_MAX"] = "8"
+    assert environment[name] == value
+    environment[name] = "other"
     apply_ray_environment(RpcConfig())
-    assert environment["MALLOC_ARENA_MAX"] == "8"
+    assert environment[name] == "other"
+
+
+def test_the_image_has_the_heaps_of_a_ray_of_our_own() -> None:
+    text = (Path(__file__).parents[2] / "cluster" / "Dockerfile").read_text(encoding="utf-8")
+    for name, value in HEAP_ENVIRONMENT.items():
+        assert f"{name}={value} " in text
 
 
 def test_workers_are_not_nice_unless_the_user_wants_them_to_be(environment: dict[str, str]) -> None:

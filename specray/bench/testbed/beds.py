@@ -25,7 +25,7 @@ from specray.bench.testbed.netns import Network, entered
 from specray.bench.testbed.ray_host import RayHost
 from specray.bench.testbed.service import Control, controlled
 from specray.bench.testbed.tree import adopting
-from specray.config import SERVE_MESSAGE_BYTES, Config
+from specray.config import HEAP_ENVIRONMENT, SERVE_MESSAGE_BYTES, Config
 from specray.errors import EngineLostError
 
 GCS_PORT = 6379
@@ -120,7 +120,7 @@ async def open_bed(
             "RAY_AUTH_TOKEN": secrets.token_hex(16),
             "RAY_USAGE_STATS_ENABLED": "0",
             # As in the container image.
-            "MALLOC_ARENA_MAX": "2",
+            **HEAP_ENVIRONMENT,
             "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
             "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(SERVE_MESSAGE_BYTES),
             # A line per call is in Serve's own files; it need not come through Ray as well.
