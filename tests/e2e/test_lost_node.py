@@ -1,8 +1,9 @@
-"""Two Ray nodes: the draft's is lost whole in the middle of a request, and another comes."""
+"""Two Ray nodes: the draft's is lost whole amid a request, another comes, and changes its model."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 
 from specray.bench.client import ServerClient
 from specray.bench.scrape import parse_samples
+from specray.bench.soak.faults import OTHER_DRAFT, inject
+from specray.bench.soak.schedule import FaultKind, PlannedFault
 from specray.bench.soak.watch import DRAFTS, total
 from specray.bench.testbed.beds import Bed, open_bed
 from specray.bench.testbed.kinds import BedKind
@@ -41,7 +44,9 @@ async def drafts_counted(http: ServerClient) -> float:
     return total(parse_samples(await http.metrics_text()), DRAFTS, source="model") or 0.0
 
 
-async def test_lost_draft_node_costs_no_token_and_a_new_one_brings_speculation_back(bed: Bed) -> None:
+async def test_a_lost_draft_node_and_an_upgraded_draft_cost_no_token_and_speculation_is_back(
+    bed: Bed,
+) -> None:
     body = {
         "model": bed.config.model_name, "prompt": "class Stack:\n    def push(self, item):\n",
         "max_tokens": 400, "temperature": 1, "seed": 5, "ignore_eos": True,
@@ -73,3 +78,14 @@ async def test_lost_draft_node_costs_no_token_and_a_new_one_brings_speculation_b
             assert answer["choices"] == undisturbed["choices"]
         (found,) = of_role(await bed.control.parts(), Role.DRAFT)
         assert found.actor_id != lost.actor_id
+
+        others = [part for part in await bed.control.parts() if part.role is not Role.DRAFT]
+        upgrade = PlannedFault(FaultKind.DRAFT_UPGRADE, 0.0)
+        done, answer = await asyncio.gather(inject(bed, upgrade, random.Random(0)), http.complete(body))
+        assert done.what == f"the draft is {OTHER_DRAFT}" and not done.killed
+        assert answer["choices"] == undisturbed["choices"]
+        before = await drafts_counted(http)
+        answer = await http.complete(body)
+        assert answer["choices"] == undisturbed["choices"]
+        assert await drafts_counted(http) > before
+        assert [part for part in await bed.control.parts() if part.role is not Role.DRAFT] == others
