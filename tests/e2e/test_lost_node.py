@@ -12,7 +12,7 @@ import pytest
 
 from specray.bench.client import ServerClient
 from specray.bench.scrape import parse_samples
-from specray.bench.soak.faults import OTHER_DRAFT, inject
+from specray.bench.soak.faults import OTHER_DRAFT, inject, prepare
 from specray.bench.soak.schedule import FaultKind, PlannedFault
 from specray.bench.soak.watch import DRAFTS, total
 from specray.bench.testbed.beds import Bed, open_bed
@@ -79,6 +79,7 @@ async def test_a_lost_draft_node_and_an_upgraded_draft_cost_no_token_and_specula
         (found,) = of_role(await bed.control.parts(), Role.DRAFT)
         assert found.actor_id != lost.actor_id
 
+        await prepare(bed, [FaultKind.DRAFT_UPGRADE])
         others = [part for part in await bed.control.parts() if part.role is not Role.DRAFT]
         upgrade = PlannedFault(FaultKind.DRAFT_UPGRADE, 0.0)
         done, answer = await asyncio.gather(inject(bed, upgrade, random.Random(0)), http.complete(body))

@@ -8,8 +8,9 @@ import os
 import random
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
+from pathlib import Path
 
 from specray.bench.soak.schedule import FaultKind, PlannedFault
 from specray.bench.testbed.beds import Bed
@@ -40,8 +41,18 @@ class Done:
 Injector = Callable[[Bed, PlannedFault, random.Random], Awaitable[Done]]
 
 
+async def prepare(bed: Bed, kinds: Collection[FaultKind]) -> None:
+    """What these kinds need, and would keep this process's clients waiting later.
+
+    Raises:
+        EngineLostError: it could not be made.
+    """
+    if FaultKind.DRAFT_UPGRADE in kinds:
+        await asyncio.to_thread(_other_draft, bed)
+
+
 async def inject(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
-    """Does it, and undoes it when its time is over.
+    """Does it, and undoes it when its time is over; after ``prepare``.
 
     Raises:
         EngineLostError: there was nobody to do it to, or it could not be done.
@@ -139,8 +150,7 @@ async def _drain_node(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done
 
 
 async def _upgrade_draft(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
-    own = draft_path(bed.config.draft)
-    other = await asyncio.to_thread(make_other_draft, own, bed.directory / OTHER_DRAFT)
+    own, other = draft_path(bed.config.draft), _other_draft(bed)
     async with SpecrayClient(bed.grpc_address) as client:
         model = own if await _draft_in_use(client) == other.name else other
         await bed.control.call("upgrade", str(model))
@@ -152,6 +162,10 @@ async def _upgrade_draft(bed: Bed, fault: PlannedFault, rng: random.Random) -> D
                 )
             await asyncio.sleep(NEW_DRAFT_PERIOD_S)
     return Done(f"the draft is {model.name}")
+
+
+def _other_draft(bed: Bed) -> Path:
+    return make_other_draft(draft_path(bed.config.draft), bed.directory / OTHER_DRAFT)
 
 
 async def _draft_in_use(client: SpecrayClient) -> str | None:

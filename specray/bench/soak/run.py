@@ -12,7 +12,7 @@ from pathlib import Path
 from specray.bench.client import ServerClient
 from specray.bench.soak.cases import Case, Output, make_cases
 from specray.bench.soak.clients import Caller, draw
-from specray.bench.soak.faults import inject
+from specray.bench.soak.faults import inject, prepare
 from specray.bench.soak.ledger import Attempt, Entry, Ledger, Verdict, judge
 from specray.bench.soak.memory import Growth, MemoryRecord
 from specray.bench.soak.recovery import back_after_s, longest_wait_s
@@ -137,6 +137,7 @@ class _Soak:
     async def run(self) -> SoakResult:
         plan, result = self._plan, self._result
         cases = make_cases(plan.num_cases, seed=plan.seed)
+        await prepare(self._bed, plan.kinds)
         self._progress(f"{len(cases)} reference outputs, without speculation")
         references = [await self._caller.reference(case) for case in cases]
         self._zero_s = time.monotonic()
