@@ -123,6 +123,8 @@ async def open_bed(
             **HEAP_ENVIRONMENT,
             "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
             "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(SERVE_MESSAGE_BYTES),
+            # Ray's agent keeps its metrics of every worker that has ever died; nobody reads them here.
+            "RAY_enable_metrics_collection": "0",
             # A line per call is in Serve's own files; it need not come through Ray as well.
             "RAY_SERVE_LOG_TO_STDERR": "0",
         }
