@@ -1,5 +1,6 @@
 """Blocks have exactly one owner, whatever is reserved, truncated and released in whatever order."""
 
+import os
 import resource
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specray.bench.soak.memory import anonymous_bytes
 from specray.engine.cache import BlockAllocator, BlockCache, BlockTable, bytes_per_token
 from specray.errors import OutOfBlocksError
 
@@ -188,6 +190,11 @@ def test_memory_is_taken_when_written_and_not_before() -> None:
     assert resident_bytes() - before < total // 8
     assert cache.layers[3].data_ptr() % 64 == 0
     assert not cache.layers[3][-1].any()
+    # It is the process's own then: where memory is watched, it is not taken for shared with others.
+    own_before = anonymous_bytes(os.getpid())
+    cache.layers[0].fill_(1)
+    own = anonymous_bytes(os.getpid())
+    assert own is not None and own_before is not None and own - own_before > 0.9 * cache.layers[0].nbytes
 
 
 def test_bytes_per_token_is_what_the_tensors_take() -> None:
