@@ -12,7 +12,9 @@ import ray
 from ray.util.placement_group import get_current_placement_group
 
 from specray.actors.draft_group import DraftGroup
+from specray.actors.group import PlacedRanks
 from specray.actors.node import keep_serve_on_loopback
+from specray.actors.ranks import DraftRank
 from specray.actors.telemetry import begin_logs, with_labels
 from specray.config import Config, parse_config
 from specray.errors import ConfigError, EngineLostError
@@ -73,21 +75,20 @@ class DraftReplica:
         before = self._group
         if before is not None and config == before.config:
             return
-        placement_group = None
+        followers = None
         if config.draft.tensor_parallel_size > 1:
-            placement_group = get_current_placement_group()
-            assert placement_group is not None, "a Draft of several ranks has a placement group"
+            followers = _followers(config)
             if before is not None:
                 # Whoever asks for a lease meanwhile goes elsewhere.
                 self._group = None
                 await before.stop(drain_s=DRAIN_S)
-        group = DraftGroup(config, placement_group)
+        group = DraftGroup(config, followers)
         await group.start()
         self._group = group
         if before is None:
             return
         logger.info("the draft is %s from now on", config.draft.model)
-        if placement_group is None:
+        if followers is None:
             task = asyncio.create_task(before.stop(drain_s=DRAIN_S))
             self._retiring.add(task)
             task.add_done_callback(self._retiring.discard)
@@ -144,3 +145,9 @@ class DraftReplica:
                 f"allowed: {size}, for which the deployment has room; args can change it"
             )
         return parse_config({**self._values, "draft": {**self._values["draft"], **changed}})
+
+
+def _followers(config: Config) -> PlacedRanks:
+    placement_group = get_current_placement_group()
+    assert placement_group is not None, "a Draft of several ranks has a placement group"
+    return PlacedRanks(config, DraftRank, placement_group)

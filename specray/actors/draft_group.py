@@ -7,11 +7,9 @@ import logging
 from typing import TYPE_CHECKING
 
 import ray
-from ray.util.placement_group import PlacementGroup
 
 from specray.actors.group import PlacedRanks, first_line, starting
 from specray.actors.node import listen_address, listen_host, meet_on_own_interface
-from specray.actors.ranks import DraftRank
 from specray.config import Config
 from specray.errors import EngineLostError
 from specray.rpc.worker import EngineServerThread
@@ -36,14 +34,13 @@ class DraftGroup:
 
     Args:
         config: the whole configuration.
-        placement_group: holds this process in bundle 0 and one of the other ranks in each of the others;
-            None for a draft of one rank.
+        followers: the other ranks, not placed yet; None for a draft of one rank.
     """
 
-    def __init__(self, config: Config, placement_group: PlacementGroup | None) -> None:
+    def __init__(self, config: Config, followers: PlacedRanks | None = None) -> None:
         self.config = config
         self.address = ""
-        self._followers = None if placement_group is None else PlacedRanks(config, DraftRank, placement_group)
+        self._followers = followers
         self._store: GroupStore | None = None
         self._server: EngineServerThread | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -110,7 +107,8 @@ class DraftGroup:
             drain_s = 0.0
         if self._server is not None:
             await asyncio.to_thread(self._server.stop, grace_s=GRACE_S, drain_s=drain_s)
-        self._stop_followers()
+        if self._followers is not None:
+            await self._followers.end()
 
     async def _start(self) -> tuple[EngineServerThread, str]:
         from specray.actors.workers import start_draft
