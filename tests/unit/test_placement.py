@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from specray.actors.group import check_one_host
+from specray.actors.group import check_one_host, check_own_gpus
 from specray.actors.node import LocalProcess, interface_of
-from specray.actors.placement import NodeShape, fits, place_group, rank_bundles
+from specray.actors.placement import NodeShape, fits, place_draft, place_group, rank_bundles
+from specray.actors.ranks import RankProcess
 from specray.config import TargetConfig, interface_environment, parse_config, rank_environment
 from specray.errors import ConfigError
 from specray.sections import RpcConfig
@@ -72,6 +73,26 @@ def test_options_of_ranks_become_bundles_and_labels() -> None:
 
 
 @pytest.mark.parametrize(
+    ("nodes", "strategy"),
+    [([NodeShape({"CPU": 2, "GPU": 1}, {})], "STRICT_PACK"), ([SMALL], "STRICT_PACK"), ([], "PACK")],
+)
+def test_a_draft_of_several_ranks_has_a_bundle_for_each_and_none_beside(
+    nodes: list[NodeShape], strategy: str
+) -> None:
+    draft = {"tensor_parallel_size": 4, "ray_actor_options": {"num_gpus": 0.25}}
+    group = place_draft(parse_config({"draft": draft}).draft, nodes=nodes)
+    assert (group.bundles, group.strategy) == ([{"CPU": 0.5, "GPU": 0.25}] * 4, strategy)
+
+
+def test_ranks_that_were_given_one_gpu_are_refused() -> None:
+    apart = [RankProcess("x", 1, ("0",)), RankProcess("x", 2, ("1",)), RankProcess("y", 3, ("0",))]
+    check_own_gpus(apart, role="draft")
+    check_own_gpus([RankProcess("x", 1), RankProcess("x", 2)], role="draft")
+    with pytest.raises(ConfigError, match=r"draft\.ray_actor_options: num_gpus .* allowed: more than 0\.5"):
+        check_own_gpus([*apart, RankProcess("x", 4, ("1",))], role="draft")
+
+
+@pytest.mark.parametrize(
     ("wanted", "is_big", "is_small"),
     [("a", True, False), ("!a", False, True), ("in(a, c)", True, False), ("!in(a,b)", False, False)],
 )
@@ -82,6 +103,12 @@ def test_labels_are_matched_by_rays_rules(wanted: str, is_big: bool, is_small: b
 def test_an_option_that_is_not_a_ranks_to_choose_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"ray_actor_options has max_restarts; allowed for ranks: num_cpus"):
         parse_config({"target": {"ray_actor_options": {"max_restarts": 3}}})
+    options = {"ray_actor_options": {"runtime_env": {}}}
+    assert parse_config({"draft": options}).draft.ray_actor_options == {"runtime_env": {}}
+    with pytest.raises(ConfigError, match=r"draft: .*ray_actor_options has runtime_env; allowed for ranks:"):
+        parse_config({"draft": {**options, "tensor_parallel_size": 2}})
+    with pytest.raises(ConfigError, match=r"draft\.tensor_parallel_size: .*greater than or equal to 1"):
+        parse_config({"draft": {"tensor_parallel_size": 0}})
 
 
 @pytest.mark.parametrize(

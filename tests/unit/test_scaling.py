@@ -151,6 +151,29 @@ def test_drafts_go_where_their_labels_say_on_a_part_of_a_gpu() -> None:
     assert draft.ray_actor_options["label_selector"] == {"ray.io/accelerator-type": "L4"}
 
 
+def test_ranks_of_a_draft_are_in_their_replicas_placement_group() -> None:
+    options = {"num_cpus": 1, "num_gpus": 0.6, "accelerator_type": "L4", "resources": {"nic": 1}}
+    values = {"draft": {"tensor_parallel_size": 3, "ray_actor_options": options, "placement": "one-node"}}
+    draft = deployments(values)["Draft"]
+    config = draft._replica_config
+    rank = {"CPU": 1, "GPU": 0.6, "nic": 1}
+    # The first is the replica itself.
+    assert config.placement_group_bundles == [rank] * 3
+    assert config.placement_group_strategy == "STRICT_PACK"
+    assert config.placement_group_bundle_label_selector == [{"ray.io/accelerator-type": "L4"}] * 3
+    own = {key: draft.ray_actor_options[key] for key in ("num_cpus", "num_gpus", "resources")}
+    assert own == {"num_cpus": 1, "num_gpus": 0.6, "resources": {"nic": 1}}
+    assert "accelerator_type" not in draft.ray_actor_options
+    environment = draft.ray_actor_options["runtime_env"]["env_vars"]
+    assert environment["GLOO_SOCKET_IFNAME"] == "lo"
+    assert deployments({})["Draft"]._replica_config.placement_group_bundles is None
+
+
+def test_every_rank_of_every_draft_counts_among_the_cpus() -> None:
+    values = {"draft": {"num_replicas": 2, "tensor_parallel_size": 4}}
+    assert num_cpus(parse_config(values)) == pytest.approx(num_cpus(parse_config({})) + 0.5 * (2 * 4 - 1))
+
+
 @pytest.mark.parametrize(
     ("draft", "has_draft"),
     [

@@ -95,6 +95,13 @@ def test_draft_with_another_tokenizer(capsys: pytest.CaptureFixture[str], pair: 
     assert "has another tokenizer than the target" in said
 
 
+@pytest.mark.parametrize("role", ["draft", "target"])
+def test_ranks_that_cannot_share_the_heads(capsys: pytest.CaptureFixture[str], pair: Path, role: str) -> None:
+    models = ("--target", pair / "target", "--draft", pair / "draft")
+    said = serve(capsys, *models, "--set", f"{role}.tensor_parallel_size=4")
+    assert f"{role}.tensor_parallel_size is 4, which must divide the model's num_key_value_heads of 2" in said
+
+
 def test_max_model_len_beyond_the_model(capsys: pytest.CaptureFixture[str], pair: Path) -> None:
     said = serve(capsys, "--target", pair / "target", "--draft", pair / "draft", "--max-model-len", 100_000)
     assert "max_model_len is 100000" in said
