@@ -7,7 +7,6 @@ not parse into INTERNAL; the server in ``specray.rpc.inference`` has all of them
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -25,6 +24,7 @@ from specray.config import Config, parse_config
 from specray.rpc.channel import ChannelOptions, channel_options
 from specray.rpc.inference import InferenceServer
 from specray.serving.auth import Keyring
+from specray.serving.collector import Collector
 from specray.serving.grpc_ingress import GrpcIngress
 from specray.serving.http import build_http_app
 from specray.serving.http_server import HttpServer
@@ -109,10 +109,9 @@ class IngressReplica:
             await self._mailbox.start()
             if http is not None:
                 await http.start()
-            # What is there now stays: collections need not look at it again.
-            gc.collect()
-            gc.freeze()
+            collector = asyncio.create_task(Collector(lambda: self._client.room.num_requests).run())
             yield
+            collector.cancel()
         finally:
             if http is not None:
                 await http.stop()

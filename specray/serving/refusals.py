@@ -17,6 +17,7 @@ from specray.config import Config
 from specray.errors import OverloadedError
 from specray.interfaces import RouterClient
 from specray.router.queue import RetryAdvice
+from specray.serving.entrance import Entrance, arrive
 from specray.serving.generation import close
 from specray.types import GenerateRequest, OutputChunk, ServiceInfo
 
@@ -52,6 +53,8 @@ class KnownRoom:
     """
 
     def __init__(self, max_requests: int, *, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self.entrance = Entrance()
+        """Calls there will be requests in a moment."""
         self._max_requests = max_requests
         self._monotonic = monotonic
         self._advice = RetryAdvice(random.Random(0))
@@ -63,14 +66,19 @@ class KnownRoom:
         self._refusals: dict[str, _Refusal] = {}
 
     @property
+    def num_requests(self) -> int:
+        """Under way to the routers, or there."""
+        return self._num_requests
+
+    @property
     def is_tight(self) -> bool:
         """Somebody might be refused."""
-        return bool(self._refusals) or self._num_requests >= self._max_requests
+        return bool(self._refusals) or self._num_coming >= self._max_requests
 
     def check(self, tenant: str, priority: int) -> None:
         """Raises OverloadedError for a request that a router would refuse."""
-        if self._num_requests >= self._max_requests and not self._may_displace(tenant, priority):
-            reason = f"{self._num_requests} requests are under way; allowed: {self._max_requests}"
+        if self._num_coming >= self._max_requests and not self._may_displace(tenant, priority):
+            reason = f"{self._num_coming} requests are under way; allowed: {self._max_requests}"
             raise OverloadedError(reason, self._retry_after_s())
         refusal = self._refusals.get(tenant)
         if refusal is None or priority < refusal.priority or self._num_ended > refusal.num_ended:
@@ -103,9 +111,14 @@ class KnownRoom:
         until_s = self._monotonic() + PROBE_S
         self._refusals[tenant] = _Refusal(priority, self._num_ended, until_s, refusal.message)
 
+    @property
+    def _num_coming(self) -> int:
+        return self._num_requests + self.entrance.num_calls
+
     def _may_displace(self, tenant: str, priority: int) -> bool:
-        least_urgent = max(self._by_priority)
-        has_less = self._by_tenant[tenant] + 1 < max(self._by_tenant.values())
+        # Of those at the entrance nothing is known but how many they are.
+        least_urgent = max(self._by_priority, default=0)
+        has_less = self._by_tenant[tenant] + 1 < max(self._by_tenant.values(), default=0)
         return priority < least_urgent or (priority == least_urgent and has_less)
 
     def _observe_end(self) -> None:
@@ -165,6 +178,7 @@ class RefusingClient:
 
     @contextmanager
     def _admitted(self, request: GenerateRequest) -> Iterator[None]:
+        arrive()
         place = request.tenant, request.priority
         self.room.check(*place)
         self.room.begin(*place)

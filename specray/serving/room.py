@@ -41,14 +41,16 @@ class RoomMiddleware:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        request = Request(scope)
+        request, passage = Request(scope), None
         self._num_calls += 1
         try:
             if self._num_calls > self._max_calls:
                 reason = f"{self._max_calls} calls are in hand; allowed: {self._max_calls}"
                 raise OverloadedError(reason, _ROOM_RETRY_S)
-            if self._room.is_tight and scope["path"].endswith(_SCREENED_PATHS):
-                receive = await self._screened(request, receive)
+            if scope["path"].endswith(_SCREENED_PATHS):
+                receive, is_whole = await self._screened(request, receive)
+                # Whoever is slow to send must not hold up others.
+                passage = await self._room.entrance.enter() if is_whole else None
         except OverloadedError as error:
             # Its status is counted; a line in the log for each would be a flood of its own.
             await problem_response(error)(scope, receive, send)
@@ -56,19 +58,22 @@ class RoomMiddleware:
             await self._app(scope, receive, send)
         finally:
             self._num_calls -= 1
+            if passage is not None:
+                passage.leave()
 
-    async def _screened(self, request: Request, receive: Receive) -> Receive:
-        """What the application is to receive. Raises OverloadedError when it need not."""
+    async def _screened(self, request: Request, receive: Receive) -> tuple[Receive, bool]:
+        """What the application is to receive, and whether that is all. Raises OverloadedError."""
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 first = await receive()
         except TimeoutError:
-            return receive
-        if first["type"] == "http.request" and not first.get("more_body"):
+            return receive, False
+        is_whole = first["type"] == "http.request" and not first.get("more_body")
+        if is_whole and self._room.is_tight:
             place = _place(first.get("body", b""))
             if place is not None:
                 self._room.check(*caller_of(request).standing(*place))
-        return _after(first, receive)
+        return _after(first, receive), is_whole
 
 
 def _place(body: bytes) -> tuple[str, int] | None:
