@@ -39,7 +39,7 @@ class Followers:
         self._said = said
         self._failure = failure
         self.hangs = False
-        self.end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def place(self, num_ranks: int, *, first_rank: int) -> None:
         self._said.append(f"{num_ranks} from rank {first_rank}")
@@ -56,10 +56,13 @@ class Followers:
         return []
 
     async def ended(self) -> str:
-        return await asyncio.shield(self.end)
+        return await asyncio.shield(self.lost)
 
     def stop(self) -> None:
         self._said.append("ranks end")
+
+    async def end(self) -> None:
+        self._said.append("ranks end in order")
 
 
 @pytest.fixture
@@ -84,12 +87,12 @@ async def test_ranks_end_after_the_server_that_leads_them(said: list[str]) -> No
     await group.check()
     assert (group.can_be_leased, group.address) == (True, "unix:/draft")
     await group.stop(drain_s=5)
-    assert said == ["server ends, drained for 5 s", "ranks end"]
+    assert said == ["server ends, drained for 5 s", "ranks end in order"]
 
 
 async def test_a_lost_rank_ends_the_others_and_is_what_the_health_check_says(said: list[str]) -> None:
     group, followers = await started(said)
-    followers.end.set_result("draft rank 2 ended: it died")
+    followers.lost.set_result("draft rank 2 ended: it died")
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert (said, group.can_be_leased) == (["ranks end"], False)
@@ -98,7 +101,7 @@ async def test_a_lost_rank_ends_the_others_and_is_what_the_health_check_says(sai
     said.clear()
     await group.stop(drain_s=5)
     # Whoever waits for it now waits in vain.
-    assert said == ["ranks end", "server ends, drained for 0 s", "ranks end"]
+    assert said == ["ranks end", "server ends, drained for 0 s", "ranks end in order"]
 
 
 async def test_a_rank_that_hangs_fails_health_checks_until_it_answers(said: list[str]) -> None:
@@ -114,7 +117,7 @@ async def test_a_rank_that_hangs_fails_health_checks_until_it_answers(said: list
     with pytest.raises(EngineLostError):
         await group.check()
     await group.stop(drain_s=5)
-    assert said == ["ranks end", "server ends, drained for 0 s", "ranks end"]
+    assert said == ["ranks end", "server ends, drained for 0 s", "ranks end in order"]
 
 
 async def test_an_engine_that_routers_have_given_up_is_not_leased(said: list[str]) -> None:
