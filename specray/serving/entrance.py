@@ -26,6 +26,12 @@ class Entrance:
         self.num_calls = 0
         """That wait, or are on their way."""
 
+    @property
+    def num_others(self) -> int:
+        """The same without the call that the running task belongs to."""
+        passage = _PASSAGE.get()
+        return self.num_calls - (passage is not None and passage.is_through(self))
+
     async def enter(self) -> Passage:
         """Waits for a turn, first come, first served. The passage is to be left, whatever happens."""
         self.num_calls += 1
@@ -55,6 +61,10 @@ class Passage:
     def __init__(self, entrance: Entrance, *, has_place: bool) -> None:
         self._entrance: Entrance | None = entrance
         self._has_place = has_place
+
+    def is_through(self, entrance: Entrance) -> bool:
+        """It is on its way there."""
+        return self._entrance is entrance
 
     def leave(self) -> None:
         """It has arrived, or was refused; idempotent."""

@@ -73,12 +73,13 @@ class KnownRoom:
     @property
     def is_tight(self) -> bool:
         """Somebody might be refused."""
-        return bool(self._refusals) or self._num_coming >= self._max_requests
+        return bool(self._refusals) or self._num_requests + self.entrance.num_calls >= self._max_requests
 
     def check(self, tenant: str, priority: int) -> None:
         """Raises OverloadedError for a request that a router would refuse."""
-        if self._num_coming >= self._max_requests and not self._may_displace(tenant, priority):
-            reason = f"{self._num_coming} requests are under way; allowed: {self._max_requests}"
+        num_others = self._num_requests + self.entrance.num_others
+        if num_others >= self._max_requests and not self._may_displace(tenant, priority):
+            reason = f"{num_others} requests are under way; allowed: {self._max_requests}"
             raise OverloadedError(reason, self._retry_after_s())
         refusal = self._refusals.get(tenant)
         if refusal is None or priority < refusal.priority or self._num_ended > refusal.num_ended:
@@ -110,10 +111,6 @@ class KnownRoom:
             self._refusals.clear()
         until_s = self._monotonic() + PROBE_S
         self._refusals[tenant] = _Refusal(priority, self._num_ended, until_s, refusal.message)
-
-    @property
-    def _num_coming(self) -> int:
-        return self._num_requests + self.entrance.num_calls
 
     def _may_displace(self, tenant: str, priority: int) -> bool:
         # Of those at the entrance nothing is known but how many they are.
