@@ -92,11 +92,12 @@ async def measure_profile(
     """
     if config.draft.enabled and not config.draft.has_model:
         raise ConfigError(f"draft.model is {config.draft.model!r}; allowed here: a model, or no draft")
-    if config.target.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"target.tensor_parallel_size is {config.target.tensor_parallel_size}; allowed here: 1, as the"
-            " workers run without Ray"
-        )
+    for role, engine in (("target", config.target), ("draft", config.draft)):
+        if engine.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"{role}.tensor_parallel_size is {engine.tensor_parallel_size}; allowed here: 1, as the "
+                "workers run without Ray"
+            )
     tokenizer = Tokenizer.load(config.target.model)
     token_ids = [tuple(tokenizer.encode(prompt)) for prompt in prompts]
     progress("starting the pair")
