@@ -13,7 +13,8 @@ from specray.actors import draft_group, workers
 from specray.actors.draft import DraftReplica
 from specray.actors.draft_group import DraftGroup
 from specray.actors.ranks import RankProcess
-from specray.config import Config, parse_config
+from specray.config import Config, EngineConfig, parse_config
+from specray.engine.parallel import GroupArgs
 from specray.errors import ConfigError, EngineLostError
 
 RANKS = parse_config({"draft": {"tensor_parallel_size": 3}, "router": {"start_timeout_s": 5}})
@@ -154,6 +155,32 @@ async def test_a_group_that_is_not_ready_in_time_does_not_start(
     finally:
         never.set()
     assert said == ["1 from rank 1", "ranks end"]
+
+
+def test_a_rank_of_a_draft_loads_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    class Runner:
+        def follow(self) -> None:
+            raise EngineLostError("the leader is gone")
+
+    def join(args: GroupArgs, meeting: str) -> str:
+        seen.append((args.rank, args.world_size, meeting))
+        return "group"
+
+    def build(engine: EngineConfig, *, role: str, parallel: str) -> Runner:
+        seen.append((engine.model, role, parallel))
+        return Runner()
+
+    monkeypatch.setattr(workers.ParallelContext, "join", join)
+    monkeypatch.setattr(workers, "build_follower", build)
+    draft = {"model": "small", "tensor_parallel_size": 3}
+    config = parse_config({"draft": draft, "target": {"model": "large", "tensor_parallel_size": 2}})
+    for role in ("draft", "target"):
+        worker = workers.start_rank(config, role=role, rank=1, meeting="here", address="unix:/unused")
+        assert (worker.address, worker.wait()) == (None, "the leader is gone")
+    assert seen[:2] == [(1, 3, "here"), ("small", "draft", "group")]
+    assert seen[2:] == [(1, 2, "here"), ("large", "target", "group")]
 
 
 # ---- the replica
