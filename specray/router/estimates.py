@@ -151,9 +151,21 @@ class TimeTable:
         return sorted((known | dict(trusted)).items())
 
     def _all(self) -> _Curve:
-        """Every size of which anything is known; a measurement, even a single one, before an expectation."""
+        """Every size of which anything is known; a measurement, even a single one, before an expectation.
+
+        No row takes longer for being one of more: what is not trusted is at most as much per row as the next
+        smaller trusted size. Otherwise one disturbed step of a size would keep larger ones from being tried.
+        """
         known = dict(self._curve()) if self._expected else {}
-        return sorted((known | {size: self._value(size) for size in self._averages}).items())
+        known |= {size: self._value(size) for size in self._averages}
+        return sorted((size, self._bounded(size, seconds)) for size, seconds in known.items())
+
+    def _bounded(self, size: int, seconds: float) -> float:
+        index = bisect_left(self._trusted, size)
+        if index == 0 or (index < len(self._trusted) and self._trusted[index] == size):
+            return seconds
+        trusted = self._trusted[index - 1]
+        return min(seconds, self._value(trusted) * size / trusted)
 
     def _value(self, size: int) -> float:
         value = self._averages[size].value

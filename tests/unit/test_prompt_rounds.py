@@ -141,6 +141,15 @@ def test_a_size_vouches_for_smaller_ones_that_were_disturbed_once() -> None:
     assert table.largest_within(0.001) == 0
 
 
+def test_one_disturbed_step_does_not_keep_larger_ones_from_being_tried() -> None:
+    table = TimeTable()
+    for size, seconds in ((33, 0.044), (33, 0.044), (33, 0.044), (36, 0.9), (66, 2.0)):
+        table.add(size, seconds)
+    # 96, the bucket of 66, at most 0.128 s; 36 at most 0.048. Half of the way between them.
+    assert table.largest_within(0.0881) == 66
+    assert table.least(36) == 0.048
+
+
 def test_beyond_all_that_was_measured_sizes_grow_in_stages() -> None:
     table = TimeTable()
     table.add(8, 0.002)
