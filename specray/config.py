@@ -344,11 +344,9 @@ def apply_ray_environment(rpc: RpcConfig) -> None:
     on 2 cores at ten times the load, refusals within 100 ms: 86 % at 15, with a median of 8 ms; 98.5 % at 0,
     with a median of 1 ms.
 
-    Each of them has 30 to 40 threads, and glibc would give those up to eight heaps per core, where what one
-    thread frees is of no use to the others: measured under a constant load, a Router grew by 1 MiB a minute
-    of which nothing was in use, and by nothing with two heaps. Ray's own programs have jemalloc, whose caches
-    per thread and core did the same: idle, a raylet grew from 10.2 to 13 MiB in 4 minutes, and stayed at 6.9
-    without them.
+    Each has 30 to 40 threads, to which glibc gives up to eight heaps per core: under a constant load a Router
+    grew by 1 MiB a minute, all of it free, and by nothing with two. Ray's own programs use jemalloc with
+    caches: idle, a raylet grew from 10.2 to 13 MiB in 4 minutes; without them it stays at 6.9.
     """
     for name, value in HEAP_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
