@@ -112,8 +112,13 @@ def test_everything_is_gone_afterwards_processes_too() -> None:
     with Network(("head",)) as network:
         namespace = network.hosts["head"].namespace
         assert Path(f"/run/netns/{namespace}").exists()
-        process = subprocess.Popen(network.hosts["head"].command("sleep", "60"))
+        command = network.hosts["head"].command("sh", "-c", "echo; exec sleep 60")
+        process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        # Until then it may be on its way into the namespace.
+        assert process.stdout.readline() == b"\n"
     assert process.wait(10) == -9
+    process.stdout.close()
     assert not Path(f"/run/netns/{namespace}").exists()
 
 
