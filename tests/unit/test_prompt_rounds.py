@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -25,7 +26,7 @@ from specray.metrics import RouterMetrics
 from specray.router.estimates import TimeTable
 from specray.router.policy import MIN_PREFILL, Policy
 from specray.router.session import Session
-from specray.types import EngineInfo, ItemFailed, SpeculationParams, Verdict
+from specray.types import EngineInfo, ItemFailed, SpeculationParams, TargetReplies, Verdict, VerifyItem
 
 LONG = tuple((7 * i) % 60 for i in range(300))
 PLAIN = SpeculationParams(enabled=False)
@@ -233,6 +234,44 @@ def test_other_requests_with_a_common_beginning_find_it() -> None:
                 output = await pair.router.complete(given)
                 assert output.token_ids == expected(given)
                 assert output.num_cached_tokens == {"a": 0, "b": 192, "c": 32}[name]
+
+    run(clock, main())
+
+
+class RecordingTarget(FakeTarget):
+    """Notes of every step how many prompts it filled in, and how many draft tokens it verified."""
+
+    steps: list[tuple[int, int]]
+
+    def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
+        num_prompts = sum(not item.sample for item in items)
+        self.steps.append((num_prompts, sum(len(item.draft_token_ids) for item in items)))
+        return super().verify(items)
+
+
+@pytest.mark.parametrize(("num_prompts", "has_drafts"), [(1, True), (2, False)])
+def test_while_several_of_few_sessions_wait_for_their_prompts_the_others_do_not_speculate(
+    num_prompts: int, has_drafts: bool
+) -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        target = RecordingTarget(MODEL, cost=lambda rows: int((0.010 + 0.001 * rows) * 1e9))
+        target.steps = []
+        config = router_config(prefill_chunk_tokens=32)
+        async with serving(clock, target=target, config=config) as pair:
+            stream = asyncio.create_task(pair.router.complete(request("stream", PROMPT, max_tokens=120)))
+            await asyncio.sleep(0.2)
+            target.steps.clear()
+            prompts = [request(f"prompt-{n}", LONG, max_tokens=2) for n in range(num_prompts)]
+            outputs = await asyncio.gather(*(pair.router.complete(prompt) for prompt in prompts))
+            assert [output.token_ids for output in outputs] == [expected(prompt) for prompt in prompts]
+            assert (await stream).token_ids == expected(request("stream", PROMPT, max_tokens=120))
+        # One prompt at a time is filled in here; while the first of two is, another waits.
+        beside = [num_drafts for num_filled, num_drafts in target.steps if num_filled][1:8]
+        assert len(beside) == 7
+        assert (sum(beside) > 0) is has_drafts
+        assert any(num_drafts for _, num_drafts in target.steps)
 
     run(clock, main())
 
