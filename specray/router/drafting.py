@@ -48,8 +48,9 @@ _LONG_ITEM = 64
 """Items that bring more tokens than this are prefills: their times say nothing about a draft step."""
 
 PROMPTS_FIRST_SHARE = 0.25
-"""Of the sessions. On 2 cores with all requests arriving at once, tokens/s without this, with one half
-and with a quarter: 16 requests 338, 361, 385; 32 requests 358, 358, 391; 8 requests 333, 338, 326."""
+"""Of the sessions. On 2 cores, tokens/s of 16 and 32 requests that arrive at once, single runs: 338 and 358
+without this rule, 353 and 367 with it; with fillers left out beside prompts too, 361 and 358 at a half, 385 and 391 at
+this share."""
 
 
 class Drafting:
