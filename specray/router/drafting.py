@@ -50,7 +50,7 @@ _LONG_ITEM = 64
 PROMPTS_FIRST_SHARE = 0.25
 """Of the sessions. On 2 cores, tokens/s of 16 and 32 requests that arrive at once, single runs: 338 and 358
 without this rule, 353 and 367 with it; with fillers left out beside prompts too, 361 and 358 at a half, and
-385 and 391 at this share."""
+385 and 391 at this share. The command is in docs/peers.md, with ``--arm specray:serial``."""
 
 
 class Drafting:
