@@ -15,12 +15,12 @@ from typing import Final
 from specray.errors import EngineLostError
 from specray.interfaces import Drafter
 from specray.planning.profile import LENGTH_DIGITS, MeasuredOutput, ProposalLengths
-from specray.router.policy import AUTO_K
+from specray.router.policy import ANY_K
 from specray.types import Proposal, SamplingParams, SpeculateItem
 
 BOUNDS: Final = (0.05, 0.12, 0.25, 0.45, 0.7, 0.9)
 """Lengths are interpolated between them."""
-LONGEST: Final = AUTO_K[-1]
+LONGEST: Final = ANY_K
 _SIDE_BY_SIDE = 16
 _ANSWER_TIMEOUT_S = 30.0
 

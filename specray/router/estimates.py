@@ -257,7 +257,10 @@ class OutcomesTime:
 
 
 class Rate:
-    """A probability with a prior: ``(successes + prior * weight) / (trials + weight)``, old trials fading."""
+    """A share of trials, or a number per trial, with a prior; old trials fade.
+
+    ``(successes + prior * weight) / (trials + weight)``.
+    """
 
     __slots__ = ("_fading", "_prior", "_successes", "_trials", "_weight")
 
@@ -270,7 +273,7 @@ class Rate:
 
     @property
     def value(self) -> float:
-        """In (0, 1)."""
+        """Of a share: in (0, 1)."""
         return (self._successes + self._prior * self._weight) / (self._trials + self._weight)
 
     def relax(self, share: float) -> None:

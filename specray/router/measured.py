@@ -8,8 +8,9 @@ to the draft, h = hit rate::
     serial             V(n(K+1)) + D(K) + R
     ahead, enumerate   max(V(n(K+1)), D_outcomes(K) + R) + (1 - h)(D(K) + R)      outcomes are pushed
 
-Where the draft may end a proposal early, K is what it comes to on average. D_outcomes grows with the
-branches, h too: so the width of the fan-out is part of what is chosen.
+Where the draft may end a proposal early, K is what it comes to on average; where nothing else ends it, K and
+E are measured. D_outcomes grows with the branches, h too: so the width of the fan-out is part of what is
+chosen.
 """
 
 from __future__ import annotations
@@ -62,6 +63,17 @@ class Measured:
         draft = self.draft_step_s(num_running, verify) * num_steps
         tokens = expected_tokens(acceptance, k, continuation)
         return tokens / (verify + draft + (self.draft_round_trip.value or 0.0))
+
+    def judged_goodput(self, num_drafts: float, num_accepted: float, num_running: int) -> float:
+        """Draft and target in turns, with proposals that the draft ends.
+
+        Args:
+            num_drafts: of a proposal, on average; the token before which it ends is drafted too.
+            num_accepted: of them, on average.
+        """
+        verify = self.verify_s(round(num_running * (1 + num_drafts))) or _UNKNOWN_S
+        draft = self.draft_step_s(num_running, verify) * (num_drafts + 1)
+        return (1 + num_accepted) / (verify + draft + (self.draft_round_trip.value or 0.0))
 
     def overlapped_goodput(self, plan: Plan, acceptance: float, num_branches: int, num_running: int) -> float:
         """Draft and target at the same time; ``num_branches`` of all sessions together."""

@@ -37,6 +37,34 @@ OFF = Plan(0)
 
 
 @dataclass(slots=True)
+class Judged:
+    """What proposals come to that may have any length and end where the draft is too unsure of them.
+
+    Measured as they are: the texts in which a draft is sure for long are those in which it is right, so
+    rates per token say too little of them.
+    """
+
+    num_drafts: Rate
+    """Per proposal."""
+    num_accepted: Rate
+    """Per proposal."""
+
+    def start(self, weight: float) -> Judged:
+        """Of a new session, which knows what this has come to so far."""
+        return Judged(Rate(self.num_drafts.value, weight), Rate(self.num_accepted.value, weight))
+
+    def add(self, num_drafts: int, num_accepted: int) -> None:
+        """One verdict."""
+        self.num_drafts.add(num_drafts, 1)
+        self.num_accepted.add(num_accepted, 1)
+
+    def relax(self, share: float) -> None:
+        """Forgets a share of the verdicts."""
+        self.num_drafts.relax(share)
+        self.num_accepted.relax(share)
+
+
+@dataclass(slots=True)
 class Pacing:
     """One session's part in the policy."""
 
@@ -44,10 +72,15 @@ class Pacing:
     """Per draft token."""
     continuation: Rate
     """Per draft token, given that there is one: that the draft was sure enough to go on."""
+    judged: Judged
     request_id: str = ""
     fixed_k: int | None = None
     """What configuration or request say; None: chosen by measurement."""
+    is_judged: bool = True
+    """The draft can say of a draft token how likely it is accepted; not of one drawn for rejection."""
     plan: Plan | None = None
+    num_asked: int = 0
+    """Most draft tokens of the proposal that is verified next, where it has a bound; else 0."""
     rounds_to_review: int = 0
     review_rounds: int = FIRST_REVIEW_ROUNDS
     rounds_off: int = 0

@@ -10,6 +10,7 @@ from router_harness import request, speculation_config
 from specray.router.estimates import Average, OutcomesTime, Rate, TimeTable, chain_trials
 from specray.router.expected import expected_drafts, expected_tokens, prior_hit_rate
 from specray.router.policy import (
+    ANY_K,
     AUTO_K,
     OFF,
     PROBE_INTERVAL_ROUNDS,
@@ -20,7 +21,7 @@ from specray.router.policy import (
     Policy,
 )
 from specray.router.records import Lookup
-from specray.types import Overlap, SpeculationParams
+from specray.types import Overlap, SpeculationParams, Verification
 
 
 def measured(
@@ -177,6 +178,67 @@ def test_a_draft_token_must_promise_what_its_row_and_its_step_could_bring() -> N
         plan = chosen(policy, pacing, num_running=num_running)
         rate = num_running * policy.goodput(plan, pacing, num_running)
         assert plan.min_acceptance == pytest.approx(rate * (0.0005 + 0.001 / num_running), rel=0.05)
+
+
+def judge(policy: Policy, pacing: Pacing, num_asked: int, num_drafts: int, num_accepted: int) -> None:
+    """One round with a proposal under a bound."""
+    policy.observe_proposed(pacing, num_asked, num_drafts)
+    policy.observe_round(pacing, num_drafts, num_accepted)
+
+
+def test_proposals_of_any_length_are_worth_what_they_came_to() -> None:
+    policy, pacing = measured(overlap="serial", acceptance=0.95, draft_step_s=0.001)
+    for _ in range(400):
+        judge(policy, pacing, ANY_K, 10, 10)
+    plan = chosen(policy, pacing)
+    assert plan == Plan(ANY_K)
+    # Some of what was believed before is left. One more is drafted, before which the proposal ends.
+    drafts, accepted = pacing.judged.num_drafts.value, pacing.judged.num_accepted.value
+    assert (drafts, accepted) == pytest.approx((9.85, 9.56), abs=0.01)
+    drafted_s = 0.001 * (drafts + 1)
+    assert policy.goodput(plan, pacing, 1) == pytest.approx(
+        (1 + accepted) / (0.020 + drafted_s + 0.0002), rel=0.01
+    )
+
+
+def test_proposals_of_any_length_are_left_when_little_of_them_is_accepted() -> None:
+    policy, pacing = measured(overlap="serial", rows_s=0.0005, draft_step_s=0.001)
+    for _ in range(400):
+        judge(policy, pacing, ANY_K, 30, 2)
+    assert 0 < chosen(policy, pacing).num_speculative_tokens < 8
+
+
+def test_nobody_accepts_more_than_acceptance_allows_of_however_many() -> None:
+    policy, pacing = measured(overlap="serial", acceptance=0.6)
+    acceptance = pacing.acceptance.value
+    assert pacing.judged.num_accepted.value == 4.0
+    assert policy.goodput(Plan(ANY_K), pacing, 1) == pytest.approx(
+        (1 + acceptance / (1 - acceptance)) / (0.020 + 9 * 0.004 + 0.0002), rel=0.02
+    )
+
+
+def test_only_rounds_whose_proposal_could_have_any_length_tell_of_such_ones() -> None:
+    policy, pacing = measured(overlap="serial")
+    for _ in range(50):
+        judge(policy, pacing, 8, 8, 8)
+        # Outcomes, fillers and proposals without a bound.
+        policy.observe_round(pacing, 3, 3)
+    assert (pacing.judged.num_drafts.value, pacing.judged.num_accepted.value) == (8.0, 4.0)
+    judge(policy, pacing, ANY_K, 13, 9)
+    policy.observe_round(pacing, 3, 3)
+    assert pacing.judged.num_drafts.value == pytest.approx((4 * 8.0 + 13) / 5)
+    assert pacing.judged.num_accepted.value == pytest.approx((4 * 4.0 + 9) / 5)
+    new = policy.pace(request())
+    assert new.judged.num_drafts.value == pytest.approx((4 * 8.0 + 13) / 5)
+
+
+def test_draft_tokens_drawn_for_rejection_are_not_judged() -> None:
+    policy, _ = measured(overlap="serial", rows_s=0.0005)
+    rejection = policy.pace(request(temperature=1.0, verification=Verification.REJECTION))
+    plan = chosen(policy, rejection)
+    assert 0 < plan.num_speculative_tokens < ANY_K and plan.min_acceptance == 0.0
+    greedy = policy.pace(request(temperature=0.0, verification=Verification.REJECTION))
+    assert chosen(policy, greedy).min_acceptance > 0.0
 
 
 @pytest.mark.parametrize(
