@@ -10,6 +10,7 @@ import torch
 
 from specray.engine.forward import CacheShape, Forward, Step
 from specray.engine.fused import FusedAttention
+from specray.engine.kernels.arena import Arena
 from specray.engine.kernels.linear import TiledGate, TiledLinear
 from specray.engine.kernels.norm import FusedRMSNorm
 from specray.engine.kernels.tape import Tape
@@ -32,6 +33,7 @@ class _Taped:
     tape: Tape
     hidden: torch.Tensor
     logits: torch.Tensor
+    """In the arena: they are there until another tape runs."""
     cache: BlockCache
 
 
@@ -46,6 +48,7 @@ class TapedForward:
         self._forward = forward
         self._attention = attention
         self._table = table
+        self._arena = Arena()
         # Least recently used first.
         self._tapes: OrderedDict[_Shape, _Taped] = OrderedDict()
 
@@ -74,7 +77,7 @@ class TapedForward:
 
     def _record(self, shape: _Shape, step: Step) -> torch.Tensor:
         team = self._attention.team
-        tape = Tape(team, self._attention.kernel)
+        tape = Tape(team, self._attention.kernel, self._arena)
         hidden = self._forward.embedding(step.token_ids)
         team.recorder = tape
         try:

@@ -135,3 +135,14 @@ def test_a_forward_of_other_operators_is_left_as_it_is() -> None:
     config = EngineConfig(device="cpu", dtype="float32", num_threads=1, max_model_len=64, max_num_seqs=1)
     forward = build_runner(config, role="draft").forward
     assert taped(forward) is forward
+
+
+def test_tapes_share_the_room_of_their_tensors() -> None:
+    runner = make_runner()
+    forward = runner._forward
+    assert isinstance(forward, TapedForward)
+    sizes = []
+    for num_rows in range(8, 0, -1):
+        runner.run([SequenceInput([60] * num_rows, 0, list(range(8)), num_rows)])
+        sizes.append(forward._arena.num_bytes)
+    assert len(set(sizes)) == 1

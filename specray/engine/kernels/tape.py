@@ -1,7 +1,7 @@
 """A forward's kernels, recorded once for a shape and run again in one call: what CUDA graphs are on a GPU.
 
-At one row a layer's kernels are shorter than Python between them. A tape holds copies of their arguments and
-the tensors that they point to; only the input, and what attention reads, differ from run to run.
+At one row a layer's kernels are shorter than Python between them. A tape holds copies of their arguments;
+only the input, and what attention reads, differ from run to run.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ctypes
 import numpy as np
 import torch
 
+from specray.engine.kernels.arena import Arena
 from specray.engine.kernels.attention import AttentionCall
 from specray.engine.kernels.team import Kernel, Team
 
@@ -20,12 +21,14 @@ class Tape:
 
     Args:
         attention: the kernel whose arguments change from run to run.
+        arena: where the tensors are that its jobs write; it may have other tapes, which run at other times.
     """
 
-    def __init__(self, team: Team, attention: Kernel) -> None:
+    def __init__(self, team: Team, attention: Kernel, arena: Arena) -> None:
         self._team = team
         self._attention = attention
-        self._tensors: list[torch.Tensor] = []
+        self._arena = arena
+        arena.begin()
         self._kernels: list[Kernel] = []
         self._args: list[np.ndarray] = []
         self._num_parts: list[int] = []
@@ -37,9 +40,9 @@ class Tape:
         self._args.append(np.frombuffer(numbers, dtype=np.int64).copy())
         self._num_parts.append(num_parts)
 
-    def keep(self, tensor: torch.Tensor) -> None:
-        """A tensor that jobs read or write."""
-        self._tensors.append(tensor)
+    def empty(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor for jobs to write to, then and later."""
+        return self._arena.empty(shape, dtype)
 
     def finish(self) -> None:
         """Ends the recording."""

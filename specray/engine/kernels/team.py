@@ -75,8 +75,8 @@ class Recorder(Protocol):
         """A job was done."""
         ...
 
-    def keep(self, tensor: torch.Tensor) -> None:
-        """A tensor that jobs read or write."""
+    def empty(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor for jobs to write to, then and later."""
         ...
 
 
@@ -139,10 +139,9 @@ class Team:
 
     def empty(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor for jobs to write to."""
-        tensor = torch.empty(shape, dtype=dtype)
         if self.recorder is not None:
-            self.recorder.keep(tensor)
-        return tensor
+            return self.recorder.empty(shape, dtype)
+        return torch.empty(shape, dtype=dtype)
 
 
 def _dismiss(memory: Any, control: int, helpers: list[threading.Thread]) -> None:
