@@ -16,7 +16,7 @@ from specray.demo.paths import demo_draft_path, demo_target_path
 from specray.engine.attention import AttentionStep, SequenceRows, sequence_slots
 from specray.engine.block_backends import DEFAULT_BLOCK_SIZE, Backend, Model, choose_backend
 from specray.engine.cache import BlockCache, bytes_per_token
-from specray.engine.device import choose_device, num_threads_for, use_cores
+from specray.engine.device import choose_device, num_threads_for, num_threads_for_logits, use_cores
 from specray.engine.forward import CacheShape, Forward, Step
 from specray.engine.generic import GenericForward
 from specray.engine.graphs import WIDTHS, Bucket, CudaCapture, GraphedForward
@@ -75,6 +75,11 @@ class ModelRunner:
         self.graphs = graphs
         self._parallel = parallel
         self._forward = forward if parallel is not None else _taped(forward, info.device)
+
+    @property
+    def is_taped(self) -> bool:
+        """Between its tokens and its logits, a step is kernels alone, which have threads of their own."""
+        return self._forward is not self.forward
 
     @torch.inference_mode()
     def run(self, inputs: Sequence[SequenceInput]) -> torch.Tensor:
@@ -273,7 +278,10 @@ def build_runner(config: EngineConfig, *, role: str, parallel: ParallelContext |
         capture = CudaCapture(device)
         graphs = GraphedForward(forward, cache, max_model_len=loaded.max_model_len, capture=capture)
         graphs.prepare(_prepared_buckets(role))
-    return ModelRunner(forward, cache, info, parallel=parallel, graphs=graphs)
+    runner = ModelRunner(forward, cache, info, parallel=parallel, graphs=graphs)
+    if runner.is_taped:
+        torch.set_num_threads(num_threads_for_logits(info.vocab_size, torch.get_num_threads()))
+    return runner
 
 
 def _prepared_buckets(role: str) -> list[Bucket]:

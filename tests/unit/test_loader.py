@@ -10,7 +10,7 @@ from checkpoints import write_checkpoint, write_tokenizer
 from transformers import T5Config, T5ForConditionalGeneration
 
 from specray.config import EngineConfig
-from specray.engine.device import num_threads_for, num_usable_cores
+from specray.engine.device import num_threads_for, num_threads_for_logits, num_usable_cores
 from specray.engine.loader import ModelArgs, load_model, tokenizer_fingerprint
 from specray.engine.runner import build_runner
 from specray.errors import ConfigError
@@ -188,6 +188,12 @@ def test_cuda_where_there_is_none(llama: Path) -> None:
         pytest.skip("this machine has a CUDA device")
     with pytest.raises(ConfigError, match="device is 'cuda', but no CUDA device is available"):
         build(llama, device="cuda")
+
+
+def test_threads_for_logits_grow_with_the_vocabulary() -> None:
+    sizes = (1, 8_192, 65_536, 131_072, 152_064, 262_144)
+    assert [num_threads_for_logits(size, 16) for size in sizes] == [1, 1, 1, 2, 2, 4]
+    assert num_threads_for_logits(262_144, 2) == 2
 
 
 def test_threads_follow_the_configuration(llama: Path) -> None:

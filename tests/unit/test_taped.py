@@ -146,3 +146,12 @@ def test_tapes_share_the_room_of_their_tensors() -> None:
         runner.run([SequenceInput([60] * num_rows, 0, list(range(8)), num_rows)])
         sizes.append(forward._arena.num_bytes)
     assert len(set(sizes)) == 1
+
+
+def test_torch_has_few_threads_beside_those_of_kernels() -> None:
+    before = torch.get_num_threads()
+    try:
+        assert make_runner("target", 3).is_taped
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
