@@ -55,9 +55,9 @@ def num_threads_for_logits(vocab_size: int, num_threads: int) -> int:
     """Of torch, in an engine whose forwards do not use them: for copying logits and drawing from them.
 
     A thread more for every 64 Ki entries of the vocabulary. At the end of each region of torch's a thread
-    looks for more work for a while, on a core that the forward's own threads need: measured on 2 cores, Verify
-    calls over 8 Ki entries took 4 % less time with one thread, and where it spins for longer (outside the
-    service) 9 rows took 18 ms with two and 13 with one.
+    looks for more work for a while, on a core that the forward's own threads need: measured on 2 cores,
+    Verify calls over 8 Ki entries took 4 % less time with one thread, and where it spins for longer (outside
+    the service) 9 rows took 18 ms with two and 13 with one.
     """
     return max(1, min(num_threads, vocab_size // _ENTRIES_PER_THREAD))
 
