@@ -4,13 +4,14 @@ Synchronous, in the router's process, and microseconds a call. Each session has 
 target verifies, so that a bad proposal costs time and never a token.
 """
 
-from specray.drafting.ngram import NgramProposer
+from specray.drafting.ngram import LONG_MATCH_LEN, NgramProposer
 from specray.drafting.proposer import SessionProposer, make_proposer
 from specray.drafting.store import OutputStore, OutputStores
 from specray.drafting.suffix import SuffixProposer
 from specray.drafting.suffix_index import SuffixIndex
 
 __all__ = [
+    "LONG_MATCH_LEN",
     "NgramProposer",
     "OutputStore",
     "OutputStores",

@@ -19,6 +19,13 @@ class SessionProposer(Protocol):
         """Tokens that it was given."""
         ...
 
+    @property
+    def match_len(self) -> int:
+        """Of the session's last tokens, how many stood before something that may follow; at least up to
+        LONG_MATCH_LEN.
+        """
+        ...
+
     def extend(self, token_ids: Sequence[int]) -> None:
         """Takes the session's next committed tokens: prompt first, then what was verified."""
         ...

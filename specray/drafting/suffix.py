@@ -51,6 +51,12 @@ class SuffixProposer:
         """Tokens that it was given."""
         return self._index.num_tokens
 
+    @property
+    def match_len(self) -> int:
+        """Of the last tokens, how many the session had written before; at most MAX_MATCH_LEN."""
+        match = self._own_match()
+        return 0 if match is None else match.length
+
     def extend(self, token_ids: Sequence[int]) -> None:
         """Takes the session's next tokens."""
         append = self._index.append

@@ -122,7 +122,7 @@ class Drafting:
             if session.draft.in_flight is not None or session.is_prefilling:
                 continue
             plan = self._plan(live, session.num_remaining, now)
-            session.drafted = self._draft_locally(live) if plan.is_off else self._fill_miss(live, plan)
+            session.drafted = self._draft_locally(live) if plan.is_off else self._fill_in(live, plan)
             if session.drafted is not None:
                 continue
             self._push(session.proposal_item(plan.num_speculative_tokens, plan.min_acceptance), now)
@@ -177,18 +177,19 @@ class Drafting:
             return NOTHING_DRAFTED
         return live.local.draft(live.session, num_running=len(self._running))
 
-    def _fill_miss(self, live: LiveSession, plan: Plan) -> Drafted | None:
-        """After a miss: a filler, to be verified at once, where that promises more than asking the draft.
+    def _fill_in(self, live: LiveSession, plan: Plan) -> Drafted | None:
+        """A filler, to be verified at once, where that promises more than asking the draft.
 
         With g tokens per second in the long run, a round that commits E tokens in t seconds is worth E - g t.
+        Where both engines take turns anyway, only after a long match: short ones are rarely worth more.
 
         Returns:
             None: the draft is to be asked.
         """
-        if plan.overlap is Overlap.SERIAL or live.local is None:
+        if live.local is None:
             return None
         filler = self._draft_locally(live)
-        if not filler.token_ids:
+        if not filler.token_ids or (plan.overlap is Overlap.SERIAL and not live.local.is_long):
             return None
         num_running, k = len(self._running), plan.num_speculative_tokens
         rate = self._policy.goodput(plan, live.pacing, num_running)

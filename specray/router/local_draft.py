@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Final
 
 from specray.config import SpeculationConfig
-from specray.drafting import OutputStore, OutputStores, SessionProposer, make_proposer
+from specray.drafting import LONG_MATCH_LEN, OutputStore, OutputStores, SessionProposer, make_proposer
 from specray.router.expected import expected_tokens
 from specray.router.plan import Pacing, Plan
 from specray.router.policy import MAX_ACCEPTANCE, Policy
@@ -24,6 +24,17 @@ from specray.types import DraftKind, GenerateRequest
 PRIOR_ACCEPTANCE: Final[Mapping[str, float]] = MappingProxyType(
     {DraftKind.NGRAM: 0.5, DraftKind.SUFFIX: 0.5, FILLER: 0.3}
 )
+PRIOR_LONG_MATCH_ACCEPTANCE = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """What is known of one kind of match, and the plan that follows from it."""
+
+    policy: Policy
+    """Of all sessions."""
+    pacing: Pacing
+    """Of this one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,12 +44,14 @@ class LocalDraft:
     source: str
     """ngram, suffix or FILLER."""
     proposer: SessionProposer
-    policy: Policy
-    """Of all sessions with this source."""
-    pacing: Pacing
+    short: Track
+    long: Track
+    """After a long match, which most often means that a repetition goes on."""
     max_tokens: int
     """Per proposal."""
     store: OutputStore | None = None
+    is_long: bool = False
+    """So was the match of the last proposal."""
 
     @property
     def is_filler(self) -> bool:
@@ -50,27 +63,35 @@ class LocalDraft:
         Args:
             num_running: sessions that share the target's steps.
         """
-        plan = self.policy.plan(self.pacing, num_remaining=session.num_remaining, num_running=num_running)
+        self.proposer.extend(session.committed[self.proposer.num_tokens :])
+        self.is_long = self.proposer.match_len >= LONG_MATCH_LEN
+        track = self._track
+        plan = track.policy.plan(track.pacing, num_remaining=session.num_remaining, num_running=num_running)
         if plan.is_off:
             return Drafted(source=self.source)
-        self.proposer.extend(session.committed[self.proposer.num_tokens :])
         tokens = self.proposer.propose(min(plan.num_speculative_tokens, self.max_tokens))
         return Drafted(tokens, source=self.source)
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
         """One verdict on what it drafted."""
-        self.policy.observe_round(self.pacing, num_drafts, num_accepted)
+        track = self._track
+        track.policy.observe_round(track.pacing, num_drafts, num_accepted)
 
     def expect(self, num_drafts: int, *, num_running: int) -> tuple[float, float]:
         """Of a round with so many of its tokens: (tokens that it commits, seconds)."""
-        rate = self.policy.goodput(Plan(num_drafts), self.pacing, num_running)
-        tokens = expected_tokens(min(self.pacing.acceptance.value, MAX_ACCEPTANCE), num_drafts)
+        track = self._track
+        rate = track.policy.goodput(Plan(num_drafts), track.pacing, num_running)
+        tokens = expected_tokens(min(track.pacing.acceptance.value, MAX_ACCEPTANCE), num_drafts)
         return tokens, tokens / rate
 
     def keep_output(self, session: Session) -> None:
         """Adds a finished output to the tenant's past ones, where they are kept."""
         if self.store is not None:
             self.store.add(session.committed[session.num_prompt_tokens :])
+
+    @property
+    def _track(self) -> Track:
+        return self.long if self.is_long else self.short
 
 
 class LocalDrafts:
@@ -85,7 +106,10 @@ class LocalDrafts:
     def __init__(self, config: SpeculationConfig, policy: Policy, *, has_model: bool) -> None:
         self._filler = None if config.filler == "none" or not has_model else DraftKind(config.filler)
         self._policies = {
-            source: policy.beside(source, prior_acceptance=prior)
+            source: tuple(
+                policy.beside(source, prior_acceptance=acceptance)
+                for acceptance in (prior, PRIOR_LONG_MATCH_ACCEPTANCE)
+            )
             for source, prior in PRIOR_ACCEPTANCE.items()
         }
         self._stores = OutputStores(config.past_output_tokens)
@@ -103,13 +127,14 @@ class LocalDrafts:
         if kind is None:
             return None
         source = FILLER if draft is DraftKind.MODEL else kind.value
-        policy = self._policies[source]
-        pacing = policy.pace(request)
-        if pacing.fixed_k == 0:
+        short, long = (Track(policy, policy.pace(request)) for policy in self._policies[source])
+        fixed_k = short.pacing.fixed_k
+        if fixed_k == 0:
             return None
-        max_tokens = pacing.fixed_k or MAX_SPECULATIVE_TOKENS
         if source == FILLER:
             # A filler is there to add speed, so it must be free to propose nothing, whatever K is configured.
-            pacing.fixed_k = None
+            short.pacing.fixed_k = long.pacing.fixed_k = None
         store = self._stores.of(request.speculation.tenant) if kind is DraftKind.SUFFIX else None
-        return LocalDraft(source, make_proposer(kind, store), policy, pacing, max_tokens, store)
+        return LocalDraft(
+            source, make_proposer(kind, store), short, long, fixed_k or MAX_SPECULATIVE_TOKENS, store
+        )

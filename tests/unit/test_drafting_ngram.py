@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specray.drafting import NgramProposer
+from specray.drafting import LONG_MATCH_LEN, NgramProposer, SuffixProposer
 
 
 def proposed(
@@ -90,3 +90,17 @@ def test_proposing_changes_nothing() -> None:
     assert proposer.propose(2) == proposer.propose(2) == (3, 1)
     proposer.extend([3])
     assert proposer.propose(2) == (1, 2)
+
+
+@pytest.mark.parametrize("proposer", [NgramProposer(), SuffixProposer()], ids=["ngram", "suffix"])
+def test_match_is_as_long_as_what_was_written_twice(proposer: NgramProposer | SuffixProposer) -> None:
+    proposer.extend([9, *range(10, 30)])
+    lengths = [proposer.match_len]
+    for token_id in range(10, 20):
+        proposer.extend([token_id])
+        lengths.append(min(proposer.match_len, LONG_MATCH_LEN))
+    # One token is too short for a lookup, not for counts.
+    assert lengths[2:] == [2, 3, 4, 5, 6, 7, 8, 8, 8]
+    assert lengths[0] == 0
+    proposer.extend([99])
+    assert proposer.match_len == 0

@@ -7,7 +7,15 @@ import random
 from typing import Any
 
 import pytest
-from router_harness import Pair, fake_draft, request, router_config, run, serving
+from router_harness import (
+    Pair,
+    fake_draft,
+    request,
+    router_config,
+    run,
+    serving,
+    speculation_config,
+)
 
 from specray.errors import EngineLostError, InvalidRequestError
 from specray.fakes import (
@@ -21,7 +29,8 @@ from specray.fakes import (
 )
 from specray.fakes.engines import fake_info
 from specray.interfaces import Drafter
-from specray.router.policy import PRIOR_ACCEPTANCE
+from specray.router.local_draft import LocalDraft, LocalDrafts
+from specray.router.policy import PRIOR_ACCEPTANCE, Policy
 from specray.types import DraftKind, GenerateRequest, OutputChunk, SpeculationParams, Verification
 
 # Its output goes round in a circle after at most 8 tokens, so that lookups succeed.
@@ -246,11 +255,16 @@ def test_first_round_carries_a_filler_with_the_prompt() -> None:
     assert pair.target.num_steps == 1
 
 
-def test_models_first_proposal_holds_where_it_agrees_with_a_filler() -> None:
+def only_short_matches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specray.router.local_draft.LONG_MATCH_LEN", 1000)
+
+
+def test_models_first_proposal_holds_where_it_agrees_with_a_filler(monkeypatch: pytest.MonkeyPatch) -> None:
     """The draft answers the prompt while the target verifies the filler; what goes beyond it is used.
 
     6 tokens take the draft 24 ms and the verify 20, so that the answer comes after the verdict.
     """
+    only_short_matches(monkeypatch)
     circle = (5, *REPEATING.generate((5,), 20))
     _, pair = serve_and_ask(
         REPEATING,
@@ -280,7 +294,10 @@ def test_filler_that_is_never_right_is_left_off() -> None:
     assert filled.target.num_rows - plain.target.num_rows == tokens - accepted
 
 
-def test_working_draft_model_is_not_replaced_by_a_filler_in_serial_rounds() -> None:
+def test_working_draft_model_is_not_replaced_in_serial_rounds_for_a_short_match(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    only_short_matches(monkeypatch)
     draft = fake_draft(PerfectGuesser(REPEATING))
     given = [request("a", max_tokens=60)]
     _, pair = serve_and_ask(
@@ -288,6 +305,42 @@ def test_working_draft_model_is_not_replaced_by_a_filler_in_serial_rounds() -> N
     )
     assert of_source(pair, "filler")[0] <= 1
     assert of_source(pair, "model")[0] >= 14
+
+
+def test_filler_saves_asking_the_model_after_a_long_match() -> None:
+    """As many rounds, without the draft's time in those that a repetition fills."""
+    given = [request("a", max_tokens=60)]
+    options: dict[str, Any] = {"overlap": "serial", "num_speculative_tokens": 3}
+    asked, model = serve_and_ask(REPEATING, given, draft=fake_draft(PerfectGuesser(REPEATING)), **options)
+    filled, both = serve_and_ask(
+        REPEATING, given, draft=fake_draft(PerfectGuesser(REPEATING)), filler="ngram", **options
+    )
+    assert filled[0].token_ids == asked[0].token_ids == truth(REPEATING, given[0])
+    assert of_source(both, "filler") == (12, 36, 36)
+    assert of_source(both, "model")[0] + 12 == of_source(model, "model")[0]
+    assert both.draft.num_steps < model.draft.num_steps - 10
+
+
+def test_long_matches_are_believed_apart_from_short_ones() -> None:
+    policy = Policy(speculation_config(overlap="serial", filler="ngram"))
+    for rows in (1, 2, 4, 8, 16, 32, 64):
+        policy.observe_verify(rows, 0.020, is_overlapped=False)
+    local = LocalDrafts(speculation_config(filler="ngram"), policy, has_model=True).of(
+        request(), DraftKind.MODEL
+    )
+    assert local is not None
+    short, long = (tokens_of(local, is_long=is_long) for is_long in (False, True))
+    assert short < 1.5 < 4.5 < long
+    for _ in range(200):
+        local.observe(5, 0)
+    assert tokens_of(local, is_long=True) < 1.1
+    assert tokens_of(local, is_long=False) == short
+
+
+def tokens_of(local: LocalDraft, *, is_long: bool) -> float:
+    """Expected of a round with five of its draft tokens."""
+    local.is_long = is_long
+    return local.expect(5, num_running=1)[0]
 
 
 def test_models_acceptance_is_not_the_fillers() -> None:
