@@ -12,8 +12,8 @@ from collections.abc import Sequence
 MIN_MATCH_LEN = 2
 MAX_MATCH_LEN = 4
 LONG_MATCH_LEN = 8
-"""A match of so many tokens is taken for a repetition that goes on: of HumanEval at temperature 0, nine of
-ten tokens that follow one are accepted. 6 and 12 are nearly as good."""
+"""A match of so many tokens is taken for a repetition that goes on: of HumanEval at temperature 0, 85 % of
+what was proposed after one was accepted. Over the same outputs 6 and 12 come to nearly the same."""
 
 
 class NgramProposer:
