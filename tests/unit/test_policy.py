@@ -232,6 +232,31 @@ def test_only_rounds_whose_proposal_could_have_any_length_tell_of_such_ones() ->
     assert new.judged.num_drafts.value == pytest.approx((4 * 8.0 + 13) / 5)
 
 
+def test_rows_that_the_weights_hide_cost_nothing_in_the_bound() -> None:
+    policy = Policy(speculation_config(overlap="serial"))
+    pacing = policy.pace(request())
+    for rows, seconds in ((1, 0.020), (9, 0.020), (18, 0.040), (64, 0.150)):
+        policy.observe_verify(rows, seconds, is_overlapped=False)
+    for _ in range(10):
+        policy.observe_proposal(4, 4 * 0.001, 0.0)
+    plan = chosen(policy, pacing)
+    # 8 draft tokens are believed: rows 2 to 9.
+    assert plan == Plan(ANY_K)
+    assert plan.min_acceptance == pytest.approx(0.001 * policy.goodput(plan, pacing, 1), abs=0.001)
+
+
+def test_what_proposals_of_any_length_once_came_to_is_doubted_while_others_are_chosen() -> None:
+    policy, pacing = measured(overlap="serial", rows_s=0.0005, draft_step_s=0.001)
+    for _ in range(50):
+        judge(policy, pacing, ANY_K, 30, 2)
+    before = pacing.judged.num_drafts.value
+    for _ in range(40):
+        pacing.rounds_to_review = 0
+        assert chosen(policy, pacing).num_speculative_tokens < ANY_K
+        assert pacing.judged.num_drafts.value <= before
+    assert 8.0 < pacing.judged.num_drafts.value < before - 4
+
+
 def test_draft_tokens_drawn_for_rejection_are_not_judged() -> None:
     policy, _ = measured(overlap="serial", rows_s=0.0005)
     rejection = policy.pace(request(temperature=1.0, verification=Verification.REJECTION))
