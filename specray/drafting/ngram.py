@@ -12,8 +12,8 @@ from collections.abc import Sequence
 MIN_MATCH_LEN = 2
 MAX_MATCH_LEN = 4
 LONG_MATCH_LEN = 8
-"""A match of so many tokens is taken for a repetition that goes on: of HumanEval at temperature 0, 85 % of
-what was proposed after one was accepted. Over the same outputs 6 and 12 come to nearly the same."""
+"""A match of so many tokens is taken for a repetition that goes on. Of HumanEval at temperature 0, 85 % of
+what fillers proposed after one was accepted (the counters by source, ``overlap`` serial)."""
 
 
 class NgramProposer:

@@ -278,9 +278,13 @@ def build_runner(config: EngineConfig, *, role: str, parallel: ParallelContext |
         capture = CudaCapture(device)
         graphs = GraphedForward(forward, cache, max_model_len=loaded.max_model_len, capture=capture)
         graphs.prepare(_prepared_buckets(role))
-    runner = ModelRunner(forward, cache, info, parallel=parallel, graphs=graphs)
+    return _with_threads_left(ModelRunner(forward, cache, info, parallel=parallel, graphs=graphs))
+
+
+def _with_threads_left(runner: ModelRunner) -> ModelRunner:
+    """Takes from torch the threads that its operators do not need beside those of the kernels."""
     if runner.is_taped:
-        torch.set_num_threads(num_threads_for_logits(info.vocab_size, torch.get_num_threads()))
+        torch.set_num_threads(num_threads_for_logits(runner.info.vocab_size, torch.get_num_threads()))
     return runner
 
 
