@@ -121,6 +121,7 @@ async def open_bed(
             "RAY_USAGE_STATS_ENABLED": "0",
             # As in the container image.
             **HEAP_ENVIRONMENT,
+            "GRPC_ENABLE_FORK_SUPPORT": "0",
             "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
             "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(SERVE_MESSAGE_BYTES),
             # Ray's agent keeps its metrics of every worker that has ever died; nobody reads them here.
