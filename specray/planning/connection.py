@@ -12,6 +12,9 @@ from specray.types import DraftReplies, TargetReplies
 
 RepliesT = TypeVar("RepliesT", DraftReplies, TargetReplies)
 
+_LEAST_S = 1e-6
+"""Less than this is not made up for."""
+
 
 class Mailbox(Generic[RepliesT]):
     """Replies that have arrived, and whether more can."""
@@ -66,3 +69,28 @@ class Busy:
         """The last step takes so much longer."""
         self.seconds += seconds
         self.until_s += seconds
+
+
+@dataclass(slots=True)
+class Pace:
+    """A step that may be beside another engine's, on the same hardware."""
+
+    seconds: float
+    """What it takes, as far as is known."""
+    other_worked_s: float = 0.0
+    """What the other engine had worked when the step began, or was looked at last."""
+    slowdown: float = 1.0
+    """While the other works."""
+
+    def make_up(self, own: Busy, other: Busy, now: float) -> float:
+        """What the step takes longer for what the other did since it was looked at last; 0: it has ended.
+
+        What the other does in that time is known only then.
+        """
+        lost_s = min(self.seconds, other.lost_s(self.other_worked_s, now, self.slowdown))
+        self.other_worked_s = other.worked_s(now)
+        if lost_s <= _LEAST_S:
+            return 0.0
+        own.extend(lost_s)
+        self.seconds += lost_s
+        return lost_s

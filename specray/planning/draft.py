@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specray.errors import EngineLostError
-from specray.planning.connection import Busy, Mailbox
+from specray.planning.connection import Busy, Mailbox, Pace
 from specray.planning.profile import RouterProfile
 from specray.planning.scripts import Scripts
 from specray.planning.times import DraftTimes, drawn
@@ -36,17 +36,12 @@ class _Question:
     connection: SimulatedDrafter
 
 
-_LEAST_S = 1e-6
-
-
 @dataclass(slots=True)
 class _Step:
     """On its way."""
 
     replies: dict[SimulatedDrafter, list[DraftReply]]
-    seconds: float
-    other_worked_s: float
-    """What the target beside it had worked when the step began, or was looked at last."""
+    pace: Pace
 
 
 @dataclass(slots=True)
@@ -128,24 +123,19 @@ class SimulatedDraft:
         seconds = self.times.step_s(answered) * drawn(self._rng, self.times.step_spread)
         self._is_working = True
         self.busy.work(start_s, start_s + seconds)
-        other_worked_s = 0.0 if self.beside is None else self.beside.worked_s(start_s)
-        loop.call_at(start_s + seconds, self._end, _Step(replies, seconds, other_worked_s))
+        pace = Pace(seconds)
+        if self.beside is not None:
+            pace = Pace(seconds, self.beside.worked_s(start_s), self.times.slowdown)
+        loop.call_at(start_s + seconds, self._end, _Step(replies, pace))
 
     def _end(self, step: _Step) -> None:
         loop = asyncio.get_running_loop()
-        if self.beside is not None:
-            # As for a target's step.
-            now = loop.time()
-            lost_s = min(step.seconds, self.beside.lost_s(step.other_worked_s, now, self.times.slowdown))
-            step.other_worked_s = self.beside.worked_s(now)
-            if lost_s > _LEAST_S:
-                self.busy.extend(lost_s)
-                step.seconds += lost_s
-                loop.call_later(lost_s, self._end, step)
-                return
+        if self.beside is not None and (lost_s := step.pace.make_up(self.busy, self.beside, loop.time())):
+            loop.call_later(lost_s, self._end, step)
+            return
         self._is_working = False
         for connection, own in step.replies.items():
-            connection.answer(DraftReplies(tuple(own), round(1e9 * step.seconds)))
+            connection.answer(DraftReplies(tuple(own), round(1e9 * step.pace.seconds)))
         self._work()
 
     def transport_s(self, num_items: int) -> float:

@@ -12,7 +12,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from specray.planning.connection import Busy, Mailbox
+from specray.planning.connection import Busy, Mailbox, Pace
 from specray.planning.profile import RouterProfile
 from specray.planning.scripts import Scripts
 from specray.planning.times import StepSize, TargetTimes, drawn
@@ -25,8 +25,6 @@ from specray.types import (
     Verdict,
     VerifyItem,
 )
-
-_LEAST_S = 1e-6
 
 
 @dataclass(slots=True)
@@ -55,12 +53,8 @@ class _Step:
     replies: tuple[TargetReply, ...]
     commits: Sequence[tuple[str, int]]
     """(request id, tokens)."""
-    seconds: float
+    pace: Pace
     way_back_s: float
-    other_worked_s: float = 0.0
-    """What the draft beside it had worked when the step was sent."""
-    slowdown: float = 1.0
-    """While the draft works."""
 
 
 class SimulatedTarget:
@@ -127,11 +121,11 @@ class SimulatedTarget:
         seconds = self._times.seconds(size) * drawn(self._rng, self._times.step_spread)
         end_s = start_s + seconds
         self.busy.work(start_s, end_s)
-        step = _Step(tuple(replies), commits, seconds, transport_s / 2)
+        pace = Pace(seconds)
         if self.beside is not None:
-            step.other_worked_s = self.beside.worked_s(loop.time())
-            step.slowdown = self._times.prompt_slowdown if size.prompts else self._times.slowdown
-        loop.call_at(end_s, self._end, step)
+            slowdown = self._times.prompt_slowdown if size.prompts else self._times.slowdown
+            pace = Pace(seconds, self.beside.worked_s(loop.time()), slowdown)
+        loop.call_at(end_s, self._end, _Step(tuple(replies), commits, pace, transport_s / 2))
 
     async def release(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
@@ -145,16 +139,9 @@ class SimulatedTarget:
 
     def _end(self, step: _Step) -> None:
         loop = asyncio.get_running_loop()
-        if self.beside is not None:
-            # What the draft did meanwhile is known only now; what it does in the time made up for, next time.
-            now = loop.time()
-            lost_s = min(step.seconds, self.beside.lost_s(step.other_worked_s, now, step.slowdown))
-            step.other_worked_s = self.beside.worked_s(now)
-            if lost_s > _LEAST_S:
-                self.busy.extend(lost_s)
-                step.seconds += lost_s
-                loop.call_later(lost_s, self._end, step)
-                return
+        if self.beside is not None and (lost_s := step.pace.make_up(self.busy, self.beside, loop.time())):
+            loop.call_later(lost_s, self._end, step)
+            return
         loop.call_later(step.way_back_s, self._arrive, step)
 
     def _arrive(self, step: _Step) -> None:
@@ -163,7 +150,7 @@ class SimulatedTarget:
             times = self._requests.get(request_id)
             if times is not None:
                 times.commit(now, num_tokens)
-        self._mailbox.put(TargetReplies(step.replies, round(1e9 * step.seconds)))
+        self._mailbox.put(TargetReplies(step.replies, round(1e9 * step.pace.seconds)))
 
     def _apply(self, item: VerifyItem) -> tuple[TargetReply, int]:
         """The reply, and how many of the item's tokens are computed."""

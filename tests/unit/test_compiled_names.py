@@ -1,4 +1,4 @@
-"""Kernels that different processes have compiled do not stand in each other's way in a third."""
+"""Kernels kept on disk: those of different processes do not stand in each other's way in a third."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("numba")
+from specray.engine.kernels import compiled
 
 # What differs is inside a function of one name that is too long to become part of its caller, like what
 # differs between kernels for heads of other sizes.
@@ -45,3 +46,24 @@ def test_functions_of_one_name_from_two_processes_stay_two(tmp_path: Path) -> No
     assert one != two
     assert run(1, 2, 3)[:2] == [one, two]
     assert run(2, 1) == [two, one]
+
+
+def test_a_file_that_cannot_take_its_place_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "kept" / "add.bin").mkdir(parents=True)
+    compiled._write(tmp_path / "kept" / "add.bin", b"code")
+    assert [one.name for one in (tmp_path / "kept").iterdir()] == ["add.bin"]
+
+
+def test_a_file_that_is_kept_is_whole_when_it_takes_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    replace = Path.replace
+
+    def watched(part: Path, path: Path) -> Path:
+        sizes.append(part.stat().st_size)
+        return replace(part, path)
+
+    monkeypatch.setattr(Path, "replace", watched)
+    compiled._write(tmp_path / "add.bin", b"code")
+    assert sizes == [36]

@@ -93,8 +93,14 @@ def _write(path: Path, content: bytes) -> None:
         # What is in there will be run: it is nobody else's to write.
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(hashlib.sha256(content).digest() + content)
-        Path(file.name).replace(path)
+            part = Path(file.name)
+            try:
+                file.write(hashlib.sha256(content).digest() + content)
+                file.flush()
+                part.replace(path)
+            except OSError:
+                part.unlink()
+                raise
 
 
 def _cache_path(name: str) -> Path | None:
