@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,10 @@ logger = logging.getLogger(__name__)
 
 DRAIN_S = 5.0
 """A draft that ends, or gets another model, serves its routers so long while they look for another."""
+UNJUDGED_S = 20.0
+"""A draft that has just come has done nothing: routers ask for one every few seconds, and replicas tell
+Serve of themselves every 10. Judged by that it would be sent away before it was of use, and the next one too:
+with a downscale_delay_s of 1, six came and went in 85 s of load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,7 @@ class DraftReplica:
         self._values = values
         self._group: DraftGroup | None = None
         self._retiring: set[asyncio.Task[None]] = set()
+        self._loaded_s = 0.0
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Loads the draft that the configuration names.
@@ -84,7 +90,7 @@ class DraftReplica:
                 await before.stop(drain_s=DRAIN_S)
         group = DraftGroup(config, followers)
         await group.start()
-        self._group = group
+        self._group, self._loaded_s = group, time.monotonic()
         if before is None:
             return
         logger.info("the draft is %s from now on", config.draft.model)
@@ -116,11 +122,14 @@ class DraftReplica:
         return with_labels(self._metrics.text(None if group is None else group.server.info))
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """For ``scaling.DraftScalingPolicy``."""
+        """For ``scaling.DraftScalingPolicy``: at first nothing of how busy it is."""
         group = self._group
         if group is None:
-            return {"busy_share": 0.0, "num_routers": 0.0}
-        return {"busy_share": group.server.busy_share, "num_routers": float(group.server.num_routers)}
+            return {}
+        load = {"num_routers": float(group.server.num_routers)}
+        if time.monotonic() - self._loaded_s >= UNJUDGED_S:
+            load["busy_share"] = group.server.busy_share
+        return load
 
     async def check_health(self) -> None:
         """Liveness, cheap; see ``DraftGroup.check``. Raises EngineLostError."""

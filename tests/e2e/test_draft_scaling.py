@@ -1,9 +1,11 @@
-"""Drafts that come only when somebody speculates, over real Ray and HTTP."""
+"""Replicas that come when there is work for them, over real Ray and HTTP."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
+from collections.abc import Iterator
 
 import aiohttp
 import pytest
@@ -11,8 +13,25 @@ from e2e_service import DEADLINE_S, Service, complete
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
-DRAFT = {"autoscaling": {"min_replicas": 0, "max_replicas": 1, "upscale_delay_s": 0}}
+DELAYS = {"upscale_delay_s": 0, "downscale_delay_s": 1}
+"""A draft that were judged too early would be gone after a second."""
+DRAFT = {
+    "autoscaling": {"min_replicas": 0, "max_replicas": 2, "target_busy_share": 0.05, **DELAYS},
+}
+ROUTER = {
+    "autoscaling": {"min_replicas": 1, "max_replicas": 2, "target_queued_tokens": 16, **DELAYS},
+}
+TARGET = {"max_num_seqs": 1}
+NUM_CLIENTS = 6
 PROMPT = "def fibonacci(n):\n"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_metrics() -> Iterator[None]:
+    """Replicas tell Serve every second instead of every ten; before the service starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "1")
+        yield
 
 
 async def num_drafted(http: aiohttp.ClientSession) -> float:
@@ -37,3 +56,37 @@ async def test_without_a_draft_tokens_are_the_same_and_the_first_request_brings_
         await asyncio.sleep(0.1)
     print(f"from none: speculation {time.monotonic() - started_s:.1f} s after the first request")
     assert (await complete(http, service, prompt=PROMPT))["choices"] == plain["choices"]
+
+
+async def replicas(http: aiohttp.ClientSession) -> dict[str, int]:
+    """How many of each deployment answer a scrape."""
+    async with http.get("/metrics") as response:
+        text = await response.text()
+    found = set(re.findall(r'deployment="(Router|Draft)",replica="([^"]+)"', text))
+    return {name: sum(name == other for other, _ in found) for name in ("Router", "Draft")}
+
+
+async def until(http: aiohttp.ClientSession, wanted: dict[str, int]) -> float:
+    """Waits for so many replicas of each; the seconds that it took."""
+    started_s = time.monotonic()
+    while (found := await replicas(http)) != wanted:
+        assert time.monotonic() < started_s + DEADLINE_S, found
+        await asyncio.sleep(0.2)
+    return time.monotonic() - started_s
+
+
+async def test_a_queue_brings_a_second_router_and_that_a_second_draft(
+    service: Service, http: aiohttp.ClientSession
+) -> None:
+    expected = (await complete(http, service, prompt=PROMPT))["choices"]
+    is_over = asyncio.Event()
+
+    async def client() -> None:
+        while not is_over.is_set():
+            assert (await complete(http, service, prompt=PROMPT))["choices"] == expected
+
+    async with asyncio.TaskGroup() as clients:
+        for _ in range(NUM_CLIENTS):
+            clients.create_task(client())
+        print(f"two of each after {await until(http, {'Router': 2, 'Draft': 2}):.1f} s")
+        is_over.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -195,6 +196,7 @@ class Group:
         self.config = config
         self._model = config.draft.model
         self._size = 1 if followers is None else config.draft.tensor_parallel_size
+        self.server = Server([])
 
     async def start(self) -> None:
         self.log.append(f"{self._model} starts as {self._size}")
@@ -247,6 +249,21 @@ async def test_another_model_takes_the_place_of_the_one_before(
     assert log == order
     await changing.end()
     assert log == [*order, "new ends"]
+
+
+async def test_a_draft_that_has_just_come_is_not_judged_by_what_it_has_done_yet(
+    log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(draft_module, "time", SimpleNamespace(monotonic=lambda: now))
+    coming = replica(1)
+    assert await coming.record_autoscaling_stats() == {}
+    await coming.reconfigure({"draft": {}})
+    assert await coming.record_autoscaling_stats() == {"num_routers": 2.0}
+    now += draft_module.UNJUDGED_S
+    assert await coming.record_autoscaling_stats() == {"num_routers": 2.0, "busy_share": 0.5}
+    await coming.reconfigure({"draft": {"model": "new"}})
+    assert await coming.record_autoscaling_stats() == {"num_routers": 2.0}
 
 
 async def test_nothing_is_leased_while_ranks_change_their_model(
