@@ -76,7 +76,7 @@ class Pacing:
     request_id: str = ""
     fixed_k: int | None = None
     """What configuration or request say; None: chosen by measurement."""
-    is_judged: bool = True
+    draft_is_judge: bool = True
     """The draft can say of a draft token how likely it is accepted; not of one drawn for rejection."""
     plan: Plan | None = None
     num_asked: int = 0
