@@ -17,12 +17,15 @@ class Section(BaseModel):
 
 
 class ScalingConfig(Section):
-    """How many replicas a deployment has, by measurements of the last half minute."""
+    """How many replicas a deployment has, by what they measured of late."""
 
     min_replicas: int = Field(1, ge=1, le=1024)
     max_replicas: int = Field(ge=1, le=1024)
     upscale_delay_s: float = Field(10.0, ge=0, description="More are needed for so long: they are started.")
     downscale_delay_s: float = Field(300.0, ge=0, description="Fewer do for so long: the others are ended.")
+    look_back_s: float = Field(
+        30.0, gt=10, le=3600, description="Averages of so long count; replicas measure every 10 s."
+    )
 
     @model_validator(mode="after")
     def _check_range(self) -> ScalingConfig:

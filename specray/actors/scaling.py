@@ -135,6 +135,7 @@ def _autoscaling(scaling: ScalingConfig, policy: type[object], kwargs: dict[str,
             "max_replicas": scaling.max_replicas,
             "upscale_delay_s": scaling.upscale_delay_s,
             "downscale_delay_s": scaling.downscale_delay_s,
+            "look_back_period_s": scaling.look_back_s,
             "policy": {"policy_function": f"{__name__}:{policy.__name__}", "policy_kwargs": kwargs},
         }
     }

@@ -109,17 +109,18 @@ def test_serve_takes_the_policies_with_their_settings() -> None:
     config = parse_config(
         {
             "draft": {"autoscaling": {"min_replicas": 0, "max_replicas": 4, "target_busy_share": 0.5}},
-            "router": {"autoscaling": {"max_replicas": 3, "target_queued_tokens": 77}},
+            "router": {"autoscaling": {"max_replicas": 3, "target_queued_tokens": 77, "look_back_s": 12}},
         }
     )
-    for options, kwargs in (
-        (draft_replicas(config.draft), {"target_busy_share": 0.5}),
-        (router_replicas(config.router), {"target_queued_tokens": 77}),
+    for options, kwargs, look_back_s in (
+        (draft_replicas(config.draft), {"target_busy_share": 0.5}, 30.0),
+        (router_replicas(config.router), {"target_queued_tokens": 77}, 12.0),
     ):
         assert "num_replicas" not in options
         scaling = AutoscalingConfig.model_validate(options["autoscaling_config"])
         policy = scaling.policy.get_policy()
         assert scaling.policy.policy_kwargs == kwargs
+        assert scaling.look_back_period_s == look_back_s
         assert policy(**kwargs)(Context([], {}, target_num_replicas=2)) == (2, {})
     assert config.draft.scales_to_none
 
@@ -202,6 +203,7 @@ def test_routers_bring_a_target_each() -> None:
         ({"draft": {"autoscaling": {"min_replicas": 3, "max_replicas": 2}}}, "max_replicas is 2"),
         ({"draft": {"autoscaling": {"max_replicas": 2, "target_busy_share": 1.5}}}, "target_busy_share"),
         ({"router": {"autoscaling": {"min_replicas": 0, "max_replicas": 2}}}, "min_replicas"),
+        ({"router": {"autoscaling": {"max_replicas": 2, "look_back_s": 10}}}, "look_back_s"),
         ({"router": {"num_replicas": 0}}, "num_replicas"),
     ],
 )
