@@ -18,6 +18,8 @@ _BRANCH_SHARE = 0.5
 """Of what a further sequence costs, a further branch: it shares the context of its sequence."""
 _REACH = 4
 """What a size took against what was expected of it tells of sizes up to so many times larger or smaller."""
+_FRESH_STEPS = 64
+"""Steps after which what a size took is doubted, and in which half of it is then forgotten."""
 
 
 class Average:
@@ -64,12 +66,20 @@ class TimeTable:
 
     What was *expected* of a size stands until the size is trusted. By as much as trusted sizes took more or
     less than had been expected of them (a busy machine), others near them are expected to take.
+
+    A size that has not come for a while, while larger ones did, is *doubted*: it may have come last when the
+    machine was slow. Otherwise plain decoding is not gone back to once speculation was taken up in a slow
+    moment, since only speculation's own steps get better with the machine. Larger sizes are not doubted for
+    smaller ones: they are speculation's, which is tried again anyway.
     """
 
     def __init__(self) -> None:
         self._averages: dict[int, Average] = {}
         self._expected: dict[int, float] = {}
         self._trusted: list[int] = []
+        self._num_steps = 0
+        self._last_step: dict[int, int] = {}
+        """By size, when it came last."""
         self._points: _Curve | None = None
 
     def __bool__(self) -> bool:
@@ -98,6 +108,8 @@ class TimeTable:
         if average is None:
             average = self._averages[bucket] = Average()
         average.add(seconds)
+        self._num_steps += 1
+        self._last_step[bucket] = self._num_steps
         if average.count == _NUM_TRUSTED:
             insort(self._trusted, bucket)
         self._points = None
@@ -142,13 +154,33 @@ class TimeTable:
         """What predictions are made from: trusted sizes, else expected ones, else whatever was measured."""
         if not self._trusted and not self._expected:
             return self._all()
-        trusted = [(size, self._value(size)) for size in self._trusted]
-        if not self._expected:
-            return trusted
         expected = sorted(self._expected.items())
+        trusted = [(size, self._believed(size, expected)) for size in self._trusted]
+        if not expected:
+            return trusted
         factors = [(size, value / _interpolate(expected, size)) for size, value in trusted]
         known = {size: seconds * _factor_near(factors, size) for size, seconds in expected}
         return sorted((known | dict(trusted)).items())
+
+    def _believed(self, size: int, expected: _Curve) -> float:
+        """What a trusted size took, and the less of that the longer only larger ones came."""
+        value = self._value(size)
+        doubt = self._num_steps - self._last_step[size] - _FRESH_STEPS
+        if doubt <= 0:
+            return value
+        fresh = [(other, self._value(other)) for other in self._trusted if self._is_fresh(other, size)]
+        if not fresh:
+            return value
+        least = min(seconds for _, seconds in fresh)
+        if expected:
+            factors = [(other, seconds / _interpolate(expected, other)) for other, seconds in fresh]
+            least = min(least, _interpolate(expected, size) * _interpolate(factors, size))
+        return value if least >= value else least + 0.5 ** (doubt / _FRESH_STEPS) * (value - least)
+
+    def _is_fresh(self, other: int, size: int) -> bool:
+        """A larger size, near enough to tell of this one, that has come of late."""
+        is_recent = self._num_steps - self._last_step[other] <= _FRESH_STEPS
+        return size < other <= _REACH * size and is_recent
 
     def _all(self) -> _Curve:
         """Every size of which anything is known; a measurement, even a single one, before an expectation.

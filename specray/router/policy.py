@@ -112,7 +112,8 @@ class Policy:
             self._judged.start(4.0),
             request.request_id,
             fixed_k,
-            draft_is_judge=request.sampling.is_greedy or request.sampling.verification is Verification.COUPLED,
+            draft_is_judge=request.sampling.is_greedy
+            or request.sampling.verification is Verification.COUPLED,
         )
 
     def plan(self, pacing: Pacing, *, num_remaining: int, num_running: int) -> Plan:
@@ -336,7 +337,9 @@ class Policy:
 
     def _is_bounded(self, overlap: Overlap, pacing: Pacing) -> bool:
         """The draft may end its proposals early: where K is chosen here, and nothing is drafted ahead."""
-        return self._is_model and pacing.draft_is_judge and pacing.fixed_k is None and overlap is Overlap.SERIAL
+        return (
+            self._is_model and pacing.draft_is_judge and pacing.fixed_k is None and overlap is Overlap.SERIAL
+        )
 
     def _goes_on(self, pacing: Pacing) -> float:
         is_bounded = self._is_bounded(Overlap.SERIAL, pacing)
