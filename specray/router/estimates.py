@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 
@@ -155,32 +155,28 @@ class TimeTable:
         if not self._trusted and not self._expected:
             return self._all()
         expected = sorted(self._expected.items())
-        trusted = [(size, self._believed(size, expected)) for size in self._trusted]
+        recent = [size for size in self._trusted if self._num_steps - self._last_step[size] <= _FRESH_STEPS]
+        trusted = [(size, self._believed(size, recent, expected)) for size in self._trusted]
         if not expected:
             return trusted
         factors = [(size, value / _interpolate(expected, size)) for size, value in trusted]
         known = {size: seconds * _factor_near(factors, size) for size, seconds in expected}
         return sorted((known | dict(trusted)).items())
 
-    def _believed(self, size: int, expected: _Curve) -> float:
-        """What a trusted size took, and the less of that the longer only larger ones came."""
+    def _believed(self, size: int, recent: Sequence[int], expected: _Curve) -> float:
+        """What a trusted size took, and the less of that the longer only larger ones came, the ``recent``."""
         value = self._value(size)
         doubt = self._num_steps - self._last_step[size] - _FRESH_STEPS
         if doubt <= 0:
             return value
-        fresh = [(other, self._value(other)) for other in self._trusted if self._is_fresh(other, size)]
-        if not fresh:
+        near = recent[bisect_right(recent, size) : bisect_right(recent, _REACH * size)]
+        if not near:
             return value
-        least = min(seconds for _, seconds in fresh)
+        least = min(self._value(other) for other in near)
         if expected:
-            factors = [(other, seconds / _interpolate(expected, other)) for other, seconds in fresh]
+            factors = [(other, self._value(other) / _interpolate(expected, other)) for other in near]
             least = min(least, _interpolate(expected, size) * _interpolate(factors, size))
         return value if least >= value else least + 0.5 ** (doubt / _FRESH_STEPS) * (value - least)
-
-    def _is_fresh(self, other: int, size: int) -> bool:
-        """A larger size, near enough to tell of this one, that has come of late."""
-        is_recent = self._num_steps - self._last_step[other] <= _FRESH_STEPS
-        return size < other <= _REACH * size and is_recent
 
     def _all(self) -> _Curve:
         """Every size of which anything is known; a measurement, even a single one, before an expectation.
