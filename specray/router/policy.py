@@ -44,7 +44,8 @@ MIN_GAIN = 1.02
 """Speculation must promise so much more than none: predictions err, and none is sure."""
 PROBE_INTERVAL_ROUNDS = 128
 PROBE_ROUNDS = 2
-"""With speculation off, so many rounds in each interval try it again: below 1 % even where it costs half."""
+"""With speculation off, so many rounds in each interval try it again: below 1 % even where it costs half. Of
+several sessions one tries for all: they all wait for its draft, which must read the whole text first."""
 WIDTHS = (3, 2, 1)
 """Of enumeration; the first plan of all, before anything is measured, is the last."""
 MAX_NEXT_TOKENS = 8
@@ -86,6 +87,8 @@ class Policy:
             Rate(PRIOR_JUDGED_ACCEPTED, weight=4.0, fading=ACCEPTANCE_FADING),
         )
         self._measured = Measured()
+        self._rounds_unused = self._rounds_untried = 0
+        """Of all sessions, since one had draft tokens under a plan of its own; since one began to try."""
 
     def beside(self, source: str, *, prior_acceptance: float) -> Policy:
         """A policy of its own for drafts that take no time and so never overlap; target times are shared.
@@ -232,6 +235,8 @@ class Policy:
         pacing.rounds_to_review -= 1
         pacing.rest_rounds = max(0, pacing.rest_rounds - 1)
         pacing.rounds_off = pacing.rounds_off + 1 if num_drafts == 0 else 0
+        self._rounds_untried += 1
+        self._rounds_unused = 0 if num_drafts and not pacing.is_probing else self._rounds_unused + 1
         if num_drafts:
             trials = chain_trials(num_drafts, num_accepted)
             pacing.acceptance.add(num_accepted, trials)
@@ -299,7 +304,8 @@ class Policy:
         # A probe is a look, not a change of plan.
         current = OFF if pacing.is_probing else pacing.plan
         pacing.is_probing = False
-        if current == OFF and pacing.rounds_off >= PROBE_INTERVAL_ROUNDS:
+        if current == OFF and self._is_probe_due(pacing, num_running):
+            self._rounds_untried = 0
             pacing.plan = self._best([plan for plan in candidates if not plan.is_off], pacing, num_running)
             pacing.rounds_to_review = PROBE_ROUNDS
             pacing.is_probing = True
@@ -314,6 +320,14 @@ class Policy:
             if self.goodput(best, pacing, num_running) <= HYSTERESIS * expected:
                 best = current
         pacing.plan = best
+
+    def _is_probe_due(self, pacing: Pacing, num_running: int) -> bool:
+        """A session without speculation should try it again."""
+        if not self._is_model or self._rounds_unused < num_running:
+            # Nobody waits for its drafts, or all wait for the draft anyway.
+            return pacing.rounds_off >= PROBE_INTERVAL_ROUNDS
+        rounds = min(self._rounds_unused, self._rounds_untried)
+        return rounds >= PROBE_INTERVAL_ROUNDS * num_running
 
     def _with_bound(self, plan: Plan, pacing: Pacing, num_running: int) -> Plan:
         """The plan, with what a draft token must promise: as much as its row and its draft step could bring.

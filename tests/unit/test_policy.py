@@ -354,6 +354,33 @@ def test_probes_are_rare_and_short_while_speculation_is_off() -> None:
     assert 2 * PROBE_ROUNDS <= probes <= 4 * PROBE_ROUNDS
 
 
+def test_of_many_sessions_without_speculation_one_tries_for_all() -> None:
+    policy, _ = measured(hits=0.0, acceptance=0.02)
+    sessions = [policy.pace(request()) for _ in range(8)]
+    num_probes, widest = 0, 0
+    for step in range(5 * PROBE_INTERVAL_ROUNDS):
+        plans = [chosen(policy, pacing, num_running=8) for pacing in sessions]
+        for pacing, plan in zip(sessions, plans, strict=True):
+            policy.observe_round(pacing, plan.num_speculative_tokens, 0)
+        if step >= PROBE_INTERVAL_ROUNDS:
+            num_probes += sum(not plan.is_off for plan in plans)
+            widest = max(widest, sum(not plan.is_off for plan in plans))
+    assert widest == 1
+    assert 2 * PROBE_ROUNDS <= num_probes <= 4 * PROBE_ROUNDS
+
+
+def test_beside_others_that_speculate_a_session_tries_for_itself() -> None:
+    policy, busy = measured(hits=0.0, acceptance=0.02)
+    alone = policy.pace(request())
+    tried = 0
+    for _ in range(2 * PROBE_INTERVAL_ROUNDS + 32):
+        plan = chosen(policy, alone, num_running=2)
+        tried += not plan.is_off
+        policy.observe_round(alone, plan.num_speculative_tokens, 0)
+        policy.observe_round(busy, 1, 0)
+    assert tried == 2 * PROBE_ROUNDS
+
+
 def test_speculation_returns_when_a_probe_finds_agreement() -> None:
     policy, pacing = measured(hits=0.0, acceptance=0.02)
     for _ in range(12 * PROBE_INTERVAL_ROUNDS):
