@@ -378,8 +378,14 @@ class Drafting:
             self._leases.want()
         if link is None or self._is_stalled(link, now):
             return OFF
-        plan = self._policy.plan(live.pacing, num_remaining=num_remaining, num_running=len(self._running))
-        longest = len(live.session.committed) + 2 * (plan.num_speculative_tokens + 1)
+        session = live.session
+        plan = self._policy.plan(
+            live.pacing,
+            num_remaining=num_remaining,
+            num_running=len(self._running),
+            num_unread=len(session.committed) - session.draft.synced_len,
+        )
+        longest = len(session.committed) + 2 * (plan.num_speculative_tokens + 1)
         return plan if longest <= link.info.max_model_len else OFF
 
     def _is_stalled(self, link: DraftLink, now: float) -> bool:

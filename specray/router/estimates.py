@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 
@@ -18,8 +18,8 @@ _BRANCH_SHARE = 0.5
 """Of what a further sequence costs, a further branch: it shares the context of its sequence."""
 _REACH = 4
 """What a size took against what was expected of it tells of sizes up to so many times larger or smaller."""
-_FRESH_STEPS = 64
-"""Steps after which what a size took is doubted, and in which half of it is then forgotten."""
+_PACE_WEIGHT = 0.3
+"""Of the last step: a machine that others use is slow for tenths of a second at a time."""
 
 
 class Average:
@@ -67,19 +67,16 @@ class TimeTable:
     What was *expected* of a size stands until the size is trusted. By as much as trusted sizes took more or
     less than had been expected of them (a busy machine), others near them are expected to take.
 
-    A size that has not come for a while, while larger ones did, is *doubted*: it may have come last when the
-    machine was slow. Otherwise plain decoding is not gone back to once speculation was taken up in a slow
-    moment, since only speculation's own steps get better with the machine. Larger sizes are not doubted for
-    smaller ones: they are speculation's, which is tried again anyway.
+    Samples are divided by the *pace*, how much longer steps take now than their averages say, and predictions
+    are multiplied by it. Sizes come at different times, and what is compared are sizes: without it, plain
+    decoding looked slow for as long as the machine was, and what had been measured before fast.
     """
 
     def __init__(self) -> None:
         self._averages: dict[int, Average] = {}
         self._expected: dict[int, float] = {}
         self._trusted: list[int] = []
-        self._num_steps = 0
-        self._last_step: dict[int, int] = {}
-        """By size, when it came last."""
+        self.pace = 1.0
         self._points: _Curve | None = None
 
     def __bool__(self) -> bool:
@@ -107,9 +104,10 @@ class TimeTable:
         average = self._averages.get(bucket)
         if average is None:
             average = self._averages[bucket] = Average()
-        average.add(seconds)
-        self._num_steps += 1
-        self._last_step[bucket] = self._num_steps
+        if average.count >= _NUM_TRUSTED and average.value:
+            ratio = max(1 / _MAX_JUMP, min(_MAX_JUMP, seconds / average.value))
+            self.pace += _PACE_WEIGHT * (ratio - self.pace)
+        average.add(seconds / self.pace)
         if average.count == _NUM_TRUSTED:
             insort(self._trusted, bucket)
         self._points = None
@@ -122,8 +120,8 @@ class TimeTable:
             return None
         (first, less), (last, more) = self._points[0], self._points[-1]
         if size <= last or first == last:
-            return _interpolate(self._points, _bucket(size))
-        return more + max(0.0, more - less) / (last - first) * (size - last)
+            return self.pace * _interpolate(self._points, _bucket(size))
+        return self.pace * (more + max(0.0, more - less) / (last - first) * (size - last))
 
     def least(self, size: int) -> float | None:
         """As ``predict``, but no more than larger sizes took: such a sample was disturbed."""
@@ -131,14 +129,14 @@ class TimeTable:
         if predicted is None:
             return None
         bucket = _bucket(size)
-        return min([predicted, *(seconds for other, seconds in self._all() if other >= bucket)])
+        return min([predicted, *(self.pace * seconds for other, seconds in self._all() if other >= bucket)])
 
     def largest_within(self, seconds: float) -> int:
         """The largest size that is believed to take no longer than ``seconds``; 0: none.
 
         A known size vouches for all smaller ones. Beyond the largest one, _GROWTH times as much is tried.
         """
-        known = self._all()
+        known, seconds = self._all(), seconds / self.pace
         for index in range(len(known) - 1, -1, -1):
             size, value = known[index]
             if value > seconds:
@@ -155,28 +153,12 @@ class TimeTable:
         if not self._trusted and not self._expected:
             return self._all()
         expected = sorted(self._expected.items())
-        recent = [size for size in self._trusted if self._num_steps - self._last_step[size] <= _FRESH_STEPS]
-        trusted = [(size, self._believed(size, recent, expected)) for size in self._trusted]
+        trusted = [(size, self._value(size)) for size in self._trusted]
         if not expected:
             return trusted
         factors = [(size, value / _interpolate(expected, size)) for size, value in trusted]
         known = {size: seconds * _factor_near(factors, size) for size, seconds in expected}
         return sorted((known | dict(trusted)).items())
-
-    def _believed(self, size: int, recent: Sequence[int], expected: _Curve) -> float:
-        """What a trusted size took, and the less of that the longer only larger ones came, the ``recent``."""
-        value = self._value(size)
-        doubt = self._num_steps - self._last_step[size] - _FRESH_STEPS
-        if doubt <= 0:
-            return value
-        near = recent[bisect_right(recent, size) : bisect_right(recent, _REACH * size)]
-        if not near:
-            return value
-        least = min(self._value(other) for other in near)
-        if expected:
-            factors = [(other, self._value(other) / _interpolate(expected, other)) for other in near]
-            least = min(least, _interpolate(expected, size) * _interpolate(factors, size))
-        return value if least >= value else least + 0.5 ** (doubt / _FRESH_STEPS) * (value - least)
 
     def _all(self) -> _Curve:
         """Every size of which anything is known; a measurement, even a single one, before an expectation.

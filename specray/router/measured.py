@@ -41,6 +41,9 @@ class Measured:
     outcomes: OutcomesTime = field(default_factory=OutcomesTime)
     slowest_outcomes_s: float = 0.0
     draft_round_trip: Average = field(default_factory=Average)
+    pace: float = 1.0
+    """Of the target's last steps; see ``TimeTable``. The draft's times are divided by it too: where engines
+    share a machine, what slows one slows the other, and the draft's were measured at other moments."""
     hit_rate: dict[int, Rate] = field(default_factory=dict)
     """Of enumeration, by width."""
 
@@ -62,7 +65,7 @@ class Measured:
         num_steps = num_drafts + 1 - continuation ** (k - 1)
         draft = self.draft_step_s(num_running, verify) * num_steps
         tokens = expected_tokens(acceptance, k, continuation)
-        return tokens / (verify + draft + (self.draft_round_trip.value or 0.0))
+        return tokens / (verify + draft + self.round_trip_s)
 
     def judged_goodput(self, num_drafts: float, num_accepted: float, num_running: int) -> float:
         """Draft and target in turns, with proposals that the draft ends.
@@ -73,13 +76,13 @@ class Measured:
         """
         verify = self.verify_s(round(num_running * (1 + num_drafts))) or _UNKNOWN_S
         draft = self.draft_step_s(num_running, verify) * (num_drafts + 1)
-        return (1 + num_accepted) / (verify + draft + (self.draft_round_trip.value or 0.0))
+        return (1 + num_accepted) / (verify + draft + self.round_trip_s)
 
     def overlapped_goodput(self, plan: Plan, acceptance: float, num_branches: int, num_running: int) -> float:
         """Draft and target at the same time; ``num_branches`` of all sessions together."""
         k = plan.num_speculative_tokens
         verify = self.verify_s(num_running * (k + 1), is_overlapped=True) or _UNKNOWN_S
-        round_trip = self.draft_round_trip.value or 0.0
+        round_trip = self.round_trip_s
         step = self.draft_step_s(1, verify)
         outcomes = self.outcomes.predict(k, num_branches, step_s=step) + round_trip
         misses = 1 - self._hit_rate(plan, acceptance)
@@ -89,7 +92,12 @@ class Measured:
     def draft_step_s(self, num_sequences: int, verify_s: float) -> float:
         """Seconds per draft token, for so many sequences side by side."""
         known = self.draft_step.predict(num_sequences)
-        return PRIOR_DRAFT_SHARE * verify_s if known is None else known
+        return PRIOR_DRAFT_SHARE * verify_s if known is None else self.pace * known
+
+    @property
+    def round_trip_s(self) -> float:
+        """To the draft; 0 when nothing is known."""
+        return self.pace * (self.draft_round_trip.value or 0.0)
 
     def verify_s(self, rows: int, *, is_overlapped: bool = False) -> float | None:
         """Seconds of a target step; None: nothing is known."""

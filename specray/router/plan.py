@@ -79,6 +79,10 @@ class Pacing:
     draft_is_judge: bool = True
     """The draft can say of a draft token how likely it is accepted; not of one drawn for rejection."""
     plan: Plan | None = None
+    num_remaining: int = 0
+    """Output tokens that may still come, when its plan was asked for last."""
+    num_unread: int = 0
+    """Tokens that the draft had not been told then: it must read them before its next proposal."""
     num_asked: int = 0
     """Most draft tokens of the proposal that is verified next, where it has a bound; else 0."""
     rounds_to_review: int = 0

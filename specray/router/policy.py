@@ -40,12 +40,15 @@ RELAXATION = 0.05
 """Of what was measured, in the time of one session's review, however many sessions have theirs meanwhile."""
 HYSTERESIS = 1.05
 """A plan is left only for one that promises so much more."""
-MIN_GAIN = 1.02
-"""Speculation must promise so much more than none: predictions err, and none is sure."""
+MIN_GAIN = 1.08
+"""Speculation must promise so much more than none: none is sure, and predictions err by what the machine does
+meanwhile. With 1.02, four clients took it up in every slow moment, where it gives 0.8 of plain decoding."""
 PROBE_INTERVAL_ROUNDS = 128
 PROBE_ROUNDS = 2
 """With speculation off, so many rounds in each interval try it again: below 1 % even where it costs half. Of
 several sessions one tries for all: they all wait for its draft, which must read the whole text first."""
+MAX_PROBE_SHARE = 0.01
+"""Of the time, at most, for what the draft must read before such a try."""
 WIDTHS = (3, 2, 1)
 """Of enumeration; the first plan of all, before anything is measured, is the last."""
 MAX_NEXT_TOKENS = 8
@@ -119,14 +122,16 @@ class Policy:
             or request.sampling.verification is Verification.COUPLED,
         )
 
-    def plan(self, pacing: Pacing, *, num_remaining: int, num_running: int) -> Plan:
+    def plan(self, pacing: Pacing, *, num_remaining: int, num_running: int, num_unread: int = 0) -> Plan:
         """The plan of the round to come.
 
         Args:
             pacing: of the session.
             num_remaining: output tokens that may still come; K stays below.
             num_running: sessions that share the steps.
+            num_unread: tokens of the session that the draft has not been told.
         """
+        pacing.num_remaining, pacing.num_unread = num_remaining, num_unread
         if pacing.fixed_k == 0 or num_remaining <= 1 or pacing.rest_rounds > 0:
             return OFF
         if pacing.plan is None or pacing.rounds_to_review <= 0:
@@ -158,12 +163,11 @@ class Policy:
 
     def patience_s(self) -> float | None:
         """How long a round may wait for the draft: four times what it usually takes. None: not measured."""
-        step_s = self._measured.draft_step.predict(1)
-        if step_s is None:
+        if self._measured.draft_step.predict(1) is None:
             return None
-        proposal_s = (self._fixed_k or ANY_K) * step_s
+        proposal_s = (self._fixed_k or ANY_K) * self._measured.draft_step_s(1, 0.0)
         slowest_s = max(proposal_s, self._measured.slowest_outcomes_s)
-        return max(0.05, 4 * (slowest_s + (self._measured.draft_round_trip.value or 0.0)))
+        return max(0.05, 4 * (slowest_s + self._measured.round_trip_s))
 
     def verify_s(self, rows: int) -> float | None:
         """Expected seconds of a target step; None before the first measurement."""
@@ -210,22 +214,24 @@ class Policy:
     def observe_verify(self, rows: int, seconds: float, *, is_overlapped: bool) -> None:
         """One target step, with its transport."""
         self._measured.verify[is_overlapped].add(rows, seconds)
+        self._measured.pace = self._measured.verify[is_overlapped].pace
 
     def observe_proposal(
         self, num_tokens: int, forward_s: float, round_trip_s: float, *, num_sequences: int = 1
     ) -> None:
         """One draft step that answered ``num_sequences`` proposals of ``num_tokens`` and nothing else."""
         if num_tokens > 0:
-            self._measured.draft_step.add(num_sequences, forward_s / num_tokens)
-            self._measured.draft_round_trip.add(max(0.0, round_trip_s))
+            pace = self._measured.pace
+            self._measured.draft_step.add(num_sequences, forward_s / num_tokens / pace)
+            self._measured.draft_round_trip.add(max(0.0, round_trip_s) / pace)
 
     def observe_outcomes(self, num_tokens: int, num_branches: int, forward_s: float) -> None:
         """One draft step that answered outcomes with branches of ``num_tokens`` and nothing else."""
-        step_s = self._measured.draft_step.predict(1)
-        if step_s is None:
+        if self._measured.draft_step.predict(1) is None:
             # No proposal was asked for yet: the branches cost what is expected of them.
             step_s = forward_s / OutcomesTime().predict(num_tokens, num_branches, step_s=1.0)
-            self._measured.draft_step.add(1, step_s)
+            self._measured.draft_step.add(1, step_s / self._measured.pace)
+        step_s = self._measured.draft_step_s(1, 0.0)
         self._measured.outcomes.add(num_tokens, num_branches, forward_s, step_s=step_s)
         # What was slow once may be so again; it fades.
         self._measured.slowest_outcomes_s = max(forward_s, 0.98 * self._measured.slowest_outcomes_s)
@@ -319,6 +325,8 @@ class Policy:
             expected = self.goodput(current, pacing, num_running)
             if self.goodput(best, pacing, num_running) <= HYSTERESIS * expected:
                 best = current
+        if current == OFF and not best.is_off and not self._pays_back(best, pacing, num_running):
+            best = OFF
         pacing.plan = best
 
     def _is_probe_due(self, pacing: Pacing, num_running: int) -> bool:
@@ -326,8 +334,22 @@ class Policy:
         if not self._is_model or self._rounds_unused < num_running:
             # Nobody waits for its drafts, or all wait for the draft anyway.
             return pacing.rounds_off >= PROBE_INTERVAL_ROUNDS
-        rounds = min(self._rounds_unused, self._rounds_untried)
-        return rounds >= PROBE_INTERVAL_ROUNDS * num_running
+        step_s = self._measured.verify_s(num_running) or 0.0
+        interval = PROBE_INTERVAL_ROUNDS
+        if step_s > 0:
+            interval = max(interval, round(self._reading_s(pacing) / (MAX_PROBE_SHARE * step_s)))
+        return min(self._rounds_unused, self._rounds_untried) >= interval * num_running
+
+    def _pays_back(self, plan: Plan, pacing: Pacing, num_running: int) -> bool:
+        """What is left of the session is worth that the draft first reads what it has not been told."""
+        plain, planned = (self.goodput(one, pacing, num_running) for one in (OFF, plan))
+        return pacing.num_remaining * (1 / plain - 1 / planned) > self._reading_s(pacing)
+
+    def _reading_s(self, pacing: Pacing) -> float:
+        """What the draft needs for that: about what a step of so many sequences takes."""
+        if not self._is_model or pacing.num_unread <= 1 + MAX_SPECULATIVE_TOKENS:
+            return 0.0
+        return self._measured.draft_step_s(pacing.num_unread, 0.0)
 
     def _with_bound(self, plan: Plan, pacing: Pacing, num_running: int) -> Plan:
         """The plan, with what a draft token must promise: as much as its row and its draft step could bring.

@@ -369,6 +369,51 @@ def test_of_many_sessions_without_speculation_one_tries_for_all() -> None:
     assert 2 * PROBE_ROUNDS <= num_probes <= 4 * PROBE_ROUNDS
 
 
+def reading_policy(read_s: float) -> tuple[Policy, Pacing]:
+    """Speculation pays, has been off, and the draft would have to read 224 tokens first."""
+    policy, pacing = measured(overlap="serial", acceptance=0.7)
+    for _ in range(10):
+        policy.observe_proposal(1, read_s, 0.0002, num_sequences=224)
+    pacing.plan = Plan(0)
+    return policy, pacing
+
+
+@pytest.mark.parametrize(("num_remaining", "is_off"), [(8, True), (9, False)])
+def test_speculation_is_taken_up_only_where_what_is_left_pays_for_what_the_draft_must_read(
+    num_remaining: int, is_off: bool
+) -> None:
+    policy, pacing = reading_policy(0.05)
+    best = chosen(policy, policy.pace(request()))
+    saved_s = 1 / policy.goodput(Plan(0), pacing, 1) - 1 / policy.goodput(best, pacing, 1)
+    read_s = 8.5 * saved_s
+    policy, pacing = reading_policy(read_s)
+    plan = policy.plan(pacing, num_remaining=num_remaining, num_running=1, num_unread=224)
+    assert plan.is_off is is_off
+
+
+def test_what_the_draft_has_been_told_costs_nothing_to_take_up_again() -> None:
+    policy, pacing = reading_policy(10.0)
+    assert not policy.plan(pacing, num_remaining=8, num_running=1, num_unread=33).is_off
+    pacing.plan, pacing.rounds_to_review = Plan(0), 0
+    assert policy.plan(pacing, num_remaining=8, num_running=1, num_unread=34).is_off
+
+
+@pytest.mark.parametrize(("read_s", "interval"), [(0.02, 128), (0.04, 200)])
+def test_a_try_is_as_rare_as_what_the_draft_must_read_for_it_is_long(read_s: float, interval: int) -> None:
+    policy, pacing = measured(overlap="serial", acceptance=0.02)
+    for _ in range(10):
+        policy.observe_proposal(1, read_s, 0.0002, num_sequences=224)
+    tries = []
+    for step in range(700):
+        plan = policy.plan(pacing, num_remaining=1000, num_running=1, num_unread=224)
+        if not plan.is_off:
+            tries.append(step)
+        policy.observe_round(pacing, plan.num_speculative_tokens, 0)
+    first, *others = tries
+    distances = {later - first for later in others if later - first > PROBE_ROUNDS}
+    assert interval <= min(distances) <= interval + 40
+
+
 def test_beside_others_that_speculate_a_session_tries_for_itself() -> None:
     policy, busy = measured(hits=0.0, acceptance=0.02)
     alone = policy.pace(request())
