@@ -7,7 +7,7 @@ from collections.abc import Callable
 from rich.table import Table
 
 from specray.bench.serve import ArmResult, Result
-from specray.bench.stats import ArmSummary, Percentiles
+from specray.bench.stats import ArmSummary, Percentiles, speedup_in_turns
 
 _DASH = "–"
 
@@ -42,6 +42,11 @@ def _speedup(summary: ArmSummary, base: ArmSummary) -> str:
     return f"{summary.tokens_per_s / base.tokens_per_s:.2f}x" if base.tokens_per_s else _DASH
 
 
+def _speedup_in_turns(summary: ArmSummary, base: ArmSummary) -> str:
+    found = speedup_in_turns(summary.tokens_per_s_of_passes, base.tokens_per_s_of_passes)
+    return _DASH if found is None else f"{found[0]:.3f} ± {found[1]:.3f}"
+
+
 def _last_server(arm: ArmResult, name: str) -> float | None:
     """Median over the passes of one of the server's own figures."""
     values = sorted(value for stats in arm.server if (value := getattr(stats, name)) is not None)
@@ -53,6 +58,7 @@ Cell = Callable[[ArmResult, ArmSummary, ArmSummary], str]
 _ROWS: tuple[tuple[str, Cell], ...] = (
     ("tokens/s", lambda arm, summary, base: _number(summary.tokens_per_s, 1)),
     ("speedup", lambda arm, summary, base: _speedup(summary, base)),
+    ("  pass by pass", lambda arm, summary, base: _speedup_in_turns(summary, base)),
     ("TTFT ms, p50 / p90 / p99", lambda arm, summary, base: _spread(summary.ttft_ms)),
     ("ITL ms, p50 / p90 / p99", lambda arm, summary, base: _spread(summary.itl_ms)),
     ("TPOT ms, p50 / p90 / p99", lambda arm, summary, base: _spread(summary.tpot_ms)),

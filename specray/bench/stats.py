@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import mean, stdev
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,25 @@ def percentiles(values: Sequence[float]) -> Percentiles | None:
         return None
     p50, p90, p99 = (percentile(values, q) for q in (50, 90, 99))
     return Percentiles(p50, p90, p99, sum(values) / len(values), len(values))
+
+
+def speedup_in_turns(rates: Sequence[float], base: Sequence[float]) -> tuple[float, float] | None:
+    """How many times faster an arm was than the base in the pass before or after it, and the standard error.
+
+    Where a machine's own speed changes from minute to minute, passes that follow each other have seen the same
+    of it; what all passes came to has not.
+
+    Args:
+        rates: of the arm's passes.
+        base: of the base's, as many, in the same order.
+
+    Returns:
+        None with fewer than three passes.
+    """
+    ratios = [rate / other for rate, other in zip(rates, base, strict=True) if other > 0]
+    if len(ratios) < 3:
+        return None
+    return mean(ratios), stdev(ratios) / math.sqrt(len(ratios))
 
 
 def summarize(name: str, passes: Sequence[Pass]) -> ArmSummary:

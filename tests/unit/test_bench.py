@@ -17,7 +17,15 @@ from specray.bench.prompts import BUILTIN_PROMPTS, Dataset, load_prompts
 from specray.bench.report import serve_table
 from specray.bench.scrape import difference, histogram_quantile, parse_samples, server_stats
 from specray.bench.serve import Arm, Plan, default_arms, measure
-from specray.bench.stats import Pass, Percentiles, RequestRecord, percentile, percentiles, summarize
+from specray.bench.stats import (
+    Pass,
+    Percentiles,
+    RequestRecord,
+    percentile,
+    percentiles,
+    speedup_in_turns,
+    summarize,
+)
 from specray.errors import ConfigError, EngineLostError, InvalidRequestError, OverloadedError
 from specray.fakes import FakeRouterClient
 from specray.metrics import RouterMetrics
@@ -263,6 +271,22 @@ async def test_result_as_json_and_as_a_table() -> None:
     text = console.export_text()
     assert "tiny: 2 prompts, 4 new tokens, 1 at a time" in text
     assert "1.00x" in text
+
+
+def test_passes_are_compared_with_those_beside_them() -> None:
+    # The machine was half as fast from the second pass on; the arm is faster by 1.1, 1.2 and 1.3.
+    mean, error = speedup_in_turns((110.0, 60.0, 65.0), (100.0, 50.0, 50.0)) or (0.0, 0.0)
+    assert mean == pytest.approx(1.2)
+    assert error == pytest.approx(0.1 / 3**0.5)
+    assert speedup_in_turns((110.0, 60.0), (100.0, 50.0)) is None
+    assert speedup_in_turns((110.0, 60.0, 1.0), (100.0, 50.0, 0.0)) is None
+
+
+async def test_the_table_has_the_speedup_of_each_pass_and_how_sure_it_is() -> None:
+    result, _ = await run(FakeRouterClient(info=INFO), num_repeats=3)
+    console = Console(width=200, record=True)
+    console.print(serve_table(result))
+    assert "1.000 ± 0.000" in console.export_text()
 
 
 # The client
