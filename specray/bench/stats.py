@@ -102,7 +102,7 @@ def percentiles(values: Sequence[float]) -> Percentiles | None:
 def speedup_in_turns(rates: Sequence[float], base: Sequence[float]) -> tuple[float, float] | None:
     """How many times faster an arm was than the base in the pass before or after it, and the standard error.
 
-    Where a machine's own speed changes from minute to minute, passes that follow each other have seen the same
+    Where a machine's own speed changes from minute to minute, passes that follow each other saw the same
     of it; what all passes came to has not.
 
     Args:
