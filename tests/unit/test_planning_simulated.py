@@ -22,7 +22,7 @@ from planning_parts import (
 
 from specray.errors import EngineLostError
 from specray.fakes import VirtualClock
-from specray.planning.connection import Busy
+from specray.planning.connection import Busy, Pace
 from specray.planning.draft import SimulatedDraft, SimulatedDrafterSource
 from specray.planning.profile import AcceptanceProfile, RouterProfile
 from specray.planning.scripts import GUESS, Scripts
@@ -285,3 +285,14 @@ def test_an_engine_beside_another_makes_up_for_what_it_lost_while_that_worked() 
         assert clock.monotonic() - before_s == pytest.approx(1.75 * VERIFY_S, rel=1e-3)
 
     run(main)
+
+
+def test_a_step_that_lost_time_keeps_its_engine_busy_for_so_long_and_is_looked_at_once() -> None:
+    own, other = Busy(), Busy()
+    own.work(0.0, 1.0)
+    other.work(0.25, 0.75)
+    pace = Pace(1.0, other.worked_s(0.0), slowdown=2.0)
+    assert pace.make_up(own, other, 1.0) == pytest.approx(0.25)
+    assert (own.until_s, own.seconds, pace.seconds) == pytest.approx((1.25, 1.25, 1.25))
+    assert pace.make_up(own, other, 1.25) == 0.0
+    assert own.until_s == pytest.approx(1.25)

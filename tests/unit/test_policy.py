@@ -12,6 +12,7 @@ from specray.router.expected import expected_drafts, expected_tokens, prior_hit_
 from specray.router.policy import (
     ANY_K,
     AUTO_K,
+    MIN_GAIN,
     OFF,
     PROBE_INTERVAL_ROUNDS,
     PROBE_ROUNDS,
@@ -424,6 +425,79 @@ def test_beside_others_that_speculate_a_session_tries_for_itself() -> None:
         policy.observe_round(alone, plan.num_speculative_tokens, 0)
         policy.observe_round(busy, 1, 0)
     assert tried == 2 * PROBE_ROUNDS
+
+
+def slowed(policy: Policy) -> None:
+    """The machine takes twice as long from now on; of the target's steps those of one row say so."""
+    for _ in range(60):
+        policy.observe_verify(1, 0.040, is_overlapped=False)
+
+
+def test_a_slow_machine_slows_all_ways_of_working_alike() -> None:
+    policy, pacing = measured(overlap="serial", acceptance=0.7)
+    plans = (Plan(0), Plan(1), Plan(4))
+    before = [policy.goodput(plan, pacing, 1) for plan in plans]
+    patience_s = policy.patience_s()
+    slowed(policy)
+    shares = [policy.goodput(plan, pacing, 1) / fast for plan, fast in zip(plans, before, strict=True)]
+    assert shares[0] == pytest.approx(0.5, rel=0.02)
+    assert shares[1:] == pytest.approx(2 * shares[:1], rel=0.1)
+    assert patience_s is not None and (policy.patience_s() or 0.0) > 1.5 * patience_s
+
+
+def test_what_the_draft_took_on_a_slow_machine_is_not_what_it_takes_on_a_fast_one() -> None:
+    slow, pacing = measured(overlap="serial", acceptance=0.7)
+    slowed(slow)
+    fast, _ = measured(overlap="serial", acceptance=0.7)
+    for policy, seconds in ((slow, 0.008), (fast, 0.004)):
+        for _ in range(60):
+            policy.observe_proposal(4, 4 * seconds, seconds)
+    for _ in range(60):
+        slow.observe_verify(1, 0.020, is_overlapped=False)
+    assert slow.goodput(Plan(4), pacing, 1) == pytest.approx(fast.goodput(Plan(4), pacing, 1), rel=0.1)
+
+
+@pytest.mark.parametrize(("draft_step_s", "is_off"), [(0.0090, False), (0.0098, True)])
+def test_speculation_that_promises_a_little_more_than_none_is_not_taken_up(
+    draft_step_s: float, is_off: bool
+) -> None:
+    policy, pacing = measured(overlap="serial", acceptance=0.6, draft_step_s=draft_step_s)
+    gains = [policy.goodput(Plan(k), pacing, 1) / policy.goodput(Plan(0), pacing, 1) for k in AUTO_K]
+    assert max(gains) > 1.02
+    assert (max(gains) < MIN_GAIN) is is_off
+    pacing.plan = Plan(0)
+    assert chosen(policy, pacing).is_off is is_off
+
+
+def test_one_session_that_tries_does_not_make_the_others_try() -> None:
+    policy, _ = measured(hits=0.0, acceptance=0.02)
+    sessions = [policy.pace(request()) for _ in range(4)]
+    for pacing in sessions:
+        pacing.rounds_off = PROBE_INTERVAL_ROUNDS
+    trying = sessions[0]
+    trying.plan, trying.is_probing = Plan(4), True
+    for _ in range(4 * PROBE_INTERVAL_ROUNDS):
+        policy.observe_round(sessions[1], 0, 0)
+    policy._rounds_untried = 0
+    policy.observe_round(trying, 4, 0)
+    for pacing in sessions[1:]:
+        pacing.plan, pacing.rounds_to_review = Plan(0), 0
+        assert chosen(policy, pacing, num_running=4).is_off
+
+
+def test_what_drafts_without_a_model_is_tried_by_each_session_and_reads_nothing() -> None:
+    policy, _ = measured(hits=0.0, acceptance=0.02)
+    local = policy.beside("filler", prior_acceptance=0.02)
+    local._measured.draft_step.add(224, 10.0)
+    sessions = [local.pace(request()) for _ in range(4)]
+    tried = 0
+    for _ in range(PROBE_INTERVAL_ROUNDS + 32):
+        for pacing in sessions:
+            plan = local.plan(pacing, num_remaining=50, num_running=4, num_unread=224)
+            tried += not plan.is_off
+            local.observe_round(pacing, plan.num_speculative_tokens, 0)
+    assert tried >= 4 * PROBE_ROUNDS
+    assert local._reading_s(sessions[0]) == 0.0
 
 
 def test_speculation_returns_when_a_probe_finds_agreement() -> None:

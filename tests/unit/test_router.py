@@ -41,6 +41,7 @@ from specray.fakes import (
 )
 from specray.interfaces import Drafter
 from specray.router import Router
+from specray.router.policy import OFF, Pacing, Plan, Policy
 from specray.types import FinishReason, GenerateRequest, OutputChunk, SpeculationParams
 
 
@@ -704,3 +705,27 @@ def test_metrics_text_has_the_published_names() -> None:
                 assert f"\n{name}" in text, name
 
     run(clock, main())
+
+
+def test_the_policy_knows_what_the_draft_has_not_been_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    unread: list[int] = []
+    plan = Policy.plan
+
+    def watched(policy: Policy, pacing: Pacing, **known: int) -> Plan:
+        unread.append(known["num_unread"])
+        return plan(policy, pacing, **known) if len(unread) < 5 else OFF
+
+    monkeypatch.setattr(Policy, "plan", watched)
+    clock, given = VirtualClock(), request(max_tokens=24)
+
+    async def main() -> None:
+        async with serving(clock, num_speculative_tokens=2, overlap="serial") as pair:
+            await pair.router.complete(given)
+
+    run(clock, main())
+    num_prompt = len(given.prompt_token_ids)
+    assert unread[0] == num_prompt
+    assert all(1 <= count <= 3 for count in unread[1:5])
+    # From then on nothing is drafted, and each round writes one token.
+    assert unread[5:] == list(range(unread[5], unread[5] + len(unread) - 5))
+    assert unread[-1] > 3
