@@ -435,6 +435,8 @@ def slowed(policy: Policy) -> None:
 
 def test_a_slow_machine_slows_all_ways_of_working_alike() -> None:
     policy, pacing = measured(overlap="serial", acceptance=0.7)
+    for _ in range(60):
+        policy.observe_proposal(4, 0.016, 0.010)
     plans = (Plan(0), Plan(1), Plan(4))
     before = [policy.goodput(plan, pacing, 1) for plan in plans]
     patience_s = policy.patience_s()
