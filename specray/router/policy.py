@@ -16,6 +16,7 @@ from specray.router.estimates import OutcomesTime, Rate, chain_trials
 from specray.router.expected import expected_drafts, prior_hit_rate
 from specray.router.measured import Measured
 from specray.router.plan import OFF, REVIEW_ROUNDS, Judged, Pacing, Plan
+from specray.router.probes import PROBE_ROUNDS, Probes
 from specray.router.records import Lookup
 from specray.router.session import MAX_SPECULATIVE_TOKENS
 from specray.router.trace import Trace
@@ -43,12 +44,6 @@ HYSTERESIS = 1.05
 MIN_GAIN = 1.08
 """Speculation must promise so much more than none: none is sure, and predictions err by what the machine does
 meanwhile. With 1.02, four clients took it up in every slow moment, where it gives 0.8 of plain decoding."""
-PROBE_INTERVAL_ROUNDS = 128
-PROBE_ROUNDS = 2
-"""With speculation off, so many rounds in each interval try it again: below 1 % even where it costs half. Of
-several sessions one tries for all: they all wait for its draft, which must read the whole text first."""
-MAX_PROBE_SHARE = 0.01
-"""Of the time, at most, for what the draft must read before such a try."""
 WIDTHS = (3, 2, 1)
 """Of enumeration; the first plan of all, before anything is measured, is the last."""
 MAX_NEXT_TOKENS = 8
@@ -90,8 +85,7 @@ class Policy:
             Rate(PRIOR_JUDGED_ACCEPTED, weight=4.0, fading=ACCEPTANCE_FADING),
         )
         self._measured = Measured()
-        self._rounds_unused = self._rounds_untried = 0
-        """Of all sessions, since one had draft tokens under a plan of its own; since one began to try."""
+        self._probes = Probes(self._is_model)
 
     def beside(self, source: str, *, prior_acceptance: float) -> Policy:
         """A policy of its own for drafts that take no time and so never overlap; target times are shared.
@@ -241,8 +235,7 @@ class Policy:
         pacing.rounds_to_review -= 1
         pacing.rest_rounds = max(0, pacing.rest_rounds - 1)
         pacing.rounds_off = pacing.rounds_off + 1 if num_drafts == 0 else 0
-        self._rounds_untried += 1
-        self._rounds_unused = 0 if num_drafts and not pacing.is_probing else self._rounds_unused + 1
+        self._probes.add(is_used=num_drafts > 0 and not pacing.is_probing)
         if num_drafts:
             trials = chain_trials(num_drafts, num_accepted)
             pacing.acceptance.add(num_accepted, trials)
@@ -311,7 +304,7 @@ class Policy:
         current = OFF if pacing.is_probing else pacing.plan
         pacing.is_probing = False
         if current == OFF and self._is_probe_due(pacing, num_running):
-            self._rounds_untried = 0
+            self._probes.begin()
             pacing.plan = self._best([plan for plan in candidates if not plan.is_off], pacing, num_running)
             pacing.rounds_to_review = PROBE_ROUNDS
             pacing.is_probing = True
@@ -330,15 +323,9 @@ class Policy:
         pacing.plan = best
 
     def _is_probe_due(self, pacing: Pacing, num_running: int) -> bool:
-        """A session without speculation should try it again."""
-        if not self._is_model or self._rounds_unused < num_running:
-            # Nobody waits for its drafts, or all wait for the draft anyway.
-            return pacing.rounds_off >= PROBE_INTERVAL_ROUNDS
         step_s = self._measured.verify_s(num_running) or 0.0
-        interval = PROBE_INTERVAL_ROUNDS
-        if step_s > 0:
-            interval = max(interval, round(self._reading_s(pacing) / (MAX_PROBE_SHARE * step_s)))
-        return min(self._rounds_unused, self._rounds_untried) >= interval * num_running
+        num_steps = self._reading_s(pacing) / step_s if step_s > 0 else 0.0
+        return self._probes.is_due(pacing.rounds_off, num_running=num_running, num_reading_steps=num_steps)
 
     def _pays_back(self, plan: Plan, pacing: Pacing, num_running: int) -> bool:
         """What is left of the session is worth that the draft first reads what it has not been told."""

@@ -14,13 +14,12 @@ from specray.router.policy import (
     AUTO_K,
     MIN_GAIN,
     OFF,
-    PROBE_INTERVAL_ROUNDS,
-    PROBE_ROUNDS,
     WIDTHS,
     Pacing,
     Plan,
     Policy,
 )
+from specray.router.probes import PROBE_INTERVAL_ROUNDS, PROBE_ROUNDS
 from specray.router.records import Lookup
 from specray.types import Overlap, SpeculationParams, Verification
 
@@ -480,7 +479,7 @@ def test_one_session_that_tries_does_not_make_the_others_try() -> None:
     trying.plan, trying.is_probing = Plan(4), True
     for _ in range(4 * PROBE_INTERVAL_ROUNDS):
         policy.observe_round(sessions[1], 0, 0)
-    policy._rounds_untried = 0
+    policy._probes.begin()
     policy.observe_round(trying, 4, 0)
     for pacing in sessions[1:]:
         pacing.plan, pacing.rounds_to_review = Plan(0), 0
