@@ -18,6 +18,7 @@ _BRANCH_SHARE = 0.5
 """Of what a further sequence costs, a further branch: it shares the context of its sequence."""
 _REACH = 4
 """What a size took against what was expected of it tells of sizes up to so many times larger or smaller."""
+_FOLLOWING = 0.05
 _PACE_WEIGHT = 0.3
 """Of the last step: a machine that others use is slow for tenths of a second at a time."""
 
@@ -54,6 +55,12 @@ class Average:
             jump = _MAX_JUMP if weight <= _WEIGHT else _MAX_SETTLING_JUMP
             self.value += max(_WEIGHT, weight) * (min(sample, jump * self.value) - self.value)
 
+    def follow(self, ratio: float) -> None:
+        """Takes a sample that is so many times what was expected, for reasons that may lie elsewhere."""
+        assert self.value is not None, "there is something to follow from"
+        self.count += 1
+        self.value *= ratio ** max(_FOLLOWING, 1 / (self.count - _NUM_WARMUP + 2))
+
 
 class TimeTable:
     """Seconds of a step by its size. Unknown sizes are interpolated; smaller ones than any known cost as much
@@ -69,7 +76,9 @@ class TimeTable:
 
     Samples are divided by the *pace*, how much longer steps take now than their averages say, and predictions
     are multiplied by it. Sizes come at different times, and what is compared are sizes: without it, plain
-    decoding looked slow for as long as the machine was, and what had been measured before fast.
+    decoding looked slow for as long as the machine was, and what had been measured before fast. Pace and
+    average take fixed shares of the logarithm of what a sample is off by: so neither wanders at the other's
+    cost while one size comes alone, which would change how that size compares with the others.
     """
 
     def __init__(self) -> None:
@@ -104,10 +113,12 @@ class TimeTable:
         average = self._averages.get(bucket)
         if average is None:
             average = self._averages[bucket] = Average()
-        if average.count >= _NUM_TRUSTED and average.value:
-            ratio = max(1 / _MAX_JUMP, min(_MAX_JUMP, seconds / average.value))
-            self.pace += _PACE_WEIGHT * (ratio - self.pace)
-        average.add(seconds / self.pace)
+        if average.count > _NUM_WARMUP and average.value and seconds > 0:
+            ratio = max(1 / _MAX_JUMP, min(_MAX_JUMP, seconds / (average.value * self.pace)))
+            self.pace *= ratio**_PACE_WEIGHT
+            average.follow(ratio)
+        else:
+            average.add(seconds / self.pace)
         if average.count == _NUM_TRUSTED:
             insort(self._trusted, bucket)
         self._points = None

@@ -436,6 +436,7 @@ def test_a_slow_machine_slows_all_ways_of_working_alike() -> None:
     policy, pacing = measured(overlap="serial", acceptance=0.7)
     for _ in range(60):
         policy.observe_proposal(4, 0.016, 0.010)
+        policy.observe_verify(1, 0.020, is_overlapped=False)
     plans = (Plan(0), Plan(1), Plan(4))
     before = [policy.goodput(plan, pacing, 1) for plan in plans]
     patience_s = policy.patience_s()
@@ -448,8 +449,10 @@ def test_a_slow_machine_slows_all_ways_of_working_alike() -> None:
 
 def test_what_the_draft_took_on_a_slow_machine_is_not_what_it_takes_on_a_fast_one() -> None:
     slow, pacing = measured(overlap="serial", acceptance=0.7)
-    slowed(slow)
     fast, _ = measured(overlap="serial", acceptance=0.7)
+    for _ in range(60):
+        slow.observe_verify(1, 0.020, is_overlapped=False)
+    slowed(slow)
     for policy, seconds in ((slow, 0.008), (fast, 0.004)):
         for _ in range(60):
             policy.observe_proposal(4, 4 * seconds, seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -230,6 +231,23 @@ def test_steps_that_take_no_time_at_all_are_taken_as_they_come() -> None:
         for _ in range(5000):
             table.add(4, seconds)
     assert table.predict(4) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_size_that_comes_alone_for_long_keeps_its_share_of_the_others() -> None:
+    """What is noise in it does not move it against those that did not come."""
+    rng = random.Random(5)
+    table = TimeTable()
+    for size, seconds in ((4, 0.006), (8, 0.009)):
+        for _ in range(40):
+            table.add(size, seconds)
+    for _ in range(20_000):
+        # Half as long or twice as long, now and then ten times.
+        table.add(4, 0.006 * rng.choice((0.5, 0.5, 1.0, 2.0, 2.0, 2.0 if rng.random() < 0.9 else 10.0)))
+    ratios = []
+    for _ in range(40):
+        table.add(4, 0.006)
+        ratios.append((table.predict(8) or 0.0) / (table.predict(4) or 1.0))
+    assert ratios[-1] == pytest.approx(1.5, rel=0.15)
 
 
 def test_one_disturbed_step_is_forgotten_within_ten() -> None:
