@@ -19,8 +19,9 @@ _BRANCH_SHARE = 0.5
 _REACH = 4
 """What a size took against what was expected of it tells of sizes up to so many times larger or smaller."""
 _FOLLOWING = 0.05
+"""Share of what a step is off by, in logarithms, that is its size's own; less than the machine's."""
 _PACE_WEIGHT = 0.3
-"""Of the last step: a machine that others use is slow for tenths of a second at a time."""
+"""The machine's share: one that others use is slow for tenths of a second at a time."""
 
 
 class Average:
