@@ -72,7 +72,7 @@ class Busy:
 
 
 @dataclass(slots=True)
-class Pace:
+class SharedStep:
     """A step that may be beside another engine's, on the same hardware."""
 
     seconds: float

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specray.errors import EngineLostError
-from specray.planning.connection import Busy, Mailbox, Pace
+from specray.planning.connection import Busy, Mailbox, SharedStep
 from specray.planning.profile import RouterProfile
 from specray.planning.scripts import Scripts
 from specray.planning.times import DraftTimes, drawn
@@ -41,7 +41,7 @@ class _Step:
     """On its way."""
 
     replies: dict[SimulatedDrafter, list[DraftReply]]
-    pace: Pace
+    shared: SharedStep
 
 
 @dataclass(slots=True)
@@ -123,19 +123,19 @@ class SimulatedDraft:
         seconds = self.times.step_s(answered) * drawn(self._rng, self.times.step_spread)
         self._is_working = True
         self.busy.work(start_s, start_s + seconds)
-        pace = Pace(seconds)
+        shared = SharedStep(seconds)
         if self.beside is not None:
-            pace = Pace(seconds, self.beside.worked_s(start_s), self.times.slowdown)
-        loop.call_at(start_s + seconds, self._end, _Step(replies, pace))
+            shared = SharedStep(seconds, self.beside.worked_s(start_s), self.times.slowdown)
+        loop.call_at(start_s + seconds, self._end, _Step(replies, shared))
 
     def _end(self, step: _Step) -> None:
         loop = asyncio.get_running_loop()
-        if self.beside is not None and (lost_s := step.pace.make_up(self.busy, self.beside, loop.time())):
+        if self.beside is not None and (lost_s := step.shared.make_up(self.busy, self.beside, loop.time())):
             loop.call_later(lost_s, self._end, step)
             return
         self._is_working = False
         for connection, own in step.replies.items():
-            connection.answer(DraftReplies(tuple(own), round(1e9 * step.pace.seconds)))
+            connection.answer(DraftReplies(tuple(own), round(1e9 * step.shared.seconds)))
         self._work()
 
     def transport_s(self, num_items: int) -> float:

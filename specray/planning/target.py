@@ -12,7 +12,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from specray.planning.connection import Busy, Mailbox, Pace
+from specray.planning.connection import Busy, Mailbox, SharedStep
 from specray.planning.profile import RouterProfile
 from specray.planning.scripts import Scripts
 from specray.planning.times import StepSize, TargetTimes, drawn
@@ -53,7 +53,7 @@ class _Step:
     replies: tuple[TargetReply, ...]
     commits: Sequence[tuple[str, int]]
     """(request id, tokens)."""
-    pace: Pace
+    shared: SharedStep
     way_back_s: float
 
 
@@ -121,11 +121,11 @@ class SimulatedTarget:
         seconds = self._times.seconds(size) * drawn(self._rng, self._times.step_spread)
         end_s = start_s + seconds
         self.busy.work(start_s, end_s)
-        pace = Pace(seconds)
+        shared = SharedStep(seconds)
         if self.beside is not None:
             slowdown = self._times.prompt_slowdown if size.prompts else self._times.slowdown
-            pace = Pace(seconds, self.beside.worked_s(loop.time()), slowdown)
-        loop.call_at(end_s, self._end, _Step(tuple(replies), commits, pace, transport_s / 2))
+            shared = SharedStep(seconds, self.beside.worked_s(loop.time()), slowdown)
+        loop.call_at(end_s, self._end, _Step(tuple(replies), commits, shared, transport_s / 2))
 
     async def release(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
@@ -139,7 +139,7 @@ class SimulatedTarget:
 
     def _end(self, step: _Step) -> None:
         loop = asyncio.get_running_loop()
-        if self.beside is not None and (lost_s := step.pace.make_up(self.busy, self.beside, loop.time())):
+        if self.beside is not None and (lost_s := step.shared.make_up(self.busy, self.beside, loop.time())):
             loop.call_later(lost_s, self._end, step)
             return
         loop.call_later(step.way_back_s, self._arrive, step)
@@ -150,7 +150,7 @@ class SimulatedTarget:
             times = self._requests.get(request_id)
             if times is not None:
                 times.commit(now, num_tokens)
-        self._mailbox.put(TargetReplies(step.replies, round(1e9 * step.pace.seconds)))
+        self._mailbox.put(TargetReplies(step.replies, round(1e9 * step.shared.seconds)))
 
     def _apply(self, item: VerifyItem) -> tuple[TargetReply, int]:
         """The reply, and how many of the item's tokens are computed."""

@@ -14,7 +14,7 @@ from e2e_service import DEADLINE_S, Service, complete
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 DELAYS = {"upscale_delay_s": 0, "downscale_delay_s": 1, "look_back_s": 10.1}
-"""A draft that were judged too early would be gone after a second."""
+"""A draft that is judged too early is gone after a second."""
 DRAFT = {
     "autoscaling": {"min_replicas": 0, "max_replicas": 2, "target_busy_share": 0.05, **DELAYS},
 }

@@ -22,7 +22,7 @@ from planning_parts import (
 
 from specray.errors import EngineLostError
 from specray.fakes import VirtualClock
-from specray.planning.connection import Busy, Pace
+from specray.planning.connection import Busy, SharedStep
 from specray.planning.draft import SimulatedDraft, SimulatedDrafterSource
 from specray.planning.profile import AcceptanceProfile, RouterProfile
 from specray.planning.scripts import GUESS, Scripts
@@ -291,8 +291,8 @@ def test_a_step_that_lost_time_keeps_its_engine_busy_for_so_long_and_is_looked_a
     own, other = Busy(), Busy()
     own.work(0.0, 1.0)
     other.work(0.25, 0.75)
-    pace = Pace(1.0, other.worked_s(0.0), slowdown=2.0)
-    assert pace.make_up(own, other, 1.0) == pytest.approx(0.25)
-    assert (own.until_s, own.seconds, pace.seconds) == pytest.approx((1.25, 1.25, 1.25))
-    assert pace.make_up(own, other, 1.25) == 0.0
+    shared = SharedStep(1.0, other.worked_s(0.0), slowdown=2.0)
+    assert shared.make_up(own, other, 1.0) == pytest.approx(0.25)
+    assert (own.until_s, own.seconds, shared.seconds) == pytest.approx((1.25, 1.25, 1.25))
+    assert shared.make_up(own, other, 1.25) == 0.0
     assert own.until_s == pytest.approx(1.25)
