@@ -250,6 +250,26 @@ def test_a_size_that_comes_alone_for_long_keeps_its_share_of_the_others() -> Non
     assert ratios[-1] == pytest.approx(1.5, rel=0.15)
 
 
+def test_a_size_that_became_slower_for_good_does_not_take_the_others_with_it() -> None:
+    table = TimeTable()
+    for seconds in (0.009, 0.018):
+        for _ in range(200):
+            table.add(4, 0.006)
+            table.add(8, seconds)
+    assert [table.predict(size) for size in (4, 8)] == pytest.approx([0.006, 0.018], rel=0.05)
+
+
+def test_a_new_size_that_was_lucky_at_first_is_not_taken_for_a_slow_machine() -> None:
+    table = TimeTable()
+    for _ in range(40):
+        table.add(4, 0.006)
+    for seconds in (*5 * [0.005], *10 * [0.010]):
+        table.add(8, seconds)
+    assert table.predict(8) == pytest.approx(0.010, rel=0.05)
+    # Most of the doubling is the size's own.
+    assert (table.predict(4) or 0.0) < 0.006 * 2**0.5
+
+
 def test_one_disturbed_step_is_forgotten_within_ten() -> None:
     table = TimeTable()
     for _ in range(20):
