@@ -1,4 +1,4 @@
-"""Overlap against serial on equal hardware: one pair of workers without Ray, a router per arm, in turns.
+"""Ways of working against each other: one pair of workers without Ray, a router per arm, in turns.
 
 The engines may be kept on cores of their own, so that on one machine they disturb each other only through the
 memory that they share. Every arm produces the same tokens, in float32; what differs is the time.
@@ -6,13 +6,15 @@ memory that they share. Every arm produces the same tokens, in float32; what dif
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from specray.bench.relay import relay
+from specray.bench.stats import speedup_in_turns
 from specray.config import Config, parse_config
 from specray.metrics import RouterMetrics
 from specray.router import Router
@@ -61,6 +63,8 @@ class OverlapResult:
     """Added between router and draft, each way."""
     bytes_per_round: float | None = None
     """Between router and draft, both ways, without the headers of IP and TCP."""
+    speedup: tuple[float, float] | None = None
+    """Over plain decoding, pass by pass, and its standard error; None: no arm is off, or too few passes."""
 
 
 @dataclass(slots=True)
@@ -71,10 +75,13 @@ class _Running:
     seconds: float = 0.0
     num_bytes: int = 0
     num_rounds: float = 0.0
+    rates: list[float] = field(default_factory=list)
+    """Tokens per second of each pass."""
 
     def reset(self) -> None:
         """Forgets the warm-up."""
         self.num_tokens, self.seconds, self.num_bytes = 0, 0.0, 0
+        self.rates.clear()
         self.num_rounds = self.router.metrics.value("specray_rounds_total")
 
 
@@ -95,14 +102,16 @@ async def measure_overlap(
     max_tokens: int = 128,
     num_repeats: int = 2,
     delay_ms: float | None = None,
+    concurrency: int = 1,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[OverlapResult]:
-    """Serves the prompts one at a time, arm after arm, ``num_repeats`` times; arms take turns.
+    """Serves the prompts, arm after arm, ``num_repeats`` times; arms take turns.
 
     Args:
         config: the pair, its cores and threads.
         arms: what is compared.
         delay_ms: between router and draft, each way; None: they are joined directly.
+        concurrency: prompts at a time.
         progress: told what comes next.
 
     Raises:
@@ -127,6 +136,7 @@ async def measure_overlap(
             num_repeats=num_repeats,
             link=link,
             delay_ms=delay_ms,
+            concurrency=concurrency,
             progress=progress,
         )
 
@@ -142,6 +152,7 @@ async def measure_arms(
     num_repeats: int,
     link: Relay | None = None,
     delay_ms: float | None = None,
+    concurrency: int = 1,
     progress: Callable[[str], None] = lambda text: None,
     on_output: Callable[[Arm, float, int, Sequence[int]], None] = lambda arm, temperature, index, output: (
         None
@@ -162,18 +173,18 @@ async def measure_arms(
                 for one in running:
                     progress(f"temperature {temperature:g}, {one.arm.name}, pass {max(repeat, 0) + 1}")
                     # The first pass warms up: caches, threads, and what the policy has to learn.
-                    batch = prompts[:1] if repeat < 0 else prompts
+                    batch = prompts[:concurrency] if repeat < 0 else prompts
                     before = 0 if link is None else link.num_bytes
-                    outputs = await _run_pass(
-                        one, batch, temperature, max_tokens, f"{temperature:g}-{repeat}"
-                    )
+                    requests = _requests(one.arm, batch, temperature, max_tokens, repeat)
+                    outputs = await _run_pass(one, requests, concurrency)
                     one.num_bytes += 0 if link is None else link.num_bytes - before
                     if repeat < 0:
                         one.reset()
                         continue
                     for index, output in enumerate(outputs):
                         on_output(one.arm, temperature, index, output)
-            results.extend(_result(one, temperature, delay_ms) for one in running)
+            plain = next((one.rates for one in running if one.arm.num_speculative_tokens == 0), None)
+            results.extend(_result(one, temperature, delay_ms, plain) for one in running)
     return results
 
 
@@ -184,26 +195,42 @@ async def _start(config: Config, arm: Arm, pair: LocalPair, stack: AsyncExitStac
     return _Running(arm, router)
 
 
-async def _run_pass(
-    one: _Running, prompts: Sequence[Sequence[int]], temperature: float, max_tokens: int, label: str
-) -> list[Sequence[int]]:
-    outputs: list[Sequence[int]] = []
-    for index, token_ids in enumerate(prompts):
-        request = GenerateRequest(
-            request_id=f"{one.arm.name}-{label}-{index}",
+def _requests(
+    arm: Arm, prompts: Sequence[Sequence[int]], temperature: float, max_tokens: int, repeat: int
+) -> list[GenerateRequest]:
+    return [
+        GenerateRequest(
+            request_id=f"{arm.name}-{temperature:g}-{repeat}-{index}",
             prompt_token_ids=tuple(token_ids),
             sampling=SamplingParams(temperature=temperature, seed=index, num_prompt_tokens=len(token_ids)),
             max_tokens=max_tokens,
         )
-        started = time.perf_counter()
-        chunk = await one.router.complete(request)
-        one.seconds += time.perf_counter() - started
-        one.num_tokens += len(chunk.token_ids)
-        outputs.append(chunk.token_ids)
+        for index, token_ids in enumerate(prompts)
+    ]
+
+
+async def _run_pass(
+    one: _Running, requests: Sequence[GenerateRequest], concurrency: int
+) -> list[Sequence[int]]:
+    places = asyncio.Semaphore(concurrency)
+
+    async def complete(request: GenerateRequest) -> Sequence[int]:
+        async with places:
+            return (await one.router.complete(request)).token_ids
+
+    started = time.perf_counter()
+    outputs = await asyncio.gather(*map(complete, requests))
+    seconds = time.perf_counter() - started
+    num_tokens = sum(map(len, outputs))
+    one.seconds += seconds
+    one.num_tokens += num_tokens
+    one.rates.append(num_tokens / seconds)
     return outputs
 
 
-def _result(one: _Running, temperature: float, delay_ms: float | None) -> OverlapResult:
+def _result(
+    one: _Running, temperature: float, delay_ms: float | None, plain: Sequence[float] | None
+) -> OverlapResult:
     metrics = one.router.metrics
     drafted = metrics.value("specray_spec_decode_num_draft_tokens_total")
     accepted = metrics.value("specray_spec_decode_num_accepted_tokens_total")
@@ -222,6 +249,7 @@ def _result(one: _Running, temperature: float, delay_ms: float | None) -> Overla
         idle_ms=_mean_ms(metrics, "specray_target_idle_seconds") or 0.0,
         delay_ms=delay_ms,
         bytes_per_round=None if delay_ms is None else one.num_bytes / (rounds - one.num_rounds),
+        speedup=None if plain in (None, one.rates) else speedup_in_turns(one.rates, plain),
     )
 
 
@@ -236,7 +264,7 @@ def _mean_ms(metrics: RouterMetrics, name: str) -> float | None:
 
 _CAPTION = (
     "acc: draft tokens accepted; E: tokens a round; hits: verdicts foreseen; V, D, idle: mean ms of a "
-    "verification, of a draft step, between verifications; ratio: to the best serial arm"
+    "verification, of a draft step, between verifications; ratio: to the best serial arm; vs off: by passes"
 )
 _LINK_CAPTION = "; delay: ms each way; bytes: a round's, to and from the draft"
 
@@ -248,7 +276,7 @@ def overlap_table(results: Sequence[OverlapResult]) -> Table:
 
     has_link = any(result.delay_ms is not None for result in results)
     link = ("delay", "bytes") if has_link else ()
-    numbers = ("temp", *link, "tok/s", "acc", "E", "hits", "V", "D", "idle", "ratio")
+    numbers = ("temp", *link, "tok/s", "acc", "E", "hits", "V", "D", "idle", "ratio", "vs off")
     table = Table(
         Column("arm", no_wrap=True),
         *(Column(name, justify="right", no_wrap=True) for name in numbers),
@@ -276,6 +304,7 @@ def overlap_table(results: Sequence[OverlapResult]) -> Table:
             "–" if result.draft_ms is None else f"{result.draft_ms:.1f}",
             f"{result.idle_ms:.1f}",
             f"{result.tokens_per_s / max(serial):.2f}" if serial else "–",
+            "–" if result.speedup is None else "{:.2f}±{:.2f}".format(*result.speedup),
         )
     return table
 

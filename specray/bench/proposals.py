@@ -15,7 +15,7 @@ from typing import Final
 from specray.errors import EngineLostError
 from specray.interfaces import Drafter
 from specray.planning.profile import LENGTH_DIGITS, MeasuredOutput, ProposalLengths
-from specray.router.policy import ANY_K
+from specray.router.prospects import ANY_K
 from specray.types import Proposal, SamplingParams, SpeculateItem
 
 BOUNDS: Final = (0.05, 0.12, 0.25, 0.45, 0.7, 0.9)

@@ -1,4 +1,4 @@
-"""``specray bench overlap``: overlap against serial, engines on cores of their own."""
+"""``specray bench overlap``: serial, overlapped and plain rounds, engines on cores of their own."""
 
 from __future__ import annotations
 
@@ -48,12 +48,13 @@ def overlap(
     ] = None,
     num_prompts: Annotated[int, typer.Option(min=1, help="Prompts per pass.")] = 4,
     num_repeats: Annotated[int, typer.Option(min=1, help="Passes per arm, in turns.")] = 2,
+    concurrency: Annotated[int, typer.Option(min=1, max=256, help="Prompts at a time.")] = 1,
     max_tokens: Annotated[int, typer.Option(min=1, help="New tokens per prompt.")] = 128,
     max_model_len: Annotated[int, typer.Option(min=16, help="Most tokens of one sequence.")] = 1024,
     settings: Setting = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the results there.")] = None,
 ) -> None:
-    """Measure serial and overlapped rounds of one pair, without Ray."""
+    """Measure plain, serial and overlapped rounds of one pair in turns, without Ray."""
     from rich.console import Console
 
     from specray.bench.overlap import measure_overlap, overlap_table
@@ -89,6 +90,7 @@ def overlap(
                     max_tokens=max_tokens,
                     num_repeats=num_repeats,
                     delay_ms=delay,
+                    concurrency=concurrency,
                     progress=status.update,
                 )
             )

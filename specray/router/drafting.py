@@ -21,7 +21,8 @@ from specray.router.leases import DraftLeases
 from specray.router.links import DraftLink
 from specray.router.live import LiveSession
 from specray.router.plan import OFF, Plan
-from specray.router.policy import FAILED_DRAFT_REST_ROUNDS, MAX_ACCEPTANCE, Policy
+from specray.router.policy import FAILED_DRAFT_REST_ROUNDS, Policy
+from specray.router.prospects import MAX_ACCEPTANCE
 from specray.router.records import FILLER, NOTHING_DRAFTED, Commit, Drafted, Lookup
 from specray.router.trace import Trace
 from specray.types import (

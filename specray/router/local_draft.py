@@ -15,8 +15,9 @@ from typing import Final
 from specray.config import SpeculationConfig
 from specray.drafting import LONG_MATCH_LEN, OutputStore, OutputStores, SessionProposer, make_proposer
 from specray.router.expected import expected_tokens
-from specray.router.plan import Pacing, Plan
-from specray.router.policy import MAX_ACCEPTANCE, Policy
+from specray.router.plan import Pacing
+from specray.router.policy import Policy
+from specray.router.prospects import MAX_ACCEPTANCE
 from specray.router.records import FILLER, Drafted
 from specray.router.session import MAX_SPECULATIVE_TOKENS, Session
 from specray.types import DraftKind, GenerateRequest
@@ -64,7 +65,10 @@ class LocalDraft:
             num_running: sessions that share the target's steps.
         """
         self.proposer.extend(session.committed[self.proposer.num_tokens :])
-        self.is_long = self.proposer.match_len >= LONG_MATCH_LEN
+        match_len = self.proposer.match_len
+        self.is_long = match_len >= LONG_MATCH_LEN
+        if match_len == 0 and self.store is None:
+            return Drafted(source=self.source)
         track = self._track
         plan = track.policy.plan(track.pacing, num_remaining=session.num_remaining, num_running=num_running)
         if plan.is_off:
@@ -78,11 +82,10 @@ class LocalDraft:
         track.policy.observe_round(track.pacing, num_drafts, num_accepted)
 
     def expect(self, num_drafts: int, *, num_running: int) -> tuple[float, float]:
-        """Of a round with so many of its tokens: (tokens that it commits, seconds)."""
+        """Of a round in which every session has so many draft tokens: (tokens that it commits, seconds)."""
         track = self._track
-        rate = track.policy.goodput(Plan(num_drafts), track.pacing, num_running)
         tokens = expected_tokens(min(track.pacing.acceptance.value, MAX_ACCEPTANCE), num_drafts)
-        return tokens, tokens / rate
+        return tokens, track.policy.verify_s(num_running * (1 + num_drafts)) or 0.0
 
     def keep_output(self, session: Session) -> None:
         """Adds a finished output to the tenant's past ones, where they are kept."""

@@ -6,6 +6,7 @@ to the draft, h = hit rate::
     tokens per round   E(a, K) = (1 - a^(K+1)) / (1 - a)                          (Leviathan et al. 2023)
     no speculation     V(n)
     serial             V(n(K+1)) + D(K) + R
+    drafts at no cost  V(n+K); only now and then has a session any, so the others have none
     ahead, enumerate   max(V(n(K+1)), D_outcomes(K) + R) + (1 - h)(D(K) + R)      outcomes are pushed
 
 Where the draft may end a proposal early, K is what it comes to on average; where nothing else ends it, K and
@@ -66,6 +67,16 @@ class Measured:
         draft = self.draft_step_s(num_running, verify) * num_steps
         tokens = expected_tokens(acceptance, k, continuation)
         return tokens / (verify + draft + self.round_trip_s)
+
+    def lone_goodput(self, k: int, acceptance: float, num_running: int) -> float:
+        """Of one session with ``k`` draft tokens, which took no time, among others with none.
+
+        What it adds to the tokens per second of all: its own tokens, less what the longer step costs the
+        others. So it is compared with ``plain_goodput`` as the others' are.
+        """
+        plain, longer = (self.verify_s(num_running + rows) or _UNKNOWN_S for rows in (0, k))
+        num_others = num_running - 1
+        return (num_others + expected_tokens(acceptance, k)) / longer - num_others / plain
 
     def judged_goodput(self, num_drafts: float, num_accepted: float, num_running: int) -> float:
         """Draft and target in turns, with proposals that the draft ends.

@@ -10,6 +10,8 @@ from specray.types import Overlap
 FIRST_REVIEW_ROUNDS = 4
 REVIEW_ROUNDS = 16
 """A plan stands for so many rounds; the first ones for fewer, each twice as long as the one before."""
+OFF_REVIEW_ROUNDS = 32
+"""As REVIEW_ROUNDS, without speculation: nothing is learnt meanwhile, and a small target's step is short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,5 +91,7 @@ class Pacing:
     review_rounds: int = FIRST_REVIEW_ROUNDS
     rounds_off: int = 0
     is_probing: bool = False
+    num_turns: int = 0
+    """Of the decision of all, at its last review."""
     rest_rounds: int = 0
     """Rounds without draft after the draft refused the session."""

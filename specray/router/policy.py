@@ -13,43 +13,29 @@ from dataclasses import replace
 
 from specray.config import SpeculationConfig
 from specray.router.estimates import OutcomesTime, Rate, chain_trials
-from specray.router.expected import expected_drafts, prior_hit_rate
+from specray.router.expected import prior_hit_rate
 from specray.router.measured import Measured
-from specray.router.plan import OFF, REVIEW_ROUNDS, Judged, Pacing, Plan
+from specray.router.plan import OFF, OFF_REVIEW_ROUNDS, REVIEW_ROUNDS, Judged, Pacing, Plan
 from specray.router.probes import PROBE_ROUNDS, Probes
+from specray.router.prospects import ANY_K, Prospects, max_branches
 from specray.router.records import Lookup
 from specray.router.session import MAX_SPECULATIVE_TOKENS
+from specray.router.together import Together
 from specray.router.trace import Trace
 from specray.types import DraftKind, GenerateRequest, Overlap, StepTime, Verification
 
-AUTO_K = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
-"""What ``num_speculative_tokens: auto`` chooses from, besides 0 and ANY_K."""
-ANY_K = MAX_SPECULATIVE_TOKENS
-"""Under auto, the draft alone ends its proposals."""
-FIRST_K = 3
 PRIOR_ACCEPTANCE = 0.7
-MAX_ACCEPTANCE = 0.99
-"""Believed at most: a session that has accepted everything so far need not go on so."""
 ACCEPTANCE_FADING = 0.998
 """Per round, of what new sessions start from: some hundred rounds, so that no single session makes it."""
 PRIOR_CONTINUATION = 0.95
 PRIOR_JUDGED_DRAFTS, PRIOR_JUDGED_ACCEPTED = 8.0, 4.0
 """Of a proposal that the draft ends. The pair of docs/peers.md comes to about 11 and 7.5 at temperature 0."""
-MAX_BOUND = 0.9
-"""Of what a draft must believe: it is never so sure that it should propose nothing further."""
 RELAXATION = 0.05
 """Of what was measured, in the time of one session's review, however many sessions have theirs meanwhile."""
 HYSTERESIS = 1.05
 """A plan is left only for one that promises so much more."""
-MIN_GAIN = 1.08
-"""Speculation must promise so much more than none: none is sure, and predictions err by what the machine does
-meanwhile, and by what a session's few first drafts happened to be."""
-WIDTHS = (3, 2, 1)
-"""Of enumeration; the first plan of all, before anything is measured, is the last."""
 MAX_NEXT_TOKENS = 8
 """For one number of accepted tokens; what lies behind them is hardly ever drawn."""
-MAX_BRANCH_ROWS = 96
-"""Branches of all sessions together; a small draft becomes compute-bound beyond about a hundred rows."""
 FAILED_DRAFT_REST_ROUNDS = 16
 MIN_PREFILL = 16
 """Prompt tokens that join every step, whatever they cost: a prompt must get on."""
@@ -77,7 +63,6 @@ class Policy:
         self._source = source
         self._is_model = source == DraftKind.MODEL.value
         self._fixed_k = None if fixed == "auto" else fixed
-        self._overlaps = _overlaps(config)
         self._acceptance = Rate(PRIOR_ACCEPTANCE, weight=4.0, fading=ACCEPTANCE_FADING)
         self._continuation = Rate(PRIOR_CONTINUATION, weight=4.0, fading=ACCEPTANCE_FADING)
         self._judged = Judged(
@@ -85,7 +70,9 @@ class Policy:
             Rate(PRIOR_JUDGED_ACCEPTED, weight=4.0, fading=ACCEPTANCE_FADING),
         )
         self._measured = Measured()
+        self._prospects = Prospects(config, source, self._measured)
         self._probes = Probes(self._is_model)
+        self._together = Together()
 
     def beside(self, source: str, *, prior_acceptance: float) -> Policy:
         """A policy of its own for drafts that take no time and so never overlap; target times are shared.
@@ -128,7 +115,8 @@ class Policy:
         pacing.num_remaining, pacing.num_unread = num_remaining, num_unread
         if pacing.fixed_k == 0 or num_remaining <= 1 or pacing.rest_rounds > 0:
             return OFF
-        if pacing.plan is None or pacing.rounds_to_review <= 0:
+        self._decide(pacing, num_running)
+        if pacing.plan is None or pacing.rounds_to_review <= 0 or self._is_overruled(pacing):
             self._review(pacing, num_running)
         assert pacing.plan is not None
         plan = pacing.plan
@@ -138,7 +126,10 @@ class Policy:
 
     def prepare(self, pacing: Pacing, num_running: int) -> None:
         """Reviews a plan that ends with the next round, now, while no engine waits for it."""
-        if pacing.plan is not None and pacing.fixed_k != 0 and pacing.rounds_to_review <= 1:
+        if pacing.plan is None or pacing.fixed_k == 0:
+            return
+        self._decide(pacing, num_running)
+        if pacing.rounds_to_review <= 1 or self._is_overruled(pacing):
             self._review(pacing, num_running)
 
     def fanout(self, plan: Plan, num_drafts: int) -> tuple[int, ...]:
@@ -151,9 +142,7 @@ class Policy:
 
     def max_branches(self, plan: Plan, num_drafts: int, *, num_running: int) -> int:
         """Most branches of one session's outcomes; the draft chooses which. 0: as the fan-out says."""
-        if plan.overlap is not Overlap.ENUMERATE:
-            return 0
-        return max(1, min(plan.width * (num_drafts + 1), MAX_BRANCH_ROWS // max(1, num_running)))
+        return max_branches(plan, num_drafts, num_running=num_running)
 
     def patience_s(self) -> float | None:
         """How long a round may wait for the draft: four times what it usually takes. None: not measured."""
@@ -236,6 +225,8 @@ class Policy:
         pacing.rest_rounds = max(0, pacing.rest_rounds - 1)
         pacing.rounds_off = pacing.rounds_off + 1 if num_drafts == 0 else 0
         self._probes.add(is_used=num_drafts > 0 and not pacing.is_probing)
+        if self._joins(pacing):
+            self._together.add(pacing)
         if num_drafts:
             trials = chain_trials(num_drafts, num_accepted)
             pacing.acceptance.add(num_accepted, trials)
@@ -262,13 +253,71 @@ class Policy:
                 rate = self._measured.hit_rate[plan.width] = Rate(prior)
             rate.add(int(lookup is Lookup.HIT), 1)
 
+    def goodput(self, plan: Plan, pacing: Pacing, num_running: int) -> float:
+        """Predicted tokens per second of one session under ``plan``."""
+        return self._prospects.goodput(plan, pacing, num_running)
+
     # Choice
 
+    def _joins(self, pacing: Pacing) -> bool:
+        """The session speculates or not as all do. Drafts at no cost keep nobody waiting."""
+        return self._is_model and pacing.fixed_k is None
+
+    def _decide(self, pacing: Pacing, num_running: int) -> None:
+        """Whether all speculate, when that is due."""
+        if not self._joins(pacing) or not self._together.is_due(num_running):
+            return
+        gain = self._prospects.gain(self._together.mean(pacing), num_running)
+        if gain is not None:
+            self._together.decide(gain, num_running)
+
+    def _is_overruled(self, pacing: Pacing) -> bool:
+        """All decided otherwise since its last review."""
+        return pacing.num_turns != self._together.num_turns and self._joins(pacing)
+
     def _review(self, pacing: Pacing, num_running: int) -> None:
-        candidates = self._candidates(pacing)
-        self._choose(candidates, pacing, num_running)
+        pacing.num_turns = self._together.num_turns
+        # A probe is a look, not a change of plan.
+        current = OFF if pacing.is_probing else pacing.plan
+        pacing.is_probing = (
+            pacing.fixed_k is None and current == OFF and self._is_probe_due(pacing, num_running)
+        )
+        plans = self._allowed(pacing)
+        if pacing.is_probing:
+            self._probes.begin()
+            plan = self._prospects.best(plans, pacing, num_running)
+        else:
+            plan = self._choose(plans, current, pacing, num_running)
+        pacing.plan = self._prospects.with_bound(plan, pacing, num_running)
+        most = OFF_REVIEW_ROUNDS if plan.is_off else REVIEW_ROUNDS
+        pacing.rounds_to_review = PROBE_ROUNDS if pacing.is_probing else min(most, pacing.review_rounds)
+        pacing.review_rounds = min(most, 2 * pacing.review_rounds)
         if self._trace is not None:
-            self._tell(self._trace, candidates, pacing, num_running)
+            self._tell(self._trace, plans, pacing, num_running)
+
+    def _allowed(self, pacing: Pacing) -> list[Plan]:
+        """What all decided leaves to a session; what a probe may be."""
+        if pacing.fixed_k is not None:
+            return self._prospects.plans(pacing)
+        is_decided = self._joins(pacing) and self._together.is_on is not None
+        if is_decided and not self._together.is_on and not pacing.is_probing:
+            return [OFF]
+        plans = self._prospects.plans(pacing)
+        return [plan for plan in plans if not plan.is_off] if is_decided or pacing.is_probing else plans
+
+    def _choose(self, plans: Sequence[Plan], current: Plan | None, pacing: Pacing, num_running: int) -> Plan:
+        if pacing.fixed_k is None:
+            self._relax(RELAXATION / max(1, num_running))
+            if current is not None and current.num_speculative_tokens != ANY_K:
+                pacing.judged.relax(RELAXATION)
+        best = plans[0] if len(plans) == 1 else self._prospects.best(plans, pacing, num_running)
+        if current is None or best in (current, OFF):
+            return best
+        if current.is_off:
+            return best if self._pays_back(pacing, num_running) else OFF
+        # Speculation is left as soon as it promises too little; any other change must be worth it.
+        expected, promised = (self.goodput(plan, pacing, num_running) for plan in (current, best))
+        return best if promised > HYSTERESIS * expected else current
 
     def _tell(self, trace: Trace, candidates: Sequence[Plan], pacing: Pacing, num_running: int) -> None:
         plan = pacing.plan
@@ -276,7 +325,7 @@ class Policy:
         best: dict[str, float] = {}
         if self._measured.verify_s(num_running) is not None:
             for candidate in candidates:
-                tokens_per_s = self.goodput(candidate, pacing, num_running)
+                tokens_per_s = self._prospects.goodput(candidate, pacing, num_running)
                 best[candidate.way] = max(tokens_per_s, best.get(candidate.way, 0.0))
         trace.planned(
             pacing.request_id,
@@ -289,48 +338,18 @@ class Policy:
             tokens_per_s=best,
         )
 
-    def _choose(self, candidates: Sequence[Plan], pacing: Pacing, num_running: int) -> None:
-        pacing.rounds_to_review = pacing.review_rounds
-        pacing.review_rounds = min(REVIEW_ROUNDS, 2 * pacing.review_rounds)
-        if len(candidates) == 1:
-            pacing.plan = candidates[0]
-            return
-        self._choose_among(candidates, pacing, num_running)
-        assert pacing.plan is not None
-        pacing.plan = self._with_bound(pacing.plan, pacing, num_running)
-
-    def _choose_among(self, candidates: Sequence[Plan], pacing: Pacing, num_running: int) -> None:
-        # A probe is a look, not a change of plan.
-        current = OFF if pacing.is_probing else pacing.plan
-        pacing.is_probing = False
-        if current == OFF and self._is_probe_due(pacing, num_running):
-            self._probes.begin()
-            pacing.plan = self._best([plan for plan in candidates if not plan.is_off], pacing, num_running)
-            pacing.rounds_to_review = PROBE_ROUNDS
-            pacing.is_probing = True
-            return
-        self._relax(RELAXATION / max(1, num_running))
-        if current is not None and current.num_speculative_tokens != ANY_K:
-            pacing.judged.relax(RELAXATION)
-        best = self._best(candidates, pacing, num_running)
-        # Speculation is left as soon as it promises less than none; any other change must be worth it.
-        if current is not None and best not in (current, OFF):
-            expected = self.goodput(current, pacing, num_running)
-            if self.goodput(best, pacing, num_running) <= HYSTERESIS * expected:
-                best = current
-        if current == OFF and not best.is_off and not self._pays_back(best, pacing, num_running):
-            best = OFF
-        pacing.plan = best
-
     def _is_probe_due(self, pacing: Pacing, num_running: int) -> bool:
         step_s = self._measured.verify_s(num_running) or 0.0
         num_steps = self._reading_s(pacing) / step_s if step_s > 0 else 0.0
         return self._probes.is_due(pacing.rounds_off, num_running=num_running, num_reading_steps=num_steps)
 
-    def _pays_back(self, plan: Plan, pacing: Pacing, num_running: int) -> bool:
+    def _pays_back(self, pacing: Pacing, num_running: int) -> bool:
         """What is left of the session is worth that the draft first reads what it has not been told."""
-        plain, planned = (self.goodput(one, pacing, num_running) for one in (OFF, plan))
-        return pacing.num_remaining * (1 / plain - 1 / planned) > self._reading_s(pacing)
+        reading_s = self._reading_s(pacing)
+        if reading_s <= 0.0:
+            return True
+        plain_s = pacing.num_remaining / self._measured.plain_goodput(num_running)
+        return plain_s * (1 - 1 / self._together.gain) > reading_s
 
     def _reading_s(self, pacing: Pacing) -> float:
         """What the draft needs for that: about what a step of so many sequences takes."""
@@ -338,84 +357,8 @@ class Policy:
             return 0.0
         return self._measured.draft_step_s(pacing.num_unread, 0.0)
 
-    def _with_bound(self, plan: Plan, pacing: Pacing, num_running: int) -> Plan:
-        """The plan, with what a draft token must promise: as much as its row and its draft step could bring.
-
-        With g tokens per second of all sessions, a token that comes with probability p is worth p / g.
-        """
-        if plan.is_off or not self._is_bounded(plan.overlap, pacing):
-            return plan
-        if plan.num_speculative_tokens == ANY_K:
-            num_drafts = pacing.judged.num_drafts.value
-        else:
-            num_drafts = expected_drafts(plan.num_speculative_tokens, self._goes_on(pacing))
-        # What drafts cost on average: a step's time bends where its rows are no longer hidden by its weights,
-        # and a proposal has rows on both sides.
-        num_more = max(1, round(num_running * num_drafts))
-        fewer, more = (self._measured.verify_s(num_running + rows) or 0.0 for rows in (0, num_more))
-        row_s = max(0.0, more - fewer) / num_more
-        draft_s = self._measured.draft_step_s(num_running, fewer) / num_running
-        rate = num_running * self.goodput(plan, pacing, num_running)
-        return replace(plan, min_acceptance=round(min(MAX_BOUND, rate * (row_s + draft_s)), 3))
-
-    def _is_bounded(self, overlap: Overlap, pacing: Pacing) -> bool:
-        """The draft may end its proposals early: where K is chosen here, and nothing is drafted ahead."""
-        return (
-            self._is_model and pacing.draft_is_judge and pacing.fixed_k is None and overlap is Overlap.SERIAL
-        )
-
-    def _goes_on(self, pacing: Pacing) -> float:
-        is_bounded = self._is_bounded(Overlap.SERIAL, pacing)
-        return min(pacing.continuation.value, 1.0) if is_bounded else 1.0
-
     def _relax(self, share: float) -> None:
         """What was measured of ways of working that were left since becomes less certain."""
         self._measured.outcomes.relax(share)
         for rate in self._measured.hit_rate.values():
             rate.relax(share)
-
-    def _candidates(self, pacing: Pacing) -> list[Plan]:
-        fixed_k = pacing.fixed_k
-        ks = AUTO_K if fixed_k is None else (fixed_k,)
-        plans = [
-            Plan(k, overlap, width)
-            for overlap in self._overlaps
-            for width in (WIDTHS if overlap is Overlap.ENUMERATE else (1,))
-            for k in ks
-        ]
-        if fixed_k is not None:
-            return plans
-        can_end = Overlap.SERIAL in self._overlaps and self._is_bounded(Overlap.SERIAL, pacing)
-        return [OFF, *([Plan(ANY_K)] if can_end else []), *plans]
-
-    def _best(self, candidates: Sequence[Plan], pacing: Pacing, num_running: int) -> Plan:
-        if self._measured.verify_s(num_running) is None:
-            first = [plan for plan in candidates if plan.num_speculative_tokens == FIRST_K] or candidates
-            return first[-1]
-        return max(
-            candidates,
-            key=lambda plan: self.goodput(plan, pacing, num_running) * (MIN_GAIN if plan.is_off else 1.0),
-        )
-
-    def goodput(self, plan: Plan, pacing: Pacing, num_running: int) -> float:
-        """Predicted tokens per second of one session under ``plan``."""
-        k, acceptance = plan.num_speculative_tokens, min(pacing.acceptance.value, MAX_ACCEPTANCE)
-        if plan.is_off:
-            return self._measured.plain_goodput(num_running)
-        if k == ANY_K and self._is_bounded(plan.overlap, pacing):
-            # Of as many tokens as are accepted for each that is not, however long proposals are.
-            most = acceptance / (1 - acceptance)
-            num_accepted = min(pacing.judged.num_accepted.value, most)
-            return self._measured.judged_goodput(pacing.judged.num_drafts.value, num_accepted, num_running)
-        if plan.overlap is Overlap.SERIAL:
-            return self._measured.serial_goodput(k, acceptance, self._goes_on(pacing), num_running)
-        num_branches = num_running
-        if plan.overlap is Overlap.ENUMERATE:
-            num_branches *= self.max_branches(plan, k, num_running=num_running)
-        return self._measured.overlapped_goodput(plan, acceptance, num_branches, num_running)
-
-
-def _overlaps(config: SpeculationConfig) -> tuple[Overlap, ...]:
-    if config.overlap == "auto":
-        return (Overlap.SERIAL, Overlap.AHEAD, Overlap.ENUMERATE)
-    return (config.overlap,)

@@ -9,18 +9,12 @@ from router_harness import request, speculation_config
 
 from specray.router.estimates import Average, OutcomesTime, Rate, TimeTable, chain_trials
 from specray.router.expected import expected_drafts, expected_tokens, prior_hit_rate
-from specray.router.policy import (
-    ANY_K,
-    AUTO_K,
-    MIN_GAIN,
-    OFF,
-    WIDTHS,
-    Pacing,
-    Plan,
-    Policy,
-)
+from specray.router.plan import OFF, OFF_REVIEW_ROUNDS, Pacing, Plan
+from specray.router.policy import Policy
 from specray.router.probes import PROBE_INTERVAL_ROUNDS, PROBE_ROUNDS
+from specray.router.prospects import ANY_K, AUTO_K, WIDTHS
 from specray.router.records import Lookup
+from specray.router.together import MIN_GAIN, Together
 from specray.types import Overlap, SpeculationParams, Verification
 
 
@@ -49,6 +43,8 @@ def measured(
             policy.observe_lookup(Plan(4, Overlap.ENUMERATE, width), lookup)
         passed = index * 37 % 100 < 100 * acceptance
         policy.observe_round(pacing, 1, int(passed))
+    # Of all sessions, as of this one, the end of that counts.
+    policy._together = Together()
     pacing.plan = None
     pacing.rounds_to_review = 0
     return policy, pacing
@@ -418,7 +414,7 @@ def test_beside_others_that_speculate_a_session_tries_for_itself() -> None:
     policy, busy = measured(hits=0.0, acceptance=0.02)
     alone = policy.pace(request())
     tried = 0
-    for _ in range(2 * PROBE_INTERVAL_ROUNDS + 32):
+    for _ in range(2 * (PROBE_INTERVAL_ROUNDS + OFF_REVIEW_ROUNDS)):
         plan = chosen(policy, alone, num_running=2)
         tried += not plan.is_off
         policy.observe_round(alone, plan.num_speculative_tokens, 0)

@@ -1,0 +1,133 @@
+"""What plans promise a session: tokens per second, predicted from what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from specray.config import SpeculationConfig
+from specray.router.expected import expected_drafts
+from specray.router.measured import Measured
+from specray.router.plan import OFF, Pacing, Plan
+from specray.router.session import MAX_SPECULATIVE_TOKENS
+from specray.router.together import MIN_GAIN
+from specray.types import DraftKind, Overlap
+
+AUTO_K = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
+"""What ``num_speculative_tokens: auto`` chooses from, besides 0 and ANY_K."""
+ANY_K = MAX_SPECULATIVE_TOKENS
+"""Under auto, the draft alone ends its proposals."""
+FIRST_K = 3
+MAX_ACCEPTANCE = 0.99
+"""Believed at most: a session that has accepted everything so far need not go on so."""
+MAX_BOUND = 0.9
+"""Of what a draft must believe: it is never so sure that it should propose nothing further."""
+WIDTHS = (3, 2, 1)
+"""Of enumeration; the first plan of all, before anything is measured, is the last."""
+MAX_BRANCH_ROWS = 96
+"""Branches of all sessions together; a small draft becomes compute-bound beyond about a hundred rows."""
+
+
+class Prospects:
+    """Plans and their goodput. Keeps nothing; what is measured belongs to the policy.
+
+    Args:
+        config: the ``speculation`` section.
+        source: what drafts under the plans.
+        measured: what predictions are made from.
+    """
+
+    def __init__(self, config: SpeculationConfig, source: str, measured: Measured) -> None:
+        auto = config.overlap == "auto"
+        self._overlaps = tuple(Overlap) if auto else (Overlap(config.overlap),)
+        self._is_model = source == DraftKind.MODEL.value
+        self._measured = measured
+
+    def plans(self, pacing: Pacing) -> list[Plan]:
+        """All that the session may do, OFF first where it may go without."""
+        fixed_k = pacing.fixed_k
+        ks = AUTO_K if fixed_k is None else (fixed_k,)
+        plans = [
+            Plan(k, overlap, width)
+            for overlap in self._overlaps
+            for width in (WIDTHS if overlap is Overlap.ENUMERATE else (1,))
+            for k in ks
+        ]
+        if fixed_k is not None:
+            return plans
+        can_end = Overlap.SERIAL in self._overlaps and self._is_bounded(Overlap.SERIAL, pacing)
+        return [OFF, *([Plan(ANY_K)] if can_end else []), *plans]
+
+    def best(self, plans: Sequence[Plan], pacing: Pacing, num_running: int) -> Plan:
+        """The plan that promises most; OFF when others promise little more."""
+        if self._measured.verify_s(num_running) is None:
+            first = [plan for plan in plans if plan.num_speculative_tokens == FIRST_K] or plans
+            return first[-1]
+        return max(
+            plans,
+            key=lambda plan: self.goodput(plan, pacing, num_running) * (MIN_GAIN if plan.is_off else 1.0),
+        )
+
+    def gain(self, pacing: Pacing, num_running: int) -> float | None:
+        """What the best plan promises, as a multiple of plain decoding; None: nothing was measured."""
+        if self._measured.verify_s(num_running) is None:
+            return None
+        plans = [plan for plan in self.plans(pacing) if not plan.is_off]
+        most = max(self.goodput(plan, pacing, num_running) for plan in plans)
+        return most / self._measured.plain_goodput(num_running)
+
+    def goodput(self, plan: Plan, pacing: Pacing, num_running: int) -> float:
+        """Predicted tokens per second of one session under ``plan``, as all others are under it too."""
+        k, acceptance = plan.num_speculative_tokens, min(pacing.acceptance.value, MAX_ACCEPTANCE)
+        if plan.is_off:
+            return self._measured.plain_goodput(num_running)
+        if not self._is_model:
+            return self._measured.lone_goodput(k, acceptance, num_running)
+        if k == ANY_K and self._is_bounded(plan.overlap, pacing):
+            # Of as many tokens as are accepted for each that is not, however long proposals are.
+            most = acceptance / (1 - acceptance)
+            num_accepted = min(pacing.judged.num_accepted.value, most)
+            return self._measured.judged_goodput(pacing.judged.num_drafts.value, num_accepted, num_running)
+        if plan.overlap is Overlap.SERIAL:
+            return self._measured.serial_goodput(k, acceptance, self._goes_on(pacing), num_running)
+        num_branches = num_running
+        if plan.overlap is Overlap.ENUMERATE:
+            num_branches *= max_branches(plan, k, num_running=num_running)
+        return self._measured.overlapped_goodput(plan, acceptance, num_branches, num_running)
+
+    def with_bound(self, plan: Plan, pacing: Pacing, num_running: int) -> Plan:
+        """The plan, with what a draft token must promise: as much as its row and its draft step could bring.
+
+        With g tokens per second of all sessions, a token that comes with probability p is worth p / g.
+        """
+        if plan.is_off or not self._is_bounded(plan.overlap, pacing):
+            return plan
+        if plan.num_speculative_tokens == ANY_K:
+            num_drafts = pacing.judged.num_drafts.value
+        else:
+            num_drafts = expected_drafts(plan.num_speculative_tokens, self._goes_on(pacing))
+        # What drafts cost on average: a step's time bends where its rows are no longer hidden by its weights,
+        # and a proposal has rows on both sides.
+        num_more = max(1, round(num_running * num_drafts))
+        fewer, more = (self._measured.verify_s(num_running + rows) or 0.0 for rows in (0, num_more))
+        row_s = max(0.0, more - fewer) / num_more
+        draft_s = self._measured.draft_step_s(num_running, fewer) / num_running
+        rate = num_running * self.goodput(plan, pacing, num_running)
+        return replace(plan, min_acceptance=round(min(MAX_BOUND, rate * (row_s + draft_s)), 3))
+
+    def _is_bounded(self, overlap: Overlap, pacing: Pacing) -> bool:
+        """The draft may end its proposals early: where K is chosen here, and nothing is drafted ahead."""
+        return (
+            self._is_model and pacing.draft_is_judge and pacing.fixed_k is None and overlap is Overlap.SERIAL
+        )
+
+    def _goes_on(self, pacing: Pacing) -> float:
+        is_bounded = self._is_bounded(Overlap.SERIAL, pacing)
+        return min(pacing.continuation.value, 1.0) if is_bounded else 1.0
+
+
+def max_branches(plan: Plan, num_drafts: int, *, num_running: int) -> int:
+    """Most branches of one session's outcomes; the draft chooses which. 0: as the fan-out says."""
+    if plan.overlap is not Overlap.ENUMERATE:
+        return 0
+    return max(1, min(plan.width * (num_drafts + 1), MAX_BRANCH_ROWS // max(1, num_running)))

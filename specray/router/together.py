@@ -1,0 +1,93 @@
+"""Whether sessions speculate at all: those that share the target's steps decide it together.
+
+One that waits for the draft while others do not keeps them waiting, or misses their step and has fewer of its
+own: some speculating can be slower than all or none. And where it hardly pays, one session's few first drafts
+decide nothing; those of all are many.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from specray.router.estimates import Rate
+from specray.router.plan import Judged, Pacing
+
+REVIEW_STEPS = 16
+"""A decision stands for so many, and while about as many sessions run."""
+MIN_GAIN = 1.08
+"""Speculation must promise so much more than none to be taken up: none is sure, and predictions err by what
+the machine does meanwhile."""
+LEAST_GAIN = 1.03
+"""It is left when it promises less than this."""
+
+
+@dataclass(slots=True)
+class Means:
+    """Of the sessions whose rounds were seen, each as often as it had one."""
+
+    num_rounds: int = 0
+    acceptance: float = 0.0
+    continuation: float = 0.0
+    num_drafts: float = 0.0
+    num_accepted: float = 0.0
+    num_judges: int = 0
+
+    def add(self, pacing: Pacing) -> None:
+        """One round of a session."""
+        self.num_rounds += 1
+        self.acceptance += pacing.acceptance.value
+        self.continuation += pacing.continuation.value
+        self.num_drafts += pacing.judged.num_drafts.value
+        self.num_accepted += pacing.judged.num_accepted.value
+        self.num_judges += pacing.draft_is_judge
+
+    def session(self) -> Pacing:
+        """One that is as all are on average; needs a round."""
+        assert self.num_rounds > 0, "a mean of something"
+        n = self.num_rounds
+        return Pacing(
+            Rate(self.acceptance / n),
+            Rate(self.continuation / n),
+            Judged(Rate(self.num_drafts / n), Rate(self.num_accepted / n)),
+            draft_is_judge=2 * self.num_judges > n,
+        )
+
+
+@dataclass(slots=True)
+class Together:
+    """The decision of all sessions under one policy, and what the next one is made from."""
+
+    is_on: bool | None = None
+    """None: nothing was decided yet."""
+    gain: float = MIN_GAIN
+    """What speculation promised last, as a multiple of plain decoding."""
+    num_turns: int = 0
+    """How often it was decided otherwise than before."""
+    _means: Means = field(default_factory=Means)
+    _last: Pacing | None = None
+    _num_running: int = 0
+    """At the last decision."""
+
+    def add(self, pacing: Pacing) -> None:
+        """One round of a session that takes part."""
+        self._means.add(pacing)
+
+    def is_due(self, num_running: int) -> bool:
+        """It is time to decide anew."""
+        if self._means.num_rounds >= REVIEW_STEPS * num_running or self.is_on is None:
+            return True
+        return not self._num_running < 2 * num_running < 4 * self._num_running
+
+    def mean(self, new: Pacing) -> Pacing:
+        """A session as all are on average; ``new`` where none had a round yet. Begins to collect anew."""
+        if self._means.num_rounds:
+            self._last = self._means.session()
+            self._means = Means()
+        return self._last or new
+
+    def decide(self, gain: float, num_running: int) -> None:
+        """``gain`` decides."""
+        self.gain = gain
+        is_on = gain >= (LEAST_GAIN if self.is_on else MIN_GAIN)
+        self.num_turns += is_on is not self.is_on
+        self.is_on, self._num_running = is_on, num_running
