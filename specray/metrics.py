@@ -83,6 +83,7 @@ class RouterMetrics:
             ["overlap", "num_speculative_tokens"],
             registry=registry,
         )
+        self._plan_counters: dict[tuple[str, int], Counter] = {}
         self._ahead_depth = Histogram(
             "specray_draft_ahead_depth",
             "Draft tokens ready when a verdict arrived; 0 after a miss.",
@@ -216,7 +217,12 @@ class RouterMetrics:
 
     def observe_plan(self, overlap: str, num_speculative_tokens: int) -> None:
         """One verdict under a plan; ``overlap``: off, serial, ahead or enumerate."""
-        self._plans.labels(overlap, str(num_speculative_tokens)).inc()
+        plan = (overlap, num_speculative_tokens)
+        counter = self._plan_counters.get(plan)
+        if counter is None:
+            # Looking one up by its labels costs several times the counting.
+            counter = self._plan_counters[plan] = self._plans.labels(overlap, str(num_speculative_tokens))
+        counter.inc()
 
     def observe_lookup(self, result: str, depth: int) -> None:
         """What a verdict found: ``hit``, ``miss_token``, ``miss_count``, ``late_hit`` or ``late_miss``."""

@@ -20,6 +20,8 @@ _REACH = 4
 """What a size took against what was expected of it tells of sizes up to so many times larger or smaller."""
 _FOLLOWING = 0.05
 """Share of what a step is off by, in logarithms, that is its size's own; less than the machine's."""
+_MAX_DRIFT = 0.01
+"""Predictions may be so much older than the averages: the curve is not drawn again for each step."""
 _PACE_WEIGHT = 0.3
 """The machine's share: one that others use is slow for tenths of a second at a time."""
 
@@ -88,6 +90,8 @@ class TimeTable:
         self._trusted: list[int] = []
         self.pace = 1.0
         self._points: _Curve | None = None
+        self._drift = 0.0
+        """Of the averages since the points were made from them, in shares."""
 
     def __bool__(self) -> bool:
         """True once something was measured."""
@@ -117,7 +121,11 @@ class TimeTable:
         if average.count > _NUM_WARMUP and average.value and seconds > 0:
             ratio = max(1 / _MAX_JUMP, min(_MAX_JUMP, seconds / (average.value * self.pace)))
             self.pace *= ratio**_PACE_WEIGHT
+            before = average.value
             average.follow(ratio)
+            self._drift += abs(average.value / before - 1.0)
+            if self._drift <= _MAX_DRIFT:
+                return
         else:
             average.add(seconds / self.pace)
         if average.count == _NUM_TRUSTED:
@@ -128,6 +136,7 @@ class TimeTable:
         """Seconds of a step of ``size`` rows; None when nothing is known."""
         if self._points is None:
             self._points = self._curve()
+            self._drift = 0.0
         if not self._points:
             return None
         (first, less), (last, more) = self._points[0], self._points[-1]

@@ -115,8 +115,8 @@ class Policy:
         pacing.num_remaining, pacing.num_unread = num_remaining, num_unread
         if pacing.fixed_k == 0 or num_remaining <= 1 or pacing.rest_rounds > 0:
             return OFF
-        self._decide(pacing, num_running)
         if pacing.plan is None or pacing.rounds_to_review <= 0 or self._is_overruled(pacing):
+            self._decide(pacing, num_running)
             self._review(pacing, num_running)
         assert pacing.plan is not None
         plan = pacing.plan
@@ -293,7 +293,7 @@ class Policy:
         pacing.rounds_to_review = PROBE_ROUNDS if pacing.is_probing else min(most, pacing.review_rounds)
         pacing.review_rounds = min(most, 2 * pacing.review_rounds)
         if self._trace is not None:
-            self._tell(self._trace, plans, pacing, num_running)
+            self._tell(self._trace, pacing, num_running)
 
     def _allowed(self, pacing: Pacing) -> list[Plan]:
         """What all decided leaves to a session; what a probe may be."""
@@ -319,12 +319,12 @@ class Policy:
         expected, promised = (self.goodput(plan, pacing, num_running) for plan in (current, best))
         return best if promised > HYSTERESIS * expected else current
 
-    def _tell(self, trace: Trace, candidates: Sequence[Plan], pacing: Pacing, num_running: int) -> None:
+    def _tell(self, trace: Trace, pacing: Pacing, num_running: int) -> None:
         plan = pacing.plan
         assert plan is not None, "a plan was chosen"
         best: dict[str, float] = {}
         if self._measured.verify_s(num_running) is not None:
-            for candidate in candidates:
+            for candidate in self._prospects.plans(pacing):
                 tokens_per_s = self._prospects.goodput(candidate, pacing, num_running)
                 best[candidate.way] = max(tokens_per_s, best.get(candidate.way, 0.0))
         trace.planned(

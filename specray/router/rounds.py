@@ -225,7 +225,7 @@ class Rounds:
 
     def admit(self) -> None:
         """Lets waiting requests in while there are places and a target."""
-        if self.target is not None:
+        if self.target is not None and self.sessions.num_queued:
             # With nobody running, what is expected could be wrong for ever: nothing would correct it.
             step_s = self._policy.verify_s(1) if self.sessions.running else None
             self.sessions.admit(self._now, least_s=step_s or 0.0)

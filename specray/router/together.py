@@ -7,7 +7,9 @@ decide nothing; those of all are many.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import fmean as mean
 
 from specray.router.estimates import Rate
 from specray.router.plan import Judged, Pacing
@@ -22,38 +24,6 @@ LEAST_GAIN = 1.03
 
 
 @dataclass(slots=True)
-class Means:
-    """Of the sessions whose rounds were seen, each as often as it had one."""
-
-    num_rounds: int = 0
-    acceptance: float = 0.0
-    continuation: float = 0.0
-    num_drafts: float = 0.0
-    num_accepted: float = 0.0
-    num_judges: int = 0
-
-    def add(self, pacing: Pacing) -> None:
-        """One round of a session."""
-        self.num_rounds += 1
-        self.acceptance += pacing.acceptance.value
-        self.continuation += pacing.continuation.value
-        self.num_drafts += pacing.judged.num_drafts.value
-        self.num_accepted += pacing.judged.num_accepted.value
-        self.num_judges += pacing.draft_is_judge
-
-    def session(self) -> Pacing:
-        """One that is as all are on average; needs a round."""
-        assert self.num_rounds > 0, "a mean of something"
-        n = self.num_rounds
-        return Pacing(
-            Rate(self.acceptance / n),
-            Rate(self.continuation / n),
-            Judged(Rate(self.num_drafts / n), Rate(self.num_accepted / n)),
-            draft_is_judge=2 * self.num_judges > n,
-        )
-
-
-@dataclass(slots=True)
 class Together:
     """The decision of all sessions under one policy, and what the next one is made from."""
 
@@ -63,26 +33,31 @@ class Together:
     """What speculation promised last, as a multiple of plain decoding."""
     num_turns: int = 0
     """How often it was decided otherwise than before."""
-    _means: Means = field(default_factory=Means)
+    _num_rounds: int = 0
+    """Since the last decision."""
+    _sessions: dict[int, Pacing] = field(default_factory=dict)
+    """Those that had a round since then, by identity."""
     _last: Pacing | None = None
     _num_running: int = 0
     """At the last decision."""
 
     def add(self, pacing: Pacing) -> None:
         """One round of a session that takes part."""
-        self._means.add(pacing)
+        self._num_rounds += 1
+        self._sessions[id(pacing)] = pacing
 
     def is_due(self, num_running: int) -> bool:
         """It is time to decide anew."""
-        if self._means.num_rounds >= REVIEW_STEPS * num_running or self.is_on is None:
+        if self._num_rounds >= REVIEW_STEPS * num_running or self.is_on is None:
             return True
         return not self._num_running < 2 * num_running < 4 * self._num_running
 
     def mean(self, new: Pacing) -> Pacing:
         """A session as all are on average; ``new`` where none had a round yet. Begins to collect anew."""
-        if self._means.num_rounds:
-            self._last = self._means.session()
-            self._means = Means()
+        if self._sessions:
+            self._last = mean_of(list(self._sessions.values()))
+            self._sessions.clear()
+            self._num_rounds = 0
         return self._last or new
 
     def decide(self, gain: float, num_running: int) -> None:
@@ -91,3 +66,17 @@ class Together:
         is_on = gain >= (LEAST_GAIN if self.is_on else MIN_GAIN)
         self.num_turns += is_on is not self.is_on
         self.is_on, self._num_running = is_on, num_running
+
+
+def mean_of(sessions: Sequence[Pacing]) -> Pacing:
+    """A session as these, of which there is one at least, are on average."""
+    judged = [pacing.judged for pacing in sessions]
+    return Pacing(
+        Rate(mean(pacing.acceptance.value for pacing in sessions)),
+        Rate(mean(pacing.continuation.value for pacing in sessions)),
+        Judged(
+            Rate(mean(one.num_drafts.value for one in judged)),
+            Rate(mean(one.num_accepted.value for one in judged)),
+        ),
+        draft_is_judge=2 * sum(pacing.draft_is_judge for pacing in sessions) > len(sessions),
+    )

@@ -24,7 +24,8 @@ from specray.router.estimates import Average, OutcomesTime, TimeTable
 from specray.router.expected import expected_drafts, expected_tokens
 from specray.router.links import measure_round_trip
 from specray.router.plan import OFF, Plan
-from specray.router.policy import ANY_K, AUTO_K, Policy
+from specray.router.policy import Policy
+from specray.router.prospects import ANY_K, AUTO_K
 from specray.router.trace import Planned, decode_trace
 from specray.types import (
     DraftReplies,
