@@ -306,7 +306,7 @@ class Policy:
         return [plan for plan in plans if not plan.is_off] if is_decided or pacing.is_probing else plans
 
     def _choose(self, plans: Sequence[Plan], current: Plan | None, pacing: Pacing, num_running: int) -> Plan:
-        if pacing.fixed_k is None:
+        if pacing.fixed_k is None or len(plans) > 1:
             self._relax(RELAXATION / max(1, num_running))
             if current is not None and current.num_speculative_tokens != ANY_K:
                 pacing.judged.relax(RELAXATION)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,20 +71,31 @@ def test_arms_are_compared_with_the_best_serial_one_of_their_temperature() -> No
             result("enumerate K=2", 60.0, 1.0),
         ]
     )
-    assert [list(column.cells) for column in table.columns][-1] == ["0.80", "1.00", "1.30", "1.00", "1.20"]
+    cells = {str(column.header): list(column.cells) for column in table.columns}
+    assert cells["ratio"] == ["0.80", "1.00", "1.30", "1.00", "1.20"]
+
+
+def test_plain_decoding_is_compared_with_pass_by_pass() -> None:
+    arms = [result("off", 100.0), replace(result("serial K=2", 130.0), speedup=(1.3333, 0.0249))]
+    table = overlap_table(arms)
+    assert list(table.columns[-1].cells) == ["–", "1.33±0.02"]
 
 
 def test_a_run_reports_every_arm(tmp_path: Path) -> None:
     file = tmp_path / "overlap.json"
     arms = ["--arm", "off:0", "--arm", "serial:2", "--arm", "enumerate:2"]
-    sizes = ["--num-prompts", "1", "--num-repeats", "1", "--max-tokens", "24", "--max-model-len", "256"]
+    sizes = ["--num-prompts", "3", "--num-repeats", "3", "--max-tokens", "24", "--max-model-len", "256"]
+    sizes += ["--concurrency", "2"]
     assert run(["bench", "overlap", *arms, *sizes, "--json", str(file)]) == 0
     results = {entry["arm"]: entry for entry in json.loads(file.read_text())}
     assert list(results) == ["off", "serial K=2", "enumerate K=2"]
     assert results["off"]["tokens_per_round"] == 1.0
     assert results["off"]["acceptance_rate"] is None
     assert results["off"]["draft_ms"] is None
+    assert results["off"]["speedup"] is None
     for name in ("serial K=2", "enumerate K=2"):
         assert 1.0 < results[name]["tokens_per_round"] <= 3.0
         assert results[name]["draft_ms"] > 0.0
+        speedup, error = results[name]["speedup"]
+        assert speedup > 0.0 and error > 0.0
     assert results["enumerate K=2"]["hit_rate"] is not None

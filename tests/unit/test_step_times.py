@@ -226,6 +226,22 @@ def test_a_slow_machine_makes_every_size_slower_not_only_the_one_that_comes() ->
     assert [table.predict(size) for size in (4, 8)] == pytest.approx([0.006, 0.009], rel=0.3)
 
 
+def test_predictions_lag_behind_the_averages_by_a_hundredth_at_most() -> None:
+    table, fresh = TimeTable(), TimeTable()
+    for size in (4, 8):
+        for _ in range(60):
+            table.add(size, 0.010)
+            fresh.add(size, 0.010)
+    assert table.predict(8) == pytest.approx(0.010)
+    for index in range(200):
+        seconds = 0.010 * (1 + 0.3 * (index % 3)) + 0.0001 * index
+        for one in (table, fresh):
+            one.add(8, seconds)
+        fresh._points = None
+        assert table.predict(8) == pytest.approx(fresh.predict(8), rel=0.0101)
+        assert table.predict(4) == pytest.approx(fresh.predict(4), rel=0.0101)
+
+
 def test_steps_that_take_no_time_at_all_are_taken_as_they_come() -> None:
     table = TimeTable()
     for seconds in (0.0, 0.006, 0.0):

@@ -1,0 +1,215 @@
+"""Sessions that share steps speculate all or none; drafts at no cost are each session's own affair."""
+
+from __future__ import annotations
+
+import pytest
+from router_harness import request, speculation_config
+
+from specray.router.estimates import Rate
+from specray.router.plan import OFF, OFF_REVIEW_ROUNDS, Judged, Pacing, Plan
+from specray.router.policy import Policy
+from specray.router.together import LEAST_GAIN, MIN_GAIN, REVIEW_STEPS, Together, mean_of
+from specray.types import SpeculationParams
+
+
+def pair_policy(*, verify_s: float = 0.020, draft_step_s: float = 0.004) -> Policy:
+    """Knows a target whose steps take the same at any size."""
+    policy = Policy(speculation_config(overlap="serial"))
+    for rows in (1, 2, 4, 8, 16, 32, 64, 256):
+        policy.observe_verify(rows, verify_s, is_overlapped=False)
+    for _ in range(10):
+        policy.observe_proposal(4, 4 * draft_step_s, 0.0)
+    return policy
+
+
+def accepting(policy: Policy, acceptance: float) -> Pacing:
+    """A session that has accepted so much of a hundred drafts, of which only it knows."""
+    pacing = policy.pace(request())
+    for index in range(100):
+        pacing.acceptance.add(int(index * 37 % 100 < 100 * acceptance), 1)
+    return pacing
+
+
+def step(policy: Policy, sessions: list[Pacing]) -> list[Plan]:
+    """One round of each: what they do."""
+    num_running = len(sessions)
+    plans = [policy.plan(pacing, num_remaining=1000, num_running=num_running) for pacing in sessions]
+    for pacing, plan in zip(sessions, plans, strict=True):
+        pacing.rounds_to_review -= 1
+        policy._together.add(pacing)
+        assert plan.is_off or plan.num_speculative_tokens > 0
+    for pacing in sessions:
+        policy.prepare(pacing, num_running)
+    return plans
+
+
+# Who speculates
+
+
+def test_a_session_that_was_lucky_does_not_speculate_where_all_would_lose() -> None:
+    policy = pair_policy(draft_step_s=0.012)
+    lucky = accepting(policy, 0.95)
+    others = [accepting(policy, 0.1) for _ in range(3)]
+    assert not policy.plan(lucky, num_remaining=1000, num_running=1).is_off
+    for _ in range(2 * REVIEW_STEPS):
+        plans = step(policy, [lucky, *others])
+    assert plans == [OFF] * 4
+    # Alone it would go on.
+    for _ in range(2):
+        plans = step(policy, [lucky])
+    assert not plans[0].is_off
+
+
+def test_a_session_that_was_unlucky_goes_along_with_few_tokens() -> None:
+    policy = pair_policy()
+    unlucky = accepting(policy, 0.1)
+    others = [accepting(policy, 0.9) for _ in range(3)]
+    for _ in range(2 * REVIEW_STEPS):
+        plans = step(policy, [unlucky, *others])
+    assert plans[0].num_speculative_tokens == 1
+    assert all(plan.num_speculative_tokens > 3 for plan in plans[1:])
+
+
+def test_all_turn_in_the_same_step_whenever_their_own_reviews_are_due() -> None:
+    policy = pair_policy(draft_step_s=0.012)
+    sessions = [accepting(policy, 0.1) for _ in range(4)]
+    for _ in range(3):
+        step(policy, sessions)
+    for index, pacing in enumerate(sessions):
+        pacing.rounds_to_review = 50 + index
+        pacing.acceptance = Rate(0.97)
+    turned = [sum(not plan.is_off for plan in step(policy, sessions)) for _ in range(2 * REVIEW_STEPS)]
+    assert set(turned) == {0, 4}
+    assert turned == sorted(turned)
+
+
+def test_sessions_with_a_k_of_their_own_take_no_part() -> None:
+    policy = pair_policy(draft_step_s=0.012)
+    own = policy.pace(request(speculation=SpeculationParams(num_speculative_tokens=4)))
+    without = policy.pace(request(speculation=SpeculationParams(enabled=False)))
+    poor = accepting(policy, 0.1)
+    for pacing in (own, without):
+        for _ in range(40):
+            policy.observe_round(pacing, 4, 4)
+    for _ in range(20):
+        plans = [policy.plan(one, num_remaining=100, num_running=3) for one in (own, without, poor)]
+        for one in (own, without, poor):
+            policy.observe_round(one, 0, 0)
+    assert [plan.num_speculative_tokens for plan in plans] == [4, 0, 0]
+
+
+# When it is decided
+
+
+def test_taken_up_for_more_than_it_is_kept_for() -> None:
+    assert LEAST_GAIN < MIN_GAIN
+    between = (LEAST_GAIN + MIN_GAIN) / 2
+    together = Together()
+    states = []
+    for gain in (between, MIN_GAIN, between, LEAST_GAIN - 0.001, between):
+        together.decide(gain, 1)
+        states.append((together.is_on, together.num_turns, together.gain))
+    assert states == [
+        (False, 1, between),
+        (True, 2, MIN_GAIN),
+        (True, 2, between),
+        (False, 3, LEAST_GAIN - 0.001),
+        (False, 3, between),
+    ]
+
+
+def test_decided_anew_after_some_steps_of_all_or_when_half_or_twice_as_many_run() -> None:
+    together = Together()
+    assert together.is_due(8)
+    together.decide(2.0, 8)
+    assert [n for n in range(1, 33) if not together.is_due(n)] == list(range(5, 16))
+    pacing = accepting(pair_policy(), 0.5)
+    for _ in range(REVIEW_STEPS * 8 - 1):
+        together.add(pacing)
+    assert not together.is_due(8)
+    together.add(pacing)
+    assert together.is_due(8)
+    together.mean(pacing)
+    assert not together.is_due(8)
+
+
+def test_mean_is_of_those_that_had_a_round_since_and_else_of_the_last() -> None:
+    together = Together()
+    new, poor, rich = (
+        Pacing(Rate(value), Rate(0.5), Judged(Rate(8.0), Rate(4.0))) for value in (0.1, 0.3, 0.7)
+    )
+    assert together.mean(new) is new
+    for pacing in (poor, rich, rich):
+        together.add(pacing)
+    assert together.mean(new).acceptance.value == pytest.approx(0.5)
+    assert together.mean(new).acceptance.value == pytest.approx(0.5)
+    together.add(rich)
+    assert together.mean(new).acceptance.value == pytest.approx(0.7)
+
+
+def test_mean_session_is_as_all_are_on_average() -> None:
+    judge = Pacing(Rate(0.2), Rate(0.4), Judged(Rate(6.0), Rate(2.0)), draft_is_judge=True)
+    other = Pacing(Rate(0.8), Rate(0.6), Judged(Rate(10.0), Rate(8.0)), draft_is_judge=False)
+    mean = mean_of([judge, other])
+    values = (mean.acceptance, mean.continuation, mean.judged.num_drafts, mean.judged.num_accepted)
+    assert [value.value for value in values] == pytest.approx([0.5, 0.5, 8.0, 5.0])
+    assert [mean_of(some).draft_is_judge for some in ([judge, other], [judge, judge, other])] == [False, True]
+
+
+def test_without_speculation_reviews_become_rare_but_not_deaf() -> None:
+    policy = pair_policy(draft_step_s=0.030)
+    pacing = accepting(policy, 0.1)
+    lengths = []
+    for _ in range(6):
+        pacing.rounds_to_review = 0
+        assert policy.plan(pacing, num_remaining=100, num_running=1).is_off
+        lengths.append(pacing.rounds_to_review)
+    assert lengths == [4, 8, 16, 32, OFF_REVIEW_ROUNDS, OFF_REVIEW_ROUNDS]
+
+
+# What is left pays for what the draft must read
+
+
+@pytest.mark.parametrize(("num_remaining", "is_off"), [(20, True), (21, False)])
+def test_reading_is_paid_for_by_what_all_expect_of_speculation(num_remaining: int, is_off: bool) -> None:
+    policy = pair_policy()
+    for _ in range(10):
+        policy.observe_proposal(1, 0.1, 0.0, num_sequences=224)
+    pacing = accepting(policy, 0.5)
+    policy._together.decide(4 / 3, 1)
+    pacing.plan, pacing.num_turns = OFF, policy._together.num_turns
+    # Each remaining token takes 20 ms without speculation, of which a quarter would be saved: 0.1 / 0.005.
+    plan = policy.plan(pacing, num_remaining=num_remaining, num_running=1, num_unread=224)
+    assert plan.is_off is is_off
+
+
+# Drafts at no cost
+
+
+def row_policy(row_s: float) -> Policy:
+    policy = Policy(speculation_config())
+    for rows in range(1, 65):
+        for _ in range(5):
+            policy.observe_verify(rows, 0.020 + row_s * rows, is_overlapped=False)
+    return policy
+
+
+@pytest.mark.parametrize("num_running", [1, 4])
+def test_a_draft_at_no_cost_adds_its_tokens_and_costs_the_others_its_rows(num_running: int) -> None:
+    policy = row_policy(0.001)
+    local = policy.beside("filler", prior_acceptance=0.5)
+    pacing = local.pace(request())
+    before, after = 0.020 + 0.001 * num_running, 0.020 + 0.001 * (num_running + 2)
+    expected = (num_running - 1 + 1 + 0.5 + 0.25) / after - (num_running - 1) / before
+    assert local.goodput(Plan(2), pacing, num_running) == pytest.approx(expected)
+    assert local.goodput(OFF, pacing, num_running) == pytest.approx(1 / before)
+
+
+def test_a_row_that_costs_more_than_it_brings_is_not_drafted_beside_others() -> None:
+    local = row_policy(0.004).beside("filler", prior_acceptance=0.5)
+    ks = [
+        local.plan(local.pace(request()), num_remaining=100, num_running=count).num_speculative_tokens
+        for count in (1, 16)
+    ]
+    # A row takes 4 ms, or 4 / 24 of a step of one, 4 / 84 of a step of sixteen: there it delays sixteen.
+    assert ks[0] > 0 and ks[1] == 0
