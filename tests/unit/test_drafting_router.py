@@ -31,6 +31,7 @@ from specray.fakes.engines import fake_info
 from specray.interfaces import Drafter
 from specray.router.local_draft import LocalDraft, LocalDrafts
 from specray.router.policy import PRIOR_ACCEPTANCE, Policy
+from specray.router.session import Session
 from specray.types import DraftKind, GenerateRequest, OutputChunk, SpeculationParams, Verification
 
 # Its output goes round in a circle after at most 8 tokens, so that lookups succeed.
@@ -335,6 +336,18 @@ def test_long_matches_are_believed_apart_from_short_ones() -> None:
         local.observe(5, 0)
     assert tokens_of(local, is_long=True) < 1.1
     assert tokens_of(local, is_long=False) == short
+
+
+def test_nothing_is_planned_for_a_session_that_repeats_nothing() -> None:
+    policy = Policy(speculation_config(overlap="serial"))
+    policy.observe_verify(1, 0.020, is_overlapped=False)
+    drafts = LocalDrafts(speculation_config(filler="ngram"), policy, has_model=True)
+    for prompt, is_planned in (((1, 2, 3, 4), False), ((1, 2, 3, 1, 2), True)):
+        asked = request(prompt=prompt)
+        local = drafts.of(asked, DraftKind.MODEL)
+        assert local is not None
+        local.draft(Session(asked, None, vocab_size=64), num_running=1)
+        assert (local.short.pacing.plan is not None) is is_planned
 
 
 def tokens_of(local: LocalDraft, *, is_long: bool) -> float:

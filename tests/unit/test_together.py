@@ -194,6 +194,16 @@ def row_policy(row_s: float) -> Policy:
     return policy
 
 
+def test_drafts_at_no_cost_are_each_sessions_own_affair() -> None:
+    local = row_policy(0.001).beside("filler", prior_acceptance=0.3)
+    poor, rich = accepting(local, 0.01), accepting(local, 0.9)
+    for _ in range(2 * REVIEW_STEPS):
+        plans = [local.plan(pacing, num_remaining=100, num_running=2) for pacing in (poor, rich)]
+        for pacing in (poor, rich):
+            pacing.rounds_to_review = 0
+    assert plans[0].is_off and not plans[1].is_off
+
+
 @pytest.mark.parametrize("num_running", [1, 4])
 def test_a_draft_at_no_cost_adds_its_tokens_and_costs_the_others_its_rows(num_running: int) -> None:
     policy = row_policy(0.001)
