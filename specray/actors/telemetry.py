@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from ray import serve
@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 GATHER_TIMEOUT_S: Final = 5.0
 """For the metrics of one deployment."""
+STALE_S: Final = 60.0
+"""So long what a deployment said last stands for it. While one of its replicas hangs, Serve gives the answers
+of none, and within that time it has ended it."""
 
 
 def replica_labels() -> dict[str, str]:
@@ -78,15 +81,29 @@ class AllMetrics:
 
     Args:
         deployments: names within ``app_name``; their replicas have a method ``metrics_text``.
+        monotonic: seconds; all time is read from it.
     """
 
-    def __init__(self, app_name: str, deployments: Sequence[str]) -> None:
+    def __init__(
+        self,
+        app_name: str,
+        deployments: Sequence[str],
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._monotonic = monotonic
+        self._last: dict[str, tuple[float, list[str]]] = {}
+        """When each deployment last answered, and what."""
         self._handles: dict[str, DeploymentHandle[object]] = {
             name: serve.get_deployment_handle(name, app_name=app_name) for name in deployments
         }
 
     async def text(self) -> str:
-        """All metrics in Prometheus text format. Whoever does not answer in time is left out."""
+        """All metrics in Prometheus text format.
+
+        Replicas that fail are left out. A deployment that does not answer in time is as it was at the last
+        call, for STALE_S.
+        """
         texts = await asyncio.gather(*(self._of(name) for name in self._handles))
         return merged(text for replicas in texts for text in replicas)
 
@@ -94,11 +111,17 @@ class AllMetrics:
         try:
             response = self._handles[name].broadcast("metrics_text")
             results = await response.results_async(timeout_s=GATHER_TIMEOUT_S, return_exceptions=True)
-        except (*SERVE_ERRORS, TimeoutError) as error:
+        except TimeoutError:
+            said_s, texts = self._last.get(name, (0.0, []))
+            logger.warning("%s does not tell its metrics within %g s", name, GATHER_TIMEOUT_S)
+            return texts if self._monotonic() - said_s <= STALE_S else []
+        except SERVE_ERRORS as error:
             # A deployment without replicas, as a Draft that has been scaled to none, is nothing special.
             logger.debug("no metrics of %s: %s", name, error or type(error).__name__)
             return []
-        return [result for result in results if isinstance(result, str)]
+        texts = [result for result in results if isinstance(result, str)]
+        self._last[name] = self._monotonic(), texts
+        return texts
 
 
 def with_labels(text: str) -> str:

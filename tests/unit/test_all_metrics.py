@@ -9,7 +9,7 @@ import pytest
 from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from specray.actors.telemetry import GATHER_TIMEOUT_S, AllMetrics
+from specray.actors.telemetry import GATHER_TIMEOUT_S, STALE_S, AllMetrics
 
 
 class Broadcast:
@@ -59,3 +59,27 @@ async def test_who_answers_is_shown(
     lines = text.splitlines()
     assert lines[:2] == ["# HELP a A.", "# TYPE a gauge"]
     assert [float(line.rsplit(" ", 1)[1]) for line in lines[2:]] == values
+
+
+async def test_a_deployment_that_is_silent_is_as_it_was_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Sequence[object] | Exception] = [
+        [family("Router", "r", 2), family("Router", "s", 3)],
+        TimeoutError(),
+        TimeoutError(),
+        [family("Router", "s", 4)],
+        TimeoutError(),
+        DeploymentUnavailableError(serve._private.common.DeploymentID(name="Router")),
+    ]
+    times = iter([100.0, 100.0 + STALE_S, 100.0 + STALE_S + 0.1, 200.0, 201.0])
+
+    class Handle:
+        def broadcast(self, method: str) -> Broadcast:
+            return Broadcast(answers.pop(0))
+
+    monkeypatch.setattr(serve, "get_deployment_handle", lambda name, *, app_name: Handle())
+    metrics = AllMetrics("app", ["Router"], monotonic=lambda: next(times))
+    values = []
+    while answers:
+        lines = (await metrics.text()).splitlines()
+        values.append([float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")])
+    assert values == [[2, 3], [2, 3], [], [4], [4], []]
