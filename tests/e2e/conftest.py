@@ -6,8 +6,9 @@ from collections.abc import AsyncIterator, Iterator
 
 import aiohttp
 import pytest
-from e2e_service import DEADLINE_S, Service, free_port
+from e2e_service import DEADLINE_S, Service
 
+from specray.bench.peers.process import free_port
 from specray.config import parse_config
 from specray.serving.launch import running_service
 

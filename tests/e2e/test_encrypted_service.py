@@ -9,10 +9,11 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from e2e_service import DEADLINE_S, free_port
+from e2e_service import DEADLINE_S
 from listeners import listeners
 from ray import serve
 
+from specray.bench.peers.process import free_port
 from specray.config import Config, parse_config
 from specray.errors import EngineLostError, SpecrayError
 from specray.rpc.channel import channel_options

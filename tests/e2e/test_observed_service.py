@@ -19,11 +19,12 @@ from typing import Any
 import aiohttp
 import grpc
 import pytest
-from e2e_service import DEADLINE_S, free_port
+from e2e_service import DEADLINE_S
 from grpc import aio
 from listeners import descendants, listeners
 from prometheus_client.parser import text_string_to_metric_families
 
+from specray.bench.peers.process import free_port
 from specray.rpc.client import SpecrayClient
 from specray.rpc.inference_types import GenerateParams
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from e2e_service import DEADLINE_S, family, free_port
+from e2e_service import DEADLINE_S, family
 
+from specray.bench.peers.process import free_port
 from specray.config import Config, parse_config
 from specray.errors import UnauthenticatedError
 from specray.rpc.client import SpecrayClient

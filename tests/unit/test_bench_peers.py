@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -12,10 +13,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from specray.bench.peers import Arm, Launch, Setup, System, parse_arm, running
+from specray.bench.peers import Arm, Launch, Setup, System, parse_arm, process, running
 from specray.bench.peers.llama_cpp import LlamaCpp
 from specray.bench.peers.own import Specray
-from specray.bench.peers.process import free_port
+from specray.bench.peers.process import NEVER_EPHEMERAL, free_port
 from specray.bench.peers.transformers import Transformers
 from specray.bench.peers.vllm import Vllm
 from specray.errors import ConfigError, EngineLostError
@@ -250,6 +251,18 @@ def is_alive(pid: int) -> bool:
     except OSError:
         return False
     return state != "Z"
+
+
+def test_ports_are_not_those_that_the_system_hands_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Linux hands out those from 32768 on, Ray's workers have 10002 to 19999.
+    assert (NEVER_EPHEMERAL.start, NEVER_EPHEMERAL.stop) == (20_000, 32_768)
+    with socket.socket() as listener:
+        taken = free_port()
+        listener.bind(("127.0.0.1", taken))
+        monkeypatch.setattr(process, "NEVER_EPHEMERAL", range(taken, taken + 1))
+        with pytest.raises(EngineLostError, match=f"none of 100 ports of {taken} to {taken} is free"):
+            free_port()
+    assert free_port() == taken
 
 
 async def test_a_server_and_its_children_are_gone_afterwards(tmp_path: Path) -> None:

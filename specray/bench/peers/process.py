@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import shlex
 import signal
 import socket
@@ -22,15 +23,26 @@ LOOPBACK = "127.0.0.1"
 POLL_INTERVAL_S = 0.25
 PROBE_TIMEOUT_S = 5.0
 STOP_TIMEOUT_S = 60.0
+NEVER_EPHEMERAL = range(20_000, 32_768)
+"""Of those that the system hands out, Ray's processes take a dozen while a server starts: once Ray's metrics
+answered in place of the server. Ray's workers have those below 20,000."""
+_MAX_TRIES = 100
 _NUM_LOG_LINES = 3
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port of the loopback interface that nobody listens on, of NEVER_EPHEMERAL.
+
+    Raises:
+        EngineLostError: none of many is free.
+    """
+    for _ in range(_MAX_TRIES):
+        port = random.choice(NEVER_EPHEMERAL)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            return port
+    first, last = NEVER_EPHEMERAL[0], NEVER_EPHEMERAL[-1]
+    raise EngineLostError(f"none of {_MAX_TRIES} ports of {first} to {last} is free")
 
 
 @asynccontextmanager
