@@ -106,9 +106,9 @@ async def stream(
 
     Raises like ``complete``. The deadline holds from the first step of the iterator to the last.
     """
-    deltas = _merge(
-        [_choice_stream(client, index, request, tokenizer) for index, request in enumerate(requests)]
-    )
+    choices = [_choice_stream(client, index, request, tokenizer) for index, request in enumerate(requests)]
+    # One needs no queue and no task of its own: with many streams they cost the cores that compute.
+    deltas = choices[0] if len(choices) == 1 else _merge(choices)
     deadline = asyncio.get_running_loop().time() + timeout_s
     try:
         while True:
