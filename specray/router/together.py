@@ -14,8 +14,10 @@ from statistics import fmean as mean
 from specray.router.estimates import Rate
 from specray.router.plan import Judged, Pacing
 
+FIRST_REVIEW_STEPS = 4
 REVIEW_STEPS = 16
-"""A decision stands for so many, and while about as many sessions run."""
+"""A decision stands for so many, and while about as many sessions run; one that turned, or was of another
+number, for fewer, each time twice as many: what it promised had not been tried."""
 MIN_GAIN = 1.08
 """Speculation must promise so much more than none to be taken up: none is sure, and predictions err by what
 the machine does meanwhile."""
@@ -40,6 +42,8 @@ class Together:
     _last: Pacing | None = None
     _num_running: int = 0
     """At the last decision."""
+    _num_steps: int = FIRST_REVIEW_STEPS
+    """For which it stands."""
 
     def add(self, pacing: Pacing) -> None:
         """One round of a session that takes part."""
@@ -48,9 +52,9 @@ class Together:
 
     def is_due(self, num_running: int) -> bool:
         """It is time to decide anew."""
-        if self._num_rounds >= REVIEW_STEPS * num_running or self.is_on is None:
+        if self._num_rounds >= self._num_steps * num_running or self.is_on is None:
             return True
-        return not self._num_running < 2 * num_running < 4 * self._num_running
+        return self._is_another(num_running)
 
     def mean(self, new: Pacing) -> Pacing:
         """A session as all are on average; ``new`` where none had a round yet. Begins to collect anew."""
@@ -64,8 +68,15 @@ class Together:
         """``gain`` decides."""
         self.gain = gain
         is_on = gain >= (LEAST_GAIN if self.is_on else MIN_GAIN)
-        self.num_turns += is_on is not self.is_on
+        is_turn = is_on is not self.is_on
+        is_new = is_turn or self._is_another(num_running)
+        self._num_steps = FIRST_REVIEW_STEPS if is_new else min(REVIEW_STEPS, 2 * self._num_steps)
+        self.num_turns += is_turn
         self.is_on, self._num_running = is_on, num_running
+
+    def _is_another(self, num_running: int) -> bool:
+        """Half as many sessions run as at the last decision, or twice as many."""
+        return not self._num_running < 2 * num_running < 4 * self._num_running
 
 
 def mean_of(sessions: Sequence[Pacing]) -> Pacing:

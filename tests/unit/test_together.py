@@ -8,7 +8,7 @@ from router_harness import request, speculation_config
 from specray.router.estimates import Rate
 from specray.router.plan import OFF, OFF_REVIEW_ROUNDS, Judged, Pacing, Plan
 from specray.router.policy import Policy
-from specray.router.together import LEAST_GAIN, MIN_GAIN, REVIEW_STEPS, Together, mean_of
+from specray.router.together import FIRST_REVIEW_STEPS, LEAST_GAIN, MIN_GAIN, REVIEW_STEPS, Together, mean_of
 from specray.types import SpeculationParams
 
 
@@ -55,7 +55,7 @@ def test_a_session_that_was_lucky_does_not_speculate_where_all_would_lose() -> N
         plans = step(policy, [lucky, *others])
     assert plans == [OFF] * 4
     # Alone it would go on.
-    for _ in range(2):
+    for _ in range(FIRST_REVIEW_STEPS + 2):
         plans = step(policy, [lucky])
     assert not plans[0].is_off
 
@@ -124,13 +124,18 @@ def test_decided_anew_after_some_steps_of_all_or_when_half_or_twice_as_many_run(
     together.decide(2.0, 8)
     assert [n for n in range(1, 33) if not together.is_due(n)] == list(range(5, 16))
     pacing = accepting(pair_policy(), 0.5)
-    for _ in range(REVIEW_STEPS * 8 - 1):
-        together.add(pacing)
-    assert not together.is_due(8)
-    together.add(pacing)
-    assert together.is_due(8)
-    together.mean(pacing)
-    assert not together.is_due(8)
+    lengths = []
+    for gain in (2.0, 2.0, 2.0, 0.5, 0.5):
+        num_rounds = 0
+        while not together.is_due(8):
+            together.add(pacing)
+            num_rounds += 1
+        together.mean(pacing)
+        assert not together.is_due(8)
+        together.decide(gain, 8)
+        lengths.append(num_rounds / 8)
+    # One that turned, the first of all too, is looked at again sooner.
+    assert lengths == [FIRST_REVIEW_STEPS, 8, REVIEW_STEPS, REVIEW_STEPS, FIRST_REVIEW_STEPS]
 
 
 def test_mean_is_of_those_that_had_a_round_since_and_else_of_the_last() -> None:
