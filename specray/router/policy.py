@@ -225,7 +225,8 @@ class Policy:
         pacing.rest_rounds = max(0, pacing.rest_rounds - 1)
         pacing.rounds_off = pacing.rounds_off + 1 if num_drafts == 0 else 0
         self._probes.add(is_used=num_drafts > 0 and not pacing.is_probing)
-        if self._joins(pacing):
+        if pacing.plan is not None and self._joins(pacing):
+            # Without a draft nothing is planned, and nobody would decide and forget.
             self._together.add(pacing)
         if num_drafts:
             trials = chain_trials(num_drafts, num_accepted)

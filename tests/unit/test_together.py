@@ -98,6 +98,20 @@ def test_sessions_with_a_k_of_their_own_take_no_part() -> None:
     assert [plan.num_speculative_tokens for plan in plans] == [4, 0, 0]
 
 
+def test_sessions_without_a_draft_are_forgotten_at_once() -> None:
+    policy = pair_policy()
+    for _ in range(10):
+        pacing = policy.pace(request())
+        for _ in range(100):
+            policy.observe_round(pacing, 0, 0)
+            policy.prepare(pacing, 1)
+    assert not policy._together._sessions
+    planned = policy.pace(request())
+    policy.plan(planned, num_remaining=100, num_running=1)
+    policy.observe_round(planned, 0, 0)
+    assert list(policy._together._sessions.values()) == [planned]
+
+
 # When it is decided
 
 
