@@ -14,7 +14,7 @@ from specray.router.policy import Policy
 from specray.router.probes import PROBE_INTERVAL_ROUNDS, PROBE_ROUNDS
 from specray.router.prospects import ANY_K, AUTO_K, WIDTHS
 from specray.router.records import Lookup
-from specray.router.together import MIN_GAIN, Together
+from specray.router.together import MIN_GAIN
 from specray.types import Overlap, SpeculationParams, Verification
 
 
@@ -43,8 +43,6 @@ def measured(
             policy.observe_lookup(Plan(4, Overlap.ENUMERATE, width), lookup)
         passed = index * 37 % 100 < 100 * acceptance
         policy.observe_round(pacing, 1, int(passed))
-    # Of all sessions, as of this one, the end of that counts.
-    policy._together = Together()
     pacing.plan = None
     pacing.rounds_to_review = 0
     return policy, pacing
