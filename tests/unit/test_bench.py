@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 from pathlib import Path
@@ -227,12 +228,18 @@ async def test_no_prompt_comes_twice_unless_asked_for() -> None:
 
 
 async def test_concurrency_bounds_the_requests_in_flight() -> None:
+    are_three = asyncio.Event()
+
     class Counting(FakeRouterClient):
         running, peak = 0, 0
 
         async def stream(self, request: Any) -> Any:
             Counting.running += 1
             Counting.peak = max(Counting.peak, Counting.running)
+            if Counting.running == 3:
+                are_three.set()
+            async with asyncio.timeout(10):
+                await are_three.wait()
             async for chunk in super().stream(request):
                 yield chunk
             Counting.running -= 1
