@@ -270,7 +270,7 @@ async def test_a_server_and_its_children_are_gone_afterwards(tmp_path: Path) -> 
     code = (
         "import os, signal, subprocess, sys\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import signal, time; "
-        "signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)'])\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)'])\n"
         f"open('{tmp_path}/pids', 'w').write(f'{{os.getpid()}} {{child.pid}}')\n"
         f"assert os.environ['NAME'] == 'a value'\n" + SERVE.format(port=port)
     )

@@ -103,7 +103,8 @@ async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
 async def _stop(process: asyncio.subprocess.Process) -> None:
     """Asks the server to end, then ends whatever of its group is left."""
     if process.returncode is None:
-        process.send_signal(signal.SIGINT)
+        # Not SIGINT, which is ignored by all that a shell's background job starts.
+        process.send_signal(signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
     with contextlib.suppress(ProcessLookupError):
