@@ -1,9 +1,9 @@
 """How much to speculate: for each session and step, K and the fan-out, or nothing at all.
 
 Plans are compared by the goodput that ``prospects`` predicts; whether to speculate at all, all sessions
-decide ``together``. How sure the draft is of each token, only the draft sees. So it decides which outcomes get
-branches, which a fan-out by position alone (geometric in SSD/Saguaro, arXiv 2603.03251, theorem 12) does not;
-and a proposal ends where the draft believes too little of it, K being only the most that it may have.
+decide ``together``. How sure the draft is of each token, only the draft sees. So it decides which outcomes
+get branches, which a fan-out by position alone (geometric in SSD/Saguaro, arXiv 2603.03251, theorem 12) does
+not; and a proposal ends where the draft believes too little of it, K being only the most that it may have.
 """
 
 from __future__ import annotations
