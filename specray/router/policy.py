@@ -125,7 +125,7 @@ class Policy:
         return replace(plan, num_speculative_tokens=num_remaining - 1)
 
     def prepare(self, pacing: Pacing, num_running: int) -> None:
-        """Reviews a plan that ends with the next round, now, while no engine waits for it."""
+        """Decides and reviews what would be due with the next round, now, while no engine waits for it."""
         if pacing.plan is None or pacing.fixed_k == 0:
             return
         self._decide(pacing, num_running)
@@ -268,7 +268,7 @@ class Policy:
         """Whether all speculate, when that is due."""
         if not self._joins(pacing) or not self._together.is_due(num_running):
             return
-        gain = self._prospects.gain(self._together.mean(pacing), num_running)
+        gain = self._prospects.gain(self._together.take_mean(pacing), num_running)
         if gain is not None:
             self._together.decide(gain, num_running)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import fmean as mean
+from statistics import fmean
 
 from specray.router.estimates import Rate
 from specray.router.plan import Judged, Pacing
@@ -56,7 +56,7 @@ class Together:
             return True
         return self._is_another(num_running)
 
-    def mean(self, new: Pacing) -> Pacing:
+    def take_mean(self, new: Pacing) -> Pacing:
         """A session as all are on average; ``new`` where none had a round yet. Begins to collect anew."""
         if self._sessions:
             self._last = mean_of(list(self._sessions.values()))
@@ -83,11 +83,11 @@ def mean_of(sessions: Sequence[Pacing]) -> Pacing:
     """A session as these, of which there is one at least, are on average."""
     judged = [pacing.judged for pacing in sessions]
     return Pacing(
-        Rate(mean(pacing.acceptance.value for pacing in sessions)),
-        Rate(mean(pacing.continuation.value for pacing in sessions)),
+        Rate(fmean(pacing.acceptance.value for pacing in sessions)),
+        Rate(fmean(pacing.continuation.value for pacing in sessions)),
         Judged(
-            Rate(mean(one.num_drafts.value for one in judged)),
-            Rate(mean(one.num_accepted.value for one in judged)),
+            Rate(fmean(one.num_drafts.value for one in judged)),
+            Rate(fmean(one.num_accepted.value for one in judged)),
         ),
         draft_is_judge=2 * sum(pacing.draft_is_judge for pacing in sessions) > len(sessions),
     )

@@ -144,7 +144,7 @@ def test_decided_anew_after_some_steps_of_all_or_when_half_or_twice_as_many_run(
         while not together.is_due(8):
             together.add(pacing)
             num_rounds += 1
-        together.mean(pacing)
+        together.take_mean(pacing)
         assert not together.is_due(8)
         together.decide(gain, 8)
         lengths.append(num_rounds / 8)
@@ -157,13 +157,13 @@ def test_mean_is_of_those_that_had_a_round_since_and_else_of_the_last() -> None:
     new, poor, rich = (
         Pacing(Rate(value), Rate(0.5), Judged(Rate(8.0), Rate(4.0))) for value in (0.1, 0.3, 0.7)
     )
-    assert together.mean(new) is new
+    assert together.take_mean(new) is new
     for pacing in (poor, rich, rich):
         together.add(pacing)
-    assert together.mean(new).acceptance.value == pytest.approx(0.5)
-    assert together.mean(new).acceptance.value == pytest.approx(0.5)
+    assert together.take_mean(new).acceptance.value == pytest.approx(0.5)
+    assert together.take_mean(new).acceptance.value == pytest.approx(0.5)
     together.add(rich)
-    assert together.mean(new).acceptance.value == pytest.approx(0.7)
+    assert together.take_mean(new).acceptance.value == pytest.approx(0.7)
 
 
 def test_mean_session_is_as_all_are_on_average() -> None:
