@@ -152,6 +152,7 @@ def _ray(config: Config) -> Iterator[None]:
 
     from specray.serving.app import num_cpus
 
+    handlers = _handlers()
     print("specray: starting Ray", file=sys.stderr, flush=True)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     if is_own:
@@ -169,10 +170,23 @@ def _ray(config: Config) -> Iterator[None]:
         print(f"specray: what its processes log is in {session}/logs", file=sys.stderr, flush=True)
     else:
         ray.init(logging_level=logging.WARNING, log_to_driver=True)
+    _restore(handlers)
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _handlers() -> dict[int, Any]:
+    return {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+
+def _restore(handlers: dict[int, Any]) -> None:
+    """Undoes what ``ray.init`` does: its handlers of SIGTERM print a stack and exit with 15."""
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in handlers.items():
+            if handler is not None:
+                signal.signal(number, handler)
 
 
 def _run(config: Config) -> None:

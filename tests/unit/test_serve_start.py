@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from checkpoints import write_checkpoint
 from transformers import AutoConfig, T5Config
 
 from specray.cli.app import run
+from specray.serving import launch
 from specray.serving.launch import root_cause
 
 EXIT_WRONG_INPUT = 2
@@ -120,3 +122,13 @@ def test_root_cause_of_a_start_that_failed_in_an_actor() -> None:
     assert root_cause(["", message]) == "cache_memory_gib is 0.001; one sequence needs 0.005 GiB"
     assert root_cause(["first\nlast line\n"]) == "last line"
     assert root_cause(["", ""]) == "Serve does not say why"
+
+
+def test_what_ray_does_to_signals_is_undone() -> None:
+    before = launch._handlers()
+    try:
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        launch._restore(before)
+        assert launch._handlers() == before
+    finally:
+        signal.signal(signal.SIGTERM, before[signal.SIGTERM])
