@@ -58,7 +58,7 @@ def main() -> None:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", arguments.port), Handler)
-    signal.signal(signal.SIGINT, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     write("start")
     try:
         server.serve_forever()
