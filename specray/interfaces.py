@@ -9,17 +9,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol, runtime_checkable
 
-from specray.types import (
-    DraftReplies,
-    EngineInfo,
-    GenerateRequest,
-    OutputChunk,
-    RequestLife,
-    ServiceInfo,
-    SpeculateItem,
-    TargetReplies,
-    VerifyItem,
-)
+from specray.requests import GenerateRequest, OutputChunk, RequestLife, ServiceInfo
+from specray.types import DraftReplies, EngineInfo, SpeculateItem, TargetReplies, VerifyItem
 
 
 class Drafter(Protocol):

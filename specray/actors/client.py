@@ -16,9 +16,9 @@ from ray.serve.handle import DeploymentHandle
 from specray.actors.mailbox import Mailbox
 from specray.errors import EngineLostError, OverloadedError, SpecrayError
 from specray.interfaces import Clock
+from specray.requests import GenerateRequest, OutputChunk, ServiceInfo
 from specray.router.clock import SystemClock
 from specray.router.delivery import Delivery
-from specray.types import GenerateRequest, OutputChunk, ServiceInfo
 
 SERVE_ERRORS = (RayError, BackPressureError, DeploymentUnavailableError, RequestCancelledError)
 """What a call through a Serve handle may raise besides its own result."""

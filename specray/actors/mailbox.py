@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from specray.requests import OutputChunk
 from specray.router.delivery import Delivery
 from specray.rpc.channel import ChannelOptions
 from specray.rpc.delivery import DeliveryServer
-from specray.types import OutputChunk
 
 
 class Mailbox:

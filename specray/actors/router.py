@@ -20,13 +20,13 @@ from specray.actors.target_source import TargetSource
 from specray.actors.telemetry import SpansElsewhere, begin_logs, begin_traces, with_labels
 from specray.config import Config, parse_config
 from specray.interfaces import DrafterSource, RequestTracer
+from specray.requests import GenerateRequest, OutputChunk, ServiceInfo
 from specray.router import Router
 from specray.router.clock import SystemClock
 from specray.rpc.channel import channel_options
 from specray.rpc.loop_thread import LoopThread, run_on
 from specray.rpc.verifier import GrpcVerifier
 from specray.tokenization import Tokenizer, make_stop_matcher
-from specray.types import GenerateRequest, OutputChunk, ServiceInfo
 
 T = TypeVar("T")
 

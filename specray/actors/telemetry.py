@@ -13,9 +13,9 @@ from ray.serve.handle import DeploymentHandle
 
 from specray.actors.client import SERVE_ERRORS
 from specray.config import Config
+from specray.requests import RequestLife
 from specray.telemetry.exposition import labelled, merged
 from specray.telemetry.logs import configure_logging
-from specray.types import RequestLife
 
 if TYPE_CHECKING:
     from specray.telemetry.tracing import Tracing

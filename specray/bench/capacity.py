@@ -21,13 +21,14 @@ from specray.errors import ConfigError
 from specray.planning.fit import Sweep, fit_acceptance, fit_draft, fit_router, fit_target
 from specray.planning.profile import MeasuredOutput, Profile
 from specray.planning.samples import Samples, read_hits, read_samples
+from specray.requests import GenerateRequest, SpeculationParams
 from specray.router import Router
 from specray.router.trace import TraceEvent, decode_trace
 from specray.rpc.drafter import GrpcDrafter
 from specray.rpc.verifier import GrpcVerifier
 from specray.serving.local import CONNECT_TIMEOUT_S, WORKER_COMMAND, LocalPair, local_pair
 from specray.tokenization import Tokenizer
-from specray.types import EngineInfo, GenerateRequest, Overlap, SamplingParams, SpeculationParams
+from specray.types import EngineInfo, Overlap, SamplingParams
 
 SERIAL_KS = (0, 1, 3, 6, 12)
 OVERLAPPED_KS = (2, 4)

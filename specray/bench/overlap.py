@@ -17,10 +17,11 @@ from specray.bench.relay import relay
 from specray.bench.stats import speedup_in_turns
 from specray.config import Config, parse_config
 from specray.metrics import RouterMetrics
+from specray.requests import GenerateRequest
 from specray.router import Router
 from specray.serving.local import LocalPair, local_pair
 from specray.tokenization import Tokenizer
-from specray.types import GenerateRequest, Overlap, SamplingParams
+from specray.types import Overlap, SamplingParams
 
 if TYPE_CHECKING:
     from rich.table import Table

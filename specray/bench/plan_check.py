@@ -19,10 +19,11 @@ from specray.config import Config
 from specray.planning.fleet import Kit, simulate_closed
 from specray.planning.load import ClosedLoad, FixedLength, ListedLength
 from specray.planning.results import RunResult
+from specray.requests import GenerateRequest
 from specray.router import Router
 from specray.serving.local import WORKER_COMMAND, LocalPair, local_pair
 from specray.tokenization import Tokenizer
-from specray.types import GenerateRequest, SamplingParams
+from specray.types import SamplingParams
 
 _REQUESTS_PER_CLIENT = 3
 _NUM_SIMULATIONS = 5

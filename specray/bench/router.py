@@ -11,8 +11,9 @@ from typing import TypeVar
 from specray.config import SpeculationConfig
 from specray.fakes import FakeDraft, FakeDrafterSource, FakeTarget, LocalDrafter, LocalVerifier, NoisyGuesser
 from specray.interfaces import DraftEngine, TargetEngine
+from specray.requests import GenerateRequest
 from specray.router import Router, SystemClock
-from specray.types import GenerateRequest, Overlap, SamplingParams
+from specray.types import Overlap, SamplingParams
 
 ItemT = TypeVar("ItemT")
 RepliesT = TypeVar("RepliesT")

@@ -15,11 +15,12 @@ from specray.bench.timeline import Summary, Timeline, changed_plans
 from specray.bench.timeline_chart import plan_text, shortened
 from specray.config import Config, api_key
 from specray.errors import ConfigError, EngineLostError
+from specray.requests import GenerateRequest
 from specray.router.records import FILLER
 from specray.router.trace import TraceEvent, decode_trace
 from specray.serving.local import local_router
 from specray.tokenization import Tokenizer
-from specray.types import GenerateRequest, SamplingParams
+from specray.types import SamplingParams
 
 FETCH_TIMEOUT_S = 30.0
 _NOT_FOUND = 404

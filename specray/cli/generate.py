@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specray.cli.serve import Setting
-from specray.types import SpeculationStats
+from specray.requests import SpeculationStats
 
 if TYPE_CHECKING:
     from specray.config import Config

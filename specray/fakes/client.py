@@ -6,14 +6,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 from specray.errors import EngineLostError
 from specray.interfaces import Clock, StopMatcherFactory
-from specray.types import (
-    FinishReason,
-    GenerateRequest,
-    OutputChunk,
-    ServiceInfo,
-    SpeculationStats,
-    TokenLogprobs,
-)
+from specray.requests import FinishReason, GenerateRequest, OutputChunk, ServiceInfo, SpeculationStats
+from specray.types import TokenLogprobs
 
 
 def echo(request: GenerateRequest) -> tuple[int, ...]:

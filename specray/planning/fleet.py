@@ -21,8 +21,9 @@ from specray.planning.results import Outcome, RunResult, Slo, spread
 from specray.planning.scripts import VOCAB_SIZE, ReplayedScript, Scripts
 from specray.planning.target import RequestTimes, SimulatedTarget
 from specray.planning.times import DraftTimes, TargetTimes
+from specray.requests import GenerateRequest
 from specray.router import Router
-from specray.types import GenerateRequest, SamplingParams
+from specray.types import SamplingParams
 
 _DRAIN_FACTOR = 1.0
 """After the window, which is longer than any request should take, those that it saw arrive have so many

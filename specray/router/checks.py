@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from specray.errors import InvalidRequestError
+from specray.requests import GenerateRequest, SpeculationParams
 from specray.router.session import MAX_SPECULATIVE_TOKENS
-from specray.types import DraftKind, EngineInfo, GenerateRequest, SamplingParams, SpeculationParams
+from specray.types import DraftKind, EngineInfo, SamplingParams
 
 
 def check_request(

@@ -7,7 +7,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 
 from specray.interfaces import Clock
-from specray.types import FinishReason, OutputChunk, SpeculationStats, TokenLogprobs
+from specray.requests import FinishReason, OutputChunk, SpeculationStats
+from specray.types import TokenLogprobs
 
 
 class Delivery:

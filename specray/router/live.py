@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from specray.requests import RequestLife
 from specray.router.delivery import Delivery
 from specray.router.local_draft import LocalDraft
 from specray.router.plan import OFF, Pacing, Plan
 from specray.router.session import Session
-from specray.types import RequestLife
 
 
 @dataclass(slots=True, eq=False)

@@ -14,13 +14,14 @@ from typing import Final
 
 from specray.config import SpeculationConfig
 from specray.drafting import LONG_MATCH_LEN, OutputStore, OutputStores, SessionProposer, make_proposer
+from specray.requests import GenerateRequest
 from specray.router.expected import expected_tokens
 from specray.router.plan import Pacing
 from specray.router.policy import Policy
 from specray.router.prospects import MAX_ACCEPTANCE
 from specray.router.records import FILLER, Drafted
 from specray.router.session import MAX_SPECULATIVE_TOKENS, Session
-from specray.types import DraftKind, GenerateRequest
+from specray.types import DraftKind
 
 PRIOR_ACCEPTANCE: Final[Mapping[str, float]] = MappingProxyType(
     {DraftKind.NGRAM: 0.5, DraftKind.SUFFIX: 0.5, FILLER: 0.3}

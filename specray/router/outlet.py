@@ -7,9 +7,9 @@ import contextlib
 
 from specray.errors import SpecrayError
 from specray.interfaces import Clock
+from specray.requests import OutputChunk
 from specray.router.clock import within
 from specray.router.delivery import Delivery
-from specray.types import OutputChunk
 
 
 class Outlet:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from specray.config import SpeculationConfig
+from specray.requests import GenerateRequest
 from specray.router.estimates import OutcomesTime, Rate, chain_trials
 from specray.router.expected import prior_hit_rate
 from specray.router.measured import Measured
@@ -22,7 +23,7 @@ from specray.router.records import Lookup
 from specray.router.session import MAX_SPECULATIVE_TOKENS
 from specray.router.together import Together
 from specray.router.trace import Trace
-from specray.types import DraftKind, GenerateRequest, Overlap, StepTime, Verification
+from specray.types import DraftKind, Overlap, StepTime, Verification
 
 PRIOR_ACCEPTANCE = 0.7
 ACCEPTANCE_FADING = 0.998

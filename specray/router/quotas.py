@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specray.errors import OverloadedError
-from specray.types import GenerateRequest
+from specray.requests import GenerateRequest
 
 _RETRY_AFTER_S = 1.0
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
+from specray.requests import SpeculationStats
 from specray.types import (
     DraftKind,
     DraftReply,
     SparseProbs,
     SpeculateItem,
-    SpeculationStats,
     TargetReply,
     TokenLogprobs,
     VerifyItem,

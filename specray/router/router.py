@@ -15,6 +15,7 @@ from specray.config import RouterConfig, SpeculationConfig
 from specray.errors import EngineLostError, InvalidRequestError, OverloadedError
 from specray.interfaces import Clock, DrafterSource, RequestTracer, StopMatcherFactory, Verifier
 from specray.metrics import RouterMetrics
+from specray.requests import GenerateRequest, OutputChunk, ServiceInfo
 from specray.router.checks import check_request, probe_request
 from specray.router.clock import SystemClock, within
 from specray.router.delivery import Delivery
@@ -33,14 +34,7 @@ from specray.router.rounds import Rounds
 from specray.router.session import Session
 from specray.router.sessions import Sessions
 from specray.router.trace import Trace, encode_trace
-from specray.types import (
-    DraftKind,
-    EngineInfo,
-    GenerateRequest,
-    OutputChunk,
-    Overlap,
-    ServiceInfo,
-)
+from specray.types import DraftKind, EngineInfo, Overlap
 
 logger = logging.getLogger(__name__)
 

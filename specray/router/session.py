@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from specray.errors import ProtocolError
 from specray.interfaces import StopMatcher
+from specray.requests import FinishReason, GenerateRequest
 from specray.router.records import (
     NOTHING_DRAFTED,
     Commit,
@@ -28,8 +29,6 @@ from specray.router.records import (
 from specray.router.stops import StopConditions
 from specray.types import (
     Branch,
-    FinishReason,
-    GenerateRequest,
     ItemFailed,
     Outcomes,
     Proposal,

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from specray.errors import DeadlineExceededError, EngineLostError, OverloadedError, SpecrayError
 from specray.interfaces import RequestTracer
 from specray.metrics import RouterMetrics
+from specray.requests import FinishReason
 from specray.router.live import LiveSession
 from specray.router.queue import AdmissionQueue
 from specray.router.quotas import Quotas
-from specray.types import FinishReason
 
 RETRY_S = 0.1
 """A session that finds no room on an idle target tries again so much later."""

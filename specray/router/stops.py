@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from specray.interfaces import StopMatcher
-from specray.types import FinishReason, GenerateRequest
+from specray.requests import FinishReason, GenerateRequest
 
 
 class Cut(NamedTuple):

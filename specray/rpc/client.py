@@ -9,12 +9,12 @@ from typing import Self
 import grpc
 from grpc import aio
 
+from specray.requests import ServiceInfo
 from specray.rpc.channel import ChannelOptions, parse_peer
 from specray.rpc.inference import INFERENCE_SERVICE
 from specray.rpc.inference_codec import decode_generate_event, decode_service_info, encode_generate_request
 from specray.rpc.inference_types import GenerateEvent, GenerateParams
 from specray.rpc.status import error_of
-from specray.types import ServiceInfo
 
 
 class SpecrayClient:

@@ -11,10 +11,10 @@ import grpc
 from grpc import aio
 
 from specray.errors import ConfigError, EngineLostError, ProtocolError
+from specray.requests import OutputChunk
 from specray.rpc.channel import ChannelOptions, bind, open_channel, parse_address, parse_peer
 from specray.rpc.connection import describe
 from specray.rpc.delivery_codec import decode_chunks, encode_chunks
-from specray.types import OutputChunk
 
 logger = logging.getLogger(__name__)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specray.errors import ProtocolError
+from specray.requests import FinishReason, OutputChunk
 from specray.rpc.codec_values import decode_token_logprobs, encode_token_logprobs, parse
 from specray.rpc.inference_codec import (
     FINISH_REASON_FROM_PB,
@@ -13,7 +14,6 @@ from specray.rpc.inference_codec import (
     encode_stats,
 )
 from specray.rpc.pb import delivery_pb2, inference_pb2
-from specray.types import FinishReason, OutputChunk
 
 _REASON_TO_PB = {**FINISH_REASON_TO_PB, FinishReason.ERROR: inference_pb2.FINISH_REASON_ERROR}
 _REASON_FROM_PB = {**FINISH_REASON_FROM_PB, inference_pb2.FINISH_REASON_ERROR: FinishReason.ERROR}

@@ -10,6 +10,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from specray.errors import InvalidRequestError, ProtocolError
+from specray.requests import FinishReason, ServiceInfo, SpeculationStats
 from specray.rpc.codec_values import (
     decode_logit_bias,
     decode_token_logprobs,
@@ -21,7 +22,7 @@ from specray.rpc.codec_values import (
 )
 from specray.rpc.inference_types import GenerateEvent, GenerateParams, Usage
 from specray.rpc.pb import inference_pb2, types_pb2
-from specray.types import DraftKind, FinishReason, ServiceInfo, SpeculationStats, Verification
+from specray.types import DraftKind, Verification
 
 FINISH_REASON_TO_PB = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,

@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from specray.types import DraftKind, FinishReason, ServiceInfo, SpeculationStats, TokenLogprobs, Verification
+from specray.requests import FinishReason, ServiceInfo, SpeculationStats
+from specray.types import DraftKind, TokenLogprobs, Verification
 
 
 @dataclass(frozen=True, slots=True)

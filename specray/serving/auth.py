@@ -17,10 +17,10 @@ from typing import Final, Self
 
 from specray.errors import InvalidRequestError, OverloadedError, UnauthenticatedError
 from specray.interfaces import RouterClient
+from specray.requests import GenerateRequest, Quota, SpeculationParams
 from specray.sections import AuthConfig, KeyConfig
 from specray.serving.generation import Delta, close, complete, stream
 from specray.tokenization import Tokenizer
-from specray.types import GenerateRequest, Quota, SpeculationParams
 
 KEY_PREFIX: Final = "sk-specray-"
 _KEY_BYTES: Final = 32

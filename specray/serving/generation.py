@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from specray.errors import EngineLostError, SpecrayError
 from specray.interfaces import RouterClient
+from specray.requests import FinishReason, GenerateRequest, OutputChunk, SpeculationStats
 from specray.tokenization import TextStream, Tokenizer
-from specray.types import FinishReason, GenerateRequest, OutputChunk, SpeculationStats, TokenLogprobs
+from specray.types import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from specray.config import Config
 from specray.errors import InvalidRequestError
 from specray.interfaces import RouterClient
+from specray.requests import GenerateRequest, ServiceInfo
 from specray.rpc.inference import Admitter, GenerateEvent, GenerateParams, Usage
 from specray.rpc.status import status_of
 from specray.serving.auth import Caller, Keyring, stream_for
@@ -29,7 +30,6 @@ from specray.serving.validation import (
     to_generate_requests,
 )
 from specray.tokenization import Tokenizer
-from specray.types import GenerateRequest, ServiceInfo
 
 _LEAST_TIMEOUT_S = 0.001
 

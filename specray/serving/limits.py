@@ -7,9 +7,9 @@ import asyncio
 from specray.config import Config
 from specray.errors import EngineLostError
 from specray.interfaces import RouterClient
+from specray.requests import ServiceInfo
 from specray.serving.validation import Limits
 from specray.tokenization import Tokenizer
-from specray.types import ServiceInfo
 
 INFO_TIMEOUT_S = 30.0
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from specray.config import Config
 from specray.interfaces import RouterClient
+from specray.requests import GenerateRequest
 from specray.serving.auth import Caller, complete_for, stream_for
 from specray.serving.generation import Delta, close
 from specray.serving.limits import ServiceLimits
@@ -21,7 +22,6 @@ from specray.serving.responses import ChatFormat, CompletionFormat, Header, Json
 from specray.serving.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields, parse_request
 from specray.serving.validation import Limits, check_model, check_options, to_generate_requests
 from specray.tokenization import Tokenizer
-from specray.types import GenerateRequest
 
 DEADLINE_MARGIN_S = 15.0
 """The router keeps a request's deadline; the ingress gives up this much later, if the router is silent."""

@@ -16,10 +16,10 @@ from typing import TypeVar
 from specray.config import Config
 from specray.errors import OverloadedError
 from specray.interfaces import RouterClient
+from specray.requests import GenerateRequest, OutputChunk, ServiceInfo
 from specray.router.queue import RetryAdvice
 from specray.serving.entrance import Entrance, arrive
 from specray.serving.generation import close
-from specray.types import GenerateRequest, OutputChunk, ServiceInfo
 
 PROBE_S = 0.5
 """So long a tenant's refusal is believed when nothing that this ingress sees has ended since; another ingress

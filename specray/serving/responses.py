@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from specray.requests import SpeculationStats
 from specray.serving.generation import Delta
 from specray.tokenization import Tokenizer
-from specray.types import SpeculationStats, TokenLogprobs
+from specray.types import TokenLogprobs
 
 Json = dict[str, Any]
 

@@ -14,7 +14,8 @@ from types import MappingProxyType
 from typing import Final
 
 from specray.errors import InvalidRequestError, ModelNotFoundError
-from specray.types import DraftKind, GenerateRequest, SamplingParams, SpeculationParams, Verification
+from specray.requests import GenerateRequest, SpeculationParams
+from specray.types import DraftKind, SamplingParams, Verification
 
 _UINT64: Final = (1 << 64) - 1
 # Below these, float32 on the way to the engine or in its softmax would make them zero or infinite; the

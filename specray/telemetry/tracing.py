@@ -30,8 +30,8 @@ from opentelemetry.util.types import AttributeValue
 
 from specray import __version__
 from specray.errors import ConfigError
+from specray.requests import FinishReason, RequestLife
 from specray.sections import TelemetryConfig
-from specray.types import FinishReason, RequestLife
 
 Attributes = Mapping[str, AttributeValue]
 OTLP_PACKAGE: Final = "opentelemetry-exporter-otlp-proto-http"

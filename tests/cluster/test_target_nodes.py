@@ -21,9 +21,10 @@ from specray.actors.placement import GroupPlacement, place_group, ray_nodes
 from specray.actors.target_source import TargetSource
 from specray.config import Config, parse_config
 from specray.errors import ConfigError
+from specray.requests import GenerateRequest
 from specray.router import Router
 from specray.rpc.verifier import GrpcVerifier
-from specray.types import GenerateRequest, SamplingParams
+from specray.types import SamplingParams
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 

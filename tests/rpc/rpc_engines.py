@@ -8,17 +8,16 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from specray.requests import FinishReason, ServiceInfo
 from specray.rpc.inference import GenerateEvent, GenerateParams, Usage
 from specray.types import (
     PROTOCOL_VERSION,
     DraftReplies,
     DraftReply,
     EngineInfo,
-    FinishReason,
     ItemFailed,
     Proposal,
     SamplingParams,
-    ServiceInfo,
     SpeculateItem,
     TargetReplies,
     TargetReply,

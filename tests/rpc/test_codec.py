@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from specray.errors import InvalidRequestError, ProtocolError
+from specray.requests import FinishReason, ServiceInfo, SpeculationStats
 from specray.rpc import codec, inference_codec
 from specray.rpc.codec import RequestBatch
 from specray.rpc.inference import GenerateEvent, GenerateParams, Usage
@@ -20,15 +21,12 @@ from specray.types import (
     DraftKind,
     DraftReplies,
     EngineInfo,
-    FinishReason,
     ItemFailed,
     Outcomes,
     Proposal,
     SamplingParams,
-    ServiceInfo,
     SparseProbs,
     SpeculateItem,
-    SpeculationStats,
     StepTime,
     TargetReplies,
     TokenLogprobs,

@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from specray.actors.mailbox import Mailbox
 from specray.actors.outlets import Outlets
 from specray.errors import EngineLostError, ProtocolError
+from specray.requests import FinishReason, OutputChunk, SpeculationStats
 from specray.router.clock import SystemClock
 from specray.rpc.channel import ChannelOptions
 from specray.rpc.delivery import DeliveryConnection, DeliveryServer
 from specray.rpc.delivery_codec import decode_chunks, encode_chunks
 from specray.rpc.pb import delivery_pb2
 from specray.rpc.security import PeerSecurity
-from specray.types import FinishReason, OutputChunk, SpeculationStats, TokenLogprobs
+from specray.types import TokenLogprobs
 
 DEADLINE_S = 10.0
 

@@ -25,13 +25,13 @@ from specray.errors import (
     OverloadedError,
     SpecrayError,
 )
+from specray.requests import FinishReason
 from specray.rpc.channel import ChannelOptions
 from specray.rpc.client import SpecrayClient
 from specray.rpc.event_loop import new_event_loop
 from specray.rpc.inference import GenerateEvent, GenerateParams, InferenceServer, Usage
 from specray.rpc.loop_thread import LoopThread
 from specray.rpc.pb import inference_pb2, inference_pb2_grpc
-from specray.types import FinishReason
 
 DEADLINE_S = 10.0
 GENERATE = "/specray.v1.InferenceService/Generate"

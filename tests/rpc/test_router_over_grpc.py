@@ -11,11 +11,12 @@ from specray.config import SpeculationConfig
 from specray.errors import EngineLostError
 from specray.fakes import FakeDraft, FakeTarget, NoisyGuesser
 from specray.interfaces import Drafter
+from specray.requests import GenerateRequest
 from specray.router import Router
 from specray.rpc.drafter import GrpcDrafter
 from specray.rpc.server import draft_server, target_server
 from specray.rpc.verifier import GrpcVerifier
-from specray.types import GenerateRequest, Overlap, SamplingParams
+from specray.types import Overlap, SamplingParams
 
 DEADLINE_S = 30.0
 NUM_TOKENS = 200

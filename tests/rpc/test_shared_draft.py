@@ -14,6 +14,7 @@ from specray.config import SpeculationConfig
 from specray.fakes import FakeDraft, FakeTarget, NoisyGuesser
 from specray.fakes.engines import fake_info
 from specray.interfaces import DraftEngine, Drafter
+from specray.requests import GenerateRequest
 from specray.router import Router
 from specray.rpc.drafter import GrpcDrafter
 from specray.rpc.server import EngineServer, draft_server, target_server
@@ -21,7 +22,6 @@ from specray.rpc.verifier import GrpcVerifier
 from specray.types import (
     DraftReplies,
     DraftReply,
-    GenerateRequest,
     ItemFailed,
     Proposal,
     SamplingParams,

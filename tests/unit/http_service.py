@@ -15,10 +15,10 @@ from tiny_tokenizer import tiny_tokenizer
 from specray.config import Config, parse_config
 from specray.fakes import FakeRouterClient
 from specray.interfaces import RouterClient
+from specray.requests import GenerateRequest, ServiceInfo
 from specray.serving.http import build_http_app
 from specray.serving.observe import CallObserver
 from specray.tokenization import Tokenizer, make_stop_matcher
-from specray.types import GenerateRequest, ServiceInfo
 
 MODEL = "tiny"
 TOKENIZER = tiny_tokenizer()

@@ -20,8 +20,9 @@ from specray.fakes import (
     VirtualClock,
 )
 from specray.interfaces import Drafter, DrafterSource, Verifier
+from specray.requests import GenerateRequest, SpeculationParams
 from specray.router import Router
-from specray.types import DraftKind, GenerateRequest, SamplingParams, SpeculationParams
+from specray.types import DraftKind, SamplingParams
 
 T = TypeVar("T")
 MODEL = ToyModel()

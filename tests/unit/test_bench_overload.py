@@ -22,7 +22,7 @@ from specray.bench.overload_report import memory_table, overload_table
 from specray.bench.raw_http import RawAnswer, RawClient
 from specray.errors import ConfigError, EngineLostError, OverloadedError
 from specray.fakes import FakeRouterClient
-from specray.types import GenerateRequest, OutputChunk
+from specray.requests import GenerateRequest, OutputChunk
 
 BODY = json.dumps({"model": MODEL, "prompt": "a", "max_tokens": 8, "stream": True}).encode()
 

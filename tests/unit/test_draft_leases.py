@@ -12,7 +12,8 @@ from router_harness import MODEL, TARGET_S, expected, fake_draft, request, route
 from specray.errors import EngineLostError
 from specray.fakes import FakeDraft, LocalDrafter, PerfectGuesser, VirtualClock
 from specray.interfaces import Drafter
-from specray.types import DraftReplies, OutputChunk, SpeculateItem, SpeculationParams
+from specray.requests import OutputChunk, SpeculationParams
+from specray.types import DraftReplies, SpeculateItem
 
 
 class LeavingDrafter(LocalDrafter):

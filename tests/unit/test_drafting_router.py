@@ -29,10 +29,11 @@ from specray.fakes import (
 )
 from specray.fakes.engines import fake_info
 from specray.interfaces import Drafter
+from specray.requests import GenerateRequest, OutputChunk, SpeculationParams
 from specray.router.local_draft import LocalDraft, LocalDrafts
 from specray.router.policy import PRIOR_ACCEPTANCE, Policy
 from specray.router.session import Session
-from specray.types import DraftKind, GenerateRequest, OutputChunk, SpeculationParams, Verification
+from specray.types import DraftKind, Verification
 
 # Its output goes round in a circle after at most 8 tokens, so that lookups succeed.
 REPEATING = ToyModel(vocab_size=8, context_len=1)

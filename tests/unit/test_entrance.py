@@ -12,9 +12,9 @@ from http_service import INFO, MODEL, REPLY, endless, say, serving, wait_until
 from specray.config import parse_config
 from specray.errors import EngineLostError, OverloadedError
 from specray.fakes import FakeRouterClient
+from specray.requests import ServiceInfo
 from specray.serving.entrance import Entrance, arrive
 from specray.serving.refusals import KnownRoom
-from specray.types import ServiceInfo
 
 TEXT = {"prompt": "a", "max_tokens": 4}
 

@@ -21,8 +21,8 @@ from specray.fakes import (
     Transport,
     VirtualClock,
 )
+from specray.requests import FinishReason
 from specray.types import (
-    FinishReason,
     ItemFailed,
     Outcomes,
     Overlap,

@@ -15,10 +15,10 @@ from specray.config import parse_config
 from specray.errors import DeadlineExceededError, InvalidRequestError, ModelNotFoundError, OverloadedError
 from specray.fakes import FakeRouterClient
 from specray.interfaces import RouterClient
+from specray.requests import FinishReason
 from specray.rpc.client import SpecrayClient
 from specray.rpc.inference import GenerateParams, InferenceServer
 from specray.serving.grpc_ingress import GrpcIngress
-from specray.types import FinishReason
 
 
 @asynccontextmanager

@@ -15,14 +15,8 @@ from tiny_tokenizer import EOS
 from specray.config import parse_config
 from specray.errors import DeadlineExceededError, EngineLostError, InvalidRequestError, OverloadedError
 from specray.fakes import FakeRouterClient
-from specray.types import (
-    DraftKind,
-    FinishReason,
-    GenerateRequest,
-    OutputChunk,
-    SpeculationParams,
-    Verification,
-)
+from specray.requests import FinishReason, GenerateRequest, OutputChunk, SpeculationParams
+from specray.types import DraftKind, Verification
 
 NUM_REPLY = len(TOKENIZER.encode(REPLY))
 USER = [{"role": "user", "content": "hi"}]

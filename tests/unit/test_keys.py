@@ -11,9 +11,10 @@ from specray.bench.client import key_header
 from specray.cli import main
 from specray.config import api_key, parse_config
 from specray.errors import ConfigError, OverloadedError
+from specray.requests import GenerateRequest, SpeculationParams
 from specray.sections import KeyConfig
 from specray.serving.auth import Caller, Keyring, key_hash, new_key
-from specray.types import GenerateRequest, SamplingParams, SpeculationParams
+from specray.types import SamplingParams
 
 KEY, OTHER_KEY = new_key(), new_key()
 

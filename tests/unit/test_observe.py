@@ -19,6 +19,7 @@ from specray.config import parse_config
 from specray.errors import EngineLostError, InvalidRequestError, OverloadedError
 from specray.fakes import FakeRouterClient
 from specray.interfaces import RouterClient
+from specray.requests import GenerateRequest, OutputChunk
 from specray.rpc.inference_types import GenerateParams
 from specray.sections import LoggingConfig
 from specray.serving.auth import Caller, Keyring, key_hash, new_key
@@ -27,7 +28,6 @@ from specray.serving.metrics import IngressMetrics
 from specray.serving.observe import CallObserver
 from specray.telemetry.logs import extra_fields
 from specray.telemetry.tracing import Tracing
-from specray.types import GenerateRequest, OutputChunk
 
 PROMPT = "hello"
 BODY = {"model": MODEL, "prompt": PROMPT, "max_tokens": 8, "temperature": 0}

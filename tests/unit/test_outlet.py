@@ -9,9 +9,9 @@ from router_harness import expected, request, serving
 
 from specray.errors import EngineLostError
 from specray.fakes import VirtualClock
+from specray.requests import FinishReason, OutputChunk
 from specray.router.delivery import Delivery
 from specray.router.outlet import Outlet
-from specray.types import FinishReason, OutputChunk
 
 INTERVAL_S = 0.020
 

@@ -22,7 +22,7 @@ from router_harness import (
 
 from specray.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
 from specray.fakes import FakeDraft, FakeTarget, NoisyGuesser, VirtualClock
-from specray.types import GenerateRequest, SpeculationParams
+from specray.requests import GenerateRequest, SpeculationParams
 
 ONE_PLACE = {"max_num_seqs": 1}
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from router_harness import request, speculation_config
 
+from specray.requests import SpeculationParams
 from specray.router.estimates import Average, OutcomesTime, Rate, TimeTable, chain_trials
 from specray.router.expected import expected_drafts, expected_tokens, prior_hit_rate
 from specray.router.plan import OFF, OFF_REVIEW_ROUNDS, Pacing, Plan
@@ -15,7 +16,7 @@ from specray.router.probes import PROBE_INTERVAL_ROUNDS, PROBE_ROUNDS
 from specray.router.prospects import ANY_K, AUTO_K, WIDTHS
 from specray.router.records import Lookup
 from specray.router.together import MIN_GAIN
-from specray.types import Overlap, SpeculationParams, Verification
+from specray.types import Overlap, Verification
 
 
 def measured(

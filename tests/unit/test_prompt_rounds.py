@@ -23,10 +23,11 @@ from router_harness import (
 from specray.errors import ProtocolError
 from specray.fakes import FakeTarget, VirtualClock
 from specray.metrics import RouterMetrics
+from specray.requests import SpeculationParams
 from specray.router.estimates import TimeTable
 from specray.router.policy import MIN_PREFILL, Policy
 from specray.router.session import Session
-from specray.types import EngineInfo, ItemFailed, SpeculationParams, TargetReplies, Verdict, VerifyItem
+from specray.types import EngineInfo, ItemFailed, TargetReplies, Verdict, VerifyItem
 
 LONG = tuple((7 * i) % 60 for i in range(300))
 PLAIN = SpeculationParams(enabled=False)

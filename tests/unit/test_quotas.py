@@ -12,10 +12,10 @@ from router_harness import fake_target, request, run, serving
 
 from specray.errors import DeadlineExceededError, OverloadedError
 from specray.fakes import VirtualClock
+from specray.requests import GenerateRequest, Quota
 from specray.router.quotas import Quotas
 from specray.sections import AuthConfig, KeyConfig
 from specray.serving.auth import Caller, Keyring
-from specray.types import GenerateRequest, Quota
 
 TWO = Quota("team", max_requests=2)
 

@@ -15,11 +15,12 @@ from http_service import INFO, MODEL, REPLY, TOKENIZER, endless, say, serving, w
 from specray.config import parse_config
 from specray.errors import ConfigError, EngineLostError, InvalidRequestError, OverloadedError
 from specray.fakes import FakeRouterClient
+from specray.requests import GenerateRequest, SpeculationParams
 from specray.serving.http import build_http_app
 from specray.serving.http_server import HttpServer
 from specray.serving.refusals import PROBE_S, KnownRoom, RefusingClient
 from specray.serving.timeout_header import with_timeout
-from specray.types import GenerateRequest, SamplingParams, SpeculationParams
+from specray.types import SamplingParams
 
 TEXT = {"prompt": "a", "max_tokens": 4}
 FULL = OverloadedError("256 requests wait; allowed: 256", retry_after_s=7.0)

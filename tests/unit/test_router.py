@@ -40,9 +40,9 @@ from specray.fakes import (
     VirtualClock,
 )
 from specray.interfaces import Drafter
+from specray.requests import FinishReason, GenerateRequest, OutputChunk, SpeculationParams
 from specray.router import Router
 from specray.router.policy import OFF, Pacing, Plan, Policy
-from specray.types import FinishReason, GenerateRequest, OutputChunk, SpeculationParams
 
 
 async def chunks_of(pair: Pair, given: GenerateRequest) -> list[tuple[float, OutputChunk]]:

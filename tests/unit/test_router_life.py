@@ -11,7 +11,7 @@ from router_harness import TARGET_S, fake_target, request, router_config, run, s
 
 from specray.errors import DeadlineExceededError, EngineLostError
 from specray.fakes import VirtualClock
-from specray.types import FinishReason, GenerateRequest, RequestLife
+from specray.requests import FinishReason, GenerateRequest, RequestLife
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

@@ -21,7 +21,7 @@ from specray.fakes import (
     VirtualClock,
 )
 from specray.interfaces import Drafter, Verifier
-from specray.types import FinishReason, GenerateRequest
+from specray.requests import FinishReason, GenerateRequest
 
 GUESSERS = {
     "perfect": PerfectGuesser(MODEL),

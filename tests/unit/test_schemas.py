@@ -10,6 +10,7 @@ from http_service import TOKENIZER
 from tiny_tokenizer import EOS
 
 from specray.errors import InvalidRequestError, ModelNotFoundError
+from specray.requests import GenerateRequest, SpeculationParams
 from specray.serving.schemas import ChatCompletionRequest, CompletionRequest, parse_request
 from specray.serving.validation import (
     MAX_CHOICES,
@@ -21,7 +22,7 @@ from specray.serving.validation import (
     mix_seed,
     to_generate_requests,
 )
-from specray.types import DraftKind, GenerateRequest, SamplingParams, SpeculationParams, Verification
+from specray.types import DraftKind, SamplingParams, Verification
 
 LIMITS = Limits("tiny", vocab_size=264, max_model_len=64, eos_token_ids=(EOS,))
 

@@ -14,7 +14,8 @@ from specray.actors.client import ServeRouterClient, translate
 from specray.actors.mailbox import Mailbox
 from specray.errors import EngineLostError, OverloadedError
 from specray.fakes.clock import VirtualClock
-from specray.types import FinishReason, GenerateRequest, OutputChunk, SamplingParams
+from specray.requests import FinishReason, GenerateRequest, OutputChunk
+from specray.types import SamplingParams
 
 
 class Response:

@@ -14,11 +14,11 @@ from router_harness import MODEL, expected, request
 
 from specray.errors import ProtocolError
 from specray.fakes import FakeDraft, FakeTarget, NoisyGuesser
+from specray.requests import FinishReason
 from specray.router.records import NOTHING_DRAFTED, Commit, Drafted, Lookup
 from specray.router.session import Session
 from specray.types import (
     Branch,
-    FinishReason,
     ItemFailed,
     Outcomes,
     Proposal,

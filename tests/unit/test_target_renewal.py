@@ -12,7 +12,7 @@ from specray.actors.target_source import PROBE_TIMEOUT_S, TargetSource
 from specray.errors import ConfigError, EngineLostError
 from specray.fakes import LocalVerifier, VirtualClock
 from specray.interfaces import Verifier
-from specray.types import OutputChunk
+from specray.requests import OutputChunk
 
 
 async def texts(chunks: AsyncIterator[OutputChunk]) -> tuple[int, ...]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from router_harness import request, speculation_config
 
+from specray.requests import SpeculationParams
 from specray.router.estimates import Rate
 from specray.router.plan import OFF, OFF_REVIEW_ROUNDS, Judged, Pacing, Plan
 from specray.router.policy import Policy
 from specray.router.together import FIRST_REVIEW_STEPS, LEAST_GAIN, MIN_GAIN, REVIEW_STEPS, Together, mean_of
-from specray.types import SpeculationParams
 
 
 def pair_policy(*, verify_s: float = 0.020, draft_step_s: float = 0.004) -> Policy:

@@ -17,9 +17,9 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import SpanKind, StatusCode
 
 from specray.errors import ConfigError
+from specray.requests import FinishReason, RequestLife, SpeculationStats
 from specray.sections import TelemetryConfig
 from specray.telemetry.tracing import Tracing, make_tracing
-from specray.types import FinishReason, RequestLife, SpeculationStats
 
 SAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 NOT_SAMPLED = SAMPLED[:-1] + "0"

@@ -1,0 +1,152 @@
+"""The vocabulary of requests: what the Ingress says to the router, and what it gets back.
+
+As ``specray.types``, plain and frozen; what engines are told of a request is there.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from specray.types import DraftKind, SamplingParams, TokenLogprobs
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended; the values are those of the OpenAI API where it has one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationParams:
+    """What one request wants of speculation; None leaves the choice to the service."""
+
+    enabled: bool = True
+    num_speculative_tokens: int | None = None
+    draft: DraftKind | None = None
+    tenant: str = ""
+    """Whose past outputs ``suffix`` may propose from, and to whose this output is added; empty: nobody's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What the requests of one API key may hold at a time of each router; None: no limit."""
+
+    name: str
+    """The key's, for people."""
+    max_requests: int | None = None
+    max_queued_tokens: int | None = None
+    """Prompt tokens of requests that wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """Ingress to router: one prompt, one output. ``n`` and lists of prompts are several of these."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    max_tokens: int
+    """Most output tokens, >= 1; prompt and output together fit the target's max_model_len."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the output; matched on the text of the output."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Those of ``sampling.stop_token_ids`` that mean end-of-sequence: they give no stop_reason."""
+    speculation: SpeculationParams = field(default_factory=SpeculationParams)
+    priority: int = 0
+    """Lower is served earlier, as in vLLM; the requests of one priority are served fairly by tenant."""
+    timeout_s: float | None = None
+    """From arrival at the router to the last token, > 0; None: as long as the service allows."""
+    quota: Quota | None = None
+    """Of the key that the request came with; None: it came without, or the key has no limits."""
+
+    @property
+    def tenant(self) -> str:
+        """Who shares the service fairly with others; all that name nobody are one."""
+        return self.speculation.tenant
+
+    traceparent: str = ""
+    """W3C trace context under which the router's spans are to stand; empty: nobody traces this request."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """A request's counters with vLLM's meaning; the rates follow from them."""
+
+    num_spec_steps: int = 0
+    """Rounds that verified at least one draft token."""
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    acceptance_histogram: tuple[int, ...] = ()
+    """Entry n: rounds with n accepted tokens; as long as the longest proposal plus one."""
+
+    @property
+    def draft_acceptance_rate(self) -> float | None:
+        """Accepted over draft tokens; None before the first."""
+        return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """1 + accepted tokens per round: includes the recovered or bonus token, by convention."""
+        return 1 + self.num_accepted_draft_tokens / self.num_spec_steps if self.num_spec_steps else None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputChunk:
+    """Router to ingress: newly committed tokens of one request, in order, each exactly once.
+
+    A stop token that ended the output is the last of ``token_ids``; it is no part of the text.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    """Present on the last chunk only."""
+    stop_reason: str | int | None = None
+    """The stop string or stop token id that ended the output (None for end-of-sequence)."""
+    message: str = ""
+    """For finish_reason ``error``: what to tell the user."""
+    stats: SpeculationStats | None = None
+    """On the last chunk."""
+    num_cached_tokens: int = 0
+    """On the last chunk: prompt tokens that the target found in its prefix cache."""
+    ttft_s: float | None = None
+    """On the last chunk: from the request's arrival at the router to its first tokens; None: it had none."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLife:
+    """What a router knows of a request when it ends, for tracers. Seconds are on the router's clock."""
+
+    request_id: str
+    traceparent: str
+    arrived_s: float
+    admitted_s: float | None
+    """When it left the queue for the first time; None: never."""
+    first_token_s: float | None
+    """When its first tokens were committed; None: never."""
+    ended_s: float
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    num_rounds: int
+    """Verdicts, with or without draft tokens."""
+    num_preemptions: int
+    stats: SpeculationStats
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceInfo:
+    """What a service serves, and its limits."""
+
+    model: str
+    draft_model: str | None
+    vocab_size: int
+    max_model_len: int
+    protocol_version: int
+    version: str
