@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 
@@ -86,7 +86,7 @@ class TimeTable:
 
     def __init__(self) -> None:
         self._averages: dict[int, Average] = {}
-        self._expected: dict[int, float] = {}
+        self._expected: _Curve = []
         self._trusted: list[int] = []
         self.pace = 1.0
         self._points: _Curve | None = None
@@ -103,11 +103,11 @@ class TimeTable:
         Beyond the largest size, up to _GROWTH times as much, steps are expected to go on growing as they did.
         """
         known = ((_bucket(size), seconds) for size, seconds in seconds_by_size.items())
-        self._expected = {size: seconds for size, seconds in known if seconds > 0}
+        self._expected = sorted({size: seconds for size, seconds in known if seconds > 0}.items())
         if len(self._expected) > 1:
-            (size, less), (last, more) = sorted(self._expected.items())[-2:]
+            (size, less), (last, more) = self._expected[-2:]
             slope = max(0.0, more - less) / (last - size)
-            self._expected[_bucket(_GROWTH * last)] = more + slope * (_GROWTH - 1) * last
+            self._expected.append((_bucket(_GROWTH * last), more + slope * (_GROWTH - 1) * last))
         self._points = None
 
     def add(self, size: int, seconds: float) -> None:
@@ -173,12 +173,11 @@ class TimeTable:
         """What predictions are made from: trusted sizes, else expected ones, else whatever was measured."""
         if not self._trusted and not self._expected:
             return self._all()
-        expected = sorted(self._expected.items())
         trusted = [(size, self._value(size)) for size in self._trusted]
-        if not expected:
+        if not self._expected:
             return trusted
-        factors = [(size, value / _interpolate(expected, size)) for size, value in trusted]
-        known = {size: seconds * _factor_near(factors, size) for size, seconds in expected}
+        factors = [(size, value / _interpolate(self._expected, size)) for size, value in trusted]
+        known = {size: seconds * _factor_near(factors, size) for size, seconds in self._expected}
         return sorted((known | dict(trusted)).items())
 
     def _all(self) -> _Curve:
@@ -221,8 +220,9 @@ def _interpolate(curve: _Curve, size: int) -> float:
 
 
 def _factor_near(factors: _Curve, size: int) -> float:
-    near = [(other, factor) for other, factor in factors if size <= _REACH * other and other <= _REACH * size]
-    return _interpolate(near, size) if near else 1.0
+    first = bisect_left(factors, size / _REACH, key=itemgetter(0))
+    last = bisect_right(factors, _REACH * size, key=itemgetter(0))
+    return _interpolate(factors[first:last], size) if first < last else 1.0
 
 
 def _bucket(size: int) -> int:

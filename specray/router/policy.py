@@ -341,9 +341,13 @@ class Policy:
         )
 
     def _is_probe_due(self, pacing: Pacing, num_running: int) -> bool:
-        step_s = self._measured.verify_s(num_running) or 0.0
-        num_steps = self._reading_s(pacing) / step_s if step_s > 0 else 0.0
-        return self._probes.is_due(pacing.rounds_off, num_running=num_running, num_reading_steps=num_steps)
+        def num_reading_steps() -> float:
+            step_s = self._measured.verify_s(num_running) or 0.0
+            return self._reading_s(pacing) / step_s if step_s > 0 else 0.0
+
+        return self._probes.is_due(
+            pacing.rounds_off, num_running=num_running, num_reading_steps=num_reading_steps
+        )
 
     def _pays_back(self, pacing: Pacing, num_running: int) -> bool:
         """What is left of the session is worth that the draft first reads what it has not been told."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 PROBE_INTERVAL_ROUNDS = 128
@@ -35,16 +36,19 @@ class Probes:
         """A session tries."""
         self._rounds_untried = 0
 
-    def is_due(self, rounds_off: int, *, num_running: int, num_reading_steps: float) -> bool:
+    def is_due(self, rounds_off: int, *, num_running: int, num_reading_steps: Callable[[], float]) -> bool:
         """A session without speculation should try it again.
 
         Args:
             rounds_off: of this session, since it had draft tokens.
             num_running: sessions that share the steps.
-            num_reading_steps: target steps in the time in which the draft reads what it was not told of it.
+            num_reading_steps: target steps in the time in which the draft reads what it was not told of it;
+                asked only where that decides.
         """
         if not self.has_draft or self._rounds_unused < num_running:
             # Nobody waits for its drafts, or all wait for the draft anyway.
             return rounds_off >= PROBE_INTERVAL_ROUNDS
-        interval = max(PROBE_INTERVAL_ROUNDS, round(num_reading_steps / MAX_PROBE_SHARE))
-        return min(self._rounds_unused, self._rounds_untried) >= interval * num_running
+        num_rounds = min(self._rounds_unused, self._rounds_untried)
+        if num_rounds < PROBE_INTERVAL_ROUNDS * num_running:
+            return False
+        return num_rounds >= round(num_reading_steps() / MAX_PROBE_SHARE) * num_running
