@@ -1,4 +1,4 @@
-"""When speculation that is off is tried again: by one session for all, and no oftener than its price allows."""
+"""When speculation that is off is tried again: one session for all, and no oftener than its price allows."""
 
 from __future__ import annotations
 
