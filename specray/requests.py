@@ -62,14 +62,13 @@ class GenerateRequest:
     """From arrival at the router to the last token, > 0; None: as long as the service allows."""
     quota: Quota | None = None
     """Of the key that the request came with; None: it came without, or the key has no limits."""
+    traceparent: str = ""
+    """W3C trace context under which the router's spans are to stand; empty: nobody traces this request."""
 
     @property
     def tenant(self) -> str:
         """Who shares the service fairly with others; all that name nobody are one."""
         return self.speculation.tenant
-
-    traceparent: str = ""
-    """W3C trace context under which the router's spans are to stand; empty: nobody traces this request."""
 
 
 @dataclass(frozen=True, slots=True)

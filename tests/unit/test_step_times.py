@@ -456,3 +456,11 @@ def test_round_trip_is_the_least_of_three() -> None:
 
     assert run(clock, measure_round_trip(fetch_info, clock)) == pytest.approx(0.003)
     assert list(delays) == []
+
+
+def test_what_a_size_took_tells_of_sizes_up_to_four_times_larger_or_smaller() -> None:
+    times = TimeTable()
+    times.expect(dict.fromkeys((2, 4, 16, 64, 128), 1.0))
+    for _ in range(3):
+        times.add(16, 2.0)
+    assert [times.predict(size) for size in (2, 4, 16, 64, 128)] == [1.0, 2.0, 2.0, 2.0, 1.0]
