@@ -15,6 +15,7 @@ late reply to the first prefill from the reply to a recovery that also starts at
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -91,6 +92,11 @@ class SamplingParams:
         """True when the output is the argmax at every position."""
         return self.temperature == 0.0
 
+    @property
+    def draws_by_rejection(self) -> bool:
+        """True when a draw of its own decides whether a draft token is accepted."""
+        return self.verification is Verification.REJECTION and not self.is_greedy
+
 
 @dataclass(frozen=True, slots=True)
 class SparseProbs:
@@ -101,6 +107,16 @@ class SparseProbs:
 
     token_ids: tuple[int, ...]
     probs: tuple[float, ...]
+
+    def is_distribution(self, vocab_size: int) -> bool:
+        """Distinct token ids of the vocabulary, with a finite probability each; not all of them zero."""
+        ids, probs = self.token_ids, self.probs
+        return (
+            0 < len(ids) == len(probs) == len(set(ids))
+            and 0 <= min(ids) <= max(ids) < vocab_size
+            and min(probs) >= 0.0
+            and 0.0 < sum(probs) < math.inf
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,8 +89,13 @@ class LocalDraft:
         return tokens, track.policy.verify_s(num_running * (1 + num_drafts)) or 0.0
 
     def keep_output(self, session: Session) -> None:
-        """Adds a finished output to the tenant's past ones, where they are kept."""
-        if self.store is not None:
+        """Adds a finished output to the tenant's past ones, where they are kept.
+
+        Not those that rejection has drawn: which tokens these are depends on the noise that tests whether a
+        draft token is accepted, and a request of the same seed draws that noise again. A draft that knows
+        the outcome of its own test is no draft, and the output would not be the target's.
+        """
+        if self.store is not None and not session.request.sampling.draws_by_rejection:
             self.store.add(session.committed[session.num_prompt_tokens :])
 
     @property

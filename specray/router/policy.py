@@ -23,7 +23,7 @@ from specray.router.records import Lookup
 from specray.router.session import MAX_SPECULATIVE_TOKENS
 from specray.router.together import Together
 from specray.router.trace import Trace
-from specray.types import DraftKind, Overlap, StepTime, Verification
+from specray.types import DraftKind, Overlap, StepTime
 
 PRIOR_ACCEPTANCE = 0.7
 ACCEPTANCE_FADING = 0.998
@@ -49,6 +49,8 @@ class Policy:
         config: the ``speculation`` section.
         trace: told of reviews; None: nobody is.
         source: what drafts under its plans.
+        prior_acceptance: per token, until some have been verified; in (0, 1).
+        measured: what is known of the engines; None: nothing.
     """
 
     def __init__(
@@ -57,6 +59,8 @@ class Policy:
         *,
         trace: Trace | None = None,
         source: str = DraftKind.MODEL.value,
+        prior_acceptance: float = PRIOR_ACCEPTANCE,
+        measured: Measured | None = None,
     ) -> None:
         fixed = config.num_speculative_tokens
         self._config = config
@@ -64,13 +68,13 @@ class Policy:
         self._source = source
         self._is_model = source == DraftKind.MODEL.value
         self._fixed_k = None if fixed == "auto" else fixed
-        self._acceptance = Rate(PRIOR_ACCEPTANCE, weight=4.0, fading=ACCEPTANCE_FADING)
+        self._acceptance = Rate(prior_acceptance, weight=4.0, fading=ACCEPTANCE_FADING)
         self._continuation = Rate(PRIOR_CONTINUATION, weight=4.0, fading=ACCEPTANCE_FADING)
         self._judged = Judged(
             Rate(PRIOR_JUDGED_DRAFTS, weight=4.0, fading=ACCEPTANCE_FADING),
             Rate(PRIOR_JUDGED_ACCEPTED, weight=4.0, fading=ACCEPTANCE_FADING),
         )
-        self._measured = Measured()
+        self._measured = Measured() if measured is None else measured
         self._prospects = Prospects(config, source, self._measured)
         self._probes = Probes(self._is_model)
         self._together = Together()
@@ -83,11 +87,10 @@ class Policy:
             prior_acceptance: per token, until some have been verified; in (0, 1).
         """
         serial = self._config.model_copy(update={"overlap": Overlap.SERIAL})
-        policy = Policy(serial, trace=self._trace, source=source)
-        policy._acceptance = Rate(prior_acceptance, weight=4.0, fading=ACCEPTANCE_FADING)
-        policy._measured.verify = self._measured.verify
-        policy.observe_proposal(1, 0.0, 0.0)
-        return policy
+        measured = Measured(verify=self._measured.verify)
+        return Policy(
+            serial, trace=self._trace, source=source, prior_acceptance=prior_acceptance, measured=measured
+        )
 
     def pace(self, request: GenerateRequest) -> Pacing:
         """The record of a new session; its acceptance starts where the service's stands."""
@@ -100,8 +103,7 @@ class Policy:
             self._judged.start(4.0),
             request.request_id,
             fixed_k,
-            draft_is_judge=request.sampling.is_greedy
-            or request.sampling.verification is Verification.COUPLED,
+            draft_is_judge=not request.sampling.draws_by_rejection,
         )
 
     def plan(self, pacing: Pacing, *, num_remaining: int, num_running: int, num_unread: int = 0) -> Plan:

@@ -503,6 +503,44 @@ def test_past_outputs_serve_the_same_tenant_alone() -> None:
     run(clock, main())
 
 
+@pytest.mark.parametrize(
+    ("temperature", "verification", "is_kept"),
+    [
+        (1.0, Verification.REJECTION, False),
+        (1.0, Verification.COUPLED, True),
+        (0.0, Verification.REJECTION, True),
+    ],
+)
+def test_outputs_that_tests_of_acceptance_drew_are_no_drafts_for_the_same_tests(
+    temperature: float, verification: Verification, is_kept: bool
+) -> None:
+    """Of the same seed, so that they would know how the test of their own tokens ends."""
+    clock = VirtualClock()
+
+    async def main() -> None:
+        async with serving(
+            clock,
+            target=target_of(CHANGING),
+            has_draft_model=False,
+            draft_kind=DraftKind.SUFFIX,
+            num_speculative_tokens=3,
+            past_output_tokens=1000,
+        ) as pair:
+            for name in "ab":
+                given = request(
+                    name,
+                    max_tokens=40,
+                    temperature=temperature,
+                    seed=5,
+                    verification=verification,
+                    speculation=by_request(DraftKind.SUFFIX, "tenant"),
+                )
+                await pair.router.complete(given)
+            assert (of_source(pair, "suffix")[2] > 0) is is_kept
+
+    run(clock, main())
+
+
 def test_nothing_is_kept_by_default() -> None:
     clock = VirtualClock()
 

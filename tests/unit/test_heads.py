@@ -520,6 +520,22 @@ def test_branches_go_where_the_draft_is_least_sure(sampling: SamplingParams) -> 
     draft.check_integrity()
 
 
+def test_under_rejection_the_noise_of_a_place_leaves_the_branches_of_others_alone() -> None:
+    """Else whether a round has draft tokens would tell of the draws of its own tokens."""
+    draft, _ = toy_draft(TARGET)
+    numbers, tokens = set(), set()
+    for seed in range(40):
+        current = session(replace(REJECTION, seed=seed))
+        item = speculate_item(current, 0, proposed=(1, 3), fanout=(4, 4, 4))
+        [reply] = draft.speculate([replace(item, max_branches=5)]).replies
+        assert isinstance(reply, Outcomes)
+        numbers.add(tuple(branch.num_accepted_tokens for branch in reply.branches))
+        tokens.add(tuple(branch.next_token_id for branch in reply.branches))
+        draft.release([item.request_id])
+    assert numbers == {(0, 0, 1, 2, 2)}
+    assert len(tokens) > 20
+
+
 def test_narrow_nucleus_of_the_draft_still_ranks_alternatives() -> None:
     """With top_k 1 the draft's only token is the rejected one, but the target's may be another."""
     draft, _ = toy_draft()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specray.engine.sampling.noise import NoiseKey, NoiseSource, Purpose
 from specray.engine.sampling.processors import RowGroup, cuts_tail, process_logits, without_tail_cut
-from specray.engine.sampling.verify import add_draw_noise, draws_by_rejection
+from specray.engine.sampling.verify import add_draw_noise
 from specray.types import SparseProbs
 
 _SCORE_SPREAD = 0.5
@@ -21,6 +21,7 @@ _MIN_RANKED = 8
 """Alternatives of a row by which its draft token's acceptance is judged."""
 _UNLIKELY = -20.0
 _REJECTION_ACCEPTANCE = 0.7
+"""Of a draft token under rejection; of the others at its place each has half of what is left."""
 _DEMOTION = 1e6
 """More than logits and noise differ: every token of the nucleus ranks before every other."""
 
@@ -71,7 +72,7 @@ class DraftSampler:
         logprobs = _acceptance_logprobs(scores) if is_judged else [0.0] * len(chosen)
         return [
             self._draw_truncated(row, group)
-            if draws_by_rejection(group.sampling)
+            if group.sampling.draws_by_rejection
             else DraftToken(token, None, logprob)
             for row, group, token, logprob in zip(processed, groups, chosen, logprobs, strict=True)
         ]
@@ -87,7 +88,9 @@ class DraftSampler:
 
         Under coupled verification the ranking uses the target's own noise, under rejection verification that
         of its residual draw; neither decides whether a draft token is accepted. How likely they are is read
-        off the distances of the scores.
+        off the distances of the scores, but under rejection follows from row and place alone (geometrically,
+        as in SSD/Saguaro, arXiv 2603.03251, theorem 12): what is likely decides which branches there are
+        room for, and whether a round has draft tokens must not depend on the noise that will draw its own.
 
         Args:
             logits: unprocessed, ``[sum of num_rows, vocab_size]``.
@@ -100,7 +103,7 @@ class DraftSampler:
         size = min(scores.shape[1], max(*counts, _MIN_RANKED) + 1)
         values, token_ids = scores.topk(size, dim=-1)
         logprobs = (values / _SCORE_SPREAD).log_softmax(-1)
-        is_rejection = [draws_by_rejection(group.sampling) for group in groups for _ in range(group.num_rows)]
+        is_rejection = [group.sampling.draws_by_rejection for group in groups for _ in range(group.num_rows)]
         rows = zip(logprobs.tolist(), token_ids.tolist(), counts, excluded, is_rejection, strict=True)
         return [_ranked_row(*row) for row in rows]
 
@@ -130,14 +133,16 @@ def _ranked_row(
 ) -> RankedRow:
     by_token = {token: value for token, value in zip(token_ids, logprobs, strict=True) if value > -math.inf}
     skipped = _UNLIKELY if excluded is None else by_token.pop(excluded, _UNLIKELY)
-    if is_rejection and excluded is not None:
-        # The residual draw's noise says nothing of the acceptance before it.
-        largest = max(by_token.values(), default=0.0)
-        total = sum(math.exp(value - largest) for value in by_token.values()) or 1.0
-        shift = math.log((1 - _REJECTION_ACCEPTANCE) / total) - largest
-        skipped = math.log(_REJECTION_ACCEPTANCE)
-        by_token = {token: value + shift for token, value in by_token.items()}
-    return RankedRow(list(by_token.items())[:count], skipped)
+    next_tokens = list(by_token.items())[:count]
+    if not is_rejection:
+        return RankedRow(next_tokens, skipped)
+    likely = [
+        _REJECTION_ACCEPTANCE,
+        *((1 - _REJECTION_ACCEPTANCE) / 2**place for place in range(1, count + 1)),
+    ]
+    others = likely if excluded is None else likely[1:]
+    ranked = [(token, math.log(share)) for (token, _), share in zip(next_tokens, others, strict=False)]
+    return RankedRow(ranked, math.log(_REJECTION_ACCEPTANCE))
 
 
 def _rankable(logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:

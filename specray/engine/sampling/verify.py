@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specray.engine.sampling.noise import NoiseKey, NoiseSource, Purpose
 from specray.engine.sampling.processors import RowGroup
-from specray.types import SamplingParams, SparseProbs, Verification
+from specray.types import SparseProbs
 
 
 class Verified(NamedTuple):
@@ -75,14 +75,9 @@ def add_draw_noise(
     return scores
 
 
-def draws_by_rejection(sampling: SamplingParams) -> bool:
-    """True when draft tokens are samples that travel with their distribution."""
-    return sampling.verification is Verification.REJECTION and not sampling.is_greedy
-
-
 def _draw_keys(group: RowGroup, rejection_purpose: Purpose | None) -> list[NoiseKey | None]:
     sampling = group.sampling
-    purpose = rejection_purpose if draws_by_rejection(sampling) else Purpose.COUPLED_DRAW
+    purpose = rejection_purpose if sampling.draws_by_rejection else Purpose.COUPLED_DRAW
     if sampling.is_greedy or purpose is None:
         return [None] * group.num_rows
     first = group.first_position
@@ -188,7 +183,7 @@ def verify_rounds(logits: Tensor, rounds: Sequence[Round], noise: NoiseSource) -
     verified, start = [], 0
     for group, draft_token_ids, draft_probs in rounds:
         end = start + group.num_rows
-        if draws_by_rejection(group.sampling):
+        if group.sampling.draws_by_rejection:
             verified.append(
                 verify_rejection(
                     logits[start:end],
