@@ -7,7 +7,6 @@ is undone by lowering a length.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -275,9 +274,7 @@ def _check_draft_probs(item: VerifyItem, vocab_size: int) -> None:
         )
     for row in item.draft_probs:
         check_token_ids("draft_probs", row.token_ids, vocab_size)
-        is_distribution = all(0.0 <= prob < math.inf for prob in row.probs) and sum(row.probs) > 0.0
-        is_map = len(row.probs) == len(row.token_ids) == len(set(row.token_ids))
-        if not (is_map and is_distribution):
+        if not row.is_distribution(vocab_size):
             raise InvalidRequestError(
                 "draft_probs is no distribution; allowed: distinct token ids, a finite probability for each",
                 field="draft_probs",

@@ -266,13 +266,15 @@ class Drafting:
             case Outcomes():
                 is_awaited = session.has_open_verdict
                 is_taken = session.on_outcomes(reply)
-            case UnknownSequence():
-                return session.on_draft_unknown(reply)
-            case ItemFailed():
+            case UnknownSequence() if reply.base_len > 0:
+                return session.on_draft_refused(reply)
+            case UnknownSequence() | ItemFailed():
+                # One who does not know what it was told from its first token on would be asked for ever.
+                reason = reply.message if isinstance(reply, ItemFailed) else "unknown from its first token"
                 said = {"request_id": reply.request_id}
-                logger.info("the draft refused a request: %s", reply.message, extra=said)
+                logger.info("the draft refused a request: %s", reason, extra=said)
                 live.pacing.rest_rounds = FAILED_DRAFT_REST_ROUNDS
-                return session.on_draft_failed(reply)
+                return session.on_draft_refused(reply)
         if is_taken and is_awaited:
             is_hit = session.drafted is not None
             self._count_lookup(live, "late_hit" if is_hit else "late_miss")

@@ -36,7 +36,6 @@ from specray.types import (
     SpeculateItem,
     UnknownSequence,
     Verdict,
-    Verification,
     VerifyItem,
 )
 
@@ -70,9 +69,7 @@ class Session:
         self.tally = Tally()
         self._stops = StopConditions(request, matcher)
         # A model's draft tokens are samples; those of anything else were chosen without randomness.
-        self._needs_probs = (
-            request.sampling.verification is Verification.REJECTION and not request.sampling.is_greedy
-        )
+        self._needs_probs = request.sampling.draws_by_rejection
         self._vocab_size = vocab_size
         self._branches: dict[tuple[int, int], Drafted] = {}
         self._has_outcomes = False
@@ -143,6 +140,9 @@ class Session:
             # It tells all but the last token: what the target has in its prefix cache takes no room.
             end = len(self.committed) - 1
         drafted = NOTHING_DRAFTED if is_chunk or self.drafted is None else self.drafted
+        if not all(row.is_distribution(self._vocab_size) for row in drafted.probs):
+            # The target would refuse them, and the request would end for its draft's fault.
+            drafted = NOTHING_DRAFTED
         num_drafts = max(0, min(len(drafted.token_ids), max_new_tokens - missing, self.num_remaining - 1))
         self._verified = Drafted(drafted.token_ids[:num_drafts], drafted.probs[:num_drafts], drafted.source)
         item = VerifyItem(
@@ -306,16 +306,16 @@ class Session:
         self._take_branches()
         return True
 
-    def on_draft_unknown(self, reply: UnknownSequence) -> bool:
-        """The draft lost the sequence; the next item carries everything. False: a late reply."""
+    def on_draft_refused(self, reply: UnknownSequence | ItemFailed) -> bool:
+        """The draft lost the sequence, or cannot serve it: the next item carries everything.
+
+        Returns:
+            False for a late reply.
+        """
         if self.draft.accept(reply) is None:
             return False
         self.lose_draft()
         return True
-
-    def on_draft_failed(self, reply: ItemFailed) -> bool:
-        """The draft cannot serve this item; the session goes on without. False: a late reply."""
-        return self.on_draft_unknown(UnknownSequence(reply.request_id, reply.round_id, reply.base_len))
 
     def lose_draft(self) -> None:
         """The draft holds nothing of this session and owes nothing. What it had answered is kept."""

@@ -33,6 +33,7 @@ from specray.errors import (
 )
 from specray.fakes import (
     AdversarialGuesser,
+    FakeDraft,
     FakeDrafterSource,
     LocalDrafter,
     LocalVerifier,
@@ -42,7 +43,8 @@ from specray.fakes import (
 from specray.interfaces import Drafter
 from specray.requests import FinishReason, GenerateRequest, OutputChunk, SpeculationParams
 from specray.router import Router
-from specray.router.policy import OFF, Pacing, Plan, Policy
+from specray.router.policy import FAILED_DRAFT_REST_ROUNDS, OFF, Pacing, Plan, Policy
+from specray.types import DraftReplies, SpeculateItem, UnknownSequence
 
 
 async def chunks_of(pair: Pair, given: GenerateRequest) -> list[tuple[float, OutputChunk]]:
@@ -530,6 +532,28 @@ def test_draft_that_refuses_a_session_is_left_alone_for_a_while() -> None:
                 complete(pair, request_id="second", max_tokens=100),
             )
             await pair.settle()
+
+    run(clock, main())
+
+
+def test_draft_that_does_not_know_what_it_was_told_from_the_start_is_left_alone_for_a_while() -> None:
+    """Else it would be asked again with every answer, and its session would wait for ever."""
+
+    class Forgetful(FakeDraft):
+        def speculate(self, items: Sequence[SpeculateItem]) -> DraftReplies:
+            self.num_steps += 1
+            unknown = [UnknownSequence(item.request_id, item.round_id, item.base_len) for item in items]
+            return DraftReplies(tuple(unknown), 1_000_000)
+
+    clock = VirtualClock()
+
+    async def main() -> None:
+        draft = Forgetful(PerfectGuesser(MODEL))
+        async with serving(clock, draft=draft, overlap="serial", num_speculative_tokens=3) as pair:
+            await complete(pair, max_tokens=1 + 2 * (1 + FAILED_DRAFT_REST_ROUNDS))
+            await pair.settle()
+            # Once with the prompt; then each time after the rest.
+            assert draft.num_steps == 3
 
     run(clock, main())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -281,7 +282,7 @@ def test_unknown_sequence_on_the_draft_sends_everything_again() -> None:
     propose(session, (10, 11))
     session.verify_item(ROOM)
     item = session.outcomes_item(2, (1, 1, 1))
-    assert session.on_draft_unknown(UnknownSequence("a", item.round_id, item.base_len))
+    assert session.on_draft_refused(UnknownSequence("a", item.round_id, item.base_len))
     again = session.outcomes_item(2, (1, 1, 1))
     assert (again.base_len, again.token_ids) == (0, (*PROMPT, 9))
     assert again.sampling is not None
@@ -355,6 +356,28 @@ def test_rejection_needs_a_distribution_for_each_draft_token() -> None:
         session = decoding(verification=Verification.REJECTION, temperature=1.0)
         propose(session, (10, 11), given)
         assert session.drafted == kept
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        SparseProbs((), ()),
+        SparseProbs((11,), (0.0,)),
+        SparseProbs((11, 12), (1.0,)),
+        SparseProbs((11, 11), (0.5, 0.5)),
+        SparseProbs((11, 64), (0.5, 0.5)),
+        SparseProbs((-1, 11), (0.5, 0.5)),
+        SparseProbs((11, 12), (1.5, -0.5)),
+        SparseProbs((11, 12), (0.5, math.nan)),
+        SparseProbs((11, 12), (0.5, math.inf)),
+    ],
+)
+def test_rows_that_are_no_distribution_do_not_reach_the_target(row: SparseProbs) -> None:
+    """It would refuse the request for them."""
+    session = decoding(verification=Verification.REJECTION, temperature=1.0)
+    propose(session, (10, 11), (SparseProbs((10,), (1.0,)), row))
+    item = session.verify_item(ROOM)
+    assert (item.token_ids, item.draft_token_ids, item.draft_probs) == ((9,), (), ())
 
 
 # Ends
@@ -494,7 +517,7 @@ class SessionMachine(RuleBasedStateMachine):
         elif isinstance(reply, Outcomes):
             self.session.on_outcomes(reply)
         else:
-            self.session.on_draft_unknown(reply)
+            self.session.on_draft_refused(reply)
 
     @precondition(lambda self: self.session.is_waiting_for_draft)
     @rule()
