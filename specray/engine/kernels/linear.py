@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numba import carray
 
+from specray.engine.kernels import amx
 from specray.engine.kernels.pages import on_large_pages
 from specray.engine.kernels.product import BLOCK, BLOCK_BYTES, PANEL, multiply_kernel
 from specray.engine.kernels.simd import kernel, vectors
@@ -43,9 +44,8 @@ _NUM_ARGS = 12
 
 
 def can_tile(weight: torch.Tensor) -> bool:
-    """Whether this machine has the instruction and nothing better, and the weight's shape and type fit."""
-    features = llvmlite.binding.get_host_cpu_features()
-    has_instruction = features.get("avx512bf16", False) and not features.get("amx-bf16", False)
+    """Whether this machine has the instruction, and the weight's shape and type fit."""
+    has_instruction = llvmlite.binding.get_host_cpu_features().get("avx512bf16", False)
     fits = weight.dtype == torch.bfloat16 and weight.shape[1] % BLOCK == 0
     return bool(has_instruction and weight.device.type == "cpu" and fits)
 
@@ -172,7 +172,8 @@ class TiledGate:
 
 @functools.cache
 def _linear_kernel() -> Kernel:
-    return Kernel("linear", _NUM_ARGS, _make_linear)
+    # Asked in every process: code from the cache needs the system's permission too.
+    return Kernel("linear-amx" if amx.is_usable() else "linear", _NUM_ARGS, _make_linear)
 
 
 def _make_linear() -> Any:

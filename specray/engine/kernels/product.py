@@ -18,6 +18,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from specray.engine.kernels import amx
 from specray.engine.kernels.simd import call_prefetch, kernel
 
 PANEL = 32
@@ -41,12 +42,13 @@ def multiply_kernel() -> Any:
 
     The first three are addresses; so is ``end``, behind the last weight that this thread will read soon.
     """
-    tile = _make_tile()
+    has_tiles = amx.is_usable()
+    tile, most = (amx.make_tile(), amx.MAX_ROWS) if has_tiles else (_make_tile(), _MAX_ROWS_AT_ONCE)
 
     @kernel()
     def multiply(rows: int, weight: int, sums: int, num_rows: int, num_blocks: int, end: int) -> None:
         stride = num_blocks * BLOCK * 2
-        num_tiles = (num_rows + _MAX_ROWS_AT_ONCE - 1) // _MAX_ROWS_AT_ONCE
+        num_tiles = (num_rows + most - 1) // most
         blocks_at_once = num_blocks if num_tiles == 1 else _BLOCKS_AT_ONCE
         for block in range(0, num_blocks, blocks_at_once):
             count = min(blocks_at_once, num_blocks - block)
@@ -63,6 +65,8 @@ def multiply_kernel() -> Any:
                     ahead, step = next_piece + index * count * BLOCK_BYTES // 2, _PAIR_BYTES // 2
                 place = rows + first * stride + block * BLOCK * 2
                 tile(last - first, place, stride, piece, sums + first * PANEL * 4, count, ahead, step)
+        if has_tiles:
+            amx.release()
 
     return multiply
 
