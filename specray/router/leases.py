@@ -11,7 +11,7 @@ from specray.errors import ConfigError
 from specray.interfaces import Clock, Drafter, DrafterPool, DrafterSource
 from specray.metrics import RouterMetrics
 from specray.router.clock import within
-from specray.router.links import DraftLink, Inbox, measure_round_trip
+from specray.router.links import DraftLink, Inbox, close_unused, measure_round_trip
 from specray.router.policy import Policy
 from specray.types import EngineInfo
 
@@ -166,7 +166,7 @@ class DraftLeases:
                 if link is self.link:
                     await self._adopt(better)
                 else:
-                    await self._close_unused(better)
+                    await close_unused(better, self._clock)
             except Exception as error:
                 logger.info("no better draft: %s", error or type(error).__name__)
 
@@ -177,13 +177,15 @@ class DraftLeases:
         """Makes a draft the leased one. Raises ConfigError when it does not fit the target."""
         try:
             check_draft(drafter.info, self._target_info)
-        except ConfigError:
-            self._metrics.draft_refused.inc()
-            await self._close_unused(drafter)
+            if drafter.info.step_times:
+                round_trip_s = await measure_round_trip(drafter.fetch_info, self._clock)
+                self._policy.expect_draft(drafter.info.step_times, round_trip_s)
+        except BaseException as error:
+            if isinstance(error, ConfigError):
+                self._metrics.draft_refused.inc()
+            # No link closes it, and the draft would count this router among its own for ever.
+            await close_unused(drafter, self._clock)
             raise
-        if drafter.info.step_times:
-            round_trip_s = await measure_round_trip(drafter.fetch_info, self._clock)
-            self._policy.expect_draft(drafter.info.step_times, round_trip_s)
         before, self.link, self._drafter = self.link, DraftLink(drafter, self._inbox), drafter
         self._leaving = None
         # What asked while it was being leased has been answered too.
@@ -201,12 +203,6 @@ class DraftLeases:
         closing = asyncio.create_task(link.close(self._clock))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
-
-    async def _close_unused(self, drafter: Drafter) -> None:
-        try:
-            await within(self._clock, LEASE_TIMEOUT_S, drafter.close())
-        except Exception as error:
-            logger.warning("closing a draft that is not used: %s", error)
 
 
 def _ignore() -> None:

@@ -225,6 +225,18 @@ class DraftLink(Link[SpeculateItem, DraftReplies]):
         )
 
 
+async def close_unused(connection: Connection[Any], clock: Clock) -> None:
+    """Ends a connection that no link was made of, within CLOSE_TIMEOUT_S; what goes wrong is only logged."""
+    try:
+        await within(clock, CLOSE_TIMEOUT_S, connection.close())
+    except Exception as error:
+        logger.warning(
+            "closing a connection to a %s that is not used: %s",
+            connection.info.role,
+            str(error) or type(error).__name__,
+        )
+
+
 async def current_info(link: Link[Any, Any] | None, clock: Clock) -> EngineInfo | None:
     """What the engine at the other end says of itself now; None without one, or when it does not say."""
     if link is None:

@@ -11,7 +11,7 @@ from specray.config import RouterConfig
 from specray.errors import ConfigError, EngineLostError
 from specray.interfaces import Clock, Verifier
 from specray.router.clock import within
-from specray.router.links import Inbox, TargetLink, measure_round_trip
+from specray.router.links import Inbox, TargetLink, close_unused, measure_round_trip
 from specray.router.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -68,9 +68,14 @@ class TargetRenewal:
             ConfigError: the source says that a setting is wrong.
         """
         verifier = await self._ask() if callable(self._source) else self._source
-        if verifier.info.step_times:
-            round_trip_s = await measure_round_trip(verifier.fetch_info, self._clock)
-            self._policy.expect_target(verifier.info.step_times, round_trip_s)
+        try:
+            if verifier.info.step_times:
+                round_trip_s = await measure_round_trip(verifier.fetch_info, self._clock)
+                self._policy.expect_target(verifier.info.step_times, round_trip_s)
+        except BaseException:
+            # No link closes it, and it would stay open beside the next one's.
+            await close_unused(verifier, self._clock)
+            raise
         return TargetLink(verifier, self._inbox)
 
     def on_lost(self, link: TargetLink, error: Exception, *, is_stopping: bool) -> None:

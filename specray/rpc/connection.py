@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Generic
 
 import grpc
@@ -64,12 +65,19 @@ class EngineConnection(Generic[ItemT, ReplyT, RepliesT]):
         try:
             metadata = self._security.metadata()
             return await _get_info(
-                self._role, self._channel, metadata, timeout_s=timeout_s, wait_for_ready=False
+                self._role,
+                self._address,
+                self._channel,
+                metadata,
+                timeout_s=timeout_s,
+                wait_for_ready=False,
             )
-        except ConfigError as error:
-            raise EngineLostError(f"{self._role.name} at {self._address.target}: {error}") from None
-        except aio.AioRpcError as error:
-            raise EngineLostError(f"{self._role.name} at {self._address.target}: {describe(error)}") from None
+        except BaseException as error:
+            reason = str(error) if isinstance(error, (ConfigError, ProtocolError)) else failure_of(error)
+            if reason is None:
+                raise
+            # Who closes the connection ends this call too.
+            raise EngineLostError(f"{_name(self._role, self._address)}: {self._reason or reason}") from None
 
     @property
     def is_lost(self) -> bool:
@@ -101,17 +109,10 @@ class EngineConnection(Generic[ItemT, ReplyT, RepliesT]):
             if data is not aio.EOF:
                 return self._role.decode_replies(_as_bytes(data))
             self._lose("the engine ended the stream")
-        except aio.AioRpcError as error:
-            self._lose(describe(error))
         except ProtocolError as error:
             self._lose(f"broke the protocol: {error}")
-        except (asyncio.InvalidStateError, aio.BaseError) as error:
-            self._lose(f"the stream has ended ({error})")
-        except asyncio.CancelledError:
-            # gRPC also raises this in a reader whose stream somebody else has cancelled.
-            self._lose("the stream was cancelled")
-            if _is_own_cancellation():
-                raise
+        except BaseException as error:
+            self._lose_by(error)
         raise EngineLostError(self._describe_loss())
 
     async def close(self) -> None:
@@ -131,14 +132,8 @@ class EngineConnection(Generic[ItemT, ReplyT, RepliesT]):
             try:
                 await self._stream.write(data)
                 return
-            except aio.AioRpcError as error:
-                self._lose(describe(error))
-            except (asyncio.InvalidStateError, aio.BaseError) as error:
-                self._lose(f"the stream has ended ({error})")
-            except asyncio.CancelledError:
-                if _is_own_cancellation():
-                    raise
-                self._lose("the stream was cancelled")
+            except BaseException as error:
+                self._lose_by(error)
             finally:
                 self._write_since = None
         self._raise_if_lost()
@@ -166,12 +161,19 @@ class EngineConnection(Generic[ItemT, ReplyT, RepliesT]):
             self._reason = reason
         self._stream.cancel()
 
+    def _lose_by(self, error: BaseException) -> None:
+        """Ends the stream, on which a call ended so; raises again what is no failure of the call."""
+        reason = failure_of(error)
+        self._lose(reason or "the stream was cancelled")
+        if reason is None:
+            raise error
+
     def _raise_if_lost(self) -> None:
         if self._reason is not None:
             raise EngineLostError(self._describe_loss())
 
     def _describe_loss(self) -> str:
-        return f"{self._role.name} at {self._address.target}: {self._reason}"
+        return f"{_name(self._role, self._address)}: {self._reason}"
 
 
 async def open_stream(
@@ -189,41 +191,32 @@ async def open_stream(
         ConfigError: the engine has another role.
         ProtocolError: the engine speaks another protocol version or answers nonsense.
     """
+    peer = _name(role, address)
     try:
         channel, metadata = open_channel(address, options), options.security.metadata()
     except ConfigError as error:
         # Files are replaced one by one: the next attempt may find what belongs together.
-        raise EngineLostError(f"{role.name} at {address.target}: {error}") from None
+        raise EngineLostError(f"{peer}: {error}") from None
     try:
-        async with asyncio.timeout(timeout_s):
+        async with calling(peer, timeout_s, "no answer within"):
             info = await _get_info(
-                role, channel, metadata, timeout_s=timeout_s, wait_for_ready=wait_for_ready
+                role, address, channel, metadata, timeout_s=timeout_s, wait_for_ready=wait_for_ready
             )
             _check_info(role, address, info)
             stream: BytesStream = channel.stream_stream(role.stream_path, None, None)(metadata=metadata)
             await stream.initial_metadata()
             if stream.done():
                 reason = f"{(await stream.code()).name}: {await stream.details()}"
-                raise EngineLostError(f"{role.name} at {address.target}: {reason}")
+                raise EngineLostError(f"{peer}: {reason}")
         return channel, stream, info
-    except BaseException as error:
+    except BaseException:
         await channel.close(None)
-        match error:
-            case TimeoutError():
-                reason = f"no answer within {timeout_s} s"
-            case aio.AioRpcError():
-                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                    raise ConfigError(
-                        f"{address.target} serves no {role.service}: is it a {role.name}?"
-                    ) from None
-                reason = describe(error)
-            case _:
-                raise
-        raise EngineLostError(f"{role.name} at {address.target}: {reason}") from None
+        raise
 
 
 async def _get_info(
     role: Role[Any, Any, Any],
+    address: Address,
     channel: aio.Channel,
     metadata: Metadata,
     *,
@@ -232,7 +225,12 @@ async def _get_info(
 ) -> EngineInfo:
     get_info: aio.UnaryUnaryMultiCallable[bytes, bytes]
     get_info = channel.unary_unary(role.info_path, None, None)
-    data = await get_info(b"", timeout=timeout_s, metadata=metadata, wait_for_ready=wait_for_ready)
+    try:
+        data = await get_info(b"", timeout=timeout_s, metadata=metadata, wait_for_ready=wait_for_ready)
+    except aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            raise ConfigError(f"{address.target} serves no {role.service}: is it a {role.name}?") from None
+        raise
     info: EngineInfo = role.decode_info(data)
     return info
 
@@ -247,9 +245,46 @@ def _check_info(role: Role[Any, Any, Any], address: Address, info: EngineInfo) -
         )
 
 
-def describe(error: aio.AioRpcError) -> str:
-    """Status and text of a failed call, without gRPC's internals."""
-    return f"{error.code().name}: {error.details()}"
+def _name(role: Role[Any, Any, Any], address: Address) -> str:
+    return f"{role.name} at {address.target}"
+
+
+@asynccontextmanager
+async def calling(peer: str, timeout_s: float, late: str) -> AsyncIterator[None]:
+    """Gives the calls within it a time in all, and names the peer in what they fail by.
+
+    Args:
+        late: what is said before the seconds when they are over.
+
+    Raises:
+        EngineLostError: a call failed, or the time is over.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except BaseException as error:
+        is_late = isinstance(error, TimeoutError)
+        reason = f"{late} {timeout_s:g} s" if is_late else failure_of(error)
+        if reason is None:
+            raise
+        raise EngineLostError(f"{peer}: {reason}") from None
+
+
+def failure_of(error: BaseException) -> str | None:
+    """Why a call failed, in words; None for what is no failure of the call, but of who made or ended it.
+
+    gRPC raises CancelledError in whoever waits for a call, too, when somebody else has cancelled it or closed
+    its channel. To the one who waits the peer is lost; only what is meant for its task may end its task.
+    """
+    match error:
+        case aio.AioRpcError():
+            return f"{error.code().name}: {error.details()}"
+        case aio.BaseError() | asyncio.InvalidStateError():
+            return f"the call has ended ({error})"
+        case asyncio.CancelledError() if not _is_own_cancellation():
+            return "the call was cancelled"
+        case _:
+            return None
 
 
 def _is_own_cancellation() -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Self
@@ -13,7 +12,7 @@ from grpc import aio
 from specray.errors import ConfigError, EngineLostError, ProtocolError
 from specray.requests import OutputChunk
 from specray.rpc.channel import ChannelOptions, bind, open_channel, parse_address, parse_peer
-from specray.rpc.connection import describe
+from specray.rpc.connection import calling
 from specray.rpc.delivery_codec import decode_chunks, encode_chunks
 
 logger = logging.getLogger(__name__)
@@ -100,39 +99,23 @@ class DeliveryConnection:
         try:
             channel, metadata = open_channel(parse_peer(address), options), options.security.metadata()
         except ConfigError as error:
-            raise EngineLostError(f"ingress at {address}: {error}") from None
+            raise EngineLostError(f"{_name(address)}: {error}") from None
         try:
-            async with asyncio.timeout(timeout_s):
+            async with calling(_name(address), timeout_s, "no answer within"):
                 stream: BytesStream
                 stream = channel.stream_stream(f"/{DELIVERY_SERVICE}/Deliver", None, None)(metadata=metadata)
                 if ACCEPTED not in (await stream.initial_metadata() or ()):
                     reason = f"{(await stream.code()).name}: {await stream.details()}"
-                    raise EngineLostError(f"ingress at {address}: {reason}")
-        except BaseException as error:
+                    raise EngineLostError(f"{_name(address)}: {reason}")
+        except BaseException:
             await channel.close(None)
-            match error:
-                case TimeoutError():
-                    reason = f"no answer within {timeout_s:g} s"
-                case aio.AioRpcError():
-                    reason = describe(error)
-                case _:
-                    raise
-            raise EngineLostError(f"ingress at {address}: {reason}") from None
+            raise
         return cls(address, channel, stream, timeout_s)
 
     async def send(self, chunks: Sequence[OutputChunk]) -> None:
         """Sends one message. Raises EngineLostError: the ingress is gone or takes nothing."""
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._stream.write(encode_chunks(chunks))
-        except TimeoutError:
-            raise EngineLostError(
-                f"ingress at {self._address}: took nothing for {self._timeout_s:g} s"
-            ) from None
-        except aio.AioRpcError as error:
-            raise EngineLostError(f"ingress at {self._address}: {describe(error)}") from None
-        except (asyncio.InvalidStateError, aio.BaseError) as error:
-            raise EngineLostError(f"ingress at {self._address}: the stream has ended ({error})") from None
+        async with calling(_name(self._address), self._timeout_s, "took nothing for"):
+            await self._stream.write(encode_chunks(chunks))
 
     async def wait_closed(self) -> None:
         """Returns when the stream has ended, by whatever end."""
@@ -142,3 +125,7 @@ class DeliveryConnection:
         """Ends the stream; idempotent."""
         self._stream.cancel()
         await self._channel.close(None)
+
+
+def _name(address: str) -> str:
+    return f"ingress at {address}"

@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 import grpc
 from grpc import aio
 
+from specray.errors import DeadlineExceededError
 from specray.rpc.channel import ChannelOptions, bind, parse_address
 from specray.rpc.health import Health
 from specray.rpc.inference_codec import (
@@ -36,6 +37,10 @@ from specray.rpc.status import status_of
 __all__ = ["Admitter", "GenerateEvent", "GenerateParams", "InferenceHandler", "InferenceServer", "Usage"]
 
 INFERENCE_SERVICE: Final = "specray.v1.InferenceService"
+WRITE_TIMEOUT_S: Final = 30.0
+"""For a client to take a message, as long as over HTTP. gRPC waits without limit for one that is there and
+does not read, and a call need not have a deadline: its request would keep its place for ever.
+"""
 
 ResultT = TypeVar("ResultT")
 Context = aio.ServicerContext[Any, Any]
@@ -169,11 +174,24 @@ async def _pump(
     events = handler.generate(params)
     try:
         async for event in events:
-            await write(encode_generate_event(event))
+            await _in_time(write(encode_generate_event(event)))
     finally:
         # Only generators have it; closing here, not at garbage collection, ends the work of a lost client.
         if isinstance(events, AsyncGenerator):
             await events.aclose()
+
+
+async def _in_time(writing: Awaitable[None]) -> None:
+    """Waits until a message is taken.
+
+    Raises:
+        DeadlineExceededError: it takes too long. A client that reads after all gets this behind the messages.
+    """
+    try:
+        async with asyncio.timeout(WRITE_TIMEOUT_S):
+            await writing
+    except TimeoutError:
+        raise DeadlineExceededError(f"the client took nothing for {WRITE_TIMEOUT_S:g} s") from None
 
 
 async def _answer(context: Context, work: Coroutine[Any, Any, ResultT]) -> ResultT:

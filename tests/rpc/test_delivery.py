@@ -19,7 +19,7 @@ from specray.errors import EngineLostError, ProtocolError
 from specray.requests import FinishReason, OutputChunk, SpeculationStats
 from specray.router.clock import SystemClock
 from specray.rpc.channel import ChannelOptions
-from specray.rpc.delivery import DeliveryConnection, DeliveryServer
+from specray.rpc.delivery import ACCEPTED, DELIVERY_SERVICE, DeliveryConnection, DeliveryServer
 from specray.rpc.delivery_codec import decode_chunks, encode_chunks
 from specray.rpc.pb import delivery_pb2
 from specray.rpc.security import PeerSecurity
@@ -140,6 +140,49 @@ async def test_a_peer_without_the_secret_delivers_nothing(address: str, tmp_path
         assert await taken.get() == [OutputChunk("a", (1,))]
         await connection.close()
     await server.stop()
+
+
+@asynccontextmanager
+async def deaf_ingress_at(address: str) -> AsyncIterator[None]:
+    """Lets routers in and reads nothing."""
+
+    async def accept(_: object, context: aio.ServicerContext[bytes, bytes]) -> None:
+        await context.send_initial_metadata(((ACCEPTED, "1"),))
+        await asyncio.Event().wait()
+
+    deliver: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(accept)
+    server = aio.server()
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(DELIVERY_SERVICE, {"Deliver": deliver}),)
+    )
+    server.add_insecure_port(address)
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.stop(0)
+
+
+async def test_closing_fails_a_send_under_way_and_does_not_cancel_who_sends(address: str) -> None:
+    async with deaf_ingress_at(address), asyncio.timeout(DEADLINE_S):
+        connection = await DeliveryConnection.connect(address, timeout_s=DEADLINE_S)
+        num_sent = 0
+
+        async def send_all() -> None:
+            nonlocal num_sent
+            while True:
+                await connection.send([OutputChunk("a", tuple(range(100_000)))])
+                num_sent += 1
+
+        sending = asyncio.create_task(send_all())
+        before = -1
+        while num_sent != before:
+            before = num_sent
+            await asyncio.sleep(0.1)
+        await connection.close()
+        with pytest.raises(EngineLostError) as caught:
+            await sending
+        assert str(caught.value) == f"ingress at {address}: the call was cancelled"
 
 
 async def test_broken_bytes_end_the_stream_and_say_why(address: str) -> None:

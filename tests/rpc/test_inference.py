@@ -26,6 +26,7 @@ from specray.errors import (
     SpecrayError,
 )
 from specray.requests import FinishReason
+from specray.rpc import inference
 from specray.rpc.channel import ChannelOptions
 from specray.rpc.client import SpecrayClient
 from specray.rpc.event_loop import new_event_loop
@@ -226,31 +227,61 @@ async def test_a_client_that_vanishes_closes_the_handlers_iterator(address: str)
             await anext(events)
 
 
-async def test_a_client_that_does_not_read_holds_the_handler_back(address: str) -> None:
-    handler = ScriptedHandler()
-    produced = 0
+@dataclass
+class EndlessHandler(ScriptedHandler):
+    """Has always more to say."""
 
-    async def endless(params: GenerateParams) -> AsyncIterator[GenerateEvent]:
-        nonlocal produced
+    num_produced: int = 0
+
+    async def generate(self, params: GenerateParams) -> AsyncIterator[GenerateEvent]:
         try:
             while True:
-                produced += 1
+                self.num_produced += 1
                 yield GenerateEvent("r-1", text="x" * 10_000)
         finally:
-            handler.closed.set()
+            self.closed.set()
 
-    handler.generate = endless  # type: ignore[method-assign, assignment]
+
+async def test_a_client_that_does_not_read_holds_the_handler_back(address: str) -> None:
+    handler = EndlessHandler()
     async with serving(handler, address), aio.insecure_channel(address) as channel:
         request = inference_pb2.GenerateRequest(text="a").SerializeToString()
         call = channel.unary_stream(GENERATE, None, None)(request, timeout=DEADLINE_S)
         await call.read()
         async with asyncio.timeout(DEADLINE_S):
             before = -1
-            while produced != before:
-                before = produced
+            while handler.num_produced != before:
+                before = handler.num_produced
                 await asyncio.sleep(0.3)
         call.cancel()
         assert await closed(handler)
+
+
+@pytest.mark.parametrize("has_own_loop", [False, True])
+async def test_a_client_that_does_not_read_is_given_up_though_its_call_has_no_deadline(
+    has_own_loop: bool, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inference, "WRITE_TIMEOUT_S", 0.2)
+    handler = EndlessHandler()
+    loop_thread = LoopThread("handler") if has_own_loop else None
+    try:
+        async with (
+            serving(handler, address, handler_loop=loop_thread.loop if loop_thread else None),
+            aio.insecure_channel(address) as channel,
+            asyncio.timeout(DEADLINE_S),
+        ):
+            request = inference_pb2.GenerateRequest(text="a").SerializeToString()
+            call = channel.unary_stream(GENERATE, None, None)(request)
+            await call.read()
+            assert await closed(handler)
+            with pytest.raises(aio.AioRpcError) as caught:
+                while await call.read() is not aio.EOF:
+                    pass
+    finally:
+        if loop_thread is not None:
+            loop_thread.stop()
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert caught.value.details() == "the client took nothing for 0.2 s"
 
 
 @pytest.mark.parametrize("failure", [None, OverloadedError("full", 1.0)])

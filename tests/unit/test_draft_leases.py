@@ -13,7 +13,7 @@ from specray.errors import EngineLostError
 from specray.fakes import FakeDraft, LocalDrafter, PerfectGuesser, VirtualClock
 from specray.interfaces import Drafter
 from specray.requests import OutputChunk, SpeculationParams
-from specray.types import DraftReplies, SpeculateItem
+from specray.types import DraftReplies, EngineInfo, SpeculateItem, StepTime
 
 
 class LeavingDrafter(LocalDrafter):
@@ -145,6 +145,42 @@ def test_router_moves_to_a_draft_that_fewer_routers_share() -> None:
             assert pair.counted("specray_draft_lost_total") == 0
 
     run(clock, main())
+
+
+class UnmeasuredDrafter(LeavingDrafter):
+    """Is asked for its round trip, and hangs or breaks."""
+
+    def __init__(self, engine: FakeDraft, clock: VirtualClock, error: Exception | None) -> None:
+        super().__init__(engine, clock)
+        self._error = error
+
+    async def fetch_info(self) -> EngineInfo:
+        if self._error is not None:
+            raise self._error
+        await asyncio.sleep(1.0)
+        return self.info
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("broken")], ids=["stop", "error"])
+def test_draft_is_closed_when_its_measuring_is_interrupted(error: Exception | None) -> None:
+    clock = VirtualClock()
+
+    async def main() -> list[bool]:
+        draft = fake_draft(step_times=(StepTime(1, 0.01),))
+        leased: list[UnmeasuredDrafter] = []
+
+        def lease(number: int) -> Drafter:
+            if number != 1:
+                raise EngineLostError("none left")
+            leased.append(UnmeasuredDrafter(draft, clock, error))
+            return leased[-1]
+
+        async with serving(clock, draft=draft, make_drafter=lease) as pair:
+            await asyncio.sleep(0.5)
+            assert pair.counted("specray_draft_leases_total") == 0
+        return [drafter.is_closed for drafter in leased]
+
+    assert run(clock, main()) == [True]
 
 
 def test_pool_that_cannot_be_asked_costs_nothing() -> None:

@@ -10,9 +10,10 @@ from router_harness import expected, fake_target, request, router_config, run, s
 
 from specray.actors.target_source import PROBE_TIMEOUT_S, TargetSource
 from specray.errors import ConfigError, EngineLostError
-from specray.fakes import LocalVerifier, VirtualClock
+from specray.fakes import FakeTarget, LocalVerifier, VirtualClock
 from specray.interfaces import Verifier
 from specray.requests import OutputChunk
+from specray.types import EngineInfo, StepTime
 
 
 async def texts(chunks: AsyncIterator[OutputChunk]) -> tuple[int, ...]:
@@ -102,6 +103,53 @@ def test_a_wrong_setting_is_given_up_at_once() -> None:
             assert "the model is gone" in str(pair.router.failure)
 
     run(clock, main())
+
+
+class UnmeasuredVerifier(LocalVerifier):
+    """Is asked for its round trip, and hangs or breaks."""
+
+    def __init__(self, target: FakeTarget, clock: VirtualClock, error: Exception | None) -> None:
+        super().__init__(target, clock)
+        self._error = error
+        self.is_closed = False
+
+    async def fetch_info(self) -> EngineInfo:
+        if self._error is not None:
+            raise self._error
+        await asyncio.sleep(1.0)
+        return self.info
+
+    async def close(self) -> None:
+        self.is_closed = True
+        await super().close()
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("broken")], ids=["stop", "error"])
+def test_a_new_target_is_closed_when_its_measuring_is_interrupted(error: Exception | None) -> None:
+    clock = VirtualClock()
+
+    async def main() -> list[bool]:
+        target = fake_target()
+        first: list[LocalVerifier] = []
+        made: list[UnmeasuredVerifier] = []
+
+        async def connect() -> Verifier:
+            if not first:
+                first.append(LocalVerifier(target, clock))
+                return first[-1]
+            if made:
+                raise EngineLostError("no node")
+            made.append(UnmeasuredVerifier(fake_target(step_times=(StepTime(1, 0.01),)), clock, error))
+            return made[-1]
+
+        async with serving(clock, target=target, verifier=connect) as pair:
+            first[0].lose()
+            await asyncio.sleep(0.5)
+            with pytest.raises(EngineLostError, match="started anew"):
+                await pair.router.check_ready()
+        return [verifier.is_closed for verifier in made]
+
+    assert run(clock, main()) == [True]
 
 
 def test_drain_ends_what_is_not_finished_at_its_deadline() -> None:
