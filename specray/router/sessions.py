@@ -115,6 +115,8 @@ class Sessions:
         while self._queue and len(self.running) < self._max_running:
             live = self._queue.pop()
             if live.deadline_s <= now + least_s:
+                if live.admitted_s is None:
+                    self._queue.settle(live, 0)
                 self._expire(live, now)
                 continue
             self.running[live.request_id] = live
@@ -198,11 +200,14 @@ class Sessions:
     def _forget(self, live: LiveSession, now: float) -> bool:
         if self._all.pop(live.request_id, None) is None:
             return False
-        self._quotas.release(live.session.request, was_let_in=live.admitted_s is not None)
+        was_let_in = live.admitted_s is not None
+        self._quotas.release(live.session.request, was_let_in=was_let_in)
         self._queue.remove(live.request_id)
+        if was_let_in:
+            # Also when it waits again: it is charged once, when it is let in first.
+            self._queue.settle(live, len(live.session.committed))
         if self.running.pop(live.request_id, None) is not None:
             self._release(live.request_id)
-            self._queue.settle(live, len(live.session.committed))
             self._observe_service(now)
             # What one session left has room for another; when nobody waits, there is room for all.
             self._max_running = min(self._limit, self._max_running + 1) if self._queue else self._limit
