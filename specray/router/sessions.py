@@ -100,6 +100,8 @@ class Sessions:
             self._metrics.refused.inc()
             reason = "the queue is full, and others have less of it or are more urgent"
             self._fail(other, OverloadedError(reason, self._queue.retry_after_s()), now)
+        # It may be long until anybody is let in.
+        self._show()
 
     def admit(self, now: float, *, least_s: float = 0.0) -> None:
         """Moves requests from the queue to the running ones while there are places.
@@ -123,7 +125,7 @@ class Sessions:
             if live.admitted_s is None:
                 live.admitted_s = now
                 self._quotas.let_in(live.session.request)
-            self._metrics.prompt_tokens.inc(live.session.num_prompt_tokens)
+                self._metrics.prompt_tokens.inc(live.session.num_prompt_tokens)
         self._show()
 
     def preempt(self, live: LiveSession, now: float) -> None:
@@ -140,6 +142,7 @@ class Sessions:
         self._queue.push_front(live)
         live.num_preemptions += 1
         self._metrics.preemptions.inc()
+        self._show()
 
     def end(self, live: LiveSession, now: float) -> None:
         """The session has a finish reason: the caller gets it, both engines forget the request."""

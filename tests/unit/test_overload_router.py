@@ -203,6 +203,51 @@ def test_request_that_was_put_back_is_charged_once() -> None:
     run(clock, main())
 
 
+# What the metrics say
+
+
+def shown(pair: Pair) -> tuple[float, float, float]:
+    """Who runs, who waits, and prompt tokens of those who wait."""
+    names = ("specray_running_sessions", "specray_queue_depth", "specray_queue_tokens")
+    running, waiting, tokens = (pair.counted(name) for name in names)
+    return running, waiting, tokens
+
+
+def test_who_was_put_back_and_who_comes_meanwhile_are_shown_as_waiting() -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        async with serving(clock, num_speculative_tokens=0) as pair:
+            ended: list[str] = []
+            pair.target.fail_next("back", "no room", is_retriable=True)
+            tasks = [await begin(pair, ended, request("back"))]
+            await asyncio.sleep(0.5 * TARGET_S)
+            assert shown(pair) == (1, 0, 0)
+            # The step ends without room for it; it tries again RETRY_S later.
+            await asyncio.sleep(TARGET_S)
+            assert shown(pair) == (0, 1, 5)
+            tasks.append(await begin(pair, ended, request("new", prompt=(1, 2))))
+            assert shown(pair) == (0, 2, 7)
+            await asyncio.gather(*tasks)
+            await pair.settle()
+
+    run(clock, main())
+
+
+def test_prompt_of_a_request_that_is_let_in_again_is_counted_once() -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        async with serving(clock, num_speculative_tokens=0) as pair:
+            for _ in range(50):
+                pair.target.fail_next("back", "no room", is_retriable=True)
+            await pair.router.complete(request("back"))
+            assert pair.counted("specray_preemptions_total") == 50
+            assert pair.counted("specray_prompt_tokens_total") == 5
+
+    run(clock, main())
+
+
 # Cancellation
 
 
