@@ -69,9 +69,8 @@ class Sessions:
     @property
     def next_due_s(self) -> float | None:
         """When ``expire`` or ``admit`` has something to do even if nothing else happens."""
-        while self._by_deadline and self._by_deadline[0][1] not in self._all:
-            heapq.heappop(self._by_deadline)
-        deadline = self._by_deadline[0][0] if self._by_deadline else None
+        first = self._first_to_expire()
+        deadline = None if first is None else first.deadline_s
         if self._retry_at_s is None or not self._queue:
             return deadline
         return self._retry_at_s if deadline is None else min(deadline, self._retry_at_s)
@@ -169,10 +168,8 @@ class Sessions:
 
     def expire(self, now: float) -> None:
         """Ends what took longer than it may, queued or running."""
-        while self._by_deadline and self._by_deadline[0][0] <= now:
-            _, request_id = heapq.heappop(self._by_deadline)
-            if request_id in self._all:
-                self._expire(self._all[request_id], now)
+        while (live := self._first_to_expire()) is not None and live.deadline_s <= now:
+            self._expire(live, now)
 
     def fail_all(self, error: EngineLostError, now: float) -> None:
         """Every caller gets ``error``."""
@@ -192,6 +189,16 @@ class Sessions:
         if self._forget(live, now):
             live.delivery.fail(error)
             self._metrics.observe_end(FinishReason.ERROR.value)
+
+    def _first_to_expire(self) -> LiveSession | None:
+        while self._by_deadline:
+            deadline_s, request_id = self._by_deadline[0]
+            live = self._all.get(request_id)
+            # The id of a request that ended may be in use again, with another deadline.
+            if live is not None and live.deadline_s == deadline_s:
+                return live
+            heapq.heappop(self._by_deadline)
+        return None
 
     def _remember_deadline(self, live: LiveSession) -> None:
         heapq.heappush(self._by_deadline, (live.deadline_s, live.request_id))

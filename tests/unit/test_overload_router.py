@@ -12,8 +12,10 @@ from router_harness import (
     MODEL,
     TARGET_S,
     Pair,
+    begin,
     expected,
     fake_target,
+    of_tenant,
     request,
     router_config,
     run,
@@ -22,34 +24,8 @@ from router_harness import (
 
 from specray.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
 from specray.fakes import FakeDraft, FakeTarget, NoisyGuesser, VirtualClock
-from specray.requests import GenerateRequest, SpeculationParams
 
 ONE_PLACE = {"max_num_seqs": 1}
-
-
-def of_tenant(request_id: str, tenant: str, *, max_tokens: int = 4, priority: int = 0) -> GenerateRequest:
-    speculation = SpeculationParams(enabled=False, tenant=tenant)
-    one = request(request_id, max_tokens=max_tokens, speculation=speculation)
-    return replace(one, priority=priority)
-
-
-async def begin(pair: Pair, ended: list[str], one: GenerateRequest) -> asyncio.Task[None]:
-    """Sends a request; when it ends its id is appended, and its tokens are the right ones."""
-    (task,) = await begin_at_once(pair, ended, one)
-    return task
-
-
-async def begin_at_once(pair: Pair, ended: list[str], *requests: GenerateRequest) -> list[asyncio.Task[None]]:
-    """Sends requests which the router sees together."""
-
-    async def work(one: GenerateRequest) -> None:
-        output = await pair.router.complete(one)
-        assert output.token_ids == expected(one)
-        ended.append(one.request_id)
-
-    tasks = [asyncio.create_task(work(one)) for one in requests]
-    await asyncio.sleep(0)
-    return tasks
 
 
 def test_newcomer_takes_turns_with_a_tenant_that_waits_with_a_hundred() -> None:
@@ -102,102 +78,6 @@ def test_tenant_with_less_takes_the_place_of_the_newest_of_one_with_more() -> No
             assert pair.counted("specray_requests_refused_total") == 2
             await asyncio.gather(*many, few)
             assert ended == ["many0", "many1", "few", "many2"]
-            await pair.settle()
-
-    run(clock, main())
-
-
-# What a tenant is charged
-
-
-def charged(pair: Pair, tenant: str) -> int:
-    """Tokens at which the tenant's next waiting request starts."""
-    return pair.router._sessions._queue._classes[0].lines[tenant].tag
-
-
-def test_request_that_was_not_begun_costs_its_tenant_nothing() -> None:
-    clock = VirtualClock()
-
-    async def main() -> None:
-        async with serving(clock, target=fake_target(max_num_seqs=2), num_speculative_tokens=0) as pair:
-            ended: list[str] = []
-            tasks = await begin_at_once(
-                pair,
-                ended,
-                of_tenant("short", "x", max_tokens=10, priority=-1),
-                of_tenant("long", "x", max_tokens=200, priority=-1),
-            )
-            # The short one ends after 10 steps; half a step is left then.
-            hopeless = replace(of_tenant("hopeless", "mine", max_tokens=400), timeout_s=10.5 * TARGET_S)
-            not_begun = asyncio.create_task(pair.router.complete(hopeless))
-            await asyncio.sleep(0)
-            for name, tenant in (("next", "mine"), ("last", "mine"), ("o0", "other"), ("o1", "other")):
-                tasks.append(await begin(pair, ended, of_tenant(name, tenant, max_tokens=20)))
-            with pytest.raises(DeadlineExceededError):
-                await not_begun
-            assert clock.monotonic() == pytest.approx(10 * TARGET_S, abs=0.001)
-            assert charged(pair, "mine") == 5 + 20
-            await asyncio.gather(*tasks)
-            assert ended == ["short", "next", "o0", "last", "o1", "long"]
-            await pair.settle()
-
-    run(clock, main())
-
-
-@pytest.mark.parametrize("end", ["abort", "expire", "hopeless"])
-def test_request_that_ends_after_it_was_put_back_is_charged_for_what_it_had(end: str) -> None:
-    clock = VirtualClock()
-
-    async def main() -> None:
-        async with serving(clock, target=fake_target(max_num_seqs=3), num_speculative_tokens=0) as pair:
-            ended: list[str] = []
-            tasks = await begin_at_once(
-                pair,
-                ended,
-                of_tenant("short", "x", max_tokens=10, priority=-1),
-                of_tenant("long", "x", max_tokens=100, priority=-1),
-            )
-            pair.target.fail_next("back", "no room", is_retriable=True)
-            timeout_s = {"abort": 100.0, "expire": 5.5 * TARGET_S, "hopeless": 10.5 * TARGET_S}[end]
-            back = replace(of_tenant("back", "mine", max_tokens=400), timeout_s=timeout_s)
-            put_back = asyncio.create_task(pair.router.complete(back))
-            following = [of_tenant(f"next{index}", "mine", max_tokens=20) for index in range(3)]
-            tasks += await begin_at_once(pair, ended, *following)
-            await asyncio.sleep(5.2 * TARGET_S)
-            assert charged(pair, "mine") == 5 + 400
-            if end == "abort":
-                put_back.cancel()
-            # After 10 steps the short one ends, and two that follow are let in.
-            await asyncio.sleep(5.2 * TARGET_S)
-            assert put_back.done()
-            assert charged(pair, "mine") == 5 + 2 * (5 + 20)
-            assert pair.counted("specray_preemptions_total") == 1
-            await asyncio.gather(*tasks)
-            await asyncio.gather(put_back, return_exceptions=True)
-            await pair.settle()
-
-    run(clock, main())
-
-
-def test_request_that_was_put_back_is_charged_once() -> None:
-    clock = VirtualClock()
-
-    async def main() -> None:
-        async with serving(clock, target=fake_target(max_num_seqs=2), num_speculative_tokens=0) as pair:
-            ended: list[str] = []
-            pair.target.fail_next("back", "no room", is_retriable=True)
-            tasks = await begin_at_once(
-                pair,
-                ended,
-                of_tenant("short", "x", max_tokens=10, priority=-1),
-                *(of_tenant(name, "mine", max_tokens=20) for name in ("back", "next", "last", "more")),
-            )
-            await asyncio.sleep(5.2 * TARGET_S)
-            assert (pair.counted("specray_preemptions_total"), charged(pair, "mine")) == (1, 25)
-            await asyncio.sleep(5.2 * TARGET_S)
-            assert set(pair.router._sessions.running) == {"back", "next"}
-            assert charged(pair, "mine") == 25 + 25
-            await asyncio.gather(*tasks)
             await pair.settle()
 
     run(clock, main())
@@ -379,6 +259,34 @@ def test_time_that_is_not_positive_is_refused(timeout_s: float) -> None:
         async with serving(clock) as pair:
             with pytest.raises(InvalidRequestError, match="timeout_s"):
                 await pair.router.complete(replace(request(), timeout_s=timeout_s))
+
+    run(clock, main())
+
+
+def test_deadline_of_a_request_that_ended_is_not_that_of_the_next_with_its_id() -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        async with serving(clock, num_speculative_tokens=0) as pair:
+
+            async def seconds_of(request_id: str, timeout_s: float) -> float:
+                began_s = clock.monotonic()
+                with pytest.raises(DeadlineExceededError):
+                    await pair.router.complete(
+                        replace(request(request_id, max_tokens=999), timeout_s=timeout_s)
+                    )
+                return clock.monotonic() - began_s
+
+            # What ends before hides the deadline of the one that ended, until it is the next.
+            before = asyncio.create_task(seconds_of("before", 1.9))
+            await pair.router.complete(replace(request("a", max_tokens=2), timeout_s=2.0))
+            after = asyncio.create_task(seconds_of("after", 2.5))
+            again = replace(request("a", max_tokens=200), timeout_s=5.0)
+            assert (await pair.router.complete(again)).token_ids == expected(again)
+            assert clock.monotonic() > 4.0
+            assert await before == pytest.approx(1.9, abs=0.001)
+            assert await after == pytest.approx(2.5, abs=0.001)
+            await pair.settle()
 
     run(clock, main())
 
