@@ -216,9 +216,7 @@ class Rounds:
         self.target = None
         self._idle_since_s = None
         self._metrics.target_lost.inc()
-        for live in self.sessions.running.values():
-            live.session.lose_target()
-            live.round_started_s = None
+        self.sessions.lose_target()
         self._on_target_lost(link, error)
 
     # What to do next

@@ -143,6 +143,13 @@ class Sessions:
         self._metrics.preemptions.inc()
         self._show()
 
+    def lose_target(self) -> None:
+        """No session is held any more, and what found no room may find it in the next target at once."""
+        self._retry_at_s = None
+        for live in self.running.values():
+            live.session.lose_target()
+            live.round_started_s = None
+
     def end(self, live: LiveSession, now: float) -> None:
         """The session has a finish reason: the caller gets it, both engines forget the request."""
         session = live.session
