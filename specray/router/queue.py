@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Generic
+from typing import Any, Generic, NamedTuple
 
 from specray.errors import OverloadedError
-from specray.router.fair import FairQueue, Waiting, WaitingT
+from specray.router.fair import FairQueue, Line, Waiting, WaitingT
 
 __all__ = ["AdmissionQueue", "Waiting", "WaitingT"]
 
@@ -141,14 +141,14 @@ class AdmissionQueue(Generic[WaitingT]):
         num_requests, num_tokens = len(self._entries), self._num_tokens
         victims = _Victims(self._classes, entry)
         while num_requests >= max_requests:
-            victim = victims.choose(in_tokens=False)
+            victim = victims.choose(_REQUESTS)
             if victim is None:
                 reason = f"{len(self._entries)} requests wait; allowed: {self._max_requests}"
                 raise OverloadedError(reason, self.retry_after_s())
             num_requests -= 1
             num_tokens -= victim.num_queued_tokens
         while num_requests and num_tokens + entry.num_queued_tokens > self._max_tokens:
-            victim = victims.choose(in_tokens=True)
+            victim = victims.choose(_TOKENS)
             if victim is None:
                 reason = f"{self._num_tokens} prompt tokens wait; allowed: {self._max_tokens}"
                 raise OverloadedError(reason, self.retry_after_s())
@@ -170,6 +170,17 @@ class AdmissionQueue(Generic[WaitingT]):
             del self._classes[priority]
 
 
+class _Size(NamedTuple):
+    """What is bounded, of an entry and of a line, which knows its sum: refusing must be cheap."""
+
+    of_entry: Callable[[Waiting], int]
+    of_line: Callable[[Line[Any]], int]
+
+
+_REQUESTS = _Size(lambda entry: 1, lambda line: len(line.entries))
+_TOKENS = _Size(lambda entry: entry.num_queued_tokens, lambda line: line.num_tokens)
+
+
 class _Victims(Generic[WaitingT]):
     """Chooses, one by one and without changing anything, what an arrival may displace."""
 
@@ -180,16 +191,15 @@ class _Victims(Generic[WaitingT]):
         self._gone: dict[tuple[int, str], list[WaitingT]] = {}
         """What was chosen, by priority and tenant: the newest of the line first."""
 
-    def choose(self, *, in_tokens: bool) -> WaitingT | None:
-        """The next to go, of whoever has most requests (or prompt tokens) waiting; None: nothing may."""
+    def choose(self, size: _Size) -> WaitingT | None:
+        """The next to go, of whoever has most waiting; None: nothing may."""
         arrival = self._arrival
         for priority, fair in self._classes:
             if priority < arrival.priority:
                 return None
             is_rival = priority == arrival.priority
             held = {
-                tenant: _size(line.entries.values(), line.num_tokens, in_tokens=in_tokens)
-                - self._size_gone(priority, tenant, in_tokens=in_tokens)
+                tenant: size.of_line(line) - sum(map(size.of_entry, self._gone.get((priority, tenant), ())))
                 for tenant, line in fair.lines.items()
             }
             own = held.pop(arrival.tenant, 0) if is_rival else 0
@@ -198,21 +208,9 @@ class _Victims(Generic[WaitingT]):
                 continue
             gone = self._gone.setdefault((priority, tenant), [])
             victim = next(islice(reversed(fair.lines[tenant].entries.values()), len(gone), None))
-            if is_rival and held[tenant] - _cost(victim, in_tokens) < own + _cost(arrival, in_tokens):
+            if is_rival and held[tenant] - size.of_entry(victim) < own + size.of_entry(arrival):
                 return None
             gone.append(victim)
             self.chosen.append(victim)
             return victim
         return None
-
-    def _size_gone(self, priority: int, tenant: str, *, in_tokens: bool) -> int:
-        gone = self._gone.get((priority, tenant), ())
-        return _size(gone, sum(entry.num_queued_tokens for entry in gone), in_tokens=in_tokens)
-
-
-def _size(entries: Sized, num_tokens: int, *, in_tokens: bool) -> int:
-    return num_tokens if in_tokens else len(entries)
-
-
-def _cost(entry: Waiting, in_tokens: bool) -> int:
-    return entry.num_queued_tokens if in_tokens else 1
