@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Generic, NamedTuple
 
 from specray.errors import OverloadedError
@@ -49,8 +49,10 @@ class AdmissionQueue(Generic[WaitingT]):
     the arrival's tenant then has. Otherwise the arrival is refused. So no tenant can take all the room, and
     a tenant alone may use all of it.
 
+    Those that find a free place at once do not count as waiting.
+
     Args:
-        max_requests: waiting requests, beyond those that would find a free place at once.
+        max_requests: waiting requests.
         max_tokens: prompt tokens of waiting requests; one request alone is always let in.
         rng: spreads the advice to refused ones, so that they do not all come back together; None: it is not.
     """
@@ -69,7 +71,7 @@ class AdmissionQueue(Generic[WaitingT]):
         return len(self._entries)
 
     def __iter__(self) -> Iterator[WaitingT]:
-        """Those put back first, then by priority and tenant."""
+        """In the order in which they are taken when nobody comes."""
         yield from self._returned.values()
         for priority in sorted(self._classes):
             yield from self._classes[priority]
@@ -86,7 +88,7 @@ class AdmissionQueue(Generic[WaitingT]):
             OverloadedError: a bound would be passed; nothing was changed.
         """
         assert entry.request_id not in self._entries
-        displaced = self._room_for(entry, self._max_requests + num_free_places)
+        displaced = self._room_for(entry, num_free_places)
         for victim in displaced:
             self.remove(victim.request_id)
         self._insert(entry)
@@ -136,25 +138,26 @@ class AdmissionQueue(Generic[WaitingT]):
         """When the queue should have drained."""
         return self._advice.after_s(len(self._entries))
 
-    def _room_for(self, entry: WaitingT, max_requests: int) -> list[WaitingT]:
+    def _room_for(self, entry: WaitingT, num_free_places: int) -> list[WaitingT]:
         """Who must go. Raises OverloadedError."""
-        num_requests, num_tokens = len(self._entries), self._num_tokens
         victims = _Victims(self._classes, entry)
-        while num_requests >= max_requests:
-            victim = victims.choose(_REQUESTS)
-            if victim is None:
+        while len(self._entries) - len(victims.chosen) >= self._max_requests + num_free_places:
+            if not victims.choose(_REQUESTS):
                 reason = f"{len(self._entries)} requests wait; allowed: {self._max_requests}"
                 raise OverloadedError(reason, self.retry_after_s())
-            num_requests -= 1
-            num_tokens -= victim.num_queued_tokens
-        while num_requests and num_tokens + entry.num_queued_tokens > self._max_tokens:
-            victim = victims.choose(_TOKENS)
-            if victim is None:
+        while self._num_tokens_with(entry, victims.chosen, num_free_places) > self._max_tokens:
+            if not victims.choose(_TOKENS):
                 reason = f"{self._num_tokens} prompt tokens wait; allowed: {self._max_tokens}"
                 raise OverloadedError(reason, self.retry_after_s())
-            num_requests -= 1
-            num_tokens -= victim.num_queued_tokens
         return victims.chosen
+
+    def _num_tokens_with(self, entry: WaitingT, gone: list[WaitingT], num_free_places: int) -> int:
+        """Prompt tokens that wait for a place when ``entry`` comes last; 0: it alone does, or nobody."""
+        if len(self._entries) - len(gone) <= num_free_places:
+            return 0
+        placed = islice((other for other in self if other not in gone), num_free_places)
+        num_tokens = self._num_tokens + entry.num_queued_tokens
+        return num_tokens - sum(other.num_queued_tokens for other in chain(gone, placed))
 
     def _insert(self, entry: WaitingT) -> None:
         self._entries[entry.request_id] = entry
@@ -191,12 +194,12 @@ class _Victims(Generic[WaitingT]):
         self._gone: dict[tuple[int, str], list[WaitingT]] = {}
         """What was chosen, by priority and tenant: the newest of the line first."""
 
-    def choose(self, size: _Size) -> WaitingT | None:
-        """The next to go, of whoever has most waiting; None: nothing may."""
+    def choose(self, size: _Size) -> bool:
+        """The next to go, of whoever has most waiting; False: nothing may."""
         arrival = self._arrival
         for priority, fair in self._classes:
             if priority < arrival.priority:
-                return None
+                return False
             is_rival = priority == arrival.priority
             held = {
                 tenant: size.of_line(line) - sum(map(size.of_entry, self._gone.get((priority, tenant), ())))
@@ -209,8 +212,8 @@ class _Victims(Generic[WaitingT]):
             gone = self._gone.setdefault((priority, tenant), [])
             victim = next(islice(reversed(fair.lines[tenant].entries.values()), len(gone), None))
             if is_rival and held[tenant] - size.of_entry(victim) < own + size.of_entry(arrival):
-                return None
+                return False
             gone.append(victim)
             self.chosen.append(victim)
-            return victim
-        return None
+            return True
+        return False

@@ -83,6 +83,22 @@ def test_tenant_with_less_takes_the_place_of_the_newest_of_one_with_more() -> No
     run(clock, main())
 
 
+def test_burst_of_long_prompts_fills_an_idle_router_and_the_rest_is_bounded() -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        config = router_config(max_queued_tokens=250)
+        async with serving(clock, target=fake_target(max_num_seqs=4), config=config) as pair:
+            calls = [pair.router.complete(request(str(n), [n] * 100, max_tokens=2)) for n in range(8)]
+            outputs = await asyncio.gather(*calls, return_exceptions=True)
+            # Four have places, and two wait.
+            assert [isinstance(output, OverloadedError) for output in outputs] == [False] * 6 + [True] * 2
+            assert "600 prompt tokens wait; allowed: 250" in str(outputs[6])
+            await pair.settle()
+
+    run(clock, main())
+
+
 # What the metrics say
 
 
