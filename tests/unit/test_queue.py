@@ -89,6 +89,20 @@ def test_free_places_are_for_those_whose_turn_it_is() -> None:
     assert queue.push(Entry("c", 11, "c"), num_free_places=2) == [Entry("a1", 90, "a")]
 
 
+def test_place_of_a_displaced_request_is_the_next_ones() -> None:
+    queue = new_queue(max_requests=9, max_tokens=100)
+    queue.push(Entry("b", 10, "b", num_expected_tokens=1000), num_free_places=9)
+    queue.push(Entry("a0", 150, "a"), num_free_places=9)
+    assert queue.pop().request_id == "b"
+    # What b has had lets both of a go first.
+    for entry in (Entry("a1", 200, "a"), *(Entry(f"b{index}", 60, "b") for index in range(4))):
+        queue.push(entry, num_free_places=9)
+    displaced = queue.push(Entry("c", 10, "c"), num_free_places=2)
+    assert [entry.request_id for entry in displaced] == ["a1", "b3", "b2"]
+    # Two have places, and 70 tokens wait.
+    assert {entry.request_id for entry in queue} == {"a0", "b0", "b1", "c"}
+
+
 def test_a_request_that_was_put_back_goes_first_beyond_all_bounds() -> None:
     queue = new_queue(max_requests=1)
     queue.push(Entry("waiting"), num_free_places=0)
