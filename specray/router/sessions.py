@@ -226,8 +226,11 @@ class Sessions:
         if self.running.pop(live.request_id, None) is not None:
             self._release(live.request_id)
             self._observe_service(now)
-            # What one session left has room for another; when nobody waits, there is room for all.
-            self._max_running = min(self._limit, self._max_running + 1) if self._queue else self._limit
+            # What one session left has room for another.
+            self._max_running = min(self._limit, self._max_running + 1)
+        if not self._queue:
+            # Nobody waits for room, also when who waited has left.
+            self._max_running = self._limit
         self._show()
         if self._tracer is not None and live.session.request.traceparent:
             self._tracer.request_ended(live.life(now), now)

@@ -99,6 +99,26 @@ def test_burst_of_long_prompts_fills_an_idle_router_and_the_rest_is_bounded() ->
     run(clock, main())
 
 
+def test_all_places_are_open_again_when_who_found_no_room_has_left() -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        async with serving(clock, num_speculative_tokens=0) as pair:
+            ended: list[str] = []
+            pair.target.fail_next("back", "no room", is_retriable=True)
+            gone = await begin(pair, ended, request("back"))
+            await asyncio.sleep(1.5 * TARGET_S)
+            assert pair.counted("specray_preemptions_total") == 1
+            gone.cancel()
+            await asyncio.sleep(1.0)
+            num_steps = pair.target.num_steps
+            await asyncio.gather(*(pair.router.complete(request(name, max_tokens=9)) for name in "abcdef"))
+            assert pair.target.num_steps == num_steps + 9
+            await pair.settle()
+
+    run(clock, main())
+
+
 # What the metrics say
 
 
