@@ -8,6 +8,7 @@ soon keeps its tag, so leaving the queue between two requests wins nothing.
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
@@ -80,8 +81,20 @@ class FairQueue(Generic[WaitingT]):
         return bool(self.lines)
 
     def __iter__(self) -> Iterator[WaitingT]:
-        for line in self.lines.values():
-            yield from line.entries.values()
+        """In the order in which ``pop`` takes them when nobody comes."""
+        turns = [
+            (line.tag, position, iter(line.entries.values()))
+            for position, line in enumerate(self.lines.values())
+        ]
+        heapq.heapify(turns)
+        while turns:
+            tag, position, entries = turns[0]
+            entry = next(entries, None)
+            if entry is None:
+                heapq.heappop(turns)
+            else:
+                heapq.heapreplace(turns, (tag + entry.num_expected_tokens, position, entries))
+                yield entry
 
     def push(self, entry: WaitingT) -> None:
         """Appends to the line of the entry's tenant."""

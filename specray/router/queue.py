@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Iterator, Sized
-from itertools import islice
-from typing import Generic
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
+from typing import Any, Generic, NamedTuple
 
 from specray.errors import OverloadedError
-from specray.router.fair import FairQueue, Waiting, WaitingT
+from specray.router.fair import FairQueue, Line, Waiting, WaitingT
 
 __all__ = ["AdmissionQueue", "Waiting", "WaitingT"]
 
@@ -49,8 +49,10 @@ class AdmissionQueue(Generic[WaitingT]):
     the arrival's tenant then has. Otherwise the arrival is refused. So no tenant can take all the room, and
     a tenant alone may use all of it.
 
+    Those that find a free place at once do not count as waiting.
+
     Args:
-        max_requests: waiting requests, beyond those that would find a free place at once.
+        max_requests: waiting requests.
         max_tokens: prompt tokens of waiting requests; one request alone is always let in.
         rng: spreads the advice to refused ones, so that they do not all come back together; None: it is not.
     """
@@ -69,7 +71,7 @@ class AdmissionQueue(Generic[WaitingT]):
         return len(self._entries)
 
     def __iter__(self) -> Iterator[WaitingT]:
-        """Those put back first, then by priority and tenant."""
+        """In the order in which they are taken when nobody comes."""
         yield from self._returned.values()
         for priority in sorted(self._classes):
             yield from self._classes[priority]
@@ -86,7 +88,7 @@ class AdmissionQueue(Generic[WaitingT]):
             OverloadedError: a bound would be passed; nothing was changed.
         """
         assert entry.request_id not in self._entries
-        displaced = self._room_for(entry, self._max_requests + num_free_places)
+        displaced = self._room_for(entry, num_free_places)
         for victim in displaced:
             self.remove(victim.request_id)
         self._insert(entry)
@@ -136,25 +138,26 @@ class AdmissionQueue(Generic[WaitingT]):
         """When the queue should have drained."""
         return self._advice.after_s(len(self._entries))
 
-    def _room_for(self, entry: WaitingT, max_requests: int) -> list[WaitingT]:
+    def _room_for(self, entry: WaitingT, num_free_places: int) -> list[WaitingT]:
         """Who must go. Raises OverloadedError."""
-        num_requests, num_tokens = len(self._entries), self._num_tokens
         victims = _Victims(self._classes, entry)
-        while num_requests >= max_requests:
-            victim = victims.choose(in_tokens=False)
-            if victim is None:
+        while len(self._entries) - len(victims.chosen) >= self._max_requests + num_free_places:
+            if not victims.choose(_REQUESTS):
                 reason = f"{len(self._entries)} requests wait; allowed: {self._max_requests}"
                 raise OverloadedError(reason, self.retry_after_s())
-            num_requests -= 1
-            num_tokens -= victim.num_queued_tokens
-        while num_requests and num_tokens + entry.num_queued_tokens > self._max_tokens:
-            victim = victims.choose(in_tokens=True)
-            if victim is None:
+        while self._num_tokens_with(entry, victims.chosen, num_free_places) > self._max_tokens:
+            if not victims.choose(_TOKENS):
                 reason = f"{self._num_tokens} prompt tokens wait; allowed: {self._max_tokens}"
                 raise OverloadedError(reason, self.retry_after_s())
-            num_requests -= 1
-            num_tokens -= victim.num_queued_tokens
         return victims.chosen
+
+    def _num_tokens_with(self, entry: WaitingT, gone: list[WaitingT], num_free_places: int) -> int:
+        """Prompt tokens that wait for a place when ``entry`` comes last; 0: it alone does, or nobody."""
+        if len(self._entries) - len(gone) <= num_free_places:
+            return 0
+        placed = islice((other for other in self if other not in gone), num_free_places)
+        num_tokens = self._num_tokens + entry.num_queued_tokens
+        return num_tokens - sum(other.num_queued_tokens for other in chain(gone, placed))
 
     def _insert(self, entry: WaitingT) -> None:
         self._entries[entry.request_id] = entry
@@ -170,6 +173,17 @@ class AdmissionQueue(Generic[WaitingT]):
             del self._classes[priority]
 
 
+class _Size(NamedTuple):
+    """What is bounded, of an entry and of a line, which knows its sum: refusing must be cheap."""
+
+    of_entry: Callable[[Waiting], int]
+    of_line: Callable[[Line[Any]], int]
+
+
+_REQUESTS = _Size(lambda entry: 1, lambda line: len(line.entries))
+_TOKENS = _Size(lambda entry: entry.num_queued_tokens, lambda line: line.num_tokens)
+
+
 class _Victims(Generic[WaitingT]):
     """Chooses, one by one and without changing anything, what an arrival may displace."""
 
@@ -180,16 +194,15 @@ class _Victims(Generic[WaitingT]):
         self._gone: dict[tuple[int, str], list[WaitingT]] = {}
         """What was chosen, by priority and tenant: the newest of the line first."""
 
-    def choose(self, *, in_tokens: bool) -> WaitingT | None:
-        """The next to go, of whoever has most requests (or prompt tokens) waiting; None: nothing may."""
+    def choose(self, size: _Size) -> bool:
+        """The next to go, of whoever has most waiting; False: nothing may."""
         arrival = self._arrival
         for priority, fair in self._classes:
             if priority < arrival.priority:
-                return None
+                return False
             is_rival = priority == arrival.priority
             held = {
-                tenant: _size(line.entries.values(), line.num_tokens, in_tokens=in_tokens)
-                - self._size_gone(priority, tenant, in_tokens=in_tokens)
+                tenant: size.of_line(line) - sum(map(size.of_entry, self._gone.get((priority, tenant), ())))
                 for tenant, line in fair.lines.items()
             }
             own = held.pop(arrival.tenant, 0) if is_rival else 0
@@ -198,21 +211,9 @@ class _Victims(Generic[WaitingT]):
                 continue
             gone = self._gone.setdefault((priority, tenant), [])
             victim = next(islice(reversed(fair.lines[tenant].entries.values()), len(gone), None))
-            if is_rival and held[tenant] - _cost(victim, in_tokens) < own + _cost(arrival, in_tokens):
-                return None
+            if is_rival and held[tenant] - size.of_entry(victim) < own + size.of_entry(arrival):
+                return False
             gone.append(victim)
             self.chosen.append(victim)
-            return victim
-        return None
-
-    def _size_gone(self, priority: int, tenant: str, *, in_tokens: bool) -> int:
-        gone = self._gone.get((priority, tenant), ())
-        return _size(gone, sum(entry.num_queued_tokens for entry in gone), in_tokens=in_tokens)
-
-
-def _size(entries: Sized, num_tokens: int, *, in_tokens: bool) -> int:
-    return num_tokens if in_tokens else len(entries)
-
-
-def _cost(entry: Waiting, in_tokens: bool) -> int:
-    return entry.num_queued_tokens if in_tokens else 1
+            return True
+        return False

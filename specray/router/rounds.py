@@ -163,6 +163,8 @@ class Rounds:
                     self._end(live)
                     return True
                 if commit is not None:
+                    # Also of a chunk of a prompt, which commits nothing.
+                    self.last_verdict_s = self._now
                     if self._trace is not None:
                         self._trace.verdict_received(reply, commit, replies)
                     self._deliver(live, commit, replies.forward_ns / 1e9)
@@ -182,7 +184,7 @@ class Rounds:
             return
         now = self._now
         self._measure(live, commit, forward_s)
-        self.last_verdict_s = live.committed_s = now
+        live.committed_s = now
         live.delivery.push(commit.token_ids, commit.logprobs)
         if live.session.is_finished:
             self._end(live)
@@ -216,9 +218,7 @@ class Rounds:
         self.target = None
         self._idle_since_s = None
         self._metrics.target_lost.inc()
-        for live in self.sessions.running.values():
-            live.session.lose_target()
-            live.round_started_s = None
+        self.sessions.lose_target()
         self._on_target_lost(link, error)
 
     # What to do next

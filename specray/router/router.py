@@ -12,12 +12,12 @@ from dataclasses import replace
 
 from specray import __version__
 from specray.config import RouterConfig, SpeculationConfig
-from specray.errors import EngineLostError, InvalidRequestError, OverloadedError
+from specray.errors import EngineLostError, InvalidRequestError
 from specray.interfaces import Clock, DrafterSource, RequestTracer, StopMatcherFactory, Verifier
 from specray.metrics import RouterMetrics
 from specray.requests import GenerateRequest, OutputChunk, ServiceInfo
-from specray.router.checks import check_request, probe_request
-from specray.router.clock import SystemClock, within
+from specray.router.checks import check_request
+from specray.router.clock import SystemClock
 from specray.router.delivery import Delivery
 from specray.router.drafting import Drafting
 from specray.router.later import Later
@@ -29,6 +29,7 @@ from specray.router.loops import overlapped_loop, serial_loop
 from specray.router.outlet import Outlet
 from specray.router.policy import Policy
 from specray.router.queue import AdmissionQueue
+from specray.router.readiness import Readiness
 from specray.router.renewal import TargetRenewal, VerifierFactory
 from specray.router.rounds import Rounds
 from specray.router.session import Session
@@ -37,9 +38,6 @@ from specray.router.trace import Trace, encode_trace
 from specray.types import DraftKind, EngineInfo, Overlap
 
 logger = logging.getLogger(__name__)
-
-READY_FRESH_S = 5.0
-"""A verdict this young proves that the target works; no probe is needed."""
 
 
 class Router:
@@ -121,7 +119,7 @@ class Router:
         self._loop: asyncio.Task[None] | None = None
         self._broken: Exception | None = None
         self._is_draining = False
-        self._num_probes = 0
+        self._readiness = Readiness(self.complete, self._clock, self._config.verify_timeout_s)
 
     # Life
 
@@ -263,19 +261,7 @@ class Router:
         assert self._rounds is not None
         if self._rounds.target is None:
             raise EngineLostError("the target was lost and is being started anew")
-        last_s = self._rounds.last_verdict_s
-        if last_s is not None and self._clock.monotonic() - last_s < READY_FRESH_S:
-            return
-        self._num_probes += 1
-        probe = probe_request(f"ready-{id(self):x}-{self._num_probes}")
-        try:
-            await within(self._clock, self._config.verify_timeout_s, self.complete(probe))
-        except TimeoutError:
-            raise EngineLostError(
-                f"no step of the target within verify_timeout_s = {self._config.verify_timeout_s:g} s"
-            ) from None
-        except OverloadedError:
-            return  # Queues are full of work that the target does; being busy is not being unready.
+        await self._readiness.check(self._rounds)
 
     async def metrics_text(self) -> str:
         """See interfaces.RouterClient."""

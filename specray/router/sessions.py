@@ -69,9 +69,8 @@ class Sessions:
     @property
     def next_due_s(self) -> float | None:
         """When ``expire`` or ``admit`` has something to do even if nothing else happens."""
-        while self._by_deadline and self._by_deadline[0][1] not in self._all:
-            heapq.heappop(self._by_deadline)
-        deadline = self._by_deadline[0][0] if self._by_deadline else None
+        first = self._first_to_expire()
+        deadline = None if first is None else first.deadline_s
         if self._retry_at_s is None or not self._queue:
             return deadline
         return self._retry_at_s if deadline is None else min(deadline, self._retry_at_s)
@@ -100,6 +99,8 @@ class Sessions:
             self._metrics.refused.inc()
             reason = "the queue is full, and others have less of it or are more urgent"
             self._fail(other, OverloadedError(reason, self._queue.retry_after_s()), now)
+        # It may be long until anybody is let in.
+        self._show()
 
     def admit(self, now: float, *, least_s: float = 0.0) -> None:
         """Moves requests from the queue to the running ones while there are places.
@@ -115,13 +116,15 @@ class Sessions:
         while self._queue and len(self.running) < self._max_running:
             live = self._queue.pop()
             if live.deadline_s <= now + least_s:
+                if live.admitted_s is None:
+                    self._queue.settle(live, 0)
                 self._expire(live, now)
                 continue
             self.running[live.request_id] = live
             if live.admitted_s is None:
                 live.admitted_s = now
                 self._quotas.let_in(live.session.request)
-            self._metrics.prompt_tokens.inc(live.session.num_prompt_tokens)
+                self._metrics.prompt_tokens.inc(live.session.num_prompt_tokens)
         self._show()
 
     def preempt(self, live: LiveSession, now: float) -> None:
@@ -138,6 +141,14 @@ class Sessions:
         self._queue.push_front(live)
         live.num_preemptions += 1
         self._metrics.preemptions.inc()
+        self._show()
+
+    def lose_target(self) -> None:
+        """No session is held any more, and what found no room may find it in the next target at once."""
+        self._retry_at_s = None
+        for live in self.running.values():
+            live.session.lose_target()
+            live.round_started_s = None
 
     def end(self, live: LiveSession, now: float) -> None:
         """The session has a finish reason: the caller gets it, both engines forget the request."""
@@ -164,10 +175,8 @@ class Sessions:
 
     def expire(self, now: float) -> None:
         """Ends what took longer than it may, queued or running."""
-        while self._by_deadline and self._by_deadline[0][0] <= now:
-            _, request_id = heapq.heappop(self._by_deadline)
-            if request_id in self._all:
-                self._expire(self._all[request_id], now)
+        while (live := self._first_to_expire()) is not None and live.deadline_s <= now:
+            self._expire(live, now)
 
     def fail_all(self, error: EngineLostError, now: float) -> None:
         """Every caller gets ``error``."""
@@ -188,6 +197,16 @@ class Sessions:
             live.delivery.fail(error)
             self._metrics.observe_end(FinishReason.ERROR.value)
 
+    def _first_to_expire(self) -> LiveSession | None:
+        while self._by_deadline:
+            deadline_s, request_id = self._by_deadline[0]
+            live = self._all.get(request_id)
+            # The id of a request that ended may be in use again, with another deadline.
+            if live is not None and live.deadline_s == deadline_s:
+                return live
+            heapq.heappop(self._by_deadline)
+        return None
+
     def _remember_deadline(self, live: LiveSession) -> None:
         heapq.heappush(self._by_deadline, (live.deadline_s, live.request_id))
         if len(self._by_deadline) > max(_MIN_HEAP_SIZE, 2 * len(self._all)):
@@ -198,14 +217,20 @@ class Sessions:
     def _forget(self, live: LiveSession, now: float) -> bool:
         if self._all.pop(live.request_id, None) is None:
             return False
-        self._quotas.release(live.session.request, was_let_in=live.admitted_s is not None)
+        was_let_in = live.admitted_s is not None
+        self._quotas.release(live.session.request, was_let_in=was_let_in)
         self._queue.remove(live.request_id)
+        if was_let_in:
+            # Also when it waits again: it is charged once, when it is let in first.
+            self._queue.settle(live, len(live.session.committed))
         if self.running.pop(live.request_id, None) is not None:
             self._release(live.request_id)
-            self._queue.settle(live, len(live.session.committed))
             self._observe_service(now)
-            # What one session left has room for another; when nobody waits, there is room for all.
-            self._max_running = min(self._limit, self._max_running + 1) if self._queue else self._limit
+            # What one session left has room for another.
+            self._max_running = min(self._limit, self._max_running + 1)
+        if not self._queue:
+            # Nobody waits for room, also when who waited has left.
+            self._max_running = self._limit
         self._show()
         if self._tracer is not None and live.session.request.traceparent:
             self._tracer.request_ended(live.life(now), now)

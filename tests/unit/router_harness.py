@@ -146,3 +146,28 @@ async def serving(
         yield Pair(clock, router, target, draft)
     finally:
         await router.stop()
+
+
+def of_tenant(request_id: str, tenant: str, *, max_tokens: int = 4, priority: int = 0) -> GenerateRequest:
+    speculation = SpeculationParams(enabled=False, tenant=tenant)
+    one = request(request_id, max_tokens=max_tokens, speculation=speculation)
+    return replace(one, priority=priority)
+
+
+async def begin(pair: Pair, ended: list[str], one: GenerateRequest) -> asyncio.Task[None]:
+    """Sends a request; when it ends its id is appended, and its tokens are the right ones."""
+    (task,) = await begin_at_once(pair, ended, one)
+    return task
+
+
+async def begin_at_once(pair: Pair, ended: list[str], *requests: GenerateRequest) -> list[asyncio.Task[None]]:
+    """Sends requests which the router sees together."""
+
+    async def work(one: GenerateRequest) -> None:
+        output = await pair.router.complete(one)
+        assert output.token_ids == expected(one)
+        ended.append(one.request_id)
+
+    tasks = [asyncio.create_task(work(one)) for one in requests]
+    await asyncio.sleep(0)
+    return tasks

@@ -78,6 +78,21 @@ def test_tenant_whose_request_ended_early_is_charged_what_it_took() -> None:
     assert queue.pop().request_id == "b1"
 
 
+@given(
+    pushed=st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 1), st.integers(1, 9)), max_size=30),
+    num_taken=st.integers(0, 30),
+)
+def test_what_waits_is_listed_in_the_order_in_which_it_is_taken(
+    pushed: list[tuple[str, int, int]], num_taken: int
+) -> None:
+    queue = filled(max_requests=100)
+    for index, (tenant, priority, cost) in enumerate(pushed):
+        queue.push(Entry(str(index), tenant, priority, 10, cost), num_free_places=0)
+        if index < num_taken and index % 2:
+            queue.pop()
+    assert names(list(queue)) == served(queue)
+
+
 def test_leaving_the_queue_between_two_requests_wins_nothing() -> None:
     """A tenant that always sends its next request when its last was taken must not starve another."""
     queue = filled(*flood("patient", 10), max_requests=20)
@@ -179,24 +194,30 @@ class QueueMachine(RuleBasedStateMachine):
         self.returned: list[Entry] = []
         self.num_made = 0
 
-    @rule(tenant=st.sampled_from("abc"), priority=st.integers(0, 1), tokens=st.integers(1, 40))
-    def push(self, tenant: str, priority: int, tokens: int) -> None:
+    @rule(
+        tenant=st.sampled_from("abc"),
+        priority=st.integers(0, 1),
+        tokens=st.integers(1, 40),
+        num_free_places=st.integers(0, 3),
+    )
+    def push(self, tenant: str, priority: int, tokens: int, num_free_places: int) -> None:
         self.num_made += 1
         entry = Entry(str(self.num_made), tenant, priority, tokens, tokens + 20)
         before = list(self.queue)
         try:
-            displaced = self.queue.push(entry, num_free_places=0)
+            displaced = self.queue.push(entry, num_free_places=num_free_places)
         except OverloadedError:
             assert list(self.queue) == before
-            self.check_refusal(entry)
+            self.check_refusal(entry, num_free_places)
             return
         for victim in displaced:
             self.check_victim(victim, entry)
             self.model.remove(victim)
         self.model.append(entry)
-        assert len(self.queue) <= self.MAX_REQUESTS + len(self.returned)
-        if len(self.queue) > 1 and not self.returned:
-            assert self.queue.num_tokens <= self.MAX_TOKENS
+        assert len(self.queue) <= self.MAX_REQUESTS + num_free_places
+        waiting = [other for other in before if other not in displaced][num_free_places:]
+        if waiting:
+            assert self.tokens([*waiting, entry]) <= self.MAX_TOKENS
 
     def check_victim(self, victim: Entry, entry: Entry) -> None:
         rivals = [e for e in self.model if (e.tenant, e.priority) == (victim.tenant, victim.priority)]
@@ -207,9 +228,9 @@ class QueueMachine(RuleBasedStateMachine):
             own = [e for e in self.model if (e.tenant, e.priority) == (entry.tenant, entry.priority)]
             assert len(rivals) > len(own) or self.tokens(rivals) > self.tokens(own)
 
-    def check_refusal(self, entry: Entry) -> None:
+    def check_refusal(self, entry: Entry, num_free_places: int) -> None:
         """Whoever has nothing waiting is only refused when nobody is less urgent and has two requests."""
-        assert self.model or self.returned
+        assert len(self.queue) > num_free_places
         if self.queue.num_tokens + entry.num_queued_tokens > self.MAX_TOKENS:
             return
         assert all(e.priority <= entry.priority for e in self.model)

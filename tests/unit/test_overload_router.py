@@ -12,8 +12,10 @@ from router_harness import (
     MODEL,
     TARGET_S,
     Pair,
+    begin,
     expected,
     fake_target,
+    of_tenant,
     request,
     router_config,
     run,
@@ -22,28 +24,8 @@ from router_harness import (
 
 from specray.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
 from specray.fakes import FakeDraft, FakeTarget, NoisyGuesser, VirtualClock
-from specray.requests import GenerateRequest, SpeculationParams
 
 ONE_PLACE = {"max_num_seqs": 1}
-
-
-def of_tenant(request_id: str, tenant: str, *, max_tokens: int = 4, priority: int = 0) -> GenerateRequest:
-    speculation = SpeculationParams(enabled=False, tenant=tenant)
-    one = request(request_id, max_tokens=max_tokens, speculation=speculation)
-    return replace(one, priority=priority)
-
-
-async def begin(pair: Pair, ended: list[str], one: GenerateRequest) -> asyncio.Task[None]:
-    """Sends a request; when it ends its id is appended, and its tokens are the right ones."""
-
-    async def work() -> None:
-        output = await pair.router.complete(one)
-        assert output.token_ids == expected(one)
-        ended.append(one.request_id)
-
-    task = asyncio.create_task(work())
-    await asyncio.sleep(0)
-    return task
 
 
 def test_newcomer_takes_turns_with_a_tenant_that_waits_with_a_hundred() -> None:
@@ -97,6 +79,87 @@ def test_tenant_with_less_takes_the_place_of_the_newest_of_one_with_more() -> No
             await asyncio.gather(*many, few)
             assert ended == ["many0", "many1", "few", "many2"]
             await pair.settle()
+
+    run(clock, main())
+
+
+def test_burst_of_long_prompts_fills_an_idle_router_and_the_rest_is_bounded() -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        config = router_config(max_queued_tokens=250)
+        async with serving(clock, target=fake_target(max_num_seqs=4), config=config) as pair:
+            calls = [pair.router.complete(request(str(n), [n] * 100, max_tokens=2)) for n in range(8)]
+            outputs = await asyncio.gather(*calls, return_exceptions=True)
+            # Four have places, and two wait.
+            assert [isinstance(output, OverloadedError) for output in outputs] == [False] * 6 + [True] * 2
+            assert "600 prompt tokens wait; allowed: 250" in str(outputs[6])
+            await pair.settle()
+
+    run(clock, main())
+
+
+def test_all_places_are_open_again_when_who_found_no_room_has_left() -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        async with serving(clock, num_speculative_tokens=0) as pair:
+            ended: list[str] = []
+            pair.target.fail_next("back", "no room", is_retriable=True)
+            gone = await begin(pair, ended, request("back"))
+            await asyncio.sleep(1.5 * TARGET_S)
+            assert pair.counted("specray_preemptions_total") == 1
+            gone.cancel()
+            await asyncio.sleep(1.0)
+            num_steps = pair.target.num_steps
+            await asyncio.gather(*(pair.router.complete(request(name, max_tokens=9)) for name in "abcdef"))
+            assert pair.target.num_steps == num_steps + 9
+            await pair.settle()
+
+    run(clock, main())
+
+
+# What the metrics say
+
+
+def shown(pair: Pair) -> tuple[float, float, float]:
+    """Who runs, who waits, and prompt tokens of those who wait."""
+    names = ("specray_running_sessions", "specray_queue_depth", "specray_queue_tokens")
+    running, waiting, tokens = (pair.counted(name) for name in names)
+    return running, waiting, tokens
+
+
+def test_who_was_put_back_and_who_comes_meanwhile_are_shown_as_waiting() -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        async with serving(clock, num_speculative_tokens=0) as pair:
+            ended: list[str] = []
+            pair.target.fail_next("back", "no room", is_retriable=True)
+            tasks = [await begin(pair, ended, request("back"))]
+            await asyncio.sleep(0.5 * TARGET_S)
+            assert shown(pair) == (1, 0, 0)
+            # The step ends without room for it; it tries again RETRY_S later.
+            await asyncio.sleep(TARGET_S)
+            assert shown(pair) == (0, 1, 5)
+            tasks.append(await begin(pair, ended, request("new", prompt=(1, 2))))
+            assert shown(pair) == (0, 2, 7)
+            await asyncio.gather(*tasks)
+            await pair.settle()
+
+    run(clock, main())
+
+
+def test_prompt_of_a_request_that_is_let_in_again_is_counted_once() -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        async with serving(clock, num_speculative_tokens=0) as pair:
+            for _ in range(50):
+                pair.target.fail_next("back", "no room", is_retriable=True)
+            await pair.router.complete(request("back"))
+            assert pair.counted("specray_preemptions_total") == 50
+            assert pair.counted("specray_prompt_tokens_total") == 5
 
     run(clock, main())
 
@@ -232,6 +295,34 @@ def test_time_that_is_not_positive_is_refused(timeout_s: float) -> None:
         async with serving(clock) as pair:
             with pytest.raises(InvalidRequestError, match="timeout_s"):
                 await pair.router.complete(replace(request(), timeout_s=timeout_s))
+
+    run(clock, main())
+
+
+def test_deadline_of_a_request_that_ended_is_not_that_of_the_next_with_its_id() -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        async with serving(clock, num_speculative_tokens=0) as pair:
+
+            async def seconds_of(request_id: str, timeout_s: float) -> float:
+                began_s = clock.monotonic()
+                with pytest.raises(DeadlineExceededError):
+                    await pair.router.complete(
+                        replace(request(request_id, max_tokens=999), timeout_s=timeout_s)
+                    )
+                return clock.monotonic() - began_s
+
+            # What ends before hides the deadline of the one that ended, until it is the next.
+            before = asyncio.create_task(seconds_of("before", 1.9))
+            await pair.router.complete(replace(request("a", max_tokens=2), timeout_s=2.0))
+            after = asyncio.create_task(seconds_of("after", 2.5))
+            again = replace(request("a", max_tokens=200), timeout_s=5.0)
+            assert (await pair.router.complete(again)).token_ids == expected(again)
+            assert clock.monotonic() > 4.0
+            assert await before == pytest.approx(1.9, abs=0.001)
+            assert await after == pytest.approx(2.5, abs=0.001)
+            await pair.settle()
 
     run(clock, main())
 

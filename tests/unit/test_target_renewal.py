@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from router_harness import expected, fake_target, request, router_config, run, serving
+from router_harness import TARGET_S, expected, fake_target, request, router_config, run, serving
 
 from specray.actors.target_source import PROBE_TIMEOUT_S, TargetSource
 from specray.errors import ConfigError, EngineLostError
 from specray.fakes import FakeTarget, LocalVerifier, VirtualClock
 from specray.interfaces import Verifier
 from specray.requests import OutputChunk
+from specray.router.rounds import VerifyInFlight
 from specray.types import EngineInfo, StepTime
 
 
@@ -53,6 +54,49 @@ def test_sessions_pause_while_the_target_starts_anew_and_none_fails() -> None:
             assert 100 < clock.monotonic() < 120
             await router.check_ready()
             assert pair.counted("specray_target_lost_total") == 1
+            await pair.settle()
+
+    run(clock, main())
+
+
+def test_nothing_is_done_without_a_target_for_what_had_no_room_in_the_lost_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        target = fake_target()
+        made: list[LocalVerifier] = []
+
+        async def connect() -> Verifier:
+            if made:
+                await asyncio.sleep(20.0)
+            made.append(LocalVerifier(target, clock))
+            return made[-1]
+
+        async with serving(clock, target=target, verifier=connect, num_speculative_tokens=0) as pair:
+            target.fail_next("a", "no room", is_retriable=True)
+            call = asyncio.create_task(pair.router.complete(request("a", max_tokens=4)))
+            await asyncio.sleep(1.5 * TARGET_S)
+            assert pair.counted("specray_preemptions_total") == 1
+            made[0].lose()
+            await asyncio.sleep(1.0)
+            rounds = pair.router._rounds
+            assert rounds is not None
+            num_turns = 0
+            collect = rounds.collect
+
+            def counting(verifying: VerifyInFlight | None) -> VerifyInFlight | None:
+                nonlocal num_turns
+                num_turns += 1
+                return collect(verifying)
+
+            monkeypatch.setattr(rounds, "collect", counting)
+            await asyncio.sleep(10.0)
+            assert num_turns == 0
+            assert (await call).token_ids == expected(request("a", max_tokens=4))
+            # It goes on as soon as there is a target again.
+            assert clock.monotonic() == pytest.approx(1.5 * TARGET_S + 20.0 + 4 * TARGET_S, abs=0.001)
             await pair.settle()
 
     run(clock, main())

@@ -39,7 +39,7 @@ _BYTES = _INT8.as_pointer()
 
 @functools.cache
 def is_usable() -> bool:
-    """Whether the processor multiplies tiles of bfloat16, and the system lets this process, all its threads."""
+    """Whether the processor multiplies tiles of bfloat16, and the system lets all threads of this process."""
     features = llvmlite.binding.get_host_cpu_features()
     if not (features.get("amx-bf16", False) and features.get("amx-tile", False)):
         return False
