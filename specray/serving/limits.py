@@ -6,7 +6,8 @@ from specray.config import Config
 from specray.interfaces import RouterClient
 from specray.requests import ServiceInfo
 from specray.serving.readiness import answer_within
-from specray.serving.validation import Limits
+from specray.serving.refusals import max_requests
+from specray.serving.validation import MAX_CHOICES, Limits
 from specray.tokenization import Tokenizer
 
 INFO_TIMEOUT_S = 30.0
@@ -42,4 +43,5 @@ class ServiceLimits:
             ),
             verification=self._config.speculation.verification,
             has_draft_model=self._config.draft.has_model,
+            max_choices=min(MAX_CHOICES, max_requests(self._config)),
         )

@@ -30,7 +30,7 @@ MAX_LOGIT_BIAS_ENTRIES: Final = 1024
 MAX_TENANT_LEN: Final = 64
 MAX_PROMPTS: Final = 128
 MAX_CHOICES: Final = 1024
-"""Prompts times n of one call."""
+"""Prompts times n of one call, whatever the routers hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +91,8 @@ class Limits:
     """What a request gets that asks for none."""
     has_draft_model: bool = True
     """A request may ask for it."""
+    max_choices: int = MAX_CHOICES
+    """Prompts times n of one call. More than the routers hold would never be let in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +185,7 @@ def check_prompts(prompts: Sequence[tuple[int, ...]], options: GenerationOptions
     """Raises InvalidRequestError for the first prompt that is empty, too long or outside the vocabulary."""
     name = options.name("prompt")
     Range(1, MAX_PROMPTS).check(name, len(prompts), what=f"number of prompts in {name}")
-    Range(1, MAX_CHOICES).check("n", len(prompts) * (options.n or 1), what="number of prompts times n")
+    Range(1, limits.max_choices).check("n", len(prompts) * (options.n or 1), what="number of prompts times n")
     for token_ids in prompts:
         if not token_ids:
             raise InvalidRequestError(f"{name} is empty; allowed: at least one token", field=name)

@@ -261,6 +261,25 @@ async def test_client_that_reads_nothing_loses_its_place_and_its_request_is_abor
     assert start["status"] == 200
 
 
+@pytest.mark.parametrize(("max_replicas", "most"), [(None, 4), (2, 8)])
+async def test_call_for_more_than_all_routers_hold_is_wrong_and_not_early(
+    max_replicas: int | None, most: int
+) -> None:
+    scaling = None if max_replicas is None else {"min_replicas": 1, "max_replicas": max_replicas}
+    router = {"max_queued_requests": 3, "autoscaling": scaling}
+    sizes = {"served_model_name": MODEL, "target": {"max_num_seqs": 1}, "router": router}
+    client = FakeRouterClient(info=INFO)
+    async with serving(client, config=parse_config(sizes)) as service:
+        body = {**TEXT, "prompt": ["a", "b"]}
+        status, answer = await service.post("/v1/completions", {**body, "n": most // 2 + 1})
+        assert (status, answer["error"]["param"]) == (400, "n")
+        message = f"number of prompts times n is {most + 2}; allowed: 1..{most}"
+        assert answer["error"]["message"] == message
+        assert client.requests == []
+        assert (await service.post("/v1/completions", {**body, "n": most // 2}))[0] == 200
+        assert len(client.requests) == most
+
+
 # X-Request-Timeout-Seconds
 
 
