@@ -151,10 +151,13 @@ def _add_model_routes(app: FastAPI, limits: ServiceLimits, config: Config) -> No
 def _add_service_routes(app: FastAPI, client: RouterClient, *, is_terse: bool) -> None:
     """``is_terse``: whoever asks without a key learns that the service is not ready, not why."""
 
+    # Probes may ask with HEAD.
+    @app.head("/health")
     @app.get("/health")
     async def health() -> JSONResponse:
         return JSONResponse({"status": "ok"})
 
+    @app.head("/ready")
     @app.get("/ready")
     async def ready() -> JSONResponse:
         try:

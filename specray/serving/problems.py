@@ -18,6 +18,7 @@ from specray.errors import (
     SpecrayError,
     UnauthenticatedError,
 )
+from specray.serving.validation import ContextLengthError
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class _Problem(NamedTuple):
 # An exception's is the first that fits: the more special one before the more general one.
 _PROBLEMS: Final = (
     (ModelNotFoundError, _Problem(404, "invalid_request_error", "model_not_found")),
+    (ContextLengthError, _Problem(400, "invalid_request_error", "context_length_exceeded")),
     (InvalidRequestError, _Problem(400, "invalid_request_error", "invalid_value")),
     (UnauthenticatedError, _Problem(401, "invalid_request_error", "invalid_api_key")),
     (OverloadedError, _Problem(429, "rate_limit_error", "overloaded")),
