@@ -31,7 +31,6 @@ from specray.rpc.inference_types import (
     Refused,
     Usage,
 )
-from specray.rpc.loop_thread import run_on
 from specray.rpc.status import status_of
 
 __all__ = ["Admitter", "GenerateEvent", "GenerateParams", "InferenceHandler", "InferenceServer", "Usage"]
@@ -49,8 +48,7 @@ Context = aio.ServicerContext[Any, Any]
 class InferenceServer:
     """Serves a handler over gRPC, with the standard health service beside it.
 
-    ``start`` and ``stop`` run on the event loop that is to carry the connections. The handler runs on
-    ``handler_loop`` when one is given (an ingress may keep its own), else on the same loop.
+    ``start`` and ``stop`` run on the event loop that is to carry the connections, and the handler.
     """
 
     def __init__(
@@ -59,7 +57,6 @@ class InferenceServer:
         address: str,
         *,
         options: ChannelOptions | None = None,
-        handler_loop: asyncio.AbstractEventLoop | None = None,
         admit: Admitter | None = None,
         on_refused: Refused | None = None,
     ) -> None:
@@ -75,7 +72,6 @@ class InferenceServer:
         self._on_refused = on_refused or (lambda _, __: None)
         self._address = parse_address(address)
         self._options = options or ChannelOptions()
-        self._handler_loop = handler_loop
         self._health = Health(INFERENCE_SERVICE)
         self._server: aio.Server | None = None
 
@@ -84,8 +80,8 @@ class InferenceServer:
         """Where the server listens; after ``start`` with the real port."""
         return self._address.target
 
-    async def start(self) -> str:
-        """Listens and answers; returns the address.
+    async def start(self, *, is_ready: bool = True) -> str:
+        """Listens and answers; returns the address. ``is_ready`` is the first word of the health service.
 
         Raises:
             ConfigError: the address is in use, not writable, or not of this machine.
@@ -96,7 +92,7 @@ class InferenceServer:
         self._address = bind(server, self._address, self._options)
         self._server = server
         await server.start()
-        await self._health.set_serving(True)
+        await self._health.set_serving(is_ready)
         return self.address
 
     async def set_ready(self, is_ready: bool) -> None:
@@ -131,8 +127,7 @@ class InferenceServer:
                     traceparent="".join(_metadata(context, "traceparent")[:1]),
                     client_request_id="".join(_metadata(context, "x-request-id")[:1]),
                 )
-            write = self._writer(context)
-            await run_on(self._handler_loop, _pump(handler, params, write))
+            await _pump(handler, params, context.write)
 
         await _answer(context, work())
 
@@ -140,7 +135,7 @@ class InferenceServer:
         async def work() -> bytes:
             with self._refusing("Info"):
                 handler = self._admit(_metadata(context, "authorization"))
-            return encode_service_info(await run_on(self._handler_loop, handler.info()))
+            return encode_service_info(await handler.info())
 
         return await _answer(context, work())
 
@@ -151,17 +146,6 @@ class InferenceServer:
         except Exception as error:
             self._on_refused(method, error)
             raise
-
-    def _writer(self, context: Context) -> Callable[[bytes], Awaitable[None]]:
-        """Writes messages from the handler's loop; returns when gRPC has taken the message."""
-        if self._handler_loop is None:
-            return context.write
-        this_loop = asyncio.get_running_loop()
-
-        async def write(data: bytes) -> None:
-            await context.write(data)
-
-        return lambda data: run_on(this_loop, write(data))
 
 
 def _metadata(context: Context, wanted: str) -> list[str]:

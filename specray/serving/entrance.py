@@ -30,7 +30,8 @@ class Entrance:
     def num_others(self) -> int:
         """The same without the call that the running task belongs to."""
         passage = _PASSAGE.get()
-        return self.num_calls - (passage is not None and passage.is_through(self))
+        is_ours = passage is not None and passage.is_through(self)
+        return self.num_calls - 1 if is_ours else self.num_calls
 
     async def enter(self) -> Passage:
         """Waits for a turn, first come, first served. The passage is to be left, whatever happens."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from specray.serving.generation import close
+
+SEND_TIMEOUT_S: Final = 30.0
+"""So long a full buffer may wait for its client to read. Whoever reads at all empties it in a moment; whoever
+does not holds a place in the routers, and tokens are computed that nobody will see."""
 
 T = TypeVar("T")
 
@@ -51,7 +55,7 @@ class EventStreamResponse(Response):
         try:
             await until_disconnect(receive, self._send_all(send))
         except (ClientDisconnect, OSError):
-            return
+            return  # A client that does not read is an OSError too: TimeoutError, see ``timely``.
         finally:
             await close(self._events)
 
@@ -61,6 +65,19 @@ class EventStreamResponse(Response):
             if event:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def timely(send: Send) -> Send:
+    """Sends like ``send``, and raises TimeoutError when the client has not read for SEND_TIMEOUT_S.
+
+    Servers wait without limit for a client that keeps its connection open and reads nothing.
+    """
+
+    async def timely_send(message: Message) -> None:
+        async with asyncio.timeout(SEND_TIMEOUT_S):
+            await send(message)
+
+    return timely_send
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import dataclasses
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 
 from specray.config import Config
 from specray.errors import InvalidRequestError
 from specray.interfaces import RouterClient
 from specray.requests import GenerateRequest, ServiceInfo
-from specray.rpc.inference import Admitter, GenerateEvent, GenerateParams, Usage
+from specray.rpc.inference import Admitter, GenerateEvent, GenerateParams, InferenceServer, Usage
 from specray.rpc.status import status_of
 from specray.serving.auth import Caller, Keyring, stream_for
 from specray.serving.generation import Delta, close
@@ -20,6 +21,7 @@ from specray.serving.limits import ServiceLimits
 from specray.serving.observe import CallObserver, CallRecord
 from specray.serving.openai_api import DEADLINE_MARGIN_S
 from specray.serving.prompts import Prompt, encode_prompts
+from specray.serving.readiness import watch_ready
 from specray.serving.refusals import refusing
 from specray.serving.schemas import DEFAULT_MAX_TOKENS
 from specray.serving.validation import (
@@ -129,6 +131,21 @@ class GrpcIngress:
             prompts, options, limits=limits, request_id=f"grpc-{uuid.uuid4().hex}"
         )
         return request
+
+
+@asynccontextmanager
+async def served(server: InferenceServer, client: RouterClient) -> AsyncIterator[None]:
+    """Serves for the length of the block; the health service says what /ready says.
+
+    Raises ConfigError as ``InferenceServer.start``.
+    """
+    await server.start(is_ready=False)
+    watch = asyncio.create_task(watch_ready(client, server.set_ready))
+    try:
+        yield
+    finally:
+        watch.cancel()
+        await server.stop()
 
 
 def _prompt(params: GenerateParams) -> Prompt:

@@ -5,7 +5,6 @@ It has no state beyond the client and the tokenizer. Prompts and outputs are nev
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -29,6 +28,7 @@ from specray.serving.observe import CallObserver, CallRecord
 from specray.serving.observe_http import ObserveMiddleware, record_of
 from specray.serving.openai_api import Call, OpenAiApi
 from specray.serving.problems import HttpError, problem_body, problem_response
+from specray.serving.readiness import answer_within, check_ready
 from specray.serving.refusals import refusing
 from specray.serving.room import RoomMiddleware
 from specray.serving.timeout_header import with_timeout
@@ -41,7 +41,6 @@ TextSource = Callable[[], Awaitable[str]]
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
-READY_TIMEOUT_S = 30.0
 METRICS_TIMEOUT_S = 10.0
 _CLIENT_LEFT = 499
 """nginx's status for a request whose client is gone; nobody reads it."""
@@ -152,17 +151,17 @@ def _add_model_routes(app: FastAPI, limits: ServiceLimits, config: Config) -> No
 def _add_service_routes(app: FastAPI, client: RouterClient, *, is_terse: bool) -> None:
     """``is_terse``: whoever asks without a key learns that the service is not ready, not why."""
 
+    # Probes may ask with HEAD.
+    @app.head("/health")
     @app.get("/health")
     async def health() -> JSONResponse:
         return JSONResponse({"status": "ok"})
 
+    @app.head("/ready")
     @app.get("/ready")
     async def ready() -> JSONResponse:
         try:
-            async with asyncio.timeout(READY_TIMEOUT_S):
-                await client.check_ready()
-        except TimeoutError:
-            raise EngineLostError(f"no step of the target within {READY_TIMEOUT_S:g} s") from None
+            await check_ready(client)
         except EngineLostError:
             if is_terse:
                 raise EngineLostError("not ready") from None
@@ -178,21 +177,15 @@ def _add_observer_routes(app: FastAPI, client: RouterClient, metrics_text: TextS
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
         check_observer(request)
-        try:
-            async with asyncio.timeout(METRICS_TIMEOUT_S):
-                text = await metrics_text()
-        except TimeoutError:
-            raise EngineLostError(f"no metrics within {METRICS_TIMEOUT_S:g} s") from None
+        async with answer_within(METRICS_TIMEOUT_S, "metrics"):
+            text = await metrics_text()
         return Response(text, headers={"Content-Type": PROMETHEUS_TEXT})
 
     @app.get("/debug/trace")
     async def trace(request: Request) -> Response:
         check_observer(request)
-        try:
-            async with asyncio.timeout(METRICS_TIMEOUT_S):
-                text = await client.trace_text()
-        except TimeoutError:
-            raise EngineLostError(f"no trace within {METRICS_TIMEOUT_S:g} s") from None
+        async with answer_within(METRICS_TIMEOUT_S, "trace"):
+            text = await client.trace_text()
         if text is None:
             raise HTTPException(404, "nothing is traced; set router.trace_events")
         return Response(text, media_type="application/jsonl")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
@@ -25,7 +25,7 @@ from specray.rpc.channel import ChannelOptions, channel_options
 from specray.rpc.inference import InferenceServer
 from specray.serving.auth import Keyring
 from specray.serving.collector import Collector
-from specray.serving.grpc_ingress import GrpcIngress
+from specray.serving.grpc_ingress import GrpcIngress, served
 from specray.serving.http import build_http_app
 from specray.serving.http_server import HttpServer
 from specray.serving.observe import CallObserver
@@ -101,25 +101,20 @@ class IngressReplica:
 
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
-        server = self._grpc_server() if self._config.grpc.port else None
-        if server is not None:
-            await server.start()
-        http = self._http_server(app) if self._has_http_server else None
-        try:
+        async with AsyncExitStack() as stack:
+            if self._tracing is not None:
+                stack.push_async_callback(asyncio.to_thread, self._tracing.close)
+            stack.push_async_callback(self._mailbox.stop)
             await self._mailbox.start()
-            if http is not None:
+            if self._config.grpc.port:
+                await stack.enter_async_context(served(self._grpc_server(), self._client))
+            if self._has_http_server:
+                http = self._http_server(app)
+                stack.push_async_callback(http.stop)
                 await http.start()
             collector = asyncio.create_task(Collector(lambda: self._client.room.num_requests).run())
+            stack.callback(collector.cancel)
             yield
-            collector.cancel()
-        finally:
-            if http is not None:
-                await http.stop()
-            if server is not None:
-                await server.stop()
-            await self._mailbox.stop()
-            if self._tracing is not None:
-                await asyncio.to_thread(self._tracing.close)
 
     def _http_server(self, app: FastAPI) -> HttpServer:
         config = self._config

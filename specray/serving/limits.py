@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from specray.config import Config
-from specray.errors import EngineLostError
 from specray.interfaces import RouterClient
 from specray.requests import ServiceInfo
-from specray.serving.validation import Limits
+from specray.serving.readiness import answer_within
+from specray.serving.refusals import max_requests
+from specray.serving.validation import MAX_CHOICES, Limits
 from specray.tokenization import Tokenizer
 
 INFO_TIMEOUT_S = 30.0
@@ -28,11 +27,8 @@ class ServiceLimits:
 
         Raises EngineLostError when it does not answer in time.
         """
-        try:
-            async with asyncio.timeout(INFO_TIMEOUT_S):
-                self._info = await self._client.service_info()
-        except TimeoutError:
-            raise EngineLostError(f"the router did not answer within {INFO_TIMEOUT_S:g} s") from None
+        async with answer_within(INFO_TIMEOUT_S, "answer of the router"):
+            self._info = await self._client.service_info()
         return self._info
 
     async def get(self) -> Limits:
@@ -47,4 +43,5 @@ class ServiceLimits:
             ),
             verification=self._config.speculation.verification,
             has_draft_model=self._config.draft.has_model,
+            max_choices=min(MAX_CHOICES, max_requests(self._config)),
         )

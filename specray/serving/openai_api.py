@@ -41,6 +41,7 @@ class Call:
     """For each prompt."""
     is_stream: bool
     includes_usage: bool
+    repeats_usage: bool
     includes_metrics: bool
 
 
@@ -114,7 +115,7 @@ class OpenAiApi:
         totals = Totals(call.num_prompt_tokens, call.num_choices)
         try:
             for opening in call.format.opening(len(call.requests)):
-                yield _event(_with_usage(call, opening))
+                yield _event(_with_usage(call, opening, totals))
             yield self._delta_event(call, totals, first)
             async for delta in rest:
                 yield self._delta_event(call, totals, delta)
@@ -131,7 +132,7 @@ class OpenAiApi:
     def _delta_event(self, call: Call, totals: Totals, delta: Delta) -> bytes:
         totals.add(delta)
         call.record.observe(delta)
-        return _event(_with_usage(call, call.format.event(delta))) if delta.is_visible else b""
+        return _event(_with_usage(call, call.format.event(delta), totals)) if delta.is_visible else b""
 
     async def _checked_limits(self, body: SamplingFields, caller: Caller) -> Limits:
         limits = await self._limits.get()
@@ -165,6 +166,7 @@ class OpenAiApi:
             num_choices=body.n or 1,
             is_stream=is_stream,
             includes_usage=body.includes_usage,
+            repeats_usage=body.repeats_usage,
             includes_metrics=bool(body.return_speculation_metrics),
         )
 
@@ -175,9 +177,11 @@ class OpenAiApi:
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
 
 
-def _with_usage(call: Call, event: Json) -> Json:
-    """Where usage comes last, the events before say that they have none."""
-    return {**event, "usage": None} if call.includes_usage else event
+def _with_usage(call: Call, event: Json, totals: Totals) -> Json:
+    """Where usage comes last, the events before tell what it is so far, or that they have none."""
+    if not call.includes_usage:
+        return event
+    return {**event, "usage": totals.usage_so_far() if call.repeats_usage else None}
 
 
 def _summary(call: Call, totals: Totals) -> Json | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from starlette.responses import JSONResponse
 
@@ -18,6 +18,7 @@ from specray.errors import (
     SpecrayError,
     UnauthenticatedError,
 )
+from specray.serving.validation import ContextLengthError
 
 logger = logging.getLogger(__name__)
 
@@ -33,56 +34,43 @@ class HttpError(SpecrayError):
         self.code = code
 
 
+class _Problem(NamedTuple):
+    status: int
+    kind: str
+    code: str
+
+
+# An exception's is the first that fits: the more special one before the more general one.
+_PROBLEMS: Final = (
+    (ModelNotFoundError, _Problem(404, "invalid_request_error", "model_not_found")),
+    (ContextLengthError, _Problem(400, "invalid_request_error", "context_length_exceeded")),
+    (InvalidRequestError, _Problem(400, "invalid_request_error", "invalid_value")),
+    (UnauthenticatedError, _Problem(401, "invalid_request_error", "invalid_api_key")),
+    (OverloadedError, _Problem(429, "rate_limit_error", "overloaded")),
+    (DeadlineExceededError, _Problem(504, "server_error", "deadline_exceeded")),
+    (EngineLostError, _Problem(503, "server_error", "service_unavailable")),
+    (SpecrayError, _Problem(500, "server_error", "internal_error_500")),
+    (Exception, _Problem(500, "server_error", "internal_error")),
+)
+
+
 def problem_status(error: Exception) -> int:
     """The HTTP status of an exception."""
-    match error:
-        case HttpError():
-            return error.status
-        case ModelNotFoundError():
-            return 404
-        case InvalidRequestError():
-            return 400
-        case UnauthenticatedError():
-            return 401
-        case OverloadedError():
-            return 429
-        case DeadlineExceededError():
-            return 504
-        case EngineLostError():
-            return 503
-        case _:
-            return 500
+    return _problem(error).status
 
 
 def problem_body(error: Exception) -> dict[str, Any]:
     """``{"error": {message, type, param, code}}``; nothing of an unexpected exception is told."""
-    status = problem_status(error)
-    if not isinstance(error, SpecrayError):
-        return _body(
-            "internal error; the server's log has the details", "server_error", None, "internal_error"
-        )
-    match error:
-        case HttpError():
-            return _body(str(error), "invalid_request_error", None, error.code)
-        case ModelNotFoundError():
-            return _body(str(error), "invalid_request_error", error.field, "model_not_found")
-        case InvalidRequestError():
-            return _body(str(error), "invalid_request_error", error.field, "invalid_value")
-        case UnauthenticatedError():
-            return _body(str(error), "invalid_request_error", None, "invalid_api_key")
-        case OverloadedError():
-            return _body(str(error), "rate_limit_error", None, "overloaded")
-        case DeadlineExceededError():
-            return _body(str(error), "server_error", None, "deadline_exceeded")
-        case EngineLostError():
-            return _body(str(error), "server_error", None, "service_unavailable")
-        case _:
-            return _body(str(error), "server_error", None, f"internal_error_{status}")
+    problem = _problem(error)
+    is_ours = isinstance(error, SpecrayError)
+    message = str(error) if is_ours else "internal error; the server's log has the details"
+    field = error.field if isinstance(error, InvalidRequestError) else None
+    return {"error": {"message": message, "type": problem.kind, "param": field, "code": problem.code}}
 
 
 def problem_code(error: Exception) -> str:
     """The exception in one word, as in the answer's body."""
-    return str(problem_body(error)["error"]["code"])
+    return _problem(error).code
 
 
 def problem_response(error: Exception, *, request_id: str | None = None) -> JSONResponse:
@@ -112,5 +100,7 @@ def problem_event(error: Exception, *, request_id: str | None = None) -> bytes:
     return b"data: " + json.dumps(problem_body(error), ensure_ascii=False).encode() + b"\n\n"
 
 
-def _body(message: str, kind: str, param: str | None, code: str) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+def _problem(error: Exception) -> _Problem:
+    if isinstance(error, HttpError):
+        return _Problem(error.status, "invalid_request_error", error.code)
+    return next(problem for kind, problem in _PROBLEMS if isinstance(error, kind))

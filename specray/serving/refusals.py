@@ -193,8 +193,11 @@ def refusing(client: RouterClient, config: Config) -> RefusingClient:
     """The client in front of the routers of a service; one that refuses already is taken as it is."""
     if isinstance(client, RefusingClient):
         return client
+    return RefusingClient(client, KnownRoom(max_requests(config)))
+
+
+def max_requests(config: Config) -> int:
+    """That all routers of a service together hold, running and waiting, when there are as many as may be."""
     router = config.router
     num_routers = router.num_replicas if router.autoscaling is None else router.autoscaling.max_replicas
-    return RefusingClient(
-        client, KnownRoom(num_routers * (config.target.max_num_seqs + router.max_queued_requests))
-    )
+    return num_routers * (config.target.max_num_seqs + router.max_queued_requests)

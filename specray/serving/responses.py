@@ -50,13 +50,17 @@ class Totals:
             prompt, found = delta.index // self.num_choices, delta.num_cached_tokens
             self.num_cached_tokens[prompt] = min(found, self.num_cached_tokens.get(prompt, found))
 
-    def usage(self) -> Json:
+    def usage_so_far(self) -> Json:
+        """Of all choices together. What was cached is known when a choice has ended."""
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_output_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self.num_cached_tokens.values())},
         }
+
+    def usage(self) -> Json:
+        cached = {"cached_tokens": sum(self.num_cached_tokens.values())}
+        return {**self.usage_so_far(), "prompt_tokens_details": cached}
 
     def metrics(self) -> Json:
         """``speculative_decoding`` with vLLM's field names."""

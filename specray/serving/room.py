@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specray.errors import OverloadedError
 from specray.serving.body import BODY_TIMEOUT_S
+from specray.serving.events import timely
 from specray.serving.key_check import caller_of
 from specray.serving.problems import problem_response
 from specray.serving.refusals import KnownRoom
@@ -23,7 +24,7 @@ class RoomMiddleware:
     """Bounds the calls that one ingress has in hand, and refuses what its routers are known to refuse.
 
     At ten times the load the way through the application would cost more than the answers. Whatever is
-    unclear about a body is left to the application.
+    unclear about a body is left to the application. A call whose client does not read loses its place.
 
     Args:
         max_calls: in hand; those beyond are refused before their body is read.
@@ -42,6 +43,7 @@ class RoomMiddleware:
             await self._app(scope, receive, send)
             return
         request, passage = Request(scope), None
+        send = timely(send)
         self._num_calls += 1
         try:
             if self._num_calls > self._max_calls:

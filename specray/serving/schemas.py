@@ -41,11 +41,13 @@ class SpeculationFields(_Fields):
 
 
 class StreamOptions(_Fields):
-    """``include_usage``: a last event tells the token counts."""
+    """``include_usage``: a last event tells the token counts; ``continuous_usage_stats``: each event does."""
 
     model_config = ConfigDict(extra="forbid")
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """vLLM's; counts only with ``include_usage``, as there."""
     include_obfuscation: bool | None = None
     """Accepted; nothing is padded here."""
 
@@ -97,6 +99,12 @@ class SamplingFields(_Fields):
     def includes_usage(self) -> bool:
         """A stream ends with its token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def repeats_usage(self) -> bool:
+        """Every event of a stream tells the token counts so far."""
+        options = self.stream_options
+        return self.includes_usage and options is not None and bool(options.continuous_usage_stats)
 
     def options(self) -> GenerationOptions:
         """The request without its prompt. Raises InvalidRequestError for what has no place in it."""
@@ -287,7 +295,8 @@ def _message(index: int, message: MessageFields) -> ChatMessage:
     if message.role not in _ROLES:
         raise out_of_range(f"{where}.role", message.role, ", ".join(_ROLES))
     for name, value in (message.model_extra or {}).items():
-        if value is not None:
+        # What is empty asks for nothing: clients send back an answer's message with all its fields.
+        if value not in (None, "", [], {}):
             raise InvalidRequestError(f"{where}.{name[:60]} is not supported", field=f"{where}.{name[:60]}")
     return ChatMessage(_ROLES[message.role], _content(f"{where}.content", message.content))
 

@@ -30,7 +30,11 @@ MAX_LOGIT_BIAS_ENTRIES: Final = 1024
 MAX_TENANT_LEN: Final = 64
 MAX_PROMPTS: Final = 128
 MAX_CHOICES: Final = 1024
-"""Prompts times n of one call."""
+"""Prompts times n of one call, whatever the routers hold."""
+
+
+class ContextLengthError(InvalidRequestError):
+    """A prompt, or it and its output, is longer than the model's context. Clients know it by its code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,7 @@ class Range:
 RANGES: Final[Mapping[str, Range]] = MappingProxyType(
     {
         "temperature": Range(0, 2),
-        "top_k": Range(0, 2**31 - 1),
+        "top_k": Range(-1, 2**31 - 1),  # 0: all; -1 too, as in vLLM.
         "top_p": Range(0, 1, is_low_open=True),
         "min_p": Range(0, 1),
         "repetition_penalty": Range(1 / 64, 64),
@@ -91,6 +95,8 @@ class Limits:
     """What a request gets that asks for none."""
     has_draft_model: bool = True
     """A request may ask for it."""
+    max_choices: int = MAX_CHOICES
+    """Prompts times n of one call. More than the routers hold would never be let in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,17 +189,19 @@ def check_prompts(prompts: Sequence[tuple[int, ...]], options: GenerationOptions
     """Raises InvalidRequestError for the first prompt that is empty, too long or outside the vocabulary."""
     name = options.name("prompt")
     Range(1, MAX_PROMPTS).check(name, len(prompts), what=f"number of prompts in {name}")
-    Range(1, MAX_CHOICES).check("n", len(prompts) * (options.n or 1), what="number of prompts times n")
+    Range(1, limits.max_choices).check("n", len(prompts) * (options.n or 1), what="number of prompts times n")
     for token_ids in prompts:
         if not token_ids:
             raise InvalidRequestError(f"{name} is empty; allowed: at least one token", field=name)
-        Range(1, limits.max_model_len - 1).check(name, len(token_ids), what=f"number of tokens in {name}")
+        if len(token_ids) >= limits.max_model_len:
+            what, allowed = f"number of tokens in {name}", f"1..{limits.max_model_len - 1}"
+            raise _too_long(name, len(token_ids), allowed, limits, what=what)
         check_token_ids(name, token_ids, limits)
         if options.max_tokens is not None:
             room = limits.max_model_len - len(token_ids)
-            after = f"after a {name} of {len(token_ids)} tokens (together at most {limits.max_model_len})"
             if options.max_tokens > room:
-                raise out_of_range(options.name("max_tokens"), options.max_tokens, f"1..{room} {after}")
+                allowed = f"1..{room} after a {name} of {len(token_ids)} tokens"
+                raise _too_long(options.name("max_tokens"), options.max_tokens, allowed, limits)
 
 
 def check_token_ids(name: str, token_ids: Sequence[int], limits: Limits) -> None:
@@ -273,7 +281,7 @@ def _sampling_params(
     eos_token_ids = () if options.ignore_eos else limits.eos_token_ids
     return SamplingParams(
         temperature=temperature if temperature >= _GREEDY_BELOW else 0.0,
-        top_k=options.top_k or 0,
+        top_k=max(options.top_k or 0, 0),
         top_p=max(_default(options.top_p, 1.0), _MIN_TOP_P),
         min_p=_default(options.min_p, 0.0),
         repetition_penalty=_default(options.repetition_penalty, 1.0),
@@ -287,6 +295,15 @@ def _sampling_params(
         num_logprobs=options.num_logprobs,
         verification=options.verification or limits.verification,
     )
+
+
+def _too_long(
+    field: str, value: int, allowed: str, limits: Limits, *, what: str | None = None
+) -> ContextLengthError:
+    problem = out_of_range(field, value, allowed, what=what)
+    # OpenAI's words, for clients that look into the message and not at the code.
+    maximum = f"this model's maximum context length is {limits.max_model_len} tokens"
+    return ContextLengthError(f"{problem}; {maximum}", field=field)
 
 
 def _default(value: float | None, default: float) -> float:

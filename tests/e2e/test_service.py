@@ -13,6 +13,8 @@ from typing import Any
 import aiohttp
 import pytest
 from e2e_service import DEADLINE_S, Service, complete
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from openai import AsyncOpenAI
 from ray import serve
 
@@ -223,7 +225,12 @@ async def test_bad_input_is_refused_by_name_and_hurts_nobody(
     assert answer["usage"]["completion_tokens"] == 2
 
 
-async def test_ready_runs_a_step_and_health_answers(http: aiohttp.ClientSession) -> None:
+async def test_ready_runs_a_step_and_health_answers(service: Service, http: aiohttp.ClientSession) -> None:
     for path in ("/health", "/ready"):
         async with http.get(path) as response:
             assert response.status == 200, path
+    async with aio.insecure_channel(service.grpc_address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S)
+        # At first nobody has asked yet.
+        while (await watch.read()).status != health_pb2.HealthCheckResponse.SERVING:
+            pass

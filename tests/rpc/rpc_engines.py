@@ -199,11 +199,9 @@ class ScriptedHandler:
     seen: list[GenerateParams] = field(default_factory=list)
     closed: threading.Event = field(default_factory=threading.Event)
     """Set when an answer's iterator is closed, however it ended."""
-    threads: set[int] = field(default_factory=set)
 
     async def generate(self, params: GenerateParams) -> AsyncIterator[GenerateEvent]:
         self.seen.append(params)
-        self.threads.add(threading.get_ident())
         try:
             token_ids = params.token_ids or tuple(range(len(params.text or "")))
             for position, token_id in enumerate(token_ids):
@@ -218,7 +216,6 @@ class ScriptedHandler:
             self.closed.set()
 
     async def info(self) -> ServiceInfo:
-        self.threads.add(threading.get_ident())
         if self.failure is not None:
             raise self.failure
         return SERVICE_INFO

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -31,7 +30,6 @@ from specray.rpc.channel import ChannelOptions
 from specray.rpc.client import SpecrayClient
 from specray.rpc.event_loop import new_event_loop
 from specray.rpc.inference import GenerateEvent, GenerateParams, InferenceServer, Usage
-from specray.rpc.loop_thread import LoopThread
 from specray.rpc.pb import inference_pb2, inference_pb2_grpc
 
 DEADLINE_S = 10.0
@@ -257,69 +255,25 @@ async def test_a_client_that_does_not_read_holds_the_handler_back(address: str) 
         assert await closed(handler)
 
 
-@pytest.mark.parametrize("has_own_loop", [False, True])
 async def test_a_client_that_does_not_read_is_given_up_though_its_call_has_no_deadline(
-    has_own_loop: bool, address: str, monkeypatch: pytest.MonkeyPatch
+    address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inference, "WRITE_TIMEOUT_S", 0.2)
     handler = EndlessHandler()
-    loop_thread = LoopThread("handler") if has_own_loop else None
-    try:
-        async with (
-            serving(handler, address, handler_loop=loop_thread.loop if loop_thread else None),
-            aio.insecure_channel(address) as channel,
-            asyncio.timeout(DEADLINE_S),
-        ):
-            request = inference_pb2.GenerateRequest(text="a").SerializeToString()
-            call = channel.unary_stream(GENERATE, None, None)(request)
-            await call.read()
-            assert await closed(handler)
-            with pytest.raises(aio.AioRpcError) as caught:
-                while await call.read() is not aio.EOF:
-                    pass
-    finally:
-        if loop_thread is not None:
-            loop_thread.stop()
+    async with (
+        serving(handler, address),
+        aio.insecure_channel(address) as channel,
+        asyncio.timeout(DEADLINE_S),
+    ):
+        request = inference_pb2.GenerateRequest(text="a").SerializeToString()
+        call = channel.unary_stream(GENERATE, None, None)(request)
+        await call.read()
+        assert await closed(handler)
+        with pytest.raises(aio.AioRpcError) as caught:
+            while await call.read() is not aio.EOF:
+                pass
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert caught.value.details() == "the client took nothing for 0.2 s"
-
-
-@pytest.mark.parametrize("failure", [None, OverloadedError("full", 1.0)])
-async def test_handler_runs_on_the_loop_of_choice(failure: Exception | None, address: str) -> None:
-    loop_thread = LoopThread("handler")
-    handler = ScriptedHandler(failure=failure)
-    try:
-        async with (
-            serving(handler, address, handler_loop=loop_thread.loop),
-            SpecrayClient(address) as client,
-        ):
-            events = []
-            try:
-                events = [event async for event in client.generate(GenerateParams(text="ab"))]
-                assert await client.info(timeout_s=DEADLINE_S) == SERVICE_INFO
-            except OverloadedError:
-                assert failure is not None
-            assert len(events) == (3 if failure is None else 0)
-            assert len(handler.threads) == 1
-            assert threading.get_ident() not in handler.threads
-    finally:
-        loop_thread.stop()
-
-
-async def test_cancel_reaches_a_handler_on_another_loop(address: str) -> None:
-    loop_thread = LoopThread("handler")
-    handler = ScriptedHandler(waits_after=1)
-    try:
-        async with (
-            serving(handler, address, handler_loop=loop_thread.loop),
-            SpecrayClient(address) as client,
-        ):
-            events = client.generate(GenerateParams(text="abc"), timeout_s=DEADLINE_S)
-            await anext(events)
-            await events.aclose()
-            assert await closed(handler)
-    finally:
-        loop_thread.stop()
 
 
 async def test_health_follows_readiness_and_stop(address: str) -> None:

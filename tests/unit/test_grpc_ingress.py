@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from http_service import INFO, MODEL, REPLY, TOKENIZER, endless, say, wait_until
 from tiny_tokenizer import EOS
 
 from specray.config import parse_config
-from specray.errors import DeadlineExceededError, InvalidRequestError, ModelNotFoundError, OverloadedError
+from specray.errors import (
+    DeadlineExceededError,
+    EngineLostError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    OverloadedError,
+)
 from specray.fakes import FakeRouterClient
 from specray.interfaces import RouterClient
 from specray.requests import FinishReason
 from specray.rpc.client import SpecrayClient
 from specray.rpc.inference import GenerateParams, InferenceServer
-from specray.serving.grpc_ingress import GrpcIngress
+from specray.serving.grpc_ingress import GrpcIngress, served
+from specray.serving.readiness import check_ready
+
+
+def server_of(router: RouterClient) -> InferenceServer:
+    config = parse_config({"served_model_name": MODEL})
+    return InferenceServer(GrpcIngress(client=router, tokenizer=TOKENIZER, config=config), "127.0.0.1:0")
 
 
 @asynccontextmanager
 async def connected(router: RouterClient) -> AsyncIterator[SpecrayClient]:
-    config = parse_config({"served_model_name": MODEL})
-    handler = GrpcIngress(client=router, tokenizer=TOKENIZER, config=config)
-    server = InferenceServer(handler, "127.0.0.1:0")
+    server = server_of(router)
     await server.start()
     try:
         async with SpecrayClient(server.address) as client:
@@ -127,3 +140,44 @@ async def test_info_names_the_served_model() -> None:
     async with connected(FakeRouterClient(info=INFO)) as client:
         info = await client.info()
     assert (info.model, info.draft_model, info.vocab_size, info.max_model_len) == (MODEL, "draft", 264, 64)
+
+
+class FailingRouter(FakeRouterClient):
+    """Readiness ends in whatever a test sets."""
+
+    failure: Exception | None = None
+
+    async def check_ready(self) -> None:
+        await super().check_ready()
+        if self.failure is not None:
+            raise self.failure
+
+
+async def test_health_says_what_ready_says_from_the_first_word_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specray.serving.readiness.WATCH_INTERVAL_S", 0.001)
+    router = FailingRouter(info=INFO, is_ready=False)
+    server = server_of(router)
+    async with served(server, router), aio.insecure_channel(server.address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=20)
+        seen = [(await watch.read()).status]
+        router.is_ready = True
+        seen.append((await watch.read()).status)
+        # What nobody expects does not end the watch.
+        router.failure = RuntimeError("a bug")
+        seen.append((await watch.read()).status)
+        router.failure = None
+        seen.append((await watch.read()).status)
+        router.is_ready = False
+        seen.append((await watch.read()).status)
+    is_serving = [status == health_pb2.HealthCheckResponse.SERVING for status in seen]
+    assert is_serving == [False, True, False, True, False]
+
+
+async def test_router_that_says_nothing_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Silent(FakeRouterClient):
+        async def check_ready(self) -> None:
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr("specray.serving.readiness.READY_TIMEOUT_S", 0.01)
+    with pytest.raises(EngineLostError, match=r"^no step of the target within 0\.01 s$"):
+        await check_ready(Silent(info=INFO))

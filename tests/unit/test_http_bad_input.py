@@ -60,7 +60,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"top_p": 0}, "top_p", "0.0; allowed: more than 0 and at most 1"),
     ({"top_p": NAN}, "top_p", "nan"),
     ({"top_p": 1.01}, "top_p", "1.01"),
-    ({"top_k": -1}, "top_k", "-1; allowed: 0..2147483647"),
+    ({"top_k": -2}, "top_k", "-2; allowed: -1..2147483647"),
     ({"top_k": 1.5}, "top_k", "allowed: a valid integer"),
     ({"min_p": -0.5}, "min_p", "-0.5; allowed: 0..1"),
     ({"min_p": NAN}, "min_p", "nan"),
@@ -189,11 +189,22 @@ async def test_prompt_and_max_tokens_together_are_bounded(service: Service, rout
     body = {"prompt": [5] * 10, "max_tokens": 55}
     status, answer, _ = await post(service, "/v1/completions", json.dumps(body).encode())
     assert (status, answer["error"]["param"]) == (400, "max_tokens")
-    assert (
-        "55; allowed: 1..54 after a prompt of 10 tokens (together at most 64)" in answer["error"]["message"]
-    )
+    allowed = "55; allowed: 1..54 after a prompt of 10 tokens"
+    assert f"{allowed}; this model's maximum context length is 64 tokens" in answer["error"]["message"]
+    assert answer["error"]["code"] == "context_length_exceeded"
     status, _, _ = await post(service, "/v1/completions", json.dumps({**body, "max_tokens": 54}).encode())
     assert status == 200
+
+
+async def test_code_tells_a_prompt_that_is_too_long_from_other_bad_prompts(service: Service) -> None:
+    codes = []
+    for prompt in ([5] * 63, [5] * 64, [264] * 63, []):
+        status, answer, _ = await post(service, "/v1/completions", json.dumps({"prompt": prompt}).encode())
+        codes.append("fine" if status == 200 else answer["error"]["code"])
+    assert codes == ["fine", "context_length_exceeded", "invalid_value", "invalid_value"]
+    body = {"messages": [{"role": "user", "content": "x" * 64}]}
+    _, answer, _ = await post(service, "/v1/chat/completions", json.dumps(body).encode())
+    assert (answer["error"]["param"], answer["error"]["code"]) == ("messages", "context_length_exceeded")
 
 
 BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
@@ -215,6 +226,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
         "messages[0].tool_calls",
         "support",
     ),
+    ({"messages": [{"role": "user", "content": "a", "audio": 0}]}, "messages[0].audio", "support"),
     ({"messages": [{"role": "assistant", "content": "a"}]}, "messages", "the user begins"),
     ({"messages": [{"role": "user", "content": "x" * 64}]}, "messages", "allowed: 1..63"),
     ({"top_logprobs": 3}, "top_logprobs", "logprobs true"),
@@ -358,6 +370,14 @@ async def test_harmless_fields_and_null_are_ignored(service: Service) -> None:
         "parallel_tool_calls": False, "response_format": {"type": "text"}, "tools": [], "model": MODEL,
     }  # fmt: skip
     assert (await post(service, "/v1/completions", json.dumps(body).encode()))[0] == 200
+
+
+@pytest.mark.parametrize("value", [None, "", [], {}])
+@pytest.mark.parametrize("name", ["tool_calls", "annotations", "function_call", "refusal"])
+async def test_message_may_come_back_with_empty_fields(service: Service, name: str, value: object) -> None:
+    history = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", name: value}]
+    body = {"messages": [*history, {"role": "user", "content": "c"}]}
+    assert (await post(service, "/v1/chat/completions", json.dumps(body).encode()))[0] == 200
 
 
 async def test_error_says_nothing_of_a_bug() -> None:

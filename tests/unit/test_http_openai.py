@@ -239,6 +239,20 @@ async def test_cached_tokens_are_those_that_no_choice_of_a_prompt_has_computed()
     assert events[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
 
 
+@pytest.mark.parametrize("repeats", [False, True])
+async def test_usage_comes_with_every_event_where_it_is_asked_for(repeats: bool) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": repeats}
+    body = {"messages": USER, "n": 2, "max_tokens": 2, "stream": True, "stream_options": options}
+    async with serving(say("ab")) as service:
+        events = await events_of(service, "/v1/chat/completions", body)
+    *before, last = [event["usage"] for event in events]
+    num_prompt = last["prompt_tokens"]
+    counts = [usage and (usage["completion_tokens"], usage["total_tokens"] - num_prompt) for usage in before]
+    # Two openings, then a token of one of the two choices each.
+    assert counts == ([(0, 0), (0, 0), (1, 1), (2, 2), (3, 3), (4, 4)] if repeats else [None] * 6)
+    assert last["completion_tokens"] == 4
+
+
 async def test_several_prompts_and_choices_keep_their_order_and_index() -> None:
     body = {"prompt": ["a", "b"], "n": 2, "max_tokens": 3, "echo": True, "seed": 7}
     router = FakeRouterClient(info=INFO)
@@ -421,7 +435,13 @@ async def test_health_ready_metrics_and_version() -> None:
         for path, status in [("/health", 200), ("/ready", 200), ("/version", 200)]:
             async with service.http.get(path) as response:
                 assert response.status == status
+            async with service.http.head(path) as response:
+                assert (response.status, await response.read()) == (
+                    status if path != "/version" else 405,
+                    b"",
+                )
         router.is_ready = False
+        assert (await service.http.head("/ready")).status == 503
         async with service.http.get("/ready") as response:
             assert response.status == 503
             assert (await response.json())["error"]["message"] == "the fake target is lost"

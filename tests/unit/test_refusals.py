@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 from collections.abc import AsyncIterator
@@ -219,6 +220,64 @@ async def test_calls_in_hand_are_bounded_before_their_body_is_read(stream: bool)
         await wait_until(lambda: len(router.aborted_request_ids) == 1)
         # The place is free again: the body is read, and is found wrong.
         assert (await service.post("/v1/completions", {"prompt": 5}))[0] == 400
+
+
+async def call_without_server(app: Any, body: dict[str, Any], *, reads: bool) -> list[Any]:
+    """What the application sends; a client that does not read takes the headers, as they fit a buffer."""
+    sent: list[Any] = []
+    received = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+    async def receive() -> Any:
+        if received:
+            return received.pop()
+        return await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        if not reads and sent:
+            await asyncio.Event().wait()
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b""}
+    await app({**scope, "headers": headers}, receive, send)
+    return sent
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_client_that_reads_nothing_loses_its_place_and_its_request_is_aborted(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specray.serving.events.SEND_TIMEOUT_S", 0.01)
+    router = FakeRouterClient(info=INFO)
+    client = RefusingClient(router, KnownRoom(1))
+    config = parse_config({"served_model_name": MODEL, "ingress": {"max_ongoing_requests": 1}})
+    app = build_http_app(client=client, tokenizer=TOKENIZER, config=config)
+    # The answer that has come as a whole is told the server as a failure, which closes the connection too.
+    with contextlib.nullcontext() if stream else pytest.raises(TimeoutError):
+        assert len(await call_without_server(app, {**TEXT, "stream": stream}, reads=False)) == 1
+    assert router.aborted_request_ids == ([router.requests[0].request_id] if stream else [])
+    assert client.room.num_requests == 0
+    start, *_ = await call_without_server(app, TEXT, reads=True)
+    assert start["status"] == 200
+
+
+@pytest.mark.parametrize(("max_replicas", "most"), [(None, 4), (2, 8)])
+async def test_call_for_more_than_all_routers_hold_is_wrong_and_not_early(
+    max_replicas: int | None, most: int
+) -> None:
+    scaling = None if max_replicas is None else {"min_replicas": 1, "max_replicas": max_replicas}
+    router = {"max_queued_requests": 3, "autoscaling": scaling}
+    sizes = {"served_model_name": MODEL, "target": {"max_num_seqs": 1}, "router": router}
+    client = FakeRouterClient(info=INFO)
+    async with serving(client, config=parse_config(sizes)) as service:
+        body = {**TEXT, "prompt": ["a", "b"]}
+        status, answer = await service.post("/v1/completions", {**body, "n": most // 2 + 1})
+        assert (status, answer["error"]["param"]) == (400, "n")
+        message = f"number of prompts times n is {most + 2}; allowed: 1..{most}"
+        assert answer["error"]["message"] == message
+        assert client.requests == []
+        assert (await service.post("/v1/completions", {**body, "n": most // 2}))[0] == 200
+        assert len(client.requests) == most
 
 
 # X-Request-Timeout-Seconds

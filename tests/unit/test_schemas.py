@@ -91,6 +91,10 @@ def test_values_that_float32_cannot_hold_become_their_limits() -> None:
     assert request_of(top_p=1e-300).sampling.top_p == 1e-6
 
 
+def test_top_k_of_minus_one_is_none_as_in_vllm() -> None:
+    assert [request_of(top_k=top_k).sampling.top_k for top_k in (-1, 0, 1)] == [0, 0, 1]
+
+
 def test_ignore_eos_leaves_the_users_stop_tokens() -> None:
     request = request_of(ignore_eos=True, stop_token_ids=[9, 9, EOS])
     assert request.sampling.stop_token_ids == (EOS, 9)
