@@ -272,7 +272,7 @@ def build_runner(config: EngineConfig, *, role: str, parallel: ParallelContext |
         attention="" if backend is None else backend.name,
     )
     if parallel is not None:
-        parallel.start()
+        parallel.start(_group_choices(info))
     graphs = None
     if config.cuda_graphs and device.type == "cuda" and backend is not None and parallel is None:
         capture = CudaCapture(device)
@@ -286,6 +286,20 @@ def _with_threads_left(runner: ModelRunner) -> ModelRunner:
     if runner.is_taped:
         torch.set_num_threads(num_threads_for_logits(runner.info.vocab_size, torch.get_num_threads()))
     return runner
+
+
+def _group_choices(info: RunnerInfo) -> dict[str, object]:
+    """What a rank chooses by what works for it, though all ranks must have the same.
+
+    A way to attend that fails its check on one rank only is left out there, and with it its block size.
+    """
+    return {
+        "forward": info.forward,
+        "attention": info.attention,
+        "block_size": info.block_size,
+        "num_blocks": info.num_blocks,
+        "dtype": str(info.dtype),
+    }
 
 
 def _prepared_buckets(role: str) -> list[Bucket]:
