@@ -41,7 +41,6 @@ class RunnerInfo:
     vocab_size: int
     max_model_len: int
     """Most tokens of one sequence."""
-    eos_token_ids: tuple[int, ...]
     tokenizer_fingerprint: str
     block_size: int
     num_blocks: int
@@ -261,7 +260,6 @@ def build_runner(config: EngineConfig, *, role: str, parallel: ParallelContext |
         model_name=loaded.name,
         vocab_size=loaded.vocab_size,
         max_model_len=loaded.max_model_len,
-        eos_token_ids=loaded.eos_token_ids,
         tokenizer_fingerprint=loaded.tokenizer_fingerprint,
         block_size=block_size,
         num_blocks=num_blocks,
