@@ -181,6 +181,8 @@ class HostBatch:
             trunk_lens = first_places = np.zeros((), np.int32)
             positions = places = np.arange(item.start, item.end, dtype=np.int32)
         num_blocks = -(-item.end // self._block_size)
+        # Of fewer, one would be broadcast over the whole table.
+        assert len(item.block_ids) >= num_blocks, (item, self._block_size)
         table = self._tables[index]
         table[:num_blocks] = item.block_ids[:num_blocks]
         self._positions[first:last] = positions

@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from specray.engine.cache import BlockAllocator, BlockTable
+from specray.engine.head import EngineHead
 from specray.engine.lines import Branching, Line
-from specray.engine.prefix import PrefixIndex
 from specray.engine.sampling.draft import DraftSampler
 from specray.engine.sampling.noise import NoiseSource
 from specray.engine.schedule import (
@@ -30,8 +29,7 @@ from specray.engine.schedule import (
     failure_reply,
     split_waves,
 )
-from specray.engine.sequences import EngineSequence, SequenceTable
-from specray.engine.target import run_check_step
+from specray.engine.sequences import EngineSequence
 from specray.errors import InvalidRequestError, SpecrayError
 from specray.types import (
     DraftReplies,
@@ -54,14 +52,13 @@ class _Proposing:
 _Task = _Proposing | Branching
 
 
-class DraftHead:
+class DraftHead(EngineHead):
     """Implements ``interfaces.DraftEngine`` over a runner.
 
     Args:
-        info: what the engine says of itself; its limits hold here. One block is kept for ``check``.
+        runner, info, prefix_cache: those of :class:`EngineHead`.
         device: where the runner's logits are.
         max_num_draft_probs: support of the sparse draft distribution under rejection verification.
-        prefix_cache: whether computed prefixes are used again.
     """
 
     def __init__(
@@ -73,36 +70,9 @@ class DraftHead:
         max_num_draft_probs: int = 64,
         prefix_cache: bool = True,
     ) -> None:
-        self._runner = runner
-        self._info = info
-        index = PrefixIndex(info.block_size) if prefix_cache else None
-        self._allocator = BlockAllocator(info.num_blocks, info.block_size, index=index)
-        self._check_table = BlockTable(self._allocator)
-        self._check_table.reserve(1)
-        self._table = SequenceTable(
-            self._allocator,
-            max_num_seqs=info.max_num_seqs,
-            can_evict=True,
-            copy_tokens=runner.copy_tokens,
-        )
+        super().__init__(runner, info, can_evict=True, prefix_cache=prefix_cache)
         noise = NoiseSource(info.vocab_size, device)
         self._sampler = DraftSampler(noise, max_num_draft_probs=max_num_draft_probs)
-
-    @property
-    def info(self) -> EngineInfo:
-        # The block of the health check is not in use.
-        in_use = self._info.num_blocks - 1 - self._allocator.num_free
-        return replace(
-            self._info,
-            num_blocks_in_use=in_use,
-            num_prefix_cache_queries=self._table.num_queried_tokens,
-            num_prefix_cache_hits=self._table.num_cached_tokens,
-        )
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks that no sequence holds; all but the one kept for ``check`` when idle."""
-        return self._allocator.num_free
 
     @torch.inference_mode()
     def speculate(self, items: Sequence[SpeculateItem]) -> DraftReplies:
@@ -113,22 +83,6 @@ class DraftHead:
             replies.update(self._speculate_wave(wave))
         ordered = tuple(replies[index] for index in range(len(items)))
         return DraftReplies(ordered, time.perf_counter_ns() - started_ns)
-
-    def release(self, request_ids: Sequence[str]) -> None:
-        """Frees the sequences; unknown ids are ignored."""
-        self._table.release(request_ids)
-
-    def check(self) -> None:
-        """Runs a real one-token step in the block kept for it. Raises EngineLostError for broken logits."""
-        run_check_step(self._runner, self._check_table)
-
-    def close(self) -> None:
-        """Lets the runner go, and with it the other ranks of its group; idempotent."""
-        self._runner.close()
-
-    def check_integrity(self) -> None:
-        """Raises AssertionError when a block is lost or owned twice."""
-        self._table.check_integrity([self._check_table])
 
     def _speculate_wave(self, wave: Sequence[tuple[int, SpeculateItem]]) -> dict[int, DraftReply]:
         replies: dict[int, DraftReply] = {}

@@ -3,6 +3,7 @@
 A step's sequences and its widest one are rounded up to the sizes of a *bucket*. Each bucket has its own
 tensors, at fixed places, that describe the step, and a capture of the whole forward that reads them; a replay
 is one copy to the device and one launch. Rows that round up belong to nobody: their K/V go to a spare block.
+All buckets write their logits to one place, since a tensor that a capture gives is never given back.
 Steps beyond the buckets, such as prompts, run as they are.
 """
 
@@ -89,10 +90,11 @@ class CudaCapture:
 
 
 @dataclass(frozen=True, slots=True)
-class _Captured:
+class _Prepared:
     host: HostBatch
     on_device: DeviceBatch
-    replay: Work
+    run: Work
+    is_captured: bool
 
 
 class GraphedForward:
@@ -110,12 +112,13 @@ class GraphedForward:
         self._cache = cache
         self._max_num_blocks = -(-max_model_len // cache.block_size)
         self._capture = capture
-        self._captured: dict[Bucket, _Captured] = {}
+        self._prepared: dict[Bucket, _Prepared] = {}
+        self._logits: torch.Tensor | None = None  # [MAX_ROWS, vocab_size], of whichever bucket ran last
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
         """Those captured so far."""
-        return tuple(self._captured)
+        return tuple(bucket for bucket, prepared in self._prepared.items() if prepared.is_captured)
 
     def bucket_for(self, inputs: Sequence[SequenceInput]) -> Bucket | None:
         """The bucket that holds a step; None: it is beyond them, or branches lie beyond the longest table."""
@@ -129,7 +132,7 @@ class GraphedForward:
         began = time.perf_counter()
         for bucket in buckets:
             self._get(bucket)
-        _log.info("%d forwards captured in %.1f s", len(buckets), time.perf_counter() - began)
+        _log.info("%d forwards captured in %.1f s", len(self.buckets), time.perf_counter() - began)
 
     def run(self, bucket: Bucket, rows: Sequence[SequenceRows], token_ids: Sequence[int]) -> torch.Tensor:
         """Runs a step.
@@ -140,20 +143,21 @@ class GraphedForward:
             token_ids: of all rows.
 
         Returns:
-            Logits of every row, ``[len(token_ids), vocab_size]``, float32; the next step overwrites them.
+            Logits of every row, ``[len(token_ids), vocab_size]``, float32; the next step overwrites them,
+            whatever its bucket.
         """
-        captured = self._get(bucket)
-        captured.host.fill(rows, token_ids)
-        captured.on_device.load(captured.host)
-        return captured.replay()[: len(token_ids)]
+        prepared = self._get(bucket)
+        prepared.host.fill(rows, token_ids)
+        prepared.on_device.load(prepared.host)
+        return prepared.run()[: len(token_ids)]
 
-    def _get(self, bucket: Bucket) -> _Captured:
-        captured = self._captured.get(bucket)
-        if captured is None:
-            captured = self._captured[bucket] = self._make(bucket)
-        return captured
+    def _get(self, bucket: Bucket) -> _Prepared:
+        prepared = self._prepared.get(bucket)
+        if prepared is None:
+            prepared = self._prepared[bucket] = self._make(bucket)
+        return prepared
 
-    def _make(self, bucket: Bucket) -> _Captured:
+    def _make(self, bucket: Bucket) -> _Prepared:
         cache, num_sequences = self._cache, bucket.num_sequences
         shape = BatchShape(
             num_sequences=num_sequences,
@@ -174,4 +178,21 @@ class GraphedForward:
         # Nothing but padding: what runs before and during the capture writes to the spare block only.
         host.fill((), ())
         on_device.load(host)
-        return _Captured(host, on_device, self._capture(forward))
+        if self._logits is None:
+            # Before any capture, whose memory it must not be: a first forward tells how wide logits are.
+            logits = forward()
+            self._logits = logits.new_empty(MAX_ROWS, logits.shape[1])
+        kept = self._logits[: shape.num_rows]
+
+        def work() -> torch.Tensor:
+            return kept.copy_(forward())
+
+        try:
+            return _Prepared(host, on_device, self._capture(work), is_captured=True)
+        except RuntimeError as error:
+            # torch's allocator has a type of its own for it; the driver, which keeps every graph, has not.
+            if "out of memory" not in str(error):
+                raise
+            # Tried again, it would fail again, at every step of this bucket.
+            _log.warning("forwards of %s run as they are: no memory to capture them: %s", bucket, error)
+        return _Prepared(host, on_device, work, is_captured=False)

@@ -51,7 +51,6 @@ class LoadedModel:
     name: str
     vocab_size: int
     max_model_len: int
-    eos_token_ids: tuple[int, ...]
     tokenizer_fingerprint: str
     dtype: torch.dtype
     device: torch.device
@@ -68,7 +67,7 @@ def load_model(args: ModelArgs) -> LoadedModel:
     source = _local_options(args.path)
     config = _load_config(args.path, source)
     text_config = config.get_text_config()
-    max_model_len = _max_model_len(text_config, args)
+    max_model_len = _max_model_len(text_config, args.path, args.max_model_len)
     _check_shards(text_config, args.tensor_parallel_size, role=args.role)
     fingerprint = tokenizer_fingerprint(args.path)
     model = _load_weights(args, config, source)
@@ -78,7 +77,6 @@ def load_model(args: ModelArgs) -> LoadedModel:
         name=Path(args.path).name,
         vocab_size=int(text_config.vocab_size),
         max_model_len=max_model_len,
-        eos_token_ids=_eos_token_ids(model),
         tokenizer_fingerprint=fingerprint,
         dtype=args.dtype,
         device=args.device,
@@ -133,18 +131,16 @@ def _check_architecture(path: str, config: PreTrainedConfig) -> None:
         raise ConfigError(f"model {path!r} is {architecture}; allowed: decoder-only causal language models")
 
 
-def _max_model_len(config: PreTrainedConfig, args: ModelArgs) -> int:
+def _max_model_len(config: PreTrainedConfig, path: str, wanted: int | None) -> int:
     limit: int | None = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in _BATCH_DEPENDENT_ROPE:
         limit = rope.get("original_max_position_embeddings") or limit
-    if args.max_model_len is None:
+    if wanted is None:
         return min(limit or DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_MODEL_LEN)
-    if limit is not None and args.max_model_len > limit:
-        raise ConfigError(
-            f"max_model_len is {args.max_model_len}; model {args.path!r} allows at most {limit}"
-        )
-    return args.max_model_len
+    if limit is not None and wanted > limit:
+        raise ConfigError(f"max_model_len is {wanted}; model {path!r} allows at most {limit}")
+    return wanted
 
 
 def _check_shards(config: PreTrainedConfig, size: int, *, role: str | None) -> None:
@@ -186,14 +182,6 @@ def _load_weights(args: ModelArgs, config: PreTrainedConfig, source: dict[str, A
     return loaded
 
 
-def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    generation = model.generation_config
-    eos = generation.eos_token_id if generation is not None else model.config.eos_token_id
-    if eos is None:
-        return ()
-    return tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
-
-
 def check_loadable(path: str, *, max_model_len: int | None, num_ranks: int, role: str) -> int:
     """Reads the configuration only, and returns the vocabulary's size.
 
@@ -201,6 +189,6 @@ def check_loadable(path: str, *, max_model_len: int | None, num_ranks: int, role
         ConfigError: as :func:`load_model`, as far as the weights do not matter.
     """
     config = _load_config(path, _local_options(path)).get_text_config()
-    _max_model_len(config, ModelArgs(path, torch.float32, torch.device("cpu"), max_model_len))
+    _max_model_len(config, path, max_model_len)
     _check_shards(config, num_ranks, role=role)
     return int(config.vocab_size)

@@ -18,7 +18,7 @@ import contextlib
 import enum
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from specray.engine.inputs import BranchRow, CopyInput, SequenceInput
-from specray.errors import EngineLostError
+from specray.errors import ConfigError, EngineLostError
 
 _MESSAGE_LEN = 256
 """Integers of the first broadcast; nearly every decode step fits."""
@@ -121,16 +121,24 @@ class ParallelContext:
         assert control is not None
         return cls(args, control)
 
-    def start(self) -> None:
+    def start(self, choices: Mapping[str, object]) -> None:
         """Waits until every rank is ready to run; then the leader begins to beat.
+
+        Args:
+            choices: what this rank chose for itself and the others must have chosen too. What the leader
+                says of blocks means other tokens to a rank whose blocks are of another size.
 
         Raises:
             EngineLostError: a rank did not come within ``start_timeout_s``.
+            ConfigError: the ranks chose differently; the message names what, and who chose what.
         """
+        everyones: list[dict[str, object]] = [{} for _ in range(self.world_size)]
         try:
             dist.monitored_barrier(group=self._control, timeout=timedelta(seconds=self._args.start_timeout_s))
+            dist.all_gather_object(everyones, dict(choices), group=self._control)
         except RuntimeError as error:
             raise EngineLostError(f"the group did not start: {error}") from None
+        check_same_choices(everyones)
         if self.rank == 0:
             self._beating = threading.Thread(target=self._beat, name="specray-group-beat", daemon=True)
             self._beating.start()
@@ -227,6 +235,26 @@ class ParallelContext:
         except RuntimeError as error:
             raise EngineLostError(f"rank {self.rank} lost its group: {error}") from None
         return message
+
+
+def check_same_choices(choices: Sequence[Mapping[str, object]]) -> None:
+    """Raises ConfigError where the ranks of a group, in their order, differ in what they chose."""
+    different = []
+    for name in choices[0]:
+        ranks: dict[object, list[int]] = {}
+        for rank, own in enumerate(choices):
+            ranks.setdefault(own[name], []).append(rank)
+        if len(ranks) > 1:
+            parts = [f"{value!r} on {_named_ranks(own)}" for value, own in ranks.items()]
+            different.append(f"{name} is {', '.join(parts)}")
+    if different:
+        raise ConfigError(
+            f"{'; '.join(different)}; allowed: the same on all ranks; set what works on all of them"
+        )
+
+
+def _named_ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def encode_inputs(inputs: Sequence[SequenceInput]) -> list[int]:

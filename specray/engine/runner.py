@@ -41,7 +41,6 @@ class RunnerInfo:
     vocab_size: int
     max_model_len: int
     """Most tokens of one sequence."""
-    eos_token_ids: tuple[int, ...]
     tokenizer_fingerprint: str
     block_size: int
     num_blocks: int
@@ -261,7 +260,6 @@ def build_runner(config: EngineConfig, *, role: str, parallel: ParallelContext |
         model_name=loaded.name,
         vocab_size=loaded.vocab_size,
         max_model_len=loaded.max_model_len,
-        eos_token_ids=loaded.eos_token_ids,
         tokenizer_fingerprint=loaded.tokenizer_fingerprint,
         block_size=block_size,
         num_blocks=num_blocks,
@@ -272,7 +270,7 @@ def build_runner(config: EngineConfig, *, role: str, parallel: ParallelContext |
         attention="" if backend is None else backend.name,
     )
     if parallel is not None:
-        parallel.start()
+        parallel.start(_group_choices(info))
     graphs = None
     if config.cuda_graphs and device.type == "cuda" and backend is not None and parallel is None:
         capture = CudaCapture(device)
@@ -286,6 +284,20 @@ def _with_threads_left(runner: ModelRunner) -> ModelRunner:
     if runner.is_taped:
         torch.set_num_threads(num_threads_for_logits(runner.info.vocab_size, torch.get_num_threads()))
     return runner
+
+
+def _group_choices(info: RunnerInfo) -> dict[str, object]:
+    """What a rank chooses by what works for it, though all ranks must have the same.
+
+    A way to attend that fails its check on one rank only is left out there, and with it its block size.
+    """
+    return {
+        "forward": info.forward,
+        "attention": info.attention,
+        "block_size": info.block_size,
+        "num_blocks": info.num_blocks,
+        "dtype": str(info.dtype),
+    }
 
 
 def _prepared_buckets(role: str) -> list[Bucket]:

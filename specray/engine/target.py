@@ -9,15 +9,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from specray.engine.cache import BlockAllocator, BlockTable
-from specray.engine.inputs import SequenceInput
-from specray.engine.prefix import UNIT_TOKENS, PrefixIndex
+from specray.engine.head import EngineHead
+from specray.engine.prefix import UNIT_TOKENS
 from specray.engine.sampling.logprobs import token_logprobs
 from specray.engine.sampling.noise import NoiseSource
 from specray.engine.sampling.processors import RowGroup, process_logits
@@ -31,8 +30,8 @@ from specray.engine.schedule import (
     failure_reply,
     split_waves,
 )
-from specray.engine.sequences import EngineSequence, SequenceTable
-from specray.errors import EngineLostError, InvalidRequestError, SpecrayError
+from specray.engine.sequences import EngineSequence
+from specray.errors import InvalidRequestError, SpecrayError
 from specray.types import EngineInfo, TargetReplies, TargetReply, TokenLogprobs, Verdict, VerifyItem
 
 _log = logging.getLogger(__name__)
@@ -57,46 +56,20 @@ class _Scheduled:
         return len(self.item.draft_token_ids) + 1 if self.item.sample else 0
 
 
-class TargetHead:
+class TargetHead(EngineHead):
     """Implements ``interfaces.TargetEngine`` over a runner.
 
     Args:
-        runner: the leader's; followers of a tensor-parallel group run what it broadcasts.
-        info: what the engine says of itself; its limits hold here. One block is kept for ``check``.
+        runner, info, prefix_cache: those of :class:`EngineHead`.
         device: where the runner's logits are.
-        prefix_cache: whether computed prefixes are used again.
     """
 
     def __init__(
         self, runner: Runner, info: EngineInfo, *, device: torch.device, prefix_cache: bool = True
     ) -> None:
-        self._runner = runner
-        self._info = info
+        super().__init__(runner, info, can_evict=False, prefix_cache=prefix_cache)
         self._num_shared_tokens = _SHARED_TOKENS if prefix_cache else None
-        index = PrefixIndex(info.block_size) if prefix_cache else None
-        self._allocator = BlockAllocator(info.num_blocks, info.block_size, index=index)
-        self._check_table = BlockTable(self._allocator)
-        self._check_table.reserve(1)
-        self._table = SequenceTable(
-            self._allocator, max_num_seqs=info.max_num_seqs, copy_tokens=runner.copy_tokens
-        )
         self._noise = NoiseSource(info.vocab_size, device)
-
-    @property
-    def info(self) -> EngineInfo:
-        # The block of the health check is not in use.
-        in_use = self._info.num_blocks - 1 - self._allocator.num_free
-        return replace(
-            self._info,
-            num_blocks_in_use=in_use,
-            num_prefix_cache_queries=self._table.num_queried_tokens,
-            num_prefix_cache_hits=self._table.num_cached_tokens,
-        )
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks that no sequence holds; all but the one kept for ``check`` when idle."""
-        return self._allocator.num_free
 
     @torch.inference_mode()
     def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
@@ -112,22 +85,6 @@ class TargetHead:
             answers.update(self._postprocess(scheduled, logits))
         replies = tuple(answers[index] for index in range(len(items)))
         return TargetReplies(replies, time.perf_counter_ns() - started_ns, num_rows)
-
-    def release(self, request_ids: Sequence[str]) -> None:
-        """Frees the sequences; unknown ids are ignored."""
-        self._table.release(request_ids)
-
-    def check(self) -> None:
-        """Runs a real one-token step in the block kept for it. Raises EngineLostError for broken logits."""
-        run_check_step(self._runner, self._check_table)
-
-    def close(self) -> None:
-        """Lets the runner go, and with it the other ranks of its group; idempotent."""
-        self._runner.close()
-
-    def check_integrity(self) -> None:
-        """Raises AssertionError when a block is lost or owned twice."""
-        self._table.check_integrity([self._check_table])
 
     def _schedule(self, wave: Sequence[tuple[int, VerifyItem]]) -> tuple[list[_Scheduled], list[Answer]]:
         scheduled: list[_Scheduled] = []
@@ -212,13 +169,6 @@ class TargetHead:
         ]
         processed = process_logits(logits, [item.group for item in rounds])
         return verify_rounds(processed, rounds, self._noise)
-
-
-def run_check_step(runner: Runner, table: BlockTable) -> None:
-    """Runs one token in ``table``'s first block. Raises EngineLostError when a logit is not a number."""
-    logits = runner.run([SequenceInput((0,), 0, table.block_ids, 1)])
-    if logits.shape[0] != 1 or bool(logits.isnan().any()):
-        raise EngineLostError("a one-token step gives logits that are not numbers")
 
 
 def _with_rows(

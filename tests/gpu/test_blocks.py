@@ -66,6 +66,14 @@ def test_gathered_blocks_equal_plain_attention(case: Case, has_head_norm: bool) 
     assert torch.equal(caches[0], caches[1])
 
 
+def test_rows_beyond_their_blocks_are_refused() -> None:
+    """numpy would take the only block for all of them."""
+    cpu = torch.device("cpu")
+    assert make_batch([SequenceRows(0, 16, 0, [5])], 16, cpu).slots.tolist() == list(range(80, 96))
+    with pytest.raises(AssertionError):
+        make_batch([SequenceRows(0, 17, 0, [5])], 16, cpu)
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_padding_changes_no_row_and_writes_to_the_spare_slot_only(case: Case) -> None:
     rows = sequence_rows(case)

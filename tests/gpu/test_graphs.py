@@ -138,6 +138,66 @@ def test_logits_outlive_the_next_step(eager: ModelRunner) -> None:
     assert len(static) == 1
 
 
+def test_all_buckets_keep_their_logits_in_one_place(eager: ModelRunner) -> None:
+    """What a capture gives is kept for ever: with 78 buckets that would be gigabytes."""
+    given: list[torch.Tensor] = []
+
+    def capture(work: Work) -> Work:
+        given.append(work())
+        return work
+
+    graphs = graphed(eager, capture).graphs
+    assert graphs is not None
+    graphs.prepare([Bucket(1, 1, False), Bucket(2, 3, False), Bucket(64, 8, False), Bucket(1, 2, True)])
+    vocab_size = eager.info.vocab_size
+    assert [tuple(logits.shape) for logits in given] == [(n, vocab_size) for n in (1, 6, MAX_ROWS, 2)]
+    assert {logits.data_ptr() for logits in given} == {given[0].data_ptr()}
+    assert given[0].untyped_storage().nbytes() == MAX_ROWS * vocab_size * 4
+
+
+def test_logits_outlive_a_step_of_another_bucket(eager: ModelRunner) -> None:
+    runner = graphed(eager)
+    first, *others = step(eager, 3, 1)
+    logits = runner.run([first])
+    kept = logits.clone()
+    assert not torch.equal(runner.run(others)[:1], kept)
+    assert torch.equal(logits, kept)
+    assert runner.graphs is not None
+    assert runner.graphs.buckets == (Bucket(1, 1, False), Bucket(2, 1, False))
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("CUDA error: out of memory")]
+)
+def test_a_bucket_without_memory_for_its_capture_runs_as_it_is(
+    eager: ModelRunner, error: RuntimeError
+) -> None:
+    attempts: list[Work] = []
+
+    def capture(work: Work) -> Work:
+        attempts.append(work)
+        if len(attempts) == 1:
+            raise error
+        return work
+
+    runner = graphed(eager, capture)
+    inputs = step(eager, 2, 2)
+    for _ in range(3):
+        torch.testing.assert_close(runner.run(inputs), eager.run(inputs), atol=ATOL, rtol=0)
+    assert len(attempts) == 1
+    assert runner.graphs is not None and runner.graphs.buckets == ()
+    runner.run(inputs[:1])
+    assert len(attempts) == 2 and runner.graphs.buckets == (Bucket(1, 2, False),)
+
+
+def test_a_capture_that_fails_otherwise_is_an_error(eager: ModelRunner) -> None:
+    def capture(work: Work) -> Work:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        graphed(eager, capture).run(step(eager, 1, 1))
+
+
 def test_capture_itself_writes_to_the_spare_block_only(eager: ModelRunner) -> None:
     before = [layer[: -eager.cache.block_size].clone() for layer in eager.cache.layers]
     runs: list[int] = []

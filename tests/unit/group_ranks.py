@@ -10,7 +10,7 @@ import torch
 
 from specray.engine.inputs import SequenceInput
 from specray.engine.parallel import GroupArgs, GroupStore, ParallelContext
-from specray.errors import EngineLostError
+from specray.errors import ConfigError, EngineLostError
 
 DEADLINE_S = 40.0
 
@@ -32,7 +32,7 @@ def hang_or_die(rank: int, meeting: Queue[str], answers: Queue[Any], verb: str) 
     if rank == 0 and verb == "hang":
         # What a stuck leader looks like from outside: alive, connected, silent.
         group._is_closing.set()
-    group.start()
+    group.start({})
     if (rank, verb) == (1, "die"):
         return
     if (rank, verb) == (0, "hang"):
@@ -44,3 +44,12 @@ def hang_or_die(rank: int, meeting: Queue[str], answers: Queue[Any], verb: str) 
         group.receive_step()
     except EngineLostError as error:
         answers.put(f"rank {rank}: {error}")
+
+
+def start_differently(rank: int, meeting: Queue[str], answers: Queue[Any]) -> None:
+    """The ranks meet with block sizes of their own, and say how that ended."""
+    group = join(rank, meeting, silence_timeout_s=DEADLINE_S)
+    try:
+        group.start({"attention": "gather", "block_size": (256, 16)[rank]})
+    except ConfigError as error:
+        answers.put((rank, str(error)))

@@ -38,7 +38,7 @@ def rewrite_config(source: Path, target: Path, **values: Any) -> Path:
 
 def test_what_a_loaded_model_says(llama: Path) -> None:
     loaded = load(llama)
-    assert (loaded.vocab_size, loaded.max_model_len, loaded.eos_token_ids) == (96, 128, (1,))
+    assert (loaded.vocab_size, loaded.max_model_len) == (96, 128)
     assert loaded.name == llama.name
 
 

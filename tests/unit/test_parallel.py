@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import reference_greedy, reference_logits, reference_model, write_checkpoint
-from group_ranks import DEADLINE_S, hang_or_die, join
+from group_ranks import DEADLINE_S, hang_or_die, join, start_differently
 
 from specray.config import EngineConfig
 from specray.engine.inputs import BranchRow, CopyInput, SequenceInput
@@ -22,16 +22,18 @@ from specray.engine.parallel import (
     GroupArgs,
     GroupStore,
     ParallelContext,
+    check_same_choices,
     decode_copy,
     decode_inputs,
     encode_copy,
     encode_inputs,
 )
-from specray.engine.runner import ModelRunner, build_runner
+from specray.engine.runner import ModelRunner, _group_choices, build_runner
 from specray.errors import ConfigError, EngineLostError
 
 PROMPT = [5, 7, 9, 11, 13, 2, 4, 60, 33]
 NUM_TOKENS = 12
+SAME_ON_ALL = "allowed: the same on all ranks; set what works on all of them"
 LONG = [(7 * i) % 90 + 2 for i in range(120)]
 
 Ranks = list[multiprocessing.process.BaseProcess]
@@ -135,6 +137,45 @@ def test_a_lost_rank_is_noticed(verb: str, survivor: int) -> None:
     with running_ranks(hang_or_die, verb) as (_, answers):
         message = answers.get(timeout=DEADLINE_S)
     assert message.startswith(f"rank {survivor}: rank {survivor} lost its group")
+
+
+def test_no_rank_starts_where_one_has_blocks_of_another_size() -> None:
+    """Its blocks would be other places of the cache than those that the leader means."""
+    with running_ranks(start_differently) as (_, answers):
+        messages = sorted(answers.get(timeout=DEADLINE_S) for _ in range(2))
+    expected = f"block_size is 256 on rank 0, 16 on rank 1; {SAME_ON_ALL}"
+    assert messages == [(0, expected), (1, expected)]
+
+
+def test_every_choice_in_which_ranks_differ_is_named() -> None:
+    same = {"forward": "lowered", "attention": "varlen", "block_size": 256}
+    check_same_choices([same, dict(same), dict(same)])
+    with pytest.raises(ConfigError) as caught:
+        check_same_choices([same, {**same, "attention": "triton", "block_size": 16}, same])
+    assert str(caught.value) == (
+        "attention is 'varlen' on ranks 0, 2, 'triton' on rank 1; block_size is 256 on ranks 0, 2, "
+        f"16 on rank 1; {SAME_ON_ALL}"
+    )
+
+
+def test_what_ranks_choose_is_all_that_places_their_tokens(tmp_path: Path) -> None:
+    config = EngineConfig(
+        model=str(write_checkpoint(tmp_path, "llama")),
+        dtype="float32",
+        device="cpu",
+        attention="gather",
+        block_size=4,
+        max_num_seqs=2,
+        num_threads=1,
+    )
+    info = build_runner(config, role="target").info
+    assert _group_choices(info) == {
+        "forward": "lowered",
+        "attention": "gather",
+        "block_size": 4,
+        "num_blocks": 2 * info.max_model_len // 4,
+        "dtype": "torch.float32",
+    }
 
 
 def test_a_rank_that_never_comes(tmp_path: Path) -> None:

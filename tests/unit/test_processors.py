@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation.logits_process import (
     LogitsProcessor,
     MinPLogitsWarper,
@@ -164,6 +165,29 @@ def test_plain_groups_with_different_temperatures() -> None:
     groups = [RowGroup(SamplingParams(temperature=0.5), PROMPT, 2), RowGroup(SamplingParams(), PROMPT, 1)]
     expected = torch.cat([logits[:2] / 0.5, logits[2:]])
     assert torch.equal(process_logits(logits, groups), expected)
+
+
+class DividesLikeCuda(TorchDispatchMode):
+    """A division by a number is there a product with its reciprocal; one by a tensor is not."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.div.Tensor and not isinstance(args[1], torch.Tensor):
+            return args[0] * (1.0 / torch.tensor(args[1], dtype=args[0].dtype))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("beside", [0.7, 0.9, 1.0, 0.0])
+def test_no_bit_of_a_row_depends_on_the_temperature_beside_it(beside: float) -> None:
+    logits = random_logits(3)
+    group = RowGroup(SamplingParams(temperature=0.7), PROMPT, 2)
+    neighbour = RowGroup(SamplingParams(temperature=beside), PROMPT, 1)
+    expected = logits[:2] / torch.tensor([[0.7], [0.7]])
+    with DividesLikeCuda():
+        assert not torch.equal(logits[:2] / 0.7, expected)
+        alone = process_logits(logits[:2], [group])
+        in_company = process_logits(logits, [group, neighbour])[:2]
+    assert torch.equal(alone, expected)
+    assert torch.equal(in_company, expected)
 
 
 def test_greedy_without_processors_is_untouched() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -13,8 +15,6 @@ from specray.engine.sampling.verify import (
     Round,
     Verified,
     accept_equal,
-    verify_coupled,
-    verify_greedy,
     verify_rejection,
     verify_rounds,
 )
@@ -23,6 +23,7 @@ from specray.types import SamplingParams, SparseProbs, Verification
 VOCAB_SIZE = 8
 NOISE = NoiseSource(VOCAB_SIZE, torch.device("cpu"))
 GREEDY = SamplingParams(temperature=0.0)
+BY_REJECTION = SamplingParams(seed=3, verification=Verification.REJECTION)
 
 
 def rows_with_argmax(*token_ids: int) -> torch.Tensor:
@@ -44,6 +45,16 @@ def one_hot(*token_ids: int) -> tuple[SparseProbs, ...]:
     return tuple(SparseProbs((token_id,), (1.0,)) for token_id in token_ids)
 
 
+def verify(
+    logits: torch.Tensor, drafts: Sequence[int], sampling: SamplingParams, *, first_position: int = 5
+) -> Verified:
+    """One round without draft distributions, whose row 0 predicts the token at ``first_position``."""
+    group = RowGroup(sampling, [0] * first_position + list(drafts), len(drafts) + 1)
+    assert group.first_position == first_position
+    [verified] = verify_rounds(logits, [Round(group, drafts, ())], NOISE)
+    return verified
+
+
 @pytest.mark.parametrize(
     ("drafts", "expected"),
     [
@@ -54,14 +65,12 @@ def one_hot(*token_ids: int) -> tuple[SparseProbs, ...]:
     ],
 )
 def test_greedy(drafts: tuple[int, ...], expected: Verified) -> None:
-    assert verify_greedy(rows_with_argmax(3, 1, 4, 5), drafts) == expected
+    assert verify(rows_with_argmax(3, 1, 4, 5), drafts, GREEDY) == expected
 
 
-def test_empty_draft_gives_the_target_token() -> None:
-    rows = certain(6)
-    assert verify_greedy(rows, ()) == Verified(0, 6)
-    assert verify_coupled(rows, (), noise=NOISE, seed=1, first_position=5) == Verified(0, 6)
-    assert verify_rejection(rows, (), (), noise=NOISE, seed=1, first_position=5) == Verified(0, 6)
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(seed=1), BY_REJECTION])
+def test_empty_draft_gives_the_target_token(sampling: SamplingParams) -> None:
+    assert verify(certain(6), (), sampling) == Verified(0, 6)
 
 
 def test_wrong_number_of_rows_is_a_bug() -> None:
@@ -81,23 +90,17 @@ def coupled_draws(logits: torch.Tensor, seed: int, first_position: int) -> list[
 def test_coupled_commits_the_targets_own_draws_whatever_is_drafted(seed: int) -> None:
     logits = torch.randn(4, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
     own = coupled_draws(logits, seed, 11)
-
-    def verify(drafts: list[int]) -> Verified:
-        return verify_coupled(logits[: len(drafts) + 1], drafts, noise=NOISE, seed=seed, first_position=11)
-
-    assert verify(own[:3]) == Verified(3, own[3])
+    sampling = SamplingParams(seed=seed)
+    assert verify(logits, own[:3], sampling, first_position=11) == Verified(3, own[3])
     for wrong in range(3):
         drafts = [*own[:wrong], (own[wrong] + 1) % VOCAB_SIZE, *own[wrong + 1 : 3]]
-        assert verify(drafts) == Verified(wrong, own[wrong])
+        assert verify(logits, drafts, sampling, first_position=11) == Verified(wrong, own[wrong])
 
 
 def test_coupled_never_draws_a_masked_token() -> None:
     logits = torch.zeros(1, VOCAB_SIZE)
     logits[0, 2:] = -torch.inf
-    drawn = {
-        verify_coupled(logits, (), noise=NOISE, seed=seed, first_position=0).next_token_id
-        for seed in range(50)
-    }
+    drawn = {verify(logits, (), SamplingParams(seed=seed)).next_token_id for seed in range(50)}
     assert drawn == {0, 1}
 
 
@@ -190,19 +193,18 @@ def test_rejection_repeats_with_the_same_seed() -> None:
 
 def test_mixed_batch_equals_each_round_alone() -> None:
     logits = torch.randn(10, VOCAB_SIZE, generator=torch.Generator().manual_seed(6))
-    by_rejection = SamplingParams(seed=3, verification=Verification.REJECTION)
     drafts = [(1, 2), (3,), (4, 5, 6), ()]
-    samplings = [GREEDY, SamplingParams(seed=9), by_rejection, SamplingParams(seed=4)]
+    samplings = [GREEDY, SamplingParams(seed=9), BY_REJECTION, SamplingParams(seed=4)]
     rounds = [
         Round(RowGroup(sampling, [0, 0, *tokens], len(tokens) + 1), tokens, ())
         for sampling, tokens in zip(samplings, drafts, strict=True)
     ]
     rows = [logits[:3], logits[3:5], logits[5:9], logits[9:]]
     expected = [
-        verify_greedy(rows[0], drafts[0]),
-        verify_coupled(rows[1], drafts[1], noise=NOISE, seed=9, first_position=2),
+        accept_equal(rows[0].argmax(-1).tolist(), drafts[0]),
+        accept_equal(coupled_draws(rows[1], 9, 2), drafts[1]),
         verify_rejection(rows[2], drafts[2], (), noise=NOISE, seed=3, first_position=2),
-        verify_coupled(rows[3], (), noise=NOISE, seed=4, first_position=2),
+        accept_equal(coupled_draws(rows[3], 4, 2), ()),
     ]
     assert verify_rounds(logits, rounds, NOISE) == expected
     assert [

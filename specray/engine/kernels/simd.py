@@ -62,6 +62,30 @@ def prefetch(context: Any, address: Any) -> Any:
     return types.void(types.int64), code
 
 
+def intrinsic_of(count: int, kind: Any, emit: Callable[..., Any], result: Any) -> Any:
+    """An intrinsic of ``count`` values of one kind, whose code is ``emit(builder, *values)``.
+
+    Args:
+        emit: gives None where ``result`` is ``types.void``.
+    """
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value = emit(builder, *args)
+        return context.get_dummy_value() if value is None else value
+
+    # numba reads the number of arguments off the function, so there is one for each.
+    def unary(context: Any, x: Any) -> Any:
+        return result(kind), code
+
+    def binary(context: Any, x: Any, y: Any) -> Any:
+        return result(kind, kind), code
+
+    def ternary(context: Any, x: Any, y: Any, z: Any) -> Any:
+        return result(kind, kind, kind), code
+
+    return intrinsic((unary, binary, ternary)[count - 1])
+
+
 @dataclass(frozen=True, slots=True)
 class Vectors:
     """The operations on vectors of one width; ``load`` and ``store`` also convert the tensor's data type.
@@ -142,7 +166,7 @@ def vectors(lanes: int, dtype: str = "float32") -> Vectors:
         return vector(vector), code
 
     def operator(count: int, emit: Callable[..., Any], result: Any = vector) -> Any:
-        return _intrinsic_of(count, vector, emit, result)
+        return intrinsic_of(count, vector, emit, result)
 
     def named(name: str, count: int) -> Any:
         def emit(builder: Any, *args: Any) -> Any:
@@ -169,25 +193,6 @@ def vectors(lanes: int, dtype: str = "float32") -> Vectors:
     exp = _make_exp(splat, add, mul, larger, floor, fma, power_of_two)
     total = reduction("fadd", ir.Constant(_FLOAT, -0.0))
     return Vectors(load, store, splat, add, sub, mul, div, larger, fma, exp, total, reduction("fmax"))
-
-
-def _intrinsic_of(count: int, vector: _Vector, emit: Callable[..., Any], result: Any) -> Any:
-    """An intrinsic of ``count`` vectors whose code is ``emit(builder, *values)``."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return emit(builder, *args)
-
-    # numba reads the number of arguments off the function, so there is one for each.
-    def unary(context: Any, x: Any) -> Any:
-        return result(vector), code
-
-    def binary(context: Any, x: Any, y: Any) -> Any:
-        return result(vector, vector), code
-
-    def ternary(context: Any, x: Any, y: Any, z: Any) -> Any:
-        return result(vector, vector, vector), code
-
-    return intrinsic((unary, binary, ternary)[count - 1])
 
 
 def _make_exp(splat: Any, add: Any, mul: Any, larger: Any, floor: Any, fma: Any, power_of_two: Any) -> Any:

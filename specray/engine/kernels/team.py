@@ -26,7 +26,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from specray.engine.kernels.compiled import CompiledFunction
-from specray.engine.kernels.simd import kernel
+from specray.engine.kernels.simd import intrinsic_of, kernel
 
 _SIGNATURE = types.void(types.int64, types.int64, types.int64, types.int64)
 """Of a kernel's function: address of the arguments, part, number of parts, thread."""
@@ -176,21 +176,7 @@ def _address(builder: Any, control: Any, offset: int) -> Any:
 
 def _atomic(emit: Any, num_numbers: int, result: Any = types.int64) -> Any:
     """An intrinsic of the control block's address and some numbers."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        value = emit(builder, *args)
-        return context.get_dummy_value() if value is None else value
-
-    def of_none(context: Any, control: Any) -> Any:
-        return result(types.int64), code
-
-    def of_one(context: Any, control: Any, x: Any) -> Any:
-        return result(types.int64, types.int64), code
-
-    def of_two(context: Any, control: Any, x: Any, y: Any) -> Any:
-        return result(types.int64, types.int64, types.int64), code
-
-    return intrinsic((of_none, of_one, of_two)[num_numbers])
+    return intrinsic_of(1 + num_numbers, types.int64, emit, result)
 
 
 def _loader(offset: int) -> Any:

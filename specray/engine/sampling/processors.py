@@ -99,11 +99,12 @@ def _divisor(sampling: SamplingParams) -> float:
 
 def _scale(logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
     """Divides each group's rows by its temperature."""
-    divisors = [_divisor(group.sampling) for group in groups]
-    if all(divisor == divisors[0] for divisor in divisors):
-        return logits if not divisors or divisors[0] == 1.0 else logits / divisors[0]
-    rows = [divisor for divisor, group in zip(divisors, groups, strict=True) for _ in range(group.num_rows)]
-    return logits / torch.tensor(rows, dtype=logits.dtype, device=logits.device)[:, None]
+    divisors = [_divisor(group.sampling) for group in groups for _ in range(group.num_rows)]
+    if all(divisor == 1.0 for divisor in divisors):
+        return logits
+    # By a tensor even where all are equal: for a number CUDA multiplies by its reciprocal, and a row's last
+    # bits would depend on the temperatures beside it.
+    return logits / torch.tensor([[each] for each in divisors], dtype=logits.dtype, device=logits.device)
 
 
 def _cut_tails(logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:

@@ -1,7 +1,11 @@
 """The three verification rules: pure functions of processed logits, draft tokens and keyed noise.
 
-Each keeps the target's output distribution exactly. Row j of ``logits`` predicts the token that draft token j
-proposes; the last row predicts the bonus token. All rows are *processed* (see ``processors``).
+Each keeps the target's output distribution exactly. Greedy and coupled verification accept a draft token
+while it is the target's own choice, which for coupled rows has noise keyed by position in it: their output
+does not depend on the draft. Rejection verification weighs the distributions of both.
+
+Row j of ``logits`` predicts the token that draft token j proposes; the last row predicts the bonus token. All
+rows are *processed* (see ``processors``).
 """
 
 from __future__ import annotations
@@ -39,15 +43,6 @@ def accept_equal(own_token_ids: Sequence[int], draft_token_ids: Sequence[int]) -
     return Verified(num_accepted, own_token_ids[num_accepted])
 
 
-def verify_greedy(logits: Tensor, draft_token_ids: Sequence[int]) -> Verified:
-    """Accepts while the draft token is the argmax.
-
-    Args:
-        logits: ``[num_draft_tokens + 1, vocab_size]``.
-    """
-    return accept_equal(logits.argmax(-1).tolist(), draft_token_ids)
-
-
 def add_draw_noise(
     logits: Tensor,
     groups: Sequence[RowGroup],
@@ -82,28 +77,6 @@ def _draw_keys(group: RowGroup, rejection_purpose: Purpose | None) -> list[Noise
         return [None] * group.num_rows
     first = group.first_position
     return [NoiseKey(sampling.seed, first + row, purpose) for row in range(group.num_rows)]
-
-
-def verify_coupled(
-    logits: Tensor,
-    draft_token_ids: Sequence[int],
-    *,
-    noise: NoiseSource,
-    seed: int,
-    first_position: int,
-) -> Verified:
-    """Accepts while the draft token equals the target's own draw with position-keyed noise.
-
-    What is committed is always the target's own draw, whatever the draft proposed, so the output does not
-    depend on the draft.
-
-    Args:
-        logits: ``[num_draft_tokens + 1, vocab_size]``.
-        first_position: absolute position of the token that row 0 predicts.
-    """
-    positions = range(first_position, first_position + len(logits))
-    gumbel = noise.gumbel([NoiseKey(seed, position, Purpose.COUPLED_DRAW) for position in positions])
-    return accept_equal((logits + gumbel).argmax(-1).tolist(), draft_token_ids)
 
 
 def verify_rejection(
