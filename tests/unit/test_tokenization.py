@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizer import (
     BOS,
+    CHAT_TEMPLATE,
     EOS,
     PIECES,
     sentencepiece_tokenizer,
@@ -321,6 +322,23 @@ def test_load_through_transformers_gives_the_same_tokens(tmp_path: Path) -> None
     assert loaded.fingerprint == TOKENIZER.fingerprint
     assert loaded.has_chat_template
     assert loaded.eos_token_ids == (EOS,)
+
+
+@pytest.mark.parametrize("is_verbatim", [True, False])
+@pytest.mark.parametrize(
+    ("names", "has_chat"), [(("tool_use", "default"), True), (("default",), True), (("tool_use",), False)]
+)
+def test_of_several_chat_templates_the_default_is_taken(
+    tmp_path: Path, is_verbatim: bool, names: tuple[str, ...], has_chat: bool
+) -> None:
+    texts = {"default": CHAT_TEMPLATE, "tool_use": "wrong"}
+    templates = [{"name": name, "template": texts[name]} for name in names]
+    write_tiny_tokenizer(tmp_path, chat_template=templates, add_eos_token=not is_verbatim)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    loaded = Tokenizer.load(tmp_path)
+    assert loaded.has_chat_template is has_chat
+    if has_chat:
+        assert loaded.render_chat([ChatMessage("user", "hello")]) == "[user]hello[assistant]"
 
 
 def test_load_of_a_verbatim_tokenizer_needs_no_torch(tmp_path: Path) -> None:
