@@ -138,7 +138,7 @@ class StopMatcher(Protocol):
 class StopMatcherFactory(Protocol):
     """Makes the matcher of one request."""
 
-    def __call__(self, stop: Sequence[str]) -> StopMatcher: ...
+    def __call__(self, stop: Sequence[str], prompt_token_ids: Sequence[int]) -> StopMatcher: ...
 
 
 class DraftEngine(Protocol):

@@ -99,7 +99,8 @@ class HttpConfig(Section):
     server: Literal["auto", "ingress", "proxy"] = Field(
         "auto",
         description="Who listens: proxy: Serve's, on every node where it runs; ingress: each Ingress itself, "
-        "at a fraction of the processor time; auto: ingress for `specray serve`, else proxy.",
+        "at a fraction of the processor time; auto: ingress for `specray serve` with a Ray of its own, else "
+        "proxy.",
     )
 
 

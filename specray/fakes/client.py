@@ -132,7 +132,8 @@ class FakeRouterClient:
 
     def _stopped(self, request: GenerateRequest) -> tuple[tuple[int, ...], FinishReason, str | int | None]:
         tokens: list[int] = []
-        matcher = self._stop_matcher_factory(request.stop) if self._stop_matcher_factory else None
+        factory = self._stop_matcher_factory
+        matcher = factory(request.stop, request.prompt_token_ids) if factory else None
         for token in tuple(self._reply(request))[: request.max_tokens]:
             tokens.append(token)
             if token in request.sampling.stop_token_ids:

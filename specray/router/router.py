@@ -297,7 +297,9 @@ class Router:
             sampling = replace(request.sampling, num_prompt_tokens=len(request.prompt_token_ids))
             request = replace(request, sampling=sampling)
         factory = self._stop_matchers
-        matcher = factory(request.stop) if factory is not None and request.stop else None
+        matcher = None
+        if factory is not None and request.stop:
+            matcher = factory(request.stop, request.prompt_token_ids)
         now = self._clock.monotonic()
         live = LiveSession(
             Session(request, matcher, vocab_size=info.vocab_size),

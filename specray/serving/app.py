@@ -77,9 +77,9 @@ def _draft_placement(config: Config) -> dict[str, Any]:
     """Options of the Draft deployment that say where a replica is, and what it reserves."""
     if config.draft.tensor_parallel_size == 1:
         num_cpus = rank_bundle(config.draft)["CPU"]
-        environment = {"env_vars": thread_environment()}
-        options = {"num_cpus": num_cpus, "runtime_env": environment, **config.draft.ray_actor_options}
-        return {"ray_actor_options": options}
+        options = {"num_cpus": num_cpus, **config.draft.ray_actor_options}
+        environment = _with_thread_environment(options.get("runtime_env") or {})
+        return {"ray_actor_options": {**options, "runtime_env": environment}}
     group = place_draft(config.draft, nodes=ray_nodes())
     environment = {"env_vars": rank_environment(config.rpc)}
     return {
@@ -89,6 +89,14 @@ def _draft_placement(config: Config) -> dict[str, Any]:
         "placement_group_strategy": group.strategy,
         "placement_group_bundle_label_selector": group.label_selectors,
     }
+
+
+def _with_thread_environment(runtime_env: dict[str, Any]) -> dict[str, Any]:
+    """The user's runtime environment, and what an engine needs where it says nothing of it."""
+    given = runtime_env.get("env_vars") or {}
+    # OMP_WAIT_POLICY decides the same, and GOMP_SPINCOUNT would win over it.
+    own = {} if "OMP_WAIT_POLICY" in given else thread_environment()
+    return {**runtime_env, "env_vars": {**own, **given}}
 
 
 def _router_deployment(config: Config) -> serve.Deployment:

@@ -43,7 +43,12 @@ class Choice:
 
     def __init__(self, index: int, request: GenerateRequest, tokenizer: Tokenizer) -> None:
         self._index = index
-        self._text = TextStream(tokenizer, request.stop, min_tokens=request.sampling.min_tokens)
+        self._text = TextStream(
+            tokenizer,
+            request.stop,
+            prompt_token_ids=request.prompt_token_ids,
+            min_tokens=request.sampling.min_tokens,
+        )
 
     def advance(self, chunk: OutputChunk) -> Delta:
         """The chunk in the user's terms.

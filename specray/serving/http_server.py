@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import math
 import socket
 from collections.abc import Iterator
@@ -21,7 +22,10 @@ from specray.errors import ConfigError
 KEEP_ALIVE_TIMEOUT_S = 90
 START_TIMEOUT_S = 10.0
 STOP_GRACE_S = 5.0
+PORT_WAIT_S = 10.0
+"""For the port: a replica that replaces another may start a moment before the other has left it."""
 _POLL_S = 0.005
+_PORT_POLL_S = 0.1
 
 
 class HttpServer:
@@ -29,13 +33,25 @@ class HttpServer:
 
     Args:
         app: what answers.
-        host, port: where to listen; port 0 for a free one. Several processes of one machine may share a
-            port: a replica that replaces another starts before the other has ended.
+        host, port: where to listen; port 0 for a free one.
+        shares_port: for several replicas on one machine. Whoever else shares ports gets a part of the
+            connections too, as the kernel draws, and Serve's proxy does; so only where it must be.
         grace_s: after ``stop``, what is under way may go on for so long.
+        port_wait_s: how long a port that is in use is waited for.
     """
 
-    def __init__(self, app: ASGIApp, *, host: str, port: int, grace_s: float = STOP_GRACE_S) -> None:
-        self._host, self._port = host, port
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        host: str,
+        port: int,
+        shares_port: bool = False,
+        grace_s: float = STOP_GRACE_S,
+        port_wait_s: float = PORT_WAIT_S,
+    ) -> None:
+        self._host, self._port, self._shares_port = host, port, shares_port
+        self._port_wait_s = port_wait_s
         self._server = _Server(
             uvicorn.Config(
                 app,
@@ -59,7 +75,7 @@ class HttpServer:
     async def start(self) -> None:
         """Listens and answers. Raises ConfigError: the address is in use or not of this machine."""
         assert self._task is None, "start() is called once"
-        listener = self._listen()
+        listener = await self._listen()
         self._port = listener.getsockname()[1]
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
         async with asyncio.timeout(START_TIMEOUT_S):
@@ -75,7 +91,20 @@ class HttpServer:
             self._server.should_exit = True
             await task
 
-    def _listen(self) -> socket.socket:
+    async def _listen(self) -> socket.socket:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self._port_wait_s
+        while True:
+            try:
+                return self._bind()
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or loop.time() >= end:
+                    reason = f"cannot listen on {self._host}:{self._port}: {error.strerror}"
+                    raise ConfigError(f"http.port: {reason}") from None
+            await asyncio.sleep(_PORT_POLL_S)
+
+    def _bind(self) -> socket.socket:
+        """Raises OSError: the address is in use or not of this machine."""
         try:
             family, kind, number, _, address = socket.getaddrinfo(
                 self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -85,12 +114,12 @@ class HttpServer:
             raise ConfigError(f"http.host is {self._host!r}: {error.strerror}") from None
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            if self._shares_port:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             listener.bind(address)
-        except OSError as error:
+        except OSError:
             listener.close()
-            reason = f"cannot listen on {self._host}:{self._port}: {error.strerror}"
-            raise ConfigError(f"http.port: {reason}") from None
+            raise
         return listener
 
 

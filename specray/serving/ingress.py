@@ -119,7 +119,11 @@ class IngressReplica:
     def _http_server(self, app: FastAPI) -> HttpServer:
         config = self._config
         return HttpServer(
-            app, host=config.http.host, port=config.http.port, grace_s=config.router.drain_timeout_s
+            app,
+            host=config.http.host,
+            port=config.http.port,
+            shares_port=config.ingress.num_replicas > 1,
+            grace_s=config.router.drain_timeout_s,
         )
 
     def _grpc_server(self) -> InferenceServer:

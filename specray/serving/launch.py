@@ -94,10 +94,14 @@ def running_service(
 
 
 def _with_own_server(config: Config) -> Config:
-    """On one machine the Ingress listens itself, unless the configuration says otherwise."""
+    """On one machine the Ingress listens itself, unless the configuration says otherwise.
+
+    In a cluster that is joined it may be on any node, where nobody looks for it; a proxy is on the head.
+    """
     if config.http.server != "auto":
         return config
-    return config.model_copy(update={"http": config.http.model_copy(update={"server": "ingress"})})
+    server = "ingress" if external_ray_address() is None else "proxy"
+    return config.model_copy(update={"http": config.http.model_copy(update={"server": server})})
 
 
 def check_ports_are_free(config: Config) -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import codecs
+import itertools
 from collections.abc import Sequence
 from typing import Protocol
+
+NUM_TAIL_TOKENS = 5
+"""Of a prompt, which tell how its output begins. As many as vLLM takes: one character's bytes fit in."""
 
 
 class TokenDecoder(Protocol):
@@ -51,13 +55,20 @@ class WindowDecoder:
     The text is decoded from ``ids[start:]``, and what ``ids[start:read]`` gave has been told already. The
     window moves on only when its text ends with a complete character. The scheme is that of Text Generation
     Inference (``Model.decode_token``).
+
+    Args:
+        tokenizer: what decodes.
+        prompt_token_ids: what the output follows. Decoders of SentencePiece vocabularies leave out the space
+            before the first word that they see, so the end of the prompt is in the window before the output.
     """
 
-    def __init__(self, tokenizer: TokenTable) -> None:
+    def __init__(self, tokenizer: TokenTable, prompt_token_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []  # The window, ids[start:].
         self._num_read = 0  # read - start.
         self._told = ""  # decode(ids[start:read])
+        for token_id in _tail(tokenizer, prompt_token_ids):
+            self.push(token_id)
 
     def push(self, token_id: int) -> str:
         self._ids.append(token_id)
@@ -74,3 +85,24 @@ class WindowDecoder:
         delta = self._tokenizer.decode(self._ids)[len(self._told) :]
         self._ids, self._num_read, self._told = [], 0, ""
         return delta
+
+
+def _tail(tokenizer: TokenTable, token_ids: Sequence[int]) -> list[int]:
+    """The last tokens that have a text, beginning with a whole character.
+
+    Decoding leaves special tokens out, so after a prompt that ends with some of them an output's first word
+    is still not the first of the text.
+    """
+    with_text = (
+        token_id
+        for token_id in reversed(token_ids)
+        if not tokenizer.is_special(token_id) and tokenizer.token_bytes(token_id)
+    )
+    tail = list(itertools.islice(with_text, NUM_TAIL_TOKENS))[::-1]
+    # The rest of a character would spoil the bytes after it: a run of them is decoded together.
+    return list(itertools.dropwhile(lambda token_id: _continues(tokenizer.token_bytes(token_id)), tail))
+
+
+def _continues(piece: bytes) -> bool:
+    """True for a byte of a character other than its first."""
+    return len(piece) == 1 and 0x80 <= piece[0] < 0xC0

@@ -54,7 +54,7 @@ def _load_verbatim(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
     return Tokenizer(
         backend,
         special_tokens=special_tokens,
-        chat_template=template if isinstance(template, str) else None,
+        chat_template=_chat_template(template),
         eos_token_ids=_eos_token_ids(
             eos_token_id, _read_json(path / "generation_config.json"), _read_json(path / "config.json")
         ),
@@ -82,11 +82,10 @@ def _load_with_transformers(source: str, *, is_local: bool) -> Tokenizer:
         for name in ("generation_config.json", "config.json")
         if (found := cached_file(source, name, _raise_exceptions_for_missing_entries=False)) is not None
     ]
-    template = loaded.chat_template
     return Tokenizer(
         backend,
         special_tokens={key: str(token) for key, token in loaded.special_tokens_map.items()},
-        chat_template=template if isinstance(template, str) else None,
+        chat_template=_chat_template(loaded.chat_template),
         eos_token_ids=_eos_token_ids(loaded.eos_token_id, *settings),
     )
 
@@ -98,6 +97,18 @@ def _eos_token_ids(own: int | None, *settings: Mapping[str, Any]) -> set[int]:
         value = setting.get("eos_token_id")
         ids.update([value] if isinstance(value, int) else value or [])
     return ids
+
+
+def _chat_template(value: object) -> str | None:
+    """The template, or of several the one that is called default.
+
+    tokenizer_config.json lists several as ``{"name": ..., "template": ...}``; transformers makes it a dict.
+    """
+    if isinstance(value, list):
+        value = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+    if isinstance(value, dict):
+        value = value.get("default")
+    return value if isinstance(value, str) else None
 
 
 def _token_content(value: object) -> str | None:

@@ -15,11 +15,18 @@ class TextStream:
     A text that may be the beginning of a stop string is held back until the next tokens decide. Of several
     stop strings the one that is complete first counts, and of those the longest; so the result does not
     depend on how the tokens are cut into pushes. A stop string that is complete within the first
-    ``min_tokens`` tokens is ordinary text.
+    ``min_tokens`` tokens is ordinary text. The text of an output may depend on the prompt that it follows.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, min_tokens: float = 0) -> None:
-        self._decoder = tokenizer.decoder()
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        *,
+        prompt_token_ids: Sequence[int] = (),
+        min_tokens: float = 0,
+    ) -> None:
+        self._decoder = tokenizer.decoder(prompt_token_ids)
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
         self._num_tokens = 0
@@ -86,8 +93,9 @@ def make_stop_matcher(tokenizer: Tokenizer) -> StopMatcherFactory:
     The router decides whether a match counts (``min_tokens``), so a matcher goes on after one.
     """
 
-    def make(stop: Sequence[str]) -> StopMatcher:
-        return _TextStopMatcher(TextStream(tokenizer, stop, min_tokens=math.inf))
+    def make(stop: Sequence[str], prompt_token_ids: Sequence[int]) -> StopMatcher:
+        text = TextStream(tokenizer, stop, prompt_token_ids=prompt_token_ids, min_tokens=math.inf)
+        return _TextStopMatcher(text)
 
     return make
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +16,8 @@ from specray.tokenization.decoders import ByteDecoder, TokenDecoder, WindowDecod
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
+
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,10 @@ class Tokenizer:
         )
         self._is_byte_level = type(backend.decoder).__name__ == "ByteLevel"
         self._unicode_to_byte = _unicode_to_byte()
+        decoder: Any = backend.decoder
+        steps = [] if decoder is None else list(_decoder_steps(json.loads(decoder.__getstate__())))
+        self._has_byte_pieces = any(step["type"] == "ByteFallback" for step in steps)
+        self._space_mark = next(filter(None, map(_space_mark, steps)), None)
         self._pieces: dict[int, bytes] = {}
         self._template_lock = threading.Lock()
         self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
@@ -124,9 +132,9 @@ class Tokenizer:
         """The text of the tokens, special tokens left out; incomplete characters become U+FFFD."""
         return self._backend.decode(list(token_ids), skip_special_tokens=True)
 
-    def decoder(self) -> TokenDecoder:
-        """A decoder for one output, starting at its first token."""
-        return ByteDecoder(self) if self._is_byte_level else WindowDecoder(self)
+    def decoder(self, prompt_token_ids: Sequence[int] = ()) -> TokenDecoder:
+        """A decoder for one output, starting at its first token, which follows the prompt's last."""
+        return ByteDecoder(self) if self._is_byte_level else WindowDecoder(self, prompt_token_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that this token stands for; the name of a special token; empty for an unknown id."""
@@ -154,12 +162,20 @@ class Tokenizer:
         if token_id in self._special_ids:
             return token.encode()
         if not self._is_byte_level:
-            return self._backend.decode([token_id], skip_special_tokens=False).encode()
+            return self._read_other_piece(token_id, token)
         table = self._unicode_to_byte
         # An added token is text, not bytes in disguise, when it leaves the byte alphabet.
         if any(char not in table for char in token):
             return token.encode()
         return bytes(table[char] for char in token)
+
+    def _read_other_piece(self, token_id: int, token: str) -> bytes:
+        if self._has_byte_pieces and (byte := _BYTE_PIECE.fullmatch(token)):
+            return bytes.fromhex(byte[1])
+        if self._space_mark is not None:
+            # Decoded alone, a token is a text's first, which loses its space: with and without one are two.
+            return token.replace(self._space_mark, " ").encode()
+        return self._backend.decode([token_id], skip_special_tokens=False).encode()
 
 
 def vocabulary_fingerprint(vocabulary: Mapping[str, int]) -> str:
@@ -168,6 +184,25 @@ def vocabulary_fingerprint(vocabulary: Mapping[str, int]) -> str:
     for token, token_id in sorted(vocabulary.items(), key=lambda entry: (entry[1], entry[0])):
         digest.update(f"{token_id}\t{token}\n".encode())
     return digest.hexdigest()
+
+
+def _decoder_steps(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """What a decoder of tokenizer.json does, one step after the other."""
+    if decoder["type"] != "Sequence":
+        yield decoder
+        return
+    for step in decoder["decoders"]:
+        yield from _decoder_steps(step)
+
+
+def _space_mark(step: Mapping[str, Any]) -> str | None:
+    """What stands for a space in the vocabulary, as SentencePiece's ``▁``, if this step says so."""
+    if step["type"] == "Metaspace":
+        return str(step["replacement"])
+    if step["type"] == "Replace" and step["content"] == " ":
+        mark = step["pattern"].get("String")
+        return str(mark) if mark else None
+    return None
 
 
 def _unicode_to_byte() -> dict[str, int]:

@@ -184,6 +184,35 @@ def test_grpc_goes_to_the_group_of_the_ingress(helm: Renderer) -> None:
     assert [port["port"] for port in service["spec"]["ports"]] == [9000]
 
 
+@pytest.mark.parametrize("wanted", ["a", "in(a)", "!in(b, c)", "in(a, x)"])
+def test_selectors_of_one_group_put_the_ingress_into_it(helm: Renderer, wanted: str) -> None:
+    values = {
+        "workerGroups": [{"name": name, "replicas": 1, "resources": {}} for name in "abc"],
+        "config": {"ingress": {"ray_actor_options": {"label_selector": {"specray.io/group": wanted}}}},
+    }
+    service = helm.objects(merged(IMAGE, values))["Service", "demo-specray-grpc"]
+    assert service["spec"]["selector"]["ray.io/group"] == "a"
+
+
+@pytest.mark.parametrize("wanted", ["in(workers,big)", "!small", "!in(small)", "workers"])
+def test_selectors_that_a_worker_group_fits_are_passed_on(helm: Renderer, wanted: str) -> None:
+    target = {"ray_actor_options": {"label_selector": {"specray.io/group": wanted}}}
+    serve = yaml.safe_load(ray_service(helm, {"config": {"target": target}})["serveConfigV2"])
+    assert serve["applications"][0]["args"]["target"] == target
+
+
+@pytest.mark.parametrize("host", ["::", "0.0.0.0", "*"])
+def test_host_is_a_string_to_serve(helm: Renderer, host: str) -> None:
+    serve = yaml.safe_load(ray_service(helm, {"config": {"http": {"host": host}}})["serveConfigV2"])
+    assert serve["http_options"]["host"] == serve["applications"][0]["args"]["http"]["host"] == host
+
+
+def test_host_of_a_grpc_that_is_off_does_not_matter(helm: Renderer) -> None:
+    values = {"config": {"grpc": {"port": 0, "host": "127.0.0.1"}, "http": {"server": "proxy"}}}
+    serve = yaml.safe_load(ray_service(helm, values)["serveConfigV2"])
+    assert serve["applications"][0]["args"]["http"]["server"] == "proxy"
+
+
 def test_ranks_of_the_big_example_are_for_its_big_group_alone(helm: Renderer) -> None:
     config = parse_config(merged(DEFAULTS["config"], BIG["config"]))
     groups = {

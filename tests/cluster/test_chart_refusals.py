@@ -94,6 +94,12 @@ def test_every_value_has_a_default_that_shows_it() -> None:
             "gracePeriods.terminationSeconds is 90; allowed: drainSeconds + 15 = 95 at least",
         ),
         ({"config": {"rpc": {"listen": "loopback"}}}, "config.rpc.listen is loopback; allowed: node"),
+        ({"config": {"http": {"server": "ingress"}}}, "config.http.server is ingress; allowed: proxy, auto"),
+        *(
+            ({"config": {part: {"host": host}}}, f"config.{part}.host is {host}; allowed: an address that")
+            for part in ("http", "grpc")
+            for host in ("127.0.0.1", "127.1.2.3", "localhost", "::1", "[::1]")
+        ),
         ({"config": {"grpc": {"port": 8000}}}, "config.grpc.port: 8000 is config.http.port as well"),
         (
             {
@@ -112,6 +118,17 @@ def test_every_value_has_a_default_that_shows_it() -> None:
             {"config": {"target": {"ray_actor_options": {"label_selector": {"specray.io/group": "x"}}}}},
             "config.target.ray_actor_options.label_selector: there is no worker group x",
         ),
+        *(
+            (
+                {
+                    "config": {
+                        "draft": {"ray_actor_options": {"label_selector": {"specray.io/group": wanted}}}
+                    }
+                },
+                f"config.draft.ray_actor_options.label_selector: there is no worker group {wanted}",
+            )
+            for wanted in ("!workers", "in(x, y)", "!in(x,workers)", "in()", "in(workers")
+        ),
         (
             {
                 "workerGroups": [{"name": "a", "replicas": 1, "resources": {}}] * 2,
@@ -129,7 +146,16 @@ def test_every_value_has_a_default_that_shows_it() -> None:
         ),
         (
             {"workerGroups": [{"name": name, "replicas": 1, "resources": {}} for name in "ab"]},
-            "must say in which specray.io/group the Ingress is",
+            "must say in which one specray.io/group the Ingress is",
+        ),
+        (
+            {
+                "workerGroups": [{"name": name, "replicas": 1, "resources": {}} for name in "ab"],
+                "config": {
+                    "ingress": {"ray_actor_options": {"label_selector": {"specray.io/group": "in(a,b)"}}}
+                },
+            },
+            "must say in which one specray.io/group the Ingress is",
         ),
         (
             {"podMonitors": {"enabled": True}, "config": {"auth": {"keys": [KEY]}}},

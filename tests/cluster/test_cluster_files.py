@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -61,3 +62,15 @@ def test_the_image_has_what_the_chart_and_kuberay_call_and_is_not_root() -> None
     assert [line for line in lines if line.startswith("USER")] == ["USER 1000"]
     installed = next(line for line in lines if "apt-get install" in line)
     assert "wget" in installed.split()
+
+
+def test_the_image_has_what_every_configuration_may_ask_for() -> None:
+    project = tomllib.loads((CLUSTER.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = sorted(set(project["optional-dependencies"]) - {"dev"})
+    assert extras == ["otlp"]
+    (install,) = [
+        line
+        for line in (CLUSTER / "Dockerfile").read_text(encoding="utf-8").splitlines()
+        if line.startswith("RUN pip install")
+    ]
+    assert install.endswith(" '.[otlp]'")

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
 import openai
 import pytest
 from http_service import INFO, MODEL, REPLY, TOKENIZER, RealClock, Service, endless, say, serving, wait_until
-from tiny_tokenizer import EOS
+from tiny_tokenizer import EOS, PIECES, sentencepiece_tokenizer
 
 from specray.config import parse_config
 from specray.errors import DeadlineExceededError, EngineLostError, InvalidRequestError, OverloadedError
 from specray.fakes import FakeRouterClient
 from specray.requests import FinishReason, GenerateRequest, OutputChunk, SpeculationParams
+from specray.tokenization import make_stop_matcher
 from specray.types import DraftKind, Verification
 
 NUM_REPLY = len(TOKENIZER.encode(REPLY))
@@ -204,6 +206,29 @@ async def test_stop_string_is_cut_in_both_ways_of_answering() -> None:
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("hello hello", "stop", ", a")
     assert "".join(event["choices"][0]["text"] for event in events) == "hello hello"
     assert events[-1]["choices"][0]["stop_reason"] == ", a"
+
+
+def words(*pieces: str) -> FakeRouterClient:
+    """A router that answers with these pieces of a SentencePiece vocabulary."""
+    tokens = tuple(map(PIECES.index, pieces))
+    matchers = make_stop_matcher(sentencepiece_tokenizer())
+    info = replace(INFO, vocab_size=sentencepiece_tokenizer().vocab_size)
+    return FakeRouterClient(reply=lambda _: tokens, info=info, stop_matcher_factory=matchers)
+
+
+async def test_space_between_prompt_and_output_of_sentencepiece() -> None:
+    body = {"prompt": "My name is", "max_tokens": 2, "echo": True}
+    async with serving(words("▁John", "."), tokenizer=sentencepiece_tokenizer()) as service:
+        _, whole = await service.post("/v1/completions", body)
+        _, alone = await service.post("/v1/completions", {**body, "echo": False})
+        events = await events_of(service, "/v1/completions", {**body, "stream": True})
+        _, stopped = await service.post("/v1/completions", {**body, "echo": False, "stop": " John"})
+    assert whole["choices"][0]["text"] == "My name is John."
+    assert alone["choices"][0]["text"] == " John."
+    assert [event["choices"][0]["text"] for event in events] == ["My name is", " John", "."]
+    (choice,) = stopped["choices"]
+    assert (choice["text"], choice["stop_reason"]) == ("", " John")
+    assert stopped["usage"]["completion_tokens"] == 1
 
 
 async def test_stop_token_is_no_text_but_counts() -> None:

@@ -683,7 +683,11 @@ def test_stop_strings_end_the_output_through_the_injected_matcher() -> None:
             return "two" if tuple(self.seen[-2:]) == truth[8:10] else None
 
     async def main() -> None:
-        async with serving(clock, stop_matchers=lambda stop: Matcher(), num_speculative_tokens=5) as pair:
+        def make(stop: Sequence[str], prompt_token_ids: Sequence[int]) -> Matcher:
+            assert (stop, prompt_token_ids) == (("two",), given.prompt_token_ids)
+            return Matcher()
+
+        async with serving(clock, stop_matchers=make, num_speculative_tokens=5) as pair:
             output = await pair.router.complete(given)
             assert output.token_ids == truth[:10]
             assert (output.finish_reason, output.stop_reason) == (FinishReason.STOP, "two")

@@ -152,6 +152,30 @@ def test_drafts_go_where_their_labels_say_on_a_part_of_a_gpu() -> None:
     assert draft.ray_actor_options["label_selector"] == {"ray.io/accelerator-type": "L4"}
 
 
+@pytest.mark.parametrize(
+    ("given", "env_vars"),
+    [
+        ({}, {"GOMP_SPINCOUNT": "10000"}),
+        ({"env_vars": {"HF_HOME": "/m"}}, {"GOMP_SPINCOUNT": "10000", "HF_HOME": "/m"}),
+        ({"env_vars": {"GOMP_SPINCOUNT": "7"}}, {"GOMP_SPINCOUNT": "7"}),
+        ({"env_vars": {"OMP_WAIT_POLICY": "passive"}}, {"OMP_WAIT_POLICY": "passive"}),
+    ],
+)
+def test_runtime_env_of_a_draft_is_added_to_what_an_engine_needs(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], env_vars: dict[str, str]
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    options = {"runtime_env": {"working_dir": "s3://bucket/x.zip", **given}}
+    draft = deployments({"draft": {"ray_actor_options": options}})["Draft"]
+    assert draft.ray_actor_options["runtime_env"] == {
+        "working_dir": "s3://bucket/x.zip",
+        "env_vars": env_vars,
+    }
+    plain = deployments({})["Draft"].ray_actor_options["runtime_env"]
+    assert plain == {"env_vars": {"GOMP_SPINCOUNT": "10000"}}
+
+
 def test_ranks_of_a_draft_are_in_their_replicas_placement_group() -> None:
     options = {"num_cpus": 1, "num_gpus": 0.6, "accelerator_type": "L4", "resources": {"nic": 1}}
     values = {"draft": {"tensor_parallel_size": 3, "ray_actor_options": options, "placement": "one-node"}}

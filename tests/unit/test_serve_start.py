@@ -14,6 +14,7 @@ from checkpoints import write_checkpoint
 from transformers import AutoConfig, T5Config
 
 from specray.cli.app import run
+from specray.config import parse_config
 from specray.serving import launch
 from specray.serving.launch import root_cause
 
@@ -108,6 +109,25 @@ def test_max_model_len_beyond_the_model(capsys: pytest.CaptureFixture[str], pair
     said = serve(capsys, "--target", pair / "target", "--draft", pair / "draft", "--max-model-len", 100_000)
     assert "max_model_len is 100000" in said
     assert "allows at most 128" in said
+
+
+@pytest.mark.parametrize(
+    ("address", "asked", "server"),
+    [
+        (None, "auto", "ingress"),
+        ("", "auto", "ingress"),
+        ("10.0.0.5:6379", "auto", "proxy"),
+        ("10.0.0.5:6379", "ingress", "ingress"),
+        (None, "proxy", "proxy"),
+    ],
+)
+def test_who_listens_in_a_ray_of_its_own_and_in_a_cluster_that_is_joined(
+    monkeypatch: pytest.MonkeyPatch, address: str | None, asked: str, server: str
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if address is not None:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    assert launch._with_own_server(parse_config({"http": {"server": asked}})).http.server == server
 
 
 def test_root_cause_of_a_start_that_failed_in_an_actor() -> None:

@@ -6,11 +6,21 @@ import itertools
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_tokenizer import BOS, EOS, tiny_backend, tiny_tokenizer, write_tiny_tokenizer
+from tiny_tokenizer import (
+    BOS,
+    CHAT_TEMPLATE,
+    EOS,
+    PIECES,
+    sentencepiece_tokenizer,
+    tiny_backend,
+    tiny_tokenizer,
+    write_tiny_tokenizer,
+)
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 from tokenizers.models import WordLevel
@@ -133,13 +143,13 @@ def test_stop_strings_cut_like_a_search_of_the_whole_text(
 
 
 def test_stop_matcher_names_the_string_at_the_token_that_completes_it() -> None:
-    matcher = make_stop_matcher(TOKENIZER)(["lo w", "zzz", "d"])
+    matcher = make_stop_matcher(TOKENIZER)(["lo w", "zzz", "d"], ())
     results = [matcher.push([token_id]) for token_id in TOKENIZER.encode("hello world")]
     assert results == [None, None, "lo w", None, None, None, "d"]
 
 
 def test_stop_matcher_names_the_first_of_several_in_one_push() -> None:
-    matcher = make_stop_matcher(TOKENIZER)(["a", "b"])
+    matcher = make_stop_matcher(TOKENIZER)(["a", "b"], ())
     assert matcher.push(byte_ids(b"xbxa")) == "b"
     assert matcher.push(byte_ids(b"xa")) == "a"
 
@@ -151,29 +161,124 @@ def test_stop_string_within_the_first_min_tokens_is_text() -> None:
     assert TextStream(TOKENIZER, ["ab"], min_tokens=1).push(byte_ids(b"abx")) == ""
 
 
-def word_tokenizer() -> Tokenizer:
-    """Not byte-level: pieces with a leading mark for a space, as SentencePiece has them."""
-    backend = Backend(WordLevel({"▁a": 0, "▁b": 1, "c": 2, "<0xC3>": 3, "<0xA9>": 4, "[UNK]": 5}, "[UNK]"))
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return Tokenizer(backend)
+# Vocabularies that are not byte-level
+
+WORDS = sentencepiece_tokenizer()
+MY, NAME, IS, JOHN, BARE_JOHN, DOT, SPACE, C3, A9, NEWLINE, Z, BEGIN, ASSISTANT = range(len(PIECES) + 2)
 
 
-@settings(max_examples=200, deadline=None)
-@given(ids=st.lists(st.integers(0, 4), max_size=20))
-def test_deltas_are_the_decoded_text_for_a_vocabulary_that_is_not_byte_level(ids: list[int]) -> None:
-    tokenizer = word_tokenizer()
-    stream = TextStream(tokenizer)
+@settings(max_examples=400, deadline=None)
+@given(
+    prompt=st.lists(st.integers(0, ASSISTANT), max_size=12),
+    ids=st.lists(st.integers(0, ASSISTANT), max_size=20),
+)
+def test_deltas_are_the_text_of_prompt_and_output_without_the_prompts(
+    prompt: list[int], ids: list[int]
+) -> None:
+    stream = TextStream(WORDS, prompt_token_ids=prompt)
     text = "".join(stream.push([token_id]) for token_id in ids)
+    before, both = WORDS.decode(prompt), WORDS.decode([*prompt, *ids])
     # A byte that completes nothing makes its neighbours replacement characters as well: see ByteFallback.
-    if "\ufffd" not in tokenizer.decode(ids):
-        assert text + stream.finish() == tokenizer.decode(ids)
+    if "\ufffd" not in before + both:
+        assert before + text + stream.finish() == both
 
 
 def test_window_decoder_keeps_the_space_between_words_and_waits_for_the_second_byte() -> None:
-    stream = TextStream(word_tokenizer())
-    assert [stream.push([token_id]) for token_id in [0, 1, 2, 3, 4, 0]] == ["a", " b", "c", "", "é", " a"]
+    stream = TextStream(WORDS)
+    shown = [stream.push([token_id]) for token_id in [MY, NAME, DOT, C3, A9, MY]]
+    assert shown == ["My", " name", ".", "", "é", " My"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "shown"),
+    [
+        ([], "John."),  # the first word of all
+        ([BEGIN], "John."),
+        ([BEGIN, MY, NAME, IS], " John."),
+        ([BEGIN, MY, NEWLINE], " John."),
+        ([BEGIN, MY, ASSISTANT], " John."),
+        ([MY, *[ASSISTANT] * 40], " John."),  # special tokens are nothing to the decoder, however many
+        ([MY, *[2000] * 40], " John."),  # nor are ids beyond the vocabulary
+        ([SPACE], " John."),
+        ([MY, SPACE, SPACE, SPACE, SPACE, SPACE, SPACE], " John."),
+        ([MY, C3, A9], " John."),
+    ],
+)
+def test_space_before_the_first_word_of_an_output_is_that_after_its_prompt(
+    prompt: list[int], shown: str
+) -> None:
+    assert WORDS.decode([*prompt, JOHN, DOT]) == WORDS.decode(prompt) + shown
+    stream = TextStream(WORDS, prompt_token_ids=prompt)
+    assert stream.push([JOHN, DOT]) + stream.finish() == shown
+    assert stream.num_chars == len(shown), "the prompt's are not counted"
+
+
+def test_bytes_after_a_prompt_whose_tail_begins_within_a_character() -> None:
+    # Six bytes, of which the last five are looked at.
+    stream = TextStream(WORDS, prompt_token_ids=[MY, C3, A9, C3, A9, C3, A9])
+    assert [stream.push([token_id]) for token_id in (C3, A9, DOT)] == ["", "é", "."]
+
+
+def test_character_that_the_prompt_begins_is_shown_when_the_output_ends_it() -> None:
+    stream = TextStream(WORDS, prompt_token_ids=[MY, C3])
+    assert stream.push([A9, JOHN]) == "é John"
+
+
+def test_stop_string_may_begin_with_the_space_after_the_prompt() -> None:
+    matcher = make_stop_matcher(WORDS)([" John"], (MY, NAME, IS))
+    assert [matcher.push([token_id]) for token_id in (JOHN, DOT)] == [" John", None]
+    assert make_stop_matcher(WORDS)([" John"], ()).push([JOHN]) is None
+    stream = TextStream(WORDS, [" John"], prompt_token_ids=(MY, NAME, IS))
+    assert (stream.push([JOHN, DOT]), stream.stop_reason) == ("", " John")
+
+
+def test_chat_answer_begins_as_its_own_tokenizer_decodes_it_after_the_template() -> None:
+    template = "{{ messages[0]['content'] }}<|assistant|>"
+    tokenizer = sentencepiece_tokenizer(chat_template=template)
+    prompt = tokenizer.encode_chat([ChatMessage("user", "My name")])
+    assert prompt == (MY, NAME, ASSISTANT)
+    assert TextStream(tokenizer, prompt_token_ids=prompt).push([JOHN, DOT]) == " John."
+    assert TextStream(tokenizer, prompt_token_ids=prompt).push([BARE_JOHN]) == "John"
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    prompt=st.lists(st.integers(0, VOCAB_SIZE + 3), max_size=8),
+    ids=st.lists(st.integers(0, VOCAB_SIZE + 3), max_size=12),
+)
+def test_prompt_changes_nothing_for_a_byte_level_vocabulary(prompt: list[int], ids: list[int]) -> None:
+    stream = TextStream(TOKENIZER, prompt_token_ids=prompt)
+    assert stream.push(ids) + stream.finish() == TOKENIZER.decode(ids)
+
+
+def test_token_text_of_sentencepiece_tells_words_with_and_without_a_space_apart() -> None:
+    assert [WORDS.token_text(token_id) for token_id in (JOHN, BARE_JOHN, SPACE)] == [" John", "John", " "]
+    assert WORDS.token_text(BEGIN) == "<s>"
+    assert WORDS.token_text(len(PIECES) + 2) == ""
+
+
+def test_byte_pieces_of_sentencepiece_are_their_byte() -> None:
+    pieces = [WORDS.token_bytes(token_id) for token_id in (C3, A9, NEWLINE, Z)]
+    assert pieces == [b"\xc3", b"\xa9", b"\n", b"Z"]
+    assert WORDS.token_text(C3) == "bytes:\\xc3"
+
+
+@pytest.mark.parametrize(
+    ("decoder", "texts"),
+    [
+        (decoders.Metaspace(), [" a", "a", "<0x41>"]),
+        (decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()]), [" a", "a", "<0x41>"]),
+        (decoders.Sequence([decoders.Sequence([decoders.ByteFallback()])]), ["▁a", "a", "A"]),
+        (decoders.WordPiece(), ["▁a", "a", "<0x41>"]),
+        (None, ["▁a", "a", "<0x41>"]),
+    ],
+    ids=["metaspace", "no bytes", "bytes alone, nested", "word pieces", "none"],
+)
+def test_pieces_are_read_as_the_decoder_reads_them(decoder: Any, texts: list[str]) -> None:
+    backend = Backend(WordLevel({"▁a": 0, "a": 1, "<0x41>": 2, "[UNK]": 3}, "[UNK]"))
+    if decoder is not None:
+        backend.decoder = decoder
+    assert [Tokenizer(backend).token_text(token_id) for token_id in range(3)] == texts
 
 
 def test_token_text_names_the_bytes_of_an_incomplete_character() -> None:
@@ -217,6 +322,23 @@ def test_load_through_transformers_gives_the_same_tokens(tmp_path: Path) -> None
     assert loaded.fingerprint == TOKENIZER.fingerprint
     assert loaded.has_chat_template
     assert loaded.eos_token_ids == (EOS,)
+
+
+@pytest.mark.parametrize("is_verbatim", [True, False])
+@pytest.mark.parametrize(
+    ("names", "has_chat"), [(("tool_use", "default"), True), (("default",), True), (("tool_use",), False)]
+)
+def test_of_several_chat_templates_the_default_is_taken(
+    tmp_path: Path, is_verbatim: bool, names: tuple[str, ...], has_chat: bool
+) -> None:
+    texts = {"default": CHAT_TEMPLATE, "tool_use": "wrong"}
+    templates = [{"name": name, "template": texts[name]} for name in names]
+    write_tiny_tokenizer(tmp_path, chat_template=templates, add_eos_token=not is_verbatim)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    loaded = Tokenizer.load(tmp_path)
+    assert loaded.has_chat_template is has_chat
+    if has_chat:
+        assert loaded.render_chat([ChatMessage("user", "hello")]) == "[user]hello[assistant]"
 
 
 def test_load_of_a_verbatim_tokenizer_needs_no_torch(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A byte-level tokenizer small enough to reason about, made without a download."""
+"""Tokenizers small enough to reason about, made without a download."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, decoders, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from tokenizers.models import BPE
+from tokenizers.models import BPE, WordLevel
 
 from specray.tokenization import Tokenizer
 
@@ -56,3 +56,21 @@ def write_tiny_tokenizer(directory: Path, **settings: object) -> Path:
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return directory
+
+
+PIECES = [
+    "▁My", "▁name", "▁is", "▁John", "John", ".", "▁", "<0xC3>", "<0xA9>", "<0x0A>", "<0x5A>",
+]  # fmt: skip
+"""Of ``sentencepiece_tokenizer``, by their ids. Then come the special ``<s>`` and ``<|assistant|>``."""
+
+
+def sentencepiece_tokenizer(*, chat_template: str | None = None) -> Tokenizer:
+    """As Llama 2 has it: a mark for a space, the rest by bytes, no space before a text's first word."""
+    vocabulary = {piece: token_id for token_id, piece in enumerate([*PIECES, "<s>", "<|assistant|>"])}
+    backend = Backend(WordLevel(vocabulary, "<0x5A>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens([AddedToken(name, special=True) for name in ("<s>", "<|assistant|>")])
+    return Tokenizer(backend, chat_template=chat_template)

@@ -20,6 +20,15 @@
 {{- if ne .Values.config.rpc.listen "node" -}}
 {{- fail "config.rpc.listen is loopback; allowed: node, since engines and router are in several pods" -}}
 {{- end -}}
+{{- range $part := list "http" "grpc" -}}
+{{- $section := get $.Values.config $part -}}
+{{- if and $section.port (regexMatch "^(127\\.[0-9.]*|localhost|::1|\\[::1\\])$" $section.host) -}}
+{{- fail (printf "config.%s.host is %s; allowed: an address that a Service reaches, as 0.0.0.0" $part $section.host) -}}
+{{- end -}}
+{{- end -}}
+{{- if eq (dig "http" "server" "auto" .Values.config) "ingress" -}}
+{{- fail "config.http.server is ingress; allowed: proxy, auto, since Serve's proxy has config.http.port in every pod" -}}
+{{- end -}}
 {{- if eq (int .Values.config.http.port) (int .Values.config.grpc.port) -}}
 {{- fail (printf "config.grpc.port: %d is config.http.port as well; they must differ" (int .Values.config.grpc.port)) -}}
 {{- end -}}
@@ -32,8 +41,8 @@
 {{- end -}}
 {{- end -}}
 {{- range $part := list "ingress" "draft" "target" -}}
+{{- if not (include "specray.groupsOf" (dict "root" $ "part" $part)) -}}
 {{- $wanted := dig $part "ray_actor_options" "label_selector" "specray.io/group" "" $.Values.config -}}
-{{- if and $wanted (not (has $wanted $names)) -}}
 {{- fail (printf "config.%s.ray_actor_options.label_selector: there is no worker group %s" $part $wanted) -}}
 {{- end -}}
 {{- end -}}

@@ -44,14 +44,35 @@ specray.io/service: {{ include "specray.fullname" . }}
 {{ int .Values.config.grpc.port }}
 {{- end }}
 
-{{/* The worker group whose pods answer gRPC: where the configuration puts the Ingress, or the only one. */}}
-{{- define "specray.ingressGroup" -}}
-{{- $options := dig "ingress" "ray_actor_options" dict .Values.config -}}
-{{- $group := dig "label_selector" "specray.io/group" "" $options -}}
-{{- if and (not $group) (eq (len .Values.workerGroups) 1) -}}
-{{- $group = (first .Values.workerGroups).name -}}
+{{/* The names of the worker groups that a part's label selector allows, by Ray's rules for one label: v, !v,
+     in(v,w), !in(v,w). All of them where it says nothing. Separated by commas. */}}
+{{- define "specray.groupsOf" -}}
+{{- $wanted := dig .part "ray_actor_options" "label_selector" "specray.io/group" "" .root.Values.config -}}
+{{- $isNot := hasPrefix "!" $wanted -}}
+{{- $value := trimPrefix "!" $wanted -}}
+{{- $values := list $value -}}
+{{- if regexMatch "^in\\(.*\\)$" $value -}}
+{{- $values = list -}}
+{{- range splitList "," (trimSuffix ")" (trimPrefix "in(" $value)) -}}
+{{- $values = append $values (trim .) -}}
 {{- end -}}
-{{- required "config.grpc.port: with several worker groups, config.ingress.ray_actor_options.label_selector must say in which specray.io/group the Ingress is; or 0 for no gRPC" $group -}}
+{{- end -}}
+{{- $names := list -}}
+{{- range .root.Values.workerGroups -}}
+{{- if or (not $wanted) (ne (has .name $values) $isNot) -}}
+{{- $names = append $names .name -}}
+{{- end -}}
+{{- end -}}
+{{- $names | uniq | join "," -}}
+{{- end }}
+
+{{/* The worker group whose pods answer gRPC: the only one that the configuration allows the Ingress. */}}
+{{- define "specray.ingressGroup" -}}
+{{- $group := include "specray.groupsOf" (dict "root" . "part" "ingress") -}}
+{{- if contains "," $group -}}
+{{- $group = "" -}}
+{{- end -}}
+{{- required "config.grpc.port: with several worker groups, config.ingress.ray_actor_options.label_selector must say in which one specray.io/group the Ingress is; or 0 for no gRPC" $group -}}
 {{- end }}
 
 {{- define "specray.serveConfig" -}}
@@ -66,7 +87,7 @@ specray.io/service: {{ include "specray.fullname" . }}
 {{- end -}}
 proxy_location: EveryNode
 http_options:
-  host: {{ .Values.config.http.host }}
+  host: {{ .Values.config.http.host | quote }}
   port: {{ include "specray.httpPort" . }}
   # The router ends a request at its own deadline first, with a message.
   request_timeout_s: {{ addf $timeout 30 }}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,14 @@ class Generator:
         self._options = options
         self.tokenizer = tokenizer
 
+    def prompt_token_ids(self, body: dict[str, Any]) -> Sequence[int]:
+        """The prompt, which is a string or token ids."""
+        prompt = body["prompt"]
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+
     def generate(self, body: dict[str, Any], on_tokens: Callable[[list[int]], None]) -> None:
         """Runs one request to its end; ``on_tokens`` is called in this thread for every step's tokens."""
-        prompt = body["prompt"]
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        ids = self.prompt_token_ids(body)
         temperature = float(body.get("temperature", 1.0))
         eos = None if body.get("ignore_eos") else list(self.tokenizer.eos_token_ids)
         sampling: dict[str, Any] = {"do_sample": False}
@@ -133,17 +137,16 @@ async def _stream(generator: Generator, body: dict[str, Any], response: web.Stre
         finally:
             put(None)
 
-    text = TextStream(generator.tokenizer)
+    prompt_token_ids = generator.prompt_token_ids(body)
+    text = TextStream(generator.tokenizer, prompt_token_ids=prompt_token_ids)
     num_tokens = 0
     running = loop.run_in_executor(None, work)
     while (token_ids := await steps.get()) is not None:
         num_tokens += len(token_ids)
         await _send(response, {"choices": [{"index": 0, "text": text.push(token_ids)}]})
     await running
-    prompt = body["prompt"]
-    num_prompt = len(generator.tokenizer.encode(prompt)) if isinstance(prompt, str) else len(prompt)
     rest = [{"index": 0, "text": text.finish()}]
-    await _send(response, {"choices": rest, "usage": _usage(num_prompt, num_tokens)})
+    await _send(response, {"choices": rest, "usage": _usage(len(prompt_token_ids), num_tokens)})
     await response.write(b"data: [DONE]\n\n")
 
 
