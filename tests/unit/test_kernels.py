@@ -15,6 +15,7 @@ from numba import carray
 from specray.engine.attention import AttentionStep, SequenceRows
 from specray.engine.cache import BlockCache
 from specray.engine.fused import FusedAttention
+from specray.engine.kernels import amx
 from specray.engine.kernels import attention as attention_module
 from specray.engine.kernels import linear as linear_module
 from specray.engine.kernels import norm as norm_module
@@ -32,6 +33,15 @@ needs_instruction = pytest.mark.skipif(
 )
 MAX_LEN = 96
 ALONE = Team(1)
+
+
+@pytest.fixture(params=["amx", "avx512"])
+def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways of multiplying, where the machine has both."""
+    if request.param == "amx" and not amx.is_usable():
+        pytest.skip("no AMX here")
+    monkeypatch.setattr(amx, "is_usable", lambda: request.param == "amx")
+    return str(request.param)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -224,10 +234,12 @@ def test_exponential() -> None:
 
 
 @needs_instruction
-@pytest.mark.parametrize("num_rows", [*range(1, 16), 29, 40])
-@pytest.mark.parametrize(("size", "in_features"), [(64, 32), (96, 64), (7, 96), (200, 1088)])
+@pytest.mark.usefixtures("product")
+@pytest.mark.parametrize("num_rows", [*range(1, 18), 29, 32, 33, 40, 128, 129, 300])
+@pytest.mark.parametrize(("size", "in_features"), [(64, 32), (96, 64), (7, 96), (200, 1088), (700, 64)])
 def test_tiled_linear_equals_float64(num_rows: int, size: int, in_features: int) -> None:
-    """Every tile of rows, more rows than one has, part of a panel, more blocks than are kept at once."""
+    """Every tile of rows, more rows than one has, than stay in the cache, part of a panel, more blocks or
+    panels than are kept at once."""
     rows = random(num_rows, in_features, dtype=torch.bfloat16)
     weight, other = (random(size, in_features, dtype=torch.bfloat16, seed=seed) for seed in (1, 2))
     bias, other_bias = (random(size, dtype=torch.bfloat16, seed=seed) for seed in (3, 4))
@@ -250,11 +262,12 @@ def test_tiled_linear_equals_float64(num_rows: int, size: int, in_features: int)
 
 
 @needs_instruction
+@pytest.mark.usefixtures("product")
 def test_tiled_linear_is_bit_for_bit_the_same_at_any_width() -> None:
     linear = TiledLinear(random(130, 1088, dtype=torch.bfloat16), None, ALONE)
-    rows = random(40, 1088, dtype=torch.bfloat16, seed=1)
+    rows = random(300, 1088, dtype=torch.bfloat16, seed=1)
     whole = linear.precise(rows)
-    for width in (1, 3, 6, 7, 13, 14, 15, 19, 29):
+    for width in (1, 3, 6, 7, 13, 14, 15, 16, 17, 19, 29, 32, 33, 129, 257):
         pieces = [linear.precise(piece.contiguous()) for piece in rows.split(width)]
         assert torch.equal(whole, torch.cat(pieces)), width
 

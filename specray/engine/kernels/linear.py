@@ -7,6 +7,7 @@ is some panels, and a thread multiplies a panel and then finishes it (bias, gate
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import llvmlite.binding
@@ -22,6 +23,9 @@ from specray.engine.kernels.team import Kernel, Team, as_pointer
 
 _PARTS_PER_THREAD = 4
 """Small enough that threads end together; each begins with weights that nobody has asked for ahead."""
+_MAX_PACKED_ROWS = 256
+"""At once: they stay in the second cache while some panels are multiplied."""
+_PANELS_AT_ONCE = 8
 _MIN_SHARED_WEIGHTS = 262_144
 """Weights below which a second thread costs more than it brings."""
 
@@ -39,8 +43,11 @@ _PLAIN, _PLUS, _GATED = range(3)
     _SIZE,
     _KIND,
     _IS_FLOAT,
-) = range(12)
-_NUM_ARGS = 12
+    _STRIDE,
+    _ROWS_AT_ONCE,
+) = range(14)
+_NUM_ARGS = 14
+_NUM_PACK_ARGS = 4
 
 
 def can_tile(weight: torch.Tensor) -> bool:
@@ -78,7 +85,8 @@ class _Tiled:
     """Weights in panels and the kernel's arguments that stay the same."""
 
     __slots__ = (
-        "_args", "_args_address", "_kernel", "_num_parts", "_scratch_size", "_size", "_team", "bias", "weight"
+        "_args", "_args_address", "_has_amx", "_kernel", "_num_parts", "_scratch_size", "_size", "_team",
+        "bias", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -88,7 +96,9 @@ class _Tiled:
         self._num_parts = min(-(-size // PANEL), _PARTS_PER_THREAD * team.size)
         if weight.numel() < _MIN_SHARED_WEIGHTS:
             self._num_parts = 1
-        self._kernel = _linear_kernel()
+        # Asked in every process: code from the cache needs the system's permission too.
+        self._has_amx = amx.is_usable()
+        self._kernel = _linear_kernel(self._has_amx)
         self._scratch_size = (2 if kind == _GATED else 1) * PANEL
         self._args = np.zeros(_NUM_ARGS, dtype=np.int64)
         self._args[[_WEIGHT, _NUM_BLOCKS, _SIZE, _KIND]] = (
@@ -109,8 +119,14 @@ class _Tiled:
         out = self._team.empty((num_rows, self._size), dtype)
         if num_rows == 0:
             return out
-        scratch = self._team.empty(self._team.size * num_rows * self._scratch_size, torch.float32)
+        is_packed = num_rows > amx.MAX_ROWS and self._has_amx
+        rows_at_once = min(num_rows, _MAX_PACKED_ROWS) if is_packed else num_rows
+        scratch = self._team.empty(self._team.size * rows_at_once * self._scratch_size, torch.float32)
         args = self._args
+        args[_STRIDE], args[_ROWS_AT_ONCE] = rows.stride(0) * rows.itemsize, rows_at_once
+        if is_packed:
+            rows = self._pack(rows)
+            args[_STRIDE] = amx.PACKED_STRIDE
         args[_ROWS], args[_OUT], args[_SCRATCH] = rows.data_ptr(), out.data_ptr(), scratch.data_ptr()
         args[_NUM_ROWS], args[_IS_FLOAT] = num_rows, dtype == torch.float32
         if summand is not None:
@@ -118,6 +134,14 @@ class _Tiled:
             args[_SUMMAND] = summand.data_ptr()
         self._team.run(self._kernel, self._args_address, self._num_parts)
         return out
+
+    def _pack(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows as AMX reads many."""
+        num_rows, in_features = rows.shape
+        packed = self._team.empty(amx.packed_size(num_rows, in_features), torch.bfloat16)
+        args = np.array([rows.data_ptr(), packed.data_ptr(), num_rows, in_features // BLOCK], dtype=np.int64)
+        self._team.run(_pack_kernel(), args.ctypes.data, self._team.size)
+        return packed
 
 
 class TiledLinear:
@@ -171,13 +195,30 @@ class TiledGate:
 
 
 @functools.cache
-def _linear_kernel() -> Kernel:
-    # Asked in every process: code from the cache needs the system's permission too.
-    return Kernel("linear-amx" if amx.is_usable() else "linear", _NUM_ARGS, _make_linear)
+def _linear_kernel(has_amx: bool) -> Kernel:
+    make = functools.partial(_make_linear, amx.multiply_kernel if has_amx else multiply_kernel)
+    return Kernel("linear-amx" if has_amx else "linear", _NUM_ARGS, make)
 
 
-def _make_linear() -> Any:
-    multiply = multiply_kernel()
+@functools.cache
+def _pack_kernel() -> Kernel:
+    return Kernel("pack", _NUM_PACK_ARGS, _make_pack)
+
+
+def _make_pack() -> Any:
+    pack = amx.pack_kernel()
+
+    def pack_part(address: int, part: int, num_parts: int, thread: int) -> None:
+        args = carray(as_pointer(address), (_NUM_PACK_ARGS,), np.int64)
+        num_tiles = (args[2] + amx.TILE_ROWS - 1) // amx.TILE_ROWS
+        first, last = num_tiles * part // num_parts, num_tiles * (part + 1) // num_parts
+        pack(args[0], args[1], args[2], args[3], first, last)
+
+    return pack_part
+
+
+def _make_linear(make_multiply: Callable[[], Any]) -> Any:
+    multiply = make_multiply()
     single, half = vectors(PANEL, "float32"), vectors(PANEL, "bfloat16")
     one, one_half = vectors(1, "float32"), vectors(1, "bfloat16")
     load, store, splat, add, sub, mul, div, larger, exp = (
@@ -189,13 +230,13 @@ def _make_linear() -> Any:
     zero, unit, lowest = np.float32(0.0), np.float32(1.0), np.float32(-87.0)
 
     @kernel()
-    def finish(args: Any, sums: int, panel: int) -> None:
+    def finish(args: Any, sums: int, panel: int, first_row: int, num_rows: int) -> None:
         """From the sums of a panel to the output."""
-        size, out, num_rows = args[_SIZE], args[_OUT], args[_NUM_ROWS]
+        size, out = args[_SIZE], args[_OUT]
         kind, is_float = args[_KIND], args[_IS_FLOAT]
         count = min(PANEL, size - panel * PANEL)
         for row in range(num_rows):
-            at = row * size + panel * PANEL
+            at = (first_row + row) * size + panel * PANEL
             if kind == _GATED:
                 gate, up = load(sums, row * PANEL), load(sums, (num_rows + row) * PANEL)
                 inverse = add(splat(unit), exp(sub(splat(zero), larger(gate, splat(lowest)))))
@@ -218,22 +259,37 @@ def _make_linear() -> Any:
                     else:
                         store_one_half(out, at + place, number)
 
+    @kernel()
+    def multiply_panel(args: Any, sums: int, panel: int, first_row: int, num_rows: int, end: int) -> None:
+        """Some rows; sums of the gate, and behind them of what it is for."""
+        num_blocks, stride = args[_NUM_BLOCKS], args[_STRIDE]
+        num_layers = 2 if args[_KIND] == _GATED else 1
+        for layer in range(num_layers):
+            place = panel * num_layers + layer
+            for row in range(num_rows):
+                first = splat(zero)
+                if args[_BIAS]:
+                    first = load(args[_BIAS], place * PANEL)
+                store(sums, (layer * num_rows + row) * PANEL, first)
+            # Also of packed rows, where a tile of them is as large as it was.
+            rows = args[_ROWS] + first_row * num_blocks * BLOCK * 2
+            weight = args[_WEIGHT] + place * num_blocks * BLOCK_BYTES
+            multiply(rows, stride, weight, sums + layer * num_rows * PANEL * 4, num_rows, num_blocks, end)
+
     def linear(address: int, part: int, num_parts: int, thread: int) -> None:
         args = carray(as_pointer(address), (_NUM_ARGS,), np.int64)
-        num_rows, num_blocks = args[_NUM_ROWS], args[_NUM_BLOCKS]
+        num_rows, rows_at_once = args[_NUM_ROWS], args[_ROWS_AT_ONCE]
         num_layers = 2 if args[_KIND] == _GATED else 1
-        sums = args[_SCRATCH] + thread * num_layers * num_rows * PANEL * 4
+        sums = args[_SCRATCH] + thread * num_layers * rows_at_once * PANEL * 4
         num_panels = (args[_SIZE] + PANEL - 1) // PANEL
-        end = args[_WEIGHT] + num_panels * (part + 1) // num_parts * num_layers * num_blocks * BLOCK_BYTES
-        for panel in range(num_panels * part // num_parts, num_panels * (part + 1) // num_parts):
-            for layer in range(num_layers):
-                for row in range(num_rows):
-                    first = splat(zero)
-                    if args[_BIAS]:
-                        first = load(args[_BIAS], (panel * num_layers + layer) * PANEL)
-                    store(sums, (layer * num_rows + row) * PANEL, first)
-                weight = args[_WEIGHT] + (panel * num_layers + layer) * num_blocks * BLOCK_BYTES
-                multiply(args[_ROWS], weight, sums + layer * num_rows * PANEL * 4, num_rows, num_blocks, end)
-            finish(args, sums, panel)
+        first_panel, last_panel = num_panels * part // num_parts, num_panels * (part + 1) // num_parts
+        end = args[_WEIGHT] + last_panel * num_layers * args[_NUM_BLOCKS] * BLOCK_BYTES
+        panels_at_once = _PANELS_AT_ONCE if rows_at_once < num_rows else last_panel - first_panel
+        for group in range(first_panel, last_panel, max(1, panels_at_once)):
+            for first_row in range(0, num_rows, rows_at_once):
+                count = min(rows_at_once, num_rows - first_row)
+                for panel in range(group, min(last_panel, group + panels_at_once)):
+                    multiply_panel(args, sums, panel, first_row, count, end)
+                    finish(args, sums, panel, first_row, count)
 
     return linear

@@ -18,7 +18,6 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from specray.engine.kernels import amx
 from specray.engine.kernels.simd import call_prefetch, kernel
 
 PANEL = 32
@@ -33,22 +32,23 @@ _PAIRS_AT_ONCE = 2
 _MAX_ROWS_AT_ONCE = 14
 _BLOCKS_AT_ONCE = 8
 """Of a panel with more rows than that: 16 KiB."""
-_AHEAD = 8192
+AHEAD = 8192
 """Bytes between what is multiplied and what is asked for: some 400 ns of streaming."""
 
 
 def multiply_kernel() -> Any:
-    """``(rows, weight, sums, num_rows, num_blocks, end)``: adds ``rows @ panel`` to sums ``[num_rows, 32]``.
+    """``(rows, stride, weight, sums, num_rows, num_blocks, end)``: adds ``rows @ panel`` to the sums.
 
-    The first three are addresses; so is ``end``, behind the last weight that this thread will read soon.
+    Addresses of rows, of the panel and of sums ``[num_rows, 32]``; bytes between rows; ``end`` is behind the
+    last weight that this thread will read soon.
     """
-    has_tiles = amx.is_usable()
-    tile, most = (amx.make_tile(), amx.MAX_ROWS) if has_tiles else (_make_tile(), _MAX_ROWS_AT_ONCE)
+    tile = _make_tile()
 
     @kernel()
-    def multiply(rows: int, weight: int, sums: int, num_rows: int, num_blocks: int, end: int) -> None:
-        stride = num_blocks * BLOCK * 2
-        num_tiles = (num_rows + most - 1) // most
+    def multiply(
+        rows: int, stride: int, weight: int, sums: int, num_rows: int, num_blocks: int, end: int
+    ) -> None:
+        num_tiles = (num_rows + _MAX_ROWS_AT_ONCE - 1) // _MAX_ROWS_AT_ONCE
         blocks_at_once = num_blocks if num_tiles == 1 else _BLOCKS_AT_ONCE
         for block in range(0, num_blocks, blocks_at_once):
             count = min(blocks_at_once, num_blocks - block)
@@ -59,14 +59,12 @@ def multiply_kernel() -> Any:
                 # Asking for what is at hand costs next to nothing.
                 ahead, step = sums, 0
                 if num_tiles == 1:
-                    ahead, step = piece + _AHEAD, _PAIR_BYTES
+                    ahead, step = piece + AHEAD, _PAIR_BYTES
                 elif index < 2 and next_piece < end:
                     # The first two tiles ask for one half each.
                     ahead, step = next_piece + index * count * BLOCK_BYTES // 2, _PAIR_BYTES // 2
                 place = rows + first * stride + block * BLOCK * 2
                 tile(last - first, place, stride, piece, sums + first * PANEL * 4, count, ahead, step)
-        if has_tiles:
-            amx.release()
 
     return multiply
 
