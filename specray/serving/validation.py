@@ -221,23 +221,26 @@ def to_generate_requests(
 ) -> list[GenerateRequest]:
     """One request per prompt and choice, the choices of the first prompt first.
 
-    Choice 0 uses the given seed itself, so that ``n`` changes nothing for it.
+    Choice 0 uses the given seed itself, so that ``n`` changes nothing for it. Without a seed each prompt has
+    one of its own: of the same one, outputs of equal prompts would be equal.
 
     Args:
         request_id: prefix of the requests' ids; unique.
-        draw_seed: gives 64 random bits when the call has no seed; default: the system's generator.
+        draw_seed: gives 64 random bits for each prompt when the call has no seed; default: the system's
+            generator.
 
     Raises:
         InvalidRequestError: an option or a prompt is out of range.
     """
     check_options(options, limits)
     check_prompts(prompts, options, limits)
-    seed = options.seed if options.seed is not None else (draw_seed or _random_seed)()
+    draw = draw_seed or _random_seed
+    seeds = [draw() if options.seed is None else options.seed for _ in prompts]
     return [
         _generate_request(
-            f"{request_id}-{prompt_index}-{choice}", token_ids, mix_seed(seed, choice), options, limits
+            f"{request_id}-{index}-{choice}", token_ids, mix_seed(seed, choice), options, limits
         )
-        for prompt_index, token_ids in enumerate(prompts)
+        for index, (token_ids, seed) in enumerate(zip(prompts, seeds, strict=True))
         for choice in range(options.n or 1)
     ]
 

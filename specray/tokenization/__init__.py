@@ -6,6 +6,6 @@ torch is not needed for a tokenizer whose ``tokenizer.json`` says all.
 """
 
 from specray.tokenization.text import TextStream, make_stop_matcher
-from specray.tokenization.tokenizer import ChatMessage, Tokenizer, vocabulary_fingerprint
+from specray.tokenization.tokenizer import ChatMessage, Tokenizer
 
-__all__ = ["ChatMessage", "TextStream", "Tokenizer", "make_stop_matcher", "vocabulary_fingerprint"]
+__all__ = ["ChatMessage", "TextStream", "Tokenizer", "make_stop_matcher"]

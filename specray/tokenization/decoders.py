@@ -11,6 +11,10 @@ NUM_TAIL_TOKENS = 5
 """Of a prompt, which tell how its output begins. As many as vLLM takes: one character's bytes fit in."""
 
 
+MAX_UNREAD_TOKENS = 16
+"""Bytes that have not become a character among so many are told as U+FFFD: no later byte will mend them."""
+
+
 class TokenDecoder(Protocol):
     """Turns one output's token ids into text, a token at a time."""
 
@@ -71,9 +75,13 @@ class WindowDecoder:
             self.push(token_id)
 
     def push(self, token_id: int) -> str:
+        if self._tokenizer.is_special(token_id) or not self._tokenizer.token_bytes(token_id):
+            # Without a text. The window would only grow by it, and all of it is decoded for every token.
+            return ""
         self._ids.append(token_id)
         text = self._tokenizer.decode(self._ids)
-        if len(text) <= len(self._told) or text.endswith("\ufffd"):
+        is_open = text.endswith("\ufffd") and len(self._ids) - self._num_read < MAX_UNREAD_TOKENS
+        if len(text) <= len(self._told) or is_open:
             return ""
         delta = text[len(self._told) :]
         self._ids = self._ids[self._num_read :]

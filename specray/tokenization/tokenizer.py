@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import threading
@@ -81,11 +80,6 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Entries of the vocabulary, added tokens included; the model's own may be padded beyond it."""
         return self._backend.get_vocab_size(with_added_tokens=True)
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of the vocabulary (tokens and their ids), as hexadecimal digits."""
-        return vocabulary_fingerprint(self._backend.get_vocab(with_added_tokens=True))
 
     @property
     def has_chat_template(self) -> bool:
@@ -176,14 +170,6 @@ class Tokenizer:
             # Decoded alone, a token is a text's first, which loses its space: with and without one are two.
             return token.replace(self._space_mark, " ").encode()
         return self._backend.decode([token_id], skip_special_tokens=False).encode()
-
-
-def vocabulary_fingerprint(vocabulary: Mapping[str, int]) -> str:
-    """SHA-256 over the (id, token) pairs in the order of the ids, as hexadecimal digits."""
-    digest = hashlib.sha256()
-    for token, token_id in sorted(vocabulary.items(), key=lambda entry: (entry[1], entry[0])):
-        digest.update(f"{token_id}\t{token}\n".encode())
-    return digest.hexdigest()
 
 
 def _decoder_steps(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

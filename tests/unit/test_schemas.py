@@ -48,6 +48,23 @@ def test_completion_defaults_are_openais() -> None:
     )
 
 
+@pytest.mark.parametrize(("seed", "seeds"), [(None, [100, 100, 101, 101]), (7, [7, 7, 7, 7])])
+def test_each_prompt_has_a_seed_of_its_own_unless_the_call_has_one(
+    seed: int | None, seeds: list[int]
+) -> None:
+    """Equal prompts of one call are asked for because their outputs are to differ."""
+    drawn = iter([100, 101])
+    requests = to_generate_requests(
+        [(5, 6), (5, 6)],
+        GenerationOptions(n=2, seed=seed),
+        limits=LIMITS,
+        request_id="id",
+        draw_seed=lambda: next(drawn),
+    )
+    choices = [mix_seed(number, choice) for number, choice in zip(seeds, (0, 1, 0, 1), strict=True)]
+    assert [request.sampling.seed for request in requests] == choices
+
+
 def test_default_max_tokens_gives_way_to_a_long_prompt() -> None:
     options = GenerationOptions(default_max_tokens=16)
     (request,) = to_generate_requests([(5,) * 60], options, limits=LIMITS, request_id="id")

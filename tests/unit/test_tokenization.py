@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from tiny_tokenizer import (
     EOS,
     PIECES,
     sentencepiece_tokenizer,
-    tiny_backend,
     tiny_tokenizer,
     write_tiny_tokenizer,
 )
@@ -31,8 +31,8 @@ from specray.tokenization import (
     TextStream,
     Tokenizer,
     make_stop_matcher,
-    vocabulary_fingerprint,
 )
+from specray.tokenization.decoders import WindowDecoder
 
 TOKENIZER = tiny_tokenizer()
 VOCAB_SIZE = 2 + 256 + 6
@@ -190,6 +190,36 @@ def test_window_decoder_keeps_the_space_between_words_and_waits_for_the_second_b
 
 
 @pytest.mark.parametrize(
+    ("token_id", "text", "most"),
+    [
+        (C3, "\ufffd" * 200, 32),
+        (ASSISTANT, "", 0),
+        (2000, "", 0),
+        (NAME, " name" * 200, 2),
+    ],
+)
+def test_tokens_that_complete_no_text_do_not_pile_up_in_the_window(
+    token_id: int, text: str, most: int
+) -> None:
+    """Every push decodes the window: an output of nothing else would take time by its length squared."""
+
+    class Watched:
+        longest = 0
+        is_special, token_bytes = WORDS.is_special, WORDS.token_bytes
+
+        def decode(self, token_ids: Sequence[int]) -> str:
+            self.longest = max(self.longest, len(token_ids))
+            return WORDS.decode(token_ids)
+
+    watched = Watched()
+    decoder = WindowDecoder(watched, [MY])
+    watched.longest = 0
+    shown = "".join(decoder.push(token_id) for _ in range(200)) + decoder.finish()
+    assert shown == text
+    assert watched.longest <= max(most, 1)
+
+
+@pytest.mark.parametrize(
     ("prompt", "shown"),
     [
         ([], "John."),  # the first word of all
@@ -319,7 +349,7 @@ def test_load_through_transformers_gives_the_same_tokens(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": EOS}))
     loaded = Tokenizer.load(tmp_path)
     assert loaded.encode("def hello")[:2] == TOKENIZER.encode("def hello")[:2]
-    assert loaded.fingerprint == TOKENIZER.fingerprint
+    assert loaded.vocab_size == TOKENIZER.vocab_size
     assert loaded.has_chat_template
     assert loaded.eos_token_ids == (EOS,)
 
@@ -364,10 +394,3 @@ def test_load_of_a_damaged_file_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{]")
     with pytest.raises(ConfigError, match=r"tokenizer"):
         Tokenizer.load(tmp_path)
-
-
-def test_fingerprint_changes_with_one_token() -> None:
-    vocabulary = tiny_backend().get_vocab(with_added_tokens=True)
-    assert vocabulary_fingerprint(vocabulary) == TOKENIZER.fingerprint
-    swapped = {**vocabulary, "a": vocabulary["b"], "b": vocabulary["a"]}
-    assert vocabulary_fingerprint(swapped) != TOKENIZER.fingerprint
