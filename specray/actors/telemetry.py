@@ -117,7 +117,7 @@ class AllMetrics:
             return texts if self._monotonic() - said_s <= STALE_S else []
         except SERVE_ERRORS as error:
             # A deployment without replicas, as a Draft that has been scaled to none, is nothing special.
-            logger.debug("no metrics of %s: %s", name, error or type(error).__name__)
+            logger.debug("no metrics of %s: %s", name, str(error) or type(error).__name__)
             return []
         texts = [result for result in results if isinstance(result, str)]
         self._last[name] = self._monotonic(), texts

@@ -171,4 +171,4 @@ async def _raise_for_status(response: aiohttp.ClientResponse) -> None:
 
 
 def _unreachable(url: str, error: Exception) -> EngineLostError:
-    return EngineLostError(f"server {url}: {error or type(error).__name__}")
+    return EngineLostError(f"server {url}: {str(error) or type(error).__name__}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from specray.planning.curves import Surface, interpolate
 from specray.planning.profile import DraftProfile, EngineProfile, LinearTime, TargetProfile
-from specray.router.drafting import num_draft_steps
+from specray.router.draft_steps import num_draft_steps
 from specray.router.session import MAX_SPECULATIVE_TOKENS
 from specray.types import DraftReply, SpeculateItem
 

@@ -12,9 +12,10 @@ it proposes where the model has nothing to offer, and its tokens are accounted f
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from specray.metrics import RouterMetrics
+from specray.router.draft_steps import learn_step
 from specray.router.expected import expected_tokens
 from specray.router.later import Later
 from specray.router.leases import DraftLeases
@@ -22,7 +23,7 @@ from specray.router.links import DraftLink
 from specray.router.live import LiveSession
 from specray.router.plan import OFF, Plan
 from specray.router.policy import FAILED_DRAFT_REST_ROUNDS, Policy
-from specray.router.prospects import MAX_ACCEPTANCE
+from specray.router.prospects import MAX_ACCEPTANCE, max_branches
 from specray.router.records import FILLER, NOTHING_DRAFTED, Commit, Drafted, Lookup
 from specray.router.trace import Trace
 from specray.types import (
@@ -45,9 +46,6 @@ SERIAL_PATIENCE_S = 1.0
 MAX_DRAFT_LOSSES = 3
 """A request that so many drafts in a row were lost with may be what ended them."""
 _FOR_EVER = 1 << 60
-_LONG_ITEM = 64
-"""Items that bring more tokens than this are prefills: their times say nothing about a draft step."""
-
 PROMPTS_FIRST_SHARE = 0.25
 """Of the sessions. On 2 cores, tokens/s of 16 and 32 requests that arrive at once, single runs: 338 and 358
 without this rule, 353 and 367 with it; with fillers left out beside prompts too, 361 and 358 at a half, and
@@ -165,10 +163,10 @@ class Drafting:
             plan = self._plan(live, session.num_remaining - 1, now)
             num_drafts = len(verifying.draft_token_ids)
             fanout = self._policy.fanout(plan, num_drafts)
-            max_branches = self._policy.max_branches(plan, num_drafts, num_running=len(self._running))
+            most = max_branches(plan, num_drafts, num_running=len(self._running))
             if fanout:
                 live.ahead = plan
-                self._push(session.outcomes_item(plan.num_speculative_tokens, fanout, max_branches), now)
+                self._push(session.outcomes_item(plan.num_speculative_tokens, fanout, most), now)
                 is_asked = True
         return is_asked
 
@@ -254,7 +252,8 @@ class Drafting:
                 if isinstance(reply, Proposal):
                     live.draft_forward_s += replies.forward_ns / 1e9
         if asked_since is not None:
-            self._learn(answered, replies.forward_ns / 1e9, now - asked_since)
+            forward_s = replies.forward_ns / 1e9
+            learn_step(self._policy, answered, forward_s, now - asked_since - forward_s)
 
     def _take(self, live: LiveSession, reply: DraftReply) -> bool:
         session = live.session
@@ -293,23 +292,6 @@ class Drafting:
         self._later.add(self._metrics.observe_lookup, result, live.num_drafted)
         if self._trace is not None:
             self._trace.looked_up(live.request_id, result, live.num_drafted)
-
-    def _learn(
-        self, answered: Sequence[tuple[SpeculateItem, DraftReply]], forward_s: float, elapsed_s: float
-    ) -> None:
-        """Measures steps of one kind; mixed ones and prefills say nothing about either."""
-        items = [item for item, _ in answered]
-        kinds = {bool(item.fanout) for item in items}
-        if len(kinds) != 1 or any(len(item.token_ids) > _LONG_ITEM for item in items):
-            return
-        num_tokens = max(num_draft_steps(*answer) for answer in answered)
-        if not items[0].fanout:
-            self._policy.observe_proposal(
-                num_tokens, forward_s, elapsed_s - forward_s, num_sequences=len(answered)
-            )
-            return
-        num_branches = sum(item.max_branches or sum(item.fanout) for item in items)
-        self._policy.observe_outcomes(num_tokens, num_branches, forward_s)
 
     # Losses
 
@@ -399,9 +381,3 @@ class Drafting:
         self.link.push(item, now)
         if self._trace is not None:
             self._trace.draft_asked(item)
-
-
-def num_draft_steps(item: SpeculateItem, reply: DraftReply) -> int:
-    """Of the draft for this answer: the token before which it ended its proposal was drafted too."""
-    asked = item.num_speculative_tokens
-    return min(asked, len(reply.draft_token_ids) + 1) if isinstance(reply, Proposal) else asked

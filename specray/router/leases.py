@@ -148,7 +148,7 @@ class DraftLeases:
             try:
                 await self._lease()
             except Exception as error:
-                logger.warning("no draft, decoding without: %s", error or type(error).__name__)
+                logger.warning("no draft, decoding without: %s", str(error) or type(error).__name__)
                 backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s)
             else:
                 return
@@ -168,7 +168,7 @@ class DraftLeases:
                 else:
                     await close_unused(better, self._clock)
             except Exception as error:
-                logger.info("no better draft: %s", error or type(error).__name__)
+                logger.info("no better draft: %s", str(error) or type(error).__name__)
 
     async def _lease(self) -> None:
         await self._adopt(await within(self._clock, LEASE_TIMEOUT_S, self._source.lease()))

@@ -18,7 +18,7 @@ from specray.router.expected import prior_hit_rate
 from specray.router.measured import Measured
 from specray.router.plan import OFF, OFF_REVIEW_ROUNDS, REVIEW_ROUNDS, Judged, Pacing, Plan
 from specray.router.probes import PROBE_ROUNDS, Probes
-from specray.router.prospects import ANY_K, Prospects, max_branches
+from specray.router.prospects import ANY_K, Prospects
 from specray.router.records import Lookup
 from specray.router.session import MAX_SPECULATIVE_TOKENS
 from specray.router.together import Together
@@ -142,10 +142,6 @@ class Policy:
         if plan.overlap is Overlap.AHEAD:
             return (0,) * num_drafts + (1,)
         return (MAX_NEXT_TOKENS,) * (num_drafts + 1)
-
-    def max_branches(self, plan: Plan, num_drafts: int, *, num_running: int) -> int:
-        """Most branches of one session's outcomes; the draft chooses which. 0: as the fan-out says."""
-        return max_branches(plan, num_drafts, num_running=num_running)
 
     def patience_s(self) -> float | None:
         """How long a round may wait for the draft: four times what it usually takes. None: not measured."""

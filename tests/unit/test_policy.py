@@ -13,7 +13,7 @@ from specray.router.expected import expected_drafts, expected_tokens, prior_hit_
 from specray.router.plan import OFF, OFF_REVIEW_ROUNDS, Pacing, Plan
 from specray.router.policy import Policy
 from specray.router.probes import PROBE_INTERVAL_ROUNDS, PROBE_ROUNDS
-from specray.router.prospects import ANY_K, AUTO_K, WIDTHS
+from specray.router.prospects import ANY_K, AUTO_K, WIDTHS, max_branches
 from specray.router.records import Lookup
 from specray.router.together import MIN_GAIN
 from specray.types import Overlap, Verification
@@ -97,7 +97,7 @@ def test_draft_that_refused_is_left_alone_for_some_rounds() -> None:
 
 def test_fanout_of_each_mode() -> None:
     policy, _ = measured(acceptance=0.58)
-    for plan, fanout, max_branches in (
+    for plan, fanout, most in (
         (Plan(3, Overlap.SERIAL), (), 0),
         (Plan(3, Overlap.AHEAD), (0, 0, 0, 1), 0),
         (Plan(3, Overlap.ENUMERATE, 3), (8, 8, 8, 8), 12),
@@ -105,20 +105,19 @@ def test_fanout_of_each_mode() -> None:
         (OFF, (), 0),
     ):
         assert policy.fanout(plan, 3) == fanout
-        assert policy.max_branches(plan, 3, num_running=1) == max_branches
+        assert max_branches(plan, 3, num_running=1) == most
 
 
 def test_fanout_of_a_round_without_draft_tokens_foresees_the_next_token() -> None:
     policy, _ = measured()
     assert policy.fanout(Plan(3, Overlap.AHEAD), 0) == (1,)
     plan = Plan(3, Overlap.ENUMERATE, 3)
-    assert (policy.fanout(plan, 0), policy.max_branches(plan, 0, num_running=1)) == ((8,), 3)
+    assert (policy.fanout(plan, 0), max_branches(plan, 0, num_running=1)) == ((8,), 3)
 
 
 def test_branches_get_fewer_as_load_grows() -> None:
-    policy, _ = measured()
     plan = Plan(3, Overlap.ENUMERATE, 3)
-    numbers = [policy.max_branches(plan, 3, num_running=count) for count in (1, 8, 12, 64, 200)]
+    numbers = [max_branches(plan, 3, num_running=count) for count in (1, 8, 12, 64, 200)]
     assert numbers == [12, 12, 8, 1, 1]
 
 

@@ -1,7 +1,8 @@
-"""Linear layers of bfloat16 weights with AVX-512's own bfloat16 products.
+"""Linear layers of bfloat16 weights with the processor's own bfloat16 products.
 
-The product itself is ``kernels.product``; here are the layers made of it, and how threads share one: a part
-is some panels, and a thread multiplies a panel and then finishes it (bias, gate, residual, rounding).
+The product itself is ``kernels.product`` (AVX-512) or ``kernels.amx``; here are the layers made of it, and
+how threads share one: a part is some panels, and a thread multiplies a panel and then finishes it (bias,
+gate, residual, rounding).
 """
 
 from __future__ import annotations
