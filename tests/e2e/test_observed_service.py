@@ -204,9 +204,10 @@ async def test_any_ingress_shows_the_metrics_of_every_replica(http: aiohttp.Clie
             return sum(sample.value for sample in found if labels.items() <= sample.labels.items())
 
         num_tokens = sum(answer["usage"]["completion_tokens"] for answer, _ in answers)
-        # Each look at readiness, while nothing else is done, is a request of one token.
+        # Each look at readiness, while nothing else is done, is a request of at most one token: it ends with
+        # the target's next verdict, and two that look at the same time need only one.
         num_looks = total("specray_requests_total") - len(answers)
-        assert total("specray_output_tokens_total") == num_tokens + num_looks
+        assert num_tokens <= total("specray_output_tokens_total") <= num_tokens + num_looks
         calls = total("specray_ingress_calls_total", name="POST /v1/completions", code="200")
         assert calls == len(answers)
         assert total("specray_draft_replica_routers") == REPLICAS["Router"]
