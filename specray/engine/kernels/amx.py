@@ -171,7 +171,7 @@ def _release(context: Any) -> Any:
 
 
 def _configure(builder: Any, first: Any, second: Any) -> None:
-    """Sets the registers' shape.
+    """Sets the registers' shape by 64 bytes: first the palette, from 16 on the lines, from 48 on the rows.
 
     Args:
         first, second: rows of both tiles of rows, 1 to 16.
