@@ -218,8 +218,8 @@ def _make_pack() -> Any:
     return pack_part
 
 
-def _make_linear(make_multiply: Callable[[], Any]) -> Any:
-    multiply = make_multiply()
+def _make_finish() -> Any:
+    """From the sums of a panel to the output."""
     single, half = vectors(PANEL, "float32"), vectors(PANEL, "bfloat16")
     one, one_half = vectors(1, "float32"), vectors(1, "bfloat16")
     load, store, splat, add, sub, mul, div, larger, exp = (
@@ -232,7 +232,6 @@ def _make_linear(make_multiply: Callable[[], Any]) -> Any:
 
     @kernel()
     def finish(args: Any, sums: int, panel: int, first_row: int, num_rows: int) -> None:
-        """From the sums of a panel to the output."""
         size, out = args[_SIZE], args[_OUT]
         kind, is_float = args[_KIND], args[_IS_FLOAT]
         count = min(PANEL, size - panel * PANEL)
@@ -259,6 +258,14 @@ def _make_linear(make_multiply: Callable[[], Any]) -> Any:
                         store_one(out, at + place, number)
                     else:
                         store_one_half(out, at + place, number)
+
+    return finish
+
+
+def _make_linear(make_multiply: Callable[[], Any]) -> Any:
+    multiply, finish = make_multiply(), _make_finish()
+    single = vectors(PANEL, "float32")
+    load, store, splat, zero = single.load, single.store, single.splat, np.float32(0.0)
 
     @kernel()
     def multiply_panel(args: Any, sums: int, panel: int, first_row: int, num_rows: int, end: int) -> None:
