@@ -15,10 +15,10 @@ from numba import carray
 from specray.engine.attention import AttentionStep, SequenceRows
 from specray.engine.cache import BlockCache
 from specray.engine.fused import FusedAttention
-from specray.engine.kernels import amx
 from specray.engine.kernels import attention as attention_module
 from specray.engine.kernels import linear as linear_module
 from specray.engine.kernels import norm as norm_module
+from specray.engine.kernels import tiles
 from specray.engine.kernels.attention import attention_kernel
 from specray.engine.kernels.linear import TiledGate, TiledLinear, can_tile
 from specray.engine.kernels.norm import FusedRMSNorm
@@ -38,9 +38,9 @@ ALONE = Team(1)
 @pytest.fixture(params=["amx", "avx512"])
 def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways of multiplying, where the machine has both."""
-    if request.param == "amx" and not amx.is_usable():
+    if request.param == "amx" and not tiles.is_usable():
         pytest.skip("no AMX here")
-    monkeypatch.setattr(amx, "is_usable", lambda: request.param == "amx")
+    monkeypatch.setattr(tiles, "is_usable", lambda: request.param == "amx")
     return str(request.param)
 
 

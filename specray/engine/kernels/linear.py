@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numba import carray
 
-from specray.engine.kernels import amx
+from specray.engine.kernels import amx, tiles
 from specray.engine.kernels.pages import on_large_pages
 from specray.engine.kernels.product import BLOCK, BLOCK_BYTES, PANEL, multiply_kernel
 from specray.engine.kernels.simd import kernel, vectors
@@ -98,7 +98,7 @@ class _Tiled:
         if weight.numel() < _MIN_SHARED_WEIGHTS:
             self._num_parts = 1
         # Asked in every process: code from the cache needs the system's permission too.
-        self._has_amx = amx.is_usable()
+        self._has_amx = tiles.is_usable()
         self._kernel = _linear_kernel(self._has_amx)
         self._scratch_size = (2 if kind == _GATED else 1) * PANEL
         self._args = np.zeros(_NUM_ARGS, dtype=np.int64)
@@ -121,7 +121,7 @@ class _Tiled:
         if num_rows == 0:
             return out
         is_packed = num_rows > amx.MAX_ROWS and self._has_amx
-        rows_at_once = min(num_rows, _MAX_PACKED_ROWS) if is_packed else num_rows
+        rows_at_once = amx.padded(min(num_rows, _MAX_PACKED_ROWS)) if is_packed else num_rows
         scratch = self._team.empty(self._team.size * rows_at_once * self._scratch_size, torch.float32)
         args = self._args
         args[_STRIDE], args[_ROWS_AT_ONCE] = rows.stride(0) * rows.itemsize, rows_at_once
@@ -139,7 +139,7 @@ class _Tiled:
     def _pack(self, rows: torch.Tensor) -> torch.Tensor:
         """The rows as AMX reads many."""
         num_rows, in_features = rows.shape
-        packed = self._team.empty(amx.packed_size(num_rows, in_features), torch.bfloat16)
+        packed = self._team.empty((amx.padded(num_rows), in_features), torch.bfloat16)
         args = np.array([rows.data_ptr(), packed.data_ptr(), num_rows, in_features // BLOCK], dtype=np.int64)
         self._team.run(_pack_kernel(), args.ctypes.data, self._team.size)
         return packed
@@ -231,18 +231,23 @@ def _make_finish() -> Any:
     zero, unit, lowest = np.float32(0.0), np.float32(1.0), np.float32(-87.0)
 
     @kernel()
-    def finish(args: Any, sums: int, panel: int, first_row: int, num_rows: int) -> None:
+    def finish(args: Any, sums: int, panel: int, first_row: int, num_rows: int, up_sums: int) -> None:
         size, out = args[_SIZE], args[_OUT]
-        kind, is_float = args[_KIND], args[_IS_FLOAT]
+        kind, is_float, bias = args[_KIND], args[_IS_FLOAT], args[_BIAS]
+        num_layers = 2 if kind == _GATED else 1
         count = min(PANEL, size - panel * PANEL)
         for row in range(num_rows):
             at = (first_row + row) * size + panel * PANEL
+            value = load(sums, row * PANEL)
+            if bias:
+                value = add(value, load(bias, panel * num_layers * PANEL))
             if kind == _GATED:
-                gate, up = load(sums, row * PANEL), load(sums, (num_rows + row) * PANEL)
-                inverse = add(splat(unit), exp(sub(splat(zero), larger(gate, splat(lowest)))))
-                store(sums, row * PANEL, mul(div(gate, inverse), up))
+                up = load(up_sums, row * PANEL)
+                if bias:
+                    up = add(up, load(bias, (2 * panel + 1) * PANEL))
+                inverse = add(splat(unit), exp(sub(splat(zero), larger(value, splat(lowest)))))
+                value = mul(div(value, inverse), up)
             if count == PANEL:
-                value = load(sums, row * PANEL)
                 if kind == _PLUS:
                     value = add(value, load_half(args[_SUMMAND], at))
                 if is_float:
@@ -250,6 +255,7 @@ def _make_finish() -> Any:
                 else:
                     store_half(out, at, value)
             else:
+                store(sums, row * PANEL, value)
                 for place in range(count):
                     number = load_one(sums, row * PANEL + place)
                     if kind == _PLUS:
@@ -264,25 +270,20 @@ def _make_finish() -> Any:
 
 def _make_linear(make_multiply: Callable[[], Any]) -> Any:
     multiply, finish = make_multiply(), _make_finish()
-    single = vectors(PANEL, "float32")
-    load, store, splat, zero = single.load, single.store, single.splat, np.float32(0.0)
 
     @kernel()
-    def multiply_panel(args: Any, sums: int, panel: int, first_row: int, num_rows: int, end: int) -> None:
+    def do_panel(args: Any, sums: int, panel: int, first_row: int, num_rows: int, end: int) -> None:
         """Some rows; sums of the gate, and behind them of what it is for."""
         num_blocks, stride = args[_NUM_BLOCKS], args[_STRIDE]
         num_layers = 2 if args[_KIND] == _GATED else 1
+        # Also of packed rows, where a tile of them is as large as it was; the last one is full.
+        rows = args[_ROWS] + first_row * num_blocks * BLOCK * 2
+        count = min(args[_ROWS_AT_ONCE], num_rows + -num_rows % amx.TILE_ROWS)
         for layer in range(num_layers):
             place = panel * num_layers + layer
-            for row in range(num_rows):
-                first = splat(zero)
-                if args[_BIAS]:
-                    first = load(args[_BIAS], place * PANEL)
-                store(sums, (layer * num_rows + row) * PANEL, first)
-            # Also of packed rows, where a tile of them is as large as it was.
-            rows = args[_ROWS] + first_row * num_blocks * BLOCK * 2
             weight = args[_WEIGHT] + place * num_blocks * BLOCK_BYTES
-            multiply(rows, stride, weight, sums + layer * num_rows * PANEL * 4, num_rows, num_blocks, end)
+            multiply(rows, stride, weight, sums + layer * count * PANEL * 4, count, num_blocks, end)
+        finish(args, sums, panel, first_row, num_rows, sums + count * PANEL * 4)
 
     def linear(address: int, part: int, num_parts: int, thread: int) -> None:
         args = carray(as_pointer(address), (_NUM_ARGS,), np.int64)
@@ -297,7 +298,6 @@ def _make_linear(make_multiply: Callable[[], Any]) -> Any:
             for first_row in range(0, num_rows, rows_at_once):
                 count = min(rows_at_once, num_rows - first_row)
                 for panel in range(group, min(last_panel, group + panels_at_once)):
-                    multiply_panel(args, sums, panel, first_row, count, end)
-                    finish(args, sums, panel, first_row, count)
+                    do_panel(args, sums, panel, first_row, count, end)
 
     return linear

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from specray.engine.kernels.simd import call_prefetch, kernel
+from specray.engine.kernels.simd import call_prefetch, kernel, vectors
 
 PANEL = 32
 """Output features of a panel."""
@@ -37,17 +38,21 @@ AHEAD = 8192
 
 
 def multiply_kernel() -> Any:
-    """``(rows, stride, weight, sums, num_rows, num_blocks, end)``: adds ``rows @ panel`` to the sums.
+    """``(rows, stride, weight, sums, num_rows, num_blocks, end)``: the sums become ``rows @ panel``.
 
     Addresses of rows, of the panel and of sums ``[num_rows, 32]``; bytes between rows; ``end`` is behind the
     last weight that this thread will read soon.
     """
     tile = _make_tile()
+    line = vectors(PANEL, "float32")
+    store, splat, zero = line.store, line.splat, np.float32(0.0)
 
     @kernel()
     def multiply(
         rows: int, stride: int, weight: int, sums: int, num_rows: int, num_blocks: int, end: int
     ) -> None:
+        for row in range(num_rows):
+            store(sums, row * PANEL, splat(zero))
         num_tiles = (num_rows + _MAX_ROWS_AT_ONCE - 1) // _MAX_ROWS_AT_ONCE
         blocks_at_once = num_blocks if num_tiles == 1 else _BLOCKS_AT_ONCE
         for block in range(0, num_blocks, blocks_at_once):
