@@ -14,7 +14,8 @@ from specray.engine.kernels.span import Span
 if TYPE_CHECKING:
     from specray.engine.attention import AttentionStep
     from specray.engine.cache import BlockCache
-    from specray.engine.kernels.team import Kernel, Team
+    from specray.engine.kernels.attention import AttentionKernel
+    from specray.engine.kernels.team import Team
     from specray.engine.lowered import HeadNorm
 
 
@@ -28,7 +29,7 @@ class FusedAttention:
         scale: factor on the dot products.
     """
 
-    kernel: Kernel
+    kernel: AttentionKernel
     team: Team
     num_heads: int
     num_kv_heads: int

@@ -9,52 +9,24 @@ Sums are float32.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numba import carray
 
-from specray.engine.kernels.scores import TILE, scores_kernel
-from specray.engine.kernels.simd import kernel, prefetch, vectors
-from specray.engine.kernels.softmax import softmax_kernel
+from specray.engine.kernels import attend, fields, tiles
+from specray.engine.kernels.flash import attend as flash
+from specray.engine.kernels.simd import kernel, vectors
 from specray.engine.kernels.span import Span
 from specray.engine.kernels.team import Kernel, Team, as_pointer
 
-_LINE = 64
-"""Bytes of a cache line."""
 _MAX_QUERIES = 32
 """Query heads times rows that are served from one reading of keys and values."""
 _PARTS_PER_THREAD = 4
 _MIN_SHARED_WORK = 32_768
 """Numbers of K and V to read, below which a second thread costs more than it brings."""
-
-# Fields of the block of 64-bit numbers that the kernel is given; addresses unless said otherwise.
-_QKV = 0  # [num_rows, num_heads + 2 * num_kv_heads, head_dim]
-_CACHE = 1  # [num_slots, 2 * num_kv_heads, head_dim]
-_OUT = 2  # [num_rows, num_heads, head_dim]
-_NORM = 3  # [num_heads + num_kv_heads, head_dim], or 0
-_WINDOW = 4  # a number; 0: none
-_SPANS = 5  # int64 [num_spans, 7]
-_RUNS = 6  # int64 [., 3]: first position, last + 1, first slot
-_COS = 7  # float32 [max_model_len, head_dim / 2]
-_SIN = 8
-_SCRATCH = 9  # float32, _SCRATCH_SIZE for each thread
-_SCRATCH_SIZE = 10  # a number
-_NUM_SPANS = 11  # a number
-_NUM_KV_HEADS = 12  # a number
-_GROUP_SIZE = 13  # a number
-_NUM_QUERY_NUMBERS = 14  # a number: of the scratch, what is for the queries
-_SCALE_EPS = 15  # two float32, not an address
-_BRANCHES = 16  # int64 [., 4]
-_NUM_ARGS = 17
-
-# Columns of a span: the rows of one sequence. _FIRST_BRANCH is that of its first row, or -1.
-_START, _FIRST_ROW, _NUM_ROWS, _FIRST_RUN, _NUM_RUNS, _COST, _FIRST_BRANCH = range(7)
-_NUM_COLUMNS = 7
-# Columns of a branch row.
-_POSITION, _PLACE, _TRUNK_LEN, _FIRST_PLACE = range(4)
 
 _ONE = np.float32(1.0)
 
@@ -73,7 +45,7 @@ class AttentionCall:
 
     def __init__(
         self,
-        kernel: Kernel,
+        kernel: AttentionKernel,
         team: Team,
         spans: Sequence[Span],
         *,
@@ -105,13 +77,14 @@ class AttentionCall:
             work += cost * num_kv_heads
             num_query_numbers = max(num_query_numbers, num_queries * num_kv_heads * head_dim)
             # All heads of few rows, or one head of some of many.
-            num_at_once = min(num_queries, max(_MAX_QUERIES, group_size)) * num_kv_heads
-            num_scratch = max(num_scratch, num_at_once * (end + 2 * TILE + head_dim))
+            num_at_once = min(num_queries, max(_MAX_QUERIES, group_size))
+            num_scratch = max(num_scratch, kernel.scratch_size(num_at_once, num_kv_heads, head_dim, end))
         self._team = team
         is_shared = team.size > 1 and work * head_dim >= _MIN_SHARED_WORK
         self._num_parts = min(len(spans) * num_kv_heads, _PARTS_PER_THREAD * team.size) if is_shared else 1
-        num_scratch += num_query_numbers + TILE * head_dim
-        scratch = torch.empty(team.size * num_scratch)
+        num_scratch += num_query_numbers
+        # Zeros, as what nobody needs is computed with as well, and slowly with the least of numbers.
+        scratch = torch.zeros(team.size * num_scratch)
         table = np.array(columns, dtype=np.int64)
         self._args = np.array(
             [
@@ -131,7 +104,7 @@ class AttentionCall:
             ],
             dtype=np.int64,
         )
-        self._scale_eps = self._args.view(np.float32)[2 * _SCALE_EPS :]
+        self._scale_eps = self._args.view(np.float32)[2 * fields.SCALE_EPS :]
         self._scale_eps[0] = scale
         self._args_address = self._args.ctypes.data
         self._kept = (table, runs, branches, scratch, tables)  # what the addresses point to
@@ -158,10 +131,14 @@ class AttentionCall:
         """
         out = self._team.empty((qkv.shape[0], self._num_heads, qkv.shape[2]), qkv.dtype)
         args = self._args
-        args[_QKV], args[_CACHE], args[_OUT] = qkv.data_ptr(), cache.data_ptr(), out.data_ptr()
-        args[_WINDOW] = window or 0
+        args[fields.QKV], args[fields.CACHE], args[fields.OUT] = (
+            qkv.data_ptr(),
+            cache.data_ptr(),
+            out.data_ptr(),
+        )
+        args[fields.WINDOW] = window or 0
         if norm is not None:
-            args[_NORM], self._scale_eps[1] = norm[0].data_ptr(), norm[1]
+            args[fields.NORM], self._scale_eps[1] = norm[0].data_ptr(), norm[1]
         self._team.run(self._kernel, self._args_address, self._num_parts)
         return out
 
@@ -174,52 +151,73 @@ class AttentionCall:
         Returns:
             The number of parts.
         """
-        args[:, _SPANS:_SCALE_EPS] = self._args[_SPANS:_SCALE_EPS]
-        args[:, _BRANCHES] = self._args[_BRANCHES]
+        args[:, fields.SPANS : fields.SCALE_EPS] = self._args[fields.SPANS : fields.SCALE_EPS]
+        args[:, fields.BRANCHES] = self._args[fields.BRANCHES]
         return self._num_parts
 
 
-@functools.cache
-def attention_kernel(head_dim: int, dtype: str) -> Kernel:
+class AttentionKernel(Kernel):
+    """The kernel, and how much room it needs."""
+
+    __slots__ = ("scratch_size",)
+
+    def __init__(self, name: str, make: Callable[[], Any], scratch_size: Callable[[int, int, int, int], int]):
+        super().__init__(name, fields.NUM_ARGS, make)
+        self.scratch_size = scratch_size
+
+
+def attention_kernel(head_dim: int, dtype: str) -> AttentionKernel:
     """The kernel for heads of ``head_dim`` numbers that are ``bfloat16`` or ``float32``."""
-    return Kernel(f"attention-{dtype}-{head_dim}", _NUM_ARGS, lambda: _make_attention(head_dim, dtype))
+    # Asked in every process: code from the cache needs the system's permission too.
+    return _attention_kernel(
+        head_dim, dtype, dtype == "bfloat16" and flash.fits(head_dim) and tiles.is_usable()
+    )
 
 
-def _make_attention(head_dim: int, dtype: str) -> Any:
+@functools.cache
+def _attention_kernel(head_dim: int, dtype: str, has_amx: bool) -> AttentionKernel:
+    if has_amx:
+        make = functools.partial(_make_attention, head_dim, dtype, flash.attend_kernel(head_dim))
+        return AttentionKernel(f"attention-amx-{head_dim}", make, flash.scratch_size)
+    make = functools.partial(_make_attention, head_dim, dtype, attend.attend_kernel(head_dim, dtype))
+    return AttentionKernel(f"attention-{dtype}-{head_dim}", make, attend.scratch_size)
+
+
+def _make_attention(head_dim: int, dtype: str, attend: Any) -> Any:
     rotate = _rotate_kernel(head_dim, dtype)
-    attend = _attend_kernel(head_dim, dtype)
 
     def attention(address: int, part: int, num_parts: int, thread: int) -> None:
-        args = carray(as_pointer(address), (_NUM_ARGS,), np.int64)
-        spans = carray(as_pointer(args[_SPANS]), (args[_NUM_SPANS], _NUM_COLUMNS), np.int64)
-        num_kv_heads = args[_NUM_KV_HEADS]
+        args = carray(as_pointer(address), (fields.NUM_ARGS,), np.int64)
+        spans = carray(as_pointer(args[fields.SPANS]), (args[fields.NUM_SPANS], fields.NUM_COLUMNS), np.int64)
+        num_kv_heads = args[fields.NUM_KV_HEADS]
         total = 0
         for index in range(len(spans)):
-            total += spans[index, _COST] * num_kv_heads
+            total += spans[index, fields.COST] * num_kv_heads
         # The part's heads are those that begin in its share of the total cost.
         first, last = total * part // num_parts, total * (part + 1) // num_parts
         before = 0
         for index in range(len(spans)):
-            cost = spans[index, _COST]
+            cost = spans[index, fields.COST]
             first_head = min(num_kv_heads, max(0, (first - before + cost - 1) // cost))
             last_head = min(num_kv_heads, max(0, (last - before + cost - 1) // cost))
             before += cost * num_kv_heads
             if first_head < last_head:
-                queries = args[_SCRATCH] + thread * args[_SCRATCH_SIZE] * 4
-                rotate(args, spans[index], first_head, last_head, queries)
-                num_rows, group_size = spans[index, _NUM_ROWS], args[_GROUP_SIZE]
+                span, heads, after = spans[index], (first_head, last_head), spans[index]
+                queries = args[fields.SCRATCH] + thread * args[fields.SCRATCH_SIZE] * 4
+                rotate(args, span, first_head, last_head, queries)
+                num_rows, group_size = span[fields.NUM_ROWS], args[fields.GROUP_SIZE]
                 if num_rows * group_size <= _MAX_QUERIES:
-                    attend(args, spans[index], (first_head, last_head), 0, num_rows, queries, thread)
+                    if before < last and index + 1 < len(spans):
+                        after = spans[index + 1]
+                    attend(args, span, heads, (0, num_rows), queries, thread, after)
                 else:
                     # Head by head and some rows at a time, so that the weights stay in the second cache.
                     step = max(1, _MAX_QUERIES // group_size)
                     for head in range(first_head, last_head):
                         for row in range(0, num_rows, step):
                             place = ((head - first_head) * num_rows + row) * group_size * head_dim * 4
-                            last_row = min(num_rows, row + step)
-                            attend(
-                                args, spans[index], (head, head + 1), row, last_row, queries + place, thread
-                            )
+                            rows = row, min(num_rows, row + step)
+                            attend(args, span, (head, head + 1), rows, queries + place, thread, after)
 
     return attention
 
@@ -235,25 +233,31 @@ def _rotate_kernel(head_dim: int, dtype: str) -> Any:
     @kernel()
     def rotate(args: Any, span: Any, first_head: int, last_head: int, queries: int) -> None:
         """Norms and rotates; puts scaled queries at ``queries``, keys and values into the cache."""
-        qkv, cache, norm = args[_QKV], args[_CACHE], args[_NORM]
-        num_kv_heads, group_size = args[_NUM_KV_HEADS], args[_GROUP_SIZE]
+        qkv, cache, norm = args[fields.QKV], args[fields.CACHE], args[fields.NORM]
+        num_kv_heads, group_size = args[fields.NUM_KV_HEADS], args[fields.GROUP_SIZE]
         num_heads = num_kv_heads * group_size
         row_size, slot_size = (num_heads + 2 * num_kv_heads) * head_dim, 2 * num_kv_heads * head_dim
-        scale_eps = args.view(np.float32)[2 * _SCALE_EPS :]
-        runs = carray(as_pointer(args[_RUNS]), (span[_FIRST_RUN] + span[_NUM_RUNS], 3), np.int64)
-        branches = carray(as_pointer(args[_BRANCHES]), (span[_FIRST_BRANCH] + span[_NUM_ROWS], 4), np.int64)
+        scale_eps = args.view(np.float32)[2 * fields.SCALE_EPS :]
+        runs = carray(
+            as_pointer(args[fields.RUNS]), (span[fields.FIRST_RUN] + span[fields.NUM_RUNS], 3), np.int64
+        )
+        branches = carray(
+            as_pointer(args[fields.BRANCHES]),
+            (span[fields.FIRST_BRANCH] + span[fields.NUM_ROWS], 4),
+            np.int64,
+        )
         scale = splat(scale_eps[0])
-        run, kept = span[_FIRST_RUN], 0
-        for index in range(span[_NUM_ROWS]):
-            position, row = span[_START] + index, (span[_FIRST_ROW] + index) * row_size
+        run, kept = span[fields.FIRST_RUN], 0
+        for index in range(span[fields.NUM_ROWS]):
+            position, row = span[fields.START] + index, (span[fields.FIRST_ROW] + index) * row_size
             place = position
-            if span[_FIRST_BRANCH] >= 0:
-                position = branches[span[_FIRST_BRANCH] + index, _POSITION]
-                place = branches[span[_FIRST_BRANCH] + index, _PLACE]
+            if span[fields.FIRST_BRANCH] >= 0:
+                position = branches[span[fields.FIRST_BRANCH] + index, fields.POSITION]
+                place = branches[span[fields.FIRST_BRANCH] + index, fields.PLACE]
             while runs[run, 1] <= place:
                 run += 1
             slot = (runs[run, 2] + place - runs[run, 0]) * slot_size
-            cos, sin = table(args[_COS], position * half), table(args[_SIN], position * half)
+            cos, sin = table(args[fields.COS], position * half), table(args[fields.SIN], position * half)
             # The query heads of each kv head, then the kv head itself.
             for head in range(first_head, last_head):
                 for member in range(group_size + 1):
@@ -273,7 +277,7 @@ def _rotate_kernel(head_dim: int, dtype: str) -> Any:
                         store(cache, slot + head * head_dim + half, new_high)
                     else:
                         # Grouped by kv head, then row, then member.
-                        kept = ((head - first_head) * span[_NUM_ROWS] + index) * group_size + member
+                        kept = ((head - first_head) * span[fields.NUM_ROWS] + index) * group_size + member
                         keep(queries, kept * head_dim, mul(new_low, scale))
                         keep(queries, kept * head_dim + half, mul(new_high, scale))
                 value = row + (num_heads + num_kv_heads + head) * head_dim
@@ -282,115 +286,3 @@ def _rotate_kernel(head_dim: int, dtype: str) -> Any:
                 store(cache, copy + half, load(qkv, value + half))
 
     return rotate
-
-
-def _attend_kernel(head_dim: int, dtype: str) -> Any:
-    stored, single = vectors(head_dim, dtype), vectors(head_dim, "float32")
-    load, store = stored.load, stored.store
-    fetch, keep, splat, mul, fma = single.load, single.store, single.splat, single.mul, single.fma
-    scores, softmax, item_size = scores_kernel(head_dim), softmax_kernel(), 2 if dtype == "bfloat16" else 4
-    zero, query_bytes = np.float32(0.0), head_dim * 4
-
-    @kernel()
-    def attend(
-        args: Any, span: Any, heads: tuple[int, int], first_row: int, last_row: int, queries: int, thread: int
-    ) -> None:
-        """Attends with some rows and heads of a span.
-
-        Args:
-            heads: first and last + 1 of the kv heads.
-            queries: address of what ``rotate`` has left: float32, kv head after kv head, row after row.
-        """
-        cache, window = args[_CACHE], args[_WINDOW]
-        num_kv_heads, group_size = args[_NUM_KV_HEADS], args[_GROUP_SIZE]
-        first_head, last_head = heads
-        slot_size, num_heads = 2 * num_kv_heads * head_dim, num_kv_heads * group_size
-        num_queries = (last_row - first_row) * group_size
-        start, end, branch = span[_START] + first_row, span[_START] + last_row, span[_FIRST_BRANCH]
-        branches = carray(as_pointer(args[_BRANCHES]), (branch + last_row, 4), np.int64)
-        if branch >= 0:
-            start, end = span[_START], branches[branch + last_row - 1, _PLACE] + 1
-        first_position = max(0, start - window + 1) if window else 0
-        stride = (end + TILE - 1) // TILE * TILE
-        num_all = (last_head - first_head) * num_queries
-        sums = args[_SCRATCH] + (thread * args[_SCRATCH_SIZE] + args[_NUM_QUERY_NUMBERS]) * 4
-        tile = sums + num_all * head_dim * 4
-        weights_address = tile + TILE * head_dim * 4
-        # A tile may end behind the last token; a factor for the sum lies there afterwards.
-        weights_size = stride + TILE
-        weights = carray(as_pointer(weights_address), (num_all, weights_size), np.float32)
-        last_run = span[_FIRST_RUN] + span[_NUM_RUNS]
-        runs = carray(as_pointer(args[_RUNS]), (last_run, 3), np.int64)
-
-        for run in range(span[_FIRST_RUN], last_run):
-            shift = runs[run, 2] - runs[run, 0]
-            last = min(end, runs[run, 1])
-            for begin in range(max(first_position, runs[run, 0]), last, TILE):
-                count = min(TILE, last - begin)
-                for head in range(last_head - first_head):
-                    key = (begin + shift) * slot_size + (first_head + head) * head_dim
-                    for token in range(count):
-                        keep(tile, token * head_dim, load(cache, key + token * slot_size))
-                        ahead = cache + (key + (token + TILE) * slot_size) * item_size
-                        for byte in range(0, head_dim * item_size, _LINE):
-                            prefetch(ahead + byte)
-                    # Two queries for each look at a key.
-                    for index in range(head * num_queries, (head + 1) * num_queries, 2):
-                        other = min(index + 1, (head + 1) * num_queries - 1)
-                        query, other_query = queries + index * query_bytes, queries + other * query_bytes
-                        found = weights_address + (index * weights_size + begin) * 4
-                        other_found = weights_address + (other * weights_size + begin) * 4
-                        scores(query, other_query, tile, found, other_found)
-
-        for index in range(num_all):
-            member = index % num_queries // group_size
-            position = start + member
-            highest = own_first = own_last = position + 1
-            if branch >= 0:
-                line = branches[branch + first_row + member]
-                position, highest, own_first, own_last = (
-                    line[_POSITION], line[_TRUNK_LEN], line[_FIRST_PLACE], line[_PLACE] + 1
-                )  # fmt: skip
-            lowest = max(0, position - window + 1) if window else 0
-            if lowest > highest:
-                own_first, lowest = own_first + lowest - highest, highest
-            row = weights_address + index * weights_size * 4
-            softmax(weights, row, index, first_position, (lowest, highest, own_first, own_last))
-            keep(sums, index * head_dim, splat(zero))
-
-        for run in range(span[_FIRST_RUN], last_run):
-            shift = runs[run, 2] - runs[run, 0]
-            last = min(end, runs[run, 1])
-            for begin in range(max(first_position, runs[run, 0]), last, TILE):
-                count = min(TILE, last - begin)
-                for head in range(last_head - first_head):
-                    value = (begin + shift) * slot_size + (num_kv_heads + first_head + head) * head_dim
-                    for token in range(count):
-                        keep(tile, token * head_dim, load(cache, value + token * slot_size))
-                        ahead = cache + (value + (token + TILE) * slot_size) * item_size
-                        for byte in range(0, head_dim * item_size, _LINE):
-                            prefetch(ahead + byte)
-                    for index in range(head * num_queries, (head + 1) * num_queries, 2):
-                        other = min(index + 1, (head + 1) * num_queries - 1)
-                        weighted, other_weighted = (
-                            fetch(sums, index * head_dim),
-                            fetch(sums, other * head_dim),
-                        )
-                        for token in range(count):
-                            number = fetch(tile, token * head_dim)
-                            weight, other_weight = (
-                                weights[index, begin + token],
-                                weights[other, begin + token],
-                            )
-                            weighted = fma(splat(weight), number, weighted)
-                            other_weighted = fma(splat(other_weight), number, other_weighted)
-                        keep(sums, index * head_dim, weighted)
-                        keep(sums, other * head_dim, other_weighted)
-
-        for index in range(num_all):
-            row = span[_FIRST_ROW] + first_row + index % num_queries // group_size
-            head = (first_head + index // num_queries) * group_size + index % group_size
-            factor = splat(weights[index, weights_size - TILE])
-            store(args[_OUT], (row * num_heads + head) * head_dim, mul(factor, fetch(sums, index * head_dim)))
-
-    return attend

@@ -1,8 +1,8 @@
-"""AMX, for kernels: registers that hold 16 rows of 64 bytes, and the product of two of them in one instruction.
+"""AMX, for kernels: registers of 16 rows of 64 bytes, and the product of two of them in one instruction.
 
-Intel: *Architecture Instruction Set Extensions*, chapter 3 (LDTILECFG, TILELOADD, TDPBF16PS). The product adds
-to float32 ``[m, n]`` what bfloat16 ``[m, 2k]`` and ``[k, n, 2]`` give, pair after pair: a number of the result
-depends on its own row and column alone, whatever else the registers hold.
+Intel: *Architecture Instruction Set Extensions*, chapter 3 (LDTILECFG, TILELOADD, TDPBF16PS). The product
+adds to float32 ``[m, n]`` what bfloat16 ``[m, 2k]`` and ``[k, n, 2]`` give, pair after pair: a number of the
+result depends on its own row and column alone, whatever else the registers hold.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ release: Callable[[], None] = _command("tilerelease")
 
 
 def configure(*groups: tuple[int, ...]) -> Any:
-    """``(rows, bytes of a row)``, as many pairs as there are groups: sets the shape of each group's registers.
+    """``((rows, bytes of a row, ...))``, two for each group of registers: sets their shape.
 
     A register without rows or bytes is refused, also one that is not used.
     """
@@ -133,6 +133,6 @@ def configure(*groups: tuple[int, ...]) -> Any:
         return context.get_dummy_value()
 
     def set_shapes(context: Any, shapes: Any) -> Any:
-        return types.void(types.UniTuple(types.int64, 2 * len(groups))), code
+        return types.void(types.containers.UniTuple(types.int64, 2 * len(groups))), code
 
     return intrinsic(set_shapes)

@@ -1,0 +1,29 @@
+"""What the attention kernel is given: the places of its 64-bit arguments, and the columns of its tables."""
+
+from __future__ import annotations
+
+# Fields of the block of 64-bit numbers that the kernel is given; addresses unless said otherwise.
+QKV = 0  # [num_rows, num_heads + 2 * num_kv_heads, head_dim]
+CACHE = 1  # [num_slots, 2 * num_kv_heads, head_dim]
+OUT = 2  # [num_rows, num_heads, head_dim]
+NORM = 3  # [num_heads + num_kv_heads, head_dim], or 0
+WINDOW = 4  # a number; 0: none
+SPANS = 5  # int64 [num_spans, 7]
+RUNS = 6  # int64 [., 3]: first position, last + 1, first slot
+COS = 7  # float32 [max_model_len, head_dim / 2]
+SIN = 8
+SCRATCH = 9  # float32, SCRATCH_SIZE for each thread
+SCRATCH_SIZE = 10  # a number
+NUM_SPANS = 11  # a number
+NUM_KV_HEADS = 12  # a number
+GROUP_SIZE = 13  # a number
+NUM_QUERY_NUMBERS = 14  # a number: of the scratch, what is for the queries
+SCALE_EPS = 15  # two float32, not an address
+BRANCHES = 16  # int64 [., 4]
+NUM_ARGS = 17
+
+# Columns of a span: the rows of one sequence. FIRST_BRANCH is that of its first row, or -1.
+START, FIRST_ROW, NUM_ROWS, FIRST_RUN, NUM_RUNS, COST, FIRST_BRANCH = range(7)
+NUM_COLUMNS = 7
+# Columns of a branch row.
+POSITION, PLACE, TRUNK_LEN, FIRST_PLACE = range(4)

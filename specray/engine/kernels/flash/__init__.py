@@ -1,0 +1,1 @@
+"""Attention of bfloat16 with AMX; see ``attend``."""

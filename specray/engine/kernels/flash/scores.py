@@ -1,0 +1,117 @@
+"""Keys times queries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import carray
+
+from specray.engine.kernels import fields, tiles
+from specray.engine.kernels.flash.ahead import STEPS, ask_kernel
+from specray.engine.kernels.flash.work import (
+    CHUNK,
+    COLUMNS,
+    QUERIES,
+    SCORES,
+    TOKENS,
+    Work,
+    place_of,
+    run_of,
+    runs_address,
+    runs_at,
+    slot,
+)
+from specray.engine.kernels.simd import kernel, vectors
+from specray.engine.kernels.team import as_pointer
+
+_ZERO = np.float32(0.0)
+
+
+def pack_kernel(head_dim: int) -> Any:
+    single, half = vectors(head_dim, "float32"), vectors(head_dim, "bfloat16")
+    load, store, splat, num_pairs = single.load, half.store, half.splat, head_dim // 2
+
+    @kernel()
+    def pack(args: Any, work: Work, queries: int, first_position: int) -> None:
+        """Queries to bfloat16, two numbers of a query beside the same two of the next."""
+        packed = carray(as_pointer(work.queries), (work.num_groups, num_pairs, COLUMNS), np.int32)
+        rounded = carray(as_pointer(work.keys), (num_pairs,), np.int32)
+        last_seen = carray(as_pointer(work.last_seen), (work.num_groups, COLUMNS), np.float32)
+        packed[:] = 0
+        for head in range(work.num_heads):
+            for index in range(work.num_queries):
+                group, column = place_of(work, head, index)
+                last_seen[group, column] = first_position + index // args[fields.GROUP_SIZE]
+                store(work.keys, 0, load(queries, (head * work.num_queries + index) * head_dim))
+                for number in range(num_pairs):
+                    packed[group, number, column] = rounded[number]
+        store(work.nothing, 0, splat(_ZERO))
+
+    return pack
+
+
+def score_kernel(head_dim: int) -> Any:
+    ask, half = ask_kernel(head_dim), vectors(head_dim, "bfloat16")
+    load_queries, multiply = _make_scores(head_dim // 32)
+    load_row, store_row = half.load, half.store
+    head_bytes, queries_bytes = head_dim * 2, head_dim // 2 * tiles.LINE
+
+    @kernel()
+    def score(args: Any, span: Any, work: Work, heads: tuple[int, int], part: int, chunk: int) -> None:
+        """Scores of a chunk's tokens and one group of queries: of some heads, or a part of one."""
+        runs, slot_bytes = runs_at(runs_address(args, span)), 2 * args[fields.NUM_KV_HEADS] * head_bytes
+        first_run = run_of(runs, 0, chunk)
+        for head in range(heads[0], heads[1]):
+            offset, run = (work.first_head + head) * head_bytes, first_run
+            group, column = place_of(work, head, part * COLUMNS)
+            queries = work.queries + group * queries_bytes + column * 4
+            load_queries(queries)
+            for token in range(chunk, min(chunk + CHUNK, work.end), tiles.ROWS):
+                if part == 0:
+                    ask(args, work, head * STEPS + (token - chunk) // tiles.ROWS + 1)
+                scores = work.scores + (group * CHUNK + token - chunk) * tiles.LINE + column * 4
+                run = run_of(runs, run, token)
+                if token + tiles.ROWS <= runs[run, 1]:
+                    keys = slot(args, runs, run, token, slot_bytes) + offset
+                    multiply(keys, slot_bytes, queries, scores)
+                else:
+                    there = run
+                    for index in range(min(tiles.ROWS, work.end - token)):
+                        there = run_of(runs, there, token + index)
+                        key = slot(args, runs, there, token + index, slot_bytes) + offset
+                        store_row(work.keys, index * head_dim, load_row(key, 0))
+                    multiply(work.keys, head_bytes, queries, scores)
+
+    return score
+
+
+def _make_scores(num_pieces: int) -> Any:
+    """``(address)``: loads queries, and ``(keys, stride, address, scores)``: multiplies keys with them."""
+    clear, keep, load_keys = tiles.zero(SCORES), tiles.store(SCORES), tiles.load(TOKENS)
+    load_even, load_odd = (tiles.load(register) for register in QUERIES)
+    even, odd = (tiles.multiply(SCORES, TOKENS, register) for register in QUERIES)
+
+    @kernel()
+    def load_queries(place: int) -> None:
+        load_even(place, tiles.LINE)
+        if num_pieces > 1:
+            load_odd(place + tiles.BYTES, tiles.LINE)
+
+    @kernel()
+    def multiply(keys: int, stride: int, place: int, scores: int) -> None:
+        clear()
+        load_keys(keys, stride)
+        even()
+        if num_pieces > 1:
+            load_keys(keys + tiles.LINE, stride)
+            odd()
+        for piece in range(2, num_pieces):
+            load_even(place + piece * tiles.BYTES, tiles.LINE)
+            load_keys(keys + piece * tiles.LINE, stride)
+            even()
+        if num_pieces > 2:
+            load_even(place, tiles.LINE)
+        keep(scores, tiles.LINE)
+
+    return load_queries, multiply
