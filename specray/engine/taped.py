@@ -1,8 +1,8 @@
-"""The lowered decoder on CPU, taped: each shape of step runs as it is once, and from then on in one call."""
+"""The lowered decoder on CPU, taped: each shape of step runs as it is twice, then from a recording."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,9 +20,12 @@ from specray.engine.lowering import TableEmbedding
 if TYPE_CHECKING:
     from specray.engine.cache import BlockCache
 
-_MAX_ROWS = 64
+_MAX_ROWS = 320
 """With more, Python between the kernels is a small part."""
-_MAX_TAPES = 128
+_MAX_TAPES = 256
+_RUNS_BEFORE = 2
+"""Of a shape, until it is recorded, which takes twice as long as the forward alone saves."""
+_MAX_COUNTED = 4096
 
 _Shape = tuple[int, int]
 """Rows, and how many of the last ones want logits."""
@@ -51,6 +54,8 @@ class TapedForward:
         self._arena = Arena()
         # Least recently used first.
         self._tapes: OrderedDict[_Shape, _Taped] = OrderedDict()
+        self._num_runs: Counter[_Shape] = Counter()
+        """Of shapes without a tape."""
 
     @property
     def name(self) -> str:
@@ -68,12 +73,19 @@ class TapedForward:
         shape = (num_rows, num_rows - first)
         taped = self._tapes.get(shape)
         if taped is None or taped.cache is not step.attention.cache:
-            return self._record(shape, step)
+            return self._record(shape, step) if self._is_due(shape) else self._forward(step)
         self._tapes.move_to_end(shape)
         torch.index_select(self._table, 0, step.token_ids, out=taped.hidden)
         taped.tape.run(self._attention.prepare(step.attention, step.positions).call)
         # A copy, since the next step overwrites them.
         return taped.logits.clone()
+
+    def _is_due(self, shape: _Shape) -> bool:
+        """Counts runs of a shape that has no tape: whether this one is to be recorded."""
+        if len(self._num_runs) == _MAX_COUNTED:
+            self._num_runs.clear()
+        self._num_runs[shape] += 1
+        return self._num_runs[shape] > _RUNS_BEFORE
 
     def _record(self, shape: _Shape, step: Step) -> torch.Tensor:
         team = self._attention.team

@@ -20,6 +20,7 @@ from specray.engine.kernels import linear as linear_module
 from specray.engine.kernels import norm as norm_module
 from specray.engine.kernels import tiles
 from specray.engine.kernels.attention import attention_kernel
+from specray.engine.kernels.compiled import source_files
 from specray.engine.kernels.linear import TiledGate, TiledLinear, can_tile
 from specray.engine.kernels.norm import FusedRMSNorm
 from specray.engine.kernels.pages import on_large_pages
@@ -32,6 +33,7 @@ needs_instruction = pytest.mark.skipif(
     not can_tile(torch.empty(64, 32, dtype=torch.bfloat16)), reason="no AVX-512 bfloat16 products here"
 )
 MAX_LEN = 96
+KERNELS = Path(attention_module.__file__).parent
 ALONE = Team(1)
 
 
@@ -365,6 +367,12 @@ print(FusedRMSNorm(torch.ones(100), 1e-5, Team(2))(rows).double().sum().item())
     assert run("cached") == first
     files[3].write_bytes(files[3].read_bytes()[:-1])
     assert run("compile") == first
+
+
+def test_compiled_kernels_are_known_by_all_their_sources() -> None:
+    """Also by those of packages inside; else a kernel would run as it was before its source changed."""
+    names = {path.relative_to(KERNELS).as_posix() for path in source_files()}
+    assert {"simd.py", "attention.py", "flash/attend.py", "flash/weights.py"} <= names
 
 
 def test_without_a_place_to_keep_them_kernels_are_compiled(tmp_path: Path) -> None:

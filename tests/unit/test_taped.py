@@ -87,14 +87,17 @@ def run_all(runner: ModelRunner, inputs: Sequence[Sequence[SequenceInput]]) -> l
 def test_every_shape_gives_again_what_the_forward_gives(runner: ModelRunner) -> None:
     expected = run_all(eager(runner), steps())
     assert isinstance(runner._forward, TapedForward)
-    outputs = run_all(runner, steps())
-    for output, other in zip(outputs, expected, strict=True):
-        assert torch.equal(output, other)
+    # As they are, while they are recorded, and from tapes.
+    for _ in range(4):
+        outputs = run_all(runner, steps())
+        for output, other in zip(outputs, expected, strict=True):
+            assert torch.equal(output, other)
     # Compared only now: no later run wrote into what an earlier one had given.
     assert len({tuple(output[0, :8].tolist()) for output in outputs}) > 10
 
 
 def test_repeated_shapes_run_from_the_tape() -> None:
+    """Recorded the third time: recording a shape that never comes back would cost more than it brings."""
     runner = make_runner()
     fill(runner)
     forward = runner._forward
@@ -115,7 +118,7 @@ def test_repeated_shapes_run_from_the_tape() -> None:
     for start in range(21, 29):
         runner.run([SequenceInput([70], start, list(range(8)), 1)])
         runner.run([SequenceInput([80, 81, 82], start, list(range(8)), 3)])
-    assert calls == 2
+    assert calls == 6
 
 
 def test_a_failed_recording_leaves_nothing_behind() -> None:

@@ -111,11 +111,16 @@ def _cache_path(name: str) -> Path | None:
         return None
 
 
+def source_files() -> list[Path]:
+    """Of all kernels."""
+    return sorted(Path(__file__).parent.rglob("*.py"))
+
+
 @functools.cache
 def _fingerprint() -> str:
     """Of everything besides a kernel's name that decides its code."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in source_files():
         digest.update(path.read_bytes())
     features = llvmlite.binding.get_host_cpu_features().flatten()
     for text in (numba.__version__, llvmlite.__version__, llvmlite.binding.get_host_cpu_name(), features):
