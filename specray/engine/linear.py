@@ -74,7 +74,10 @@ class Linear(Weights, Protocol):
 
 
 class Gate(Weights, Protocol):
-    """``x -> silu(gate(x)) * up(x)`` of two linear layers; both have a bias, or none has."""
+    """``x -> silu(gate(x)) * up(x)`` of two linear layers; both have a bias, or none has.
+
+    Connected (``operators.Operators``), it gives what its projection takes, which may not be rows.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,8 @@ _PANEL_LINE = 2 * _LINE
 _BLOCK_BYTES = TILE_ROWS * _PANEL_LINE
 """Of a panel; of 16 rows of sums."""
 _BLOCK_LINES = _BLOCK_BYTES // _LINE
+_BLOCK = 32
+"""Features; also of a panel's output."""
 _BLOCKS_AT_ONCE = 8
 """Of a panel with many tiles of rows: 16 KiB, which stay in the first cache."""
 _FEW_TILES = 2
@@ -34,6 +36,11 @@ _FEW_TILES = 2
 def padded(num_rows: int) -> int:
     """Rows of as many full tiles. What lies in the last one behind the rows does not matter to them."""
     return -(-num_rows // TILE_ROWS) * TILE_ROWS
+
+
+def packed_shape(num_rows: int, num_features: int) -> tuple[int, int, int, int]:
+    """Of packed rows: tile by tile, in a tile block by block, in a block row by row."""
+    return padded(num_rows) // TILE_ROWS, num_features // _BLOCK, TILE_ROWS, _BLOCK
 
 
 def multiply_kernel() -> Any:

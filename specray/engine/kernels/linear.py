@@ -46,9 +46,12 @@ _PLAIN, _PLUS, _GATED = range(3)
     _IS_FLOAT,
     _STRIDE,
     _ROWS_AT_ONCE,
-) = range(14)
-_NUM_ARGS = 14
+    _PACKS,
+) = range(15)
+_NUM_ARGS = 15
 _NUM_PACK_ARGS = 4
+_ROWS_DIM = 2
+"""Of rows one after the other; packed ones have more dimensions."""
 
 
 def can_tile(weight: torch.Tensor) -> bool:
@@ -112,21 +115,34 @@ class _Tiled:
         self._args_address = self._args.ctypes.data
 
     def run(
-        self, rows: torch.Tensor, dtype: torch.dtype, summand: torch.Tensor | None = None
+        self,
+        rows: torch.Tensor,
+        dtype: torch.dtype,
+        summand: torch.Tensor | None = None,
+        *,
+        packs: bool = False,
     ) -> torch.Tensor:
-        """Not for two threads at once."""
+        """Not for two threads at once.
+
+        Args:
+            rows: ``[num_rows, in_features]``; or packed, as many as ``summand`` has.
+            packs: the result is packed where the next layer would pack it.
+        """
         assert rows.is_contiguous(), "rows must follow each other"
-        num_rows = rows.shape[0]
-        out = self._team.empty((num_rows, self._size), dtype)
+        num_rows = len(rows) if summand is None else len(summand)
+        is_packed = num_rows > amx.MAX_ROWS and self._has_amx
+        packs = packs and is_packed
+        shape = (num_rows, self._size)
+        out = self._team.empty(amx.packed_shape(*shape) if packs else shape, dtype)
         if num_rows == 0:
             return out
-        is_packed = num_rows > amx.MAX_ROWS and self._has_amx
         rows_at_once = amx.padded(min(num_rows, _MAX_PACKED_ROWS)) if is_packed else num_rows
         scratch = self._team.empty(self._team.size * rows_at_once * self._scratch_size, torch.float32)
         args = self._args
-        args[_STRIDE], args[_ROWS_AT_ONCE] = rows.stride(0) * rows.itemsize, rows_at_once
+        args[_STRIDE], args[_ROWS_AT_ONCE], args[_PACKS] = rows.stride(0) * rows.itemsize, rows_at_once, packs
         if is_packed:
-            rows = self._pack(rows)
+            if rows.dim() == _ROWS_DIM:
+                rows = self._pack(rows)
             args[_STRIDE] = amx.PACKED_STRIDE
         args[_ROWS], args[_OUT], args[_SCRATCH] = rows.data_ptr(), out.data_ptr(), scratch.data_ptr()
         args[_NUM_ROWS], args[_IS_FLOAT] = num_rows, dtype == torch.float32
@@ -139,7 +155,7 @@ class _Tiled:
     def _pack(self, rows: torch.Tensor) -> torch.Tensor:
         """The rows as AMX reads many."""
         num_rows, in_features = rows.shape
-        packed = self._team.empty((amx.padded(num_rows), in_features), torch.bfloat16)
+        packed = self._team.empty(amx.packed_shape(num_rows, in_features), torch.bfloat16)
         args = np.array([rows.data_ptr(), packed.data_ptr(), num_rows, in_features // BLOCK], dtype=np.int64)
         self._team.run(_pack_kernel(), args.ctypes.data, self._team.size)
         return packed
@@ -172,7 +188,7 @@ class TiledLinear:
 class TiledGate:
     """``silu(gate(x)) * up(x)`` for bfloat16 rows; implements ``linear.Gate``."""
 
-    __slots__ = ("_tiled", "bias", "in_features", "num_weights", "weight")
+    __slots__ = ("_tiled", "bias", "in_features", "num_weights", "packs", "weight")
 
     def __init__(
         self,
@@ -190,9 +206,11 @@ class TiledGate:
         if gate_bias is not None and up_bias is not None:
             self.bias = torch.stack((_padded(gate_bias), _padded(up_bias)), dim=1)
         self._tiled = _Tiled(self.weight, self.bias, gate.shape[0], _GATED, team)
+        self.packs = False
+        """Many rows become what a ``TiledLinear`` takes with a summand, instead of rows for anybody."""
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return self._tiled.run(rows, torch.bfloat16)
+        return self._tiled.run(rows, torch.bfloat16, packs=self.packs)
 
 
 @functools.cache
@@ -238,6 +256,9 @@ def _make_finish() -> Any:
         count = min(PANEL, size - panel * PANEL)
         for row in range(num_rows):
             at = (first_row + row) * size + panel * PANEL
+            if args[_PACKS]:
+                tile, line = (first_row + row) // amx.TILE_ROWS, (first_row + row) % amx.TILE_ROWS
+                at = ((tile * (size // PANEL) + panel) * amx.TILE_ROWS + line) * PANEL
             value = load(sums, row * PANEL)
             if bias:
                 value = add(value, load(bias, panel * num_layers * PANEL))
