@@ -17,6 +17,8 @@ from specray.engine.kernels.simd import kernel, prefetch, vectors
 from specray.engine.kernels.softmax import softmax_kernel
 from specray.engine.kernels.team import as_pointer
 
+MAX_QUERIES = 32
+"""Query heads times rows at once: their scores stay in the second cache."""
 _LINE = 64
 """Bytes of a cache line."""
 

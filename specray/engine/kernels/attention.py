@@ -8,22 +8,21 @@ Sums are float32.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 from numba import carray
 
-from specray.engine.kernels import attend, fields, tiles
+from specray.engine.kernels import attend as single
+from specray.engine.kernels import fields, tiles
 from specray.engine.kernels.flash import attend as flash
 from specray.engine.kernels.simd import kernel, vectors
 from specray.engine.kernels.span import Span
 from specray.engine.kernels.team import Kernel, Team, as_pointer
 
-_MAX_QUERIES = 32
-"""Query heads times rows that are served from one reading of keys and values."""
 _PARTS_PER_THREAD = 4
 _MIN_SHARED_WORK = 32_768
 """Numbers of K and V to read, below which a second thread costs more than it brings."""
@@ -77,7 +76,7 @@ class AttentionCall:
             work += cost * num_kv_heads
             num_query_numbers = max(num_query_numbers, num_queries * num_kv_heads * head_dim)
             # All heads of few rows, or one head of some of many.
-            num_at_once = min(num_queries, max(_MAX_QUERIES, group_size))
+            num_at_once = min(num_queries, max(kernel.max_queries, group_size))
             num_scratch = max(num_scratch, kernel.scratch_size(num_at_once, num_kv_heads, head_dim, end))
         self._team = team
         is_shared = team.size > 1 and work * head_dim >= _MIN_SHARED_WORK
@@ -157,12 +156,24 @@ class AttentionCall:
 
 
 class AttentionKernel(Kernel):
-    """The kernel, and how much room it needs."""
+    """The kernel, and how much room it needs.
 
-    __slots__ = ("scratch_size",)
+    Args:
+        max_queries: query heads times rows that are served from one reading of keys and values.
+        scratch_size: of queries of each kv head, kv heads, their size, and the end of a span.
+    """
 
-    def __init__(self, name: str, make: Callable[[], Any], scratch_size: Callable[[int, int, int, int], int]):
+    __slots__ = ("max_queries", "scratch_size")
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], Any],
+        max_queries: int,
+        scratch_size: Callable[[int, int, int, int], int],
+    ) -> None:
         super().__init__(name, fields.NUM_ARGS, make)
+        self.max_queries = max_queries
         self.scratch_size = scratch_size
 
 
@@ -174,16 +185,24 @@ def attention_kernel(head_dim: int, dtype: str) -> AttentionKernel:
     )
 
 
-@functools.cache
+@cache
 def _attention_kernel(head_dim: int, dtype: str, has_amx: bool) -> AttentionKernel:
     if has_amx:
-        make = functools.partial(_make_attention, head_dim, dtype, flash.attend_kernel(head_dim))
-        return AttentionKernel(f"attention-amx-{head_dim}", make, flash.scratch_size)
-    make = functools.partial(_make_attention, head_dim, dtype, attend.attend_kernel(head_dim, dtype))
-    return AttentionKernel(f"attention-{dtype}-{head_dim}", make, attend.scratch_size)
+        name, make_attend, max_queries = "amx", partial(flash.attend_kernel, head_dim), flash.MAX_QUERIES
+        scratch_size = flash.scratch_size
+    else:
+        name, make_attend, max_queries = (
+            dtype,
+            partial(single.attend_kernel, head_dim, dtype),
+            single.MAX_QUERIES,
+        )
+        scratch_size = single.scratch_size
+    make = partial(_make_attention, head_dim, dtype, make_attend, max_queries)
+    return AttentionKernel(f"attention-{name}-{head_dim}", make, max_queries, scratch_size)
 
 
-def _make_attention(head_dim: int, dtype: str, attend: Any) -> Any:
+def _make_attention(head_dim: int, dtype: str, make_attend: Callable[[], Any], max_queries: int) -> Any:
+    attend = make_attend()
     rotate = _rotate_kernel(head_dim, dtype)
 
     def attention(address: int, part: int, num_parts: int, thread: int) -> None:
@@ -206,13 +225,13 @@ def _make_attention(head_dim: int, dtype: str, attend: Any) -> Any:
                 queries = args[fields.SCRATCH] + thread * args[fields.SCRATCH_SIZE] * 4
                 rotate(args, span, first_head, last_head, queries)
                 num_rows, group_size = span[fields.NUM_ROWS], args[fields.GROUP_SIZE]
-                if num_rows * group_size <= _MAX_QUERIES:
+                if num_rows * group_size <= max_queries:
                     if before < last and index + 1 < len(spans):
                         after = spans[index + 1]
                     attend(args, span, heads, (0, num_rows), queries, thread, after)
                 else:
                     # Head by head and some rows at a time, so that the weights stay in the second cache.
-                    step = max(1, _MAX_QUERIES // group_size)
+                    step = max(1, max_queries // group_size)
                     for head in range(first_head, last_head):
                         for row in range(0, num_rows, step):
                             place = ((head - first_head) * num_rows + row) * group_size * head_dim * 4

@@ -32,6 +32,8 @@ from specray.engine.kernels.flash.work import (
 )
 from specray.engine.kernels.simd import kernel
 
+MAX_QUERIES = 64
+"""Query heads times rows at once: a chunk's scores of all heads stay in the second cache."""
 _MAX_HEAD_DIM = 128
 """Others have not been tried."""
 
