@@ -188,15 +188,11 @@ def attention_kernel(head_dim: int, dtype: str) -> AttentionKernel:
 @cache
 def _attention_kernel(head_dim: int, dtype: str, has_amx: bool) -> AttentionKernel:
     if has_amx:
-        name, make_attend, max_queries = "amx", partial(flash.attend_kernel, head_dim), flash.MAX_QUERIES
-        scratch_size = flash.scratch_size
+        make_attend = partial(flash.attend_kernel, head_dim)
+        name, max_queries, scratch_size = "amx", flash.MAX_QUERIES, flash.scratch_size
     else:
-        name, make_attend, max_queries = (
-            dtype,
-            partial(single.attend_kernel, head_dim, dtype),
-            single.MAX_QUERIES,
-        )
-        scratch_size = single.scratch_size
+        make_attend = partial(single.attend_kernel, head_dim, dtype)
+        name, max_queries, scratch_size = dtype, single.MAX_QUERIES, single.scratch_size
     make = partial(_make_attention, head_dim, dtype, make_attend, max_queries)
     return AttentionKernel(f"attention-{name}-{head_dim}", make, max_queries, scratch_size)
 
