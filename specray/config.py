@@ -58,7 +58,12 @@ class EngineConfig(Section):
     )
     max_num_seqs: int = Field(64, ge=1, le=4096, description="Most sequences held at once.")
     max_num_batched_tokens: int = Field(2048, ge=16, description="Most new tokens of one step.")
-    cache_memory_gib: float = Field(4.0, gt=0, description="Memory for the block cache, per rank.")
+    cache_memory_gib: float = Field(
+        4.0,
+        gt=0,
+        description="Memory for the block cache, per rank. On CPU, where a sequence may fill a large page, it "
+        "is taken at start, but for what exceeds a quarter of the memory at hand.",
+    )
     num_threads: int | None = Field(None, ge=1, description="CPU threads per process; default: by cores.")
     cores: tuple[int, ...] | None = Field(
         None, min_length=1, description="CPU cores that the engine's threads may use; default: all there are."

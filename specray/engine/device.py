@@ -14,6 +14,8 @@ from specray.errors import ConfigError
 _ENTRIES_PER_THREAD = 65_536
 _SMALL_MODEL_BYTES = 8 * 2**20
 _CGROUP_CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
+_CGROUP_MEMORY = Path("/sys/fs/cgroup")
+_MEMORY_INFO = Path("/proc/meminfo")
 
 
 def num_usable_cores() -> int:
@@ -24,6 +26,20 @@ def num_usable_cores() -> int:
     except (OSError, ValueError):
         return cores
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+def available_memory() -> int:
+    """Bytes that the system could give now, within the container's limit; 0 where that is not known."""
+    try:
+        lines = dict(line.split(":", 1) for line in _MEMORY_INFO.read_text().splitlines())
+        available = 1024 * int(lines["MemAvailable"].split()[0])
+    except (OSError, KeyError, ValueError):
+        return 0
+    try:
+        limit, used = (int((_CGROUP_MEMORY / f"memory.{name}").read_text()) for name in ("max", "current"))
+    except (OSError, ValueError):  # no such container, or one without a limit, "max"
+        return available
+    return max(0, min(available, limit - used))
 
 
 def use_cores(cores: Sequence[int] | None) -> None:

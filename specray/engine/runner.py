@@ -16,7 +16,13 @@ from specray.demo.paths import demo_draft_path, demo_target_path
 from specray.engine.attention import AttentionStep, SequenceRows, sequence_slots
 from specray.engine.block_backends import DEFAULT_BLOCK_SIZE, Backend, Model, choose_backend
 from specray.engine.cache import BlockCache, bytes_per_token
-from specray.engine.device import choose_device, num_threads_for, num_threads_for_logits, use_cores
+from specray.engine.device import (
+    available_memory,
+    choose_device,
+    num_threads_for,
+    num_threads_for_logits,
+    use_cores,
+)
 from specray.engine.forward import CacheShape, Forward, Step
 from specray.engine.generic import GenericForward
 from specray.engine.graphs import WIDTHS, Bucket, CudaCapture, GraphedForward
@@ -28,6 +34,8 @@ from specray.engine.parallel import ParallelContext
 from specray.errors import ConfigError
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_POPULATED_SHARE = 4
+"""One part in so many of the memory at hand, for other engines on this machine do the same."""
 _MAX_PREPARED_WIDTH = 8
 """Of a sequence alone: forwards captured before the first request. Others are when they first come."""
 _MAX_PREPARED_BRANCHES = 16
@@ -256,6 +264,7 @@ def build_runner(config: EngineConfig, *, role: str, parallel: ParallelContext |
         dtype=loaded.dtype,
         device=device,
     )
+    cache.populate(available_memory() // _POPULATED_SHARE)
     info = RunnerInfo(
         model_name=loaded.name,
         vocab_size=loaded.vocab_size,

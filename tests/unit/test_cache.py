@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specray.bench.soak.memory import anonymous_bytes
+from specray.engine import device
 from specray.engine.cache import BlockAllocator, BlockCache, BlockTable, bytes_per_token
 from specray.errors import OutOfBlocksError
 
@@ -195,6 +196,60 @@ def test_memory_is_taken_when_written_and_not_before() -> None:
     cache.layers[0].fill_(1)
     own = anonymous_bytes(os.getpid())
     assert own is not None and own_before is not None and own - own_before > 0.9 * cache.layers[0].nbytes
+
+
+LARGE = 2 << 20
+"""Bytes of a large page; in one layer, of 2048 tokens with 4 kv heads of 64."""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+@pytest.mark.parametrize(
+    ("block_size", "most_bytes", "expected"),
+    [
+        (2048, 1 << 30, 2 * 4 * LARGE),  # all there is
+        (2048, 7 * LARGE, 2 * 3 * LARGE),  # as many to each of two layers
+        (2048, LARGE, 0),
+        (2047, 1 << 30, 0),  # a sequence does not fill a large page
+    ],
+)
+def test_memory_given_at_once(block_size: int, most_bytes: int, expected: int) -> None:
+    cache = BlockCache(
+        num_layers=2,
+        num_blocks=4,
+        block_size=block_size,
+        num_kv_heads=4,
+        head_dim=64,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )
+    before = resident_bytes()
+    assert cache.populate(most_bytes) == expected
+    assert abs(resident_bytes() - before - expected) < LARGE
+    assert not cache.layers[1].any()
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "expected"),
+    [
+        (None, None, 8_000 << 10),
+        ("max", "5", 8_000 << 10),
+        ("3000000", "1000000", 2_000_000),
+        ("99000000", "1", 8_000 << 10),
+        ("1000", "2000", 0),
+    ],
+)
+def test_memory_at_hand_is_the_systems_within_the_containers_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str | None, used: str | None, expected: int
+) -> None:
+    info = tmp_path / "meminfo"
+    monkeypatch.setattr(device, "_MEMORY_INFO", info)
+    monkeypatch.setattr(device, "_CGROUP_MEMORY", tmp_path)
+    assert device.available_memory() == 0
+    info.write_text("MemTotal:  16000 kB\nMemAvailable:    8000 kB\nHugePages_Total:       0\n")
+    for name, text in (("max", limit), ("current", used)):
+        if text is not None:
+            (tmp_path / f"memory.{name}").write_text(text + "\n")
+    assert device.available_memory() == expected
 
 
 def test_bytes_per_token_is_what_the_tensors_take() -> None:

@@ -8,7 +8,7 @@ import mmap
 
 import torch
 
-_LARGE_PAGE = 2 << 20
+LARGE_PAGE = 2 << 20
 """Bytes, of Linux on x86-64; elsewhere only a size to round up to."""
 
 
@@ -18,9 +18,9 @@ def on_large_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     With pages of 4 KiB a core that streams weights waits a tenth of its time for page tables.
     """
     size = math.prod(shape) * dtype.itemsize
-    if size < _LARGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if size < LARGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype)
-    memory = mmap.mmap(-1, -(-size // _LARGE_PAGE) * _LARGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, -(-size // LARGE_PAGE) * LARGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel built without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     # The tensor keeps the mapping alive.
