@@ -61,8 +61,8 @@ class EngineConfig(Section):
     cache_memory_gib: float = Field(
         4.0,
         gt=0,
-        description="Memory for the block cache, per rank. On CPU, where a sequence may fill a large page, it "
-        "is taken at start, but for what exceeds a quarter of the memory at hand.",
+        description="Memory for the block cache, per rank. On CPU, where a sequence may fill a large page, "
+        "it is taken at start, but for what exceeds a quarter of the memory at hand.",
     )
     num_threads: int | None = Field(None, ge=1, description="CPU threads per process; default: by cores.")
     cores: tuple[int, ...] | None = Field(
