@@ -6,9 +6,11 @@ from test_kernels import ALONE, MAX_LEN, empty_cache, expected, fused, random
 
 from specray.engine.attention import AttentionStep, SequenceRows
 from specray.engine.inputs import BranchRow
+from specray.engine.kernels import attend as single_attend
 from specray.engine.kernels import attention as attention_module
 from specray.engine.kernels import tiles
 from specray.engine.kernels.attention import attention_kernel
+from specray.engine.kernels.flash import attend as flash_attend
 from specray.engine.kernels.flash.attend import fits
 from specray.engine.kernels.team import Team
 from specray.engine.lowered import HeadNorm
@@ -133,4 +135,5 @@ def test_sequences_of_one_step_do_not_disturb_each_other(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(("head_dim", "has_amx"), [(32, True), (128, True), (80, False), (256, False)])
 def test_heads_of_other_sizes_go_without(head_dim: int, has_amx: bool) -> None:
     assert fits(head_dim) is has_amx
-    assert (attention_kernel(head_dim, "bfloat16") is attention_kernel(head_dim, "float32")) is False
+    num_queries = attention_kernel(head_dim, "bfloat16").max_queries
+    assert num_queries == (flash_attend.MAX_QUERIES if has_amx else single_attend.MAX_QUERIES)

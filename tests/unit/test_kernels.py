@@ -167,7 +167,7 @@ def test_what_lay_in_the_scratch_reaches_no_row(monkeypatch: pytest.MonkeyPatch)
     attention, cache = fused(4, 2, 32, torch.float32), empty_cache(14, 7, 2, 32, torch.float32)
     blocks = list(range(13, -1, -1))
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", lambda size: torch.full((size,), float("nan")))
+        patch.setattr(torch, "zeros", lambda size: torch.full((size,), float("nan")))
         steps = [
             attention.prepare(AttentionStep((SequenceRows(0, count, start, blocks),), cache), slice(0, 0))
             for start, count in ((0, 33), (33, 7))

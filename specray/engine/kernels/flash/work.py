@@ -52,6 +52,8 @@ class Work(NamedTuple):
 
 
 def plan_kernel(head_dim: int) -> Any:
+    """``(args, span, heads, rows, thread)``: lays some rows' numbers out in a thread's scratch."""
+
     @kernel()
     def plan(args: Any, span: Any, heads: tuple[int, int], rows: tuple[int, int], thread: int) -> Work:
         first_row, last_row = rows
