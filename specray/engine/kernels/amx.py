@@ -1,17 +1,22 @@
 """Rows times a panel of weights with AMX: 32 rows at a time, a block of both in registers that are matrices.
 
-A register (``tiles``) holds of 16 rows one block of input features; of a panel (``product``), which lies as
-the instruction wants it, one block of half its output features; of the sums, 16 rows of the same half. Up to
-32 rows the panel streams through once, at the speed of memory. More rows are packed before, tile by tile: as
-they are, a power of two of bytes apart, they push each other out of the caches.
+A register (``tiles``) holds of 16 rows one block of input features; of a panel, one block of half its output
+features; of the sums, 16 rows of the same half. What a register takes lies in one piece of memory: in a panel
+always, of rows where there are so many that they are packed before. As they are, a power of two of bytes
+apart, they push each other out of the caches.
+
+Memory is the bound up to some hundred rows, and a core waits for sixteen lines at most. What keeps it at work
+is a little to wait for at every moment: lines are asked for between the products, not far ahead, where the
+processor, which sees the stream, fetches on its own what follows.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from specray.engine.kernels import tiles
-from specray.engine.kernels.product import AHEAD
 from specray.engine.kernels.simd import kernel, prefetch, vectors
 
 MAX_ROWS = 32
@@ -20,69 +25,92 @@ TILE_ROWS = tiles.ROWS
 PACKED_STRIDE = tiles.LINE
 _LINE = tiles.LINE
 """Also of a block of one row of bfloat16; of 16 sums."""
-_PANEL_LINE = 2 * _LINE
-"""Of two input features of a panel's 32; of a row of 32 sums."""
-_BLOCK_BYTES = TILE_ROWS * _PANEL_LINE
-"""Of a panel; of 16 rows of sums."""
-_BLOCK_LINES = _BLOCK_BYTES // _LINE
+_SUMS_LINE = 2 * _LINE
+"""Of a row of a panel's 32 sums."""
+_PAIR_BYTES = 2 * tiles.BYTES
+"""Of a block of 32 packed rows; of a block of a panel."""
+_BLOCK_LINES = _PAIR_BYTES // _LINE
+_SUMS_BYTES = TILE_ROWS * _SUMS_LINE
 _BLOCK = 32
 """Features; also of a panel's output."""
+_AHEAD = _PAIR_BYTES
+"""Bytes between what is multiplied and what is asked for: the next block. With four blocks a core reads a
+seventh less."""
 _BLOCKS_AT_ONCE = 8
-"""Of a panel with many tiles of rows: 16 KiB, which stay in the first cache."""
-_FEW_TILES = 2
-"""Of 32 rows: so many go through a panel as a whole, as putting sums away and fetching them takes longer."""
+"""Of a panel with more rows than 32: 16 KiB, which stay in the first cache."""
+_FEW_PAIRS = 3
+"""Of tiles: with so many, the first asks for all that is read next, as if it were alone; with more, each for
+its part, so that memory works while products take longer than reading."""
 
 
-def padded(num_rows: int) -> int:
-    """Rows of as many full tiles. What lies in the last one behind the rows does not matter to them."""
-    return -(-num_rows // TILE_ROWS) * TILE_ROWS
+def packed_rows(num_rows: int) -> int:
+    """As many as full pairs of tiles have. What lies behind the rows does not matter to them."""
+    return -(-num_rows // MAX_ROWS) * MAX_ROWS
 
 
 def packed_shape(num_rows: int, num_features: int) -> tuple[int, int, int, int]:
-    """Of packed rows: tile by tile, in a tile block by block, in a block row by row."""
-    return padded(num_rows) // TILE_ROWS, num_features // _BLOCK, TILE_ROWS, _BLOCK
+    """Of packed rows: 32 by 32, of these block by block, in a block row by row."""
+    return packed_rows(num_rows) // MAX_ROWS, num_features // _BLOCK, MAX_ROWS, _BLOCK
 
 
-def multiply_kernel() -> Any:
-    """As that of ``product``. Rows with a stride of one line are packed by ``pack_kernel``.
+def arrange(weight: torch.Tensor) -> torch.Tensor:
+    """``[32 * panels, in_features]`` to ``[panels, in_features / 32, 2, 16, 16, 2]``.
 
-    More than ``MAX_ROWS`` must be packed, and be full tiles.
+    Panel by panel, in a panel block by block, in a block half by half of the output features; of a half pairs
+    of input features, in a pair all 16 outputs.
     """
+    parts = weight.view(-1, 2, TILE_ROWS, weight.shape[1] // _BLOCK, TILE_ROWS, 2)
+    return parts.permute(0, 3, 1, 4, 2, 5)
+
+
+def multiply_kernel(finish: Any) -> tuple[Any, Any, Any]:
+    """As that of ``product``. Rows with a stride of one line are packed; more than ``MAX_ROWS`` must be."""
     # Sums by tile of rows and half of the panel, rows by tile, weights by half.
     configure = tiles.configure((0, 1, 4), (2, 3, 5), (6, 7))
     release, one, two = tiles.release, _make_tile(1), _make_tile(2)
 
     @kernel()
+    def begin(num_rows: int) -> None:
+        first = second = TILE_ROWS
+        # Packed rows fill their tiles.
+        if num_rows <= MAX_ROWS:
+            first, second = min(TILE_ROWS, num_rows), min(TILE_ROWS, max(1, num_rows - TILE_ROWS))
+        configure((first, _LINE, second, _LINE, TILE_ROWS, _LINE))
+
+    @kernel()
     def multiply(
-        rows: int, stride: int, weight: int, sums: int, num_rows: int, num_blocks: int, end: int
+        rows: int, stride: int, weight: int, sums: int, num_rows: int, num_blocks: int, end: int, then: Any
     ) -> None:
-        num_tiles = (num_rows + MAX_ROWS - 1) // MAX_ROWS
-        blocks_at_once = num_blocks if num_tiles <= _FEW_TILES else _BLOCKS_AT_ONCE
-        # A tile of rows is as large packed as it is not.
-        below, shift = num_blocks * tiles.BYTES, tiles.BYTES if stride == _LINE else _LINE
-        second = min(TILE_ROWS, max(1, num_rows - TILE_ROWS))
-        configure((min(TILE_ROWS, num_rows), _LINE, second, _LINE, TILE_ROWS, _LINE))
+        num_pairs = (num_rows + MAX_ROWS - 1) // MAX_ROWS
+        blocks_at_once = num_blocks if num_pairs == 1 else _BLOCKS_AT_ONCE
+        below, shift = tiles.BYTES, _PAIR_BYTES
+        if stride != _LINE:
+            below, shift = TILE_ROWS * stride, _LINE
         for block in range(0, num_blocks, blocks_at_once):
             count = min(blocks_at_once, num_blocks - block)
-            piece = weight + block * _BLOCK_BYTES
-            next_piece = piece + count * _BLOCK_BYTES
-            for index in range(num_tiles):
-                ahead, num_lines = piece + AHEAD, _BLOCK_LINES
-                if num_tiles > 1:
-                    # Each tile asks for a part, so that memory always works.
-                    ahead = next_piece + count * _BLOCK_BYTES * index // num_tiles
-                    num_lines = (_BLOCK_LINES + num_tiles - 1) // num_tiles
+            piece = weight + block * _PAIR_BYTES
+            for index in range(num_pairs):
+                ahead, num_lines = piece + _AHEAD, _BLOCK_LINES if index == 0 else 0
+                if num_pairs > _FEW_PAIRS:
+                    ahead = piece + count * _PAIR_BYTES * (num_pairs + index) // num_pairs
+                    num_lines = (_BLOCK_LINES + num_pairs - 1) // num_pairs
                 if ahead >= end:
                     num_lines = 0
                 first = index * MAX_ROWS
-                place, total = rows + 2 * index * below + block * shift, sums + first * _PANEL_LINE
+                place = rows + index * num_blocks * _PAIR_BYTES + block * shift
+                total = sums + first * _SUMS_LINE
                 if num_rows - first > TILE_ROWS:
                     two(block == 0, place, below, stride, shift, piece, total, count, ahead, num_lines)
                 else:
                     one(block == 0, place, below, stride, shift, piece, total, count, ahead, num_lines)
+                if block + count == num_blocks:
+                    finish(then, total, first, min(MAX_ROWS, num_rows - first))
+
+    @kernel()
+    def end() -> None:
         release()
 
-    return multiply
+    return begin, multiply, end
 
 
 def _make_tile(num_tiles: int) -> Any:
@@ -114,7 +142,7 @@ def _make_tile(num_tiles: int) -> Any:
         ahead: int,
         num_lines: int,
     ) -> None:
-        other = sums + _BLOCK_BYTES
+        other = sums + _SUMS_BYTES
         if is_first:
             clear_0()
             clear_1()
@@ -122,48 +150,48 @@ def _make_tile(num_tiles: int) -> Any:
                 clear_2()
                 clear_3()
         else:
-            fetch_0(sums, _PANEL_LINE)
-            fetch_1(sums + _LINE, _PANEL_LINE)
+            fetch_0(sums, _SUMS_LINE)
+            fetch_1(sums + _LINE, _SUMS_LINE)
             if is_pair:
-                fetch_2(other, _PANEL_LINE)
-                fetch_3(other + _LINE, _PANEL_LINE)
+                fetch_2(other, _SUMS_LINE)
+                fetch_3(other + _LINE, _SUMS_LINE)
+        half = num_lines // 2
         for block in range(num_blocks):
-            for line in range(block * num_lines, (block + 1) * num_lines):
-                prefetch(ahead + line * _LINE)
-            place, piece = rows + block * shift, weight + block * _BLOCK_BYTES
-            weights_0(piece, _PANEL_LINE)
-            weights_1(piece + _LINE, _PANEL_LINE)
+            wanted = ahead + block * num_lines * _LINE
+            for line in range(half):
+                prefetch(wanted + line * _LINE)
+            place, piece = rows + block * shift, weight + block * _PAIR_BYTES
+            weights_0(piece, _LINE)
             rows_0(place, stride)
             product_0()
+            weights_1(piece + tiles.BYTES, _LINE)
             product_1()
+            for line in range(half, num_lines):
+                prefetch(wanted + line * _LINE)
             if is_pair:
                 rows_1(place + below, stride)
                 product_2()
                 product_3()
-        keep_0(sums, _PANEL_LINE)
-        keep_1(sums + _LINE, _PANEL_LINE)
+        keep_0(sums, _SUMS_LINE)
+        keep_1(sums + _LINE, _SUMS_LINE)
         if is_pair:
-            keep_2(other, _PANEL_LINE)
-            keep_3(other + _LINE, _PANEL_LINE)
+            keep_2(other, _SUMS_LINE)
+            keep_3(other + _LINE, _SUMS_LINE)
 
     return tile
 
 
 def pack_kernel() -> Any:
-    """``(rows, packed, num_rows, num_blocks, first, last)``: packs the tiles of rows ``first..last - 1``.
-
-    Tile by tile, in a tile block by block, in a block row by row.
-    """
+    """``(rows, packed, num_rows, num_blocks, first, last)``: packs the pairs of tiles ``first..last - 1``."""
     line = vectors(_LINE // 4, "float32")
     load, store = line.load, line.store
 
     @kernel()
     def pack(rows: int, packed: int, num_rows: int, num_blocks: int, first: int, last: int) -> None:
-        for tile in range(first, last):
-            for row in range(tile * TILE_ROWS, min(num_rows, (tile + 1) * TILE_ROWS)):
-                source = rows + row * num_blocks * _LINE
-                target = packed + tile * num_blocks * tiles.BYTES + row % TILE_ROWS * _LINE
-                for block in range(num_blocks):
-                    store(target + block * tiles.BYTES, 0, load(source + block * _LINE, 0))
+        for row in range(first * MAX_ROWS, min(num_rows, last * MAX_ROWS)):
+            source = rows + row * num_blocks * _LINE
+            target = packed + row // MAX_ROWS * num_blocks * _PAIR_BYTES + row % MAX_ROWS * _LINE
+            for block in range(num_blocks):
+                store(target + block * _PAIR_BYTES, 0, load(source + block * _LINE, 0))
 
     return pack

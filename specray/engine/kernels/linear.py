@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from numba import carray
 
-from specray.engine.kernels import amx, tiles
+from specray.engine.kernels import amx, product, tiles
 from specray.engine.kernels.pages import on_large_pages
-from specray.engine.kernels.product import BLOCK, BLOCK_BYTES, PANEL, multiply_kernel
+from specray.engine.kernels.product import BLOCK, BLOCK_BYTES, PANEL
 from specray.engine.kernels.simd import kernel, vectors
 from specray.engine.kernels.team import Kernel, Team, as_pointer
 
@@ -62,19 +62,21 @@ def can_tile(weight: torch.Tensor) -> bool:
 
 
 def _panels(*weights: torch.Tensor) -> torch.Tensor:
-    """``[out_features, in_features]`` each to ``[panels, num_weights, in_features / 2, 32, 2]``.
+    """``[out_features, in_features]`` each to ``[panels, num_weights, ...]``, padded with zeros.
 
-    Padded with zeros.
+    A panel as the kernel reads it.
     """
     size, in_features = weights[0].shape
-    shape = (-(-size // PANEL), len(weights), in_features // 2, PANEL, 2)
-    panels = on_large_pages(shape, torch.bfloat16)
+    num_panels = -(-size // PANEL)
+    panels = on_large_pages((num_panels, len(weights), in_features * PANEL), torch.bfloat16)
+    arrange = amx.arrange if tiles.is_usable() else product.arrange
     for index, weight in enumerate(weights):
         padded = weight
         if size % PANEL:
-            padded = weight.new_zeros(shape[0] * PANEL, in_features)
+            padded = weight.new_zeros(num_panels * PANEL, in_features)
             padded[:size] = weight
-        panels[:, index] = padded.reshape(-1, PANEL, in_features // 2, 2).permute(0, 2, 1, 3)
+        arranged = arrange(padded)
+        panels[:, index].view(arranged.shape).copy_(arranged)
     return panels
 
 
@@ -107,7 +109,7 @@ class _Tiled:
         self._args = np.zeros(_NUM_ARGS, dtype=np.int64)
         self._args[[_WEIGHT, _NUM_BLOCKS, _SIZE, _KIND]] = (
             weight.data_ptr(),
-            2 * weight.shape[2] // BLOCK,
+            weight.shape[2] // (PANEL * BLOCK),
             size,
             kind,
         )
@@ -136,7 +138,7 @@ class _Tiled:
         out = self._team.empty(amx.packed_shape(*shape) if packs else shape, dtype)
         if num_rows == 0:
             return out
-        rows_at_once = amx.padded(min(num_rows, _MAX_PACKED_ROWS)) if is_packed else num_rows
+        rows_at_once = amx.packed_rows(min(num_rows, _MAX_PACKED_ROWS)) if is_packed else num_rows
         scratch = self._team.empty(self._team.size * rows_at_once * self._scratch_size, torch.float32)
         args = self._args
         args[_STRIDE], args[_ROWS_AT_ONCE], args[_PACKS] = rows.stride(0) * rows.itemsize, rows_at_once, packs
@@ -215,7 +217,7 @@ class TiledGate:
 
 @functools.cache
 def _linear_kernel(has_amx: bool) -> Kernel:
-    make = functools.partial(_make_linear, amx.multiply_kernel if has_amx else multiply_kernel)
+    make = functools.partial(_make_linear, amx.multiply_kernel if has_amx else product.multiply_kernel)
     return Kernel("linear-amx" if has_amx else "linear", _NUM_ARGS, make)
 
 
@@ -229,15 +231,19 @@ def _make_pack() -> Any:
 
     def pack_part(address: int, part: int, num_parts: int, thread: int) -> None:
         args = carray(as_pointer(address), (_NUM_PACK_ARGS,), np.int64)
-        num_tiles = (args[2] + amx.TILE_ROWS - 1) // amx.TILE_ROWS
-        first, last = num_tiles * part // num_parts, num_tiles * (part + 1) // num_parts
+        num_pairs = (args[2] + amx.MAX_ROWS - 1) // amx.MAX_ROWS
+        first, last = num_pairs * part // num_parts, num_pairs * (part + 1) // num_parts
         pack(args[0], args[1], args[2], args[3], first, last)
 
     return pack_part
 
 
 def _make_finish() -> Any:
-    """From the sums of a panel to the output."""
+    """``((args, panel, first row, num_rows, gate), sums, first, count)``: from sums to the output.
+
+    Of rows of a panel, counted from the first row; from ``num_rows`` on there are none. ``gate`` is how many
+    bytes the gate's sums lie before the others.
+    """
     single, half = vectors(PANEL, "float32"), vectors(PANEL, "bfloat16")
     one, one_half = vectors(1, "float32"), vectors(1, "bfloat16")
     load, store, splat, add, sub, mul, div, larger, exp = (
@@ -249,26 +255,28 @@ def _make_finish() -> Any:
     zero, unit, lowest = np.float32(0.0), np.float32(1.0), np.float32(-87.0)
 
     @kernel()
-    def finish(args: Any, sums: int, panel: int, first_row: int, num_rows: int, up_sums: int) -> None:
+    def finish(then: Any, sums: int, first: int, count: int) -> None:
+        args, panel, first_row, num_rows, gate = then
         size, out = args[_SIZE], args[_OUT]
         kind, is_float, bias = args[_KIND], args[_IS_FLOAT], args[_BIAS]
         num_layers = 2 if kind == _GATED else 1
-        count = min(PANEL, size - panel * PANEL)
-        for row in range(num_rows):
-            at = (first_row + row) * size + panel * PANEL
+        width = min(PANEL, size - panel * PANEL)
+        for index in range(min(count, num_rows - first)):
+            row = first_row + first + index
+            at = row * size + panel * PANEL
             if args[_PACKS]:
-                tile, line = (first_row + row) // amx.TILE_ROWS, (first_row + row) % amx.TILE_ROWS
-                at = ((tile * (size // PANEL) + panel) * amx.TILE_ROWS + line) * PANEL
-            value = load(sums, row * PANEL)
+                pair, line = row // amx.MAX_ROWS, row % amx.MAX_ROWS
+                at = ((pair * (size // PANEL) + panel) * amx.MAX_ROWS + line) * PANEL
+            value = load(sums, index * PANEL)
             if bias:
-                value = add(value, load(bias, panel * num_layers * PANEL))
+                value = add(value, load(bias, ((panel + 1) * num_layers - 1) * PANEL))
             if kind == _GATED:
-                up = load(up_sums, row * PANEL)
+                gated = load(sums - gate, index * PANEL)
                 if bias:
-                    up = add(up, load(bias, (2 * panel + 1) * PANEL))
-                inverse = add(splat(unit), exp(sub(splat(zero), larger(value, splat(lowest)))))
-                value = mul(div(value, inverse), up)
-            if count == PANEL:
+                    gated = add(gated, load(bias, 2 * panel * PANEL))
+                inverse = add(splat(unit), exp(sub(splat(zero), larger(gated, splat(lowest)))))
+                value = mul(div(gated, inverse), value)
+            if width == PANEL:
                 if kind == _PLUS:
                     value = add(value, load_half(args[_SUMMAND], at))
                 if is_float:
@@ -276,9 +284,9 @@ def _make_finish() -> Any:
                 else:
                     store_half(out, at, value)
             else:
-                store(sums, row * PANEL, value)
-                for place in range(count):
-                    number = load_one(sums, row * PANEL + place)
+                store(sums, index * PANEL, value)
+                for place in range(width):
+                    number = load_one(sums, index * PANEL + place)
                     if kind == _PLUS:
                         number = add_one(number, load_one_half(args[_SUMMAND], at + place))
                     if is_float:
@@ -289,8 +297,8 @@ def _make_finish() -> Any:
     return finish
 
 
-def _make_linear(make_multiply: Callable[[], Any]) -> Any:
-    multiply, finish = make_multiply(), _make_finish()
+def _make_linear(make_multiply: Callable[[Any], Any]) -> Any:
+    begin, multiply, finish_all = make_multiply(_make_finish())
 
     @kernel()
     def do_panel(args: Any, sums: int, panel: int, first_row: int, num_rows: int, end: int) -> None:
@@ -299,12 +307,13 @@ def _make_linear(make_multiply: Callable[[], Any]) -> Any:
         num_layers = 2 if args[_KIND] == _GATED else 1
         # Also of packed rows, where a tile of them is as large as it was; the last one is full.
         rows = args[_ROWS] + first_row * num_blocks * BLOCK * 2
-        count = min(args[_ROWS_AT_ONCE], num_rows + -num_rows % amx.TILE_ROWS)
+        gate = args[_ROWS_AT_ONCE] * PANEL * 4
         for layer in range(num_layers):
             place = panel * num_layers + layer
             weight = args[_WEIGHT] + place * num_blocks * BLOCK_BYTES
-            multiply(rows, stride, weight, sums + layer * count * PANEL * 4, count, num_blocks, end)
-        finish(args, sums, panel, first_row, num_rows, sums + count * PANEL * 4)
+            num_finished = num_rows if layer == num_layers - 1 else 0
+            then = (args, panel, first_row, num_finished, gate)
+            multiply(rows, stride, weight, sums + layer * gate, num_rows, num_blocks, end, then)
 
     def linear(address: int, part: int, num_parts: int, thread: int) -> None:
         args = carray(as_pointer(address), (_NUM_ARGS,), np.int64)
@@ -315,10 +324,12 @@ def _make_linear(make_multiply: Callable[[], Any]) -> Any:
         first_panel, last_panel = num_panels * part // num_parts, num_panels * (part + 1) // num_parts
         end = args[_WEIGHT] + last_panel * num_layers * args[_NUM_BLOCKS] * BLOCK_BYTES
         panels_at_once = _PANELS_AT_ONCE if rows_at_once < num_rows else last_panel - first_panel
+        begin(num_rows)
         for group in range(first_panel, last_panel, max(1, panels_at_once)):
             for first_row in range(0, num_rows, rows_at_once):
                 count = min(rows_at_once, num_rows - first_row)
                 for panel in range(group, min(last_panel, group + panels_at_once)):
                     do_panel(args, sums, panel, first_row, count, end)
+        finish_all()
 
     return linear

@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
@@ -33,23 +34,38 @@ _PAIRS_AT_ONCE = 2
 _MAX_ROWS_AT_ONCE = 14
 _BLOCKS_AT_ONCE = 8
 """Of a panel with more rows than that: 16 KiB."""
-AHEAD = 8192
+_AHEAD = 8192
 """Bytes between what is multiplied and what is asked for: some 400 ns of streaming."""
 
 
-def multiply_kernel() -> Any:
-    """``(rows, stride, weight, sums, num_rows, num_blocks, end)``: the sums become ``rows @ panel``.
+def arrange(weight: torch.Tensor) -> torch.Tensor:
+    """``[32 * panels, in_features]`` to ``[panels, in_features / 2, 32, 2]``."""
+    return weight.view(-1, PANEL, weight.shape[1] // 2, 2).permute(0, 2, 1, 3)
 
-    Addresses of rows, of the panel and of sums ``[num_rows, 32]``; bytes between rows; ``end`` is behind the
-    last weight that this thread will read soon.
+
+def multiply_kernel(finish: Any) -> tuple[Any, Any, Any]:
+    """Three functions: what begins, does and ends a thread's products.
+
+    ``(num_rows)``: for so many, of which ``multiply`` may get some at a time.
+
+    ``(rows, stride, weight, sums, num_rows, num_blocks, end, then)``: the sums become ``rows @ panel``, and
+    ``finish(then, sums, first row, num_rows)`` is called for some rows after the others, each once, while
+    their sums are at hand. Addresses of rows, of the panel and of sums ``[num_rows, 32]``; bytes between
+    rows; ``end`` is behind the last weight that this thread will read soon.
+
+    ``()``.
     """
     tile = _make_tile()
     line = vectors(PANEL, "float32")
     store, splat, zero = line.store, line.splat, np.float32(0.0)
 
     @kernel()
+    def begin(num_rows: int) -> None:
+        pass
+
+    @kernel()
     def multiply(
-        rows: int, stride: int, weight: int, sums: int, num_rows: int, num_blocks: int, end: int
+        rows: int, stride: int, weight: int, sums: int, num_rows: int, num_blocks: int, end: int, then: Any
     ) -> None:
         for row in range(num_rows):
             store(sums, row * PANEL, splat(zero))
@@ -64,14 +80,19 @@ def multiply_kernel() -> Any:
                 # Asking for what is at hand costs next to nothing.
                 ahead, step = sums, 0
                 if num_tiles == 1:
-                    ahead, step = piece + AHEAD, _PAIR_BYTES
+                    ahead, step = piece + _AHEAD, _PAIR_BYTES
                 elif index < 2 and next_piece < end:
                     # The first two tiles ask for one half each.
                     ahead, step = next_piece + index * count * BLOCK_BYTES // 2, _PAIR_BYTES // 2
                 place = rows + first * stride + block * BLOCK * 2
                 tile(last - first, place, stride, piece, sums + first * PANEL * 4, count, ahead, step)
+        finish(then, sums, 0, num_rows)
 
-    return multiply
+    @kernel()
+    def end() -> None:
+        pass
+
+    return begin, multiply, end
 
 
 class _BFloat16(ir.Type):
