@@ -102,17 +102,17 @@ class TimeTable:
 
         Beyond the largest size, up to _GROWTH times as much, steps are expected to go on growing as they did.
         """
-        known = ((_bucket(size), seconds) for size, seconds in seconds_by_size.items())
+        known = ((size_of(size), seconds) for size, seconds in seconds_by_size.items())
         self._expected = sorted({size: seconds for size, seconds in known if seconds > 0}.items())
         if len(self._expected) > 1:
             (size, less), (last, more) = self._expected[-2:]
             slope = max(0.0, more - less) / (last - size)
-            self._expected.append((_bucket(_GROWTH * last), more + slope * (_GROWTH - 1) * last))
+            self._expected.append((size_of(_GROWTH * last), more + slope * (_GROWTH - 1) * last))
         self._points = None
 
     def add(self, size: int, seconds: float) -> None:
         """Takes one measurement of a step of ``size`` rows."""
-        bucket = _bucket(size)
+        bucket = size_of(size)
         # Large steps cost by the row: a bucket's average must not be that of its smallest ones.
         seconds *= bucket / size
         average = self._averages.get(bucket)
@@ -141,7 +141,7 @@ class TimeTable:
             return None
         (first, less), (last, more) = self._points[0], self._points[-1]
         if size <= last or first == last:
-            return self.pace * _interpolate(self._points, _bucket(size))
+            return self.pace * _interpolate(self._points, size_of(size))
         return self.pace * (more + max(0.0, more - less) / (last - first) * (size - last))
 
     def least(self, size: int) -> float | None:
@@ -149,7 +149,7 @@ class TimeTable:
         predicted = self.predict(size)
         if predicted is None:
             return None
-        bucket = _bucket(size)
+        bucket = size_of(size)
         return min([predicted, *(self.pace * seconds for other, seconds in self._all() if other >= bucket)])
 
     def largest_within(self, seconds: float) -> int:
@@ -225,7 +225,8 @@ def _factor_near(factors: _Curve, size: int) -> float:
     return _interpolate(factors[first:last], size) if first < last else 1.0
 
 
-def _bucket(size: int) -> int:
+def size_of(size: int) -> int:
+    """Under which a number of rows is kept."""
     return size if size <= _EXACT_ROWS else -(-size // _BUCKET_ROWS) * _BUCKET_ROWS
 
 

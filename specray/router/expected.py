@@ -2,6 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Round(NamedTuple):
+    """What a round of one session is expected to be."""
+
+    num_drafts: float
+    num_tokens: float
+    """That it commits."""
+    continuation: float
+    """How often a draft token is followed by another."""
+
+
 MISSES_BY_WIDTH = (1.0, 0.5, 0.3)
 """Before it is measured: of the verdicts whose last token the draft's first guess misses, how many are missed
 with 1, 2 or 3 branches for each number of accepted tokens. Measured on the embedded pair."""
@@ -21,6 +36,24 @@ def expected_drafts(num_drafts: int, continuation: float) -> float:
     if continuation >= 1.0:
         return float(num_drafts)
     return (1 - continuation**num_drafts) / (1 - continuation)
+
+
+def expected_steps(num_drafts: int, continuations: Sequence[float], num_proposals: int) -> float:
+    """Steps of the draft until the last of some proposals has ended, each of at most ``num_drafts`` tokens.
+
+    They grow side by side, so all wait for the longest; the token before which it ends is drafted too.
+
+    Args:
+        continuations: of some of the proposals, which stand for all; as in ``expected_drafts``.
+    """
+    share = num_proposals / len(continuations)
+    steps = 1.0
+    chances = [1.0] * len(continuations)
+    for _ in range(num_drafts - 1):
+        # The step after token i is taken when one proposal at least has token i.
+        steps += 1 - math.prod(1 - chance for chance in chances) ** share
+        chances = [chance * more for chance, more in zip(chances, continuations, strict=True)]
+    return steps
 
 
 def expected_tokens(acceptance: float, num_drafts: int, continuation: float = 1.0) -> float:

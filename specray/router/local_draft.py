@@ -86,7 +86,7 @@ class LocalDraft:
         """Of a round in which every session has so many draft tokens: (tokens that it commits, seconds)."""
         track = self._track
         tokens = expected_tokens(min(track.pacing.acceptance.value, MAX_ACCEPTANCE), num_drafts)
-        return tokens, track.policy.verify_s(num_running * (1 + num_drafts)) or 0.0
+        return tokens, track.policy.verify_s(num_running * (1 + num_drafts), num_running) or 0.0
 
     def keep_output(self, session: Session) -> None:
         """Adds a finished output to the tenant's past ones, where they are kept.

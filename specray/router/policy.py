@@ -1,9 +1,10 @@
 """How much to speculate: for each session and step, K and the fan-out, or nothing at all.
 
-Plans are compared by the goodput that ``prospects`` predicts; whether to speculate at all, all sessions
-decide ``together``. How sure the draft is of each token, only the draft sees. So it decides which outcomes
-get branches, which a fan-out by position alone (geometric in SSD/Saguaro, arXiv 2603.03251, theorem 12) does
-not; and a proposal ends where the draft believes too little of it, K being only the most that it may have.
+Plans are compared by the goodput that ``prospects`` predicts; whether to speculate at all, and how long the
+longest proposal is for which all wait, all sessions decide ``together``. How sure the draft is of each token,
+only the draft sees. So it decides which outcomes get branches, which a fan-out by position alone (geometric
+in SSD/Saguaro, arXiv 2603.03251, theorem 12) does not; and a proposal ends where the draft believes too
+little of it, K being only the most that it may have.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from specray.router.expected import prior_hit_rate
 from specray.router.measured import Measured
 from specray.router.plan import OFF, OFF_REVIEW_ROUNDS, REVIEW_ROUNDS, Judged, Pacing, Plan
 from specray.router.probes import PROBE_ROUNDS, Probes
-from specray.router.prospects import ANY_K, Prospects
+from specray.router.prospects import ANY_K, HYSTERESIS, Prospects
 from specray.router.records import Lookup
 from specray.router.session import MAX_SPECULATIVE_TOKENS
 from specray.router.together import Together
@@ -33,8 +34,6 @@ PRIOR_JUDGED_DRAFTS, PRIOR_JUDGED_ACCEPTED = 8.0, 4.0
 """Of a proposal that the draft ends. The pair of docs/peers.md comes to about 11 and 7.5 at temperature 0."""
 RELAXATION = 0.05
 """Of what was measured, in the time of one session's review, however many sessions have theirs meanwhile."""
-HYSTERESIS = 1.05
-"""A plan is left only for one that promises so much more."""
 MAX_NEXT_TOKENS = 8
 """For one number of accepted tokens; what lies behind them is hardly ever drawn."""
 FAILED_DRAFT_REST_ROUNDS = 16
@@ -87,7 +86,7 @@ class Policy:
             prior_acceptance: per token, until some have been verified; in (0, 1).
         """
         serial = self._config.model_copy(update={"overlap": Overlap.SERIAL})
-        measured = Measured(verify=self._measured.verify)
+        measured = Measured(verify=self._measured.verify, sequence=self._measured.sequence)
         return Policy(
             serial, trace=self._trace, source=source, prior_acceptance=prior_acceptance, measured=measured
         )
@@ -151,15 +150,17 @@ class Policy:
         slowest_s = max(proposal_s, self._measured.slowest_outcomes_s)
         return max(0.05, 4 * (slowest_s + self._measured.round_trip_s))
 
-    def verify_s(self, rows: int) -> float | None:
+    def verify_s(self, rows: int, num_sequences: int) -> float | None:
         """Expected seconds of a target step; None before the first measurement."""
-        return self._measured.times(is_overlapped=True).predict(rows)
+        seconds = self._measured.times(is_overlapped=True).predict(rows)
+        return None if seconds is None else seconds + num_sequences * self._measured.sequence.value
 
-    def prefill_room(self, num_rows: int, most: int, *, max_slowdown: float) -> int:
+    def prefill_room(self, num_rows: int, most: int, *, max_slowdown: float, num_running: int = 0) -> int:
         """Prompt tokens that may share a step with the running sessions.
 
         Args:
             num_rows: of the running sessions, >= 1.
+            num_running: these sessions.
             most: that may be asked for, >= 1.
             max_slowdown: the step may take so many times as long as without the prompt tokens.
 
@@ -170,7 +171,9 @@ class Policy:
         alone = times.least(num_rows)
         if alone is None:
             return most
-        room = times.largest_within(max_slowdown * alone) - num_rows
+        # What their contexts take is part of the step, and becomes no more.
+        more_s = (max_slowdown - 1) * num_running * self._measured.sequence.value
+        room = times.largest_within(max_slowdown * alone + more_s) - num_rows
         return min(most, max(MIN_PREFILL, room))
 
     # Measurements
@@ -193,19 +196,19 @@ class Policy:
         self._measured.outcomes.expect(pairs)
         self._measured.draft_round_trip.expect(round_trip_s)
 
-    def observe_verify(self, rows: int, seconds: float, *, is_overlapped: bool) -> None:
+    def observe_verify(
+        self, rows: int, seconds: float, *, is_overlapped: bool, num_sequences: int = 0
+    ) -> None:
         """One target step, with its transport."""
-        self._measured.verify[is_overlapped].add(rows, seconds)
-        self._measured.pace = self._measured.verify[is_overlapped].pace
+        self._measured.add_verify(rows, num_sequences, seconds, is_overlapped=is_overlapped)
 
     def observe_proposal(
         self, num_tokens: int, forward_s: float, round_trip_s: float, *, num_sequences: int = 1
     ) -> None:
         """One draft step that answered ``num_sequences`` proposals of ``num_tokens`` and nothing else."""
         if num_tokens > 0:
-            pace = self._measured.pace
-            self._measured.draft_step.add(num_sequences, forward_s / num_tokens / pace)
-            self._measured.draft_round_trip.add(max(0.0, round_trip_s) / pace)
+            self._measured.add_proposals(num_tokens, num_sequences, forward_s)
+            self._measured.draft_round_trip.add(max(0.0, round_trip_s) / self._measured.pace)
 
     def observe_outcomes(self, num_tokens: int, num_branches: int, forward_s: float) -> None:
         """One draft step that answered outcomes with branches of ``num_tokens`` and nothing else."""
@@ -264,12 +267,17 @@ class Policy:
         return self._is_model and pacing.fixed_k is None
 
     def _decide(self, pacing: Pacing, num_running: int) -> None:
-        """Whether all speculate, when that is due."""
+        """Whether all speculate, and how far, when that is due."""
         if not self._joins(pacing) or not self._together.is_due(num_running):
             return
-        gain = self._prospects.gain(self._together.take_mean(pacing), num_running)
-        if gain is not None:
-            self._together.decide(gain, num_running)
+        together = self._together
+        gain = self._prospects.gain(together.take_mean(pacing), num_running)
+        if gain is None:
+            return
+        together.decide(gain, num_running)
+        sessions = together.sample or (pacing,)
+        shares = num_running > 1 and together.is_on
+        together.agree(self._prospects.best_for_all(sessions, num_running, together.plan) if shares else None)
 
     def _is_overruled(self, pacing: Pacing) -> bool:
         """All decided otherwise since its last review."""
@@ -288,7 +296,11 @@ class Policy:
             plan = self._prospects.best(plans, pacing, num_running)
         else:
             plan = self._choose(plans, current, pacing, num_running)
-        pacing.plan = self._prospects.with_bound(plan, pacing, num_running)
+        joint = self._together.plan if self._joins(pacing) and not plan.is_off else None
+        if joint is None or pacing.is_probing:
+            pacing.plan = self._prospects.with_bound(plan, pacing, num_running)
+        else:
+            pacing.plan = self._prospects.part_of(joint, pacing, num_running)
         most = OFF_REVIEW_ROUNDS if plan.is_off else REVIEW_ROUNDS
         pacing.rounds_to_review = PROBE_ROUNDS if pacing.is_probing else min(most, pacing.review_rounds)
         pacing.review_rounds = min(most, 2 * pacing.review_rounds)
@@ -323,7 +335,7 @@ class Policy:
         plan = pacing.plan
         assert plan is not None, "a plan was chosen"
         best: dict[str, float] = {}
-        if self._measured.verify_s(num_running) is not None:
+        if self._measured.verify_s(num_running, num_running) is not None:
             for candidate in self._prospects.plans(pacing):
                 tokens_per_s = self._prospects.goodput(candidate, pacing, num_running)
                 best[candidate.way] = max(tokens_per_s, best.get(candidate.way, 0.0))
@@ -340,7 +352,7 @@ class Policy:
 
     def _is_probe_due(self, pacing: Pacing, num_running: int) -> bool:
         def num_reading_steps() -> float:
-            step_s = self._measured.verify_s(num_running) or 0.0
+            step_s = self._measured.verify_s(num_running, num_running) or 0.0
             return self._reading_s(pacing) / step_s if step_s > 0 else 0.0
 
         return self._probes.is_due(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
 
 from specray.config import SpeculationConfig
-from specray.router.expected import expected_drafts
+from specray.router.expected import Round, expected_drafts, expected_tokens
 from specray.router.measured import Measured
 from specray.router.plan import OFF, Pacing, Plan
 from specray.router.session import MAX_SPECULATIVE_TOKENS
-from specray.router.together import MIN_GAIN
+from specray.router.together import MIN_GAIN, mean_of
 from specray.types import DraftKind, Overlap
 
 AUTO_K = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
@@ -22,6 +23,8 @@ MAX_ACCEPTANCE = 0.99
 """Believed at most: a session that has accepted everything so far need not go on so."""
 MAX_BOUND = 0.9
 """Of what a draft must believe: it is never so sure that it should propose nothing further."""
+HYSTERESIS = 1.05
+"""A plan is left only for one that promises so much more."""
 WIDTHS = (3, 2, 1)
 """Of enumeration; the first plan of all, before anything is measured, is the last."""
 MAX_BRANCH_ROWS = 96
@@ -60,7 +63,7 @@ class Prospects:
 
     def best(self, plans: Sequence[Plan], pacing: Pacing, num_running: int) -> Plan:
         """The plan that promises most; OFF when others promise little more."""
-        if self._measured.verify_s(num_running) is None:
+        if self._measured.verify_s(num_running, num_running) is None:
             first = [plan for plan in plans if plan.num_speculative_tokens == FIRST_K] or plans
             return first[-1]
         return max(
@@ -70,7 +73,7 @@ class Prospects:
 
     def gain(self, pacing: Pacing, num_running: int) -> float | None:
         """What the best plan promises, as a multiple of plain decoding; None: nothing was measured."""
-        if self._measured.verify_s(num_running) is None:
+        if self._measured.verify_s(num_running, num_running) is None:
             return None
         plans = [plan for plan in self.plans(pacing) if not plan.is_off]
         most = max(self.goodput(plan, pacing, num_running) for plan in plans)
@@ -83,25 +86,52 @@ class Prospects:
             return self._measured.plain_goodput(num_running)
         if not self._is_model:
             return self._measured.lone_goodput(k, acceptance, num_running)
-        if k == ANY_K and self._is_bounded(plan.overlap, pacing):
-            # Of as many tokens as are accepted for each that is not, however long proposals are.
-            most = acceptance / (1 - acceptance)
-            num_accepted = min(pacing.judged.num_accepted.value, most)
-            return self._measured.judged_goodput(pacing.judged.num_drafts.value, num_accepted, num_running)
         if plan.overlap is Overlap.SERIAL:
-            return self._measured.serial_goodput(k, acceptance, self._goes_on(pacing), num_running)
+            return self._measured.serial_goodput(k, [self._round(k, pacing)], num_running)
         num_branches = num_running
         if plan.overlap is Overlap.ENUMERATE:
             num_branches *= max_branches(plan, k, num_running=num_running)
         return self._measured.overlapped_goodput(plan, acceptance, num_branches, num_running)
 
-    def with_bound(self, plan: Plan, pacing: Pacing, num_running: int) -> Plan:
-        """The plan, with what a draft token must promise: as much as its row and its draft step could bring.
+    def best_for_all(self, sessions: Sequence[Pacing], num_running: int, current: Plan | None) -> Plan:
+        """The plan under which sessions that share steps come furthest together.
 
-        With g tokens per second of all sessions, a token that comes with probability p is worth p / g.
+        What is best for one may not be: all wait for the longest proposal.
+
+        Args:
+            sessions: some, which stand for all; at least one.
+            current: theirs until now, which is left only for one that promises more than a little more.
         """
+        plans = [plan for plan in self.plans(mean_of(sessions)) if not plan.is_off]
+        promised = {plan: self._joint_goodput(plan, sessions, num_running) for plan in plans}
+        best = max(plans, key=lambda plan: promised[plan])
+        stays = current in promised and promised[best] <= HYSTERESIS * promised[current]
+        return current if current is not None and stays else best
+
+    def part_of(self, plan: Plan, pacing: Pacing, num_running: int) -> Plan:
+        """What a session does of a plan that is for all: no more than is worth its rows.
+
+        Further steps of the draft are taken for others anyway.
+        """
+        if self._is_bounded(plan.overlap, pacing):
+            return self.with_bound(plan, pacing, num_running)
+        acceptance = min(pacing.acceptance.value, MAX_ACCEPTANCE)
+        most = min(plan.num_speculative_tokens, AUTO_K[-1])
+        worth = self._worth(replace(plan, num_speculative_tokens=most), pacing, num_running)
+        num_worthy = next((k for k in range(1, most) if acceptance ** (k + 1) < worth), most)
+        return replace(plan, num_speculative_tokens=num_worthy)
+
+    def with_bound(self, plan: Plan, pacing: Pacing, num_running: int) -> Plan:
+        """The plan, with what a draft token must promise: as much as its row and draft step could bring."""
         if plan.is_off or not self._is_bounded(plan.overlap, pacing):
             return plan
+        return replace(plan, min_acceptance=round(min(MAX_BOUND, self._worth(plan, pacing, num_running)), 3))
+
+    def _worth(self, plan: Plan, pacing: Pacing, num_running: int) -> float:
+        """With what probability a draft token must come to be worth its row and its draft step.
+
+        With g tokens per second of all sessions, one that comes with probability p is worth p / g.
+        """
         if plan.num_speculative_tokens == ANY_K:
             num_drafts = pacing.judged.num_drafts.value
         else:
@@ -109,11 +139,30 @@ class Prospects:
         # What drafts cost on average: a step's time bends where its rows are no longer hidden by its weights,
         # and a proposal has rows on both sides.
         num_more = max(1, round(num_running * num_drafts))
-        fewer, more = (self._measured.verify_s(num_running + rows) or 0.0 for rows in (0, num_more))
+        fewer, more = (
+            self._measured.verify_s(num_running + rows, num_running) or 0.0 for rows in (0, num_more)
+        )
         row_s = max(0.0, more - fewer) / num_more
         draft_s = self._measured.draft_step_s(num_running, fewer) / num_running
-        rate = num_running * self.goodput(plan, pacing, num_running)
-        return replace(plan, min_acceptance=round(min(MAX_BOUND, rate * (row_s + draft_s)), 3))
+        return num_running * self.goodput(plan, pacing, num_running) * (row_s + draft_s)
+
+    def _joint_goodput(self, plan: Plan, sessions: Sequence[Pacing], num_running: int) -> float:
+        """Predicted tokens per second of a session, on average, as all are under the plan."""
+        if plan.overlap is not Overlap.SERIAL or not self._is_model:
+            return fmean(self.goodput(plan, pacing, num_running) for pacing in sessions)
+        k = plan.num_speculative_tokens
+        return self._measured.serial_goodput(k, [self._round(k, pacing) for pacing in sessions], num_running)
+
+    def _round(self, k: int, pacing: Pacing) -> Round:
+        """Of a session that drafts first."""
+        acceptance = min(pacing.acceptance.value, MAX_ACCEPTANCE)
+        if k == ANY_K and self._is_bounded(Overlap.SERIAL, pacing):
+            # Of as many tokens as are accepted for each that is not, however long proposals are.
+            num_accepted = min(pacing.judged.num_accepted.value, acceptance / (1 - acceptance))
+            num_drafts = max(1.0, pacing.judged.num_drafts.value)
+            return Round(num_drafts, 1 + num_accepted, 1 - 1 / num_drafts)
+        goes_on = self._goes_on(pacing)
+        return Round(expected_drafts(k, goes_on), expected_tokens(acceptance, k, goes_on), goes_on)
 
     def _is_bounded(self, overlap: Overlap, pacing: Pacing) -> bool:
         """The draft may end its proposals early: where K is chosen here, and nothing is drafted ahead."""

@@ -147,7 +147,12 @@ class Rounds:
             elapsed_s = self._now - verifying.sent_s
             num_rows = verifying.num_rows if replies.num_rows is None else replies.num_rows
             if num_rows:
-                self._policy.observe_verify(num_rows, elapsed_s, is_overlapped=verifying.is_overlapped)
+                self._policy.observe_verify(
+                    num_rows,
+                    elapsed_s,
+                    is_overlapped=verifying.is_overlapped,
+                    num_sequences=len(verifying.sessions),
+                )
             self._idle_since_s = self._now
 
     def _take(self, live: LiveSession, reply: TargetReply, replies: TargetReplies) -> bool:
@@ -227,7 +232,7 @@ class Rounds:
         """Lets waiting requests in while there are places and a target."""
         if self.target is not None and self.sessions.num_queued:
             # With nobody running, what is expected could be wrong for ever: nothing would correct it.
-            step_s = self._policy.verify_s(1) if self.sessions.running else None
+            step_s = self._policy.verify_s(1, 1) if self.sessions.running else None
             self.sessions.admit(self._now, least_s=step_s or 0.0)
 
     def propose(self) -> None:
@@ -274,10 +279,13 @@ class Rounds:
         if not running:
             return most
         num_rows = sum(live.num_missing + live.num_drafted for live in running)
-        return self._policy.prefill_room(num_rows, most, max_slowdown=self._config.max_prefill_slowdown)
+        return self._policy.prefill_room(
+            num_rows, most, max_slowdown=self._config.max_prefill_slowdown, num_running=len(running)
+        )
 
     def _holds_back(self, ready: Sequence[LiveSession]) -> bool:
-        step_s = self._policy.verify_s(sum(live.num_missing + live.num_drafted for live in ready))
+        num_rows = sum(live.num_missing + live.num_drafted for live in ready)
+        step_s = self._policy.verify_s(num_rows, len(ready))
         if step_s is None or self._idle_since_s is None:
             return False
         until_s = self._idle_since_s + GRACE_SHARE * step_s

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from specray.router.estimates import Rate
-from specray.router.plan import Judged, Pacing
+from specray.router.plan import Judged, Pacing, Plan
 
 FIRST_REVIEW_STEPS = 4
 REVIEW_STEPS = 16
@@ -21,6 +21,8 @@ number, for fewer, each time twice as many: what it promised had not been tried.
 MIN_GAIN = 1.08
 """Speculation must promise so much more than none to be taken up: none is sure, and predictions err by what
 the machine does meanwhile."""
+MAX_SAMPLE = 8
+"""Sessions that stand for all when their plan is chosen."""
 LEAST_GAIN = 1.03
 """It is left when it promises less than this."""
 
@@ -33,8 +35,12 @@ class Together:
     """None: nothing was decided yet."""
     gain: float = MIN_GAIN
     """What speculation promised last, as a multiple of plain decoding."""
+    plan: Plan | None = None
+    """Of all who speculate, where there are several; each has its own part of it."""
     num_turns: int = 0
     """How often it was decided otherwise than before."""
+    sample: Sequence[Pacing] = ()
+    """Some of the sessions that the last mean is of."""
     _num_rounds: int = 0
     """Since the last decision."""
     _sessions: dict[int, Pacing] = field(default_factory=dict)
@@ -59,7 +65,9 @@ class Together:
     def take_mean(self, new: Pacing) -> Pacing:
         """A session as all are on average; ``new`` where none had a round yet. Begins to collect anew."""
         if self._sessions:
-            self._last = mean_of(list(self._sessions.values()))
+            sessions = list(self._sessions.values())
+            self._last = mean_of(sessions)
+            self.sample = sessions[:: -(-len(sessions) // MAX_SAMPLE)]
             self._sessions.clear()
             self._num_rounds = 0
         return self._last or new
@@ -73,6 +81,11 @@ class Together:
         self._num_steps = FIRST_REVIEW_STEPS if is_new else min(REVIEW_STEPS, 2 * self._num_steps)
         self.num_turns += is_turn
         self.is_on, self._num_running = is_on, num_running
+
+    def agree(self, plan: Plan | None) -> None:
+        """What all do who speculate; None: each as it likes."""
+        self.num_turns += plan != self.plan
+        self.plan = plan
 
     def _is_another(self, num_running: int) -> bool:
         """Half as many sessions run as at the last decision, or twice as many."""

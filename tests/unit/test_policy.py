@@ -9,7 +9,8 @@ from router_harness import request, speculation_config
 
 from specray.requests import SpeculationParams
 from specray.router.estimates import Average, OutcomesTime, Rate, TimeTable, chain_trials
-from specray.router.expected import expected_drafts, expected_tokens, prior_hit_rate
+from specray.router.expected import Round, expected_drafts, expected_steps, expected_tokens, prior_hit_rate
+from specray.router.measured import Measured
 from specray.router.plan import OFF, OFF_REVIEW_ROUNDS, Pacing, Plan
 from specray.router.policy import Policy
 from specray.router.probes import PROBE_INTERVAL_ROUNDS, PROBE_ROUNDS
@@ -189,10 +190,9 @@ def test_proposals_of_any_length_are_worth_what_they_came_to() -> None:
     # Some of what was believed before is left. One more is drafted, before which the proposal ends.
     drafts, accepted = pacing.judged.num_drafts.value, pacing.judged.num_accepted.value
     assert (drafts, accepted) == pytest.approx((9.85, 9.56), abs=0.01)
-    drafted_s = 0.001 * (drafts + 1)
-    assert policy.goodput(plan, pacing, 1) == pytest.approx(
-        (1 + accepted) / (0.020 + drafted_s + 0.0002), rel=0.01
-    )
+    drafted_s = 0.001 * expected_steps(ANY_K, [1 - 1 / drafts], 1)
+    assert 0.0103 < drafted_s < 0.0109
+    assert policy.goodput(plan, pacing, 1) == pytest.approx((1 + accepted) / (0.020 + drafted_s + 0.0002))
 
 
 def test_proposals_of_any_length_are_left_when_little_of_them_is_accepted() -> None:
@@ -224,6 +224,77 @@ def test_only_rounds_whose_proposal_could_have_any_length_tell_of_such_ones() ->
     assert pacing.judged.num_accepted.value == pytest.approx((4 * 4.0 + 9) / 5)
     new = policy.pace(request())
     assert new.judged.num_drafts.value == pytest.approx((4 * 8.0 + 13) / 5)
+
+
+def test_all_wait_for_the_longest_proposal_and_rows_are_those_of_the_mean() -> None:
+    """One session that is sure of all its tokens, three that end each proposal at once."""
+    assert expected_steps(1, [0.5, 1.0], 2) == 1.0
+    assert expected_steps(4, [1.0, 0.0, 0.0, 0.0], 4) == 4.0
+    # Alone it ends after one in half of the cases, after two in a quarter, and drafts the token before.
+    assert expected_steps(4, [0.5], 1) == pytest.approx(1 + 1 + 0.5 + 0.25)
+    # Of two, one at least goes on more often; a sample of one stands for both.
+    assert expected_steps(4, [0.5, 0.5], 2) == pytest.approx(1 + 1 + 0.75 + 1 - 0.75**2)
+    assert expected_steps(4, [0.5], 2) == pytest.approx(expected_steps(4, [0.5, 0.5], 2))
+    measured_times = Measured()
+    for rows in (4, 8, 16, 64):
+        for _ in range(3):
+            measured_times.add_verify(rows, 4, 0.010 + 0.001 * rows, is_overlapped=False)
+    for _ in range(3):
+        measured_times.draft_step.add(4, 0.002)
+    rounds = [Round(4.0, 5.0, 1.0), *(Round(0.0, 1.0, 0.0) for _ in range(3))]
+    expected = (8.0 / 4) / (0.010 + 0.001 * 8 + 4 * 0.002)
+    assert measured_times.serial_goodput(4, rounds, 4) == pytest.approx(expected)
+
+
+def test_a_plan_for_all_is_not_as_long_as_the_surest_session_would_like() -> None:
+    policy, _ = measured(verify_s=0.020, draft_step_s=0.002, overlap="serial")
+    sure, others = policy.pace(request()), [policy.pace(request()) for _ in range(7)]
+    for pacing, rate in ((sure, 0.97), *((other, 0.5) for other in others)):
+        pacing.acceptance, pacing.continuation = Rate(rate), Rate(rate)
+    prospects = policy._prospects
+    alone = prospects.best(prospects.plans(sure), sure, 8)
+    joint = prospects.best_for_all([sure, *others], 8, None)
+    assert joint.num_speculative_tokens < alone.num_speculative_tokens
+    assert prospects.best_for_all([sure], 8, None).num_speculative_tokens == alone.num_speculative_tokens
+    # What all do is kept while another plan promises little more.
+    near = next(k for k in reversed(AUTO_K) if k < joint.num_speculative_tokens)
+    assert prospects.best_for_all([sure, *others], 8, Plan(near)) == Plan(near)
+
+
+def test_what_a_proposal_takes_whatever_its_length_is_no_part_of_its_steps() -> None:
+    """2 ms a step, and 3 ms beside, of eight sequences: steps that were expected stay what they are."""
+    measured_times = Measured()
+    measured_times.draft_step.expect({1: 0.002, 8: 0.002})
+    for index in range(300):
+        num_steps = (1, 2, 7)[index % 3]
+        measured_times.add_proposals(num_steps, 8, 0.003 + 0.002 * num_steps)
+    assert 8 * measured_times.draft_overhead_s == pytest.approx(0.003, rel=0.25)
+    assert measured_times.draft_step_s(8, 1.0) == pytest.approx(0.002, rel=0.1)
+    # A draft that is as fast as was believed has none.
+    for index in range(300):
+        num_steps = (1, 2, 7)[index % 3]
+        measured_times.add_proposals(num_steps, 8, 0.002 * num_steps)
+    assert 8 * measured_times.draft_overhead_s < 0.0003
+
+
+def test_what_a_sequence_adds_is_told_by_steps_of_as_many_rows() -> None:
+    """10 ms, 0.2 ms a row and half a millisecond a sequence."""
+    measured_times = Measured()
+    for index in range(400):
+        rows, num_sequences = (16, 32, 64)[index % 3], (4, 8, 16)[index % 7 % 3]
+        seconds = 0.010 + 0.0002 * rows + 0.0005 * num_sequences
+        measured_times.add_verify(rows, num_sequences, seconds, is_overlapped=False)
+    assert measured_times.sequence.value == pytest.approx(0.0005, rel=0.1)
+    few, many = (measured_times.verify_s(64, count) for count in (2, 32))
+    assert few == pytest.approx(0.0238, rel=0.1) and many == pytest.approx(0.0388, rel=0.1)
+
+
+def test_steps_that_always_had_as_many_sequences_tell_nothing_of_one() -> None:
+    measured_times = Measured()
+    for index in range(50):
+        measured_times.add_verify(64, 8, 0.020 + 0.001 * (index % 3), is_overlapped=False)
+    assert measured_times.sequence.value == 0.0
+    assert measured_times.verify_s(64, 8) == pytest.approx(0.021, rel=0.05)
 
 
 def test_rows_that_the_weights_hide_cost_nothing_in_the_bound() -> None:
@@ -367,7 +438,7 @@ def reading_policy(read_s: float) -> tuple[Policy, Pacing]:
     """Speculation pays, has been off, and the draft would have to read 224 tokens first."""
     policy, pacing = measured(overlap="serial", acceptance=0.7)
     for _ in range(10):
-        policy.observe_proposal(1, read_s, 0.0002, num_sequences=224)
+        policy._measured.draft_step.add(224, read_s)
     pacing.plan = Plan(0)
     return policy, pacing
 
@@ -396,7 +467,7 @@ def test_what_the_draft_has_been_told_costs_nothing_to_take_up_again() -> None:
 def test_a_try_is_as_rare_as_what_the_draft_must_read_for_it_is_long(read_s: float, interval: int) -> None:
     policy, pacing = measured(overlap="serial", acceptance=0.02)
     for _ in range(10):
-        policy.observe_proposal(1, read_s, 0.0002, num_sequences=224)
+        policy._measured.draft_step.add(224, read_s)
     tries = []
     for step in range(700):
         plan = policy.plan(pacing, num_remaining=1000, num_running=1, num_unread=224)

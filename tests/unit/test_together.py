@@ -60,12 +60,28 @@ def test_a_session_that_was_lucky_does_not_speculate_where_all_would_lose() -> N
     assert not plans[0].is_off
 
 
-def test_a_session_that_was_unlucky_goes_along_with_few_tokens() -> None:
+def test_a_session_that_was_unlucky_goes_along_and_its_proposals_end_earlier() -> None:
     policy = pair_policy()
     unlucky = accepting(policy, 0.1)
     others = [accepting(policy, 0.9) for _ in range(3)]
     for _ in range(2 * REVIEW_STEPS):
         plans = step(policy, [unlucky, *others])
+    # All wait for the longest proposal: what is short for one saves nobody a step of the draft.
+    assert len({plan.num_speculative_tokens for plan in plans}) == 1
+    assert plans[0].num_speculative_tokens > 3
+    assert policy._together.plan == plans[0]
+
+
+def test_a_session_whose_draft_is_no_judge_has_no_more_tokens_than_are_worth_their_rows() -> None:
+    policy = pair_policy()
+    for rows in (1, 2, 4, 8, 16, 32, 64, 256):
+        for _ in range(20):
+            policy.observe_verify(rows, 0.020 + 0.0005 * rows, is_overlapped=False)
+    unlucky, lucky = accepting(policy, 0.1), [accepting(policy, 0.9) for _ in range(3)]
+    for pacing in (unlucky, *lucky):
+        pacing.draft_is_judge = False
+    for _ in range(2 * REVIEW_STEPS):
+        plans = step(policy, [unlucky, *lucky])
     assert plans[0].num_speculative_tokens == 1
     assert all(plan.num_speculative_tokens > 3 for plan in plans[1:])
 
@@ -193,7 +209,7 @@ def test_without_speculation_reviews_become_rare_but_not_deaf() -> None:
 def test_reading_is_paid_for_by_what_all_expect_of_speculation(num_remaining: int, is_off: bool) -> None:
     policy = pair_policy()
     for _ in range(10):
-        policy.observe_proposal(1, 0.1, 0.0, num_sequences=224)
+        policy._measured.draft_step.add(224, 0.1)
     pacing = accepting(policy, 0.5)
     policy._together.decide(4 / 3, 1)
     pacing.plan, pacing.num_turns = OFF, policy._together.num_turns
