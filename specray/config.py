@@ -352,9 +352,12 @@ def apply_ray_environment(rpc: RpcConfig) -> None:
     Each has 30 to 40 threads, to which glibc gives up to eight heaps per core: under a constant load a Router
     grew by 1 MiB a minute, all of it free, and by nothing with two. Ray's own programs use jemalloc with
     caches: idle, a raylet grew from 10.2 to 13 MiB in 4 minutes; without them it stays at 6.9.
+
+    Ray waits 30 s for its first process to name its port. On a busy machine that has been too short, once.
     """
     for name, value in HEAP_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_SERVE_USE_GRPC_BY_DEFAULT", "1")
     os.environ.setdefault("RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH", str(SERVE_MESSAGE_BYTES))

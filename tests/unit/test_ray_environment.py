@@ -95,9 +95,16 @@ def test_the_image_has_the_heaps_of_a_ray_of_our_own() -> None:
         assert f"{name}={value} " in text
 
 
-def test_workers_are_not_nice_unless_the_user_wants_them_to_be(environment: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "other"),
+    [("RAY_worker_niceness", "0", "5"), ("RAY_gcs_server_port_wait_time_s", "120", "30")],
+    ids=["workers are not nice", "a busy machine starts slowly"],
+)
+def test_what_ray_does_unless_the_user_wants_it_otherwise(
+    environment: dict[str, str], name: str, value: str, other: str
+) -> None:
     apply_ray_environment(RpcConfig())
-    assert environment["RAY_worker_niceness"] == "0"
-    environment["RAY_worker_niceness"] = "5"
+    assert environment[name] == value
+    environment[name] = other
     apply_ray_environment(RpcConfig())
-    assert environment["RAY_worker_niceness"] == "5"
+    assert environment[name] == other
