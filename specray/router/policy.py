@@ -279,6 +279,10 @@ class Policy:
         shares = num_running > 1 and together.is_on
         together.agree(self._prospects.best_for_all(sessions, num_running, together.plan) if shares else None)
 
+    def _joint(self, pacing: Pacing) -> Plan | None:
+        """What all do; None where each does as it likes, and where the session does otherwise."""
+        return self._together.plan if self._joins(pacing) and not pacing.is_probing else None
+
     def _is_overruled(self, pacing: Pacing) -> bool:
         """All decided otherwise since its last review."""
         return pacing.num_turns != self._together.num_turns and self._joins(pacing)
@@ -296,11 +300,8 @@ class Policy:
             plan = self._prospects.best(plans, pacing, num_running)
         else:
             plan = self._choose(plans, current, pacing, num_running)
-        joint = self._together.plan if self._joins(pacing) and not plan.is_off else None
-        if joint is None or pacing.is_probing:
-            pacing.plan = self._prospects.with_bound(plan, pacing, num_running)
-        else:
-            pacing.plan = self._prospects.part_of(joint, pacing, num_running)
+        limit = self._prospects.with_bound if self._joint(pacing) is None else self._prospects.part_of
+        pacing.plan = limit(plan, pacing, num_running)
         most = OFF_REVIEW_ROUNDS if plan.is_off else REVIEW_ROUNDS
         pacing.rounds_to_review = PROBE_ROUNDS if pacing.is_probing else min(most, pacing.review_rounds)
         pacing.review_rounds = min(most, 2 * pacing.review_rounds)
@@ -322,11 +323,16 @@ class Policy:
             self._relax(RELAXATION / max(1, num_running))
             if current is not None and current.num_speculative_tokens != ANY_K:
                 pacing.judged.relax(RELAXATION)
-        best = plans[0] if len(plans) == 1 else self._prospects.best(plans, pacing, num_running)
+        joint = self._joint(pacing)
+        best = plans[0] if joint is None else joint
+        if joint is None and len(plans) > 1:
+            best = self._prospects.best(plans, pacing, num_running)
         if current is None or best in (current, OFF):
             return best
         if current.is_off:
             return best if self._pays_back(pacing, num_running) else OFF
+        if joint is not None:
+            return joint
         # Speculation is left as soon as it promises too little; any other change must be worth it.
         expected, promised = (self.goodput(plan, pacing, num_running) for plan in (current, best))
         return best if promised > HYSTERESIS * expected else current

@@ -113,7 +113,7 @@ class Prospects:
 
         Further steps of the draft are taken for others anyway.
         """
-        if self._is_bounded(plan.overlap, pacing):
+        if plan.is_off or self._is_bounded(plan.overlap, pacing):
             return self.with_bound(plan, pacing, num_running)
         acceptance = min(pacing.acceptance.value, MAX_ACCEPTANCE)
         most = min(plan.num_speculative_tokens, AUTO_K[-1])
