@@ -244,6 +244,9 @@ def test_all_wait_for_the_longest_proposal_and_rows_are_those_of_the_mean() -> N
     rounds = [Round(4.0, 5.0, 1.0), *(Round(0.0, 1.0, 0.0) for _ in range(3))]
     expected = (8.0 / 4) / (0.010 + 0.001 * 8 + 4 * 0.002)
     assert measured_times.serial_goodput(4, rounds, 4) == pytest.approx(expected)
+    # And what proposals take beside their steps, of each session.
+    measured_times.draft_overhead_s = 0.0005
+    assert measured_times.serial_goodput(4, rounds, 4) == pytest.approx(2 / (2 / expected + 4 * 0.0005))
 
 
 def test_a_plan_for_all_is_not_as_long_as_the_surest_session_would_like() -> None:

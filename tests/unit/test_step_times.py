@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ from specray.fakes import LocalVerifier, VirtualClock
 from specray.router.estimates import Average, OutcomesTime, TimeTable
 from specray.router.expected import expected_drafts, expected_steps, expected_tokens
 from specray.router.links import measure_round_trip
+from specray.router.measured import Measured
 from specray.router.plan import OFF, Plan
 from specray.router.policy import Policy
 from specray.router.prospects import ANY_K, AUTO_K
@@ -466,3 +468,22 @@ def test_what_a_size_took_tells_of_sizes_up_to_four_times_larger_or_smaller() ->
     for _ in range(3):
         times.add(16, 2.0)
     assert [times.predict(size) for size in (2, 4, 16, 64, 128)] == [1.0, 2.0, 2.0, 2.0, 1.0]
+
+
+def test_a_step_is_learnt_with_the_number_of_its_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    add = Measured.add_verify
+
+    def note(self: Measured, rows: int, num_sequences: int, seconds: float, *, is_overlapped: bool) -> None:
+        seen.append(num_sequences)
+        add(self, rows, num_sequences, seconds, is_overlapped=is_overlapped)
+
+    monkeypatch.setattr(Measured, "add_verify", note)
+    clock = VirtualClock()
+
+    async def main() -> None:
+        async with serving(clock, overlap="serial") as pair:
+            await asyncio.gather(*(pair.router.complete(request(str(i), max_tokens=12)) for i in range(3)))
+
+    run(clock, main())
+    assert max(seen) == 3

@@ -128,6 +128,22 @@ def test_sessions_without_a_draft_are_forgotten_at_once() -> None:
     assert list(policy._together._sessions.values()) == [planned]
 
 
+def test_all_take_up_a_new_plan_with_their_next_round() -> None:
+    policy = pair_policy()
+    sessions = [accepting(policy, 0.6) for _ in range(4)]
+    for _ in range(2 * REVIEW_STEPS):
+        plans = step(policy, sessions)
+    before = plans[0].num_speculative_tokens
+    for index, pacing in enumerate(sessions):
+        pacing.rounds_to_review = 50 + index
+    policy._together.agree(Plan(before + 1))
+    assert [plan.num_speculative_tokens for plan in step(policy, sessions)] == [before + 1] * 4
+    # The same plan again is none to look at.
+    num_turns = policy._together.num_turns
+    policy._together.agree(Plan(before + 1))
+    assert policy._together.num_turns == num_turns
+
+
 # When it is decided
 
 
