@@ -12,7 +12,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Final
 
 from specray.config import Config, apply_ray_environment, external_ray_address
@@ -24,6 +25,7 @@ HTTP_TIMEOUT_MARGIN_S = 30.0
 KEEP_ALIVE_TIMEOUT_S = 90
 START_MARGIN_S = 60.0
 POLL_INTERVAL_S = 0.1
+_END_S = 5.0
 SERVE_LOGS: Final = {"log_level": "WARNING", "enable_access_log": False}
 """Of Serve's own logger. A line for each call in each deployment would cost more than some calls."""
 _OWN_ERROR = re.compile(r"^specray\.errors\.(\w+): (.+)$", re.MULTILINE)
@@ -160,7 +162,7 @@ def _ray(config: Config) -> Iterator[None]:
     print("specray: starting Ray", file=sys.stderr, flush=True)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     if is_own:
-        context: Any = ray.init(
+        context = _init_ray(
             # Without this, the last cluster that `ray start` left a note of would be joined.
             address="local",
             # Logical CPUs: on a laptop the parts share what there is.
@@ -179,6 +181,58 @@ def _ray(config: Config) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _init_ray(**options: Any) -> Any:
+    """``ray.init`` for a Ray of our own, tried once more when not all of its processes have come up.
+
+    Seen on a busy machine: the node's own process ended before its first line of log. What the first attempt
+    has started is ended before the second, which would otherwise wait for our own end.
+
+    Raises:
+        ConfigError: neither attempt succeeded.
+    """
+    import ray
+
+    for is_last in (False, True):
+        before = _children()
+        try:
+            return ray.init(**options)
+        # Ray says so with Exception itself; what has a meaning of its own is not about processes.
+        except Exception as error:
+            if type(error) is not Exception and not isinstance(error, (RuntimeError, TimeoutError)):
+                raise
+            reason = " ".join(str(error).split())
+            _end(_children() - before)
+            if is_last:
+                raise ConfigError(f"Ray did not start, twice: {reason}") from error
+        print(f"specray: Ray did not start, trying once more: {reason}", file=sys.stderr, flush=True)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _children() -> set[int]:
+    """Of this process; none where the system does not tell."""
+    lists = Path("/proc/self/task").glob("*/children")
+    return {int(pid) for children in lists for pid in children.read_text().split()}
+
+
+def _end(pids: set[int]) -> None:
+    """Ends children of this process: they may clean up, for a while."""
+    for number, patience_s in ((signal.SIGTERM, _END_S), (signal.SIGKILL, _END_S)):
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        deadline_s = time.monotonic() + patience_s
+        while pids and time.monotonic() < deadline_s:
+            pids = {pid for pid in pids if not _is_reaped(pid)}
+            time.sleep(POLL_INTERVAL_S)
+
+
+def _is_reaped(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return True
 
 
 def _handlers() -> dict[int, Any]:

@@ -160,7 +160,7 @@ async def test_waiting_requests_of_all_routers_become_one_draft_call(address: st
         await entered(engine)
         await one.speculate([speculate("a"), speculate("b")])
         await two.speculate([speculate("c", token_ids=(10,))])
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(1.0)
         engine.gate.set()
         got_one = [await within(one.replies()) for _ in range(2)]
         got_two = await within(two.replies())
