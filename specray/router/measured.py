@@ -114,7 +114,7 @@ class Measured:
     def add_verify(self, rows: int, num_sequences: int, seconds: float, *, is_overlapped: bool) -> None:
         """Takes a target step."""
         times = self.verify[is_overlapped]
-        self.sequence.add(size_of(rows), num_sequences, seconds)
+        self.sequence.add(size_of(rows), num_sequences, seconds, is_overlapped=is_overlapped)
         times.add(rows, max(_LEAST_SHARE * seconds, seconds - self.sequence.value * num_sequences))
         self.pace = times.pace
 
