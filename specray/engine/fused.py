@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from specray.engine.attention import AttentionStep
     from specray.engine.cache import BlockCache
     from specray.engine.kernels.attention import AttentionKernel
+    from specray.engine.kernels.rows import PackedRows
     from specray.engine.kernels.team import Team
     from specray.engine.lowered import HeadNorm
 
@@ -38,7 +39,7 @@ class FusedAttention:
     sin: torch.Tensor
     scale: float
 
-    def prepare(self, step: AttentionStep, positions: object) -> _FusedStep:
+    def prepare(self, step: AttentionStep, positions: object) -> FusedStep:
         """What the layers of one step share."""
         block_size = step.cache.block_size
         spans = [
@@ -61,11 +62,13 @@ class FusedAttention:
             tables=(self.cos, self.sin),
             scale=self.scale,
         )
-        return _FusedStep(step.cache, call, self.head_dim)
+        return FusedStep(step.cache, call, self.head_dim)
 
 
 @dataclass(frozen=True, slots=True)
-class _FusedStep:
+class FusedStep:
+    """Implements ``lowered.StepAttention``."""
+
     cache: BlockCache
     call: AttentionCall
     head_dim: int
@@ -74,8 +77,17 @@ class _FusedStep:
         self, layer: int, qkv: torch.Tensor, head_norm: HeadNorm | None, window: int | None
     ) -> torch.Tensor:
         heads = qkv.view(len(qkv), -1, self.head_dim)
-        norm = None if head_norm is None else (head_norm.weight, head_norm.eps)
-        return self.call(heads, self.cache.layers[layer], norm, window).view(len(qkv), -1)
+        return self.call(heads, self.cache.layers[layer], _norm(head_norm), window).view(len(qkv), -1)
+
+    def attend_packed(
+        self, layer: int, qkv: PackedRows, head_norm: HeadNorm | None, window: int | None
+    ) -> PackedRows:
+        """Of packed rows, where the kernel takes them."""
+        return self.call.packed(qkv, self.cache.layers[layer], _norm(head_norm), window)
+
+
+def _norm(head_norm: HeadNorm | None) -> tuple[torch.Tensor, float] | None:
+    return None if head_norm is None else (head_norm.weight, head_norm.eps)
 
 
 def _runs(block_ids: Sequence[int], end: int, block_size: int) -> Iterator[tuple[int, int, int]]:

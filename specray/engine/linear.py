@@ -74,10 +74,7 @@ class Linear(Weights, Protocol):
 
 
 class Gate(Weights, Protocol):
-    """``x -> silu(gate(x)) * up(x)`` of two linear layers; both have a bias, or none has.
-
-    Connected (``operators.Operators``), it gives what its projection takes, which may not be rows.
-    """
+    """``x -> silu(gate(x)) * up(x)`` of two linear layers; both have a bias, or none has."""
 
 
 @dataclass(frozen=True, slots=True)

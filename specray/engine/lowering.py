@@ -129,16 +129,14 @@ def _lower_layer(
     if config.model_type == "mistral":
         window = config.sliding_window
     head_norm = _head_norm(attention, head_dim) if hasattr(attention, "q_norm") else None
-    gate, down = _gate(mlp, operators), _projection(mlp.down_proj, parallel, operators)
-    operators.connect(gate, down)
     return Layer(
         input_norm=_norm(layer.input_layernorm, operators),
         qkv=_linear([attention.q_proj, attention.k_proj, attention.v_proj], operators),
         head_norm=head_norm,
         output=_projection(attention.o_proj, parallel, operators),
         post_attention_norm=_norm(layer.post_attention_layernorm, operators),
-        gate=gate,
-        down=down,
+        gate=_gate(mlp, operators),
+        down=_projection(mlp.down_proj, parallel, operators),
         window=window,
     )
 

@@ -19,7 +19,7 @@ from specray.engine.lowered import PlainAttention, RMSNorm, Rotary
 if TYPE_CHECKING:
     from specray.engine.blocks import AttendBlocks, StoreRows
     from specray.engine.linear import Gate, Linear
-    from specray.engine.lowered import Attention, Norm, Projection
+    from specray.engine.lowered import Attention, Norm
 
 _log = logging.getLogger(__name__)
 
@@ -53,10 +53,6 @@ class Operators(Protocol):
         up_bias: torch.Tensor | None,
     ) -> Gate: ...
 
-    def connect(self, gate: Gate, down: Projection) -> None:
-        """The gate's result will go to this projection alone, and may be as this one likes it best."""
-        ...
-
     def norm(self, weight: torch.Tensor, eps: float) -> Norm: ...
 
     def attention(self, cos: torch.Tensor, sin: torch.Tensor, shape: HeadShape) -> Attention:
@@ -86,9 +82,6 @@ class TorchOperators:
     ) -> Gate:
         return make_gate(gate, up, gate_bias, up_bias)
 
-    def connect(self, gate: Gate, down: Projection) -> None:
-        pass
-
     def norm(self, weight: torch.Tensor, eps: float) -> Norm:
         return RMSNorm(weight, eps)
 
@@ -109,7 +102,6 @@ class BlockOperators:
 
     def __init__(self, others: Operators, dtype: torch.dtype, attend: AttendBlocks, store: StoreRows) -> None:
         self.linear, self.gate, self.norm = others.linear, others.gate, others.norm
-        self.connect = others.connect
         self._dtype = dtype
         self._attend = attend
         self._store = store

@@ -16,6 +16,7 @@ from specray.engine.kernels.norm import FusedRMSNorm
 from specray.engine.kernels.tape import Tape
 from specray.engine.lowered import LoweredForward
 from specray.engine.lowering import TableEmbedding
+from specray.engine.packed import PackedForward, packed
 
 if TYPE_CHECKING:
     from specray.engine.cache import BlockCache
@@ -47,7 +48,9 @@ class TapedForward:
         forward: of kernels only (``taped`` says of which that is so).
     """
 
-    def __init__(self, forward: LoweredForward, attention: FusedAttention, table: torch.Tensor) -> None:
+    def __init__(
+        self, forward: LoweredForward | PackedForward, attention: FusedAttention, table: torch.Tensor
+    ) -> None:
         self._forward = forward
         self._attention = attention
         self._table = table
@@ -117,4 +120,4 @@ def taped(forward: Forward) -> Forward:
     )
     if not is_kernels or not isinstance(forward.embedding, TableEmbedding):
         return forward
-    return TapedForward(forward, forward.attention, forward.embedding.table)
+    return TapedForward(packed(forward) or forward, forward.attention, forward.embedding.table)

@@ -23,7 +23,6 @@ from specray.engine.kernels.attention import attention_kernel
 from specray.engine.kernels.compiled import source_files
 from specray.engine.kernels.linear import TiledGate, TiledLinear, can_tile
 from specray.engine.kernels.norm import FusedRMSNorm
-from specray.engine.kernels.operators import KernelOperators
 from specray.engine.kernels.pages import on_large_pages
 from specray.engine.kernels.scores import TILE, scores_kernel
 from specray.engine.kernels.simd import vectors
@@ -286,22 +285,6 @@ def test_no_rows_touch_nothing() -> None:
 
 
 @needs_instruction
-@needs_instruction
-@pytest.mark.parametrize("num_rows", [1, 32, 33, 48, 49, 300])
-def test_what_a_gate_packs_is_what_its_projection_would_have_packed(num_rows: int, product: str) -> None:
-    """Bit for bit, also of the last tile, which is not full, and behind the rows packed at once."""
-    operators = KernelOperators(torch.bfloat16, 2)
-    up, down = random(96, 64, dtype=torch.bfloat16), random(70, 96, dtype=torch.bfloat16, seed=1)
-    gate, projection = operators.gate(up, -up, None, None), operators.linear(down, None)
-    rows = random(num_rows, 64, dtype=torch.bfloat16, seed=2)
-    summand = random(num_rows, 70, dtype=torch.bfloat16, seed=3)
-    expected = projection.plus(gate(rows), summand)
-    operators.connect(gate, projection)
-    packed = gate(rows)
-    assert packed.dim() == (4 if product == "amx" and num_rows > 32 else 2)
-    assert torch.equal(projection.plus(packed, summand), expected)
-
-
 def test_gate_of_very_negative_numbers_is_zero_and_not_nan() -> None:
     weight = torch.full((64, 32), -100.0, dtype=torch.bfloat16)
     ones = torch.ones(1, 32, dtype=torch.bfloat16)

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from specray.engine.kernels import tiles
-from specray.engine.kernels.simd import kernel, prefetch, vectors
+from specray.engine.kernels.rows import BLOCK, HEIGHT
+from specray.engine.kernels.simd import kernel, prefetch
 
-MAX_ROWS = 32
+MAX_ROWS = HEIGHT
 """At once: two tiles of rows times two of output features are four of the eight registers."""
-TILE_ROWS = tiles.ROWS
-PACKED_STRIDE = tiles.LINE
+_TILE_ROWS = tiles.ROWS
 _LINE = tiles.LINE
 """Also of a block of one row of bfloat16; of 16 sums."""
 _SUMS_LINE = 2 * _LINE
@@ -30,9 +30,7 @@ _SUMS_LINE = 2 * _LINE
 _PAIR_BYTES = 2 * tiles.BYTES
 """Of a block of 32 packed rows; of a block of a panel."""
 _BLOCK_LINES = _PAIR_BYTES // _LINE
-_SUMS_BYTES = TILE_ROWS * _SUMS_LINE
-_BLOCK = 32
-"""Features; also of a panel's output."""
+_SUMS_BYTES = _TILE_ROWS * _SUMS_LINE
 _AHEAD = _PAIR_BYTES
 """Bytes between what is multiplied and what is asked for: the next block. With four blocks a core reads a
 seventh less."""
@@ -43,49 +41,45 @@ _FEW_PAIRS = 3
 its part, so that memory works while products take longer than reading."""
 
 
-def packed_rows(num_rows: int) -> int:
-    """As many as full pairs of tiles have. What lies behind the rows does not matter to them."""
-    return -(-num_rows // MAX_ROWS) * MAX_ROWS
-
-
-def packed_shape(num_rows: int, num_features: int) -> tuple[int, int, int, int]:
-    """Of packed rows: 32 by 32, of these block by block, in a block row by row."""
-    return packed_rows(num_rows) // MAX_ROWS, num_features // _BLOCK, MAX_ROWS, _BLOCK
-
-
 def arrange(weight: torch.Tensor) -> torch.Tensor:
     """``[32 * panels, in_features]`` to ``[panels, in_features / 32, 2, 16, 16, 2]``.
 
     Panel by panel, in a panel block by block, in a block half by half of the output features; of a half pairs
     of input features, in a pair all 16 outputs.
     """
-    parts = weight.view(-1, 2, TILE_ROWS, weight.shape[1] // _BLOCK, TILE_ROWS, 2)
+    parts = weight.view(-1, 2, _TILE_ROWS, weight.shape[1] // BLOCK, _TILE_ROWS, 2)
     return parts.permute(0, 3, 1, 4, 2, 5)
 
 
 def multiply_kernel(finish: Any) -> tuple[Any, Any, Any]:
-    """As that of ``product``. Rows with a stride of one line are packed; more than ``MAX_ROWS`` must be."""
+    """As that of ``product``. More than ``MAX_ROWS`` rows must be packed (``rows``)."""
     # Sums by tile of rows and half of the panel, rows by tile, weights by half.
     configure = tiles.configure((0, 1, 4), (2, 3, 5), (6, 7))
     release, one, two = tiles.release, _make_tile(1), _make_tile(2)
 
     @kernel()
     def begin(num_rows: int) -> None:
-        first = second = TILE_ROWS
+        first = second = _TILE_ROWS
         # Packed rows fill their tiles.
         if num_rows <= MAX_ROWS:
-            first, second = min(TILE_ROWS, num_rows), min(TILE_ROWS, max(1, num_rows - TILE_ROWS))
-        configure((first, _LINE, second, _LINE, TILE_ROWS, _LINE))
+            first, second = min(_TILE_ROWS, num_rows), min(_TILE_ROWS, max(1, num_rows - _TILE_ROWS))
+        configure((first, _LINE, second, _LINE, _TILE_ROWS, _LINE))
 
     @kernel()
     def multiply(
-        rows: int, stride: int, weight: int, sums: int, num_rows: int, num_blocks: int, end: int, then: Any
+        rows: int,
+        stride: int,
+        shift: int,
+        weight: int,
+        sums: int,
+        num_rows: int,
+        num_blocks: int,
+        end: int,
+        then: Any,
     ) -> None:
         num_pairs = (num_rows + MAX_ROWS - 1) // MAX_ROWS
         blocks_at_once = num_blocks if num_pairs == 1 else _BLOCKS_AT_ONCE
-        below, shift = tiles.BYTES, _PAIR_BYTES
-        if stride != _LINE:
-            below, shift = TILE_ROWS * stride, _LINE
+        below = _TILE_ROWS * stride
         for block in range(0, num_blocks, blocks_at_once):
             count = min(blocks_at_once, num_blocks - block)
             piece = weight + block * _PAIR_BYTES
@@ -99,7 +93,7 @@ def multiply_kernel(finish: Any) -> tuple[Any, Any, Any]:
                 first = index * MAX_ROWS
                 place = rows + index * num_blocks * _PAIR_BYTES + block * shift
                 total = sums + first * _SUMS_LINE
-                if num_rows - first > TILE_ROWS:
+                if num_rows - first > _TILE_ROWS:
                     two(block == 0, place, below, stride, shift, piece, total, count, ahead, num_lines)
                 else:
                     one(block == 0, place, below, stride, shift, piece, total, count, ahead, num_lines)
@@ -121,9 +115,9 @@ def _make_tile(num_tiles: int) -> Any:
     """
     is_pair = num_tiles == 2
     clear_0, clear_1, clear_2, clear_3 = (tiles.zero(register) for register in range(4))
-    fetch_0, fetch_1, fetch_2, fetch_3, rows_0, rows_1, weights_0, weights_1 = (
-        tiles.load(register) for register in range(8)
-    )
+    fetch_0, fetch_1, fetch_2, fetch_3 = (tiles.load(register) for register in range(4))
+    rows_0, rows_1 = tiles.stream(4), tiles.stream(5)
+    weights_0, weights_1 = tiles.load(6), tiles.load(7)
     keep_0, keep_1, keep_2, keep_3 = (tiles.store(register) for register in range(4))
     product_0, product_1, product_2, product_3 = (
         tiles.multiply(sums, 4 + sums // 2, 6 + sums % 2) for sums in range(4)
@@ -179,19 +173,3 @@ def _make_tile(num_tiles: int) -> Any:
             keep_3(other + _LINE, _SUMS_LINE)
 
     return tile
-
-
-def pack_kernel() -> Any:
-    """``(rows, packed, num_rows, num_blocks, first, last)``: packs the pairs of tiles ``first..last - 1``."""
-    line = vectors(_LINE // 4, "float32")
-    load, store = line.load, line.store
-
-    @kernel()
-    def pack(rows: int, packed: int, num_rows: int, num_blocks: int, first: int, last: int) -> None:
-        for row in range(first * MAX_ROWS, min(num_rows, last * MAX_ROWS)):
-            source = rows + row * num_blocks * _LINE
-            target = packed + row // MAX_ROWS * num_blocks * _PAIR_BYTES + row % MAX_ROWS * _LINE
-            for block in range(num_blocks):
-                store(target + block * _PAIR_BYTES, 0, load(source + block * _LINE, 0))
-
-    return pack

@@ -19,15 +19,14 @@ from numba import carray
 from specray.engine.kernels import attend as single
 from specray.engine.kernels import fields, tiles
 from specray.engine.kernels.flash import attend as flash
-from specray.engine.kernels.simd import kernel, vectors
+from specray.engine.kernels.rotate import rotate_kernel
+from specray.engine.kernels.rows import FlatRows, PackedRows
 from specray.engine.kernels.span import Span
 from specray.engine.kernels.team import Kernel, Team, as_pointer
 
 _PARTS_PER_THREAD = 4
 _MIN_SHARED_WORK = 32_768
 """Numbers of K and V to read, below which a second thread costs more than it brings."""
-
-_ONE = np.float32(1.0)
 
 
 class AttentionCall:
@@ -100,6 +99,7 @@ class AttentionCall:
                 num_query_numbers,
                 0,
                 branches.ctypes.data,
+                *(0, 0, 0),
             ],
             dtype=np.int64,
         )
@@ -129,17 +129,36 @@ class AttentionCall:
             ``[num_rows, num_heads, head_dim]``.
         """
         out = self._team.empty((qkv.shape[0], self._num_heads, qkv.shape[2]), qkv.dtype)
+        self._attend(FlatRows(qkv.view(len(qkv), -1)), FlatRows(out.view(len(out), -1)), cache, norm, window)
+        return out
+
+    def packed(
+        self,
+        qkv: PackedRows,
+        cache: torch.Tensor,
+        norm: tuple[torch.Tensor, float] | None,
+        window: int | None,
+    ) -> PackedRows:
+        """One layer, of packed rows, with a kernel that takes them."""
+        out = PackedRows.empty(self._team, qkv.num_rows, self._num_heads * cache.shape[-1])
+        self._attend(qkv, out, cache, norm, window)
+        return out
+
+    def _attend(
+        self,
+        qkv: FlatRows | PackedRows,
+        out: FlatRows | PackedRows,
+        cache: torch.Tensor,
+        norm: tuple[torch.Tensor, float] | None,
+        window: int | None,
+    ) -> None:
         args = self._args
-        args[fields.QKV], args[fields.CACHE], args[fields.OUT] = (
-            qkv.data_ptr(),
-            cache.data_ptr(),
-            out.data_ptr(),
-        )
+        args[fields.QKV], args[fields.CACHE], args[fields.OUT] = qkv.address, cache.data_ptr(), out.address
+        args[fields.QKV_STEP : fields.BLOCK_STEP + 1] = qkv.row_step, out.row_step, qkv.block_step
         args[fields.WINDOW] = window or 0
         if norm is not None:
             args[fields.NORM], self._scale_eps[1] = norm[0].data_ptr(), norm[1]
         self._team.run(self._kernel, self._args_address, self._num_parts)
-        return out
 
     def retarget(self, args: np.ndarray) -> int:
         """Makes recorded calls of the same rows attend as this one would.
@@ -161,9 +180,10 @@ class AttentionKernel(Kernel):
     Args:
         max_queries: query heads times rows that are served from one reading of keys and values.
         scratch_size: of queries of each kv head, kv heads, their size, and the end of a span.
+        can_be_packed: its rows, those it is given and those it makes.
     """
 
-    __slots__ = ("max_queries", "scratch_size")
+    __slots__ = ("can_be_packed", "max_queries", "scratch_size")
 
     def __init__(
         self,
@@ -171,8 +191,11 @@ class AttentionKernel(Kernel):
         make: Callable[[], Any],
         max_queries: int,
         scratch_size: Callable[[int, int, int, int], int],
+        *,
+        can_be_packed: bool,
     ) -> None:
         super().__init__(name, fields.NUM_ARGS, make)
+        self.can_be_packed = can_be_packed
         self.max_queries = max_queries
         self.scratch_size = scratch_size
 
@@ -194,12 +217,14 @@ def _attention_kernel(head_dim: int, dtype: str, has_amx: bool) -> AttentionKern
         make_attend = partial(single.attend_kernel, head_dim, dtype)
         name, max_queries, scratch_size = dtype, single.MAX_QUERIES, single.scratch_size
     make = partial(_make_attention, head_dim, dtype, make_attend, max_queries)
-    return AttentionKernel(f"attention-{name}-{head_dim}", make, max_queries, scratch_size)
+    return AttentionKernel(
+        f"attention-{name}-{head_dim}", make, max_queries, scratch_size, can_be_packed=has_amx
+    )
 
 
 def _make_attention(head_dim: int, dtype: str, make_attend: Callable[[], Any], max_queries: int) -> Any:
     attend = make_attend()
-    rotate = _rotate_kernel(head_dim, dtype)
+    rotate = rotate_kernel(head_dim, dtype)
 
     def attention(address: int, part: int, num_parts: int, thread: int) -> None:
         args = carray(as_pointer(address), (fields.NUM_ARGS,), np.int64)
@@ -235,69 +260,3 @@ def _make_attention(head_dim: int, dtype: str, make_attend: Callable[[], Any], m
                             attend(args, span, (head, head + 1), rows, queries + place, thread, after)
 
     return attention
-
-
-def _rotate_kernel(head_dim: int, dtype: str) -> Any:
-    half = head_dim // 2
-    stored, single = vectors(half, dtype), vectors(half, "float32")
-    load, store, keep, table = stored.load, stored.store, single.store, single.load
-    splat, sub, mul, fma, total = (
-        single.splat, single.sub, single.mul, single.fma, single.sum
-    )  # fmt: skip
-
-    @kernel()
-    def rotate(args: Any, span: Any, first_head: int, last_head: int, queries: int) -> None:
-        """Norms and rotates; puts scaled queries at ``queries``, keys and values into the cache."""
-        qkv, cache, norm = args[fields.QKV], args[fields.CACHE], args[fields.NORM]
-        num_kv_heads, group_size = args[fields.NUM_KV_HEADS], args[fields.GROUP_SIZE]
-        num_heads = num_kv_heads * group_size
-        row_size, slot_size = (num_heads + 2 * num_kv_heads) * head_dim, 2 * num_kv_heads * head_dim
-        scale_eps = args.view(np.float32)[2 * fields.SCALE_EPS :]
-        runs = carray(
-            as_pointer(args[fields.RUNS]), (span[fields.FIRST_RUN] + span[fields.NUM_RUNS], 3), np.int64
-        )
-        branches = carray(
-            as_pointer(args[fields.BRANCHES]),
-            (span[fields.FIRST_BRANCH] + span[fields.NUM_ROWS], 4),
-            np.int64,
-        )
-        scale = splat(scale_eps[0])
-        run, kept = span[fields.FIRST_RUN], 0
-        for index in range(span[fields.NUM_ROWS]):
-            position, row = span[fields.START] + index, (span[fields.FIRST_ROW] + index) * row_size
-            place = position
-            if span[fields.FIRST_BRANCH] >= 0:
-                position = branches[span[fields.FIRST_BRANCH] + index, fields.POSITION]
-                place = branches[span[fields.FIRST_BRANCH] + index, fields.PLACE]
-            while runs[run, 1] <= place:
-                run += 1
-            slot = (runs[run, 2] + place - runs[run, 0]) * slot_size
-            cos, sin = table(args[fields.COS], position * half), table(args[fields.SIN], position * half)
-            # The query heads of each kv head, then the kv head itself.
-            for head in range(first_head, last_head):
-                for member in range(group_size + 1):
-                    is_key = member == group_size
-                    number = num_heads + head if is_key else head * group_size + member
-                    at = row + number * head_dim
-                    low, high = load(qkv, at), load(qkv, at + half)
-                    if norm:
-                        mean = total(fma(low, low, mul(high, high))) / np.float32(head_dim)
-                        factor = splat(_ONE / np.sqrt(mean + scale_eps[1]))
-                        low = mul(mul(low, factor), load(norm, number * head_dim))
-                        high = mul(mul(high, factor), load(norm, number * head_dim + half))
-                    new_low = sub(mul(low, cos), mul(high, sin))
-                    new_high = fma(high, cos, mul(low, sin))
-                    if is_key:
-                        store(cache, slot + head * head_dim, new_low)
-                        store(cache, slot + head * head_dim + half, new_high)
-                    else:
-                        # Grouped by kv head, then row, then member.
-                        kept = ((head - first_head) * span[fields.NUM_ROWS] + index) * group_size + member
-                        keep(queries, kept * head_dim, mul(new_low, scale))
-                        keep(queries, kept * head_dim + half, mul(new_high, scale))
-                value = row + (num_heads + num_kv_heads + head) * head_dim
-                copy = slot + (num_kv_heads + head) * head_dim
-                store(cache, copy, load(qkv, value))
-                store(cache, copy + half, load(qkv, value + half))
-
-    return rotate

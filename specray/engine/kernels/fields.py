@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 # Fields of the block of 64-bit numbers that the kernel is given; addresses unless said otherwise.
-QKV = 0  # [num_rows, num_heads + 2 * num_kv_heads, head_dim]
+QKV = 0  # num_rows of [num_heads + 2 * num_kv_heads, head_dim], as ``rows`` describes
 CACHE = 1  # [num_slots, 2 * num_kv_heads, head_dim]
-OUT = 2  # [num_rows, num_heads, head_dim]
+OUT = 2  # num_rows of [num_heads, head_dim]
 NORM = 3  # [num_heads + num_kv_heads, head_dim], or 0
 WINDOW = 4  # a number; 0: none
 SPANS = 5  # int64 [num_spans, 7]
@@ -20,7 +20,10 @@ GROUP_SIZE = 13  # a number
 NUM_QUERY_NUMBERS = 14  # a number: of the scratch, what is for the queries
 SCALE_EPS = 15  # two float32, not an address
 BRANCHES = 16  # int64 [., 4]
-NUM_ARGS = 17
+QKV_STEP = 17  # a number: from a row to the next
+OUT_STEP = 18  # a number
+BLOCK_STEP = 19  # a number: from 32 features of a row to the next, in both
+NUM_ARGS = 20
 
 # Columns of a span: the rows of one sequence. FIRST_BRANCH is that of its first row, or -1.
 START, FIRST_ROW, NUM_ROWS, FIRST_RUN, NUM_RUNS, COST, FIRST_BRANCH = range(7)

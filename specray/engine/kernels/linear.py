@@ -19,13 +19,14 @@ from numba import carray
 from specray.engine.kernels import amx, product, tiles
 from specray.engine.kernels.pages import on_large_pages
 from specray.engine.kernels.product import BLOCK, BLOCK_BYTES, PANEL
+from specray.engine.kernels.rows import HEIGHT, FlatRows, PackedRows, pack, row_place
 from specray.engine.kernels.simd import kernel, vectors
 from specray.engine.kernels.team import Kernel, Team, as_pointer
 
 _PARTS_PER_THREAD = 4
 """Small enough that threads end together; each begins with weights that nobody has asked for ahead."""
-_MAX_PACKED_ROWS = 256
-"""At once: they stay in the second cache while some panels are multiplied."""
+_MAX_ROWS_AT_ONCE = 256
+"""They stay in the second cache while some panels are multiplied."""
 _PANELS_AT_ONCE = 8
 _MIN_SHARED_WEIGHTS = 262_144
 """Weights below which a second thread costs more than it brings."""
@@ -33,25 +34,23 @@ _MIN_SHARED_WEIGHTS = 262_144
 _PLAIN, _PLUS, _GATED = range(3)
 (
     _ROWS,
-    _OUT,
+    _STRIDE,
+    _SHIFT,
     _NUM_ROWS,
+    _ROWS_AT_ONCE,
+    _OUT,
+    _OUT_STEP,
+    _OUT_BLOCK_STEP,
+    _IS_FLOAT,
     _SUMMAND,
     _SCRATCH,
-    _TEAM_SIZE,
     _WEIGHT,
     _BIAS,
     _NUM_BLOCKS,
     _SIZE,
     _KIND,
-    _IS_FLOAT,
-    _STRIDE,
-    _ROWS_AT_ONCE,
-    _PACKS,
-) = range(15)
-_NUM_ARGS = 15
-_NUM_PACK_ARGS = 4
-_ROWS_DIM = 2
-"""Of rows one after the other; packed ones have more dimensions."""
+) = range(16)
+_NUM_ARGS = 16
 
 
 def can_tile(weight: torch.Tensor) -> bool:
@@ -117,50 +116,50 @@ class _Tiled:
         self._args_address = self._args.ctypes.data
 
     def run(
-        self,
-        rows: torch.Tensor,
-        dtype: torch.dtype,
-        summand: torch.Tensor | None = None,
-        *,
-        packs: bool = False,
+        self, rows: torch.Tensor, dtype: torch.dtype, summand: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Not for two threads at once.
-
-        Args:
-            rows: ``[num_rows, in_features]``; or packed, as many as ``summand`` has.
-            packs: the result is packed where the next layer would pack it.
-        """
+        """Of rows that follow each other; so do the results. Not for two threads at once."""
         assert rows.is_contiguous(), "rows must follow each other"
-        num_rows = len(rows) if summand is None else len(summand)
-        is_packed = num_rows > amx.MAX_ROWS and self._has_amx
-        packs = packs and is_packed
-        shape = (num_rows, self._size)
-        out = self._team.empty(amx.packed_shape(*shape) if packs else shape, dtype)
-        if num_rows == 0:
-            return out
-        rows_at_once = amx.packed_rows(min(num_rows, _MAX_PACKED_ROWS)) if is_packed else num_rows
-        scratch = self._team.empty(self._team.size * rows_at_once * self._scratch_size, torch.float32)
-        args = self._args
-        args[_STRIDE], args[_ROWS_AT_ONCE], args[_PACKS] = rows.stride(0) * rows.itemsize, rows_at_once, packs
-        if is_packed:
-            if rows.dim() == _ROWS_DIM:
-                rows = self._pack(rows)
-            args[_STRIDE] = amx.PACKED_STRIDE
-        args[_ROWS], args[_OUT], args[_SCRATCH] = rows.data_ptr(), out.data_ptr(), scratch.data_ptr()
-        args[_NUM_ROWS], args[_IS_FLOAT] = num_rows, dtype == torch.float32
-        if summand is not None:
-            assert summand.is_contiguous(), "the summand's rows must follow each other"
-            args[_SUMMAND] = summand.data_ptr()
-        self._team.run(self._kernel, self._args_address, self._num_parts)
+        assert summand is None or summand.is_contiguous(), "the summand's rows must follow each other"
+        out = self._team.empty((len(rows), self._size), dtype)
+        is_packed = len(rows) > amx.MAX_ROWS and self._has_amx
+        self._multiply(
+            pack(rows, self._team) if is_packed else FlatRows(rows),
+            FlatRows(out),
+            None if summand is None else FlatRows(summand),
+        )
         return out
 
-    def _pack(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows as AMX reads many."""
-        num_rows, in_features = rows.shape
-        packed = self._team.empty(amx.packed_shape(num_rows, in_features), torch.bfloat16)
-        args = np.array([rows.data_ptr(), packed.data_ptr(), num_rows, in_features // BLOCK], dtype=np.int64)
-        self._team.run(_pack_kernel(), args.ctypes.data, self._team.size)
-        return packed
+    def run_packed(self, rows: PackedRows, summand: PackedRows | None = None) -> PackedRows:
+        """Of packed rows, with AMX; the results are packed. Not for two threads at once."""
+        out = PackedRows.empty(self._team, rows.num_rows, self._size)
+        self._multiply(rows, out, summand)
+        return out
+
+    def run_unpacked(self, rows: PackedRows, dtype: torch.dtype) -> torch.Tensor:
+        """Of packed rows, with AMX; the results follow each other. Not for two threads at once."""
+        out = self._team.empty((rows.num_rows, self._size), dtype)
+        self._multiply(rows, FlatRows(out), None)
+        return out
+
+    def _multiply(
+        self, rows: FlatRows | PackedRows, out: FlatRows | PackedRows, summand: FlatRows | PackedRows | None
+    ) -> None:
+        num_rows = rows.num_rows
+        if num_rows == 0:
+            return
+        rows_at_once = num_rows
+        if num_rows > amx.MAX_ROWS and self._has_amx:
+            rows_at_once = min(-(-num_rows // HEIGHT) * HEIGHT, _MAX_ROWS_AT_ONCE)
+        scratch = self._team.empty(self._team.size * rows_at_once * self._scratch_size, torch.float32)
+        args = self._args
+        args[: _SCRATCH + 1] = (
+            *(rows.address, 2 * rows.row_step, 2 * rows.block_step, num_rows, rows_at_once),
+            *(out.address, out.row_step, out.block_step, out.data.dtype == torch.float32),
+            0 if summand is None else summand.address,
+            scratch.data_ptr(),
+        )
+        self._team.run(self._kernel, self._args_address, self._num_parts)
 
 
 class TiledLinear:
@@ -186,11 +185,22 @@ class TiledLinear:
     def plus(self, rows: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
         return self._plus.run(rows, torch.bfloat16, summand)
 
+    def packed(self, rows: PackedRows) -> PackedRows:
+        """Of packed rows, as the following; with AMX, to features that are a multiple of 32."""
+        return self._plain.run_packed(rows)
+
+    def packed_precise(self, rows: PackedRows) -> torch.Tensor:
+        """``[num_rows, out_features]``, float32, not rounded."""
+        return self._plain.run_unpacked(rows, torch.float32)
+
+    def packed_plus(self, rows: PackedRows, summand: PackedRows) -> PackedRows:
+        return self._plus.run_packed(rows, summand)
+
 
 class TiledGate:
     """``silu(gate(x)) * up(x)`` for bfloat16 rows; implements ``linear.Gate``."""
 
-    __slots__ = ("_tiled", "bias", "in_features", "num_weights", "packs", "weight")
+    __slots__ = ("_tiled", "bias", "in_features", "num_weights", "weight")
 
     def __init__(
         self,
@@ -208,34 +218,19 @@ class TiledGate:
         if gate_bias is not None and up_bias is not None:
             self.bias = torch.stack((_padded(gate_bias), _padded(up_bias)), dim=1)
         self._tiled = _Tiled(self.weight, self.bias, gate.shape[0], _GATED, team)
-        self.packs = False
-        """Many rows become what a ``TiledLinear`` takes with a summand, instead of rows for anybody."""
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return self._tiled.run(rows, torch.bfloat16, packs=self.packs)
+        return self._tiled.run(rows, torch.bfloat16)
+
+    def packed(self, rows: PackedRows) -> PackedRows:
+        """Of packed rows; with AMX."""
+        return self._tiled.run_packed(rows)
 
 
 @functools.cache
 def _linear_kernel(has_amx: bool) -> Kernel:
     make = functools.partial(_make_linear, amx.multiply_kernel if has_amx else product.multiply_kernel)
     return Kernel("linear-amx" if has_amx else "linear", _NUM_ARGS, make)
-
-
-@functools.cache
-def _pack_kernel() -> Kernel:
-    return Kernel("pack", _NUM_PACK_ARGS, _make_pack)
-
-
-def _make_pack() -> Any:
-    pack = amx.pack_kernel()
-
-    def pack_part(address: int, part: int, num_parts: int, thread: int) -> None:
-        args = carray(as_pointer(address), (_NUM_PACK_ARGS,), np.int64)
-        num_pairs = (args[2] + amx.MAX_ROWS - 1) // amx.MAX_ROWS
-        first, last = num_pairs * part // num_parts, num_pairs * (part + 1) // num_parts
-        pack(args[0], args[1], args[2], args[3], first, last)
-
-    return pack_part
 
 
 def _make_finish() -> Any:
@@ -255,44 +250,50 @@ def _make_finish() -> Any:
     zero, unit, lowest = np.float32(0.0), np.float32(1.0), np.float32(-87.0)
 
     @kernel()
+    def gated(gate: Any, value: Any) -> Any:
+        inverse = add(splat(unit), exp(sub(splat(zero), larger(gate, splat(lowest)))))
+        return mul(div(gate, inverse), value)
+
+    @kernel()
+    def finish_part(args: Any, sums: int, at: int, value: Any, width: int) -> None:
+        """A row of a panel of which some is output."""
+        store(sums, 0, value)
+        for place in range(width):
+            number = load_one(sums, place)
+            if args[_KIND] == _PLUS:
+                number = add_one(number, load_one_half(args[_SUMMAND], at + place))
+            if args[_IS_FLOAT]:
+                store_one(args[_OUT], at + place, number)
+            else:
+                store_one_half(args[_OUT], at + place, number)
+
+    @kernel()
     def finish(then: Any, sums: int, first: int, count: int) -> None:
         args, panel, first_row, num_rows, gate = then
-        size, out = args[_SIZE], args[_OUT]
-        kind, is_float, bias = args[_KIND], args[_IS_FLOAT], args[_BIAS]
+        size, step, kind = args[_SIZE], args[_OUT_STEP], args[_KIND]
+        bias, out, summand, is_float = args[_BIAS], args[_OUT], args[_SUMMAND], args[_IS_FLOAT]
         num_layers = 2 if kind == _GATED else 1
+        shift, gate_shift = splat(zero), splat(zero)
+        if bias:
+            shift = load(bias, ((panel + 1) * num_layers - 1) * PANEL)
+            gate_shift = load(bias, 2 * panel * PANEL) if kind == _GATED else shift
         width = min(PANEL, size - panel * PANEL)
-        for index in range(min(count, num_rows - first)):
-            row = first_row + first + index
-            at = row * size + panel * PANEL
-            if args[_PACKS]:
-                pair, line = row // amx.MAX_ROWS, row % amx.MAX_ROWS
-                at = ((pair * (size // PANEL) + panel) * amx.MAX_ROWS + line) * PANEL
-            value = load(sums, index * PANEL)
-            if bias:
-                value = add(value, load(bias, ((panel + 1) * num_layers - 1) * PANEL))
+        # All in one group of rows.
+        at = row_place(first_row + first, size, step) + panel * args[_OUT_BLOCK_STEP]
+        for index in range(0, min(count, num_rows - first) * PANEL, PANEL):
+            value = add(load(sums, index), shift)
             if kind == _GATED:
-                gated = load(sums - gate, index * PANEL)
-                if bias:
-                    gated = add(gated, load(bias, 2 * panel * PANEL))
-                inverse = add(splat(unit), exp(sub(splat(zero), larger(gated, splat(lowest)))))
-                value = mul(div(gated, inverse), value)
-            if width == PANEL:
+                value = gated(add(load(sums - gate, index), gate_shift), value)
+            if width < PANEL:
+                finish_part(args, sums + index * 4, at, value, width)
+            else:
                 if kind == _PLUS:
-                    value = add(value, load_half(args[_SUMMAND], at))
+                    value = add(value, load_half(summand, at))
                 if is_float:
                     store(out, at, value)
                 else:
                     store_half(out, at, value)
-            else:
-                store(sums, index * PANEL, value)
-                for place in range(width):
-                    number = load_one(sums, index * PANEL + place)
-                    if kind == _PLUS:
-                        number = add_one(number, load_one_half(args[_SUMMAND], at + place))
-                    if is_float:
-                        store_one(out, at + place, number)
-                    else:
-                        store_one_half(out, at + place, number)
+            at += step
 
     return finish
 
@@ -303,9 +304,9 @@ def _make_linear(make_multiply: Callable[[Any], Any]) -> Any:
     @kernel()
     def do_panel(args: Any, sums: int, panel: int, first_row: int, num_rows: int, end: int) -> None:
         """Some rows; sums of the gate, and behind them of what it is for."""
-        num_blocks, stride = args[_NUM_BLOCKS], args[_STRIDE]
+        num_blocks, stride, shift = args[_NUM_BLOCKS], args[_STRIDE], args[_SHIFT]
         num_layers = 2 if args[_KIND] == _GATED else 1
-        # Also of packed rows, where a tile of them is as large as it was; the last one is full.
+        # Also of packed rows, whose groups are as large as they were; the last one is full.
         rows = args[_ROWS] + first_row * num_blocks * BLOCK * 2
         gate = args[_ROWS_AT_ONCE] * PANEL * 4
         for layer in range(num_layers):
@@ -313,7 +314,8 @@ def _make_linear(make_multiply: Callable[[Any], Any]) -> Any:
             weight = args[_WEIGHT] + place * num_blocks * BLOCK_BYTES
             num_finished = num_rows if layer == num_layers - 1 else 0
             then = (args, panel, first_row, num_finished, gate)
-            multiply(rows, stride, weight, sums + layer * gate, num_rows, num_blocks, end, then)
+            total = sums + layer * gate
+            multiply(rows, stride, shift, weight, total, num_rows, num_blocks, end, then)
 
     def linear(address: int, part: int, num_parts: int, thread: int) -> None:
         args = carray(as_pointer(address), (_NUM_ARGS,), np.int64)

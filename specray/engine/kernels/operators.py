@@ -15,7 +15,7 @@ from specray.engine.operators import TorchOperators
 
 if TYPE_CHECKING:
     from specray.engine.linear import Gate, Linear
-    from specray.engine.lowered import Attention, Norm, Projection
+    from specray.engine.lowered import Attention, Norm
     from specray.engine.operators import HeadShape
 
 
@@ -43,10 +43,6 @@ class KernelOperators(TorchOperators):
         if can_tile(gate):
             return TiledGate(gate, up, gate_bias, up_bias, self._team)
         return super().gate(gate, up, gate_bias, up_bias)
-
-    def connect(self, gate: Gate, down: Projection) -> None:
-        if isinstance(gate, TiledGate) and isinstance(down, TiledLinear):
-            gate.packs = True
 
     def norm(self, weight: torch.Tensor, eps: float) -> Norm:
         return FusedRMSNorm(weight, eps, self._team)

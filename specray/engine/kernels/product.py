@@ -48,10 +48,11 @@ def multiply_kernel(finish: Any) -> tuple[Any, Any, Any]:
 
     ``(num_rows)``: for so many, of which ``multiply`` may get some at a time.
 
-    ``(rows, stride, weight, sums, num_rows, num_blocks, end, then)``: the sums become ``rows @ panel``, and
-    ``finish(then, sums, first row, num_rows)`` is called for some rows after the others, each once, while
-    their sums are at hand. Addresses of rows, of the panel and of sums ``[num_rows, 32]``; bytes between
-    rows; ``end`` is behind the last weight that this thread will read soon.
+    ``(rows, stride, shift, weight, sums, num_rows, num_blocks, end, then)``: the sums become
+    ``rows @ panel``, and ``finish(then, sums, first row, num_rows)`` is called for some rows after the
+    others, each once, while their sums are at hand. Addresses of rows, of the panel and of sums
+    ``[num_rows, 32]``; bytes from row to row, and from block to block of features (here they follow each
+    other); ``end`` is behind the last weight that this thread will read soon.
 
     ``()``.
     """
@@ -65,7 +66,15 @@ def multiply_kernel(finish: Any) -> tuple[Any, Any, Any]:
 
     @kernel()
     def multiply(
-        rows: int, stride: int, weight: int, sums: int, num_rows: int, num_blocks: int, end: int, then: Any
+        rows: int,
+        stride: int,
+        shift: int,
+        weight: int,
+        sums: int,
+        num_rows: int,
+        num_blocks: int,
+        end: int,
+        then: Any,
     ) -> None:
         for row in range(num_rows):
             store(sums, row * PANEL, splat(zero))
@@ -84,7 +93,7 @@ def multiply_kernel(finish: Any) -> tuple[Any, Any, Any]:
                 elif index < 2 and next_piece < end:
                     # The first two tiles ask for one half each.
                     ahead, step = next_piece + index * count * BLOCK_BYTES // 2, _PAIR_BYTES // 2
-                place = rows + first * stride + block * BLOCK * 2
+                place = rows + first * stride + block * shift
                 tile(last - first, place, stride, piece, sums + first * PANEL * 4, count, ahead, step)
         finish(then, sums, 0, num_rows)
 

@@ -81,6 +81,12 @@ def load(register: int) -> Callable[[int, int], None]:
     return function
 
 
+def stream(register: int) -> Callable[[int, int], None]:
+    """``load`` of what is not read again soon: the first cache keeps others instead."""
+    function: Callable[[int, int], None] = _transfer("tileloaddt164", register)
+    return function
+
+
 def store(register: int) -> Callable[[int, int], None]:
     """``(address, bytes between rows)``."""
     function: Callable[[int, int], None] = _transfer("tilestored64", register)

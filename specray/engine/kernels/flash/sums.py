@@ -25,6 +25,7 @@ from specray.engine.kernels.flash.work import (
     slot,
 )
 from specray.engine.kernels.pairs import pair, unpair
+from specray.engine.kernels.rows import row_place
 from specray.engine.kernels.simd import kernel, vectors
 from specray.engine.kernels.team import as_pointer
 
@@ -129,8 +130,8 @@ def finish_kernel(head_dim: int) -> Any:
     @kernel()
     def finish(args: Any, span: Any, work: Work, first_row: int) -> None:
         """Divides by the sums of weights and puts the rows out."""
-        group_size = args[fields.GROUP_SIZE]
-        num_heads = args[fields.NUM_KV_HEADS] * group_size
+        group_size, step = args[fields.GROUP_SIZE], args[fields.BLOCK_STEP]
+        size = args[fields.NUM_KV_HEADS] * group_size * head_dim
         totals = carray(as_pointer(work.totals), (work.num_groups * COLUMNS,), np.float32)
         for head in range(work.num_heads):
             for index in range(work.num_queries):
@@ -138,10 +139,12 @@ def finish_kernel(head_dim: int) -> Any:
                 place = group * COLUMNS + column
                 row = span[fields.FIRST_ROW] + first_row + index // group_size
                 member = (work.first_head + head) * group_size + index % group_size
-                out, sums = (row * num_heads + member) * head_dim, work.sums + place * head_dim * 4
+                out, sums = row_place(row, size, args[fields.OUT_STEP]), work.sums + place * head_dim * 4
+                out += member * head_dim // 32 * step
                 for first in range(0, head_dim, 32):
                     unpair(sums + first * 4)
                     share = mul(splat(_ONE / totals[place]), load(sums, first))
-                    store(args[fields.OUT], out + first, share)
+                    store(args[fields.OUT], out, share)
+                    out += step
 
     return finish
