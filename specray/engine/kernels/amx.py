@@ -34,8 +34,10 @@ _SUMS_BYTES = _TILE_ROWS * _SUMS_LINE
 _AHEAD = _PAIR_BYTES
 """Bytes between what is multiplied and what is asked for: the next block. With four blocks a core reads a
 seventh less."""
-_BLOCKS_AT_ONCE = 8
-"""Of a panel with more rows than 32: 16 KiB, which stay in the first cache."""
+_BLOCKS_AT_ONCE, _BLOCKS_OF_TWO_PAIRS, _BLOCKS_OF_MANY_PAIRS = 8, 4, 16
+"""Of a panel with more rows than 32: they stay in the first cache while all pairs of tiles go by. With two
+pairs memory and products take turns, so better often; with many, sums are fetched and kept less often."""
+_MANY_PAIRS = 7
 _FEW_PAIRS = 3
 """Of tiles: with so many, the first asks for all that is read next, as if it were alone; with more, each for
 its part, so that memory works while products take longer than reading."""
@@ -78,7 +80,13 @@ def multiply_kernel(finish: Any) -> tuple[Any, Any, Any]:
         then: Any,
     ) -> None:
         num_pairs = (num_rows + MAX_ROWS - 1) // MAX_ROWS
-        blocks_at_once = num_blocks if num_pairs == 1 else _BLOCKS_AT_ONCE
+        blocks_at_once = _BLOCKS_AT_ONCE
+        if num_pairs == 1:
+            blocks_at_once = num_blocks
+        elif num_pairs == 2:
+            blocks_at_once = _BLOCKS_OF_TWO_PAIRS
+        elif num_pairs >= _MANY_PAIRS:
+            blocks_at_once = _BLOCKS_OF_MANY_PAIRS
         below = _TILE_ROWS * stride
         for block in range(0, num_blocks, blocks_at_once):
             count = min(blocks_at_once, num_blocks - block)
