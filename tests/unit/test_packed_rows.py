@@ -91,6 +91,20 @@ def test_linear_layers_of_packed_rows(num_rows: int, has_bias: bool, monkeypatch
 
 
 @needs_tiles
+@pytest.mark.parametrize("max_bytes", [2 * 288 * 256, 2 * 256 * 1088 - 1])
+def test_wide_rows_are_multiplied_a_range_of_features_at_a_time(
+    max_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums of some panels wait for their next features; more rows and panels than there are at once."""
+    rows, weight, other = random(300, 1088), random(700, 1088, seed=1), random(700, 1088, seed=2)
+    linear, gate = TiledLinear(weight, None, TEAM), TiledGate(weight, other, None, None, TEAM)
+    expected = linear.precise(rows), gate(rows)
+    monkeypatch.setattr(linear_module, "_MAX_BYTES_AT_ONCE", max_bytes)
+    assert torch.equal(linear.precise(rows), expected[0])
+    assert torch.equal(gate(rows), expected[1])
+
+
+@needs_tiles
 def test_logits_are_rows_of_any_number_of_tokens() -> None:
     rows, head = random(40, 64), TiledLinear(random(77, 64, seed=1), None, TEAM)
     logits = head.packed_precise(pack(rows, TEAM))

@@ -70,15 +70,16 @@ def multiply_kernel(finish: Any) -> tuple[Any, Any, Any]:
     @kernel()
     def multiply(
         rows: int,
-        stride: int,
-        shift: int,
+        steps: tuple[int, int],
         weight: int,
         sums: int,
         num_rows: int,
         num_blocks: int,
+        blocks: tuple[int, int],
         end: int,
         then: Any,
     ) -> None:
+        stride, shift = steps
         num_pairs = (num_rows + MAX_ROWS - 1) // MAX_ROWS
         blocks_at_once = _BLOCKS_AT_ONCE
         if num_pairs == 1:
@@ -88,14 +89,17 @@ def multiply_kernel(finish: Any) -> tuple[Any, Any, Any]:
         elif num_pairs >= _MANY_PAIRS:
             blocks_at_once = _BLOCKS_OF_MANY_PAIRS
         below = _TILE_ROWS * stride
-        for block in range(0, num_blocks, blocks_at_once):
-            count = min(blocks_at_once, num_blocks - block)
+        for block in range(blocks[0], blocks[1], blocks_at_once):
+            count = min(blocks_at_once, blocks[1] - block)
             piece = weight + block * _PAIR_BYTES
             for index in range(num_pairs):
                 ahead, num_lines = piece + _AHEAD, _BLOCK_LINES if index == 0 else 0
                 if num_pairs > _FEW_PAIRS:
                     ahead = piece + count * _PAIR_BYTES * (num_pairs + index) // num_pairs
                     num_lines = (_BLOCK_LINES + num_pairs - 1) // num_pairs
+                if block + count == blocks[1]:
+                    # The same blocks of the next panel; right behind these, where they are all.
+                    ahead += (num_blocks - blocks[1] + blocks[0]) * _PAIR_BYTES
                 if ahead >= end:
                     num_lines = 0
                 first = index * MAX_ROWS

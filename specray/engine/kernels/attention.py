@@ -22,7 +22,7 @@ from specray.engine.kernels.flash import attend as flash
 from specray.engine.kernels.rotate import rotate_kernel
 from specray.engine.kernels.rows import FlatRows, PackedRows
 from specray.engine.kernels.span import Span
-from specray.engine.kernels.team import Kernel, Team, as_pointer
+from specray.engine.kernels.team import APART, Kernel, Team, as_pointer
 
 _PARTS_PER_THREAD = 4
 _MIN_SHARED_WORK = 32_768
@@ -80,7 +80,7 @@ class AttentionCall:
         self._team = team
         is_shared = team.size > 1 and work * head_dim >= _MIN_SHARED_WORK
         self._num_parts = min(len(spans) * num_kv_heads, _PARTS_PER_THREAD * team.size) if is_shared else 1
-        num_scratch += num_query_numbers
+        num_scratch += num_query_numbers + APART // 4
         # Zeros, as what nobody needs is computed with as well, and slowly with the least of numbers.
         scratch = torch.zeros(team.size * num_scratch)
         table = np.array(columns, dtype=np.int64)

@@ -21,13 +21,14 @@ from specray.engine.kernels.pages import on_large_pages
 from specray.engine.kernels.product import BLOCK, BLOCK_BYTES, PANEL
 from specray.engine.kernels.rows import HEIGHT, FlatRows, PackedRows, pack, row_place
 from specray.engine.kernels.simd import kernel, vectors
-from specray.engine.kernels.team import Kernel, Team, as_pointer
+from specray.engine.kernels.team import APART, Kernel, Team, as_pointer
 
 _PARTS_PER_THREAD = 4
 """Small enough that threads end together; each begins with weights that nobody has asked for ahead."""
 _MAX_ROWS_AT_ONCE = 256
-"""They stay in the second cache while some panels are multiplied."""
-_PANELS_AT_ONCE = 8
+_MAX_BYTES_AT_ONCE = 640 << 10
+"""Of rows: they stay in the second cache while some panels are multiplied."""
+_MAX_PANELS_AT_ONCE = 8
 _MIN_SHARED_WEIGHTS = 262_144
 """Weights below which a second thread costs more than it brings."""
 
@@ -44,13 +45,17 @@ _PLAIN, _PLUS, _GATED = range(3)
     _IS_FLOAT,
     _SUMMAND,
     _SCRATCH,
+    _SCRATCH_SIZE,
+    _PANELS_AT_ONCE,
+    _BLOCKS_AT_ONCE,
+    _SUMS_STEP,
     _WEIGHT,
     _BIAS,
     _NUM_BLOCKS,
     _SIZE,
     _KIND,
-) = range(16)
-_NUM_ARGS = 16
+) = range(20)
+_NUM_ARGS = 20
 
 
 def can_tile(weight: torch.Tensor) -> bool:
@@ -90,7 +95,7 @@ class _Tiled:
     """Weights in panels and the kernel's arguments that stay the same."""
 
     __slots__ = (
-        "_args", "_args_address", "_has_amx", "_kernel", "_num_parts", "_scratch_size", "_size", "_team",
+        "_args", "_args_address", "_has_amx", "_kernel", "_num_parts", "_size", "_sums_width", "_team",
         "bias", "weight",
     )  # fmt: skip
 
@@ -104,7 +109,7 @@ class _Tiled:
         # Asked in every process: code from the cache needs the system's permission too.
         self._has_amx = tiles.is_usable()
         self._kernel = _linear_kernel(self._has_amx)
-        self._scratch_size = (2 if kind == _GATED else 1) * PANEL
+        self._sums_width = (2 if kind == _GATED else 1) * PANEL
         self._args = np.zeros(_NUM_ARGS, dtype=np.int64)
         self._args[[_WEIGHT, _NUM_BLOCKS, _SIZE, _KIND]] = (
             weight.data_ptr(),
@@ -151,13 +156,21 @@ class _Tiled:
         rows_at_once = num_rows
         if num_rows > amx.MAX_ROWS and self._has_amx:
             rows_at_once = min(-(-num_rows // HEIGHT) * HEIGHT, _MAX_ROWS_AT_ONCE)
-        scratch = self._team.empty(self._team.size * rows_at_once * self._scratch_size, torch.float32)
+        num_ranges = -(-rows_at_once * rows.num_features * 2 // _MAX_BYTES_AT_ONCE) if self._has_amx else 1
+        is_whole = rows_at_once == num_rows and num_ranges == 1
+        sums_size = rows_at_once * self._sums_width * 4
+        # Sums of a panel wait for its next blocks.
+        scratch_size = sums_size * (1 if num_ranges == 1 else _MAX_PANELS_AT_ONCE) + APART
+        scratch = self._team.empty(self._team.size * scratch_size, torch.uint8)
         args = self._args
-        args[: _SCRATCH + 1] = (
+        args[: _SUMS_STEP + 1] = (
             *(rows.address, 2 * rows.row_step, 2 * rows.block_step, num_rows, rows_at_once),
             *(out.address, out.row_step, out.block_step, out.data.dtype == torch.float32),
             0 if summand is None else summand.address,
-            scratch.data_ptr(),
+            *(scratch.data_ptr(), scratch_size),
+            self._size if is_whole else _MAX_PANELS_AT_ONCE,
+            -(-rows.num_features // (BLOCK * num_ranges)),
+            0 if num_ranges == 1 else sums_size,
         )
         self._team.run(self._kernel, self._args_address, self._num_parts)
 
@@ -302,36 +315,40 @@ def _make_linear(make_multiply: Callable[[Any], Any]) -> Any:
     begin, multiply, finish_all = make_multiply(_make_finish())
 
     @kernel()
-    def do_panel(args: Any, sums: int, panel: int, first_row: int, num_rows: int, end: int) -> None:
-        """Some rows; sums of the gate, and behind them of what it is for."""
-        num_blocks, stride, shift = args[_NUM_BLOCKS], args[_STRIDE], args[_SHIFT]
-        num_layers = 2 if args[_KIND] == _GATED else 1
+    def do_panel(
+        args: Any, sums: int, panel: int, rows: tuple[int, int], blocks: tuple[int, int], end: int
+    ) -> None:
+        """Some rows and blocks; sums of the gate, and behind them of what it is for."""
+        num_blocks, num_layers = args[_NUM_BLOCKS], 2 if args[_KIND] == _GATED else 1
+        first_row, num_rows = rows[0], rows[1] - rows[0]
         # Also of packed rows, whose groups are as large as they were; the last one is full.
-        rows = args[_ROWS] + first_row * num_blocks * BLOCK * 2
+        place = args[_ROWS] + first_row * num_blocks * BLOCK * 2
         gate = args[_ROWS_AT_ONCE] * PANEL * 4
         for layer in range(num_layers):
-            place = panel * num_layers + layer
-            weight = args[_WEIGHT] + place * num_blocks * BLOCK_BYTES
+            weight = args[_WEIGHT] + (panel * num_layers + layer) * num_blocks * BLOCK_BYTES
             num_finished = num_rows if layer == num_layers - 1 else 0
-            then = (args, panel, first_row, num_finished, gate)
-            total = sums + layer * gate
-            multiply(rows, stride, shift, weight, total, num_rows, num_blocks, end, then)
+            then, total = (args, panel, first_row, num_finished, gate), sums + layer * gate
+            steps = args[_STRIDE], args[_SHIFT]
+            multiply(place, steps, weight, total, num_rows, num_blocks, blocks, end, then)
 
     def linear(address: int, part: int, num_parts: int, thread: int) -> None:
         args = carray(as_pointer(address), (_NUM_ARGS,), np.int64)
-        num_rows, rows_at_once = args[_NUM_ROWS], args[_ROWS_AT_ONCE]
-        num_layers = 2 if args[_KIND] == _GATED else 1
-        sums = args[_SCRATCH] + thread * num_layers * rows_at_once * PANEL * 4
+        num_rows, num_blocks = args[_NUM_ROWS], args[_NUM_BLOCKS]
+        rows_at_once, blocks_at_once = args[_ROWS_AT_ONCE], args[_BLOCKS_AT_ONCE]
+        sums = args[_SCRATCH] + thread * args[_SCRATCH_SIZE]
         num_panels = (args[_SIZE] + PANEL - 1) // PANEL
         first_panel, last_panel = num_panels * part // num_parts, num_panels * (part + 1) // num_parts
-        end = args[_WEIGHT] + last_panel * num_layers * args[_NUM_BLOCKS] * BLOCK_BYTES
-        panels_at_once = _PANELS_AT_ONCE if rows_at_once < num_rows else last_panel - first_panel
+        num_layers = 2 if args[_KIND] == _GATED else 1
+        end = args[_WEIGHT] + last_panel * num_layers * num_blocks * BLOCK_BYTES
         begin(num_rows)
-        for group in range(first_panel, last_panel, max(1, panels_at_once)):
+        for group in range(first_panel, last_panel, args[_PANELS_AT_ONCE]):
+            last = min(last_panel, group + args[_PANELS_AT_ONCE])
             for first_row in range(0, num_rows, rows_at_once):
-                count = min(rows_at_once, num_rows - first_row)
-                for panel in range(group, min(last_panel, group + panels_at_once)):
-                    do_panel(args, sums, panel, first_row, count, end)
+                rows = first_row, min(num_rows, first_row + rows_at_once)
+                for block in range(0, num_blocks, blocks_at_once):
+                    blocks = block, min(num_blocks, block + blocks_at_once)
+                    for panel in range(group, last):
+                        do_panel(args, sums + (panel - group) * args[_SUMS_STEP], panel, rows, blocks, end)
         finish_all()
 
     return linear

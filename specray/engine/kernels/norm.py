@@ -11,13 +11,15 @@ from numba import carray
 
 from specray.engine.kernels.rows import BLOCK, HEIGHT, PackedRows, row_place
 from specray.engine.kernels.simd import vectors
-from specray.engine.kernels.team import Kernel, Team, as_pointer
+from specray.engine.kernels.team import APART, Kernel, Team, as_pointer
 
 _MAX_LANES = 16
 _ROWS, _OUT, _NUM_ROWS, _WEIGHT, _SIZE, _EPS, _BLOCK_STEP, _SCRATCH = range(8)
 _NUM_ARGS = 8
 _MIN_SHARED_SIZE = 65_536
 """Numbers below which a second thread costs more than it brings."""
+_SCRATCH_SIZE = HEIGHT * _MAX_LANES * 4 + APART
+"""Bytes of a thread."""
 _ONE = np.float32(1.0)
 
 
@@ -54,7 +56,7 @@ class FusedRMSNorm:
     def packed(self, rows: PackedRows) -> PackedRows:
         """The same of packed rows, bit for bit. Not for two threads at once."""
         out = PackedRows.empty(self._team, rows.num_rows, rows.num_features)
-        scratch = self._team.empty(self._team.size * HEIGHT * _MAX_LANES, torch.float32)
+        scratch = self._team.empty(self._team.size * _SCRATCH_SIZE, torch.uint8)
         args = self._args
         args[_ROWS], args[_OUT], args[_NUM_ROWS] = rows.address, out.address, rows.num_rows
         args[_BLOCK_STEP], args[_SCRATCH] = rows.block_step, scratch.data_ptr()
@@ -109,7 +111,7 @@ def _make_packed_norm() -> Any:
         rows, out, size, num_rows, step = (
             args[_ROWS], args[_OUT], args[_SIZE], args[_NUM_ROWS], args[_BLOCK_STEP]
         )  # fmt: skip
-        squares = args[_SCRATCH] + thread * HEIGHT * _MAX_LANES * 4
+        squares = args[_SCRATCH] + thread * _SCRATCH_SIZE
         first, last = num_rows * part // num_parts, num_rows * (part + 1) // num_parts
         while first < last:
             count = min(last - first, HEIGHT - first % HEIGHT)

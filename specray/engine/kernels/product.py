@@ -48,11 +48,12 @@ def multiply_kernel(finish: Any) -> tuple[Any, Any, Any]:
 
     ``(num_rows)``: for so many, of which ``multiply`` may get some at a time.
 
-    ``(rows, stride, shift, weight, sums, num_rows, num_blocks, end, then)``: the sums become
-    ``rows @ panel``, and ``finish(then, sums, first row, num_rows)`` is called for some rows after the
-    others, each once, while their sums are at hand. Addresses of rows, of the panel and of sums
-    ``[num_rows, 32]``; bytes from row to row, and from block to block of features (here they follow each
-    other); ``end`` is behind the last weight that this thread will read soon.
+    ``(rows, steps, weight, sums, num_rows, num_blocks, blocks, end, then)``: the sums become ``rows @ panel``
+    of the blocks from the first to before the second number, added to the sums of those before. After the
+    last block ``finish(then, sums, first row, num_rows)`` is called for some rows after the others, each
+    once, while their sums are at hand. Addresses of rows, of the panel and of sums ``[num_rows, 32]``; bytes
+    from row to row and from block to block of features (here they follow each other); ``end`` is behind the
+    last weight that this thread will read soon.
 
     ``()``.
     """
@@ -67,21 +68,23 @@ def multiply_kernel(finish: Any) -> tuple[Any, Any, Any]:
     @kernel()
     def multiply(
         rows: int,
-        stride: int,
-        shift: int,
+        steps: tuple[int, int],
         weight: int,
         sums: int,
         num_rows: int,
         num_blocks: int,
+        blocks: tuple[int, int],
         end: int,
         then: Any,
     ) -> None:
-        for row in range(num_rows):
-            store(sums, row * PANEL, splat(zero))
+        stride, shift = steps
+        if blocks[0] == 0:
+            for row in range(num_rows):
+                store(sums, row * PANEL, splat(zero))
         num_tiles = (num_rows + _MAX_ROWS_AT_ONCE - 1) // _MAX_ROWS_AT_ONCE
         blocks_at_once = num_blocks if num_tiles == 1 else _BLOCKS_AT_ONCE
-        for block in range(0, num_blocks, blocks_at_once):
-            count = min(blocks_at_once, num_blocks - block)
+        for block in range(blocks[0], blocks[1], blocks_at_once):
+            count = min(blocks_at_once, blocks[1] - block)
             piece = weight + block * BLOCK_BYTES
             next_piece = piece + count * BLOCK_BYTES
             for index in range(num_tiles):
@@ -95,7 +98,8 @@ def multiply_kernel(finish: Any) -> tuple[Any, Any, Any]:
                     ahead, step = next_piece + index * count * BLOCK_BYTES // 2, _PAIR_BYTES // 2
                 place = rows + first * stride + block * shift
                 tile(last - first, place, stride, piece, sums + first * PANEL * 4, count, ahead, step)
-        finish(then, sums, 0, num_rows)
+        if blocks[1] == num_blocks:
+            finish(then, sums, 0, num_rows)
 
     @kernel()
     def end() -> None:

@@ -44,6 +44,9 @@ _HELPER_SIZE = 256
 _IS_ASLEEP = 0
 _SEMAPHORE = 64  # sem_t
 
+APART = 4096
+"""Bytes between what two threads write often: a core asks for what may follow, up to the end of a page, and
+takes it from the core that is writing there. Sums of 64 rows, side by side, cost a tenth of their products."""
 _MAX_PARTS = 1 << 15
 _LAST_JOB = 0x7FFF_FFFF
 _SPINS = 4_000
