@@ -46,7 +46,7 @@ _SEMAPHORE = 64  # sem_t
 
 APART = 4096
 """Bytes between what two threads write often: a core asks for what may follow, up to the end of a page, and
-takes it from the core that is writing there. Sums of 64 rows, side by side, cost a tenth of their products."""
+takes it from the core that is writing there. Sums of 64 rows, side by side, cost a tenth of the products."""
 _MAX_PARTS = 1 << 15
 _LAST_JOB = 0x7FFF_FFFF
 _SPINS = 4_000
