@@ -25,7 +25,7 @@ kernel = functools.partial(njit, nogil=True, error_model="numpy", no_cpython_wra
 """Decorator of functions that kernels call."""
 
 
-class _Vector(types.Type):
+class Vector(types.Type):
     """``lanes`` float32 numbers."""
 
     def __init__(self, lanes: int) -> None:
@@ -33,9 +33,9 @@ class _Vector(types.Type):
         super().__init__(name=f"float32x{lanes}")
 
 
-@register_model(_Vector)
+@register_model(Vector)
 class _VectorModel(models.PrimitiveModel):
-    def __init__(self, manager: Any, vector: _Vector) -> None:
+    def __init__(self, manager: Any, vector: Vector) -> None:
         super().__init__(manager, vector, ir.VectorType(_FLOAT, vector.lanes))
 
 
@@ -110,7 +110,7 @@ class Vectors:
 @functools.cache
 def vectors(lanes: int, dtype: str = "float32") -> Vectors:
     """Operations on vectors of ``lanes`` numbers that are ``float32`` or ``bfloat16`` in memory."""
-    vector = _Vector(lanes)
+    vector = Vector(lanes)
     floats, halves, words = (ir.VectorType(kind, lanes) for kind in (_FLOAT, _INT16, _INT32))
     is_bfloat16 = dtype == "bfloat16"
     stored, item_size = (halves, 2) if is_bfloat16 else (floats, 4)

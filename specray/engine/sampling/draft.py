@@ -9,14 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specray.engine.sampling.draws import SCORE_SPREAD, draw_tokens
 from specray.engine.sampling.noise import NoiseKey, NoiseSource, Purpose
 from specray.engine.sampling.processors import RowGroup, cuts_tail, process_logits, without_tail_cut
-from specray.engine.sampling.verify import add_draw_noise
+from specray.engine.sampling.verify import add_draw_noise, draw_keys
 from specray.types import SparseProbs
 
-_SCORE_SPREAD = 0.5
-"""Scores (logits, with noise) that lie so far apart differ by a factor of e in the chance that the target
-draws their tokens. Measured on the embedded pair at temperatures 0 and 1; 0.4 to 0.7 are nearly as good."""
 _MIN_RANKED = 8
 """Alternatives of a row by which its draft token's acceptance is judged."""
 _UNLIKELY = -20.0
@@ -67,14 +65,13 @@ class DraftSampler:
             is_judged: says of each how likely it is accepted; not of those drawn for rejection verification.
         """
         processed = process_logits(logits, groups)
-        scores = add_draw_noise(processed, groups, self._noise)
-        chosen = scores.argmax(-1).tolist()
-        logprobs = _acceptance_logprobs(scores) if is_judged else [0.0] * len(chosen)
+        keys = [key for group in groups for key in draw_keys(group)]
+        draws = draw_tokens(processed, keys, self._noise, is_judged=is_judged)
         return [
             self._draw_truncated(row, group)
             if group.sampling.draws_by_rejection
-            else DraftToken(token, None, logprob)
-            for row, group, token, logprob in zip(processed, groups, chosen, logprobs, strict=True)
+            else DraftToken(draw.token_id, None, draw.lead)
+            for row, group, draw in zip(processed, groups, draws, strict=True)
         ]
 
     def rank(
@@ -102,7 +99,7 @@ class DraftSampler:
         )
         size = min(scores.shape[1], max(*counts, _MIN_RANKED) + 1)
         values, token_ids = scores.topk(size, dim=-1)
-        logprobs = (values / _SCORE_SPREAD).log_softmax(-1)
+        logprobs = (values / SCORE_SPREAD).log_softmax(-1)
         is_rejection = [group.sampling.draws_by_rejection for group in groups for _ in range(group.num_rows)]
         rows = zip(logprobs.tolist(), token_ids.tolist(), counts, excluded, is_rejection, strict=True)
         return [_ranked_row(*row) for row in rows]
@@ -119,13 +116,6 @@ class DraftSampler:
         choice = int((probs.double().log() + gumbel).argmax())
         support = tuple(token_ids.tolist())
         return DraftToken(support[choice], SparseProbs(support, tuple(probs.tolist())))
-
-
-def _acceptance_logprobs(scores: Tensor) -> list[float]:
-    """Per row of ``[rows, vocab_size]``: of the best token, by how far it stands out."""
-    spread = scores.float() / _SCORE_SPREAD
-    logprobs: list[float] = (spread.amax(-1) - spread.logsumexp(-1)).tolist()
-    return logprobs
 
 
 def _ranked_row(

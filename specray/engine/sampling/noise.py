@@ -24,10 +24,10 @@ from torch import Tensor
 
 _MASK64 = (1 << 64) - 1
 _MASK32 = (1 << 32) - 1
-_KEY_TAG = int.from_bytes(b"specray\0", "little")
-_MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
-_WEYL = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
-_NUM_ROUNDS = 10
+KEY_TAG = int.from_bytes(b"specray\0", "little")
+MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
+WEYL = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
+NUM_ROUNDS = 10
 _DEFAULT_CACHE_BYTES = 64 * 1024 * 1024
 _MAX_POSITIONS_AHEAD = 16
 
@@ -54,6 +54,11 @@ class NoiseKey(NamedTuple):
     purpose: Purpose
 
 
+def philox_key(key: NoiseKey) -> tuple[int, int, int, int]:
+    """The unsigned words that a row's blocks share: the two of the key, position and purpose."""
+    return key.seed & _MASK64, KEY_TAG, key.position, key.purpose
+
+
 class PhiloxGenerator:
     """Philox words through numpy's C implementation; one reused generator, set to a key before each use.
 
@@ -69,7 +74,7 @@ class PhiloxGenerator:
         """The first ``count`` words of ``key``: word i belongs to token id i."""
         state = self._state["state"]
         state["counter"][:] = (0, key.position, key.purpose, 0)
-        state["key"][:] = (key.seed & _MASK64, _KEY_TAG)
+        state["key"][:] = (key.seed & _MASK64, KEY_TAG)
         # numpy's setter copies; buffer_pos 4 means that no word of an earlier block is left.
         self._state["buffer_pos"] = 4
         self._generator.state = self._state
@@ -95,7 +100,7 @@ def philox_words(keys: Sequence[NoiseKey], count: int, device: torch.device) -> 
         column([key.purpose for key in keys]).expand(shape),
         torch.zeros(shape, dtype=torch.int64, device=device),
     ]
-    round_keys = [column([key.seed for key in keys]), column([_KEY_TAG] * len(keys))]
+    round_keys = [column([key.seed for key in keys]), column([KEY_TAG] * len(keys))]
     words = torch.stack(philox_block(counter, round_keys), dim=-1)
     return words.reshape(len(keys), num_blocks * 4)[:, :count]
 
@@ -109,11 +114,11 @@ def philox_block(counter: Sequence[Tensor], key: Sequence[Tensor]) -> list[Tenso
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for round_index in range(_NUM_ROUNDS):
+    for round_index in range(NUM_ROUNDS):
         if round_index:
-            k0, k1 = k0 + _signed(_WEYL[0]), k1 + _signed(_WEYL[1])
-        high0, low0 = _multiply(c0, _MULTIPLIERS[0])
-        high1, low1 = _multiply(c2, _MULTIPLIERS[1])
+            k0, k1 = k0 + _signed(WEYL[0]), k1 + _signed(WEYL[1])
+        high0, low0 = _multiply(c0, MULTIPLIERS[0])
+        high1, low1 = _multiply(c2, MULTIPLIERS[1])
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
     return [c0, c1, c2, c3]
 
@@ -187,7 +192,8 @@ class NoiseSource:
     ) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._on_device = device.type != "cpu" if on_device is None else on_device
+        self.is_on_device = device.type != "cpu" if on_device is None else on_device
+        """Noise is computed by torch; else ``words`` has what it is made of."""
         self._generator = PhiloxGenerator()
         self._max_cached_rows = max_cached_bytes // (8 * vocab_size)
         self._cached_rows: OrderedDict[NoiseKey, Tensor] = OrderedDict()
@@ -197,7 +203,7 @@ class NoiseSource:
         rows = {key: self._cached_rows[key] for key in keys if key in self._cached_rows}
         missing = [key for key in dict.fromkeys(keys) if key not in rows]
         if missing:
-            rows |= self._compute_on_device(missing) if self._on_device else self._compute(missing)
+            rows |= self._compute_on_device(missing) if self.is_on_device else self._compute(missing)
         self._remember(rows)
         return rows[keys[0]][None] if len(keys) == 1 else torch.stack([rows[key] for key in keys])
 

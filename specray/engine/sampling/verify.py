@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specray.engine.sampling.draws import draw_tokens
 from specray.engine.sampling.noise import NoiseKey, NoiseSource, Purpose
 from specray.engine.sampling.processors import RowGroup
 from specray.types import SparseProbs
@@ -58,7 +59,7 @@ def add_draw_noise(
         logits: processed, ``[sum of num_rows, vocab_size]``; left unchanged.
         rejection_purpose: noise for groups under rejection verification; None leaves them without.
     """
-    keys = [key for group in groups for key in _draw_keys(group, rejection_purpose)]
+    keys = [key for group in groups for key in draw_keys(group, rejection_purpose)]
     rows = [row for row, key in enumerate(keys) if key is not None]
     if not rows:
         return logits
@@ -70,7 +71,8 @@ def add_draw_noise(
     return scores
 
 
-def _draw_keys(group: RowGroup, rejection_purpose: Purpose | None) -> list[NoiseKey | None]:
+def draw_keys(group: RowGroup, rejection_purpose: Purpose | None = None) -> list[NoiseKey | None]:
+    """Of each row the key of its noise, or None; as for ``add_draw_noise``."""
     sampling = group.sampling
     purpose = rejection_purpose if sampling.draws_by_rejection else Purpose.COUPLED_DRAW
     if sampling.is_greedy or purpose is None:
@@ -147,12 +149,13 @@ class Round(NamedTuple):
 
 
 def verify_rounds(logits: Tensor, rounds: Sequence[Round], noise: NoiseSource) -> list[Verified]:
-    """Verifies a batch, each sequence by its own rule; greedy and coupled rows share one argmax.
+    """Verifies a batch, each sequence by its own rule; greedy and coupled rows are drawn together.
 
     Args:
         logits: processed, ``[sum of num_rows, vocab_size]``.
     """
-    own = add_draw_noise(logits, [item.group for item in rounds], noise).argmax(-1).tolist()
+    keys = [key for item in rounds for key in draw_keys(item.group)]
+    own = [draw.token_id for draw in draw_tokens(logits, keys, noise)]
     verified, start = [], 0
     for group, draft_token_ids, draft_probs in rounds:
         end = start + group.num_rows

@@ -1,0 +1,81 @@
+"""Tokens drawn with noise: the best of each row (the Gumbel-max trick)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specray.engine.sampling.noise import NoiseKey, NoiseSource, philox_key
+
+SCORE_SPREAD = 0.5
+"""Scores (logits, with noise) that lie half apart differ by a factor of e in the chance that the target draws
+their tokens. Measured on the embedded pair at temperatures 0 and 1; 0.4 to 0.7 are nearly as good. The kernel
+squares where this divides."""
+
+
+class Draw(NamedTuple):
+    """A row's token, and how far it stands out."""
+
+    token_id: int
+    lead: float = 0.0
+    """The log of its part of the sum of exp(score / SCORE_SPREAD) of all, where that was asked for."""
+
+
+def best_tokens(scores: Tensor) -> list[int]:
+    """The first best token of each row ``[rows, vocab_size]``."""
+    # On CPU numpy finds it ten times as fast.
+    best: list[int] = (scores.numpy() if scores.device.type == "cpu" else scores).argmax(-1).tolist()
+    return best
+
+
+def draw_tokens(
+    logits: Tensor, keys: Sequence[NoiseKey | None], noise: NoiseSource, *, is_judged: bool = False
+) -> list[Draw]:
+    """The best token of each row with its noise; of float64 scores, so that ties have no weight.
+
+    Args:
+        logits: processed, ``[len(keys), vocab_size]``, float32; left unchanged.
+        keys: whose noise; None: none.
+        is_judged: says how far each stands out.
+    """
+    rows = [row for row, key in enumerate(keys) if key is not None]
+    wanted = [key for key in keys if key is not None]
+    if not rows:
+        return _best(logits, is_judged=is_judged)
+    draw_best = None if noise.is_on_device else _kernel()
+    if draw_best is None or logits.dtype != torch.float32:
+        scores = logits.double()
+        scores[rows] += noise.gumbel(wanted)
+        return _best(scores, is_judged=is_judged)
+    noisy = (logits if len(rows) == len(keys) else logits[rows]).contiguous()
+    tokens, leads = draw_best(noisy, [philox_key(key) for key in wanted], is_judged=is_judged)
+    drawn = [Draw(*draw) for draw in zip(tokens, leads, strict=True)]
+    if len(rows) == len(keys):
+        return drawn
+    draws = _best(logits, is_judged=is_judged)
+    for row, draw in zip(rows, drawn, strict=True):
+        draws[row] = draw
+    return draws
+
+
+def _best(scores: Tensor, *, is_judged: bool) -> list[Draw]:
+    tokens = best_tokens(scores)
+    if not is_judged:
+        return [Draw(token) for token in tokens]
+    spread = scores.float() / SCORE_SPREAD
+    leads = (spread.amax(-1) - spread.logsumexp(-1)).tolist()
+    return [Draw(*draw) for draw in zip(tokens, leads, strict=True)]
+
+
+@cache
+def _kernel() -> Callable[..., Any] | None:
+    """None: numba is not installed."""
+    try:
+        from specray.engine.kernels.draw import draw_best
+    except ImportError:
+        return None
+    return draw_best
