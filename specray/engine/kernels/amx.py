@@ -2,8 +2,8 @@
 
 A register (``tiles``) holds of 16 rows one block of input features; of a panel, one block of half its output
 features; of the sums, 16 rows of the same half. What a register takes lies in one piece of memory: in a panel
-always, of rows where they are packed (``rows``), as more than 32 must be. Rows that follow each other, a power
-of two of bytes apart, push each other out of the caches.
+always, of rows where they are packed (``rows``), as more than 32 must be. Rows that follow each other, a
+power of two of bytes apart, push each other out of the caches.
 
 Memory is the bound up to some hundred rows, and a core waits for sixteen lines at most. What keeps it at work
 is a little to wait for at every moment: lines are asked for between the products, not far ahead, where the
