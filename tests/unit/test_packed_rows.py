@@ -18,7 +18,7 @@ from specray.engine.kernels import tiles
 from specray.engine.kernels.attention import attention_kernel
 from specray.engine.kernels.linear import TiledGate, TiledLinear
 from specray.engine.kernels.norm import FusedRMSNorm
-from specray.engine.kernels.rows import last_rows, pack, some_rows, unpack
+from specray.engine.kernels.rows import PackedRows, last_rows, pack, some_rows
 from specray.engine.kernels.team import Team
 
 needs_tiles = pytest.mark.skipif(not tiles.is_usable(), reason="no AMX here")
@@ -28,6 +28,11 @@ COUNTS = [1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49, 64, 65, 255, 256, 257, 300]
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def unpack(rows: PackedRows) -> torch.Tensor:
+    """``[num_rows, num_features]``."""
+    return rows.data.transpose(1, 2).reshape(-1, rows.num_features)[: rows.num_rows]
 
 
 @pytest.mark.parametrize("num_rows", COUNTS)

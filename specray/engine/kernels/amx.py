@@ -53,6 +53,15 @@ def arrange(weight: torch.Tensor) -> torch.Tensor:
     return parts.permute(0, 3, 1, 4, 2, 5)
 
 
+@kernel()
+def _blocks_at_once(num_pairs: int, num_blocks: int) -> int:
+    if num_pairs == 1:
+        return num_blocks
+    if num_pairs == 2:
+        return _BLOCKS_OF_TWO_PAIRS
+    return _BLOCKS_OF_MANY_PAIRS if num_pairs >= _MANY_PAIRS else _BLOCKS_AT_ONCE
+
+
 def multiply_kernel(finish: Any) -> tuple[Any, Any, Any]:
     """As that of ``product``. More than ``MAX_ROWS`` rows must be packed (``rows``)."""
     # Sums by tile of rows and half of the panel, rows by tile, weights by half.
@@ -81,14 +90,7 @@ def multiply_kernel(finish: Any) -> tuple[Any, Any, Any]:
     ) -> None:
         stride, shift = steps
         num_pairs = (num_rows + MAX_ROWS - 1) // MAX_ROWS
-        blocks_at_once = _BLOCKS_AT_ONCE
-        if num_pairs == 1:
-            blocks_at_once = num_blocks
-        elif num_pairs == 2:
-            blocks_at_once = _BLOCKS_OF_TWO_PAIRS
-        elif num_pairs >= _MANY_PAIRS:
-            blocks_at_once = _BLOCKS_OF_MANY_PAIRS
-        below = _TILE_ROWS * stride
+        blocks_at_once, below = _blocks_at_once(num_pairs, num_blocks), _TILE_ROWS * stride
         for block in range(blocks[0], blocks[1], blocks_at_once):
             count = min(blocks_at_once, blocks[1] - block)
             piece = weight + block * _PAIR_BYTES
@@ -97,9 +99,9 @@ def multiply_kernel(finish: Any) -> tuple[Any, Any, Any]:
                 if num_pairs > _FEW_PAIRS:
                     ahead = piece + count * _PAIR_BYTES * (num_pairs + index) // num_pairs
                     num_lines = (_BLOCK_LINES + num_pairs - 1) // num_pairs
-                if block + count == blocks[1]:
-                    # The same blocks of the next panel; right behind these, where they are all.
-                    ahead += (num_blocks - blocks[1] + blocks[0]) * _PAIR_BYTES
+                    if block + count == blocks[1]:
+                        # The same blocks of the next panel; right behind these, where they are all.
+                        ahead += (num_blocks - blocks[1] + blocks[0]) * _PAIR_BYTES
                 if ahead >= end:
                     num_lines = 0
                 first = index * MAX_ROWS

@@ -85,6 +85,7 @@ def _product(context: Any, first: Any, second: Any) -> Any:
 
 
 def _make_philox() -> Any:
+    # Published numbers: a kernel in the cache does not know where they stand.
     first_factor, second_factor = (np.uint64(number) for number in noise.MULTIPLIERS)
     first_step, second_step = (np.uint64(number) for number in noise.WEYL)
     num_rounds = noise.NUM_ROUNDS

@@ -291,7 +291,7 @@ def _make_finish() -> Any:
             shift = load(bias, ((panel + 1) * num_layers - 1) * PANEL)
             gate_shift = load(bias, 2 * panel * PANEL) if kind == _GATED else shift
         width = min(PANEL, size - panel * PANEL)
-        # All in one group of rows.
+        # Rows of one group, or such as follow each other: a step apart.
         at = row_place(first_row + first, size, step) + panel * args[_OUT_BLOCK_STEP]
         for index in range(0, min(count, num_rows - first) * PANEL, PANEL):
             value = add(load(sums, index), shift)

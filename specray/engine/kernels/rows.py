@@ -127,11 +127,6 @@ def some_rows(rows: PackedRows, indexes: torch.Tensor, team: Team) -> PackedRows
     return taken
 
 
-def unpack(rows: PackedRows) -> torch.Tensor:
-    """``[num_rows, num_features]``."""
-    return rows.data.transpose(1, 2).reshape(-1, rows.num_features)[: rows.num_rows]
-
-
 def _copy(
     source: PackedRows | FlatRows, target: PackedRows, first: int, indexes: torch.Tensor | None, team: Team
 ) -> None:

@@ -32,6 +32,23 @@ def best_tokens(scores: Tensor) -> list[int]:
     return best
 
 
+def add_noise(logits: Tensor, keys: Sequence[NoiseKey | None], noise: NoiseSource) -> Tensor:
+    """Adds to each row its noise, if it has any, in float64, so that ties have no weight.
+
+    Args:
+        logits: ``[len(keys), vocab_size]``; left unchanged, and returned where no row has noise.
+    """
+    rows = [row for row, key in enumerate(keys) if key is not None]
+    if not rows:
+        return logits
+    gumbel = noise.gumbel([key for key in keys if key is not None])
+    if len(rows) == len(keys):
+        return logits + gumbel
+    scores = logits.double()
+    scores[rows] += gumbel
+    return scores
+
+
 def draw_tokens(
     logits: Tensor, keys: Sequence[NoiseKey | None], noise: NoiseSource, *, is_judged: bool = False
 ) -> list[Draw]:
@@ -43,14 +60,10 @@ def draw_tokens(
         is_judged: says how far each stands out.
     """
     rows = [row for row, key in enumerate(keys) if key is not None]
-    wanted = [key for key in keys if key is not None]
-    if not rows:
-        return _best(logits, is_judged=is_judged)
     draw_best = None if noise.is_on_device else _kernel()
-    if draw_best is None or logits.dtype != torch.float32:
-        scores = logits.double()
-        scores[rows] += noise.gumbel(wanted)
-        return _best(scores, is_judged=is_judged)
+    if not rows or draw_best is None or logits.dtype != torch.float32:
+        return _best(add_noise(logits, keys, noise), is_judged=is_judged)
+    wanted = [key for key in keys if key is not None]
     noisy = (logits if len(rows) == len(keys) else logits[rows]).contiguous()
     tokens, leads = draw_best(noisy, [philox_key(key) for key in wanted], is_judged=is_judged)
     drawn = [Draw(*draw) for draw in zip(tokens, leads, strict=True)]

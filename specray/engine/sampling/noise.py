@@ -24,7 +24,7 @@ from torch import Tensor
 
 _MASK64 = (1 << 64) - 1
 _MASK32 = (1 << 32) - 1
-KEY_TAG = int.from_bytes(b"specray\0", "little")
+_KEY_TAG = int.from_bytes(b"specray\0", "little")
 MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
 WEYL = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
 NUM_ROUNDS = 10
@@ -56,7 +56,7 @@ class NoiseKey(NamedTuple):
 
 def philox_key(key: NoiseKey) -> tuple[int, int, int, int]:
     """The unsigned words that a row's blocks share: the two of the key, position and purpose."""
-    return key.seed & _MASK64, KEY_TAG, key.position, key.purpose
+    return key.seed & _MASK64, _KEY_TAG, key.position, key.purpose
 
 
 class PhiloxGenerator:
@@ -73,8 +73,9 @@ class PhiloxGenerator:
     def words(self, key: NoiseKey, count: int) -> npt.NDArray[np.uint64]:
         """The first ``count`` words of ``key``: word i belongs to token id i."""
         state = self._state["state"]
-        state["counter"][:] = (0, key.position, key.purpose, 0)
-        state["key"][:] = (key.seed & _MASK64, KEY_TAG)
+        seed, tag, position, purpose = philox_key(key)
+        state["counter"][:] = (0, position, purpose, 0)
+        state["key"][:] = (seed, tag)
         # numpy's setter copies; buffer_pos 4 means that no word of an earlier block is left.
         self._state["buffer_pos"] = 4
         self._generator.state = self._state
@@ -100,7 +101,7 @@ def philox_words(keys: Sequence[NoiseKey], count: int, device: torch.device) -> 
         column([key.purpose for key in keys]).expand(shape),
         torch.zeros(shape, dtype=torch.int64, device=device),
     ]
-    round_keys = [column([key.seed for key in keys]), column([KEY_TAG] * len(keys))]
+    round_keys = [column([key.seed for key in keys]), column([_KEY_TAG] * len(keys))]
     words = torch.stack(philox_block(counter, round_keys), dim=-1)
     return words.reshape(len(keys), num_blocks * 4)[:, :count]
 
@@ -193,7 +194,7 @@ class NoiseSource:
         self._vocab_size = vocab_size
         self._device = device
         self.is_on_device = device.type != "cpu" if on_device is None else on_device
-        """Noise is computed by torch; else ``words`` has what it is made of."""
+        """Noise is computed by torch, not by numpy."""
         self._generator = PhiloxGenerator()
         self._max_cached_rows = max_cached_bytes // (8 * vocab_size)
         self._cached_rows: OrderedDict[NoiseKey, Tensor] = OrderedDict()

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specray.engine.sampling.draws import draw_tokens
+from specray.engine.sampling.draws import add_noise, draw_tokens
 from specray.engine.sampling.noise import NoiseKey, NoiseSource, Purpose
 from specray.engine.sampling.processors import RowGroup
 from specray.types import SparseProbs
@@ -60,15 +60,7 @@ def add_draw_noise(
         rejection_purpose: noise for groups under rejection verification; None leaves them without.
     """
     keys = [key for group in groups for key in draw_keys(group, rejection_purpose)]
-    rows = [row for row, key in enumerate(keys) if key is not None]
-    if not rows:
-        return logits
-    gumbel = noise.gumbel([key for key in keys if key is not None])
-    if len(rows) == len(keys):
-        return logits + gumbel
-    scores = logits.double()
-    scores[rows] += gumbel
-    return scores
+    return add_noise(logits, keys, noise)
 
 
 def draw_keys(group: RowGroup, rejection_purpose: Purpose | None = None) -> list[NoiseKey | None]:
