@@ -84,7 +84,8 @@ def _product(context: Any, first: Any, second: Any) -> Any:
     return types.containers.UniTuple(types.uint64, 2)(types.uint64, types.uint64), code
 
 
-def _make_philox() -> Any:
+def _make_fill() -> Any:
+    """``(key, words)``: the words of a row's tokens."""
     # Published numbers: a kernel in the cache does not know where they stand.
     first_factor, second_factor = (np.uint64(number) for number in noise.MULTIPLIERS)
     first_step, second_step = (np.uint64(number) for number in noise.WEYL)
@@ -100,7 +101,21 @@ def _make_philox() -> Any:
             key, tag = key + first_step, tag + second_step
         return a, b, c, d
 
-    return philox
+    @kernel()
+    def fill(key: Any, words: Any) -> None:
+        for first in range(0, len(words), _WORDS):
+            block = np.uint64(first // _WORDS) + _ONE_WORD
+            words[first], words[first + 1], words[first + 2], words[first + 3] = philox(
+                block, key[2], key[3], key[0], key[1]
+            )
+
+    return fill
+
+
+@kernel()
+def _lowered(bound: float) -> float:
+    """Below a score by what float32 may be wrong by."""
+    return bound - (_SLACK + _SLACK_PER_UNIT * abs(bound))
 
 
 @kernel()
@@ -130,25 +145,12 @@ def _lacking_kernel() -> Any:
 
 
 def _make_draw() -> Any:
-    philox, lacking, wide = _make_philox(), _lacking_kernel(), vectors(_LANES, "float32")
+    fill, lacking, wide = _make_fill(), _lacking_kernel(), vectors(_LANES, "float32")
     load, store, splat, add, sub, mul, div, exp, total, largest = (
         wide.load, wide.store, wide.splat, wide.add, wide.sub, wide.mul, wide.div, wide.exp, wide.sum,
         wide.largest,
     )  # fmt: skip
     zero, six, four = np.float32(0.0), np.float32(6.0), np.float32(4.0)
-
-    @kernel()
-    def fill(key: Any, words: Any) -> None:
-        for first in range(0, len(words), _WORDS):
-            block = np.uint64(first // _WORDS) + _ONE_WORD
-            words[first], words[first + 1], words[first + 2], words[first + 3] = philox(
-                block, key[2], key[3], key[0], key[1]
-            )
-
-    @kernel()
-    def lowered(bound: float) -> float:
-        """Below a score by what float32 may be wrong by."""
-        return bound - (_SLACK + _SLACK_PER_UNIT * abs(bound))
 
     @kernel()
     def minus_log(x: Any) -> Any:
@@ -177,7 +179,7 @@ def _make_draw() -> Any:
                 token = padded - _LANES + place
                 last[place] = own[token] if token < size else -np.inf
             best = _score(own[chosen], words[chosen])
-            lowest = lowered(best)
+            lowest = _lowered(best)
             weights, shares = 0.0, splat(zero)
             for first in range(0, padded, _LANES):
                 source = vector if first + _LANES > size else logits + (row * size + first) * 4
@@ -198,10 +200,10 @@ def _make_draw() -> Any:
                     share = load(share_address, 0)
                 if is_judged:
                     shares = add(shares, mul(share, share))
-                if lowered(best) > lowest:
-                    factor = math.exp(2.0 * (lowest - lowered(best)))
+                if _lowered(best) > lowest:
+                    factor = math.exp(2.0 * (lowest - _lowered(best)))
                     weights, shares = weights * factor, mul(shares, splat(np.float32(factor)))
-                    lowest = lowered(best)
+                    lowest = _lowered(best)
             all_tokens[row] = chosen
             if is_judged:
                 all_leads[row] = 2.0 * (best - lowest) - math.log(weights + total(shares))
