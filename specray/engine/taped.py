@@ -1,9 +1,14 @@
-"""The lowered decoder on CPU, taped: each shape of step runs as it is twice, then from a recording."""
+"""The lowered decoder on CPU, taped: each shape of step runs as it is twice, then from a recording.
+
+Sessions that propose as many tokens as they like make a step of another number of rows each time. With AMX,
+16 rows take as long as one of them beyond the first 32, so numbers of rows are made up to multiples of 16:
+some recordings serve all. What the further rows compute is nobody's; no row depends on another.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +18,7 @@ from specray.engine.fused import FusedAttention
 from specray.engine.kernels.arena import Arena
 from specray.engine.kernels.linear import TiledGate, TiledLinear
 from specray.engine.kernels.norm import FusedRMSNorm
+from specray.engine.kernels.rows import HEIGHT
 from specray.engine.kernels.tape import Tape
 from specray.engine.lowered import LoweredForward
 from specray.engine.lowering import TableEmbedding
@@ -27,9 +33,13 @@ _MAX_TAPES = 256
 _RUNS_BEFORE = 2
 """Of a shape, until it is recorded: of a target of 200M, that takes 10 ms and saves 1 to 2 of each run."""
 _MAX_COUNTED = 4096
+_FURTHER_ROWS = HEIGHT // 2
+"""Rows beyond a block's height that take as long as one: a tile."""
+_LOGIT_ROWS = 8
+"""Numbers of the last rows are made up to a multiple, where there are few: what follows is a small part."""
 
 _Shape = tuple[int, int]
-"""Rows, and how many of the last ones want logits."""
+"""Rows, and how many of the last ones get logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +62,7 @@ class TapedForward:
         self, forward: LoweredForward | PackedForward, attention: FusedAttention, table: torch.Tensor
     ) -> None:
         self._forward = forward
+        self._is_packed = isinstance(forward, PackedForward)
         self._attention = attention
         self._table = table
         self._arena = Arena()
@@ -73,15 +84,29 @@ class TapedForward:
         if num_rows > _MAX_ROWS or isinstance(step.logit_rows, torch.Tensor):
             return self._forward(step)
         first = 0 if step.logit_rows is None else step.logit_rows.start
-        shape = (num_rows, num_rows - first)
+        shape = self._shape(num_rows, first)
         taped = self._tapes.get(shape)
         if taped is None or taped.cache is not step.attention.cache:
-            return self._record(shape, step) if self._is_due(shape) else self._forward(step)
-        self._tapes.move_to_end(shape)
-        torch.index_select(self._table, 0, step.token_ids, out=taped.hidden)
-        taped.tape.run(self._attention.prepare(step.attention, step.positions).call)
+            if not self._is_due(shape):
+                return self._forward(step)
+            taped = self._record(shape, step)
+        else:
+            self._tapes.move_to_end(shape)
+            torch.index_select(self._table, 0, step.token_ids, out=taped.hidden[:num_rows])
+            taped.tape.run(self._attention.prepare(step.attention, step.positions).call)
+        begin = shape[0] - shape[1]
         # A copy, since the next step overwrites them.
-        return taped.logits.clone()
+        return taped.logits[first - begin : num_rows - begin].clone()
+
+    def _shape(self, num_rows: int, first: int) -> _Shape:
+        """Of the recording for so many rows, of which those from ``first`` on want logits."""
+        if not self._is_packed:
+            return num_rows, num_rows - first
+        rows = _made_up(num_rows, _FURTHER_ROWS) if num_rows > HEIGHT else num_rows
+        wanted = rows - first
+        if wanted == rows:
+            return rows, rows
+        return rows, min(rows, _made_up(wanted, _FURTHER_ROWS if wanted > HEIGHT else _LOGIT_ROWS))
 
     def _is_due(self, shape: _Shape) -> bool:
         """Counts runs of a shape that has no tape: whether this one is to be recorded."""
@@ -90,20 +115,27 @@ class TapedForward:
         self._num_runs[shape] += 1
         return self._num_runs[shape] > _RUNS_BEFORE
 
-    def _record(self, shape: _Shape, step: Step) -> torch.Tensor:
+    def _record(self, shape: _Shape, step: Step) -> _Taped:
         team = self._attention.team
         tape = Tape(team, self._attention.kernel, self._arena)
-        hidden = self._forward.embedding(step.token_ids)
+        rows, wanted = shape
+        further = step.token_ids.new_zeros(rows - len(step.token_ids))
+        hidden = self._forward.embedding(torch.cat((step.token_ids, further)))
         team.recorder = tape
         try:
-            logits = self._forward.decode(hidden, step)
+            logits = self._forward.decode(hidden, replace(step, logit_rows=slice(rows - wanted, None)))
         finally:
             team.recorder = None
         tape.finish()
-        self._tapes[shape] = _Taped(tape, hidden, logits, step.attention.cache)
+        taped = self._tapes[shape] = _Taped(tape, hidden, logits, step.attention.cache)
         if len(self._tapes) > _MAX_TAPES:
             self._tapes.popitem(last=False)
-        return logits.clone()
+        return taped
+
+
+def _made_up(number: int, step: int) -> int:
+    """The next multiple."""
+    return -(-number // step) * step
 
 
 def taped(forward: Forward) -> Forward:

@@ -13,6 +13,7 @@ from specray.engine.runner import ModelRunner, build_runner
 
 pytest.importorskip("numba")
 
+from specray.engine.kernels import tiles
 from specray.engine.kernels.linear import can_tile
 from specray.engine.taped import TapedForward, taped
 
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.skipif(
 
 PROMPT = list(range(40, 61))
 OTHER = list(range(300, 309))
+BLOCKS = (list(range(8)), [20, 9, 17, 11, 14, 12, 13, 10])
 
 
 def make_runner(role: str = "draft", num_threads: int = 1) -> ModelRunner:
@@ -158,3 +160,30 @@ def test_torch_has_few_threads_beside_those_of_kernels() -> None:
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(not tiles.is_usable(), reason="rows cost one by one")
+def test_numbers_of_rows_that_cost_the_same_share_a_recording() -> None:
+    runner = make_runner("target")
+    forward = runner._forward
+    assert isinstance(forward, TapedForward)
+    plain = eager(runner)
+
+    def rows_of(counts: Sequence[tuple[int, int]]) -> list[SequenceInput]:
+        return [
+            SequenceInput([(37 * index + 5 * row) % 900 for row in range(count)], 0, blocks, wanted)
+            for index, (blocks, (count, wanted)) in enumerate(zip(BLOCKS, counts, strict=False))
+        ]
+
+    # 33 to 48 rows, all with logits; then the last ones of one sequence, beyond a block's height and below.
+    groups = [
+        [rows_of([(20, 20), (count - 20, count - 20)]) for count in (48, 33, 41, 47, 33)],
+        [rows_of([(60, wanted)]) for wanted in (40, 44, 36, 33, 20, 14)],
+        [rows_of([(count, 1)]) for count in (49, 64, 50)],
+    ]
+    for group in groups:
+        for step in group:
+            expected = plain.run(step)
+            for _ in range(3):
+                assert torch.equal(runner.run(step), expected)
+    assert sorted(forward._tapes) == [(48, 48), (64, 8), (64, 16), (64, 24), (64, 48)]
