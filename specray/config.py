@@ -79,7 +79,7 @@ class EngineConfig(Section):
     cuda_graphs: bool = Field(True, description="On CUDA, forwards of few rows are captured and replayed.")
     prefix_cache: bool = Field(True, description="Computed prefixes of prompts are used again.")
     profile_s: float = Field(
-        0.5,
+        2.0,
         ge=0,
         le=60,
         description="Seconds at the start in which the engine measures its steps, so that the router's first "

@@ -312,6 +312,9 @@ class EngineInfo:
     num_prefix_cache_hits: int = 0
     """Those of them that were found and not computed again."""
     step_times: tuple[StepTime, ...] = ()
+    context_token_s: float = 0.0
+    """Target: what a step takes longer per token that its sequences hold, all together; ``step_times`` are
+    without it."""
     """By increasing rows; empty: the engine has not measured itself."""
     num_routers: int = 0
     """Streams that are open now."""

@@ -31,9 +31,10 @@ def build_target_engine(config: Config, *, parallel: ParallelContext | None = No
     runner = _build_runner(config.target, role="target", parallel=parallel)
     info = _engine_info("target", config.target, runner.info)
     make_head = partial(TargetHead, runner, device=runner.info.device)
-    step_times = profile_target(make_head(info), budget_s=config.target.profile_s)
-    _log("target", step_times)
-    return make_head(replace(info, step_times=step_times), prefix_cache=config.target.prefix_cache)
+    speed = profile_target(make_head(info), budget_s=config.target.profile_s)
+    _log("target", speed.step_times)
+    info = replace(info, step_times=speed.step_times, context_token_s=speed.context_token_s)
+    return make_head(info, prefix_cache=config.target.prefix_cache)
 
 
 def build_draft_engine(config: Config, *, parallel: ParallelContext | None = None) -> DraftHead:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from dataclasses import replace
+from typing import Final, NamedTuple, Protocol
 
 from specray.interfaces import DraftEngine, TargetEngine
 from specray.types import (
@@ -23,20 +24,37 @@ from specray.types import (
     VerifyItem,
 )
 
-TARGET_ROWS: Final = (1, 2, 4, 8, 16, 32, 64)
+SPREAD_ROWS: Final = 16
+"""Of four sequences and of as many as rows, in turns: what these take longer, their context takes."""
+TARGET_ROWS: Final = (1, 2, 4, 8, 16, 32, 36, 64, 128)
+"""With one beyond a size at which kernels take a further block of rows."""
 DRAFT_ROWS: Final = (1, 2, 4, 8, 16, 32)
-CONTEXT_LEN: Final = 256
+CONTEXT_LEN: Final = 128
 """Tokens before the measured ones, where the time allows it."""
 _ROWS_PER_SEQUENCE: Final = 4
-"""Of a target step: three draft tokens and the one before them."""
+"""Of a target step: three draft tokens and the one before them; of the largest, seven."""
+_MAX_TARGET_SEQUENCES: Final = 16
+"""Each has a context that must be computed."""
 _DRAFT_TOKENS: Final = 4
 _NUM_RUNS: Final = 2
 """Of each width at first; the least of all counts, since warm-up and whatever disturbs only slow down."""
+_NUM_SPREAD_RUNS: Final = 4
 _NUM_MORE_PASSES: Final = 3
 """Over all widths, where the time allows it."""
 _CONTEXT_SHARE: Final = 0.25
 """Of the time, for computing the context."""
 _FIRST_CHUNK: Final = 16
+_LEAST_ROWS_SHARE: Final = 0.1
+"""Of a step that its rows take at least."""
+
+
+class TargetSpeed(NamedTuple):
+    """What a target's steps take."""
+
+    step_times: tuple[StepTime, ...]
+    """Without what follows."""
+    context_token_s: float
+    """Seconds of a step per token that its sequences hold."""
 
 
 class _Workload(Protocol):
@@ -60,24 +78,34 @@ class _Workload(Protocol):
         """Runs a step; its seconds, or None when an item failed."""
         ...
 
+    def compare(self, clock: Callable[[], float], deadline_s: float) -> None:
+        """Measures what else there is to know, when all widths were measured once."""
+        ...
+
 
 def profile_target(
     engine: TargetEngine, *, budget_s: float, clock: Callable[[], float] = time.perf_counter
-) -> tuple[StepTime, ...]:
-    """Measures Verifies of 1 to 64 rows, up to four of each sequence.
+) -> TargetSpeed:
+    """Measures Verifies of 1 to 128 rows, up to four of each sequence, eight with 128.
 
     Args:
         engine: fresh; it is of no use afterwards.
         budget_s: begins no step that would end later, after the first; narrow steps come first.
         clock: seconds, for the budget.
     """
-    return _measure(_TargetWorkload(engine), TARGET_ROWS, budget_s=budget_s, clock=clock)
+    workload = _TargetWorkload(engine)
+    step_times = _measure(workload, TARGET_ROWS, budget_s=budget_s, clock=clock)
+    token_s = workload.context_token_s
+    return TargetSpeed(
+        tuple(replace(entry, seconds=workload.without_context_s(entry, token_s)) for entry in step_times),
+        token_s,
+    )
 
 
 def profile_draft(
     engine: DraftEngine, *, budget_s: float, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[StepTime, ...]:
-    """Measures what a draft token takes for 1 to 32 sequences side by side; as ``profile_target``."""
+    """Measures what a draft token takes for 1 to 32 sequences side by side, as ``profile_target``."""
     return _measure(_DraftWorkload(engine), DRAFT_ROWS, budget_s=budget_s, clock=clock)
 
 
@@ -107,7 +135,9 @@ def _sample(
     samples: dict[int, list[float]] = {}
     first_pass = [num_rows for num_rows in widths for _ in range(_NUM_RUNS)]
     last_s = 0.0
-    for num_rows in (*first_pass, *(_NUM_MORE_PASSES * tuple(widths))):
+    for index, num_rows in enumerate((*first_pass, *(_NUM_MORE_PASSES * tuple(widths)))):
+        if index == len(first_pass):
+            workload.compare(clock, deadline_s)
         expected_s = min(samples.get(num_rows, [last_s]))
         if clock() + expected_s > deadline_s:
             break
@@ -159,23 +189,50 @@ class _TargetWorkload:
         self._info = engine.info
         self._num_sequences = 1
         self.num_context_tokens = _context_limit(self._info)
+        self.context_token_s = 0.0
+        """0 until it was measured."""
 
     def extend(self, num_tokens: int) -> None:
         self._fill(0, self.num_context_tokens, num_tokens)
         self.num_context_tokens += num_tokens
 
+    def sequences_of(self, num_rows: int) -> int:
+        """In a step of ``num_rows``."""
+        return -(-num_rows // self._rows_each(num_rows))
+
+    def without_context_s(self, entry: StepTime, token_s: float) -> float:
+        """What its rows took, given what a token of context takes."""
+        context_s = token_s * self.num_context_tokens * self.sequences_of(entry.num_rows)
+        return max(_LEAST_ROWS_SHARE * entry.seconds, entry.seconds - context_s)
+
     def fits(self, num_rows: int) -> bool:
-        count = -(-num_rows // _ROWS_PER_SEQUENCE)
+        count = self.sequences_of(num_rows)
         return count <= _max_sequences(self._info) and num_rows <= self._info.max_num_batched_tokens
 
     def prepare(self, num_rows: int) -> None:
-        count = -(-num_rows // _ROWS_PER_SEQUENCE)
+        count = self.sequences_of(num_rows)
         for index in range(self._num_sequences, count):
             self._fill(index, 0, self.num_context_tokens)
         self._num_sequences = max(count, self._num_sequences)
 
+    def compare(self, clock: Callable[[], float], deadline_s: float) -> None:
+        if self._num_sequences < SPREAD_ROWS or not self.num_context_tokens:
+            return
+        samples: dict[int, list[float]] = {}
+        for each in _NUM_SPREAD_RUNS * (_ROWS_PER_SEQUENCE, 1):
+            began_s = clock()
+            seconds = self._step(SPREAD_ROWS, each)
+            if seconds is None or clock() + (clock() - began_s) > deadline_s:
+                return
+            samples.setdefault(each, []).append(seconds)
+        few, many = min(samples[_ROWS_PER_SEQUENCE]), min(samples[1])
+        more_tokens = self.num_context_tokens * (SPREAD_ROWS - SPREAD_ROWS // _ROWS_PER_SEQUENCE)
+        self.context_token_s = max(0.0, (many - few) / more_tokens)
+
     def step(self, num_rows: int) -> float | None:
-        each = min(num_rows, _ROWS_PER_SEQUENCE)
+        return self._step(num_rows, self._rows_each(num_rows))
+
+    def _step(self, num_rows: int, each: int) -> float | None:
         token, *drafts = _tokens(self.num_context_tokens, each, self._info)
         items = [
             VerifyItem(str(index), 0, self.num_context_tokens, (token,), tuple(drafts))
@@ -183,6 +240,9 @@ class _TargetWorkload:
         ]
         replies = self._engine.verify(items)
         return replies.forward_ns / 1e9 if _is_answered(replies.replies) else None
+
+    def _rows_each(self, num_rows: int) -> int:
+        return min(num_rows, max(_ROWS_PER_SEQUENCE, num_rows // _MAX_TARGET_SEQUENCES))
 
     def _fill(self, index: int, base_len: int, num_tokens: int) -> None:
         tokens = _tokens(base_len, num_tokens, self._info)
@@ -217,6 +277,8 @@ class _DraftWorkload:
         ]
         replies = self._engine.speculate(items)
         return replies.forward_ns / 1e9 / _DRAFT_TOKENS if _is_answered(replies.replies) else None
+
+    def compare(self, clock: Callable[[], float], deadline_s: float) -> None: ...
 
     def _fill(self, index: int, base_len: int, num_tokens: int) -> None:
         tokens = _tokens(base_len, num_tokens, self._info)

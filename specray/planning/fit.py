@@ -360,4 +360,5 @@ def _common(info: EngineInfo, hardware: str) -> dict[str, Any]:
         "step_times": tuple(
             StepTimePoint(num_rows=entry.num_rows, seconds=entry.seconds) for entry in info.step_times
         ),
+        "context_token_s": info.context_token_s,
     }

@@ -91,6 +91,11 @@ class EngineProfile(_Part):
     num_blocks: int = Field(ge=0, description="0: not told; room is not limited then.")
     dtype: str = ""
     step_times: tuple[StepTimePoint, ...] = ()
+    context_token_s: float = Field(
+        0.0,
+        ge=0,
+        description="Of a target's step, per token that its sequences hold; step_times are without it.",
+    )
     prefill: tuple[PrefillPoint, ...] = Field(min_length=1)
     context: tuple[ContextPoint, ...] = Field(
         (), description="Beyond the contexts that steps were measured with, which are the points with 0."
@@ -121,6 +126,7 @@ class EngineProfile(_Part):
             dtype=self.dtype,
             tensor_parallel_size=self.num_devices,
             step_times=tuple(StepTime(point.num_rows, point.seconds) for point in self.step_times),
+            context_token_s=self.context_token_s,
         )
 
 

@@ -24,12 +24,12 @@ def learn_step(
     kinds = {bool(item.fanout) for item in items}
     if len(kinds) != 1 or any(len(item.token_ids) > _LONG_ITEM for item in items):
         return
-    num_tokens = max(num_draft_steps(*answer) for answer in answered)
+    num_steps = [num_draft_steps(*answer) for answer in answered]
     if not items[0].fanout:
-        policy.observe_proposal(num_tokens, forward_s, transport_s, num_sequences=len(answered))
+        policy.observe_proposals(num_steps, forward_s, transport_s)
         return
     num_branches = sum(item.max_branches or sum(item.fanout) for item in items)
-    policy.observe_outcomes(num_tokens, num_branches, forward_s)
+    policy.observe_outcomes(max(num_steps), num_branches, forward_s)
 
 
 def num_draft_steps(item: SpeculateItem, reply: DraftReply) -> int:

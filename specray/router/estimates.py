@@ -72,7 +72,8 @@ class TimeTable:
     That is optimistic upwards, so a larger size is tried once it looks worth it, and then measured. The
     first step of a size costs several times the later ones (kernels are chosen, memory is touched), so one
     sample says nothing: sizes with fewer than three are left aside while there are others. Otherwise a size
-    that was slow once would never be tried again.
+    that was slow once would never be tried again. Nor does a size take longer than a larger one: where they
+    say so, both are believed to take what they do on average (isotonic regression).
 
     What was *expected* of a size stands until the size is trusted. By as much as trusted sizes took more or
     less than had been expected of them (a busy machine), others near them are expected to take.
@@ -173,12 +174,12 @@ class TimeTable:
         """What predictions are made from: trusted sizes, else expected ones, else whatever was measured."""
         if not self._trusted and not self._expected:
             return self._all()
-        trusted = [(size, self._value(size)) for size in self._trusted]
+        trusted = _ascending([(size, self._value(size)) for size in self._trusted])
         if not self._expected:
             return trusted
         factors = [(size, value / _interpolate(self._expected, size)) for size, value in trusted]
         known = {size: seconds * _factor_near(factors, size) for size, seconds in self._expected}
-        return sorted((known | dict(trusted)).items())
+        return _ascending(sorted((known | dict(trusted)).items()))
 
     def _all(self) -> _Curve:
         """Every size of which anything is known; a measurement, even a single one, before an expectation.
@@ -205,6 +206,19 @@ class TimeTable:
 
 _Curve = list[tuple[int, float]]
 """(size, seconds) pairs by increasing size."""
+
+
+def _ascending(curve: _Curve) -> _Curve:
+    """The nearest curve that never falls: neighbours that do are pooled (Ayer et al. 1955)."""
+    pools: list[tuple[float, int]] = []
+    for _, seconds in curve:
+        total, count = seconds, 1
+        while pools and pools[-1][0] * count >= total * pools[-1][1]:
+            before, number = pools.pop()
+            total, count = total + before, count + number
+        pools.append((total, count))
+    means = (total / count for total, count in pools for _ in range(count))
+    return [(size, mean) for (size, _), mean in zip(curve, means, strict=True)]
 
 
 def _interpolate(curve: _Curve, size: int) -> float:

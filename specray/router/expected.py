@@ -17,6 +17,8 @@ class Round(NamedTuple):
     """How often a draft token is followed by another."""
 
 
+_LEAST_CHANCE = 0.01
+"""Of a step that counts."""
 MISSES_BY_WIDTH = (1.0, 0.5, 0.3)
 """Before it is measured: of the verdicts whose last token the draft's first guess misses, how many are missed
 with 1, 2 or 3 branches for each number of accepted tokens. Measured on the embedded pair."""
@@ -38,7 +40,16 @@ def expected_drafts(num_drafts: int, continuation: float) -> float:
     return (1 - continuation**num_drafts) / (1 - continuation)
 
 
-def expected_steps(num_drafts: int, continuations: Sequence[float], num_proposals: int) -> float:
+class DraftStep(NamedTuple):
+    """What one step of the draft is expected to be."""
+
+    chance: float
+    """That it is taken at all."""
+    num_lines: float
+    """Proposals that it makes longer, when it is; at least 1."""
+
+
+def expected_steps(num_drafts: int, continuations: Sequence[float], num_proposals: int) -> list[DraftStep]:
     """Steps of the draft until the last of some proposals has ended, each of at most ``num_drafts`` tokens.
 
     They grow side by side, so all wait for the longest; the token before which it ends is drafted too.
@@ -47,11 +58,14 @@ def expected_steps(num_drafts: int, continuations: Sequence[float], num_proposal
         continuations: of some of the proposals, which stand for all; as in ``expected_drafts``.
     """
     share = num_proposals / len(continuations)
-    steps = 1.0
+    steps = [DraftStep(1.0, float(num_proposals))]
     chances = [1.0] * len(continuations)
     for _ in range(num_drafts - 1):
         # The step after token i is taken when one proposal at least has token i.
-        steps += 1 - math.prod(1 - chance for chance in chances) ** share
+        taken = 1 - math.prod(1 - chance for chance in chances) ** share
+        if taken < _LEAST_CHANCE:
+            break
+        steps.append(DraftStep(taken, max(1.0, share * sum(chances) / taken)))
         chances = [chance * more for chance, more in zip(chances, continuations, strict=True)]
     return steps
 

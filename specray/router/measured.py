@@ -18,48 +18,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import fmean, geometric_mean
 
-from specray.router.estimates import Average, OutcomesTime, Rate, TimeTable, size_of
+from specray.router.draft_times import DraftTimes
+from specray.router.estimates import Average, OutcomesTime, Rate
 from specray.router.expected import Round, expected_steps, expected_tokens, prior_hit_rate
 from specray.router.plan import Plan
-from specray.router.sequence_time import SequenceTime
+from specray.router.target_times import TargetTimes
 from specray.types import Overlap
 
 PRIOR_DRAFT_SHARE = 0.15
 """A draft step as part of a target step, before both are measured."""
-UNMEASURED_SLOWDOWN = 1.1
-"""Of a target step beside a working draft, before one was measured: engines often share cores or memory. On
-two shared cores it is 1.25."""
+LEAST_SLOWDOWN = 1.04
+"""Of a step with a few more rows: about as far as what steps take is known. With 32 others, draft tokens at
+no cost cost an eighth of a step where they make it one of 36 rows, and nothing where it has 40 anyway."""
 _UNKNOWN_S = 1e-3
-_LEAST_SHARE = 0.1
-"""Of a step of the target that its rows take, whatever is believed of its sequences; of one of the draft, its
-tokens."""
-_OVERHEAD_WEIGHT = 0.2
-"""Of a sample."""
-_OVERHEAD_STEPS = 3.0
-"""Of a proposal whose surprise is one half overhead."""
 
 
 @dataclass(slots=True)
 class Measured:
     """Running averages, and predictions from them in tokens per second of one session."""
 
-    verify: dict[bool, TimeTable] = field(default_factory=lambda: {False: TimeTable(), True: TimeTable()})
-    """By whether the draft works meanwhile: engines that share memory slow each other."""
-    sequence: SequenceTime = field(default_factory=SequenceTime)
-    """The target's: ``verify`` is without it."""
-    draft_step: TimeTable = field(default_factory=TimeTable)
-    """Per draft token, by the sequences that are drafted for side by side."""
-    draft_overhead_s: float = 0.0
-    """Per sequence, of a proposal of any length: what the draft's machine does for the others meanwhile, who
-    have just had a verdict."""
+    target: TargetTimes = field(default_factory=TargetTimes)
+    draft: DraftTimes = field(default_factory=DraftTimes)
+    """Of proposals."""
     outcomes: OutcomesTime = field(default_factory=OutcomesTime)
     slowest_outcomes_s: float = 0.0
     draft_round_trip: Average = field(default_factory=Average)
-    pace: float = 1.0
-    """Of the target's last steps; see ``TimeTable``. The draft's times are divided by it too: where engines
-    share a machine, what slows one slows the other, and the draft's were measured at other moments."""
     hit_rate: dict[int, Rate] = field(default_factory=dict)
     """Of enumeration, by width."""
 
@@ -70,23 +55,30 @@ class Measured:
     def serial_goodput(self, k: int, rounds: Sequence[Round], num_running: int) -> float:
         """Draft and target in turns.
 
+        Of several sessions the geometric mean: those that go slowly are there for longer. Where each that
+        ends makes room for another, it is what requests per second grow with; tokens of the moment grow with
+        what fast ones gain, who are only gone sooner for it.
+
         Args:
             k: most draft tokens of a proposal, >= 1.
             rounds: of some sessions, which stand for all.
         """
         num_drafts = fmean(one.num_drafts for one in rounds)
-        num_steps = expected_steps(k, [one.continuation for one in rounds], num_running)
+        steps = expected_steps(k, [one.continuation for one in rounds], num_running)
         verify = self.verify_s(round(num_running * (1 + num_drafts)), num_running) or _UNKNOWN_S
-        draft = self.draft_step_s(num_running, verify) * num_steps + self.draft_overhead_s * num_running
-        return fmean(one.num_tokens for one in rounds) / (verify + draft + self.round_trip_s)
+        draft = sum(step.chance * self.draft_step_s(round(step.num_lines), verify) for step in steps)
+        draft += self.pace * self.draft.overhead_s * num_running
+        return geometric_mean(one.num_tokens for one in rounds) / (verify + draft + self.round_trip_s)
 
     def lone_goodput(self, k: int, acceptance: float, num_running: int) -> float:
         """Of one session with ``k`` draft tokens, which took no time, among others with none.
 
         What it adds to the tokens per second of all: its own tokens, less what the longer step costs the
-        others. So it is compared with ``plain_goodput`` as the others' are.
+        others. So it is compared with ``plain_goodput`` as the others' are. The more others there are, the
+        less are a few rows worth: what they cost is not known so well.
         """
         plain, longer = (self.verify_s(num_running + rows, num_running) or _UNKNOWN_S for rows in (0, k))
+        longer = max(longer, LEAST_SLOWDOWN * plain)
         num_others = num_running - 1
         return (num_others + expected_tokens(acceptance, k)) / longer - num_others / plain
 
@@ -103,7 +95,7 @@ class Measured:
 
     def draft_step_s(self, num_sequences: int, verify_s: float) -> float:
         """Seconds per draft token, for so many sequences side by side."""
-        known = self.draft_step.predict(num_sequences)
+        known = self.draft.step_s(num_sequences)
         return PRIOR_DRAFT_SHARE * verify_s if known is None else self.pace * known
 
     @property
@@ -111,42 +103,19 @@ class Measured:
         """To the draft; 0 when nothing is known."""
         return self.pace * (self.draft_round_trip.value or 0.0)
 
-    def add_verify(self, rows: int, num_sequences: int, seconds: float, *, is_overlapped: bool) -> None:
-        """Takes a target step."""
-        times = self.verify[is_overlapped]
-        self.sequence.add(size_of(rows), num_sequences, seconds, is_overlapped=is_overlapped)
-        times.add(rows, max(_LEAST_SHARE * seconds, seconds - self.sequence.value * num_sequences))
-        self.pace = times.pace
-
-    def add_proposals(self, num_steps: int, num_sequences: int, seconds: float) -> None:
-        """Takes a draft step that answered so many proposals, the longest of which took so many steps.
-
-        What it took longer than was believed is shared (normalised least mean squares): the fewer the steps,
-        the more of it is the overhead's.
-        """
-        believed = self.draft_step.predict(num_sequences)
-        step_s = seconds / num_steps
-        if believed is not None:
-            error_s = seconds - self.pace * believed * num_steps - self.draft_overhead_s * num_sequences
-            share = 1 / (1 + (num_steps / _OVERHEAD_STEPS) ** 2)
-            overhead_s = self.draft_overhead_s + _OVERHEAD_WEIGHT * share * error_s / num_sequences
-            self.draft_overhead_s = max(0.0, overhead_s)
-            step_s = max(_LEAST_SHARE * step_s, self.pace * believed + (1 - share) * error_s / num_steps)
-        self.draft_step.add(num_sequences, step_s / self.pace)
+    def add_proposals(self, num_steps: Sequence[int], seconds: float) -> None:
+        """Takes a draft step that answered proposals and nothing else; as ``DraftTimes.add``."""
+        self.draft.add(num_steps, seconds / self.pace)
 
     def verify_s(self, rows: int, num_sequences: int, *, is_overlapped: bool = False) -> float | None:
         """Seconds of a target step; None: nothing is known."""
-        seconds = self.times(is_overlapped=is_overlapped).predict(rows)
-        if seconds is None:
-            return None
-        seconds += self.sequence.value * num_sequences
-        if self.verify[is_overlapped] or not is_overlapped:
-            return seconds
-        return UNMEASURED_SLOWDOWN * seconds
+        return self.target.predict(rows, num_sequences, is_overlapped=is_overlapped)
 
-    def times(self, *, is_overlapped: bool) -> TimeTable:
-        """Of target steps; of the other kind, while none of this kind was measured."""
-        return self.verify[is_overlapped] or self.verify[not is_overlapped]
+    @property
+    def pace(self) -> float:
+        """The target's. The draft's times are divided by it too: where engines share a machine, what slows
+        one slows the other, and the draft's were measured at other moments."""
+        return self.target.pace
 
     def _hit_rate(self, plan: Plan, acceptance: float) -> float:
         if plan.overlap is Overlap.AHEAD:

@@ -86,7 +86,7 @@ class Policy:
             prior_acceptance: per token, until some have been verified; in (0, 1).
         """
         serial = self._config.model_copy(update={"overlap": Overlap.SERIAL})
-        measured = Measured(verify=self._measured.verify, sequence=self._measured.sequence)
+        measured = Measured(target=self._measured.target)
         return Policy(
             serial, trace=self._trace, source=source, prior_acceptance=prior_acceptance, measured=measured
         )
@@ -144,7 +144,7 @@ class Policy:
 
     def patience_s(self) -> float | None:
         """How long a round may wait for the draft: four times what it usually takes. None: not measured."""
-        if self._measured.draft_step.predict(1) is None:
+        if self._measured.draft.step_s(1) is None:
             return None
         proposal_s = (self._fixed_k or ANY_K) * self._measured.draft_step_s(1, 0.0)
         slowest_s = max(proposal_s, self._measured.slowest_outcomes_s)
@@ -152,8 +152,8 @@ class Policy:
 
     def verify_s(self, rows: int, num_sequences: int) -> float | None:
         """Expected seconds of a target step; None before the first measurement."""
-        seconds = self._measured.times(is_overlapped=True).predict(rows)
-        return None if seconds is None else seconds + num_sequences * self._measured.sequence.value
+        target = self._measured.target
+        return target.predict(rows, num_sequences, is_overlapped=bool(target.rounds[True]))
 
     def prefill_room(self, num_rows: int, most: int, *, max_slowdown: float, num_running: int = 0) -> int:
         """Prompt tokens that may share a step with the running sessions.
@@ -167,55 +167,74 @@ class Policy:
         Returns:
             In 1..most: what fits into that time, but never fewer than MIN_PREFILL.
         """
-        times = self._measured.times(is_overlapped=True)
+        target = self._measured.target
+        times = target.of(is_overlapped=True)
         alone = times.least(num_rows)
         if alone is None:
             return most
         # What their contexts take is part of the step, and becomes no more.
-        more_s = (max_slowdown - 1) * num_running * self._measured.sequence.value
-        room = times.largest_within(max_slowdown * alone + more_s) - num_rows
+        more_s = (max_slowdown - 1) * target.context_s(num_running)
+        room = (target.prompts or times).largest_within(max_slowdown * alone + more_s) - num_rows
         return min(most, max(MIN_PREFILL, room))
 
     # Measurements
 
-    def expect_target(self, step_times: Sequence[StepTime], round_trip_s: float) -> None:
+    def expect_target(
+        self, step_times: Sequence[StepTime], round_trip_s: float, *, context_token_s: float = 0.0
+    ) -> None:
         """What to believe of the target's steps before they were measured here.
 
         Args:
             step_times: what the engine says of itself; may be empty.
             round_trip_s: of a message to it.
+            context_token_s: as the engine says.
         """
         seconds = {entry.num_rows: entry.seconds + round_trip_s for entry in step_times}
-        for times in self._measured.verify.values():
+        target = self._measured.target
+        # Also of what is no number.
+        target.context_token_s = max(0.0, context_token_s)
+        for times in (*target.rounds.values(), target.prompts):
             times.expect(seconds)
 
     def expect_draft(self, step_times: Sequence[StepTime], round_trip_s: float) -> None:
         """What to believe of the draft's; as ``expect_target``."""
         pairs = [(entry.num_rows, entry.seconds) for entry in step_times]
-        self._measured.draft_step.expect(dict(pairs))
+        self._measured.draft.expect(dict(pairs))
         self._measured.outcomes.expect(pairs)
         self._measured.draft_round_trip.expect(round_trip_s)
 
     def observe_verify(
-        self, rows: int, seconds: float, *, is_overlapped: bool, num_sequences: int = 0
+        self,
+        rows: int,
+        seconds: float,
+        *,
+        is_overlapped: bool,
+        num_sequences: int = 0,
+        num_context_tokens: int = 0,
+        has_prompt: bool = False,
     ) -> None:
-        """One target step, with its transport."""
-        self._measured.add_verify(rows, num_sequences, seconds, is_overlapped=is_overlapped)
+        """One target step, with its transport; as ``TargetTimes.add``."""
+        self._measured.target.add(
+            rows,
+            seconds,
+            num_sequences=num_sequences,
+            num_context_tokens=num_context_tokens,
+            is_overlapped=is_overlapped,
+            has_prompt=has_prompt,
+        )
 
-    def observe_proposal(
-        self, num_tokens: int, forward_s: float, round_trip_s: float, *, num_sequences: int = 1
-    ) -> None:
-        """One draft step that answered ``num_sequences`` proposals of ``num_tokens`` and nothing else."""
-        if num_tokens > 0:
-            self._measured.add_proposals(num_tokens, num_sequences, forward_s)
+    def observe_proposals(self, num_steps: Sequence[int], forward_s: float, round_trip_s: float) -> None:
+        """One draft step that answered proposals and nothing else; as ``Measured.add_proposals``."""
+        if max(num_steps) > 0:
+            self._measured.add_proposals(num_steps, forward_s)
             self._measured.draft_round_trip.add(max(0.0, round_trip_s) / self._measured.pace)
 
     def observe_outcomes(self, num_tokens: int, num_branches: int, forward_s: float) -> None:
         """One draft step that answered outcomes with branches of ``num_tokens`` and nothing else."""
-        if self._measured.draft_step.predict(1) is None:
+        if self._measured.draft.step_s(1) is None:
             # No proposal was asked for yet: the branches cost what is expected of them.
             step_s = forward_s / OutcomesTime().predict(num_tokens, num_branches, step_s=1.0)
-            self._measured.draft_step.add(1, step_s / self._measured.pace)
+            self._measured.add_proposals([1], step_s)
         step_s = self._measured.draft_step_s(1, 0.0)
         self._measured.outcomes.add(num_tokens, num_branches, forward_s, step_s=step_s)
         # What was slow once may be so again; it fades.

@@ -14,7 +14,7 @@ from specray.router.session import MAX_SPECULATIVE_TOKENS
 from specray.router.together import MIN_GAIN, mean_of
 from specray.types import DraftKind, Overlap
 
-AUTO_K = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
+AUTO_K = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 """What ``num_speculative_tokens: auto`` chooses from, besides 0 and ANY_K."""
 ANY_K = MAX_SPECULATIVE_TOKENS
 """Under auto, the draft alone ends its proposals."""
@@ -25,6 +25,8 @@ MAX_BOUND = 0.9
 """Of what a draft must believe: it is never so sure that it should propose nothing further."""
 HYSTERESIS = 1.05
 """A plan is left only for one that promises so much more."""
+LONGER_GAIN = 1.03
+"""All take longer proposals only for one that promises so much more: who accepts little waits for them."""
 WIDTHS = (3, 2, 1)
 """Of enumeration; the first plan of all, before anything is measured, is the last."""
 MAX_BRANCH_ROWS = 96
@@ -104,9 +106,11 @@ class Prospects:
         """
         plans = [plan for plan in self.plans(mean_of(sessions)) if not plan.is_off]
         promised = {plan: self._joint_goodput(plan, sessions, num_running) for plan in plans}
-        best = max(plans, key=lambda plan: promised[plan])
-        stays = current in promised and promised[best] <= HYSTERESIS * promised[current]
-        return current if current is not None and stays else best
+        most = max(promised.values())
+        if current in promised and most <= HYSTERESIS * promised[current]:
+            return current
+        nearly = [plan for plan in plans if promised[plan] >= most / LONGER_GAIN]
+        return min(nearly, key=lambda plan: (plan.num_speculative_tokens, -promised[plan]))
 
     def part_of(self, plan: Plan, pacing: Pacing, num_running: int) -> Plan:
         """What a session does of a plan that is for all: no more than is worth its rows.

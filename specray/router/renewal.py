@@ -71,7 +71,10 @@ class TargetRenewal:
         try:
             if verifier.info.step_times:
                 round_trip_s = await measure_round_trip(verifier.fetch_info, self._clock)
-                self._policy.expect_target(verifier.info.step_times, round_trip_s)
+                info = verifier.info
+                self._policy.expect_target(
+                    info.step_times, round_trip_s, context_token_s=info.context_token_s
+                )
         except BaseException:
             # No link closes it, and it would stay open beside the next one's.
             await close_unused(verifier, self._clock)

@@ -38,6 +38,10 @@ class VerifyInFlight:
     pending: set[tuple[str, int]]
     """(request_id, round_id) of items without reply."""
     num_rows: int
+    num_context_tokens: int
+    """That its sequences hold when it is done, all together."""
+    has_prompt: bool
+    """Some of them are filled in."""
     sent_s: float
     is_overlapped: bool = False
     """The draft works at the same time."""
@@ -152,6 +156,8 @@ class Rounds:
                     elapsed_s,
                     is_overlapped=verifying.is_overlapped,
                     num_sequences=len(verifying.sessions),
+                    num_context_tokens=verifying.num_context_tokens,
+                    has_prompt=verifying.has_prompt,
                 )
             self._idle_since_s = self._now
 
@@ -300,12 +306,14 @@ class Rounds:
         now = self._now
         self._num_steps += 1
         pending: set[tuple[str, int]] = set()
-        num_rows = 0
+        num_rows = num_context_tokens = 0
+        has_prompt = any(live.session.is_prefilling for live, _ in batch)
         for live, room in batch:
             item = live.session.verify_item(room)
             pending.add((item.request_id, item.round_id))
             num_new = min(room, len(item.token_ids) + len(item.draft_token_ids))
             num_rows += num_new
+            num_context_tokens += item.base_len + num_new
             if self._trace is not None:
                 self._trace.verify_sent(item, step=self._num_steps, num_rows=num_new)
             live.last_step = self._num_steps
@@ -317,7 +325,9 @@ class Rounds:
             self._later.add(self._metrics.target_idle_s.observe, now - self._idle_since_s)
             self._idle_since_s = None
         sessions = tuple(live for live, _ in batch)
-        return VerifyInFlight(self.target, sessions, pending, num_rows, now)
+        return VerifyInFlight(
+            self.target, sessions, pending, num_rows, num_context_tokens, has_prompt, sent_s=now
+        )
 
     def draft_ahead(self, verifying: VerifyInFlight) -> None:
         """The draft works on the outcomes of ``verifying`` meanwhile."""

@@ -182,6 +182,7 @@ def encode_engine_info(out: types_pb2.EngineInfo, info: EngineInfo) -> None:
     out.busy_share = info.busy_share
     for step_time in info.step_times:
         out.step_times.add(num_rows=step_time.num_rows, seconds=step_time.seconds)
+    out.context_token_s = info.context_token_s
 
 
 def decode_engine_info(info: types_pb2.EngineInfo) -> EngineInfo:
@@ -202,6 +203,7 @@ def decode_engine_info(info: types_pb2.EngineInfo) -> EngineInfo:
         num_prefix_cache_queries=info.num_prefix_cache_queries,
         num_prefix_cache_hits=info.num_prefix_cache_hits,
         step_times=tuple(StepTime(entry.num_rows, entry.seconds) for entry in info.step_times),
+        context_token_s=info.context_token_s,
         num_routers=info.num_routers,
         busy_share=info.busy_share,
     )

@@ -125,6 +125,7 @@ INFOS = st.builds(
     num_prefix_cache_queries=U64,
     num_prefix_cache_hits=U64,
     step_times=tuples_of(st.builds(StepTime, U32, st.floats(allow_nan=False))),
+    context_token_s=st.floats(allow_nan=False),
 )
 
 

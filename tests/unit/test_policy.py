@@ -36,7 +36,7 @@ def measured(
         for is_overlapped in (False, True):
             policy.observe_verify(rows, verify_s + rows_s * rows, is_overlapped=is_overlapped)
     for _ in range(10):
-        policy.observe_proposal(4, 4 * draft_step_s, 0.0002)
+        policy.observe_proposals([4], 4 * draft_step_s, 0.0002)
         # A branch costs a twentieth of a step: 8 branches of 4 tokens 1.6 steps, besides 5.
         policy.observe_outcomes(4, 8, 6.6 * draft_step_s)
     for index in range(200):
@@ -238,7 +238,7 @@ def test_all_wait_for_the_longest_proposal_and_rows_are_those_of_the_mean() -> N
     measured_times = Measured()
     for rows in (4, 8, 16, 64):
         for _ in range(3):
-            measured_times.add_verify(rows, 4, 0.010 + 0.001 * rows, is_overlapped=False)
+            measured_times.target.add(rows, 0.010 + 0.001 * rows)
     for _ in range(3):
         measured_times.draft_step.add(4, 0.002)
     rounds = [Round(4.0, 5.0, 1.0), *(Round(0.0, 1.0, 0.0) for _ in range(3))]
@@ -270,13 +270,13 @@ def test_what_a_proposal_takes_whatever_its_length_is_no_part_of_its_steps() -> 
     measured_times.draft_step.expect({1: 0.002, 8: 0.002})
     for index in range(300):
         num_steps = (1, 2, 7)[index % 3]
-        measured_times.add_proposals(num_steps, 8, 0.003 + 0.002 * num_steps)
+        measured_times.add_proposals([num_steps] * 8, 0.003 + 0.002 * num_steps)
     assert 8 * measured_times.draft_overhead_s == pytest.approx(0.003, rel=0.25)
     assert measured_times.draft_step_s(8, 1.0) == pytest.approx(0.002, rel=0.1)
     # A draft that is as fast as was believed has none.
     for index in range(300):
         num_steps = (1, 2, 7)[index % 3]
-        measured_times.add_proposals(num_steps, 8, 0.002 * num_steps)
+        measured_times.add_proposals([num_steps] * 8, 0.002 * num_steps)
     assert 8 * measured_times.draft_overhead_s < 0.0003
 
 
@@ -310,7 +310,7 @@ def test_rows_that_the_weights_hide_cost_nothing_in_the_bound() -> None:
     for rows, seconds in ((1, 0.020), (9, 0.020), (18, 0.040), (64, 0.150)):
         policy.observe_verify(rows, seconds, is_overlapped=False)
     for _ in range(10):
-        policy.observe_proposal(4, 4 * 0.001, 0.0)
+        policy.observe_proposals([4], 4 * 0.001, 0.0)
     plan = chosen(policy, pacing)
     # 8 draft tokens are believed: rows 2 to 9.
     assert plan == Plan(ANY_K)
@@ -375,7 +375,7 @@ def test_overlap_that_was_never_tried_must_promise_to_hide_more_than_a_little() 
         for rows in (1, 4, 5, 8):
             policy.observe_verify(rows, 0.020, is_overlapped=False)
         for _ in range(10):
-            policy.observe_proposal(4, 4 * draft_step_s, 0.0005)
+            policy.observe_proposals([4], 4 * draft_step_s, 0.0005)
         chosen_ways.append(chosen(policy, pacing).overlap)
     assert chosen_ways == [Overlap.SERIAL, Overlap.ENUMERATE]
 
@@ -507,7 +507,7 @@ def slowed(policy: Policy) -> None:
 def test_a_slow_machine_slows_all_ways_of_working_alike() -> None:
     policy, pacing = measured(overlap="serial", acceptance=0.7)
     for _ in range(60):
-        policy.observe_proposal(4, 0.016, 0.010)
+        policy.observe_proposals([4], 0.016, 0.010)
         policy.observe_verify(1, 0.020, is_overlapped=False)
     plans = (Plan(0), Plan(1), Plan(4))
     before = [policy.goodput(plan, pacing, 1) for plan in plans]
@@ -527,7 +527,7 @@ def test_what_the_draft_took_on_a_slow_machine_is_not_what_it_takes_on_a_fast_on
     slowed(slow)
     for policy, seconds in ((slow, 0.008), (fast, 0.004)):
         for _ in range(60):
-            policy.observe_proposal(4, 4 * seconds, seconds)
+            policy.observe_proposals([4], 4 * seconds, seconds)
     for _ in range(60):
         slow.observe_verify(1, 0.020, is_overlapped=False)
     assert slow.goodput(Plan(4), pacing, 1) == pytest.approx(fast.goodput(Plan(4), pacing, 1), rel=0.1)

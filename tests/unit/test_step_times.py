@@ -96,7 +96,7 @@ INFO = engine_info("target", max_model_len=1024, block_size=1024, num_blocks=65,
 
 def test_every_width_is_measured_and_its_first_step_does_not_count() -> None:
     engine = TimedEngine(INFO, step_s=0.001, first_s=0.010)
-    measured = profile_target(engine, budget_s=0.5, clock=engine.clock)
+    measured = profile_target(engine, budget_s=0.5, clock=engine.clock).step_times
     assert measured == times(*((rows, 0.001) for rows in (1, 2, 4, 8, 16, 32, 64)))
     draft = TimedEngine(replace(INFO, role="draft"), step_s=0.001, first_s=0.010)
     # Four tokens a step.
@@ -107,7 +107,7 @@ def test_every_width_is_measured_and_its_first_step_does_not_count() -> None:
 
 def test_no_step_is_begun_that_would_end_after_the_budget() -> None:
     engine = TimedEngine(INFO, step_s=0.030, first_s=0.030)
-    assert profile_target(engine, budget_s=0.1, clock=engine.clock) == times((1, 0.030))
+    assert profile_target(engine, budget_s=0.1, clock=engine.clock).step_times == times((1, 0.030))
     assert engine.widths == [1, 1, 2]
     assert engine.now_s == pytest.approx(0.090)
 
@@ -115,24 +115,26 @@ def test_no_step_is_begun_that_would_end_after_the_budget() -> None:
 def test_a_disturbed_step_is_measured_again_and_takes_no_longer_than_a_wider_one() -> None:
     engine = TimedEngine(INFO, step_s=0.001, first_s=0.001)
     engine.disturbed = {0: 0.020, 1: 0.030, 2: 0.025, 3: 0.025}
-    assert profile_target(engine, budget_s=0.5, clock=engine.clock)[:2] == times((1, 0.001), (2, 0.001))
+    assert profile_target(engine, budget_s=0.5, clock=engine.clock).step_times[:2] == times(
+        (1, 0.001), (2, 0.001)
+    )
     # No time for another pass: 4 rows in 1 ms are the bound for 1 and 2.
     engine = TimedEngine(INFO, step_s=0.001, first_s=0.001)
     engine.disturbed = {0: 0.020, 1: 0.030, 2: 0.025, 3: 0.025}
-    measured = profile_target(engine, budget_s=0.126, clock=engine.clock)
+    measured = profile_target(engine, budget_s=0.126, clock=engine.clock).step_times
     assert measured[:3] == times((1, 0.001), (2, 0.001), (4, 0.001))
     assert engine.widths == [1, 1, 2, 2, 4, 4, 8, 8, 16, 16, 32, 32, 64, 64]
 
 
 def test_an_engine_too_slow_for_the_budget_tells_nothing() -> None:
     engine = TimedEngine(INFO, step_s=2.0, first_s=2.0)
-    assert profile_target(engine, budget_s=0.5, clock=engine.clock) == ()
+    assert profile_target(engine, budget_s=0.5, clock=engine.clock).step_times == ()
     assert engine.widths == [1]
 
 
 def test_no_budget_no_step() -> None:
     engine = TimedEngine(INFO, step_s=0.001, first_s=0.001)
-    assert profile_target(engine, budget_s=0.0, clock=engine.clock) == ()
+    assert profile_target(engine, budget_s=0.0, clock=engine.clock).step_times == ()
     assert engine.widths == []
 
 
@@ -147,14 +149,14 @@ def test_no_budget_no_step() -> None:
 )
 def test_widths_stay_within_the_engines_limits(changes: dict[str, int], widths: list[int]) -> None:
     engine = TimedEngine(replace(INFO, **changes), step_s=0.001, first_s=0.001)
-    measured = profile_target(engine, budget_s=0.5, clock=engine.clock)
+    measured = profile_target(engine, budget_s=0.5, clock=engine.clock).step_times
     assert [entry.num_rows for entry in measured] == widths
 
 
 def test_a_step_that_fails_ends_the_measurement() -> None:
     engine = TimedEngine(INFO, step_s=0.001, first_s=0.001)
     engine.fails = True
-    assert profile_target(engine, budget_s=0.5, clock=engine.clock) == ()
+    assert profile_target(engine, budget_s=0.5, clock=engine.clock).step_times == ()
 
 
 def still() -> float:
@@ -163,7 +165,7 @@ def still() -> float:
 
 def test_a_real_target_head_computes_the_rows_that_are_claimed() -> None:
     head, runner = toy_target(num_blocks=400, max_model_len=96, max_num_seqs=8)
-    measured = profile_target(head, budget_s=1.0, clock=still)
+    measured = profile_target(head, budget_s=1.0, clock=still).step_times
     # Half of the model's length is context; eight sequences of four rows are the most.
     assert [entry.num_rows for entry in measured] == [1, 2, 4, 8, 16, 32]
     assert all(entry.seconds > 0 for entry in measured)

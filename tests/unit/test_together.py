@@ -18,7 +18,7 @@ def pair_policy(*, verify_s: float = 0.020, draft_step_s: float = 0.004) -> Poli
     for rows in (1, 2, 4, 8, 16, 32, 64, 256):
         policy.observe_verify(rows, verify_s, is_overlapped=False)
     for _ in range(10):
-        policy.observe_proposal(4, 4 * draft_step_s, 0.0)
+        policy.observe_proposals([4], 4 * draft_step_s, 0.0)
     return policy
 
 

@@ -1,0 +1,91 @@
+"""What the draft takes for proposals: steps, in each of which those grow that have not ended, and the rest.
+
+    seconds = factor * sum over steps of shape(proposals in it) + overhead * proposals
+
+The shape is what the draft says of itself, measured with nothing else going on. Factor and overhead are
+fitted to what it takes here (recursive least squares that forgets, of relative errors). The overhead is of
+reading what was committed, of the messages, and of what the draft's machine does meanwhile for others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from specray.router.estimates import TimeTable
+
+_FADING = 0.97
+"""Per answer. A hundred of them are some seconds."""
+_BELIEF = 0.1
+"""In answers, that the factor is one and the overhead none."""
+_LEAST_FACTOR = 0.1
+_MAX_SURPRISE = 3.0
+"""An answer counts as no more than so many times what it was believed to take."""
+
+
+class DraftTimes:
+    """Seconds per step and per proposal."""
+
+    def __init__(self) -> None:
+        self._shape = TimeTable()
+        self._is_known = False
+        self._factor = 1.0
+        self._overhead = 0.0
+        """In steps of one proposal."""
+        # Sums of products of both regressors and of the answer, which is one.
+        self._steps_steps = self._steps_rest = self._rest_rest = 0.0
+        self._steps_answer = self._rest_answer = 0.0
+
+    def expect(self, seconds_by_number: Mapping[int, float]) -> None:
+        """What the draft says that a step takes, by the proposals in it."""
+        self._shape.expect(seconds_by_number)
+        self._is_known = self._shape.predict(1) is not None
+
+    def step_s(self, num_proposals: int) -> float | None:
+        """Of a step in which so many grow; None: nothing is known."""
+        shape = self._shape.predict(max(1, num_proposals))
+        return None if shape is None else self._factor * shape
+
+    @property
+    def overhead_s(self) -> float:
+        """Per proposal."""
+        return self._overhead * (self._shape.predict(1) or 0.0)
+
+    def add(self, num_steps: Sequence[int], seconds: float) -> None:
+        """Takes what answered proposals, and nothing else.
+
+        Args:
+            num_steps: of each proposal; at least one has some.
+            seconds: more than 0.
+        """
+        most = max(num_steps)
+        if not self._is_known:
+            # As good as any: all that is known.
+            self.expect({1: seconds / most})
+        unit = self._shape.predict(1) or 0.0
+        lines = (sum(steps > index for steps in num_steps) for index in range(most))
+        steps_s = sum(self._shape.predict(count) or 0.0 for count in lines)
+        rest_s = unit * len(num_steps)
+        believed_s = self._factor * steps_s + self._overhead * rest_s
+        seconds = min(seconds, _MAX_SURPRISE * believed_s) if believed_s > 0 else seconds
+        if seconds <= 0 or unit <= 0:
+            return
+        steps, rest = steps_s / seconds, rest_s / seconds
+        self._steps_steps = _FADING * self._steps_steps + steps * steps
+        self._steps_rest = _FADING * self._steps_rest + steps * rest
+        self._rest_rest = _FADING * self._rest_rest + rest * rest
+        self._steps_answer = _FADING * self._steps_answer + steps
+        self._rest_answer = _FADING * self._rest_answer + rest
+        self._fit()
+
+    def _fit(self) -> None:
+        first, second, mixed = self._steps_steps + _BELIEF, self._rest_rest + _BELIEF, self._steps_rest
+        answer = self._steps_answer + _BELIEF
+        determinant = first * second - mixed * mixed
+        overhead = (first * self._rest_answer - mixed * answer) / determinant
+        factor = (second * answer - mixed * self._rest_answer) / determinant
+        if overhead < 0:
+            overhead, factor = 0.0, answer / first
+        elif factor < _LEAST_FACTOR:
+            factor = _LEAST_FACTOR
+            overhead = max(0.0, (self._rest_answer - mixed * factor) / second)
+        self._factor, self._overhead = factor, overhead
