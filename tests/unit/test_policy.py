@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from specray.router.measured import Measured
 from specray.router.plan import OFF, OFF_REVIEW_ROUNDS, Pacing, Plan
 from specray.router.policy import Policy
 from specray.router.probes import PROBE_INTERVAL_ROUNDS, PROBE_ROUNDS
-from specray.router.prospects import ANY_K, AUTO_K, WIDTHS, max_branches
+from specray.router.prospects import ANY_K, AUTO_K, LONGER_GAIN, WIDTHS, max_branches
 from specray.router.records import Lookup
 from specray.router.together import MIN_GAIN
 from specray.types import Overlap, Verification
@@ -190,7 +191,7 @@ def test_proposals_of_any_length_are_worth_what_they_came_to() -> None:
     # Some of what was believed before is left. One more is drafted, before which the proposal ends.
     drafts, accepted = pacing.judged.num_drafts.value, pacing.judged.num_accepted.value
     assert (drafts, accepted) == pytest.approx((9.85, 9.56), abs=0.01)
-    drafted_s = 0.001 * expected_steps(ANY_K, [1 - 1 / drafts], 1)
+    drafted_s = 0.001 * num_steps(ANY_K, [1 - 1 / drafts], 1)
     assert 0.0103 < drafted_s < 0.0109
     assert policy.goodput(plan, pacing, 1) == pytest.approx((1 + accepted) / (0.020 + drafted_s + 0.0002))
 
@@ -226,27 +227,34 @@ def test_only_rounds_whose_proposal_could_have_any_length_tell_of_such_ones() ->
     assert new.judged.num_drafts.value == pytest.approx((4 * 8.0 + 13) / 5)
 
 
+def num_steps(num_drafts: int, continuations: Sequence[float], num_proposals: int) -> float:
+    """Of the draft, on average."""
+    return sum(step.chance for step in expected_steps(num_drafts, continuations, num_proposals))
+
+
 def test_all_wait_for_the_longest_proposal_and_rows_are_those_of_the_mean() -> None:
     """One session that is sure of all its tokens, three that end each proposal at once."""
-    assert expected_steps(1, [0.5, 1.0], 2) == 1.0
-    assert expected_steps(4, [1.0, 0.0, 0.0, 0.0], 4) == 4.0
+    assert num_steps(1, [0.5, 1.0], 2) == 1.0
+    # The three draft the token before which they end; after that the first is alone.
+    assert expected_steps(4, [1.0, 0.0, 0.0, 0.0], 4) == [(1.0, 4.0), (1.0, 4.0), (1.0, 1.0), (1.0, 1.0)]
     # Alone it ends after one in half of the cases, after two in a quarter, and drafts the token before.
-    assert expected_steps(4, [0.5], 1) == pytest.approx(1 + 1 + 0.5 + 0.25)
+    assert num_steps(4, [0.5], 1) == pytest.approx(1 + 1 + 0.5 + 0.25)
     # Of two, one at least goes on more often; a sample of one stands for both.
-    assert expected_steps(4, [0.5, 0.5], 2) == pytest.approx(1 + 1 + 0.75 + 1 - 0.75**2)
-    assert expected_steps(4, [0.5], 2) == pytest.approx(expected_steps(4, [0.5, 0.5], 2))
+    assert num_steps(4, [0.5, 0.5], 2) == pytest.approx(1 + 1 + 0.75 + 1 - 0.75**2)
+    assert num_steps(4, [0.5], 2) == pytest.approx(num_steps(4, [0.5, 0.5], 2))
+    # What happens in less than a hundredth of the rounds is left out.
+    assert [step.chance for step in expected_steps(8, [0.05], 1)] == pytest.approx([1.0, 1.0, 0.05])
     measured_times = Measured()
     for rows in (4, 8, 16, 64):
         for _ in range(3):
             measured_times.target.add(rows, 0.010 + 0.001 * rows)
-    for _ in range(3):
-        measured_times.draft_step.add(4, 0.002)
+    measured_times.draft.expect({1: 0.001, 4: 0.002})
     rounds = [Round(4.0, 5.0, 1.0), *(Round(0.0, 1.0, 0.0) for _ in range(3))]
-    expected = (8.0 / 4) / (0.010 + 0.001 * 8 + 4 * 0.002)
-    assert measured_times.serial_goodput(4, rounds, 4) == pytest.approx(expected)
+    tokens, seconds = 5 ** (1 / 4), 0.010 + 0.001 * 8 + 2 * 0.002 + 2 * 0.001
+    assert measured_times.serial_goodput(4, rounds, 4) == pytest.approx(tokens / seconds)
     # And what proposals take beside their steps, of each session.
-    measured_times.draft_overhead_s = 0.0005
-    assert measured_times.serial_goodput(4, rounds, 4) == pytest.approx(2 / (2 / expected + 4 * 0.0005))
+    measured_times.draft._overhead = 0.5
+    assert measured_times.serial_goodput(4, rounds, 4) == pytest.approx(tokens / (seconds + 4 * 0.0005))
 
 
 def test_a_plan_for_all_is_not_as_long_as_the_surest_session_would_like() -> None:
@@ -258,7 +266,10 @@ def test_a_plan_for_all_is_not_as_long_as_the_surest_session_would_like() -> Non
     alone = prospects.best(prospects.plans(sure), sure, 8)
     joint = prospects.best_for_all([sure, *others], 8, None)
     assert joint.num_speculative_tokens < alone.num_speculative_tokens
-    assert prospects.best_for_all([sure], 8, None).num_speculative_tokens == alone.num_speculative_tokens
+    # Sure sessions have what they like, but for a step or two that bring next to nothing.
+    surest = prospects.best_for_all([sure], 8, None)
+    assert surest.num_speculative_tokens > joint.num_speculative_tokens
+    assert LONGER_GAIN * policy.goodput(surest, sure, 8) >= policy.goodput(alone, sure, 8)
     # What all do is kept while another plan promises little more.
     near = next(k for k in reversed(AUTO_K) if k < joint.num_speculative_tokens)
     assert prospects.best_for_all([sure, *others], 8, Plan(near)) == Plan(near)
@@ -267,41 +278,17 @@ def test_a_plan_for_all_is_not_as_long_as_the_surest_session_would_like() -> Non
 def test_what_a_proposal_takes_whatever_its_length_is_no_part_of_its_steps() -> None:
     """2 ms a step, and 3 ms beside, of eight sequences: steps that were expected stay what they are."""
     measured_times = Measured()
-    measured_times.draft_step.expect({1: 0.002, 8: 0.002})
+    measured_times.draft.expect({1: 0.002, 8: 0.002})
     for index in range(300):
         num_steps = (1, 2, 7)[index % 3]
         measured_times.add_proposals([num_steps] * 8, 0.003 + 0.002 * num_steps)
-    assert 8 * measured_times.draft_overhead_s == pytest.approx(0.003, rel=0.25)
-    assert measured_times.draft_step_s(8, 1.0) == pytest.approx(0.002, rel=0.1)
+    assert 8 * measured_times.draft.overhead_s == pytest.approx(0.003, rel=0.05)
+    assert measured_times.draft_step_s(8, 1.0) == pytest.approx(0.002, rel=0.05)
     # A draft that is as fast as was believed has none.
     for index in range(300):
         num_steps = (1, 2, 7)[index % 3]
         measured_times.add_proposals([num_steps] * 8, 0.002 * num_steps)
-    assert 8 * measured_times.draft_overhead_s < 0.0003
-
-
-def test_what_a_sequence_adds_is_told_by_steps_of_as_many_rows() -> None:
-    """10 ms, 0.2 ms a row and half a millisecond a sequence."""
-    measured_times = Measured()
-    for index in range(400):
-        rows, num_sequences = (16, 32, 64)[index % 3], (4, 8, 16)[index % 7 % 3]
-        seconds = 0.010 + 0.0002 * rows + 0.0005 * num_sequences
-        measured_times.add_verify(rows, num_sequences, seconds, is_overlapped=False)
-    assert measured_times.sequence.value == pytest.approx(0.0005, rel=0.1)
-    few, many = (measured_times.verify_s(64, count) for count in (2, 32))
-    assert few == pytest.approx(0.0238, rel=0.1) and many == pytest.approx(0.0388, rel=0.1)
-
-
-def test_steps_that_always_had_as_many_sequences_tell_nothing_of_one() -> None:
-    measured_times = Measured()
-    for index in range(50):
-        measured_times.add_verify(64, 8, 0.020 + 0.001 * (index % 3), is_overlapped=False)
-    # Nor do those beside a working draft, which are longer and had more.
-    for _ in range(50):
-        measured_times.add_verify(64, 16, 0.040, is_overlapped=True)
-        measured_times.add_verify(64, 8, 0.021, is_overlapped=False)
-    assert measured_times.sequence.value == 0.0
-    assert measured_times.verify_s(64, 8) == pytest.approx(0.021, rel=0.05)
+    assert 8 * measured_times.draft.overhead_s < 0.0003
 
 
 def test_rows_that_the_weights_hide_cost_nothing_in_the_bound() -> None:
@@ -444,8 +431,7 @@ def test_of_many_sessions_without_speculation_one_tries_for_all() -> None:
 def reading_policy(read_s: float) -> tuple[Policy, Pacing]:
     """Speculation pays, has been off, and the draft would have to read 224 tokens first."""
     policy, pacing = measured(overlap="serial", acceptance=0.7)
-    for _ in range(10):
-        policy._measured.draft_step.add(224, read_s)
+    policy._measured.draft.expect({1: 0.004, 224: read_s})
     pacing.plan = Plan(0)
     return policy, pacing
 
@@ -473,8 +459,7 @@ def test_what_the_draft_has_been_told_costs_nothing_to_take_up_again() -> None:
 @pytest.mark.parametrize(("read_s", "interval"), [(0.02, 128), (0.04, 200)])
 def test_a_try_is_as_rare_as_what_the_draft_must_read_for_it_is_long(read_s: float, interval: int) -> None:
     policy, pacing = measured(overlap="serial", acceptance=0.02)
-    for _ in range(10):
-        policy._measured.draft_step.add(224, read_s)
+    policy._measured.draft.expect({1: 0.004, 224: read_s})
     tries = []
     for step in range(700):
         plan = policy.plan(pacing, num_remaining=1000, num_running=1, num_unread=224)
@@ -564,7 +549,7 @@ def test_one_session_that_tries_does_not_make_the_others_try() -> None:
 def test_what_drafts_without_a_model_is_tried_by_each_session_and_reads_nothing() -> None:
     policy, _ = measured(hits=0.0, acceptance=0.02)
     local = policy.beside("filler", prior_acceptance=0.02)
-    local._measured.draft_step.add(224, 10.0)
+    local._measured.draft.expect({1: 0.004, 224: 10.0})
     sessions = [local.pace(request()) for _ in range(4)]
     tried = 0
     for _ in range(PROBE_INTERVAL_ROUNDS + 32):

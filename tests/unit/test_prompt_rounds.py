@@ -13,6 +13,7 @@ from router_harness import (
     PROMPT,
     Pair,
     expected,
+    fake_draft,
     request,
     router_config,
     run,
@@ -21,7 +22,7 @@ from router_harness import (
 )
 
 from specray.errors import ProtocolError
-from specray.fakes import FakeTarget, VirtualClock
+from specray.fakes import FakeTarget, PerfectGuesser, VirtualClock
 from specray.metrics import RouterMetrics
 from specray.requests import SpeculationParams
 from specray.router.estimates import TimeTable
@@ -128,8 +129,19 @@ def test_room_is_what_fits_into_the_allowed_time() -> None:
     assert policy.prefill_room(1, 512, max_slowdown=100.0) == 512
     assert policy.prefill_room(1, 10, max_slowdown=2.0) == 10
     # Half a millisecond for each of four contexts: the step may take 7 ms longer than without them.
-    policy._measured.sequence._product, policy._measured.sequence._square = 5e2, 1e6
+    policy._measured.target.context_token_s, policy._measured.target.context_len = 1e-6, 500.0
     assert policy.prefill_room(1, 512, max_slowdown=4.5, num_running=4) == 45
+
+
+def test_room_is_told_by_steps_with_prompts_and_what_is_allowed_by_those_without() -> None:
+    policy = Policy(speculation_config())
+    for rows in (1, 64, 512):
+        for _ in range(5):
+            seconds = 0.010 + 0.001 * rows
+            policy.observe_verify(rows, seconds, is_overlapped=False)
+            policy.observe_verify(rows, 1.5 * seconds, is_overlapped=False, has_prompt=True)
+    # 4.5 times 11 ms are allowed: 23 rows at 15 ms and 1.5 ms a row.
+    assert policy.prefill_room(1, 512, max_slowdown=4.5) == 22
 
 
 def test_before_anything_is_measured_room_is_not_bounded() -> None:
@@ -263,7 +275,9 @@ def test_while_several_of_few_sessions_wait_for_their_prompts_the_others_do_not_
         target = RecordingTarget(MODEL, cost=lambda rows: int((0.010 + 0.001 * rows) * 1e9))
         target.steps = []
         config = router_config(prefill_chunk_tokens=32)
-        async with serving(clock, target=target, config=config) as pair:
+        # Right so often that speculation pays for two as well.
+        draft = fake_draft(PerfectGuesser(MODEL))
+        async with serving(clock, target=target, draft=draft, config=config) as pair:
             stream = asyncio.create_task(pair.router.complete(request("stream", PROMPT, max_tokens=120)))
             await asyncio.sleep(0.2)
             target.steps.clear()

@@ -1,14 +1,13 @@
-"""What engines measure at their start, and that the router plans from it before it has measured anything."""
+"""What engines say that steps take, what they took, and that plans are made from the one before the other."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from typing import Any
 
 import pytest
-from engine_harness import engine_info, toy_draft, toy_target
 from router_harness import (
     fake_draft,
     fake_target,
@@ -19,176 +18,21 @@ from router_harness import (
     speculation_config,
 )
 
-from specray.engine.profile import profile_draft, profile_target
 from specray.fakes import LocalVerifier, VirtualClock
+from specray.requests import SpeculationParams
 from specray.router.estimates import Average, OutcomesTime, TimeTable
 from specray.router.expected import expected_drafts, expected_steps, expected_tokens
 from specray.router.links import measure_round_trip
-from specray.router.measured import Measured
 from specray.router.plan import OFF, Plan
 from specray.router.policy import Policy
 from specray.router.prospects import ANY_K, AUTO_K
+from specray.router.target_times import TargetTimes
 from specray.router.trace import Planned, decode_trace
-from specray.types import (
-    DraftReplies,
-    EngineInfo,
-    ItemFailed,
-    SpeculateItem,
-    StepTime,
-    TargetReplies,
-    VerifyItem,
-)
+from specray.types import EngineInfo, StepTime
 
 
 def times(*pairs: tuple[int, float]) -> tuple[StepTime, ...]:
     return tuple(StepTime(num_rows, seconds) for num_rows, seconds in pairs)
-
-
-# What an engine measures
-
-
-class TimedEngine:
-    """Both engines, on a clock of their own: a step takes ``first_s`` the first time, then ``step_s``."""
-
-    def __init__(self, info: EngineInfo, *, step_s: float, first_s: float) -> None:
-        self.info = info
-        self.now_s = 0.0
-        self.widths: list[int] = []
-        self.fails = False
-        self.disturbed: dict[int, float] = {}
-        """Seconds of single steps, by their number."""
-        self._step_s = step_s
-        self._first_s = first_s
-
-    def clock(self) -> float:
-        return self.now_s
-
-    def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
-        rows = sum(len(item.token_ids) + len(item.draft_token_ids) for item in items)
-        if items[0].sample:
-            assert all(item.base_len == items[0].base_len for item in items)
-        return TargetReplies(self._failures(items), self._pass(rows if items[0].sample else 0))
-
-    def speculate(self, items: Sequence[SpeculateItem]) -> DraftReplies:
-        num_tokens = items[0].num_speculative_tokens
-        return DraftReplies(self._failures(items), self._pass(len(items) if num_tokens else 0))
-
-    def release(self, request_ids: Sequence[str]) -> None: ...
-
-    def check(self) -> None: ...
-
-    def _failures(self, items: Sequence[VerifyItem | SpeculateItem]) -> tuple[ItemFailed, ...]:
-        failed = ItemFailed(items[0].request_id, 0, 0, "no room", True)
-        return (failed,) if self.fails else ()
-
-    def _pass(self, width: int) -> int:
-        if not width:
-            return 0
-        usual = self._step_s if width in self.widths else self._first_s
-        seconds = self.disturbed.get(len(self.widths), usual)
-        self.widths.append(width)
-        self.now_s += seconds
-        return round(seconds * 1e9)
-
-
-INFO = engine_info("target", max_model_len=1024, block_size=1024, num_blocks=65, max_num_seqs=64)
-
-
-def test_every_width_is_measured_and_its_first_step_does_not_count() -> None:
-    engine = TimedEngine(INFO, step_s=0.001, first_s=0.010)
-    measured = profile_target(engine, budget_s=0.5, clock=engine.clock).step_times
-    assert measured == times(*((rows, 0.001) for rows in (1, 2, 4, 8, 16, 32, 64)))
-    draft = TimedEngine(replace(INFO, role="draft"), step_s=0.001, first_s=0.010)
-    # Four tokens a step.
-    assert profile_draft(draft, budget_s=0.5, clock=draft.clock) == times(
-        *((rows, 0.00025) for rows in (1, 2, 4, 8, 16, 32))
-    )
-
-
-def test_no_step_is_begun_that_would_end_after_the_budget() -> None:
-    engine = TimedEngine(INFO, step_s=0.030, first_s=0.030)
-    assert profile_target(engine, budget_s=0.1, clock=engine.clock).step_times == times((1, 0.030))
-    assert engine.widths == [1, 1, 2]
-    assert engine.now_s == pytest.approx(0.090)
-
-
-def test_a_disturbed_step_is_measured_again_and_takes_no_longer_than_a_wider_one() -> None:
-    engine = TimedEngine(INFO, step_s=0.001, first_s=0.001)
-    engine.disturbed = {0: 0.020, 1: 0.030, 2: 0.025, 3: 0.025}
-    assert profile_target(engine, budget_s=0.5, clock=engine.clock).step_times[:2] == times(
-        (1, 0.001), (2, 0.001)
-    )
-    # No time for another pass: 4 rows in 1 ms are the bound for 1 and 2.
-    engine = TimedEngine(INFO, step_s=0.001, first_s=0.001)
-    engine.disturbed = {0: 0.020, 1: 0.030, 2: 0.025, 3: 0.025}
-    measured = profile_target(engine, budget_s=0.126, clock=engine.clock).step_times
-    assert measured[:3] == times((1, 0.001), (2, 0.001), (4, 0.001))
-    assert engine.widths == [1, 1, 2, 2, 4, 4, 8, 8, 16, 16, 32, 32, 64, 64]
-
-
-def test_an_engine_too_slow_for_the_budget_tells_nothing() -> None:
-    engine = TimedEngine(INFO, step_s=2.0, first_s=2.0)
-    assert profile_target(engine, budget_s=0.5, clock=engine.clock).step_times == ()
-    assert engine.widths == [1]
-
-
-def test_no_budget_no_step() -> None:
-    engine = TimedEngine(INFO, step_s=0.001, first_s=0.001)
-    assert profile_target(engine, budget_s=0.0, clock=engine.clock).step_times == ()
-    assert engine.widths == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "widths"),
-    [
-        ({"max_num_seqs": 3}, [1, 2, 4, 8]),
-        ({"num_blocks": 3}, [1, 2, 4, 8]),
-        ({"max_num_batched_tokens": 16}, [1, 2, 4, 8, 16]),
-    ],
-    ids=["sequences", "blocks", "rows of a step"],
-)
-def test_widths_stay_within_the_engines_limits(changes: dict[str, int], widths: list[int]) -> None:
-    engine = TimedEngine(replace(INFO, **changes), step_s=0.001, first_s=0.001)
-    measured = profile_target(engine, budget_s=0.5, clock=engine.clock).step_times
-    assert [entry.num_rows for entry in measured] == widths
-
-
-def test_a_step_that_fails_ends_the_measurement() -> None:
-    engine = TimedEngine(INFO, step_s=0.001, first_s=0.001)
-    engine.fails = True
-    assert profile_target(engine, budget_s=0.5, clock=engine.clock).step_times == ()
-
-
-def still() -> float:
-    return 0.0
-
-
-def test_a_real_target_head_computes_the_rows_that_are_claimed() -> None:
-    head, runner = toy_target(num_blocks=400, max_model_len=96, max_num_seqs=8)
-    measured = profile_target(head, budget_s=1.0, clock=still).step_times
-    # Half of the model's length is context; eight sequences of four rows are the most.
-    assert [entry.num_rows for entry in measured] == [1, 2, 4, 8, 16, 32]
-    assert all(entry.seconds > 0 for entry in measured)
-    sampled = [step for step in runner.steps if all(item.num_logits for item in step)]
-    assert [sum(len(item.token_ids) for item in step) for step in sampled] == [
-        *(rows for rows in (1, 2, 4, 8, 16, 32) for _ in range(2)),
-        *(3 * (1, 2, 4, 8, 16, 32)),
-    ]
-    assert {item.start for step in sampled for item in step} == {48}
-    head.check_integrity()
-
-
-def test_a_real_draft_head_drafts_for_as_many_sequences_as_are_claimed() -> None:
-    head, runner = toy_draft(num_blocks=400, max_model_len=96, max_num_seqs=8)
-    measured = profile_draft(head, budget_s=1.0, clock=still)
-    assert [entry.num_rows for entry in measured] == [1, 2, 4, 8]
-    drafting = [step for step in runner.steps if all(item.num_logits for item in step)]
-    assert [len(step) for step in drafting] == [
-        *(rows for rows in (1, 2, 4, 8) for _ in range(2 * 4)),
-        *(3 * [rows for rows in (1, 2, 4, 8) for _ in range(4)]),
-    ]
-    assert {len(item.token_ids) for step in drafting for item in step} == {1}
-    head.check_integrity()
 
 
 # What is expected before it is measured
@@ -205,7 +49,7 @@ def test_expected_steps_are_interpolated_and_go_on_growing_beyond_the_largest() 
 
 def test_a_single_measurement_does_not_replace_what_is_expected_three_do() -> None:
     table = TimeTable()
-    table.expect({4: 0.010, 256: 0.010})
+    table.expect({4: 0.010, 256: 0.040})
     for _ in range(2):
         table.add(4, 0.030)
     assert table.predict(4) == pytest.approx(0.010)
@@ -375,6 +219,11 @@ def num_draft_steps(k: int) -> float:
     return expected_drafts(k, 0.95) + 1 - 0.95 ** (k - 1)
 
 
+def num_any_steps() -> float:
+    """Of a proposal of any length, by the prior of eight tokens."""
+    return sum(step.chance for step in expected_steps(ANY_K, [7 / 8], 1))
+
+
 def test_first_plan_is_the_optimum_of_what_the_engines_say() -> None:
     policy = expecting(times((1, 0.010), (64, 0.010)), times((1, 0.0005), (2, 0.0005)), round_trip_s=0.010)
 
@@ -382,7 +231,7 @@ def test_first_plan_is_the_optimum_of_what_the_engines_say() -> None:
         return expected_tokens(0.7, k, 0.95) / (0.010 + 0.0005 * num_draft_steps(k) + 0.010)
 
     # 8 draft tokens are believed, and of them as many as are accepted for each that is not at 0.7.
-    any_k = (1 + 0.7 / 0.3) / (0.010 + 0.0005 * expected_steps(ANY_K, [7 / 8], 1) + 0.010)
+    any_k = (1 + 0.7 / 0.3) / (0.010 + 0.0005 * num_any_steps() + 0.010)
     assert any_k > max(goodput(k) for k in AUTO_K)
     assert first_plan(policy) == Plan(ANY_K)
     pacing = policy.pace(request())
@@ -408,7 +257,7 @@ def test_first_plan_of_many_sessions_counts_what_drafting_for_all_takes() -> Non
     dear = expecting(flat, times((1, 0.001), (32, 0.032)))
     assert first_plan(cheap) == Plan(ANY_K)
     # Of sixteen proposals one is long, and all wait for it.
-    assert first_plan(cheap, num_running=16) == Plan(5)
+    assert first_plan(cheap, num_running=16) == Plan(4)
     assert first_plan(dear, num_running=16) == OFF
 
 
@@ -430,7 +279,7 @@ def test_router_takes_the_engines_at_their_word_when_it_connects() -> None:
             await pair.router.complete(request(max_tokens=12))
             first = next(e for e in decode_trace(await pair.router.trace_text() or "") if type(e) is Planned)
             assert (first.overlap, first.num_speculative_tokens) == ("serial", ANY_K)
-            serial = (1 + 0.7 / 0.3) / (0.020 + 0.0005 * expected_steps(ANY_K, [7 / 8], 1))
+            serial = (1 + 0.7 / 0.3) / (0.020 + 0.0005 * num_any_steps())
             assert first.tokens_per_s == pytest.approx({"off": 50.0, "serial": serial})
             text = await pair.router.metrics_text()
             assert 'specray_step_time_seconds{engine="target",rows="64"} 0.02' in text
@@ -466,26 +315,55 @@ def test_round_trip_is_the_least_of_three() -> None:
 
 def test_what_a_size_took_tells_of_sizes_up_to_four_times_larger_or_smaller() -> None:
     times = TimeTable()
-    times.expect(dict.fromkeys((2, 4, 16, 64, 128), 1.0))
+    times.expect({2: 1.0, 4: 1.0, 16: 1.0, 64: 1.0, 128: 3.0})
     for _ in range(3):
         times.add(16, 2.0)
-    assert [times.predict(size) for size in (2, 4, 16, 64, 128)] == [1.0, 2.0, 2.0, 2.0, 1.0]
+    assert [times.predict(size) for size in (2, 4, 16, 64, 128)] == [1.0, 2.0, 2.0, 2.0, 3.0]
 
 
-def test_a_step_is_learnt_with_the_number_of_its_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    add = Measured.add_verify
+def test_a_size_that_took_longer_than_a_larger_one_is_pooled_with_it() -> None:
+    table = TimeTable()
+    for size, seconds in ((4, 0.006), (8, 0.012), (16, 0.010), (32, 0.020)):
+        for _ in range(3):
+            table.add(size, seconds)
+    assert [table.predict(size) for size in (4, 6, 8, 12, 16, 32)] == pytest.approx(
+        [0.006, 0.0085, 0.011, 0.011, 0.011, 0.020]
+    )
 
-    def note(self: Measured, rows: int, num_sequences: int, seconds: float, *, is_overlapped: bool) -> None:
-        seen.append(num_sequences)
-        add(self, rows, num_sequences, seconds, is_overlapped=is_overlapped)
 
-    monkeypatch.setattr(Measured, "add_verify", note)
+def test_pooled_sizes_take_those_before_them_along_where_they_must() -> None:
+    table = TimeTable()
+    for size, seconds in ((1, 0.004), (2, 0.005), (4, 0.0), (8, 0.009)):
+        for _ in range(3):
+            table.add(size, seconds)
+    assert [table.predict(size) for size in (1, 2, 4, 8)] == pytest.approx([0.003, 0.003, 0.003, 0.009])
+
+
+def test_a_step_is_learnt_with_what_its_sequences_hold_and_whether_it_fills_in_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[int, dict[str, Any]]] = []
+    add = TargetTimes.add
+
+    def note(self: TargetTimes, num_rows: int, seconds: float, **values: Any) -> None:
+        seen.append((num_rows, values))
+        add(self, num_rows, seconds, **values)
+
+    monkeypatch.setattr(TargetTimes, "add", note)
     clock = VirtualClock()
+    plain = SpeculationParams(enabled=False)
 
     async def main() -> None:
         async with serving(clock, overlap="serial") as pair:
-            await asyncio.gather(*(pair.router.complete(request(str(i), max_tokens=12)) for i in range(3)))
+            given = [request(str(index), max_tokens=3, speculation=plain) for index in range(3)]
+            await asyncio.gather(*(pair.router.complete(each) for each in given))
 
     run(clock, main())
-    assert max(seen) == 3
+    # Three prompts of five tokens, then the token that came of each.
+    assert [num_rows for num_rows, _ in seen] == [15, 3, 3]
+    names = ("num_sequences", "num_context_tokens", "has_prompt")
+    assert [tuple(values[name] for name in names) for _, values in seen] == [
+        (3, 15, True),
+        (3, 18, False),
+        (3, 21, False),
+    ]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from router_harness import request, speculation_config
 
 from specray.requests import SpeculationParams
 from specray.router.estimates import Rate
+from specray.router.expected import Round
 from specray.router.plan import OFF, OFF_REVIEW_ROUNDS, Judged, Pacing, Plan
 from specray.router.policy import Policy
+from specray.router.prospects import Prospects
 from specray.router.together import FIRST_REVIEW_STEPS, LEAST_GAIN, MIN_GAIN, REVIEW_STEPS, Together, mean_of
 
 
@@ -67,9 +71,11 @@ def test_a_session_that_was_unlucky_goes_along_and_its_proposals_end_earlier() -
     for _ in range(2 * REVIEW_STEPS):
         plans = step(policy, [unlucky, *others])
     # All wait for the longest proposal: what is short for one saves nobody a step of the draft.
-    assert len({plan.num_speculative_tokens for plan in plans}) == 1
-    assert plans[0].num_speculative_tokens > 3
-    assert policy._together.plan == plans[0]
+    assert plans == [Plan(2)] * 4
+    assert policy._together.plan == Plan(2)
+    prospects = policy._prospects
+    own = [prospects.best(prospects.plans(one), one, 4) for one in (unlucky, others[0])]
+    assert own[0].is_off and own[1].num_speculative_tokens > 2
 
 
 def test_a_session_whose_draft_is_no_judge_has_no_more_tokens_than_are_worth_their_rows() -> None:
@@ -82,8 +88,7 @@ def test_a_session_whose_draft_is_no_judge_has_no_more_tokens_than_are_worth_the
         pacing.draft_is_judge = False
     for _ in range(2 * REVIEW_STEPS):
         plans = step(policy, [unlucky, *lucky])
-    assert plans[0].num_speculative_tokens == 1
-    assert all(plan.num_speculative_tokens > 3 for plan in plans[1:])
+    assert plans == [Plan(1), Plan(3), Plan(3), Plan(3)]
 
 
 def test_all_turn_in_the_same_step_whenever_their_own_reviews_are_due() -> None:
@@ -142,6 +147,38 @@ def test_all_take_up_a_new_plan_with_their_next_round() -> None:
     num_turns = policy._together.num_turns
     policy._together.agree(Plan(before + 1))
     assert policy._together.num_turns == num_turns
+
+
+# What all do
+
+
+@pytest.mark.parametrize(("promised_of_two", "k"), [(97.1, 2), (97.0, 3)])
+def test_of_two_plans_that_promise_nearly_the_same_all_take_the_shorter(
+    promised_of_two: float, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    promised = {2: promised_of_two, 3: 100.0, 4: 99.0}
+
+    def goodput(self: Prospects, plan: Plan, sessions: Sequence[Pacing], num_running: int) -> float:
+        return promised.get(plan.num_speculative_tokens, 50.0)
+
+    monkeypatch.setattr(Prospects, "_joint_goodput", goodput)
+    policy = pair_policy()
+    sessions = [policy.pace(request()) for _ in range(2)]
+    assert policy._prospects.best_for_all(sessions, 2, None) == Plan(k)
+    # A longer one that all are under is left only where it promises too little.
+    assert policy._prospects.best_for_all(sessions, 2, Plan(4)) == Plan(4)
+
+
+def test_a_plan_that_gives_two_sessions_as_much_goes_before_one_that_gives_more_to_one() -> None:
+    """4 and 4 tokens rather than 1 and 8, which are more together: the other is there for longer."""
+    measured = pair_policy()._measured
+    seconds = 0.020 + 4 * 0.004
+    even, uneven = (
+        measured.serial_goodput(4, [Round(4.0, tokens, 1.0) for tokens in pair], 2)
+        for pair in ((4.0, 4.0), (1.0, 8.0))
+    )
+    assert even == pytest.approx(4 / seconds)
+    assert uneven == pytest.approx(8**0.5 / seconds)
 
 
 # When it is decided
@@ -224,8 +261,7 @@ def test_without_speculation_reviews_become_rare_but_not_deaf() -> None:
 @pytest.mark.parametrize(("num_remaining", "is_off"), [(20, True), (21, False)])
 def test_reading_is_paid_for_by_what_all_expect_of_speculation(num_remaining: int, is_off: bool) -> None:
     policy = pair_policy()
-    for _ in range(10):
-        policy._measured.draft_step.add(224, 0.1)
+    policy._measured.draft.expect({1: 0.004, 224: 0.1})
     pacing = accepting(policy, 0.5)
     policy._together.decide(4 / 3, 1)
     pacing.plan, pacing.num_turns = OFF, policy._together.num_turns
@@ -273,4 +309,17 @@ def test_a_row_that_costs_more_than_it_brings_is_not_drafted_beside_others() -> 
         for count in (1, 16)
     ]
     # A row takes 4 ms, or 4 / 24 of a step of one, 4 / 84 of a step of sixteen: there it delays sixteen.
+    assert ks[0] > 0 and ks[1] == 0
+
+
+def test_beside_many_others_a_draft_token_is_refused_that_costs_nothing_by_the_table() -> None:
+    """Of 33 each would lose as much as a thirtieth of a step, were the table wrong by so little."""
+    local = row_policy(0.0).beside("filler", prior_acceptance=0.5)
+    pacing = local.pace(request())
+    assert local.goodput(Plan(1), pacing, 33) == pytest.approx((32 + 1.5) / 0.0208 - 32 / 0.020)
+    assert local.goodput(Plan(1), pacing, 33) < 0.25 * local.goodput(OFF, pacing, 33)
+    ks = [
+        local.plan(local.pace(request()), num_remaining=100, num_running=count).num_speculative_tokens
+        for count in (1, 33)
+    ]
     assert ks[0] > 0 and ks[1] == 0
