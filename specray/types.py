@@ -312,10 +312,10 @@ class EngineInfo:
     num_prefix_cache_hits: int = 0
     """Those of them that were found and not computed again."""
     step_times: tuple[StepTime, ...] = ()
+    """By increasing rows; empty: the engine has not measured itself."""
     context_token_s: float = 0.0
     """Target: what a step takes longer per token that its sequences hold, all together; ``step_times`` are
     without it."""
-    """By increasing rows; empty: the engine has not measured itself."""
     num_routers: int = 0
     """Streams that are open now."""
     busy_share: float = 0.0

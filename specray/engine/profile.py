@@ -220,11 +220,15 @@ class _TargetWorkload:
             return
         samples: dict[int, list[float]] = {}
         for each in _NUM_SPREAD_RUNS * (_ROWS_PER_SEQUENCE, 1):
-            began_s = clock()
+            expected_s = min(samples.get(each, [0.0]))
+            if clock() + expected_s > deadline_s:
+                break
             seconds = self._step(SPREAD_ROWS, each)
-            if seconds is None or clock() + (clock() - began_s) > deadline_s:
+            if seconds is None:
                 return
             samples.setdefault(each, []).append(seconds)
+        if len(samples.get(1, ())) < _NUM_RUNS:
+            return
         few, many = min(samples[_ROWS_PER_SEQUENCE]), min(samples[1])
         more_tokens = self.num_context_tokens * (SPREAD_ROWS - SPREAD_ROWS // _ROWS_PER_SEQUENCE)
         self.context_token_s = max(0.0, (many - few) / more_tokens)

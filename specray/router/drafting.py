@@ -107,7 +107,7 @@ class Drafting:
 
     def propose(self, now: float) -> None:
         """Settles what every idle session verifies next: asks the draft, or decides to go without."""
-        are_prompts_first = self._are_prompts_first()
+        are_prompts_first = self.are_prompts_first()
         for live in self._running.values():
             session = live.session
             if session.drafted is not None or session.target.in_flight is not None:
@@ -128,11 +128,11 @@ class Drafting:
             live.waiting_since_s = now
             live.round_started_s = now
 
-    def _are_prompts_first(self) -> bool:
+    def are_prompts_first(self) -> bool:
         """Several sessions, and a good part of all, wait for their prompts to be filled in.
 
         Steps are full of prompts then and cost by the row: a row of a draft token that is rejected would have
-        been one of a prompt.
+        been one of a prompt. And the fewer such steps there are, the sooner all go on.
         """
         num_prefilling = sum(live.is_prefilling for live in self._running.values())
         return num_prefilling > 1 and num_prefilling > PROMPTS_FIRST_SHARE * len(self._running)

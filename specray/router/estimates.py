@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
@@ -179,7 +180,7 @@ class TimeTable:
             return trusted
         factors = [(size, value / _interpolate(self._expected, size)) for size, value in trusted]
         known = {size: seconds * _factor_near(factors, size) for size, seconds in self._expected}
-        return _ascending(sorted((known | dict(trusted)).items()))
+        return _raised(sorted((known | dict(trusted)).items()), dict(trusted))
 
     def _all(self) -> _Curve:
         """Every size of which anything is known; a measurement, even a single one, before an expectation.
@@ -219,6 +220,21 @@ def _ascending(curve: _Curve) -> _Curve:
         pools.append((total, count))
     means = (total / count for total, count in pools for _ in range(count))
     return [(size, mean) for (size, _), mean in zip(curve, means, strict=True)]
+
+
+def _raised(curve: _Curve, trusted: Mapping[int, float]) -> _Curve:
+    """What is only expected takes no less than smaller trusted sizes took, and no more than larger ones."""
+    raised: _Curve = []
+    least = 0.0
+    for size, seconds in curve:
+        least = trusted.get(size, least)
+        raised.append((size, max(least, seconds)))
+    most = math.inf
+    for index in range(len(raised) - 1, -1, -1):
+        size, seconds = raised[index]
+        most = trusted.get(size, most)
+        raised[index] = size, min(most, seconds)
+    return raised
 
 
 def _interpolate(curve: _Curve, size: int) -> float:

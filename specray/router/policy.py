@@ -9,6 +9,7 @@ little of it, K being only the most that it may have.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -191,8 +192,7 @@ class Policy:
         """
         seconds = {entry.num_rows: entry.seconds + round_trip_s for entry in step_times}
         target = self._measured.target
-        # Also of what is no number.
-        target.context_token_s = max(0.0, context_token_s)
+        target.context_token_s = max(0.0, context_token_s) if math.isfinite(context_token_s) else 0.0
         for times in (*target.rounds.values(), target.prompts):
             times.expect(seconds)
 

@@ -25,6 +25,9 @@ MAX_BOUND = 0.9
 """Of what a draft must believe: it is never so sure that it should propose nothing further."""
 HYSTERESIS = 1.05
 """A plan is left only for one that promises so much more."""
+MAX_SHARED_K, MANY_SESSIONS = 8, 4
+"""Longer proposals are for few sessions. Of many, some accept next to nothing and are the last to end: they
+need as many rounds as ever, and each of these is longer for the others' proposals."""
 LONGER_GAIN = 1.03
 """All take longer proposals only for one that promises so much more: who accepts little waits for them."""
 WIDTHS = (3, 2, 1)
@@ -104,12 +107,13 @@ class Prospects:
             sessions: some, which stand for all; at least one.
             current: theirs until now, which is left only for one that promises more than a little more.
         """
-        plans = [plan for plan in self.plans(mean_of(sessions)) if not plan.is_off]
+        most = MAX_SHARED_K if num_running >= MANY_SESSIONS else ANY_K
+        plans = [plan for plan in self.plans(mean_of(sessions)) if 0 < plan.num_speculative_tokens <= most]
         promised = {plan: self._joint_goodput(plan, sessions, num_running) for plan in plans}
-        most = max(promised.values())
-        if current in promised and most <= HYSTERESIS * promised[current]:
+        highest = max(promised.values())
+        if current in promised and highest <= HYSTERESIS * promised[current]:
             return current
-        nearly = [plan for plan in plans if promised[plan] >= most / LONGER_GAIN]
+        nearly = [plan for plan in plans if promised[plan] >= highest / LONGER_GAIN]
         return min(nearly, key=lambda plan: (plan.num_speculative_tokens, -promised[plan]))
 
     def part_of(self, plan: Plan, pacing: Pacing, num_running: int) -> Plan:

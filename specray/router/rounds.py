@@ -278,7 +278,7 @@ class Rounds:
     def _prefill_room(self, ready: Sequence[LiveSession]) -> int:
         """Prompt tokens of the step: few enough that the sessions which run keep their pace."""
         most = self._config.prefill_chunk_tokens
-        if not any(live.is_prefilling for live in ready):
+        if not any(live.is_prefilling for live in ready) or self.drafting.are_prompts_first():
             return most
         # Also those that wait for their draft: they would wait for this step next.
         running = [live for live in self.sessions.running.values() if not live.is_prefilling]

@@ -15,7 +15,15 @@ from specray.router.measured import Measured
 from specray.router.plan import OFF, OFF_REVIEW_ROUNDS, Pacing, Plan
 from specray.router.policy import Policy
 from specray.router.probes import PROBE_INTERVAL_ROUNDS, PROBE_ROUNDS
-from specray.router.prospects import ANY_K, AUTO_K, LONGER_GAIN, WIDTHS, max_branches
+from specray.router.prospects import (
+    ANY_K,
+    AUTO_K,
+    LONGER_GAIN,
+    MANY_SESSIONS,
+    MAX_SHARED_K,
+    WIDTHS,
+    max_branches,
+)
 from specray.router.records import Lookup
 from specray.router.together import MIN_GAIN
 from specray.types import Overlap, Verification
@@ -267,9 +275,13 @@ def test_a_plan_for_all_is_not_as_long_as_the_surest_session_would_like() -> Non
     joint = prospects.best_for_all([sure, *others], 8, None)
     assert joint.num_speculative_tokens < alone.num_speculative_tokens
     # Sure sessions have what they like, but for a step or two that bring next to nothing.
-    surest = prospects.best_for_all([sure], 8, None)
-    assert surest.num_speculative_tokens > joint.num_speculative_tokens
-    assert LONGER_GAIN * policy.goodput(surest, sure, 8) >= policy.goodput(alone, sure, 8)
+    surest = prospects.best_for_all([sure], MANY_SESSIONS - 1, None)
+    alone = prospects.best(prospects.plans(sure), sure, MANY_SESSIONS - 1)
+    most, least = (policy.goodput(plan, sure, MANY_SESSIONS - 1) for plan in (alone, surest))
+    assert alone.num_speculative_tokens > MAX_SHARED_K and LONGER_GAIN * least >= most
+    # Many never wait for longer ones, whatever these promise.
+    for count, longest in ((MANY_SESSIONS - 1, 10), (MANY_SESSIONS, MAX_SHARED_K), (32, MAX_SHARED_K)):
+        assert prospects.best_for_all([sure], count, None).num_speculative_tokens == longest
     # What all do is kept while another plan promises little more.
     near = next(k for k in reversed(AUTO_K) if k < joint.num_speculative_tokens)
     assert prospects.best_for_all([sure, *others], 8, Plan(near)) == Plan(near)

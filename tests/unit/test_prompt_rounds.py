@@ -294,6 +294,39 @@ def test_while_several_of_few_sessions_wait_for_their_prompts_the_others_do_not_
     run(clock, main())
 
 
+class SizingTarget(FakeTarget):
+    """Notes the prompt tokens of every step that has some and runs beside a stream."""
+
+    sizes: list[int]
+
+    def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
+        self.sizes.append(sum(len(item.token_ids) for item in items if not item.sample))
+        return super().verify(items)
+
+
+@pytest.mark.parametrize(("num_prompts", "size"), [(1, MIN_PREFILL), (2, 64)])
+def test_prompts_of_several_sessions_of_few_fill_their_steps(num_prompts: int, size: int) -> None:
+    """One that comes alone takes no more of a step than running ones allow: here nothing but the least."""
+    clock = VirtualClock()
+
+    async def main() -> None:
+        target = SizingTarget(MODEL, cost=lambda rows: int((0.010 + 0.001 * rows) * 1e9))
+        target.sizes = []
+        config = router_config(prefill_chunk_tokens=64, max_prefill_slowdown=1.0)
+        async with serving(clock, target=target, config=config) as pair:
+            given = request("stream", PROMPT, max_tokens=120, speculation=PLAIN)
+            stream = asyncio.create_task(pair.router.complete(given))
+            await asyncio.sleep(0.2)
+            target.sizes.clear()
+            prompts = [request(f"p-{n}", LONG, max_tokens=1, speculation=PLAIN) for n in range(num_prompts)]
+            await asyncio.gather(*(pair.router.complete(prompt) for prompt in prompts))
+            await stream
+        filled = [tokens for tokens in target.sizes if tokens]
+        assert filled[1:4] == [size] * 3
+
+    run(clock, main())
+
+
 # ---- metrics
 
 
