@@ -196,6 +196,21 @@ def test_context_that_cannot_be_told_from_rows_stays_part_of_step_times(
     assert speed.step_times[:4] == times((1, 0.000228), (2, 0.000328), (4, 0.000528), (8, 0.001056))
 
 
+def test_context_is_told_by_the_pairs_there_was_time_for() -> None:
+    engine = ReadingEngine(INFO, 1e-6)
+    whole = profile_target(engine, budget_s=5.0, clock=engine.clock)
+    assert whole.context_token_s == pytest.approx(1e-6)
+    # Of its eight steps four have time, then two. What is shorter may still be measured again.
+    first_s = sum(0.0001 * rows + 128e-6 * count for rows, count in engine.shapes[:18])
+    pair_s = 2 * 0.0016 + 20 * 128e-6
+    for num_pairs, token_s in ((2.1, 1e-6), (1.1, 0.0)):
+        engine = ReadingEngine(INFO, 1e-6)
+        speed = profile_target(engine, budget_s=first_s + num_pairs * pair_s, clock=engine.clock)
+        steps = 2 * int(num_pairs)
+        assert engine.shapes[18 : 18 + steps + 1] == [*([(16, 4), (16, 16)] * 2)[:steps], (1, 1)]
+        assert speed.context_token_s == pytest.approx(token_s)
+
+
 def test_rows_are_left_a_tenth_of_their_step_at_least() -> None:
     """A step of one sequence that was quick for its context, which takes what larger steps say."""
     engine = ReadingEngine(INFO, 1e-4)

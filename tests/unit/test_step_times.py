@@ -339,6 +339,20 @@ def test_pooled_sizes_take_those_before_them_along_where_they_must() -> None:
     assert [table.predict(size) for size in (1, 2, 4, 8)] == pytest.approx([0.003, 0.003, 0.003, 0.009])
 
 
+def test_what_is_only_expected_gives_way_to_what_smaller_and_larger_sizes_took() -> None:
+    """Of a machine three times slower than the engine said, at both ends; then of one ten times faster."""
+    for factor, between in ((3.0, 0.090), (0.1, 0.003)):
+        table = TimeTable()
+        table.expect({4: 0.010, 64: 0.030, 256: 0.040, 4096: 0.050})
+        for _ in range(3):
+            table.add(4, 0.010 * factor)
+            table.add(1024, 0.030 * factor)
+        assert table.predict(4) == pytest.approx(0.010 * factor)
+        assert table.predict(1024) == pytest.approx(0.030 * factor)
+        middle = table.predict(64)
+        assert middle is not None and 0.010 * factor <= middle <= between
+
+
 def test_a_step_is_learnt_with_what_its_sequences_hold_and_whether_it_fills_in_prompts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -79,7 +79,7 @@ def test_steps_that_fill_in_prompts_leave_what_is_known_of_rounds_alone(num_prom
     assert target.predict(8, 4) == pytest.approx(0.014)
 
 
-@pytest.mark.parametrize("said", [-1e-6, math.nan])
+@pytest.mark.parametrize("said", [-1e-6, math.nan, math.inf])
 def test_contexts_that_are_said_to_take_less_than_nothing_or_no_number_take_none(said: float) -> None:
     policy = Policy(speculation_config())
     policy.expect_target([StepTime(1, 0.010)], 0.0, context_token_s=said)
