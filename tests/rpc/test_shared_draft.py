@@ -73,6 +73,8 @@ async def test_router_that_sends_much_lets_another_into_its_next_call(address: s
         many = asyncio.create_task(
             answers(greedy, [speculate(f"g{i}", token_ids=long, k=2) for i in range(20)])
         )
+        # Not before there is somebody to be let in beside.
+        await eventually(lambda: bool(engine.calls))
         one = asyncio.create_task(answers(modest, [speculate("m")]))
         await many
         assert await one == [Proposal("m", 0, 0, (4, 5))]
