@@ -214,7 +214,7 @@ class RouterConfig(Section):
         3.0,
         ge=1,
         description="A step that running sessions share with prompts takes at most so many times as long as "
-        "without (but 16 prompt tokens always go along).",
+        "without. But 16 prompt tokens always go along, and whole pieces while a quarter of all wait.",
     )
     round_timeout_s: float = Field(5.0, gt=0, description="A draft that is silent for so long is lost.")
     verify_timeout_s: float = Field(

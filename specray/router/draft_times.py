@@ -27,18 +27,13 @@ class DraftTimes:
 
     def __init__(self) -> None:
         self._shape = TimeTable()
-        self._is_known = False
-        self._factor = 1.0
-        self._overhead = 0.0
-        """In steps of one proposal."""
-        # Sums of products of both regressors and of the answer, which is one.
-        self._steps_steps = self._steps_rest = self._rest_rest = 0.0
-        self._steps_answer = self._rest_answer = 0.0
+        self._forget()
 
     def expect(self, seconds_by_number: Mapping[int, float]) -> None:
         """What the draft says that a step takes, by the proposals in it."""
         self._shape.expect(seconds_by_number)
-        self._is_known = self._shape.predict(1) is not None
+        # Another draft may say so: what the last one took tells nothing of it.
+        self._forget()
 
     def step_s(self, num_proposals: int) -> float | None:
         """Of a step in which so many grow; None: nothing is known."""
@@ -58,7 +53,7 @@ class DraftTimes:
             seconds: more than 0.
         """
         most = max(num_steps)
-        if not self._is_known:
+        if self._shape.predict(1) is None:
             # As good as any: all that is known.
             self.expect({1: seconds / most})
         unit = self._shape.predict(1) or 0.0
@@ -76,6 +71,14 @@ class DraftTimes:
         self._steps_answer = _FADING * self._steps_answer + steps
         self._rest_answer = _FADING * self._rest_answer + rest
         self._fit()
+
+    def _forget(self) -> None:
+        self._factor = 1.0
+        self._overhead = 0.0
+        """In steps of one proposal."""
+        # Sums of products of both regressors and of the answer, which is one.
+        self._steps_steps = self._steps_rest = self._rest_rest = 0.0
+        self._steps_answer = self._rest_answer = 0.0
 
     def _fit(self) -> None:
         first, second, mixed = self._steps_steps + _BELIEF, self._rest_rest + _BELIEF, self._steps_rest

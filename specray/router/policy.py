@@ -174,7 +174,7 @@ class Policy:
         if alone is None:
             return most
         # What their contexts take is part of the step, and becomes no more.
-        more_s = (max_slowdown - 1) * target.context_s(num_running)
+        more_s = (max_slowdown - 1) * times.pace * target.context_s(num_running)
         room = (target.prompts or times).largest_within(max_slowdown * alone + more_s) - num_rows
         return min(most, max(MIN_PREFILL, room))
 

@@ -60,17 +60,18 @@ class TargetTimes:
 
     def predict(self, num_rows: int, num_sequences: int, *, is_overlapped: bool = False) -> float | None:
         """Seconds of a step without prompts; None: nothing is known."""
-        seconds = self.of(is_overlapped=is_overlapped).predict(num_rows)
+        times = self.of(is_overlapped=is_overlapped)
+        seconds = times.predict(num_rows)
         if seconds is None:
             return None
-        seconds += self.context_s(num_sequences)
+        seconds += times.pace * self.context_s(num_sequences)
         if self.rounds[is_overlapped] or not is_overlapped:
             return seconds
         return UNMEASURED_SLOWDOWN * seconds
 
     def context_s(self, num_sequences: int) -> float:
-        """Of a step, for what so many sequences hold."""
-        return self.pace * self.context_token_s * self.context_len * num_sequences
+        """Of a step, for what so many sequences hold; at a pace of one."""
+        return self.context_token_s * self.context_len * num_sequences
 
     def of(self, *, is_overlapped: bool) -> TimeTable:
         """Of rounds; of the other kind, while none of this kind was measured."""

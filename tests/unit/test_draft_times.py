@@ -89,3 +89,12 @@ def test_one_answer_that_takes_a_hundred_times_as_long_counts_as_three_times() -
     assert hiccup.step_s(1) == pytest.approx(slow.step_s(1))
     assert hiccup.overhead_s == pytest.approx(slow.overhead_s)
     assert (hiccup.step_s(1) or 0.0) * 4 + hiccup.overhead_s == pytest.approx(believed_s, rel=0.1)
+
+
+def test_another_draft_is_believed_as_if_there_had_been_none() -> None:
+    draft = DraftTimes()
+    draft.expect({1: 0.001})
+    for _ in range(50):
+        draft.add([4], 0.020)
+    draft.expect({1: 0.002})
+    assert (draft.step_s(1), draft.overhead_s) == (0.002, 0.0)

@@ -95,3 +95,19 @@ def test_what_the_engine_says_of_contexts_is_part_of_what_a_step_is_expected_to_
     # From the first round on it is known how long contexts are; one step says nothing of its rows.
     policy.observe_verify(8, 0.030, is_overlapped=False, num_sequences=4, num_context_tokens=2000)
     assert policy.verify_s(8, 4) == pytest.approx(0.015)
+
+
+def test_contexts_take_as_long_as_steps_of_their_own_kind_say() -> None:
+    """Rounds beside a working draft have become twice as long; the others are as they were."""
+    target = TargetTimes(context_token_s=2e-6)
+    for is_overlapped, factor in ((False, 1.0), (True, 1.0), (True, 2.0)):
+        for _ in range(200):
+            target.add(
+                8,
+                0.014 * factor,
+                num_sequences=4,
+                num_context_tokens=2000,
+                is_overlapped=is_overlapped,
+            )
+    assert target.predict(8, 4) == pytest.approx(0.014, rel=1e-3)
+    assert target.predict(8, 4, is_overlapped=True) == pytest.approx(0.028, rel=0.02)
