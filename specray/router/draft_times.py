@@ -25,6 +25,16 @@ _MAX_SURPRISE = 3.0
 class DraftTimes:
     """Seconds per step and per proposal."""
 
+    _factor: float
+    _overhead: float
+    """In steps of one proposal."""
+    # Sums of products of both regressors and of the answer, which is one.
+    _steps_steps: float
+    _steps_rest: float
+    _rest_rest: float
+    _steps_answer: float
+    _rest_answer: float
+
     def __init__(self) -> None:
         self._shape = TimeTable()
         self._forget()
@@ -73,10 +83,7 @@ class DraftTimes:
         self._fit()
 
     def _forget(self) -> None:
-        self._factor = 1.0
-        self._overhead = 0.0
-        """In steps of one proposal."""
-        # Sums of products of both regressors and of the answer, which is one.
+        self._factor, self._overhead = 1.0, 0.0
         self._steps_steps = self._steps_rest = self._rest_rest = 0.0
         self._steps_answer = self._rest_answer = 0.0
 
