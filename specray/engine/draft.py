@@ -198,19 +198,35 @@ class DraftHead(EngineHead):
 
     def _grow(self, proposing: Sequence[_Proposing], branchings: Sequence[Branching]) -> None:
         """Continues all lines together until each has its tokens."""
+        before: Sequence[_Proposing] = ()
         while True:
             proposing = [task for task in proposing if not task.line.is_full]
             lines: list[Line] = [task.line for task in proposing]
-            work: list[CatchUp | BranchStep] = [CatchUp(task.sequence, 1) for task in proposing]
-            for branching in branchings:
-                growing, step = branching.step()
-                lines += growing
-                work += [] if step is None else [step]
-            if not lines:
-                return
-            logits = self._catch_up(work)
+            logits = self._advance(before) if before and lines else None
+            if logits is None:
+                work: list[CatchUp | BranchStep] = [CatchUp(task.sequence, 1) for task in proposing]
+                for branching in branchings:
+                    growing, step = branching.step()
+                    lines += growing
+                    work += [] if step is None else [step]
+                if not lines:
+                    return
+                logits = self._catch_up(work)
             assert logits is not None, "every line wants a logits row"
             self._draw(logits, lines)
+            # Steps of lines alone, in one forward each, follow from each other.
+            is_simple = not branchings and len(lines) <= self._info.max_num_batched_tokens
+            before = proposing if is_simple else ()
+
+    def _advance(self, before: Sequence[_Proposing]) -> Tensor | None:
+        """The step after that of these lines, of those that go on; None where it is to be planned anew."""
+        kept = [index for index, task in enumerate(before) if not task.line.is_full]
+        sequences = [before[index].sequence for index in kept]
+        logits = self._runner.advance(kept, [sequence.token_ids[-1] for sequence in sequences])
+        if logits is not None:
+            for sequence in sequences:
+                sequence.num_computed_tokens = len(sequence.token_ids)
+        return logits
 
     def _draw(self, logits: Tensor, lines: Sequence[Line]) -> None:
         is_judged = any(line.is_judged for line in lines)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from specray.engine.kernels.attention import AttentionCall
@@ -62,7 +63,7 @@ class FusedAttention:
             tables=(self.cos, self.sin),
             scale=self.scale,
         )
-        return FusedStep(step.cache, call, self.head_dim)
+        return FusedStep(step.cache, call, self.head_dim, [rows.block_ids for rows in step.rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,22 @@ class FusedStep:
     cache: BlockCache
     call: AttentionCall
     head_dim: int
+    block_ids: Sequence[Sequence[int]]
+    """Of each sequence."""
+
+    def advanced(self, kept: Sequence[int]) -> FusedStep | None:
+        """The step after, of some of the sequences (``AttentionCall.advance``); this one is no more then.
+
+        Returns:
+            None where a token does not lie behind the one before, or there is no room.
+        """
+        block_size, block_ids = self.cache.block_size, [self.block_ids[index] for index in kept]
+        ends = self.call.starts[list(kept)] + 1
+        for index in np.flatnonzero(ends % block_size == 0):
+            block = ends[index] // block_size
+            if block_ids[index][block] != block_ids[index][block - 1] + 1:
+                return None
+        return replace(self, block_ids=block_ids) if self.call.advance(kept) else None
 
     def attend(
         self, layer: int, qkv: torch.Tensor, head_norm: HeadNorm | None, window: int | None

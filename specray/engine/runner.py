@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,6 +33,9 @@ from specray.engine.lowering import can_lower, head_shape, lower
 from specray.engine.operators import BlockOperators, Operators, cpu_operators, cuda_operators
 from specray.engine.parallel import ParallelContext
 from specray.errors import ConfigError
+
+if TYPE_CHECKING:
+    from specray.engine.taped import TapedForward
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _POPULATED_SHARE = 4
@@ -81,12 +85,13 @@ class ModelRunner:
         self.forward = forward
         self.graphs = graphs
         self._parallel = parallel
-        self._forward = forward if parallel is not None else _taped(forward, info.device)
+        self._recorded = None if parallel is not None else _recorded(forward, info.device)
+        self._forward: Forward = self._recorded or forward
 
     @property
     def is_taped(self) -> bool:
         """Between its tokens and its logits, a step is kernels alone, which have threads of their own."""
-        return self._forward is not self.forward
+        return self._recorded is not None
 
     @torch.inference_mode()
     def run(self, inputs: Sequence[SequenceInput]) -> torch.Tensor:
@@ -103,6 +108,20 @@ class ModelRunner:
         if self.graphs is not None and (bucket := self.graphs.bucket_for(inputs)) is not None:
             return self._run_captured(self.graphs, bucket, inputs)
         return self._forward(self._plan(inputs))
+
+    @torch.inference_mode()
+    def advance(self, kept: Sequence[int], token_ids: Sequence[int]) -> torch.Tensor | None:
+        """The step after the last one, in which each sequence had one row: with a further token of each.
+
+        Args:
+            kept: which of that step's inputs go on, in order.
+            token_ids: of each, the token that follows; its sequence has a block for it.
+
+        Returns:
+            Logits ``[len(kept), vocab_size]``, float32, there until the next step; None where ``run`` has to
+            be told everything.
+        """
+        return None if self._recorded is None else self._recorded.advance(kept, token_ids)
 
     def follow(self) -> None:
         """Ranks other than the leader: runs what the leader runs until it closes.
@@ -191,13 +210,13 @@ class ModelRunner:
         return logits[torch.tensor(wanted, dtype=torch.int64, device=logits.device)]
 
 
-def _taped(forward: Forward, device: torch.device) -> Forward:
+def _recorded(forward: Forward, device: torch.device) -> TapedForward | None:
     if device.type != "cpu":
-        return forward
+        return None
     try:
         from specray.engine.taped import taped
     except ImportError:  # Without numba there are no kernels.
-        return forward
+        return None
     return taped(forward)
 
 

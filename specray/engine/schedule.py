@@ -22,6 +22,14 @@ class Runner(Protocol):
         """One ragged forward; logits ``[sum of num_logits, vocab_size]`` in the order of ``inputs``."""
         ...
 
+    def advance(self, kept: Sequence[int], token_ids: Sequence[int]) -> Tensor | None:
+        """The step after the last one, in which each sequence had one row: with a further token of some.
+
+        Returns:
+            Logits ``[len(kept), vocab_size]``, there until the next step; None where it takes a ``run``.
+        """
+        ...
+
     def copy_tokens(
         self,
         source_block_ids: Sequence[int],

@@ -8,13 +8,14 @@ some recordings serve all. What the further rows compute is nobody's; no row dep
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from specray.engine.forward import CacheShape, Forward, Step
-from specray.engine.fused import FusedAttention
+from specray.engine.fused import FusedAttention, FusedStep
 from specray.engine.kernels.arena import Arena
 from specray.engine.kernels.linear import TiledGate, TiledLinear
 from specray.engine.kernels.norm import FusedRMSNorm
@@ -70,6 +71,8 @@ class TapedForward:
         self._tapes: OrderedDict[_Shape, _Taped] = OrderedDict()
         self._num_runs: Counter[_Shape] = Counter()
         """Of shapes without a tape."""
+        self._last: FusedStep | None = None
+        """Of the step before, if it was a recording's and of one row of each sequence."""
 
     @property
     def name(self) -> str:
@@ -80,7 +83,7 @@ class TapedForward:
         return self._forward.cache_shape
 
     def __call__(self, step: Step) -> torch.Tensor:
-        num_rows = len(step.token_ids)
+        num_rows, self._last = len(step.token_ids), None
         if num_rows > _MAX_ROWS or isinstance(step.logit_rows, torch.Tensor):
             return self._forward(step)
         first = 0 if step.logit_rows is None else step.logit_rows.start
@@ -93,10 +96,32 @@ class TapedForward:
         else:
             self._tapes.move_to_end(shape)
             torch.index_select(self._table, 0, step.token_ids, out=taped.hidden[:num_rows])
-            taped.tape.run(self._attention.prepare(step.attention, step.positions).call)
+            attention = self._attention.prepare(step.attention, step.positions)
+            taped.tape.run(attention.call)
+            rows = step.attention.rows
+            if first == 0 and len(rows) == num_rows and not any(item.branches for item in rows):
+                self._last = attention
         begin = shape[0] - shape[1]
         # A copy, since the next step overwrites them.
         return taped.logits[first - begin : num_rows - begin].clone()
+
+    def advance(self, kept: Sequence[int], token_ids: Sequence[int]) -> torch.Tensor | None:
+        """The step after the one before: a further token of some of its sequences, which had one row each.
+
+        Returns:
+            Logits ``[len(kept), vocab_size]``, there until the next step; None where ``run`` has to plan it.
+        """
+        before, self._last = self._last, None
+        taped = self._tapes.get(self._shape(len(kept), 0))
+        if before is None or taped is None or taped.cache is not before.cache:
+            return None
+        attention = before.advanced(kept)
+        if attention is None:
+            return None
+        torch.index_select(self._table, 0, torch.tensor(token_ids), out=taped.hidden[: len(kept)])
+        taped.tape.run(attention.call)
+        self._last = attention
+        return taped.logits[: len(kept)]
 
     def _shape(self, num_rows: int, first: int) -> _Shape:
         """Of the recording for so many rows, of which those from ``first`` on want logits."""
@@ -138,10 +163,10 @@ def _made_up(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
-def taped(forward: Forward) -> Forward:
-    """The forward, taped if it is made of kernels alone, else as it is."""
+def taped(forward: Forward) -> TapedForward | None:
+    """The forward, taped, if it is made of kernels alone."""
     if not isinstance(forward, LoweredForward) or not isinstance(forward.attention, FusedAttention):
-        return forward
+        return None
     norms: list[object] = [forward.final_norm]
     linears: list[object] = [forward.head]
     for layer in forward.layers:
@@ -151,5 +176,5 @@ def taped(forward: Forward) -> Forward:
         isinstance(linear, TiledLinear | TiledGate) for linear in linears
     )
     if not is_kernels or not isinstance(forward.embedding, TableEmbedding):
-        return forward
+        return None
     return TapedForward(packed(forward) or forward, forward.attention, forward.embedding.table)

@@ -85,6 +85,18 @@ class SlotRunner:
                     "a sequence writes what others read"
                 )
 
+    def advance(self, kept: Sequence[int], token_ids: Sequence[int]) -> Tensor | None:
+        before = self.steps[-1]
+        if any(len(item.token_ids) != 1 or item.num_logits != 1 or item.branches for item in before):
+            return None
+        items = [before[index] for index in kept]
+        return self.run(
+            [
+                SequenceInput([token_id], item.start + 1, item.block_ids, 1)
+                for item, token_id in zip(items, token_ids, strict=True)
+            ]
+        )
+
     def copy_tokens(
         self, source: Sequence[int], destination: Sequence[int], num_tokens: int, *, first: int = 0
     ) -> None:

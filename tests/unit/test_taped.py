@@ -36,7 +36,7 @@ def make_runner(role: str = "draft", num_threads: int = 1) -> ModelRunner:
 def eager(runner: ModelRunner) -> ModelRunner:
     """The same weights over a cache of its own, without tapes."""
     other = ModelRunner(runner.forward, runner.cache, runner.info)
-    other._forward = runner.forward
+    other._forward, other._recorded = runner.forward, None
     return other
 
 
@@ -136,10 +136,10 @@ def test_a_failed_recording_leaves_nothing_behind() -> None:
         assert torch.equal(runner.run([SequenceInput([70], 21, list(range(8)), 1)]), expected)
 
 
-def test_a_forward_of_other_operators_is_left_as_it_is() -> None:
+def test_a_forward_of_other_operators_is_not_recorded() -> None:
     config = EngineConfig(device="cpu", dtype="float32", num_threads=1, max_model_len=64, max_num_seqs=1)
     forward = build_runner(config, role="draft").forward
-    assert taped(forward) is forward
+    assert taped(forward) is None
 
 
 def test_tapes_share_the_room_of_their_tensors() -> None:
@@ -187,3 +187,86 @@ def test_numbers_of_rows_that_cost_the_same_share_a_recording() -> None:
             for _ in range(3):
                 assert torch.equal(runner.run(step), expected)
     assert sorted(forward._tapes) == [(48, 48), (64, 8), (64, 16), (64, 24), (64, 48)]
+
+
+def continued(
+    runner: ModelRunner, starts: Sequence[int], kept: Sequence[Sequence[int]]
+) -> list[tuple[torch.Tensor, list[SequenceInput]]]:
+    """Steps of one token of each of some sequences, each step of some of those before: logits and inputs."""
+    inputs = [SequenceInput([70 + index], start, BLOCKS[index], 1) for index, start in enumerate(starts)]
+    for _ in range(3):  # recorded the third time
+        runner.run(inputs)
+    done = []
+    for step, indexes in enumerate(kept):
+        tokens = [80 + 10 * step + index for index in range(len(indexes))]
+        inputs = [
+            SequenceInput([token], inputs[index].start + 1, inputs[index].block_ids, 1)
+            for token, index in zip(tokens, indexes, strict=True)
+        ]
+        logits = runner.advance(indexes, tokens)
+        assert logits is not None, step
+        done.append((logits.clone(), inputs))
+    return done
+
+
+@pytest.mark.parametrize(
+    ("starts", "kept"),
+    [
+        ((21,), [[0], [0], [0], [0]]),  # across a block's end, where the next block follows
+        ((21, 19), [[0, 1], [0, 1], [0, 1]]),
+        ((21, 11), [[0, 1], [1], [0]]),
+        ((21, 11), [[0, 1], [0], [0]]),
+    ],
+)
+def test_a_step_that_goes_on_gives_what_a_planned_one_gives(
+    runner: ModelRunner, starts: tuple[int, ...], kept: list[list[int]]
+) -> None:
+    fill(runner)
+    runner.run([SequenceInput([69], starts[0], BLOCKS[0], 1)])
+    for _ in range(3):
+        runner.run([SequenceInput([69], starts[0], BLOCKS[0], 1)])
+    done = continued(runner, starts, kept)
+    plain = eager(runner)
+    fill(plain)
+    plain.run([SequenceInput([70 + index], start, BLOCKS[index], 1) for index, start in enumerate(starts)])
+    for logits, inputs in done:
+        assert torch.equal(logits, plain.run(inputs))
+
+
+def test_what_cannot_go_on_is_planned_anew(runner: ModelRunner) -> None:
+    fill(runner)
+    one = [SequenceInput([70], 21, BLOCKS[0], 1)]
+    for _ in range(4):
+        runner.run(one)
+    assert runner.advance([0], [71]) is not None
+    # After a step that was given, several rows of a sequence, or none at all.
+    runner.run([SequenceInput([70, 71], 21, BLOCKS[0], 2)])
+    assert runner.advance([0], [72]) is None
+    runner.run(one)
+    assert runner.advance([0], [71]) is not None
+    runner.run([SequenceInput([70], 15, BLOCKS[1], 1)])
+    # The next token's block does not follow: BLOCKS[1] goes from 9 to 17.
+    assert runner.advance([0], [71]) is None
+    assert runner.advance([0], [71]) is None
+    assert eager(runner).advance([0], [71]) is None
+    for _ in range(4):
+        runner.run([SequenceInput([70], 21, BLOCKS[0], 1), SequenceInput([70], 14, BLOCKS[1], 1)])
+    # Of the second of two, which stays alone.
+    assert runner.advance([1], [71]) is not None
+    assert runner.advance([0], [72]) is None
+    branch = [SequenceInput([5], 0, BLOCKS[0], 1, (BranchRow(21, 21, 21),))]
+    for _ in range(4):
+        runner.run(branch)
+    assert runner.advance([0], [71]) is None
+
+
+def test_a_step_goes_on_as_long_as_there_is_room(runner: ModelRunner) -> None:
+    from specray.engine.kernels import attention
+
+    fill(runner)
+    one = [SequenceInput([70], 21, BLOCKS[0], 1)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_FURTHER_STEPS", 2)
+        for _ in range(4):
+            runner.run(one)
+        assert [runner.advance([0], [71]) is not None for _ in range(3)] == [True, True, False]

@@ -25,6 +25,7 @@ from specray.engine.kernels.span import Span
 from specray.engine.kernels.team import APART, Kernel, Team, as_pointer
 
 _PARTS_PER_THREAD = 4
+_FURTHER_STEPS = 64
 _MIN_SHARED_WORK = 32_768
 """Numbers of K and V to read, below which a second thread costs more than it brings."""
 
@@ -38,7 +39,8 @@ class AttentionCall:
     """
 
     __slots__ = (
-        "_args", "_args_address", "_kept", "_kernel", "_num_heads", "_num_parts", "_scale_eps", "_team"
+        "_args", "_args_address", "_kept", "_kernel", "_max_end", "_num_heads", "_num_parts", "_runs",
+        "_scale_eps", "_table", "_team",
     )  # fmt: skip
 
     def __init__(
@@ -76,7 +78,9 @@ class AttentionCall:
             num_query_numbers = max(num_query_numbers, num_queries * num_kv_heads * head_dim)
             # All heads of few rows, or one head of some of many.
             num_at_once = min(num_queries, max(kernel.max_queries, group_size))
-            num_scratch = max(num_scratch, kernel.scratch_size(num_at_once, num_kv_heads, head_dim, end))
+            # With room for a few steps more.
+            room = kernel.scratch_size(num_at_once, num_kv_heads, head_dim, end + _FURTHER_STEPS)
+            num_scratch = max(num_scratch, room)
         self._team = team
         is_shared = team.size > 1 and work * head_dim >= _MIN_SHARED_WORK
         self._num_parts = min(len(spans) * num_kv_heads, _PARTS_PER_THREAD * team.size) if is_shared else 1
@@ -106,7 +110,9 @@ class AttentionCall:
         self._scale_eps = self._args.view(np.float32)[2 * fields.SCALE_EPS :]
         self._scale_eps[0] = scale
         self._args_address = self._args.ctypes.data
-        self._kept = (table, runs, branches, scratch, tables)  # what the addresses point to
+        self._table, self._runs = table, runs
+        self._kept = (branches, scratch, tables)  # what the addresses point to, beside those
+        self._max_end = max(span.end for span in spans) + _FURTHER_STEPS
         self._kernel = kernel
         self._num_heads = num_heads
 
@@ -159,6 +165,33 @@ class AttentionCall:
         if norm is not None:
             args[fields.NORM], self._scale_eps[1] = norm[0].data_ptr(), norm[1]
         self._team.run(self._kernel, self._args_address, self._num_parts)
+
+    @property
+    def starts(self) -> np.ndarray:
+        """The first row's position of each sequence, int64."""
+        starts: np.ndarray = self._table[:, fields.START]
+        return starts
+
+    def advance(self, kept: Sequence[int]) -> bool:
+        """Becomes the call of the step after: of some of the sequences, in order, each one token further.
+
+        Each has one row, and a further token lies behind its last one in the cache.
+
+        Returns:
+            Whether there was room for it; if not, nothing has changed.
+        """
+        table = self._table[kept] if len(kept) < len(self._table) else self._table
+        if table[:, fields.START].max() + 2 > self._max_end:
+            return False
+        table[:, fields.START] += 1
+        table[:, fields.FIRST_ROW] = np.arange(len(table))
+        self._runs[table[:, fields.FIRST_RUN] + table[:, fields.NUM_RUNS] - 1, 1] += 1
+        group_size, num_kv_heads = self._args[fields.GROUP_SIZE], self._args[fields.NUM_KV_HEADS]
+        table[:, fields.COST] += 2 + group_size
+        self._table = table
+        self._args[fields.SPANS], self._args[fields.NUM_SPANS] = table.ctypes.data, len(table)
+        self._num_parts = min(self._num_parts, int(len(table) * num_kv_heads))
+        return True
 
     def retarget(self, args: np.ndarray) -> int:
         """Makes recorded calls of the same rows attend as this one would.
