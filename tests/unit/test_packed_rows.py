@@ -110,6 +110,23 @@ def test_wide_rows_are_multiplied_a_range_of_features_at_a_time(
 
 
 @needs_tiles
+@pytest.mark.parametrize("size", [20, 300, 700])
+@pytest.mark.parametrize("max_bytes", [2 * 64 * 96, 2 * 64 * 32])
+def test_many_rows_are_multiplied_some_at_a_time(
+    size: int, max_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of one panel alone, whose sums the next rows need; of whole rows and of some of their features."""
+    rows, weight, other = random(300, 96), random(size, 96, seed=1), random(size, 96, seed=2)
+    bias, other_bias, summand = random(size, seed=3), random(size, seed=4), random(300, size, seed=5)
+    linear, gate = TiledLinear(weight, bias, TEAM), TiledGate(weight, other, bias, other_bias, TEAM)
+    expected = linear.precise(rows), gate(rows), linear.plus(rows, summand)
+    monkeypatch.setattr(linear_module, "_MAX_ROWS_AT_ONCE", 64)
+    monkeypatch.setattr(linear_module, "_MAX_BYTES_AT_ONCE", max_bytes)
+    found = linear.precise(rows), gate(rows), linear.plus(rows, summand)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+@needs_tiles
 def test_logits_are_rows_of_any_number_of_tokens() -> None:
     rows, head = random(40, 64), TiledLinear(random(77, 64, seed=1), None, TEAM)
     logits = head.packed_precise(pack(rows, TEAM))

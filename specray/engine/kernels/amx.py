@@ -5,9 +5,10 @@ features; of the sums, 16 rows of the same half. What a register takes lies in o
 always, of rows where they are packed (``rows``), as more than 32 must be. Rows that follow each other, a
 power of two of bytes apart, push each other out of the caches.
 
-Memory is the bound up to some hundred rows, and a core waits for sixteen lines at most. What keeps it at work
-is a little to wait for at every moment: lines are asked for between the products, not far ahead, where the
-processor, which sees the stream, fetches on its own what follows.
+Between products rows of the panel before are finished (``ending``): a gate's of many rows take an eighth
+less so. Memory is the bound up to some hundred rows, and a core waits for sixteen lines at most. What keeps
+it at work is a little to wait for at every moment: lines are asked for between the products, not far ahead,
+where the processor, which sees the stream, fetches on its own what follows.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from specray.engine.kernels import tiles
+from specray.engine.kernels.product import CLOCK_BITS
 from specray.engine.kernels.rows import BLOCK, HEIGHT
 from specray.engine.kernels.simd import kernel, prefetch
 
@@ -66,7 +68,7 @@ def multiply_kernel(finish: Any) -> tuple[Any, Any, Any]:
     """As that of ``product``. More than ``MAX_ROWS`` rows must be packed (``rows``)."""
     # Sums by tile of rows and half of the panel, rows by tile, weights by half.
     configure = tiles.configure((0, 1, 4), (2, 3, 5), (6, 7))
-    release, one, two = tiles.release, _make_tile(1), _make_tile(2)
+    release, one, two = tiles.release, _make_tile(1, finish), _make_tile(2, finish)
 
     @kernel()
     def begin(num_rows: int) -> None:
@@ -87,10 +89,12 @@ def multiply_kernel(finish: Any) -> tuple[Any, Any, Any]:
         blocks: tuple[int, int],
         end: int,
         then: Any,
-    ) -> None:
+        due: tuple[int, int],
+    ) -> int:
         stride, shift = steps
         num_pairs = (num_rows + MAX_ROWS - 1) // MAX_ROWS
         blocks_at_once, below = _blocks_at_once(num_pairs, num_blocks), _TILE_ROWS * stride
+        clock, pace = due
         for block in range(blocks[0], blocks[1], blocks_at_once):
             count = min(blocks_at_once, blocks[1] - block)
             piece = weight + block * _PAIR_BYTES
@@ -106,13 +110,14 @@ def multiply_kernel(finish: Any) -> tuple[Any, Any, Any]:
                     num_lines = 0
                 first = index * MAX_ROWS
                 place = rows + index * num_blocks * _PAIR_BYTES + block * shift
+                wanted, waiting = (ahead, num_lines), (clock, pace)
                 total = sums + first * _SUMS_LINE
                 if num_rows - first > _TILE_ROWS:
-                    two(block == 0, place, below, stride, shift, piece, total, count, ahead, num_lines)
+                    two(block == 0, (place, below, stride, shift), piece, total, count, wanted, then, waiting)
                 else:
-                    one(block == 0, place, below, stride, shift, piece, total, count, ahead, num_lines)
-                if block + count == num_blocks:
-                    finish(then, total, first, min(MAX_ROWS, num_rows - first))
+                    one(block == 0, (place, below, stride, shift), piece, total, count, wanted, then, waiting)
+                clock += pace * count
+        return clock
 
     @kernel()
     def end() -> None:
@@ -121,11 +126,12 @@ def multiply_kernel(finish: Any) -> tuple[Any, Any, Any]:
     return begin, multiply, end
 
 
-def _make_tile(num_tiles: int) -> Any:
+def _make_tile(num_tiles: int, finish: Any) -> Any:
     """One tile of rows, or two, times some blocks of a panel; added to the sums unless these are the first.
 
-    ``below``, ``stride`` and ``shift`` are bytes to the second tile of rows, to the next row and to the next
-    block. With every block, ``num_lines`` lines are asked for, from ``ahead`` on.
+    ``places`` are the rows' address, and bytes to the second tile of rows, to the next row and to the next
+    block. With every block, lines are asked for (``wanted``: from where on, how many), and rows of another
+    panel are finished, as many as are due: products have a unit of their own, and both together take less.
     """
     is_pair = num_tiles == 2
     clear_0, clear_1, clear_2, clear_3 = (tiles.zero(register) for register in range(4))
@@ -140,16 +146,17 @@ def _make_tile(num_tiles: int) -> Any:
     @kernel()
     def tile(
         is_first: bool,
-        rows: int,
-        below: int,
-        stride: int,
-        shift: int,
+        places: tuple[int, int, int, int],
         weight: int,
         sums: int,
         num_blocks: int,
-        ahead: int,
-        num_lines: int,
+        wanted: tuple[int, int],
+        then: Any,
+        waiting: tuple[int, int],
     ) -> None:
+        rows, below, stride, shift = places
+        ahead, num_lines = wanted
+        clock, pace = waiting
         other = sums + _SUMS_BYTES
         if is_first:
             clear_0()
@@ -165,21 +172,23 @@ def _make_tile(num_tiles: int) -> Any:
                 fetch_3(other + _LINE, _SUMS_LINE)
         half = num_lines // 2
         for block in range(num_blocks):
-            wanted = ahead + block * num_lines * _LINE
-            for line in range(half):
-                prefetch(wanted + line * _LINE)
+            line = ahead + block * num_lines * _LINE
+            for index in range(half):
+                prefetch(line + index * _LINE)
             place, piece = rows + block * shift, weight + block * _PAIR_BYTES
             weights_0(piece, _LINE)
             rows_0(place, stride)
             product_0()
             weights_1(piece + tiles.BYTES, _LINE)
             product_1()
-            for line in range(half, num_lines):
-                prefetch(wanted + line * _LINE)
+            for index in range(half, num_lines):
+                prefetch(line + index * _LINE)
             if is_pair:
                 rows_1(place + below, stride)
                 product_2()
                 product_3()
+            finish(then, clock >> CLOCK_BITS, (clock + pace) >> CLOCK_BITS)
+            clock += pace
         keep_0(sums, _SUMS_LINE)
         keep_1(sums + _LINE, _SUMS_LINE)
         if is_pair:

@@ -53,20 +53,43 @@ def turn(context: Any, source: Any, target: Any) -> Any:
             )
             for pair in range(16)
         ]
-        # Blocks of a matrix change places across its diagonal, then blocks of half the size in each of them.
-        for distance in (8, 4, 2, 1):
-            low = [lane if not lane & distance else 16 + lane - distance for lane in range(16)]
-            high = [lane + distance if not lane & distance else 16 + lane for lane in range(16)]
-            for index in range(16):
-                if not index & distance:
-                    first, second = rows[index], rows[index + distance]
-                    rows[index] = _shuffle(builder, first, second, low)
-                    rows[index + distance] = _shuffle(builder, first, second, high)
-        for index, row in enumerate(rows):
+        for index, row in enumerate(_transposed(builder, rows)):
             _store(builder, row, args[1], index)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), code
+
+
+def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
+    """Of 16 registers of 16 words."""
+    rows = list(rows)
+    # Blocks of a matrix change places across its diagonal, then blocks of half the size in each of them.
+    for distance in (8, 4, 2, 1):
+        low = [lane if not lane & distance else 16 + lane - distance for lane in range(16)]
+        high = [lane + distance if not lane & distance else 16 + lane for lane in range(16)]
+        for index in range(16):
+            if not index & distance:
+                first, second = rows[index], rows[index + distance]
+                rows[index] = _shuffle(builder, first, second, low)
+                rows[index + distance] = _shuffle(builder, first, second, high)
+    return rows
+
+
+@intrinsic
+def turn_words(context: Any, source: Any, stride: Any, target: Any) -> Any:
+    """32-bit ``[16, 16]``, rows ``stride`` bytes apart, on its side, for kernels; addresses."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        source, stride, target = args
+        rows = [
+            _load(builder, builder.add(source, builder.mul(stride, ir.Constant(_INT64, row))), 0, _WORDS)
+            for row in range(16)
+        ]
+        for index, row in enumerate(_transposed(builder, rows)):
+            _store(builder, row, target, index)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), code
 
 
 _LANES = [range(first, first + 8) for first in range(0, 32, 8)]

@@ -32,6 +32,8 @@ _PAIR_BYTES = PANEL * 4
 _PAIRS_AT_ONCE = 2
 """Of a turn of the innermost loop. With more, LLVM loads weights so early that it runs out of registers."""
 _MAX_ROWS_AT_ONCE = 14
+CLOCK_BITS = 20
+"""Of a row's fractions."""
 _BLOCKS_AT_ONCE = 8
 """Of a panel with more rows than that: 16 KiB."""
 _AHEAD = 8192
@@ -48,12 +50,13 @@ def multiply_kernel(finish: Any) -> tuple[Any, Any, Any]:
 
     ``(num_rows)``: for so many, of which ``multiply`` may get some at a time.
 
-    ``(rows, steps, weight, sums, num_rows, num_blocks, blocks, end, then)``: the sums become ``rows @ panel``
-    of the blocks from the first to before the second number, added to the sums of those before. After the
-    last block ``finish(then, sums, first row, num_rows)`` is called for some rows after the others, each
-    once, while their sums are at hand. Addresses of rows, of the panel and of sums ``[num_rows, 32]``; bytes
-    from row to row and from block to block of features (here they follow each other); ``end`` is behind the
-    last weight that this thread will read soon.
+    ``(rows, steps, weight, sums, num_rows, num_blocks, blocks, end, then, due)``: the sums become
+    ``rows @ panel`` of the blocks from the first to before the second number, added to the sums of those
+    before. Addresses of rows, of the panel and of sums ``[num_rows, 32]``; bytes from row to row and from
+    block to block of features (here they follow each other); ``end`` is behind the last weight that this
+    thread will read soon. Meanwhile ``finish(then, first, last)`` may be called for rows of a panel before;
+    ``due`` says for which: a clock's time and by how much it moves with 32 rows' product of a block, in
+    ``1 << CLOCK_BITS``ths of a row. The clock's new time is returned.
 
     ``()``.
     """
@@ -76,7 +79,8 @@ def multiply_kernel(finish: Any) -> tuple[Any, Any, Any]:
         blocks: tuple[int, int],
         end: int,
         then: Any,
-    ) -> None:
+        due: tuple[int, int],
+    ) -> int:
         stride, shift = steps
         if blocks[0] == 0:
             for row in range(num_rows):
@@ -98,8 +102,8 @@ def multiply_kernel(finish: Any) -> tuple[Any, Any, Any]:
                     ahead, step = next_piece + index * count * BLOCK_BYTES // 2, _PAIR_BYTES // 2
                 place = rows + first * stride + block * shift
                 tile(last - first, place, stride, piece, sums + first * PANEL * 4, count, ahead, step)
-        if blocks[1] == num_blocks:
-            finish(then, sums, 0, num_rows)
+        # Rows are finished before, all at once: both want the same units.
+        return due[0]
 
     @kernel()
     def end() -> None:

@@ -19,6 +19,8 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic, models, register_model
 
 _FLOAT, _INT16, _INT32, _INT64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_WHOLE = np.float32(3 << 22)
+"""So large that a sum with it is a whole number, whose last bits are those of what was added."""
 _REASSOCIATE = ("reassoc", "nnan", "nsz")
 
 kernel = functools.partial(njit, nogil=True, error_model="numpy", no_cpython_wrapper=True)
@@ -157,13 +159,10 @@ def vectors(lanes: int, dtype: str = "float32") -> Vectors:
 
         return vector(types.float32), code
 
-    @intrinsic
-    def power_of_two(context: Any, exponent: Any) -> Any:
-        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            biased = builder.add(builder.fptosi(args[0], words), constant(127))
-            return builder.bitcast(builder.shl(biased, constant(23)), floats)
-
-        return vector(vector), code
+    def multiplied(builder: Any, value: Any, shifted: Any) -> Any:
+        # The last bits of the sum are the exponent; all before them go over the edge.
+        exponent = builder.shl(builder.bitcast(shifted, words), constant(23))
+        return builder.bitcast(builder.add(builder.bitcast(value, words), exponent), floats)
 
     def operator(count: int, emit: Callable[..., Any], result: Any = vector) -> Any:
         return intrinsic_of(count, vector, emit, result)
@@ -189,15 +188,21 @@ def vectors(lanes: int, dtype: str = "float32") -> Vectors:
     sub = operator(2, lambda builder, x, y: builder.fsub(x, y))
     mul = operator(2, lambda builder, x, y: builder.fmul(x, y))
     div = operator(2, lambda builder, x, y: builder.fdiv(x, y))
-    larger, floor, fma = named("maxnum", 2), named("floor", 1), named("fma", 3)
-    exp = _make_exp(splat, add, mul, larger, floor, fma, power_of_two)
+    # One instruction, where llvm.maxnum takes three to give the other number for one that is none.
+    larger = operator(2, lambda builder, x, y: builder.select(builder.fcmp_ordered(">", x, y), x, y))
+    fma = named("fma", 3)
+    exp = _make_exp(splat, add, sub, mul, larger, fma, operator(2, multiplied))
     total = reduction("fadd", ir.Constant(_FLOAT, -0.0))
     return Vectors(load, store, splat, add, sub, mul, div, larger, fma, exp, total, reduction("fmax"))
 
 
-def _make_exp(splat: Any, add: Any, mul: Any, larger: Any, floor: Any, fma: Any, power_of_two: Any) -> Any:
-    """The exponential of Cephes (Moshier): 2^n times a polynomial of the rest, which is below ln(2) / 2."""
-    lowest, per_ln2, half, one = (np.float32(x) for x in (-87.0, 1.44269504, 0.5, 1.0))
+def _make_exp(splat: Any, add: Any, sub: Any, mul: Any, larger: Any, fma: Any, times_power: Any) -> Any:
+    """The exponential of Cephes (Moshier): 2^n times a polynomial of the rest, which is below ln(2) / 2.
+
+    Args:
+        times_power: ``(x, y)``: ``x`` times 2 to the n that was added to ``_WHOLE`` and gave ``y``.
+    """
+    lowest, per_ln2, one = (np.float32(x) for x in (-87.0, 1.44269504, 1.0))
     ln2_high, ln2_low = np.float32(-0.693359375), np.float32(2.12194440e-4)
     c5, c4, c3, c2, c1 = (
         np.float32(x)
@@ -208,7 +213,8 @@ def _make_exp(splat: Any, add: Any, mul: Any, larger: Any, floor: Any, fma: Any,
     @kernel()
     def exp(x: Any) -> Any:
         x = larger(x, splat(lowest))
-        n = floor(fma(x, splat(per_ln2), splat(half)))
+        shifted = fma(x, splat(per_ln2), splat(_WHOLE))
+        n = sub(shifted, splat(_WHOLE))
         rest = fma(n, splat(ln2_low), fma(n, splat(ln2_high), x))
         value = fma(splat(c5), rest, splat(c4))
         value = fma(value, rest, splat(c3))
@@ -216,6 +222,6 @@ def _make_exp(splat: Any, add: Any, mul: Any, larger: Any, floor: Any, fma: Any,
         value = fma(value, rest, splat(c1))
         value = fma(value, rest, splat(c0))
         value = add(fma(value, mul(rest, rest), rest), splat(one))
-        return mul(value, power_of_two(n))
+        return times_power(value, shifted)
 
     return exp

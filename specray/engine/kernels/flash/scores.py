@@ -17,11 +17,13 @@ from specray.engine.kernels.flash.work import (
     TOKENS,
     Work,
     place_of,
+    query_at,
     run_of,
     runs_address,
     runs_at,
     slot,
 )
+from specray.engine.kernels.pairs import turn_words
 from specray.engine.kernels.simd import kernel, vectors
 from specray.engine.kernels.team import as_pointer
 
@@ -30,22 +32,23 @@ _ZERO = np.float32(0.0)
 
 def pack_kernel(head_dim: int) -> Any:
     single, half = vectors(head_dim, "float32"), vectors(head_dim, "bfloat16")
-    load, store, splat, num_pairs = single.load, half.store, half.splat, head_dim // 2
+    load, store, splat, row_bytes = single.load, half.store, half.splat, head_dim * 2
 
     @kernel()
     def pack(args: Any, work: Work, queries: int, first_position: int) -> None:
         """Queries to bfloat16, two numbers of a query beside the same two of the next."""
-        packed = carray(as_pointer(work.queries), (work.num_groups, num_pairs, COLUMNS), np.int32)
-        rounded = carray(as_pointer(work.keys), (num_pairs,), np.int32)
         last_seen = carray(as_pointer(work.last_seen), (work.num_groups, COLUMNS), np.float32)
-        packed[:] = 0
-        for head in range(work.num_heads):
-            for index in range(work.num_queries):
-                group, column = place_of(work, head, index)
-                last_seen[group, column] = first_position + index // args[fields.GROUP_SIZE]
-                store(work.keys, 0, load(queries, (head * work.num_queries + index) * head_dim))
-                for number in range(num_pairs):
-                    packed[group, number, column] = rounded[number]
+        for group in range(work.num_groups):
+            for column in range(COLUMNS):
+                head, index = query_at(work, group, column)
+                number = splat(_ZERO)
+                if head >= 0:
+                    last_seen[group, column] = first_position + index // args[fields.GROUP_SIZE]
+                    number = load(queries, (head * work.num_queries + index) * head_dim)
+                store(work.keys, column * head_dim, number)
+            target = work.queries + group * COLUMNS * row_bytes
+            for byte in range(0, row_bytes, tiles.LINE):
+                turn_words(work.keys + byte, row_bytes, target + byte * COLUMNS)
         store(work.nothing, 0, splat(_ZERO))
 
     return pack

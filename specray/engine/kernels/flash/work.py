@@ -96,6 +96,17 @@ def place_of(work: Work, head: int, index: int) -> tuple[int, int]:
 
 
 @kernel()
+def query_at(work: Work, group: int, column: int) -> tuple[int, int]:
+    """Head and number of the query in a place, or -1 where there is none."""
+    if work.heads_per_group > 1:
+        head = group * work.heads_per_group + column // work.num_queries
+        is_there = column < work.heads_per_group * work.num_queries and head < work.num_heads
+        return head if is_there else -1, column % work.num_queries
+    index = group % work.groups_per_head * COLUMNS + column
+    return group // work.groups_per_head if index < work.num_queries else -1, index
+
+
+@kernel()
 def padded_len(work: Work, chunk: int) -> int:
     """Tokens of a chunk's full blocks."""
     return min(CHUNK, (work.end - chunk + BLOCK - 1) // BLOCK * BLOCK)
