@@ -68,7 +68,8 @@ def multiply_kernel(finish: Any) -> tuple[Any, Any, Any]:
     """As that of ``product``. More than ``MAX_ROWS`` rows must be packed (``rows``)."""
     # Sums by tile of rows and half of the panel, rows by tile, weights by half.
     configure = tiles.configure((0, 1, 4), (2, 3, 5), (6, 7))
-    release, one, two = tiles.release, _make_tile(1, finish), _make_tile(2, finish)
+    release, one, two = tiles.release, _make_tile(1, _finish_none), _make_tile(2, _finish_none)
+    one_more, two_more = _make_tile(1, finish), _make_tile(2, finish)
 
     @kernel()
     def begin(num_rows: int) -> None:
@@ -112,10 +113,15 @@ def multiply_kernel(finish: Any) -> tuple[Any, Any, Any]:
                 place = rows + index * num_blocks * _PAIR_BYTES + block * shift
                 wanted, waiting = (ahead, num_lines), (clock, pace)
                 total = sums + first * _SUMS_LINE
-                if num_rows - first > _TILE_ROWS:
-                    two(block == 0, (place, below, stride, shift), piece, total, count, wanted, then, waiting)
+                places, is_pair = (place, below, stride, shift), num_rows - first > _TILE_ROWS
+                if pace > 0 and is_pair:
+                    two_more(block == 0, places, piece, total, count, wanted, then, waiting)
+                elif pace > 0:
+                    one_more(block == 0, places, piece, total, count, wanted, then, waiting)
+                elif is_pair:
+                    two(block == 0, places, piece, total, count, wanted, then, waiting)
                 else:
-                    one(block == 0, (place, below, stride, shift), piece, total, count, wanted, then, waiting)
+                    one(block == 0, places, piece, total, count, wanted, then, waiting)
                 clock += pace * count
         return clock
 
@@ -124,6 +130,11 @@ def multiply_kernel(finish: Any) -> tuple[Any, Any, Any]:
         release()
 
     return begin, multiply, end
+
+
+@kernel(forceinline=True)
+def _finish_none(then: Any, first: int, last: int) -> None:
+    pass
 
 
 def _make_tile(num_tiles: int, finish: Any) -> Any:

@@ -2,7 +2,7 @@
 
 The product itself is ``kernels.product`` (AVX-512) or ``kernels.amx``; here are the layers made of it, and
 how threads share one: a part is some panels, and a thread multiplies a panel and finishes it (``ending``),
-with AMX while it multiplies the next one.
+of many rows with AMX while it multiplies the next one.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ _MAX_ROWS_AT_ONCE = 512
 _MAX_BYTES_AT_ONCE = 1100 << 10
 """Of rows: they stay in the second cache while some panels are multiplied."""
 _MAX_PANELS_AT_ONCE = 8
+_MIN_OVERLAPPED_ROWS = 97
+"""With fewer, memory is the bound, and a step takes up to a twentieth longer if panels are finished later."""
 _MIN_SHARED_WEIGHTS = 262_144
 """Weights below which a second thread costs more than it brings."""
 
@@ -159,8 +161,10 @@ class _Tiled:
         num_ranges = -(-rows_at_once * rows.num_features * 2 // _MAX_BYTES_AT_ONCE) if self._has_amx else 1
         is_whole = rows_at_once == num_rows and num_ranges == 1
         sums_size = rows_at_once * self._sums_width * 4
-        # Sums of a panel wait until they are finished, or for its next blocks.
-        num_sums = 2 if num_ranges == 1 else _MAX_PANELS_AT_ONCE
+        # Sums of a panel wait for its next blocks, or to be finished while the next panel is multiplied.
+        num_sums = 1 if not self._has_amx or num_rows < _MIN_OVERLAPPED_ROWS else 2
+        if num_ranges > 1:
+            num_sums = _MAX_PANELS_AT_ONCE
         scratch_size = sums_size * num_sums + APART
         scratch = self._team.empty(self._team.size * scratch_size, torch.uint8)
         args = self._args
@@ -242,17 +246,11 @@ class TiledGate:
 
 @functools.cache
 def _linear_kernel(has_amx: bool) -> Kernel:
-    multiply_kernel = amx.multiply_kernel if has_amx else product.multiply_kernel
-    make = functools.partial(_make_linear, multiply_kernel, has_amx)
+    make = functools.partial(_make_linear, amx.multiply_kernel if has_amx else product.multiply_kernel)
     return Kernel("linear-amx" if has_amx else "linear", _NUM_ARGS, make)
 
 
-def _make_linear(make_multiply: Callable[[Any], Any], is_overlapped: bool) -> Any:
-    """The kernel of all layers.
-
-    Args:
-        is_overlapped: a panel is finished while the next one is multiplied, not before.
-    """
+def _make_linear(make_multiply: Callable[[Any], Any]) -> Any:
     finish = finish_kernel()
     begin, multiply, finish_all = make_multiply(finish)
 
@@ -313,8 +311,8 @@ def _make_linear(make_multiply: Callable[[Any], Any], is_overlapped: bool) -> An
                     blocks = block, min(num_blocks, block + blocks_at_once)
                     for panel in range(group, last):
                         place = first_sums + (panel - group) % args[_NUM_SUMS] * args[_SUMS_STEP]
-                        if place == sums or not is_overlapped:
-                            # Its sums are in the way, or there is nothing to gain.
+                        if place == sums:
+                            # No room to wait.
                             finish(waiting, 0, num_rows)
                             waiting = ending(args, place, panel, 0, 0)
                         do_panel(args, place, panel, rows, blocks, end, waiting)
