@@ -69,7 +69,7 @@ def multiply_kernel(finish: Any) -> tuple[Any, Any, Any]:
     # Sums by tile of rows and half of the panel, rows by tile, weights by half.
     configure = tiles.configure((0, 1, 4), (2, 3, 5), (6, 7))
     release, one, two = tiles.release, _make_tile(1, _finish_none), _make_tile(2, _finish_none)
-    one_more, two_more = _make_tile(1, finish), _make_tile(2, finish)
+    one_finishing, two_finishing = _make_tile(1, finish), _make_tile(2, finish)
 
     @kernel()
     def begin(num_rows: int) -> None:
@@ -115,9 +115,9 @@ def multiply_kernel(finish: Any) -> tuple[Any, Any, Any]:
                 total = sums + first * _SUMS_LINE
                 places, is_pair = (place, below, stride, shift), num_rows - first > _TILE_ROWS
                 if pace > 0 and is_pair:
-                    two_more(block == 0, places, piece, total, count, wanted, then, waiting)
+                    two_finishing(block == 0, places, piece, total, count, wanted, then, waiting)
                 elif pace > 0:
-                    one_more(block == 0, places, piece, total, count, wanted, then, waiting)
+                    one_finishing(block == 0, places, piece, total, count, wanted, then, waiting)
                 elif is_pair:
                     two(block == 0, places, piece, total, count, wanted, then, waiting)
                 else:
@@ -134,7 +134,7 @@ def multiply_kernel(finish: Any) -> tuple[Any, Any, Any]:
 
 @kernel(forceinline=True)
 def _finish_none(then: Any, first: int, last: int) -> None:
-    pass
+    """For steps of few rows, whose loop is the shorter for it."""
 
 
 def _make_tile(num_tiles: int, finish: Any) -> Any:

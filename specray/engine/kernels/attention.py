@@ -26,6 +26,7 @@ from specray.engine.kernels.team import APART, Kernel, Team, as_pointer
 
 _PARTS_PER_THREAD = 4
 _FURTHER_STEPS = 64
+"""For which a call has room; a proposal is shorter."""
 _MIN_SHARED_WORK = 32_768
 """Numbers of K and V to read, below which a second thread costs more than it brings."""
 
