@@ -85,13 +85,13 @@ class ModelRunner:
         self.forward = forward
         self.graphs = graphs
         self._parallel = parallel
-        self._recorded = None if parallel is not None else _recorded(forward, info.device)
-        self._forward: Forward = self._recorded or forward
+        self._taped = None if parallel is not None else _taped(forward, info.device)
+        self._forward: Forward = self._taped or forward
 
     @property
     def is_taped(self) -> bool:
         """Between its tokens and its logits, a step is kernels alone, which have threads of their own."""
-        return self._recorded is not None
+        return self._taped is not None
 
     @torch.inference_mode()
     def run(self, inputs: Sequence[SequenceInput]) -> torch.Tensor:
@@ -121,7 +121,7 @@ class ModelRunner:
             Logits ``[len(kept), vocab_size]``, float32, there until the next step; None where ``run`` has to
             be told everything.
         """
-        return None if self._recorded is None else self._recorded.advance(kept, token_ids)
+        return None if self._taped is None else self._taped.advance(kept, token_ids)
 
     def follow(self) -> None:
         """Ranks other than the leader: runs what the leader runs until it closes.
@@ -210,7 +210,7 @@ class ModelRunner:
         return logits[torch.tensor(wanted, dtype=torch.int64, device=logits.device)]
 
 
-def _recorded(forward: Forward, device: torch.device) -> TapedForward | None:
+def _taped(forward: Forward, device: torch.device) -> TapedForward | None:
     if device.type != "cpu":
         return None
     try:

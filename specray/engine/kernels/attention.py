@@ -26,7 +26,7 @@ from specray.engine.kernels.team import APART, Kernel, Team, as_pointer
 
 _PARTS_PER_THREAD = 4
 _FURTHER_STEPS = 64
-"""For which a call has room; a proposal is shorter."""
+"""For which a call has room. Then it is made anew."""
 _MIN_SHARED_WORK = 32_768
 """Numbers of K and V to read, below which a second thread costs more than it brings."""
 
@@ -181,7 +181,7 @@ class AttentionCall:
         Returns:
             Whether there was room for it; if not, nothing has changed.
         """
-        table = self._table[kept] if len(kept) < len(self._table) else self._table
+        table = self._table[list(kept)] if len(kept) < len(self._table) else self._table
         if table[:, fields.START].max() + 2 > self._max_end:
             return False
         table[:, fields.START] += 1
