@@ -155,6 +155,12 @@ async def test_engine_lives_on_one_thread_which_is_not_its_owners(address: str) 
 async def test_waiting_requests_of_all_routers_become_one_draft_call(address: str) -> None:
     engine = ScriptedDraft()
     async with serving_draft(engine, address), drafters(address, 2) as [one, two]:
+        # An answer says that the server reads the stream: it would not begin to while the engine is held.
+        for router in (one, two):
+            await router.speculate([speculate("opening")])
+            await within(router.replies())
+            await entered(engine)
+        engine.calls.clear()
         engine.gate.clear()
         await one.speculate([speculate("first")])
         await entered(engine)
