@@ -29,8 +29,12 @@ class Drafter(Protocol):
         """Asks again, for the blocks in use now. Raises EngineLostError."""
         ...
 
-    async def speculate(self, items: Sequence[SpeculateItem]) -> None:
-        """Sends one batch. Raises EngineLostError when the connection is gone."""
+    async def speculate(self, items: Sequence[SpeculateItem], released: Sequence[str] = ()) -> None:
+        """Sends one batch; the draft frees the sequences ``released`` before it reads the items.
+
+        Raises:
+            EngineLostError: the connection is gone.
+        """
         ...
 
     async def release(self, request_ids: Sequence[str]) -> None:
@@ -62,8 +66,12 @@ class Verifier(Protocol):
         """Asks again, for the blocks in use now. Raises EngineLostError."""
         ...
 
-    async def verify(self, items: Sequence[VerifyItem]) -> None:
-        """Sends one batch: one ragged forward. Raises EngineLostError."""
+    async def verify(self, items: Sequence[VerifyItem], released: Sequence[str] = ()) -> None:
+        """Sends one batch: one ragged forward, before which the sequences ``released`` are freed.
+
+        Raises:
+            EngineLostError: the connection is gone.
+        """
         ...
 
     async def release(self, request_ids: Sequence[str]) -> None:

@@ -132,8 +132,10 @@ class LocalVerifier:
         self._wire.check()
         return self._engine.info
 
-    async def verify(self, items: Sequence[VerifyItem]) -> None:
+    async def verify(self, items: Sequence[VerifyItem], released: Sequence[str] = ()) -> None:
         self._wire.check()
+        if released:
+            self._engine.release(released)
         self._wire.answer(self._engine.verify(items))
 
     async def release(self, request_ids: Sequence[str]) -> None:
@@ -189,8 +191,10 @@ class LocalDrafter:
         self._wire.check()
         return self._engine.info
 
-    async def speculate(self, items: Sequence[SpeculateItem]) -> None:
+    async def speculate(self, items: Sequence[SpeculateItem], released: Sequence[str] = ()) -> None:
         self._wire.check()
+        if released:
+            self._engine.release(released)
         if self.num_calls == self._dies_after:
             self._wire.lose()
             self._wire.check()

@@ -177,7 +177,8 @@ class SimulatedDrafter:
         await asyncio.sleep(self._draft.times.transport.of(1))
         return self.info
 
-    async def speculate(self, items: Sequence[SpeculateItem]) -> None:
+    async def speculate(self, items: Sequence[SpeculateItem], released: Sequence[str] = ()) -> None:
+        self._draft.release(self, released)
         count = len(items)
         delay_s = self._draft.transport_s(count) / 2
         if not items[0].fanout:

@@ -98,8 +98,9 @@ class SimulatedTarget:
         await asyncio.sleep(self._times.transport.of(1))
         return self.info
 
-    async def verify(self, items: Sequence[VerifyItem]) -> None:
+    async def verify(self, items: Sequence[VerifyItem], released: Sequence[str] = ()) -> None:
         """One step; it begins when the router and the way there have had their time."""
+        await self.release(released)
         loop = asyncio.get_running_loop()
         size = StepSize()
         replies: list[TargetReply] = []

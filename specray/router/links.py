@@ -104,7 +104,7 @@ class Link(Generic[ItemT, RepliesT]):
 
     Args:
         connection: the drafter or verifier.
-        send: its method for items.
+        send: its method for items, and for what is freed before them.
         on_replies: called by the reader with each batch.
         on_lost: called once when either direction fails.
     """
@@ -112,7 +112,7 @@ class Link(Generic[ItemT, RepliesT]):
     def __init__(
         self,
         connection: Connection[RepliesT],
-        send: Callable[[Sequence[ItemT]], Awaitable[None]],
+        send: Callable[[Sequence[ItemT], Sequence[str]], Awaitable[None]],
         on_replies: Callable[[RepliesT], None],
         on_lost: Callable[[Exception], None],
     ) -> None:
@@ -178,10 +178,11 @@ class Link(Generic[ItemT, RepliesT]):
                 self._has_mail.clear()
                 while self._outbox:
                     items, released = self._outbox[0]
-                    if released:
-                        await self._connection.release(released)
+                    # In one message: a second one, when a session ends, held up the round by 2 to 4 ms.
                     if items:
-                        await self._send(items)
+                        await self._send(items, released)
+                    else:
+                        await self._connection.release(released)
                     self._outbox.popleft()
                 self._is_drained.set()
         except Exception as error:

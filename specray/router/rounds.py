@@ -109,6 +109,14 @@ class Rounds:
         self.is_open = False
         self._inbox.wake()
 
+    def settle(self) -> None:
+        """Does what was put off, at the end of the loop: callers wait for some of it."""
+        while self._later:
+            try:
+                self._later.run()
+            except Exception:
+                logger.exception("what was put off failed")
+
     def cancel_alarm(self) -> None:
         """Nothing will be due any more."""
         self._alarm.cancel()
@@ -171,7 +179,7 @@ class Rounds:
                     said = {"request_id": reply.request_id}
                     logger.error("the target broke the protocol: %s", error, extra=said)
                     session.fail(f"the target broke the protocol: {error}")
-                    self._end(live)
+                    self.sessions.end(live, self._now)
                     return True
                 if commit is not None:
                     # Also of a chunk of a prompt, which commits nothing.
@@ -185,7 +193,7 @@ class Rounds:
             case ItemFailed():
                 is_taken = session.on_target_failed(reply)
                 if session.is_finished:
-                    self._end(live)
+                    self.sessions.end(live, self._now)
                 elif is_taken:
                     self.sessions.preempt(live, self._now)
                 return is_taken
@@ -196,16 +204,12 @@ class Rounds:
         now = self._now
         self._measure(live, commit, forward_s)
         live.committed_s = now
-        live.delivery.push(commit.token_ids, commit.logprobs)
+        # Whoever is woken by it would run before the links' writers.
+        self._later.add(live.delivery.push, commit.token_ids, commit.logprobs)
         if live.session.is_finished:
-            self._end(live)
+            self.sessions.end(live, now)
         else:
             self.drafting.on_lookup(live, commit.lookup, now)
-
-    def _end(self, live: LiveSession) -> None:
-        # Who is woken by the end may read the counters.
-        self._later.run()
-        self.sessions.end(live, self._now)
 
     def _measure(self, live: LiveSession, commit: Commit, forward_s: float) -> None:
         now, num_tokens = self._now, len(commit.token_ids)

@@ -102,7 +102,8 @@ class Router:
             max_tokens=self._config.max_queued_tokens,
             rng=self._rng,
         )
-        self._sessions = Sessions(queue, self.metrics, self._release, tracer)
+        self._later = Later()
+        self._sessions = Sessions(queue, self.metrics, self._release, self._later, tracer)
         self._target = TargetRenewal(
             verifier,
             inbox=inbox,
@@ -136,13 +137,12 @@ class Router:
         self._sessions.set_limit(link.info.max_num_seqs)
         leases = self._leases = self._make_leases(link.info)
         is_serial = self._speculation.overlap is Overlap.SERIAL
-        later = Later()
         drafting = Drafting(
             leases,
             self._sessions.running,
             self._policy,
             self.metrics,
-            later,
+            self._later,
             round_timeout_s=self._config.round_timeout_s,
             is_serial=is_serial,
             trace=self._trace,
@@ -155,7 +155,7 @@ class Router:
             config=self._config,
             clock=self._clock,
             metrics=self.metrics,
-            later=later,
+            later=self._later,
             on_target_lost=self._on_target_lost,
             trace=self._trace,
         )
@@ -351,6 +351,8 @@ class Router:
             logger.exception("the router's loop failed")
             self._broken = error
             self._fail_all(EngineLostError(f"the router failed: {error}"))
+        finally:
+            rounds.settle()
 
     def _on_target_lost(self, link: TargetLink, error: Exception) -> None:
         self._target.on_lost(link, error, is_stopping=self._is_draining)

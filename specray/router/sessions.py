@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from functools import partial
 
 from specray.errors import DeadlineExceededError, EngineLostError, OverloadedError, SpecrayError
 from specray.interfaces import RequestTracer
 from specray.metrics import RouterMetrics
 from specray.requests import FinishReason
+from specray.router.later import Later
 from specray.router.live import LiveSession
 from specray.router.queue import AdmissionQueue
 from specray.router.quotas import Quotas
@@ -25,6 +27,7 @@ class Sessions:
         queue: of those that wait.
         metrics: counts ends and shows who is where.
         release: frees a session on both engines.
+        later: where callers are told of it.
         tracer: told of requests that are traced, when they end; None: nobody is.
     """
 
@@ -33,6 +36,7 @@ class Sessions:
         queue: AdmissionQueue[LiveSession],
         metrics: RouterMetrics,
         release: Callable[[str], None],
+        later: Later,
         tracer: RequestTracer | None = None,
     ) -> None:
         self._tracer = tracer
@@ -40,6 +44,7 @@ class Sessions:
         self._queue = queue
         self._metrics = metrics
         self._release = release
+        self._later = later
         self._all: dict[str, LiveSession] = {}
         self._quotas = Quotas()
         self._by_deadline: list[tuple[float, str]] = []
@@ -151,12 +156,14 @@ class Sessions:
             live.round_started_s = None
 
     def end(self, live: LiveSession, now: float) -> None:
-        """The session has a finish reason: the caller gets it, both engines forget the request."""
+        """The session has a finish reason: both engines forget the request, then the caller gets it."""
         session = live.session
         assert session.finish_reason is not None
         if not self._forget(live, now):
             return
-        live.delivery.finish(
+        self._later.add(self._metrics.observe_end, session.finish_reason.value)
+        finish = partial(
+            live.delivery.finish,
             session.finish_reason,
             stop_reason=session.stop_reason,
             message=session.message,
@@ -164,7 +171,7 @@ class Sessions:
             num_cached_tokens=session.num_cached_tokens,
             ttft_s=None if live.first_token_s is None else live.first_token_s - live.arrived_s,
         )
-        self._metrics.observe_end(session.finish_reason.value)
+        self._later.add(finish)
 
     def abort(self, request_id: str, now: float) -> None:
         """The caller went away. Unknown ids are ignored."""

@@ -84,13 +84,13 @@ class EngineConnection(Generic[ItemT, ReplyT, RepliesT]):
         """True when the connection is known to be gone or closed; every call raises EngineLostError then."""
         return self._reason is not None or self._stream.done()
 
-    async def send(self, items: Sequence[ItemT]) -> None:
-        """Sends one batch. A send that is cancelled half-way ends the connection.
+    async def send(self, items: Sequence[ItemT], released: Sequence[str] = ()) -> None:
+        """Sends one batch, and what the engine frees before it. Cancelled half-way, it ends the connection.
 
         Raises:
             EngineLostError: the connection is gone, or the engine took nothing for ``send_timeout_s``.
         """
-        await self._write(self._role.encode_request(items, ()))
+        await self._write(self._role.encode_request(items, released))
 
     async def release(self, request_ids: Sequence[str]) -> None:
         """Frees the sequences on the engine, in order with the items. Raises EngineLostError."""

@@ -48,6 +48,6 @@ class GrpcDrafter(EngineConnection[SpeculateItem, DraftReply, DraftReplies]):
             DRAFT, peer, channel, stream, info, send_timeout_s=send_timeout_s, security=options.security
         )
 
-    async def speculate(self, items: Sequence[SpeculateItem]) -> None:
-        """Sends one batch. Raises EngineLostError when the connection is gone."""
-        await self.send(items)
+    async def speculate(self, items: Sequence[SpeculateItem], released: Sequence[str] = ()) -> None:
+        """Sends one batch; as ``send``."""
+        await self.send(items, released)

@@ -48,6 +48,6 @@ class GrpcVerifier(EngineConnection[VerifyItem, TargetReply, TargetReplies]):
             TARGET, peer, channel, stream, info, send_timeout_s=send_timeout_s, security=options.security
         )
 
-    async def verify(self, items: Sequence[VerifyItem]) -> None:
-        """Sends one batch: one ragged forward. Raises EngineLostError when the connection is gone."""
-        await self.send(items)
+    async def verify(self, items: Sequence[VerifyItem], released: Sequence[str] = ()) -> None:
+        """Sends one batch: one ragged forward; as ``send``."""
+        await self.send(items, released)

@@ -41,7 +41,7 @@ class UnsureDrafter:
     async def fetch_info(self) -> EngineInfo:
         return self.info
 
-    async def speculate(self, items: Sequence[SpeculateItem]) -> None:
+    async def speculate(self, items: Sequence[SpeculateItem], released: Sequence[str] = ()) -> None:
         self.num_asked.append(len(items))
         answered = self.engine.speculate(items).replies
         # Every reply by itself: they need not come together.

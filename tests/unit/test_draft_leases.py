@@ -340,10 +340,10 @@ def test_request_that_ends_draft_after_draft_goes_on_without_one_and_others_with
     clock = VirtualClock()
 
     class Poisoned(LocalDrafter):
-        async def speculate(self, items: Sequence[SpeculateItem]) -> None:
+        async def speculate(self, items: Sequence[SpeculateItem], released: Sequence[str] = ()) -> None:
             if any(item.request_id == "poison" for item in items):
                 self.lose()
-            await super().speculate(items)
+            await super().speculate(items, released)
 
     async def main() -> None:
         draft = fake_draft(PerfectGuesser(MODEL))
