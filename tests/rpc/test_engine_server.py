@@ -254,6 +254,28 @@ async def test_release_is_in_order_with_the_items_of_its_stream(address: str) ->
     assert engine.releases[0] == ("a",)
 
 
+async def test_what_is_freed_with_a_batch_is_freed_before_its_items(address: str) -> None:
+    engine = ScriptedDraft()
+    async with serving_draft(engine, address), drafters(address) as [drafter]:
+        await drafter.speculate([speculate("a"), speculate("b")])
+        await within(drafter.replies())
+        # A name may be used again in the message that frees it.
+        again = speculate("a", round_id=1, token_ids=(7,))
+        await drafter.speculate([again], ["a", "b"])
+        assert (await within(drafter.replies())).replies == (Proposal("a", 1, 0, (8, 9)),)
+        assert engine.sequences == {"a": (7,)}
+    assert engine.releases[0] == ("a", "b")
+    engine = ScriptedTarget()
+    async with serving_target(engine, address):
+        verifier = await GrpcVerifier.connect(address, timeout_s=DEADLINE_S)
+        await verifier.verify([verify("a")])
+        await within(verifier.replies())
+        await verifier.verify([verify("b")], ["a"])
+        await within(verifier.replies())
+        assert set(engine.sequences) == {"b"}
+        await verifier.close()
+
+
 async def test_stream_end_releases_what_the_stream_holds_and_nothing_else(address: str) -> None:
     engine = ScriptedDraft()
     async with serving_draft(engine, address), drafters(address, 2) as [one, two]:
