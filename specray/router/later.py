@@ -10,8 +10,8 @@ from typing import Any
 class Later:
     """Keeps calls until the messages of the step have left; then ``run`` makes them, in order.
 
-    Counting a round costs a tenth of a millisecond when the caches are cold after a forward, waking the
-    callers whose requests have ended 2 to 4 (32 requests on 2 cores), and both engines would idle meanwhile.
+    Counting a round costs a tenth of a millisecond when the caches are cold after a forward, and
+    callers who are woken run before the links' writers. Both engines would idle meanwhile.
     """
 
     __slots__ = ("_calls",)

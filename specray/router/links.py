@@ -178,7 +178,7 @@ class Link(Generic[ItemT, RepliesT]):
                 self._has_mail.clear()
                 while self._outbox:
                     items, released = self._outbox[0]
-                    # In one message: a second one, when a session ends, held up the round by 2 to 4 ms.
+                    # In one message: the round would wait for one of its own whenever a session ends.
                     if items:
                         await self._send(items, released)
                     else:

@@ -27,7 +27,7 @@ class Sessions:
         queue: of those that wait.
         metrics: counts ends and shows who is where.
         release: frees a session on both engines.
-        later: where callers are told of it.
+        later: callers are told when the messages of the step have left.
         tracer: told of requests that are traced, when they end; None: nobody is.
     """
 
