@@ -17,7 +17,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from specray.actors.node import LocalProcess
 from specray.actors.placement import actor_options, rank_bundles
 from specray.actors.ranks import Rank, RankProcess, TargetRank, own_process
-from specray.config import Config, rank_environment
+from specray.config import Config
+from specray.environment import rank_environment
 from specray.errors import ConfigError, EngineLostError
 
 THREADS_PER_RANK = 4

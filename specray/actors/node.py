@@ -18,7 +18,8 @@ from typing import Any
 
 import ray
 
-from specray.config import Config, apply_interface_environment
+from specray.config import Config
+from specray.environment import apply_interface_environment
 from specray.rpc.channel import MAX_SOCKET_PATH_BYTES
 
 LOOPBACK = "127.0.0.1"

@@ -22,7 +22,7 @@ from specray.bench.client import ServerClient, key_header
 from specray.bench.memory import ProcessMemory, read_memory, service_pids
 from specray.bench.raw_http import RawAnswer, RawClient
 from specray.bench.stats import Percentiles, percentiles
-from specray.config import api_key
+from specray.environment import api_key
 from specray.errors import SpecrayError
 
 PATH: Final = "/v1/completions"

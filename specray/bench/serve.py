@@ -13,7 +13,7 @@ from specray.bench.client import ServerClient
 from specray.bench.load import MAX_KEPT_ERRORS, run_pass, send
 from specray.bench.scrape import ServerStats, difference, parse_samples, server_stats
 from specray.bench.stats import ArmSummary, Pass, summarize
-from specray.config import api_key
+from specray.environment import api_key
 
 
 @dataclass(frozen=True, slots=True)

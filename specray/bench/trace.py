@@ -13,7 +13,8 @@ from specray.bench.client import key_header
 from specray.bench.overlap import HITS, MISSES
 from specray.bench.timeline import Summary, Timeline, changed_plans
 from specray.bench.timeline_chart import plan_text, shortened
-from specray.config import Config, api_key
+from specray.config import Config
+from specray.environment import api_key
 from specray.errors import ConfigError, EngineLostError
 from specray.requests import GenerateRequest
 from specray.router.records import FILLER

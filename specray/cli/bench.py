@@ -184,7 +184,7 @@ def forwards(
     from rich.console import Console
     from rich.progress import track
 
-    from specray.config import apply_thread_environment
+    from specray.environment import apply_thread_environment
 
     apply_thread_environment()
     from specray.bench.forwards import ROWS, forwards_table, measure_forwards
@@ -232,7 +232,7 @@ def drafting(
     """Measure what a draft token costs in a whole draft engine, without RPC."""
     from rich.console import Console
 
-    from specray.config import apply_thread_environment
+    from specray.environment import apply_thread_environment
 
     apply_thread_environment()
     from specray.bench.forwards import drafting_table, measure_drafting

@@ -167,7 +167,7 @@ def _options(sampling: Sampling) -> GenerationOptions:
 
 async def _from_server(url: str, prompt: str, sampling: Sampling) -> AsyncGenerator[Piece, None]:
     from specray.bench.client import ServerClient
-    from specray.config import api_key
+    from specray.environment import api_key
 
     body: dict[str, Any] = {
         "prompt": prompt,

@@ -33,7 +33,8 @@ def worker(
 ) -> None:
     """Serve one engine over gRPC until Ctrl-C: a draft or a target of one rank."""
     from specray.cli.settings import build_config
-    from specray.config import MODEL_FREE_DRAFTS, apply_thread_environment
+    from specray.config import MODEL_FREE_DRAFTS
+    from specray.environment import apply_thread_environment
     from specray.errors import ConfigError
     from specray.telemetry.logs import configure_logging
 

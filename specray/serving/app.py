@@ -21,7 +21,8 @@ from specray.actors.draft import DRAIN_S, DraftReplica
 from specray.actors.placement import actor_options, place_draft, place_group, rank_bundle, ray_nodes
 from specray.actors.router import RouterReplica
 from specray.actors.scaling import draft_replicas, router_replicas
-from specray.config import Config, parse_config, rank_environment, thread_environment
+from specray.config import Config, parse_config
+from specray.environment import rank_environment, thread_environment
 from specray.serving.ingress import ingress_deployment
 
 NUM_CPUS_PER_INGRESS = 0.1

@@ -16,7 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from specray.config import Config, apply_ray_environment, external_ray_address
+from specray.config import Config
+from specray.environment import apply_ray_environment, external_ray_address
 from specray.errors import ConfigError
 
 APP_NAME = "specray"

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from typing import Final, TextIO
 
-from specray.config import log_level
+from specray.environment import log_level
 from specray.sections import LoggingConfig
 
 ROOT: Final = "specray"

@@ -12,7 +12,8 @@ import pytest
 from rpc_engines import ScriptedDraft, ScriptedHandler
 
 from specray.actors.node import listen_address
-from specray.config import Config, parse_config, rank_environment, thread_environment
+from specray.config import Config, parse_config
+from specray.environment import rank_environment, thread_environment
 from specray.rpc.inference import InferenceServer
 from specray.rpc.server import draft_server
 

@@ -12,13 +12,14 @@ PACKAGE = Path(__file__).resolve().parents[2] / "specray"
 
 # Layer -> layers of specray that it may import. A layer may always import itself.
 VOCABULARY = {"types", "requests", "errors"}
-SEAMS = VOCABULARY | {"interfaces", "config", "sections", "metrics"}
+SEAMS = VOCABULARY | {"interfaces", "config", "environment", "sections", "metrics"}
 ALLOWED: dict[str, set[str]] = {
     "types": set(),
     "requests": {"types"},
     "errors": set(),
     "sections": set(),
     "config": VOCABULARY | {"sections"},
+    "environment": VOCABULARY | {"sections"},
     "interfaces": VOCABULARY,
     "metrics": VOCABULARY | {"interfaces"},
     "telemetry": SEAMS,

@@ -9,7 +9,8 @@ import yaml
 
 from specray.bench.client import key_header
 from specray.cli import main
-from specray.config import api_key, parse_config
+from specray.config import parse_config
+from specray.environment import api_key
 from specray.errors import ConfigError, OverloadedError
 from specray.requests import GenerateRequest, SpeculationParams
 from specray.sections import KeyConfig

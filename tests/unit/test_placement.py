@@ -15,7 +15,8 @@ from specray.actors.group import check_one_host, check_own_gpus
 from specray.actors.node import LocalProcess, interface_of
 from specray.actors.placement import NodeShape, fits, place_draft, place_group, rank_bundles
 from specray.actors.ranks import RankProcess
-from specray.config import TargetConfig, interface_environment, parse_config, rank_environment
+from specray.config import TargetConfig, parse_config
+from specray.environment import interface_environment, rank_environment
 from specray.errors import ConfigError
 from specray.sections import RpcConfig
 

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from specray.config import EMBEDDED, Config, EngineConfig, apply_thread_environment, parse_config
+from specray.config import EMBEDDED, Config, EngineConfig, parse_config
+from specray.environment import apply_thread_environment
 from specray.errors import ConfigError, SpecrayError
 
 MAX_MODEL_LEN: Final = 1024

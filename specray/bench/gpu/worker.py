@@ -7,7 +7,8 @@ import logging
 import sys
 from functools import partial
 
-from specray.config import apply_thread_environment, load_config, log_level
+from specray.config import load_config
+from specray.environment import apply_thread_environment, log_level
 from specray.errors import SpecrayError
 from specray.rpc.parent import end_with_parent
 

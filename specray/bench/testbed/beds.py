@@ -25,7 +25,8 @@ from specray.bench.testbed.netns import Network, entered
 from specray.bench.testbed.ray_host import RayHost
 from specray.bench.testbed.service import Control, controlled
 from specray.bench.testbed.tree import adopting
-from specray.config import HEAP_ENVIRONMENT, SERVE_MESSAGE_BYTES, Config
+from specray.config import Config
+from specray.environment import RAY_ENVIRONMENT
 from specray.errors import EngineLostError
 
 GCS_PORT = 6379
@@ -120,10 +121,8 @@ async def open_bed(
             "RAY_AUTH_TOKEN": secrets.token_hex(16),
             "RAY_USAGE_STATS_ENABLED": "0",
             # As in the container image.
-            **HEAP_ENVIRONMENT,
+            **RAY_ENVIRONMENT,
             "GRPC_ENABLE_FORK_SUPPORT": "0",
-            "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
-            "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(SERVE_MESSAGE_BYTES),
             # Ray's agent keeps its metrics of every worker that has ever died; nobody reads them here.
             "RAY_enable_metrics_collection": "0",
             # A line per call is in Serve's own files; it need not come through Ray as well.
