@@ -31,7 +31,7 @@ Serve's processes call each other over gRPC instead of through actor calls: that
 stream costs them (measured, 32 streams on 2 cores: 12.7 to 6.5 s of processor time for 8,400 tokens).
 
 Serve's controller looks at its deployments ten times a second unless told otherwise: with nothing to do it
-and the GCS that it asks take 5.5 % of a core, and 2.5 % at four times a second.
+and the GCS that it asks take 5 % of a core, and 3 % at four times a second.
 """
 
 
