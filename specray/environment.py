@@ -1,4 +1,4 @@
-"""The environment: variables are read and set here and nowhere else."""
+"""Environment variables: what the service reads, and what it sets for Ray, threads and collectives."""
 
 from __future__ import annotations
 
