@@ -189,7 +189,7 @@ def forwards(
     apply_thread_environment()
     from specray.bench.forwards import ROWS, forwards_table, measure_forwards
     from specray.cli.settings import build_config
-    from specray.engine.runner import build_runner
+    from specray.engine.assembly import build_runner
 
     options = {"model": model, "dtype": dtype, "device": device, "num_threads": num_threads}
     other: dict[str, object] = {"draft.enabled": False} if role is Role.TARGET else {}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specray.config import EngineConfig
+from specray.engine.assembly import model_path
 from specray.engine.loader import check_loadable, tokenizer_fingerprint
-from specray.engine.runner import model_path
 from specray.errors import ConfigError
 
 

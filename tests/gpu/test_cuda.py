@@ -12,12 +12,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 from checkpoints import write_checkpoint
 
 from specray.config import EngineConfig
+from specray.engine.assembly import build_runner
 from specray.engine.block_backends import Model, choose_backend
 from specray.engine.cache import BlockAllocator, BlockTable
 from specray.engine.graphs import Bucket
 from specray.engine.inputs import BranchRow, SequenceInput
 from specray.engine.operators import HeadShape
-from specray.engine.runner import ModelRunner, build_runner
+from specray.engine.runner import ModelRunner
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 from checkpoints import reference_logits, reference_model, write_checkpoint
 
 from specray.config import EngineConfig
+from specray.engine.assembly import _prepared_buckets, build_runner
 from specray.engine.cache import BlockAllocator, BlockTable
 from specray.engine.graphs import (
     MAX_ROWS,
@@ -25,7 +26,7 @@ from specray.engine.graphs import (
     run_again,
 )
 from specray.engine.inputs import BranchRow, SequenceInput
-from specray.engine.runner import ModelRunner, _prepared_buckets, build_runner
+from specray.engine.runner import ModelRunner
 from specray.errors import ConfigError
 
 ATOL = 2e-5

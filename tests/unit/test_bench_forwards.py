@@ -14,8 +14,9 @@ from specray.bench.forwards import (
     measure_forwards,
 )
 from specray.config import EngineConfig, parse_config
+from specray.engine.assembly import build_runner
 from specray.engine.build import build_draft_engine
-from specray.engine.runner import ModelRunner, build_runner
+from specray.engine.runner import ModelRunner
 from specray.errors import ConfigError
 
 

@@ -15,9 +15,10 @@ from checkpoints import (
 )
 
 from specray.config import EngineConfig
+from specray.engine.assembly import build_runner
 from specray.engine.cache import BlockAllocator, BlockTable
 from specray.engine.inputs import BranchRow, SequenceInput
-from specray.engine.runner import ModelRunner, build_runner
+from specray.engine.runner import ModelRunner
 
 PROMPT = [5, 7, 9, 11, 13, 2, 4, 60, 33]
 OTHER = [8, 3, 3, 90]

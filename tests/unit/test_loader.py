@@ -10,9 +10,9 @@ from checkpoints import write_checkpoint, write_tokenizer
 from transformers import T5Config, T5ForConditionalGeneration
 
 from specray.config import EngineConfig
+from specray.engine.assembly import build_runner
 from specray.engine.device import num_threads_for, num_threads_for_logits, num_usable_cores
 from specray.engine.loader import ModelArgs, load_model, tokenizer_fingerprint
-from specray.engine.runner import build_runner
 from specray.errors import ConfigError
 
 CPU = torch.device("cpu")

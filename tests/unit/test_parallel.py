@@ -16,6 +16,7 @@ from checkpoints import reference_greedy, reference_logits, reference_model, wri
 from group_ranks import DEADLINE_S, hang_or_die, join, start_differently
 
 from specray.config import EngineConfig
+from specray.engine.assembly import _group_choices, build_runner
 from specray.engine.inputs import BranchRow, CopyInput, SequenceInput
 from specray.engine.loader import ModelArgs, load_model
 from specray.engine.parallel import (
@@ -28,7 +29,7 @@ from specray.engine.parallel import (
     encode_copy,
     encode_inputs,
 )
-from specray.engine.runner import ModelRunner, _group_choices, build_runner
+from specray.engine.runner import ModelRunner
 from specray.errors import ConfigError, EngineLostError
 
 PROMPT = [5, 7, 9, 11, 13, 2, 4, 60, 33]

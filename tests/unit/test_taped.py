@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from specray.config import EngineConfig
+from specray.engine.assembly import build_runner
 from specray.engine.inputs import BranchRow, SequenceInput
-from specray.engine.runner import ModelRunner, build_runner
+from specray.engine.runner import ModelRunner
 
 pytest.importorskip("numba")
 
