@@ -42,7 +42,12 @@ def soak(
     ] = 0.15,
     calm: Annotated[float, typer.Option(min=0, help="Seconds of load before the first fault.")] = 20.0,
     warmup: Annotated[
-        float, typer.Option(min=0, help="Seconds of a process's life before its memory is compared.")
+        float,
+        typer.Option(
+            min=0,
+            help="Seconds of a process's life before its memory is compared. Where every kind of fault comes "
+            "twice or more, it is not compared before the first of each, either.",
+        ),
     ] = 120.0,
     recovery_timeout: Annotated[
         float, typer.Option(min=1, help="Seconds for the service to be whole again after a fault.")

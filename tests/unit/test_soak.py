@@ -213,6 +213,33 @@ def test_a_process_that_lived_too_short_is_not_judged() -> None:
     assert samples([50, 60, 70, 80, 100, 100, 100, 200]).num_processes == 1
 
 
+def test_what_a_process_took_at_the_first_fault_of_a_kind_is_no_growth() -> None:
+    # Samples at 100, 105, ...; warm at 120 by its age, at 130 by the faults.
+    record = samples([50, 60, 70, 80, 90, 95, 100, 100, 100, 101, 101, 101])
+    (before,) = record.growths()
+    record.warm_from(130)
+    (after,) = record.growths()
+    assert (before.first_bytes, before.last_bytes) == (95 * MIB, 101 * MIB)
+    assert (after.first_bytes, after.last_bytes) == (100 * MIB, 101 * MIB)
+
+
+def test_a_young_process_has_its_own_warm_up_after_the_first_faults() -> None:
+    record = samples([50, 60, 70, 80, 100, 100, 100, 101, 101, 101])
+    record.warm_from(105)
+    (growth,) = record.growths()
+    assert (growth.first_bytes, growth.last_bytes) == (100 * MIB, 101 * MIB)
+
+
+@pytest.mark.parametrize(("num_faults", "rehearsal"), [(30, 12), (24, 12), (23, 0), (0, 0)])
+def test_each_kind_is_rehearsed_once_if_each_comes_again(num_faults: int, rehearsal: int) -> None:
+    plan = Plan(
+        bed=BedKind.NAMESPACES, config=parse_config({}), kinds=tuple(FaultKind), num_faults=num_faults
+    )
+    assert plan.rehearsal == rehearsal
+    faults = plan_faults(plan.kinds, num_faults=num_faults, first_s=20, last_s=585, seed=plan.seed)
+    assert len({fault.kind for fault in faults[:rehearsal]}) == rehearsal
+
+
 # The report
 
 

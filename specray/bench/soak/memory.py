@@ -59,12 +59,17 @@ class MemoryRecord:
     def __init__(self, *, warmup_s: float, min_span_s: float) -> None:
         self._warmup_s = warmup_s
         self._min_span_s = min_span_s
+        self._warm_s = -math.inf
         self._samples: dict[int, list[Sample]] = {}
         self._names: dict[int, str] = {}
 
     def add(self, pid: int, name: str, sample: Sample) -> None:
         self._samples.setdefault(pid, []).append(sample)
         self._names[pid] = name
+
+    def warm_from(self, at_s: float) -> None:
+        """Compares no process with what it held before this time."""
+        self._warm_s = at_s
 
     @property
     def num_processes(self) -> int:
@@ -76,7 +81,8 @@ class MemoryRecord:
         return tuple(sorted((one for one in found if one is not None), key=lambda one: -one.share))
 
     def _growth(self, pid: int, samples: Sequence[Sample]) -> Growth | None:
-        warm = [sample for sample in samples if sample.at_s - samples[0].at_s >= self._warmup_s]
+        from_s = max(self._warm_s, samples[0].at_s + self._warmup_s)
+        warm = [sample for sample in samples if sample.at_s >= from_s]
         if len(warm) < 2 * NUM_COMPARED or warm[-1].at_s - warm[0].at_s < self._min_span_s:
             return None
         return Growth(

@@ -72,6 +72,7 @@ def as_json(result: SoakResult, *, max_growth: float = MAX_GROWTH) -> dict[str, 
         "leaked_blocks": result.blocks,
         "num_faults": len(result.faults),
         "num_not_injected": result.num_not_injected,
+        "warm_s": _rounded(result.warm_s),
         "faults": [
             {
                 "kind": fault.kind.value,
