@@ -27,23 +27,26 @@ from specray.engine.kernels.pages import on_large_pages
 from specray.engine.kernels.scores import TILE, scores_kernel
 from specray.engine.kernels.simd import vectors
 from specray.engine.kernels.team import Kernel, Team, as_pointer
+from specray.engine.kernels.ways import Way, usable_ways
 from specray.engine.lowered import HeadNorm
 
 needs_instruction = pytest.mark.skipif(
-    not can_tile(torch.empty(64, 32, dtype=torch.bfloat16)), reason="no AVX-512 bfloat16 products here"
+    not can_tile(torch.empty(64, 32, dtype=torch.bfloat16)), reason="no AVX-512 here"
 )
 MAX_LEN = 96
 KERNELS = Path(attention_module.__file__).parent
 ALONE = Team(1)
 
 
-@pytest.fixture(params=["amx", "avx512"])
-def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways of multiplying, where the machine has both."""
-    if request.param == "amx" and not tiles.is_usable():
-        pytest.skip("no AMX here")
-    monkeypatch.setattr(tiles, "is_usable", lambda: request.param == "amx")
-    return str(request.param)
+@pytest.fixture(params=Way)
+def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
+    """Each way of multiplying that the machine has."""
+    way: Way = request.param
+    if way not in usable_ways():
+        pytest.skip(f"no {way} here")
+    monkeypatch.setattr(linear_module, "fastest_way", lambda: way)
+    monkeypatch.setattr(tiles, "is_usable", lambda: way is Way.TILES)
+    return way
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -238,7 +241,7 @@ def test_exponential() -> None:
 @needs_instruction
 @pytest.mark.usefixtures("product")
 @pytest.mark.parametrize("num_rows", [*range(1, 18), 29, 32, 33, 40, 128, 129, 300])
-@pytest.mark.parametrize(("size", "in_features"), [(64, 32), (96, 64), (7, 96), (200, 1088), (700, 64)])
+@pytest.mark.parametrize(("size", "in_features"), [(64, 32), (96, 64), (7, 96), (200, 1184), (700, 64)])
 def test_tiled_linear_equals_float64(num_rows: int, size: int, in_features: int) -> None:
     """Every tile of rows, more rows than one has, than stay in the cache, part of a panel, more blocks or
     panels than are kept at once."""
@@ -266,8 +269,8 @@ def test_tiled_linear_equals_float64(num_rows: int, size: int, in_features: int)
 @needs_instruction
 @pytest.mark.usefixtures("product")
 def test_tiled_linear_is_bit_for_bit_the_same_at_any_width() -> None:
-    linear = TiledLinear(random(130, 1088, dtype=torch.bfloat16), None, ALONE)
-    rows = random(300, 1088, dtype=torch.bfloat16, seed=1)
+    linear = TiledLinear(random(130, 1184, dtype=torch.bfloat16), None, ALONE)
+    rows = random(300, 1184, dtype=torch.bfloat16, seed=1)
     whole = linear.precise(rows)
     for width in (1, 3, 6, 7, 13, 14, 15, 16, 17, 19, 29, 32, 33, 129, 257):
         pieces = [linear.precise(piece.contiguous()) for piece in rows.split(width)]

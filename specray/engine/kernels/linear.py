@@ -1,4 +1,4 @@
-"""Linear layers of bfloat16 weights with the processor's own bfloat16 products.
+"""Linear layers of bfloat16 weights.
 
 The product itself is ``kernels.product`` (AVX-512) or ``kernels.amx``; here are the layers made of it, and
 how threads share one: a part is some panels, and a thread multiplies a panel and finishes it (``ending``),
@@ -11,18 +11,18 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import llvmlite.binding
 import numpy as np
 import torch
 from numba import carray
 
-from specray.engine.kernels import amx, product, tiles
+from specray.engine.kernels import amx, product
 from specray.engine.kernels.ending import GATED, PLAIN, PLUS, finish_kernel
 from specray.engine.kernels.pages import on_large_pages
-from specray.engine.kernels.product import BLOCK, BLOCK_BYTES, CLOCK_BITS, PANEL
+from specray.engine.kernels.product import BLOCK, BLOCK_BYTES, BLOCKS_AT_ONCE, CLOCK_BITS, FLOAT_STRIDE, PANEL
 from specray.engine.kernels.rows import HEIGHT, FlatRows, PackedRows, pack, row_place
-from specray.engine.kernels.simd import kernel
+from specray.engine.kernels.simd import kernel, vectors
 from specray.engine.kernels.team import APART, Kernel, Team, as_pointer
+from specray.engine.kernels.ways import Way, fastest_way
 
 _PARTS_PER_THREAD = 4
 """Small enough that threads end together; each begins with weights that nobody has asked for ahead."""
@@ -30,6 +30,8 @@ _MAX_ROWS_AT_ONCE = 512
 _MAX_BYTES_AT_ONCE = 1100 << 10
 """Of rows: they stay in the second cache while some panels are multiplied."""
 _MAX_PANELS_AT_ONCE = 8
+_FLOAT_ROWS_AT_ONCE = 256
+"""Each thread makes so many rows float32 for every eight panels: two instructions beside 256 products."""
 _MIN_OVERLAPPED_ROWS = 97
 """With fewer, memory is the bound, and a step takes up to a twentieth longer if panels are finished later."""
 _MIN_SHARED_WEIGHTS = 262_144
@@ -57,15 +59,15 @@ _MIN_SHARED_WEIGHTS = 262_144
     _NUM_BLOCKS,
     _SIZE,
     _KIND,
-) = range(21)
-_NUM_ARGS = 21
+    _FLOAT_ROWS,
+) = range(22)
+_NUM_ARGS = 22
 
 
 def can_tile(weight: torch.Tensor) -> bool:
-    """Whether this machine has the instruction, and the weight's shape and type fit."""
-    has_instruction = llvmlite.binding.get_host_cpu_features().get("avx512bf16", False)
+    """Whether this machine has the instructions, and the weight's shape and type fit."""
     fits = weight.dtype == torch.bfloat16 and weight.shape[1] % BLOCK == 0
-    return bool(has_instruction and weight.device.type == "cpu" and fits)
+    return bool(fits and weight.device.type == "cpu" and fastest_way() is not None)
 
 
 def _panels(*weights: torch.Tensor) -> torch.Tensor:
@@ -76,7 +78,7 @@ def _panels(*weights: torch.Tensor) -> torch.Tensor:
     size, in_features = weights[0].shape
     num_panels = -(-size // PANEL)
     panels = on_large_pages((num_panels, len(weights), in_features * PANEL), torch.bfloat16)
-    arrange = amx.arrange if tiles.is_usable() else product.arrange
+    arrange = amx.arrange if fastest_way() is Way.TILES else product.arrange
     for index, weight in enumerate(weights):
         padded = weight
         if size % PANEL:
@@ -99,8 +101,8 @@ class _Tiled:
     """Weights in panels and the kernel's arguments that stay the same."""
 
     __slots__ = (
-        "_args", "_args_address", "_has_amx", "_kernel", "_num_parts", "_size", "_sums_width", "_team",
-        "bias", "weight",
+        "_args", "_args_address", "_has_amx", "_has_float_rows", "_kernel", "_num_parts", "_size",
+        "_sums_width", "_team", "bias", "weight",
     )  # fmt: skip
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor, size: int, kind: int, team: Team) -> None:
@@ -109,8 +111,10 @@ class _Tiled:
         if weight.numel() < _MIN_SHARED_WEIGHTS:
             self._num_parts = 1
         # Asked in every process: code from the cache needs the system's permission too.
-        self._has_amx = tiles.is_usable()
-        self._kernel = _linear_kernel(self._has_amx)
+        way = fastest_way()
+        assert way is not None, "can_tile was asked"
+        self._has_amx, self._has_float_rows = way is Way.TILES, way.has_float_rows
+        self._kernel = _linear_kernel(way)
         self._sums_width = (2 if kind == GATED else 1) * PANEL
         self._args = np.zeros(_NUM_ARGS, dtype=np.int64)
         self._args[[_WEIGHT, _NUM_BLOCKS, _SIZE, _KIND]] = (
@@ -155,17 +159,26 @@ class _Tiled:
         num_rows = rows.num_rows
         if num_rows == 0:
             return
-        rows_at_once = num_rows
-        if num_rows > amx.MAX_ROWS and self._has_amx:
+        rows_at_once, row_bytes = num_rows, 4 if self._has_float_rows else 2
+        if self._has_float_rows:
+            rows_at_once = min(num_rows, _FLOAT_ROWS_AT_ONCE)
+        elif num_rows > amx.MAX_ROWS and self._has_amx:
             rows_at_once = min(-(-num_rows // HEIGHT) * HEIGHT, _MAX_ROWS_AT_ONCE)
-        num_ranges = -(-rows_at_once * rows.num_features * 2 // _MAX_BYTES_AT_ONCE) if self._has_amx else 1
+        num_bytes = rows_at_once * rows.num_features * row_bytes
+        has_ranges = self._has_amx or self._has_float_rows
+        num_ranges = -(-num_bytes // _MAX_BYTES_AT_ONCE) if has_ranges else 1
         is_whole = rows_at_once == num_rows and num_ranges == 1
         sums_size = rows_at_once * self._sums_width * 4
         # Sums of a panel wait for its next blocks, or to be finished while the next panel is multiplied.
         num_sums = 1 if not self._has_amx or num_rows < _MIN_OVERLAPPED_ROWS else 2
         if num_ranges > 1:
             num_sums = _MAX_PANELS_AT_ONCE
-        scratch_size = sums_size * num_sums + APART
+        blocks_at_once = -(-rows.num_features // (BLOCK * num_ranges))
+        all_sums_size = scratch_size = sums_size * num_sums + APART
+        if self._has_float_rows:
+            num_pieces = -(-blocks_at_once // BLOCKS_AT_ONCE)
+            blocks_at_once = num_pieces * BLOCKS_AT_ONCE
+            scratch_size += rows_at_once * num_pieces * FLOAT_STRIDE
         scratch = self._team.empty(self._team.size * scratch_size, torch.uint8)
         args = self._args
         args[: _NUM_SUMS + 1] = (
@@ -174,10 +187,11 @@ class _Tiled:
             0 if summand is None else summand.address,
             *(scratch.data_ptr(), scratch_size),
             self._size if is_whole else _MAX_PANELS_AT_ONCE,
-            -(-rows.num_features // (BLOCK * num_ranges)),
+            blocks_at_once,
             sums_size,
             num_sums,
         )
+        args[_FLOAT_ROWS] = all_sums_size
         self._team.run(self._kernel, self._args_address, self._num_parts)
 
 
@@ -245,14 +259,37 @@ class TiledGate:
 
 
 @functools.cache
-def _linear_kernel(has_amx: bool) -> Kernel:
-    make = functools.partial(_make_linear, amx.multiply_kernel if has_amx else product.multiply_kernel)
-    return Kernel("linear-amx" if has_amx else "linear", _NUM_ARGS, make)
+def _linear_kernel(way: Way) -> Kernel:
+    makers: dict[Way, Callable[[Any], Any]] = {
+        Way.TILES: amx.multiply_kernel,
+        Way.PAIRS: functools.partial(product.multiply_kernel, product.BY_PAIRS),
+        Way.FLOATS: functools.partial(product.multiply_kernel, product.BY_FLOATS),
+        Way.SHORT_FLOATS: functools.partial(product.multiply_kernel, product.BY_SHORT_FLOATS),
+    }
+    return Kernel(f"linear-{way}", _NUM_ARGS, functools.partial(_make_linear, makers[way], way))
 
 
-def _make_linear(make_multiply: Callable[[Any], Any]) -> Any:
+def _make_linear(make_multiply: Callable[[Any], Any], way: Way) -> Any:
+    has_tiles, has_float_rows = way is Way.TILES, way.has_float_rows
     finish = finish_kernel()
     begin, multiply, finish_all = make_multiply(finish)
+    load_half, store = vectors(BLOCK, "bfloat16").load, vectors(BLOCK, "float32").store
+
+    @kernel()
+    def place_rows(args: Any, floats: int, rows: tuple[int, int], blocks: tuple[int, int]) -> Any:
+        """Where the products find some rows' blocks: (of block 0, (bytes between rows, between blocks))."""
+        # Also of packed rows, whose groups are as large as they were; the last one is full.
+        place = args[_ROWS] + rows[0] * args[_NUM_BLOCKS] * BLOCK * 2
+        if not has_float_rows:
+            return place, (args[_STRIDE], args[_SHIFT])
+        shift = rows[1] * (FLOAT_STRIDE // BLOCKS_AT_ONCE)
+        for first in range(blocks[0], blocks[1], BLOCKS_AT_ONCE):
+            piece = floats + (first - blocks[0]) * shift
+            for row in range(rows[1]):
+                for block in range(first, min(blocks[1], first + BLOCKS_AT_ONCE)):
+                    numbers = load_half(place + row * args[_STRIDE], block * BLOCK)
+                    store(piece + row * FLOAT_STRIDE, (block - first) * BLOCK, numbers)
+        return floats - blocks[0] * shift, (FLOAT_STRIDE, shift)
 
     @kernel()
     def ending(args: Any, sums: int, panel: int, first_row: int, num_rows: int) -> Any:
@@ -272,7 +309,8 @@ def _make_linear(make_multiply: Callable[[Any], Any]) -> Any:
         args: Any,
         sums: int,
         panel: int,
-        rows: tuple[int, int],
+        num_rows: int,
+        places: tuple[int, tuple[int, int]],
         blocks: tuple[int, int],
         end: int,
         waiting: Any,
@@ -282,9 +320,7 @@ def _make_linear(make_multiply: Callable[[Any], Any]) -> Any:
         Finishes all rows of what is waiting, evenly over the products.
         """
         num_blocks, num_layers = args[_NUM_BLOCKS], 2 if args[_KIND] == GATED else 1
-        first_row, num_rows = rows
-        # Also of packed rows, whose groups are as large as they were; the last one is full.
-        place, steps = args[_ROWS] + first_row * num_blocks * BLOCK * 2, (args[_STRIDE], args[_SHIFT])
+        place, steps = places
         num_products = num_layers * ((num_rows + HEIGHT - 1) // HEIGHT) * (blocks[1] - blocks[0])
         clock, pace = 0, ((waiting[-1][0] << CLOCK_BITS) + num_products - 1) // num_products
         for layer in range(num_layers):
@@ -301,6 +337,7 @@ def _make_linear(make_multiply: Callable[[Any], Any]) -> Any:
         num_layers = 2 if args[_KIND] == GATED else 1
         end = args[_WEIGHT] + last_panel * num_layers * num_blocks * BLOCK_BYTES
         first_sums = sums = args[_SCRATCH] + thread * args[_SCRATCH_SIZE]
+        floats = first_sums + args[_FLOAT_ROWS]
         waiting = ending(args, sums, first_panel, 0, 0)
         begin(num_rows)
         for group in range(first_panel, last_panel, args[_PANELS_AT_ONCE]):
@@ -309,13 +346,14 @@ def _make_linear(make_multiply: Callable[[Any], Any]) -> Any:
                 rows = first_row, min(num_rows - first_row, rows_at_once)
                 for block in range(0, num_blocks, blocks_at_once):
                     blocks = block, min(num_blocks, block + blocks_at_once)
+                    places = place_rows(args, floats, rows, blocks)
                     for panel in range(group, last):
                         place = first_sums + (panel - group) % args[_NUM_SUMS] * args[_SUMS_STEP]
-                        if place == sums:
-                            # No room to wait.
+                        if place == sums or not has_tiles:
+                            # No room to wait, or nothing to wait for.
                             finish(waiting, 0, num_rows)
                             waiting = ending(args, place, panel, 0, 0)
-                        do_panel(args, place, panel, rows, blocks, end, waiting)
+                        do_panel(args, place, panel, rows[1], places, blocks, end, waiting)
                         num_done = rows[1] if blocks[1] == num_blocks else 0
                         sums, waiting = place, ending(args, place, panel, first_row, num_done)
         finish(waiting, 0, num_rows)
