@@ -25,10 +25,9 @@ from specray.requests import GenerateRequest, SpeculationParams
 from specray.router import Router
 from specray.router.trace import TraceEvent, decode_trace
 from specray.rpc.drafter import GrpcDrafter
-from specray.rpc.verifier import GrpcVerifier
 from specray.serving.local import CONNECT_TIMEOUT_S, WORKER_COMMAND, LocalPair, local_pair
 from specray.tokenization import Tokenizer
-from specray.types import EngineInfo, Overlap, SamplingParams
+from specray.types import Overlap, SamplingParams
 
 SERIAL_KS = (0, 1, 3, 6, 12)
 OVERLAPPED_KS = (2, 4)
@@ -93,17 +92,11 @@ async def measure_profile(
     """
     if config.draft.enabled and not config.draft.has_model:
         raise ConfigError(f"draft.model is {config.draft.model!r}; allowed here: a model, or no draft")
-    for role, engine in (("target", config.target), ("draft", config.draft)):
-        if engine.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"{role}.tensor_parallel_size is {engine.tensor_parallel_size}; allowed here: 1, as the "
-                "workers run without Ray"
-            )
     tokenizer = Tokenizer.load(config.target.model)
     token_ids = [tuple(tokenizer.encode(prompt)) for prompt in prompts]
     progress("starting the pair")
     async with local_pair(without_cache(config), worker_command=worker_command) as pair:
-        target_info, draft_info = await _infos(pair)
+        target_info, draft_info = await pair.infos()
         loads = _Loads(config, pair, token_ids, target_info.max_model_len, plan.step_temperature, progress)
         sweep = await _measure_acceptance(loads, plan)
         for _ in range(plan.num_passes):
@@ -131,17 +124,6 @@ def without_cache(config: Config) -> Config:
     for role in ("target", "draft"):
         values[role]["prefix_cache"] = False
     return parse_config(values)
-
-
-async def _infos(pair: LocalPair) -> tuple[EngineInfo, EngineInfo | None]:
-    """What the engines say of themselves."""
-    verifier = await GrpcVerifier.connect(pair.target, timeout_s=CONNECT_TIMEOUT_S)
-    await verifier.close()
-    if pair.draft is None:
-        return verifier.info, None
-    drafter = await GrpcDrafter.connect(pair.draft, timeout_s=CONNECT_TIMEOUT_S)
-    await drafter.close()
-    return verifier.info, drafter.info
 
 
 async def _measure_acceptance(loads: _Loads, plan: SweepPlan) -> Sweep:

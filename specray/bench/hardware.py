@@ -8,18 +8,18 @@ from pathlib import Path
 import torch
 
 from specray.config import EngineConfig
-from specray.engine.device import choose_device, num_usable_cores
+from specray.engine.device import choose_device, cores_per_rank
 
 _CPU_INFO = Path("/proc/cpuinfo")
 
 
 def hardware_name(config: EngineConfig) -> str:
-    """Of one device: the GPU's name, or the CPU's with the cores that there are."""
+    """Of one device: the GPU's name, or the CPU's with the cores that a rank has."""
     device = choose_device(config)
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    cores = len(config.cores) if config.cores is not None else num_usable_cores()
-    return f"{_cpu_name()}, {cores} cores"
+    cores = cores_per_rank(config)
+    return f"{_cpu_name()}, {cores} core{'s' if cores > 1 else ''}"
 
 
 def _cpu_name() -> str:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from specray.cli.serve import Setting
 from specray.rpc.parent import end_with_parent
+
+if TYPE_CHECKING:
+    from specray.config import Config
+    from specray.engine.draft import DraftHead
+    from specray.engine.parallel import ParallelContext
+    from specray.engine.target import TargetHead
+    from specray.rpc.role import RoleName
 
 
 class Role(StrEnum):
@@ -19,7 +27,9 @@ class Role(StrEnum):
 
 def worker(
     role: Annotated[Role, typer.Argument(help="Which engine.")],
-    listen: Annotated[str, typer.Option(help="Where to listen: unix:/path or host:port (port 0: any).")],
+    listen: Annotated[
+        str | None, typer.Option(help="Where to listen: unix:/path or host:port (port 0: any).")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="Configuration file (YAML).")] = None,
     model: Annotated[str | None, typer.Option(help="Path, hub id, or embedded.")] = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32.")] = None,
@@ -30,8 +40,14 @@ def worker(
     parent_pid: Annotated[
         int | None, typer.Option(help="End when this process, which started this one, has ended.")
     ] = None,
+    rank: Annotated[
+        int, typer.Option(min=0, hidden=True, help="Of a group; 0 leads it and starts the others.")
+    ] = 0,
+    meeting: Annotated[
+        str | None, typer.Option(hidden=True, help="Of the other ranks: host:port of the leader's store.")
+    ] = None,
 ) -> None:
-    """Serve one engine over gRPC until Ctrl-C: a draft or a target of one rank."""
+    """Serve one engine over gRPC until Ctrl-C, with all its ranks on this machine."""
     from specray.cli.settings import build_config
     from specray.config import MODEL_FREE_DRAFTS
     from specray.environment import apply_thread_environment
@@ -60,24 +76,49 @@ def worker(
         end_with_parent(parent_pid)
     configure_logging(merged.logging, context={"worker": role.value})
 
+    if rank > 0:
+        from specray.serving.local_ranks import follow
+
+        assert meeting is not None, "the leader says where it is"
+        follow(merged, role.value, rank, meeting)
+    elif listen is None:
+        raise ConfigError("--listen is missing; allowed: unix:/path or host:port")
+    else:
+        _serve(merged, role.value, listen)
+
+
+def _serve(config: Config, role: RoleName, address: str) -> None:
+    """Until a signal comes, the engine is broken or a rank is lost."""
+    engine = config.draft if role == "draft" else config.target
+    if engine.tensor_parallel_size == 1:
+        _serve_engine(config, role, address, lambda: None)
+        return
+    from specray.actors.workers import join_group
+    from specray.serving.local_ranks import local_ranks, sharing_cores
+
+    config = sharing_cores(config, role)
+    with local_ranks(config, role) as store:
+        _serve_engine(config, role, address, lambda: join_group(config, role, 0, store))
+
+
+def _serve_engine(
+    config: Config, role: RoleName, address: str, join: Callable[[], ParallelContext | None]
+) -> None:
+    """With the group that ``join`` meets, where the engine is loaded."""
     from specray.engine.build import build_draft_engine, build_target_engine
     from specray.rpc.channel import channel_options
     from specray.rpc.worker import serve_engine
 
-    start_timeout_s, rpc_options = merged.router.start_timeout_s, channel_options(merged.rpc)
-    if role is Role.DRAFT:
-        serve_engine(
-            lambda: build_draft_engine(merged),
-            role="draft",
-            address=listen,
-            start_timeout_s=start_timeout_s,
-            options=rpc_options,
-        )
-    else:
-        serve_engine(
-            lambda: build_target_engine(merged),
-            role="target",
-            address=listen,
-            start_timeout_s=start_timeout_s,
-            options=rpc_options,
-        )
+    def draft() -> DraftHead:
+        return build_draft_engine(config, parallel=join())
+
+    def target() -> TargetHead:
+        return build_target_engine(config, parallel=join())
+
+    serve_engine(
+        draft if role == "draft" else target,
+        role=role,
+        address=address,
+        start_timeout_s=config.router.start_timeout_s,
+        options=channel_options(config.rpc),
+    )

@@ -28,6 +28,12 @@ def num_usable_cores() -> int:
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
 
 
+def cores_per_rank(config: EngineConfig) -> int:
+    """Of those that an engine may use on this machine, where all its ranks are. At least 1."""
+    cores = len(config.cores) if config.cores is not None else num_usable_cores()
+    return max(1, cores // config.tensor_parallel_size)
+
+
 def available_memory() -> int:
     """Bytes that the system could give now, within the container's limit; 0 where that is not known."""
     try:
@@ -40,6 +46,14 @@ def available_memory() -> int:
     except (OSError, ValueError):  # no such container, or one without a limit, "max"
         return available
     return max(0, min(available, limit - used))
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """The CUDA devices that this process may use, as CUDA_VISIBLE_DEVICES names them, in its order."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is not None:
+        return tuple(name.strip() for name in listed.split(",") if name.strip())
+    return tuple(str(index) for index in range(torch.cuda.device_count()))
 
 
 def use_cores(cores: Sequence[int] | None) -> None:

@@ -21,6 +21,7 @@ from specray.router import Router
 from specray.rpc.drafter import GrpcDrafter
 from specray.rpc.verifier import GrpcVerifier
 from specray.sections import RpcConfig
+from specray.types import EngineInfo
 
 WORKER_COMMAND = (sys.executable, "-m", "specray.cli", "worker")
 CONNECT_TIMEOUT_S = 20.0
@@ -62,6 +63,16 @@ class LocalPair:
             draft=config.draft.kind_in_use,
         )
 
+    async def infos(self) -> tuple[EngineInfo, EngineInfo | None]:
+        """What target and draft say of themselves. Raises EngineLostError where one cannot be reached."""
+        verifier = await GrpcVerifier.connect(self.target, timeout_s=CONNECT_TIMEOUT_S)
+        await verifier.close()
+        if self.draft is None:
+            return verifier.info, None
+        drafter = await GrpcDrafter.connect(self.draft, timeout_s=CONNECT_TIMEOUT_S)
+        await drafter.close()
+        return verifier.info, drafter.info
+
 
 @asynccontextmanager
 async def local_pair(
@@ -70,7 +81,7 @@ async def local_pair(
     """Starts both workers for the length of the block, and ends every process that it started.
 
     Args:
-        config: its engines; a target of one rank.
+        config: its engines; all ranks are on this machine.
         worker_command: what starts a worker, before its role and options.
 
     Raises:

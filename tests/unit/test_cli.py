@@ -221,9 +221,13 @@ def test_worker_builds_its_engine_from_options(
         seen.update(options)
         seen["config"] = factory()
 
+    def alone(config: Config, *, parallel: None) -> Config:
+        assert parallel is None
+        return config
+
     monkeypatch.setattr("specray.rpc.worker.serve_engine", serve_engine)
     build = ModuleType("specray.engine.build")  # The real one would import torch.
-    build.__dict__.update(build_draft_engine=lambda config: config, build_target_engine=lambda config: config)
+    build.__dict__.update(dict.fromkeys(("build_draft_engine", "build_target_engine"), alone))
     monkeypatch.setitem(sys.modules, "specray.engine.build", build)
     address = f"unix:{tmp_path}/x.sock"
     arguments = ["--listen", address, "--model", "/models/x", "--dtype", "float32", "--num-threads", "2"]
@@ -234,6 +238,11 @@ def test_worker_builds_its_engine_from_options(
     assert seen["options"].security.is_open
     assert run("worker", role, *arguments, "--set", "rpc.secret_file=/etc/secret") == 0
     assert seen["options"].security.secret_file == "/etc/secret"
+
+
+def test_worker_without_an_address_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("worker", "target") == 2
+    assert "--listen is missing; allowed: unix:/path or host:port" in capsys.readouterr().err
 
 
 def test_bench_without_a_command_is_bench_serve(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from specray.config import EngineConfig
-from specray.engine.runner import build_runner
+from specray.engine.assembly import build_runner
 from specray.errors import ConfigError
 
 
