@@ -289,6 +289,33 @@ def test_every_kind_of_harm_is_a_problem_of_its_own() -> None:
     assert not problems(result_of(growths=samples([100] * 12 + [103] * 12).growths()), max_growth=0.031)
 
 
+@pytest.mark.parametrize(
+    ("kind", "wait_s", "speculation_s", "problem"),
+    [
+        (FaultKind.DRAFT_KILL, 2.1, 4.0, "draft-kill at 9 s: a stream waited 2.1 s; allowed: 2"),
+        (FaultKind.NODE_REMOVE, 2.1, 4.0, "node-remove at 9 s: a stream waited 2.1 s; allowed: 2"),
+        (FaultKind.DRAFT_KILL, 2.0, 19.0, None),
+        (FaultKind.DRAFT_KILL, 0.1, 19.1, "draft-kill at 9 s: a draft was unused for 15.1 s; allowed: 15"),
+        (FaultKind.TARGET_STOP, 20.0, 4.0, None),
+        (FaultKind.TARGET_KILL, 20.1, 4.0, "target-kill at 9 s: a stream waited 20.1 s; allowed: 20"),
+        (FaultKind.ROUTER_KILL, 20.1, 4.0, "router-kill at 9 s: a stream waited 20.1 s; allowed: 20"),
+        (FaultKind.DRAFT_DELAY, None, None, None),
+    ],
+)
+def test_what_takes_too_long_after_a_fault_is_a_problem(
+    kind: FaultKind, wait_s: float | None, speculation_s: float | None, problem: str | None
+) -> None:
+    fault = Fault(kind, 9.0, 0.0, "", 4.0, 5.0, wait_s, speculation_s)
+    assert problems(result_of(faults=[fault])) == (() if problem is None else (problem,))
+
+
+def test_those_of_whom_nobody_lived_long_enough_are_named() -> None:
+    record = samples([1.0] * 100)
+    for pid, name in ((8, "router"), (9, "draft")):
+        record.add(pid, name, Sample(0.0, MIB))
+    assert record.unjudged() == ("draft",)
+
+
 def test_less_than_two_mebibytes_is_no_growth() -> None:
     assert not problems(result_of(growths=samples([10] * 12 + [11.9] * 12).growths()))
     assert len(problems(result_of(growths=samples([10] * 12 + [12.1] * 12).growths()))) == 1

@@ -80,6 +80,11 @@ class MemoryRecord:
         found = (self._growth(pid, samples) for pid, samples in self._samples.items())
         return tuple(sorted((one for one in found if one is not None), key=lambda one: -one.share))
 
+    def unjudged(self) -> tuple[str, ...]:
+        """Names that no process bore for long enough."""
+        judged = {growth.name for growth in self.growths()}
+        return tuple(sorted(set(self._names.values()) - judged))
+
     def _growth(self, pid: int, samples: Sequence[Sample]) -> Growth | None:
         from_s = max(self._warm_s, samples[0].at_s + self._warmup_s)
         warm = [sample for sample in samples if sample.at_s >= from_s]

@@ -17,6 +17,12 @@ MAX_GROWTH = 0.02
 """Of any process after its warm-up."""
 MIN_GROWTH_BYTES = 2 * 1024 * 1024
 """A heap's arenas come and go in steps of this size: less is no growth, however small the process."""
+_PAUSING = frozenset({FaultKind.TARGET_KILL, FaultKind.TARGET_STOP, FaultKind.ROUTER_KILL})
+"""After which there is nothing that could go on at once."""
+MAX_WAIT_S, MAX_PAUSE_S = 2.0, 20.0
+"""For which a running stream may wait after a fault of a draft, and after one of a target or Router."""
+MAX_UNUSED_S = 15.0
+"""From when all parts are there again until the draft's tokens are verified again."""
 MAX_LINES = 12
 _MIB = 1024 * 1024
 _DASH = "–"
@@ -42,6 +48,7 @@ def problems(result: SoakResult, *, max_growth: float = MAX_GROWTH) -> tuple[str
         f"{growth.name} (process {growth.pid}) grew by {100 * growth.share:.1f} % in {growth.span_s:.0f} s"
         for growth in grown
     ]
+    found += [text for fault in result.faults for text in _slowness(fault)]
     lost = sum(fault.whole_after_s is None for fault in result.faults)
     if lost:
         found.append(f"{lost} faults after which the service was not whole in time")
@@ -51,6 +58,19 @@ def problems(result: SoakResult, *, max_growth: float = MAX_GROWTH) -> tuple[str
     if undone:
         found.append(f"{undone} faults that could not be done")
     return tuple(found)
+
+
+def _slowness(fault: Fault) -> list[str]:
+    """What took longer after the fault than it may."""
+    found, what = [], f"{fault.kind.value} at {fault.at_s:.0f} s"
+    allowed_s = MAX_PAUSE_S if fault.kind in _PAUSING else MAX_WAIT_S
+    if fault.wait_s is not None and fault.wait_s > allowed_s:
+        found.append(f"{what}: a stream waited {fault.wait_s:.1f} s; allowed: {allowed_s:g}")
+    if fault.speculation_after_s is not None and fault.parts_after_s is not None:
+        unused_s = fault.speculation_after_s - fault.parts_after_s
+        if unused_s > MAX_UNUSED_S:
+            found.append(f"{what}: a draft was unused for {unused_s:.1f} s; allowed: {MAX_UNUSED_S:g}")
+    return found
 
 
 def soak_tables(result: SoakResult) -> Group:
@@ -99,6 +119,7 @@ def as_json(result: SoakResult, *, max_growth: float = MAX_GROWTH) -> dict[str, 
             for growth in result.growths
         ],
         "num_processes": result.num_processes,
+        "not_judged": list(result.unjudged),
         "bad_requests": [
             {
                 "verdict": entry.verdict.value,
@@ -144,7 +165,8 @@ def _faults(faults: Sequence[Fault]) -> Table:
 def _memory(result: SoakResult) -> Table:
     table = Table(
         title=f"Memory of the {len(result.growths)} processes that lived long enough, "
-        f"of {result.num_processes}"
+        f"of {result.num_processes}",
+        caption=f"Not long enough: {', '.join(result.unjudged)}" if result.unjudged else None,
     )
     for name in ("process", "watched s", "MiB after warm-up", "MiB at the end", "growth %"):
         table.add_column(name, justify="left" if name == "process" else "right")

@@ -96,6 +96,8 @@ class SoakResult:
     warm_s: float | None = None
     """When every kind of fault was over for the first time; memory is not compared before; None: any time."""
     num_processes: int = 0
+    unjudged: tuple[str, ...] = ()
+    """Names of processes none of which lived long enough for its growth to be judged."""
     num_tokens: int = 0
 
 
@@ -172,6 +174,7 @@ class _Soak:
         self._measure_recovery()
         result.growths = self._memory.growths()
         result.num_processes = self._memory.num_processes
+        result.unjudged = self._memory.unjudged()
         return result
 
     async def _client(self, index: int, cases: Sequence[Case], references: Sequence[Output]) -> None:
