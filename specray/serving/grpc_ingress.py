@@ -134,8 +134,10 @@ class GrpcIngress:
 
 
 @asynccontextmanager
-async def served(server: InferenceServer, client: RouterClient) -> AsyncIterator[None]:
-    """Serves for the length of the block; the health service says what /ready says.
+async def served(server: InferenceServer, client: RouterClient, *, grace_s: float) -> AsyncIterator[None]:
+    """Serves for the length of the block, and then ``grace_s`` seconds longer what is under way.
+
+    The health service says what /ready says, and NOT_SERVING as soon as the block has ended.
 
     Raises ConfigError as ``InferenceServer.start``.
     """
@@ -145,7 +147,7 @@ async def served(server: InferenceServer, client: RouterClient) -> AsyncIterator
         yield
     finally:
         watch.cancel()
-        await server.stop()
+        await server.stop(grace_s)
 
 
 def _prompt(params: GenerateParams) -> Prompt:

@@ -106,15 +106,27 @@ class IngressReplica:
                 stack.push_async_callback(asyncio.to_thread, self._tracing.close)
             stack.push_async_callback(self._mailbox.stop)
             await self._mailbox.start()
-            if self._config.grpc.port:
-                await stack.enter_async_context(served(self._grpc_server(), self._client))
-            if self._has_http_server:
-                http = self._http_server(app)
-                stack.push_async_callback(http.stop)
-                await http.start()
+            await stack.enter_async_context(self._servers(app))
             collector = asyncio.create_task(Collector(lambda: self._client.room.num_requests).run())
             stack.callback(collector.cancel)
             yield
+
+    @asynccontextmanager
+    async def _servers(self, app: FastAPI) -> AsyncIterator[None]:
+        """What listens; at the end the calls of both protocols have their grace side by side."""
+        grpc, http = AsyncExitStack(), AsyncExitStack()
+        grace_s = self._config.router.drain_timeout_s
+        try:
+            if self._config.grpc.port:
+                calls = served(self._grpc_server(), self._client, grace_s=grace_s)
+                await grpc.enter_async_context(calls)
+            if self._has_http_server:
+                server = self._http_server(app)
+                http.push_async_callback(server.stop)
+                await server.start()
+            yield
+        finally:
+            await asyncio.gather(grpc.aclose(), http.aclose())
 
     def _http_server(self, app: FastAPI) -> HttpServer:
         config = self._config

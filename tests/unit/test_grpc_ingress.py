@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -157,7 +157,7 @@ async def test_health_says_what_ready_says_from_the_first_word_on(monkeypatch: p
     monkeypatch.setattr("specray.serving.readiness.WATCH_INTERVAL_S", 0.001)
     router = FailingRouter(info=INFO, is_ready=False)
     server = server_of(router)
-    async with served(server, router), aio.insecure_channel(server.address) as channel:
+    async with served(server, router, grace_s=0), aio.insecure_channel(server.address) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=20)
         seen = [(await watch.read()).status]
         router.is_ready = True
@@ -171,6 +171,62 @@ async def test_health_says_what_ready_says_from_the_first_word_on(monkeypatch: p
         seen.append((await watch.read()).status)
     is_serving = [status == health_pb2.HealthCheckResponse.SERVING for status in seen]
     assert is_serving == [False, True, False, True, False]
+
+
+class Ending(InferenceServer):
+    """Keeps the grace that it is given."""
+
+    grace_s: float | None = None
+
+    async def stop(self, grace_s: float = 5.0) -> None:
+        self.grace_s = grace_s
+        await super().stop(grace_s)
+
+
+class Gate:
+    """A clock whose waits end when a test says so."""
+
+    def __init__(self) -> None:
+        self.opened = asyncio.Event()
+
+    def monotonic(self) -> float:
+        return 0.0
+
+    async def sleep(self, seconds: float) -> None:
+        await self.opened.wait()
+
+
+async def _text(client: SpecrayClient) -> str:
+    params = GenerateParams(text="def", max_tokens=50)
+    return "".join([event.text async for event in client.generate(params, timeout_s=20)])
+
+
+@pytest.mark.parametrize("is_in_time", [True, False])
+async def test_calls_under_way_have_their_grace_at_the_end(is_in_time: bool) -> None:
+    gate = Gate()
+    router = FakeRouterClient(
+        info=INFO, reply=lambda _: (*TOKENIZER.encode(REPLY), EOS), clock=gate, chunk_interval_s=1
+    )
+    config = parse_config({"served_model_name": MODEL})
+    server = Ending(GrpcIngress(client=router, tokenizer=TOKENIZER, config=config), "127.0.0.1:0")
+    grace_s = 20 if is_in_time else 0.05
+    block = AsyncExitStack()
+    await block.enter_async_context(served(server, router, grace_s=grace_s))
+    async with SpecrayClient(server.address) as client:
+        call = asyncio.create_task(_text(client))
+        await wait_until(lambda: bool(router.requests))
+        end = asyncio.create_task(block.aclose())
+        await asyncio.sleep(0.02)
+        assert not end.done()
+        if is_in_time:
+            gate.opened.set()
+            assert await call == REPLY
+        else:
+            with pytest.raises(EngineLostError):
+                await call
+        await end
+    assert server.grace_s == grace_s
+    assert bool(router.aborted_request_ids) != is_in_time
 
 
 async def test_router_that_says_nothing_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
