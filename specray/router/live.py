@@ -34,6 +34,8 @@ class LiveSession:
     """Draft steps that the round in flight had to wait for."""
     num_draft_losses: int = 0
     """Drafts lost in a row while they owed this session an answer."""
+    num_target_losses: int = 0
+    """Targets lost in a row while they worked on this session."""
     committed_s: float | None = None
     """When tokens were committed last."""
     admitted_s: float | None = None

@@ -204,6 +204,7 @@ class Rounds:
         now = self._now
         self._measure(live, commit, forward_s)
         live.committed_s = now
+        live.num_target_losses = 0
         # Whoever is woken by it would run before the links' writers.
         self._later.add(live.delivery.push, commit.token_ids, commit.logprobs)
         if live.session.is_finished:
@@ -233,7 +234,7 @@ class Rounds:
         self.target = None
         self._idle_since_s = None
         self._metrics.target_lost.inc()
-        self.sessions.lose_target()
+        self.sessions.lose_target(self._now)
         self._on_target_lost(link, error)
 
     # What to do next
@@ -259,6 +260,9 @@ class Rounds:
         """
         if self.target is None:
             return []
+        suspect = self.sessions.suspect()
+        if suspect is not None:
+            return self._alone(suspect)
         ready: list[LiveSession] = []
         has_stragglers = False
         for live in self.sessions.running.values():
@@ -272,6 +276,10 @@ class Rounds:
         if not ready or (has_stragglers and has_grace and self._holds_back(ready)):
             return []
         return [(ready[share.position], share.max_new_tokens) for share in self._shares(ready)]
+
+    def _alone(self, live: LiveSession) -> list[tuple[LiveSession, int]]:
+        # Neither has it anything in flight after a loss, nor does it wait for a draft: it begins anew.
+        return [(live, share.max_new_tokens) for share in self._shares([live])]
 
     def _shares(self, ready: Sequence[LiveSession]) -> list[Share]:
         assert self.target is not None

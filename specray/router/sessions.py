@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import logging
 from collections.abc import Callable
 from functools import partial
 
@@ -15,8 +16,11 @@ from specray.router.live import LiveSession
 from specray.router.queue import AdmissionQueue
 from specray.router.quotas import Quotas
 
+logger = logging.getLogger(__name__)
+
 RETRY_S = 0.1
 """A session that finds no room on an idle target tries again so much later."""
+MAX_TARGET_LOSSES = 3
 _MIN_HEAP_SIZE = 64
 
 
@@ -148,12 +152,29 @@ class Sessions:
         self._metrics.preemptions.inc()
         self._show()
 
-    def lose_target(self) -> None:
-        """No session is held any more, and what found no room may find it in the next target at once."""
+    def lose_target(self, now: float) -> None:
+        """No session is held any more, and what found no room may find it in the next target at once.
+
+        A session that has been part of the last step of MAX_TARGET_LOSSES targets in a row, of the last one
+        alone (``suspect``), is ended: it would take every target with it, and all others wait for each.
+        """
         self._retry_at_s = None
-        for live in self.running.values():
+        for live in list(self.running.values()):
+            live.num_target_losses += live.session.target.in_flight is not None
             live.session.lose_target()
             live.round_started_s = None
+            if live.num_target_losses >= MAX_TARGET_LOSSES:
+                said = {"request_id": live.request_id}
+                logger.error(
+                    "a request is ended: %d targets were lost with it", MAX_TARGET_LOSSES, extra=said
+                )
+                live.session.fail(f"{MAX_TARGET_LOSSES} targets were lost while they worked on this request")
+                self.end(live, now)
+
+    def suspect(self) -> LiveSession | None:
+        """A session that may be what ended the last targets: the next step is its alone, to find out."""
+        most = MAX_TARGET_LOSSES - 1
+        return next((live for live in self.running.values() if live.num_target_losses >= most), None)
 
     def end(self, live: LiveSession, now: float) -> None:
         """The session has a finish reason: both engines forget the request, then the caller gets it."""
