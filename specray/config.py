@@ -107,6 +107,11 @@ class TargetConfig(EngineConfig):
         self._check_rank_options()
         return self
 
+    @property
+    def checkpoint(self) -> str:
+        """Names what an output depends on: two targets of one name write the same tokens."""
+        return f"{self.model} in {self.dtype}"
+
 
 class DraftConfig(EngineConfig):
     """The small model that proposes."""
@@ -218,7 +223,8 @@ class RouterConfig(Section):
     drain_timeout_s: float = Field(
         20.0,
         ge=0,
-        description="A Router that ends finishes its requests for so long; the rest get a retriable error.",
+        description="What ends finishes its requests for so long: a Router, whose others go to the next one, "
+        "and an Ingress, whose others have to be sent again.",
     )
     trace_events: int = Field(
         0,

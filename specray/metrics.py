@@ -137,6 +137,9 @@ class RouterMetrics:
             "specray_requests", "Requests ended, by finish reason.", ["finish_reason"], registry=registry
         )
         self.refused = Counter("specray_requests_refused", "Requests refused.", registry=registry)
+        self.resumed = Counter(
+            "specray_requests_resumed", "Requests whose output a lost router had begun.", registry=registry
+        )
         self.expired = Counter(
             "specray_requests_expired", "Requests whose time was over, waiting or running.", registry=registry
         )

@@ -43,6 +43,16 @@ class Quota:
 
 
 @dataclass(frozen=True, slots=True)
+class Resumption:
+    """What a router that was lost had committed of an output: the caller has it, and gets what follows."""
+
+    token_ids: tuple[int, ...]
+    """At least one."""
+    checkpoint: str
+    """Of the target that wrote them (``TargetConfig.checkpoint``); no other may go on with the output."""
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """Ingress to router: one prompt, one output. ``n`` and lists of prompts are several of these."""
 
@@ -64,6 +74,8 @@ class GenerateRequest:
     """Of the key that the request came with; None: it came without, or the key has no limits."""
     traceparent: str = ""
     """W3C trace context under which the router's spans are to stand; empty: nobody traces this request."""
+    resumed: Resumption | None = None
+    """None: the output begins here."""
 
     @property
     def tenant(self) -> str:
@@ -114,7 +126,8 @@ class OutputChunk:
     num_cached_tokens: int = 0
     """On the last chunk: prompt tokens that the target found in its prefix cache."""
     ttft_s: float | None = None
-    """On the last chunk: from the request's arrival at the router to its first tokens; None: it had none."""
+    """On the last chunk: from the request's arrival at the router to its first tokens; None: it had none, or
+    another router had committed them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from specray.actors.mailbox import Mailbox
 from specray.errors import EngineLostError, OverloadedError, SpecrayError
 from specray.interfaces import Clock
-from specray.requests import GenerateRequest, OutputChunk, ServiceInfo
+from specray.requests import GenerateRequest, OutputChunk, Resumption, ServiceInfo
 from specray.router.clock import SystemClock
 from specray.router.delivery import Delivery
 
@@ -25,7 +25,7 @@ SERVE_ERRORS = (RayError, BackPressureError, DeploymentUnavailableError, Request
 
 
 class RouterLostError(EngineLostError):
-    """The router that had the call has died."""
+    """The router that had the call has died, or what it sent was lost."""
 
 
 def translate(error: Exception) -> Exception:
@@ -48,26 +48,64 @@ LAST_CHUNK_TIMEOUT_S: Final = 5.0
 RESEND_FOR_S: Final = 5.0
 """So long after a death Serve may still choose the router that has died."""
 RESEND_PAUSE_S: Final = 0.25
+MAX_RESUMED: Final = 5
+"""Times that a request with tokens goes on elsewhere: what ends router after router must end itself."""
 
 
-class _Patience:
-    """Whether a request of which nothing has come goes to the next router: for a while after one's death."""
+class _Attempts:
+    """One request on its way to routers: after one's death it goes to the next, from where its output was.
 
-    def __init__(self, clock: Clock) -> None:
+    So nothing is lost with a router, nor with one that is ended because its grace is over. No token of a
+    greedy or coupled output changes by it; what rejection draws depends on where rounds end, now as ever, and
+    its distribution is the same, since tokens that a caller has stay.
+    """
+
+    def __init__(self, request: GenerateRequest, clock: Clock, *, timeout_s: float, checkpoint: str) -> None:
+        self.request = request
+        """As the next router gets it."""
+        self._asked = request
         self._clock = clock
-        self._first_s: float | None = None
+        self._checkpoint = checkpoint
+        self._began_s = clock.monotonic()
+        self._end_s = self._began_s + (timeout_s if request.timeout_s is None else request.timeout_s)
+        self._token_ids: list[int] = []
+        self._ttft_s: float | None = None
+        self._num_resumed = 0
+        self._lost_s: float | None = None
+        """When the first router was lost since tokens last came."""
 
-    async def pause(self, request: GenerateRequest, error: RouterLostError) -> GenerateRequest:
-        """Returns the request under a new id, as the router may have been cut off rather than dead.
+    def take(self, chunk: OutputChunk) -> OutputChunk:
+        """What the caller gets of ``chunk``: later routers know nothing of the first tokens."""
+        if chunk.token_ids:
+            self._token_ids.extend(chunk.token_ids)
+            self._lost_s = None
+            if self._ttft_s is None:
+                self._ttft_s = self._clock.monotonic() - self._began_s
+        if self.request.resumed is not None and chunk.finish_reason is not None:
+            return replace(chunk, ttft_s=self._ttft_s)
+        return chunk
+
+    async def renew(self, error: RouterLostError) -> None:
+        """Makes the request for the next router, under a new id: the last may be cut off rather than dead.
 
         Raises ``error`` when there has been enough of it.
         """
         now_s = self._clock.monotonic()
-        self._first_s = now_s if self._first_s is None else self._first_s
-        if now_s - self._first_s > RESEND_FOR_S:
+        self._lost_s = now_s if self._lost_s is None else self._lost_s
+        self._num_resumed += bool(self._token_ids)
+        if now_s - self._lost_s > RESEND_FOR_S or self._num_resumed > MAX_RESUMED:
             raise error
         await self._clock.sleep(RESEND_PAUSE_S)
-        return replace(request, request_id=f"{request.request_id[:40]}-{uuid.uuid4().hex[:8]}")
+        remaining_s = self._end_s - self._clock.monotonic()
+        if remaining_s <= 0:
+            raise error
+        asked, token_ids = self._asked, tuple(self._token_ids)
+        self.request = replace(
+            asked,
+            request_id=f"{asked.request_id[:40]}-{uuid.uuid4().hex[:8]}",
+            timeout_s=None if asked.timeout_s is None else remaining_s,
+            resumed=Resumption(token_ids, self._checkpoint) if token_ids else None,
+        )
 
 
 class ServeRouterClient:
@@ -82,8 +120,9 @@ class ServeRouterClient:
         mailbox: started by whoever owns it, before the first stream; None: nothing will be streamed.
         timeout_s: no call waits longer, even when no replica is there to answer.
         clock: for the time between a router's death and the next attempt.
+        checkpoint: of the configured target, ``TargetConfig.checkpoint``.
 
-    A request whose router dies before it has brought anything goes to the next one by itself.
+    A request whose router dies goes to the next one by itself, a stream from where it was.
     """
 
     def __init__(
@@ -93,8 +132,10 @@ class ServeRouterClient:
         timeout_s: float,
         mailbox: Mailbox | None = None,
         clock: Clock | None = None,
+        checkpoint: str = "",
     ) -> None:
         self._handle = handle
+        self._checkpoint = checkpoint
         self._mailbox = mailbox
         self._clock = clock or SystemClock()
         self._timeout_s = timeout_s
@@ -102,29 +143,28 @@ class ServeRouterClient:
 
     async def complete(self, request: GenerateRequest) -> OutputChunk:
         """See interfaces.RouterClient."""
-        patience = _Patience(self._clock)
+        attempts = self._attempts(request)
         while True:
             try:
-                chunk: OutputChunk = await self._call(self._handle.complete.remote(request))
+                chunk: OutputChunk = await self._call(self._handle.complete.remote(attempts.request))
                 return chunk
             except RouterLostError as error:
-                request = await patience.pause(request, error)
+                await attempts.renew(error)
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[OutputChunk]:
         """See interfaces.RouterClient."""
-        patience = _Patience(self._clock)
-        is_begun = False
+        attempts = self._attempts(request)
         while True:
             try:
-                async with aclosing(self._stream_of_one(request)) as chunks:
+                async with aclosing(self._stream_of_one(attempts.request)) as chunks:
                     async for chunk in chunks:
-                        is_begun = True
-                        yield chunk
+                        yield attempts.take(chunk)
                 return
             except RouterLostError as error:
-                if is_begun:
-                    raise
-                request = await patience.pause(request, error)
+                await attempts.renew(error)
+
+    def _attempts(self, request: GenerateRequest) -> _Attempts:
+        return _Attempts(request, self._clock, timeout_s=self._timeout_s, checkpoint=self._checkpoint)
 
     async def _stream_of_one(self, request: GenerateRequest) -> AsyncGenerator[OutputChunk, None]:
         """The stream as far as one router brings it."""
@@ -150,7 +190,7 @@ class ServeRouterClient:
                 while not delivery.is_ended:
                     await delivery.wait_change()
         except TimeoutError:
-            delivery.fail(EngineLostError("the end of the output was lost; the request may be sent again"))
+            delivery.fail(RouterLostError("the end of the output was lost; the request may be sent again"))
         except Exception as error:
             delivery.fail(error)
 

@@ -19,6 +19,7 @@ from specray.actors.source import ServeDrafterSource
 from specray.actors.target_source import TargetSource
 from specray.actors.telemetry import SpansElsewhere, begin_logs, begin_traces, with_labels
 from specray.config import Config, parse_config
+from specray.errors import EngineLostError
 from specray.interfaces import DrafterSource, RequestTracer
 from specray.requests import GenerateRequest, OutputChunk, ServiceInfo
 from specray.router import Router
@@ -55,6 +56,7 @@ class RouterReplica:
         placement_group = get_current_placement_group()
         assert placement_group is not None, "the Router deployment has a placement group"
         self._drain_timeout_s = config.router.drain_timeout_s
+        self._checkpoint = config.target.checkpoint
         source = None
         if draft is not None:
             source = ServeDrafterSource(
@@ -81,8 +83,11 @@ class RouterReplica:
     async def deliver(self, request: GenerateRequest, address: str) -> None:
         """Brings the output, as it is committed, to the mailbox at ``address``; returns when it is complete.
 
-        Raises what ``complete`` raises; EngineLostError too when the mailbox cannot be reached.
+        Raises what ``complete`` raises; EngineLostError too when the mailbox cannot be reached, or when the
+        output was begun by another checkpoint than the one that serves here.
         """
+        if request.resumed is not None and request.resumed.checkpoint != self._checkpoint:
+            raise EngineLostError("another target serves now; the request may be sent again")
         await self._on_loop(self._deliver(request, address))
 
     async def service_info(self) -> ServiceInfo:

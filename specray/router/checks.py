@@ -40,6 +40,7 @@ def check_request(
             f"{num_tokens} tokens do not fit the cache of {info.num_blocks * info.block_size} tokens",
             field="max_tokens",
         )
+    _check_resumed(request, info)
     if request.timeout_s is not None and not request.timeout_s > 0:
         raise InvalidRequestError(
             f"timeout_s is {request.timeout_s}; allowed: more than 0", field="timeout_s"
@@ -56,6 +57,22 @@ def check_request(
         )
     if request.stop and not has_stop_strings:
         raise InvalidRequestError("stop strings are not supported by this service", field="stop")
+
+
+def _check_resumed(request: GenerateRequest, info: EngineInfo) -> None:
+    if request.resumed is None:
+        return
+    token_ids = request.resumed.token_ids
+    if not 1 <= len(token_ids) <= request.max_tokens:
+        raise InvalidRequestError(
+            f"resumed has {len(token_ids)} tokens; allowed: 1..{request.max_tokens}, which is max_tokens",
+            field="resumed",
+        )
+    if not 0 <= min(token_ids) <= max(token_ids) < info.vocab_size:
+        wrong = next(token for token in token_ids if not 0 <= token < info.vocab_size)
+        raise InvalidRequestError(
+            f"resumed holds token id {wrong}; allowed: 0..{info.vocab_size - 1}", field="resumed"
+        )
 
 
 def probe_request(request_id: str) -> GenerateRequest:

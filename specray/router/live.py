@@ -48,6 +48,11 @@ class LiveSession:
         return self.session.request_id
 
     @property
+    def is_resumed(self) -> bool:
+        """Another router had let it in, and was lost."""
+        return self.session.request.resumed is not None
+
+    @property
     def tenant(self) -> str:
         return self.session.request.tenant
 

@@ -309,7 +309,12 @@ class Router:
             deadline_s=now + self._timeout_s(request),
             local=self._local_drafts.of(request, request.speculation.draft or self._draft),
         )
+        if live.is_resumed:
+            # What comes next is no first token.
+            live.committed_s = now
         self._sessions.submit(live, now)
+        if live.session.is_finished:
+            self._sessions.end(live, now)
         self._inbox.wake()
         return live
 

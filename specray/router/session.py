@@ -68,6 +68,8 @@ class Session:
         """Prompt tokens that the target did not compute but found in its prefix cache."""
         self.tally = Tally()
         self._stops = StopConditions(request, matcher)
+        if request.resumed is not None:
+            self._resume(request.resumed.token_ids)
         # A model's draft tokens are samples; those of anything else were chosen without randomness.
         self._needs_probs = request.sampling.draws_by_rejection
         self._vocab_size = vocab_size
@@ -76,6 +78,12 @@ class Session:
         self._open_verdict: tuple[int, int] | None = None
         self._verified = NOTHING_DRAFTED
         """What the last sampled round carried; its verdict may be known already."""
+
+    def _resume(self, token_ids: Sequence[int]) -> None:
+        """Begins where another router's session ended; that may have been the end of the output itself."""
+        cut = self._stops.cut(token_ids, 0)
+        self.committed.extend(token_ids[: cut.num_kept])
+        self.finish_reason, self.stop_reason = cut.finish_reason, cut.stop_reason
 
     # What is known
 

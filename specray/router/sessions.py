@@ -91,13 +91,20 @@ class Sessions:
     def submit(self, live: LiveSession, now: float) -> None:
         """Takes a new request; a full queue may refuse another one for it.
 
+        One that another router had let in goes first, and bounds do not apply: its caller has begun to read.
+
         Raises:
             OverloadedError: there is no room; nothing was changed.
         """
         num_free_places = max(0, self._max_running - len(self.running))
+        displaced: list[LiveSession] = []
         try:
-            self._quotas.check(live.session.request)
-            displaced = self._queue.push(live, num_free_places=num_free_places)
+            if live.is_resumed:
+                self._metrics.resumed.inc()
+                self._queue.push_front(live)
+            else:
+                self._quotas.check(live.session.request)
+                displaced = self._queue.push(live, num_free_places=num_free_places)
         except OverloadedError:
             self._metrics.refused.inc()
             raise
@@ -126,7 +133,7 @@ class Sessions:
             live = self._queue.pop()
             if live.deadline_s <= now + least_s:
                 if live.admitted_s is None:
-                    self._queue.settle(live, 0)
+                    self._settle(live, 0)
                 self._expire(live, now)
                 continue
             self.running[live.request_id] = live
@@ -250,7 +257,7 @@ class Sessions:
         self._queue.remove(live.request_id)
         if was_let_in:
             # Also when it waits again: it is charged once, when it is let in first.
-            self._queue.settle(live, len(live.session.committed))
+            self._settle(live, len(live.session.committed))
         if self.running.pop(live.request_id, None) is not None:
             self._release(live.request_id)
             self._observe_service(now)
@@ -263,6 +270,11 @@ class Sessions:
         if self._tracer is not None and live.session.request.traceparent:
             self._tracer.request_ended(live.life(now), now)
         return True
+
+    def _settle(self, live: LiveSession, num_tokens: int) -> None:
+        # A resumed request was charged by the router that was lost.
+        if not live.is_resumed:
+            self._queue.settle(live, num_tokens)
 
     def _observe_service(self, now: float) -> None:
         if self._ended_s is not None:

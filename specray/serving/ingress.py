@@ -75,6 +75,7 @@ class IngressReplica:
             serve.get_deployment_handle("Router", app_name=app_name),
             timeout_s=config.router.request_timeout_s + ROUTER_CALL_MARGIN_S,
             mailbox=self._mailbox,
+            checkpoint=config.target.checkpoint,
         )
         self._client = refusing(client, config)
         self._tokenizer = Tokenizer.load(config.target.model)

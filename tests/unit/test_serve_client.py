@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from specray.actors.client import ServeRouterClient, translate
 from specray.actors.mailbox import Mailbox
 from specray.errors import EngineLostError, OverloadedError
 from specray.fakes.clock import VirtualClock
-from specray.requests import FinishReason, GenerateRequest, OutputChunk
+from specray.requests import FinishReason, GenerateRequest, OutputChunk, Resumption
 from specray.types import SamplingParams
 
 
@@ -108,25 +109,6 @@ async def test_a_stream_is_what_came_into_the_mailbox() -> None:
     box.open("a")  # The id is free: nothing of the request is left.
 
 
-async def test_a_router_that_dies_in_mid_stream_is_lost_after_what_had_come() -> None:
-    box = mailbox()
-    handle: Any = Deliveries(box, [OutputChunk("a", (1,))], RayActorError())
-    stream = ServeRouterClient(handle, timeout_s=60, mailbox=box).stream(REQUEST)
-    assert (await anext(stream)).token_ids == (1,)
-    with pytest.raises(EngineLostError, match="the request may be sent again"):
-        await anext(stream)
-
-
-async def test_a_call_that_ends_without_the_last_chunk_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specray.actors.client.LAST_CHUNK_TIMEOUT_S", 0.01)
-    box = mailbox()
-    handle: Any = Deliveries(box, [OutputChunk("a", (1,))])
-    stream = ServeRouterClient(handle, timeout_s=60, mailbox=box).stream(REQUEST)
-    assert (await anext(stream)).token_ids == (1,)
-    with pytest.raises(EngineLostError, match="the end of the output was lost"):
-        await anext(stream)
-
-
 async def test_a_stream_that_is_closed_cancels_the_call() -> None:
     box = mailbox()
     handle: Any = Deliveries(box, [])
@@ -178,6 +160,121 @@ def test_a_request_that_has_brought_nothing_goes_to_the_next_router_under_a_new_
     assert len({request.request_id for request in handle.requests}) == 3
     assert {request.prompt_token_ids for request in handle.requests} == {(1,)}
     assert clock.monotonic() == 0.5
+
+
+class Mortals:
+    """A Router deployment: each call brings what the next part of the script says, and then its replica dies.
+
+    A part is tokens and the seconds that they take; after the last part the output has ended.
+    """
+
+    def __init__(self, clock: VirtualClock, box: Mailbox, *parts: tuple[tuple[int, ...], float]) -> None:
+        self.deliver = self
+        self.requests: list[GenerateRequest] = []
+        self.error: Exception = RayActorError()
+        self._clock = clock
+        self._parts = list(parts)
+        self._mailbox = box
+
+    def remote(self, request: GenerateRequest, address: str) -> Any:
+        self.requests.append(request)
+        return self._play(request)
+
+    async def _play(self, request: GenerateRequest) -> None:
+        token_ids, seconds = self._parts.pop(0)
+        await self._clock.sleep(seconds)
+        end = None if self._parts else FinishReason.LENGTH
+        if token_ids or end:
+            chunk = OutputChunk(request.request_id, token_ids, finish_reason=end)
+            self._mailbox._put([chunk])
+        # The caller takes what has come.
+        await self._clock.sleep(0.01)
+        if end is None:
+            raise self.error
+
+
+def play(
+    request: GenerateRequest, *parts: tuple[tuple[int, ...], float]
+) -> tuple[list[OutputChunk], Mortals]:
+    """The chunks that a caller gets, and who was asked for them."""
+    clock, box = VirtualClock(), mailbox()
+    handle: Any = Mortals(clock, box, *parts)
+    client = ServeRouterClient(handle, timeout_s=100, mailbox=box, clock=clock, checkpoint="model")
+
+    async def main() -> list[OutputChunk]:
+        return [chunk async for chunk in client.stream(request)]
+
+    try:
+        return clock.run(main()), handle
+    finally:
+        assert not box._open, "nothing of a request is left"
+
+
+def test_a_stream_whose_routers_die_goes_on_elsewhere_after_what_had_come() -> None:
+    chunks, asked = play(REQUEST, ((1, 2), 1.0), ((3,), 20.0), ((), 1.0), ((4, 5), 1.0))
+    assert sum((chunk.token_ids for chunk in chunks), ()) == (1, 2, 3, 4, 5)
+    assert [request.resumed for request in asked.requests] == [
+        None,
+        Resumption((1, 2), "model"),
+        Resumption((1, 2, 3), "model"),
+        Resumption((1, 2, 3), "model"),
+    ]
+    assert len({request.request_id for request in asked.requests}) == 4
+    assert {request.prompt_token_ids for request in asked.requests} == {(1,)}
+
+
+def test_the_time_to_the_first_token_is_that_of_the_router_that_wrote_it() -> None:
+    chunks, _ = play(REQUEST, ((1, 2), 1.0), ((3,), 20.0))
+    assert chunks[-1].finish_reason is FinishReason.LENGTH
+    assert chunks[-1].ttft_s == 1.0
+
+
+def test_a_stream_that_ends_router_after_router_is_ended() -> None:
+    """Each brings a token, so that patience begins anew each time."""
+    with pytest.raises(EngineLostError, match="the request may be sent again"):
+        play(REQUEST, *[((1,), 1.0)] * 7)
+    chunks, _ = play(REQUEST, *[((1,), 1.0)] * 6)
+    assert sum((chunk.token_ids for chunk in chunks), ()) == (1,) * 6
+
+
+def test_a_request_is_not_longer_under_way_for_being_resumed() -> None:
+    hurried = replace(REQUEST, timeout_s=10.0)
+    _, asked = play(hurried, ((1,), 4.0), ((2,), 1.0), ((3,), 1.0))
+    timeouts = [request.timeout_s for request in asked.requests]
+    assert timeouts == [10.0, pytest.approx(5.74), pytest.approx(4.48)]
+    with pytest.raises(EngineLostError, match="the request may be sent again"):
+        play(hurried, ((1,), 9.9), ((2,), 1.0))
+
+
+class Forgetful:
+    """A Router deployment whose first call ends without the last chunk."""
+
+    def __init__(self, box: Mailbox) -> None:
+        self.deliver = self
+        self.requests: list[GenerateRequest] = []
+        self._mailbox = box
+
+    def remote(self, request: GenerateRequest, address: str) -> Any:
+        self.requests.append(request)
+        return self._answer(request)
+
+    async def _answer(self, request: GenerateRequest) -> None:
+        is_first = len(self.requests) == 1
+        chunk = OutputChunk(request.request_id, (1,) if is_first else ())
+        self._mailbox._put([chunk if is_first else replace(chunk, finish_reason=FinishReason.STOP)])
+
+
+async def test_a_call_that_ends_without_the_last_chunk_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specray.actors.client.LAST_CHUNK_TIMEOUT_S", 0.01)
+    box = mailbox()
+    handle: Any = Forgetful(box)
+    client = ServeRouterClient(handle, timeout_s=60, mailbox=box)
+    chunks = [chunk async for chunk in client.stream(REQUEST)]
+    assert [(chunk.token_ids, chunk.finish_reason) for chunk in chunks] == [
+        ((1,), None),
+        ((), FinishReason.STOP),
+    ]
+    assert handle.requests[1].resumed == Resumption((1,), "")
 
 
 @pytest.mark.parametrize("call", [_whole, _streamed])
