@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 GRACE_SHARE = 0.25
 """An idle target waits for late proposals so long, as part of its own step, when others could go."""
+ESTABLISHED_TOKENS = 32
+"""From so many output tokens on somebody reads along: prompts of others must not stall the session."""
 
 
 @dataclass(slots=True, eq=False)
@@ -290,11 +292,12 @@ class Rounds:
     def _prefill_room(self, ready: Sequence[LiveSession]) -> int:
         """Prompt tokens of the step: few enough that the sessions which run keep their pace."""
         most = self._config.prefill_chunk_tokens
-        if not any(live.is_prefilling for live in ready) or self.drafting.are_prompts_first():
+        if not any(live.is_prefilling for live in ready):
             return most
         # Also those that wait for their draft: they would wait for this step next.
         running = [live for live in self.sessions.running.values() if not live.is_prefilling]
-        if not running:
+        is_burst = all(live.session.num_output_tokens < ESTABLISHED_TOKENS for live in running)
+        if not running or (is_burst and self.drafting.are_prompts_first()):
             return most
         num_rows = sum(live.num_missing + live.num_drafted for live in running)
         return self._policy.prefill_room(

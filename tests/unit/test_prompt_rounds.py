@@ -304,9 +304,14 @@ class SizingTarget(FakeTarget):
         return super().verify(items)
 
 
-@pytest.mark.parametrize(("num_prompts", "size"), [(1, MIN_PREFILL), (2, 64)])
-def test_prompts_of_several_sessions_of_few_fill_their_steps(num_prompts: int, size: int) -> None:
-    """One that comes alone takes no more of a step than running ones allow: here nothing but the least."""
+@pytest.mark.parametrize(
+    ("num_prompts", "stream_s", "size"), [(1, 0.2, MIN_PREFILL), (2, 0.2, 64), (2, 0.5, MIN_PREFILL)]
+)
+def test_prompts_fill_their_steps_only_where_several_come_with_what_runs(
+    num_prompts: int, stream_s: float, size: int
+) -> None:
+    """One that comes alone takes no more of a step than running ones allow, here nothing but the least; and so do
+    several where somebody has been reading for long."""
     clock = VirtualClock()
 
     async def main() -> None:
@@ -316,7 +321,7 @@ def test_prompts_of_several_sessions_of_few_fill_their_steps(num_prompts: int, s
         async with serving(clock, target=target, config=config) as pair:
             given = request("stream", PROMPT, max_tokens=120, speculation=PLAIN)
             stream = asyncio.create_task(pair.router.complete(given))
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(stream_s)
             target.sizes.clear()
             prompts = [request(f"p-{n}", LONG, max_tokens=1, speculation=PLAIN) for n in range(num_prompts)]
             await asyncio.gather(*(pair.router.complete(prompt) for prompt in prompts))
