@@ -310,8 +310,10 @@ class SizingTarget(FakeTarget):
 def test_prompts_fill_their_steps_only_where_several_come_with_what_runs(
     num_prompts: int, stream_s: float, size: int
 ) -> None:
-    """One that comes alone takes no more of a step than running ones allow, here nothing but the least; and so do
-    several where somebody has been reading for long."""
+    """One that comes alone takes no more of a step than running ones allow, here nothing but the least.
+
+    So do several where somebody has been reading for long.
+    """
     clock = VirtualClock()
 
     async def main() -> None:
