@@ -21,7 +21,13 @@ def service(request: pytest.FixtureRequest) -> Iterator[Service]:
     """
     # float32: a forward's width does not change the tokens, so outputs can be compared exactly.
     # One thread each: OpenMP threads that share a core with others' spin instead of working.
-    engine = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "num_threads": 1}
+    engine = {
+        "dtype": "float32",
+        "max_model_len": 512,
+        "max_num_seqs": 16,
+        "num_threads": 1,
+        "profile_s": 0.5,
+    }
     size = getattr(request.module, "TENSOR_PARALLEL_SIZE", 1)
     config = parse_config(
         {
