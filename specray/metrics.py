@@ -228,7 +228,9 @@ class RouterMetrics:
         counter.inc()
 
     def observe_lookup(self, result: str, depth: int) -> None:
-        """What a verdict found: ``hit``, ``miss_token``, ``miss_count``, ``late_hit`` or ``late_miss``."""
+        """What a verdict found: ``hit``, ``miss_token``, ``miss_count``; or what came of waiting for outcomes
+        that were not there yet: ``late_hit``, ``late_miss``, ``timed_out`` or ``draft_lost``.
+        """
         self._outcomes.labels(result).inc()
         self._ahead_depth.observe(depth)
 

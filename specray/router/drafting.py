@@ -312,6 +312,8 @@ class Drafting:
     def _on_moved(self) -> None:
         """What the draft held and owed is not to be had from the next one."""
         for live in self._running.values():
+            if live.session.has_open_verdict:
+                self._count_lookup(live, "draft_lost")
             live.session.lose_draft()
             live.waiting_since_s = None
 
@@ -333,6 +335,8 @@ class Drafting:
             if not live.session.is_waiting_for_draft:
                 live.waiting_since_s = None
             elif now >= live.waiting_since_s + patience_s:
+                if live.session.has_open_verdict:
+                    self._count_lookup(live, "timed_out")
                 live.session.skip_draft(self._draft_locally(live))
                 live.waiting_since_s = None
                 if self._trace is not None:

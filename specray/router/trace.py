@@ -57,6 +57,10 @@ class DraftAsked:
     num_new_tokens: int
     num_speculative_tokens: int
     fanout: tuple[int, ...]
+    max_branches: int = 0
+    """Of all outcomes together; 0: as the fan-out says."""
+    min_acceptance: float = 0.0
+    """A proposal ends where the draft believes less than this of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +177,8 @@ class Trace:
                 len(item.token_ids),
                 item.num_speculative_tokens,
                 item.fanout,
+                item.max_branches,
+                item.min_acceptance,
             )
         )
 

@@ -27,7 +27,7 @@ from specray.router.trace import (
 MS = 1_000_000
 EVENTS: list[TraceEvent] = [
     Planned(1, "a", "model", "enumerate", 3, 2, 4, 0.75, {"off": 50.0, "enumerate": 92.5}),
-    DraftAsked(2, "a", 1, 0, 5, 3, (2, 1, 1)),
+    DraftAsked(2, "a", 1, 0, 5, 3, (2, 1, 1), 6, 0.25),
     DraftReplied(3, "a", 1, "outcomes", 400, 12, 4, False),
     DraftSkipped(4, "b"),
     VerifySent(5, "a", 2, 7, 5, 1, 3),
@@ -96,6 +96,21 @@ def test_miss_is_told_with_its_cause_and_the_proposal_that_follows() -> None:
     assert {event.result for event in missed} == {"miss_token", "miss_count"}
     after = told[told.index(missed[0]) + 1]
     assert type(after) is DraftAsked and after.fanout == () and after.ns == missed[0].ns
+
+
+def asked(**options: object) -> list[DraftAsked]:
+    events = traced(PerfectGuesser(MODEL), 60, **options)
+    return [event for event in events if isinstance(event, DraftAsked)]
+
+
+def test_what_bounds_the_draft_is_told() -> None:
+    bounded = asked(overlap="serial")
+    assert any(0 < event.min_acceptance < 1 for event in bounded)
+    assert {event.max_branches for event in bounded} == {0}
+    outcomes = [event for event in asked(overlap="enumerate", num_speculative_tokens=2) if event.fanout]
+    widths = {event.max_branches / len(event.fanout) for event in outcomes}
+    assert widths and widths <= {1.0, 2.0, 3.0}
+    assert {event.min_acceptance for event in outcomes} == {0.0}
 
 
 def test_nothing_of_what_is_said_is_in_it() -> None:
