@@ -307,7 +307,9 @@ class Router:
             self._policy.pace(request),
             arrived_s=now,
             deadline_s=now + self._timeout_s(request),
-            local=self._local_drafts.of(request, request.speculation.draft or self._draft),
+            local=self._local_drafts.of(
+                request, request.speculation.draft or self._draft, num_sessions=len(self._sessions) + 1
+            ),
         )
         if live.is_resumed:
             # What comes next is no first token.
