@@ -109,7 +109,7 @@ class TargetConfig(EngineConfig):
 
     @property
     def checkpoint(self) -> str:
-        """Names what an output depends on: two targets of one name write the same tokens."""
+        """Names what an output depends on, as far as a configuration says: not what lies in the files."""
         return f"{self.model} in {self.dtype}"
 
 

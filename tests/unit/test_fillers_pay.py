@@ -16,7 +16,7 @@ STEP_S = 0.02
 
 
 def drafts_of(*, accepted: float) -> LocalDrafts:
-    """After a thousand looks that brought so many tokens each."""
+    """After ten thousand looks that brought so many tokens each."""
     config = speculation_config(filler="ngram")
     policy = Policy(config)
     policy.expect_target([StepTime(1, STEP_S), StepTime(64, STEP_S)], 0.0)

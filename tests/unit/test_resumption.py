@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,9 @@ from router_harness import (
     serving,
 )
 
-from specray.errors import InvalidRequestError
+from specray.actors.router import RouterReplica
+from specray.config import parse_config
+from specray.errors import EngineLostError, InvalidRequestError
 from specray.fakes import VirtualClock
 from specray.requests import FinishReason, GenerateRequest, OutputChunk, Quota, Resumption
 from specray.router.session import Session
@@ -194,3 +197,14 @@ def test_what_no_router_can_have_written_is_refused(token_ids: tuple[int, ...], 
     with pytest.raises(InvalidRequestError) as caught:
         answer(replace(GIVEN, resumed=Resumption(token_ids, "checkpoint")))
     assert str(caught.value) == message and caught.value.field == "resumed"
+
+
+async def test_another_checkpoint_does_not_go_on_with_an_output() -> None:
+    """What ``RouterReplica`` knows of itself is all that it looks at before."""
+    served = parse_config({"target": {"model": "/models/new"}}).target.checkpoint
+    begun = parse_config({"target": {"model": "/models/old"}}).target.checkpoint
+    assert served != parse_config({"target": {"model": "/models/new", "dtype": "float32"}}).target.checkpoint
+    replica: Any = SimpleNamespace(_checkpoint=served)
+    given = replace(GIVEN, resumed=Resumption(expected(GIVEN)[:3], begun))
+    with pytest.raises(EngineLostError, match="another target serves now; the request may be sent again"):
+        await RouterReplica.deliver(replica, given, "unix:/nowhere")
