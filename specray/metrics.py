@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from specray import counts
 from specray.types import EngineInfo
 
 _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
@@ -52,10 +53,10 @@ class RouterMetrics:
     def _make_speculation_metrics(self) -> None:
         registry = self.registry
         prefix = "specray_spec_decode_"
-        self._drafts = Counter(f"{prefix}num_drafts", "Rounds that verified draft tokens.", registry=registry)
-        self._draft_tokens = Counter(f"{prefix}num_draft_tokens", "Draft tokens verified.", registry=registry)
-        self._accepted = Counter(f"{prefix}num_accepted_tokens", "Draft tokens kept.", registry=registry)
-        per_position = Counter(
+        self._drafts = counts.Counter(f"{prefix}num_drafts", "Rounds that verified draft tokens.", registry=registry)
+        self._draft_tokens = counts.Counter(f"{prefix}num_draft_tokens", "Draft tokens verified.", registry=registry)
+        self._accepted = counts.Counter(f"{prefix}num_accepted_tokens", "Draft tokens kept.", registry=registry)
+        per_position = counts.LabelledCounter(
             f"{prefix}num_accepted_tokens_per_pos",
             "Draft tokens kept, by their position in the proposal.",
             ["position"],
@@ -63,7 +64,7 @@ class RouterMetrics:
         )
         self._per_position = [per_position.labels(str(position)) for position in range(_NUM_POSITIONS)]
         self._by_source = tuple(
-            Counter(f"{prefix}{name}_by_source", text, ["source"], registry=registry)
+            counts.LabelledCounter(f"{prefix}{name}_by_source", text, ["source"], registry=registry)
             for name, text in (
                 ("num_drafts", "Rounds that verified draft tokens, by what had proposed them."),
                 ("num_draft_tokens", "Draft tokens verified, by what had proposed them."),
@@ -76,14 +77,14 @@ class RouterMetrics:
             ["result"],
             registry=registry,
         )
-        self._plans = Counter(
+        self._plans = counts.LabelledCounter(
             "specray_plans",
             "Verdicts, by what their session's plan said: how both engines work, and at most how many tokens "
             "are drafted.",
             ["overlap", "num_speculative_tokens"],
             registry=registry,
         )
-        self._plan_counters: dict[tuple[str, int], Counter] = {}
+        self._plan_counters: dict[tuple[str, int], counts.Count] = {}
         self._ahead_depth = Histogram(
             "specray_draft_ahead_depth",
             "Draft tokens ready when a verdict arrived; 0 after a miss.",
@@ -106,8 +107,8 @@ class RouterMetrics:
 
     def _make_round_metrics(self) -> None:
         registry = self.registry
-        self.rounds = Counter("specray_rounds", "Verdicts that committed tokens.", registry=registry)
-        self.round_overhead_s = Histogram(
+        self.rounds = counts.Counter("specray_rounds", "Verdicts that committed tokens.", registry=registry)
+        self.round_overhead_s = counts.Histogram(
             "specray_round_overhead_seconds",
             "A round from its first item to its verdict, less the forwards in between.",
             buckets=_OVERHEAD_S,
@@ -144,11 +145,11 @@ class RouterMetrics:
             "specray_requests_expired", "Requests whose time was over, waiting or running.", registry=registry
         )
         self.prompt_tokens = Counter("specray_prompt_tokens", "Prompt tokens admitted.", registry=registry)
-        self.output_tokens = Counter("specray_output_tokens", "Tokens committed.", registry=registry)
+        self.output_tokens = counts.Counter("specray_output_tokens", "Tokens committed.", registry=registry)
         self.ttft_s = Histogram(
             "specray_time_to_first_token_seconds", "From arrival.", buckets=_LATENCY_S, registry=registry
         )
-        self.itl_s = Histogram(
+        self.itl_s = counts.Histogram(
             "specray_inter_token_latency_seconds",
             "Between commits, shared among the tokens of the later one.",
             buckets=_LATENCY_S,
@@ -224,7 +225,8 @@ class RouterMetrics:
         counter = self._plan_counters.get(plan)
         if counter is None:
             # Looking one up by its labels costs several times the counting.
-            counter = self._plan_counters[plan] = self._plans.labels(overlap, str(num_speculative_tokens))
+            labels = overlap, str(num_speculative_tokens)
+            counter = self._plan_counters[plan] = self._plans.labels(*labels)
         counter.inc()
 
     def observe_lookup(self, result: str, depth: int) -> None:
@@ -237,8 +239,7 @@ class RouterMetrics:
     def observe_tokens(self, num_tokens: int, seconds: float) -> None:
         """Tokens committed together, ``seconds`` after those before."""
         self.output_tokens.inc(num_tokens)
-        for _ in range(num_tokens):
-            self.itl_s.observe(seconds / num_tokens)
+        self.itl_s.observe(seconds / num_tokens, times=num_tokens)
 
     def observe_first_tokens(self, num_tokens: int, seconds: float) -> None:
         """The first tokens of a request, ``seconds`` after its arrival."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -61,20 +61,25 @@ def form_batch(offered: Sequence[Schedulable], limits: BatchLimits) -> list[Shar
     """
     shares: list[Share] = []
     left = limits.max_num_batched_tokens
-    running = [index for index, session in enumerate(offered) if not session.is_prefilling]
-    if len(running) > limits.max_num_seqs or _rows(offered[index] for index in running) > left:
-        running.sort(key=lambda index: offered[index].last_step)
-    for index in running:
-        session = offered[index]
+    # Properties of a session are asked once: this is part of every step.
+    prefilling: list[int] = []
+    running: list[tuple[int, int]] = []
+    for index, session in enumerate(offered):
+        if session.is_prefilling:
+            prefilling.append(index)
+        else:
+            running.append((index, session.num_missing + session.num_drafted))
+    if len(running) > limits.max_num_seqs or sum(num_rows for _, num_rows in running) > left:
+        running.sort(key=lambda entry: offered[entry[0]].last_step)
+    for index, num_rows in running:
         if len(shares) == limits.max_num_seqs or left <= 0:
             break
-        room = min(left, session.num_missing + session.num_drafted)
+        room = min(left, num_rows)
         shares.append(Share(index, room))
         left -= room
     chunk_left = min(limits.prefill_chunk_tokens, left)
-    for index, session in enumerate(offered):
-        if not session.is_prefilling:
-            continue
+    for index in prefilling:
+        session = offered[index]
         if len(shares) == limits.max_num_seqs or chunk_left <= 0:
             break
         num_prompt = min(chunk_left, session.num_missing)
@@ -84,7 +89,3 @@ def form_batch(offered: Sequence[Schedulable], limits: BatchLimits) -> list[Shar
         left -= room
         chunk_left = min(chunk_left - num_prompt, left)
     return shares
-
-
-def _rows(sessions: Iterable[Schedulable]) -> int:
-    return sum(session.num_missing + session.num_drafted for session in sessions)

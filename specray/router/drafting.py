@@ -219,10 +219,17 @@ class Drafting:
             local.observe(num_drafts, num_accepted)
             num_drafts = num_accepted = 0
         self._policy.observe_round(live.pacing, num_drafts, num_accepted)
-        plan = live.pacing.plan
-        if plan is not None:
-            self._later.add(self._metrics.observe_plan, plan.way, plan.num_speculative_tokens)
-        self._later.add(self._policy.prepare, live.pacing, len(self._running))
+        if self._policy.is_review_near(live.pacing, len(self._running)):
+            self._later.add(self._prepare, live, len(self._running))
+
+    def _prepare(self, live: LiveSession, num_running: int) -> None:
+        session = live.session
+        self._policy.prepare(
+            live.pacing,
+            num_running,
+            num_remaining=session.num_remaining,
+            num_unread=len(session.committed) - session.draft.synced_len,
+        )
 
     def on_replies(self, link: DraftLink, replies: DraftReplies, now: float) -> None:
         """Takes a batch of replies; those of a link that was given up are late."""
@@ -363,6 +370,8 @@ class Drafting:
 
     def _plan(self, live: LiveSession, num_remaining: int, now: float) -> Plan:
         link = self.link
+        if link is not None and self._policy.is_resting(live.pacing):
+            return OFF
         if link is None and self._leases is not None and live.pacing.fixed_k != 0:
             self._leases.want()
         if link is None or self._is_stalled(link, now):

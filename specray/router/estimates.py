@@ -77,7 +77,9 @@ class TimeTable:
     say so, both are believed to take what they do on average (isotonic regression).
 
     What was *expected* of a size stands until the size is trusted. By as much as trusted sizes took more or
-    less than had been expected of them (a busy machine), others near them are expected to take.
+    less than had been expected of them, others near them are expected to take. What they took more may be so
+    many times as much (a busy machine) or so much more (a step's messages, and what is done for each of its
+    sequences): the less of both is expected, since what looks too dear is never tried.
 
     Samples are divided by the *pace*, how much longer steps take now than their averages say, and predictions
     are multiplied by it. Sizes come at different times, and what is compared are sizes: without it, plain
@@ -178,8 +180,13 @@ class TimeTable:
         trusted = _ascending([(size, self._value(size)) for size in self._trusted])
         if not self._expected:
             return trusted
-        factors = [(size, value / _interpolate(self._expected, size)) for size, value in trusted]
-        known = {size: seconds * _factor_near(factors, size) for size, seconds in self._expected}
+        expected = [(size, value, _interpolate(self._expected, size)) for size, value in trusted]
+        factors = [(size, value / seconds) for size, value, seconds in expected]
+        more = [(size, max(0.0, value - seconds)) for size, value, seconds in expected]
+        known = {
+            size: min(seconds * _near(factors, size, 1.0), seconds + _near(more, size, 0.0))
+            for size, seconds in self._expected
+        }
         return _raised(sorted((known | dict(trusted)).items()), dict(trusted))
 
     def _all(self) -> _Curve:
@@ -249,10 +256,11 @@ def _interpolate(curve: _Curve, size: int) -> float:
     return lower + (size - lower_size) / (upper_size - lower_size) * (upper - lower)
 
 
-def _factor_near(factors: _Curve, size: int) -> float:
-    first = bisect_left(factors, size / _REACH, key=itemgetter(0))
-    last = bisect_right(factors, _REACH * size, key=itemgetter(0))
-    return _interpolate(factors[first:last], size) if first < last else 1.0
+def _near(values: _Curve, size: int, otherwise: float) -> float:
+    """Between those of sizes within _REACH; ``otherwise`` without any."""
+    first = bisect_left(values, size / _REACH, key=itemgetter(0))
+    last = bisect_right(values, _REACH * size, key=itemgetter(0))
+    return _interpolate(values[first:last], size) if first < last else otherwise
 
 
 def size_of(size: int) -> int:

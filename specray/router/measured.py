@@ -67,7 +67,8 @@ class Measured:
         steps = expected_steps(k, [one.continuation for one in rounds], num_running)
         verify = self.verify_s(round(num_running * (1 + num_drafts)), num_running) or _UNKNOWN_S
         draft = sum(step.chance * self.draft_step_s(round(step.num_lines), verify) for step in steps)
-        draft += self.pace * self.draft.overhead_s * num_running
+        num_read = fmean(one.num_tokens for one in rounds)
+        draft += self.pace * (self.draft.reading_s(num_running, num_read) + self.draft.overhead_s(num_running))
         return geometric_mean(one.num_tokens for one in rounds) / (verify + draft + self.round_trip_s)
 
     def lone_goodput(self, k: int, acceptance: float, num_running: int) -> float:
@@ -103,9 +104,9 @@ class Measured:
         """To the draft; 0 when nothing is known."""
         return self.pace * (self.draft_round_trip.value or 0.0)
 
-    def add_proposals(self, num_steps: Sequence[int], seconds: float) -> None:
+    def add_proposals(self, num_steps: Sequence[int], seconds: float, *, num_read: int = 0) -> None:
         """Takes a draft step that answered proposals and nothing else; as ``DraftTimes.add``."""
-        self.draft.add(num_steps, seconds / self.pace)
+        self.draft.add(num_steps, seconds / self.pace, num_read=num_read)
 
     def verify_s(self, rows: int, num_sequences: int, *, is_overlapped: bool = False) -> float | None:
         """Seconds of a target step; None: nothing is known."""

@@ -127,10 +127,32 @@ class Policy:
             return plan
         return replace(plan, num_speculative_tokens=num_remaining - 1)
 
-    def prepare(self, pacing: Pacing, num_running: int) -> None:
-        """Decides and reviews what would be due with the next round, now, while no engine waits for it."""
+    def is_review_near(self, pacing: Pacing, num_running: int) -> bool:
+        """With the next round a decision of all or a review of the session would be due."""
+        if pacing.plan is None or pacing.fixed_k == 0:
+            return False
+        return (
+            pacing.rounds_to_review <= 1
+            or self._is_overruled(pacing)
+            or (self._joins(pacing) and self._together.is_due(num_running))
+        )
+
+    def is_resting(self, pacing: Pacing) -> bool:
+        """The session drafts nothing, and nothing is due: asked for each session in each round."""
+        return pacing.plan is OFF and pacing.rounds_to_review > 0 and not self._is_overruled(pacing)
+
+    def prepare(
+        self, pacing: Pacing, num_running: int, *, num_remaining: int | None = None, num_unread: int = 0
+    ) -> None:
+        """Decides and reviews what would be due with the next round, now, while no engine waits for it.
+
+        Args:
+            num_remaining, num_unread: as for ``plan``; None: as they were then.
+        """
         if pacing.plan is None or pacing.fixed_k == 0:
             return
+        if num_remaining is not None:
+            pacing.num_remaining, pacing.num_unread = num_remaining, num_unread
         self._decide(pacing, num_running)
         if pacing.rounds_to_review <= 1 or self._is_overruled(pacing):
             self._review(pacing, num_running)
@@ -223,10 +245,12 @@ class Policy:
             has_prompt=has_prompt,
         )
 
-    def observe_proposals(self, num_steps: Sequence[int], forward_s: float, round_trip_s: float) -> None:
+    def observe_proposals(
+        self, num_steps: Sequence[int], forward_s: float, round_trip_s: float, *, num_read: int = 0
+    ) -> None:
         """One draft step that answered proposals and nothing else; as ``Measured.add_proposals``."""
         if max(num_steps) > 0:
-            self._measured.add_proposals(num_steps, forward_s)
+            self._measured.add_proposals(num_steps, forward_s, num_read=num_read)
             self._measured.draft_round_trip.add(max(0.0, round_trip_s) / self._measured.pace)
 
     def observe_outcomes(self, num_tokens: int, num_branches: int, forward_s: float) -> None:

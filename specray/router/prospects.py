@@ -25,9 +25,11 @@ MAX_BOUND = 0.9
 """Of what a draft must believe: it is never so sure that it should propose nothing further."""
 HYSTERESIS = 1.05
 """A plan is left only for one that promises so much more."""
-MAX_SHARED_K, MANY_SESSIONS = 8, 4
+MAX_SHARED_K, MANY_SESSIONS = 7, 4
 """Longer proposals are for few sessions. Of many, some accept next to nothing and are the last to end: they
-need as many rounds as ever, and each of these is longer for the others' proposals."""
+need as many rounds as ever, and each of these is longer for the others' proposals. And attention works on
+sixteen queries at a time, which are eight rows of two heads that share their keys: nine rows of each of 32
+sequences take a fifth more than eight (``bench forwards --num-sequences 32 --rows 8 --rows 9``)."""
 LONGER_GAIN = 1.03
 """All take longer proposals only for one that promises so much more: who accepts little waits for them."""
 WIDTHS = (3, 2, 1)

@@ -17,6 +17,7 @@ from specray.router.drafting import Drafting
 from specray.router.later import Later
 from specray.router.links import DraftReplied, Inbox, LinkLost, TargetLink, TargetReplied
 from specray.router.live import LiveSession
+from specray.router.plan import Plan
 from specray.router.policy import Policy
 from specray.router.records import Commit
 from specray.router.sessions import Sessions
@@ -215,20 +216,39 @@ class Rounds:
             self.drafting.on_lookup(live, commit.lookup, now)
 
     def _measure(self, live: LiveSession, commit: Commit, forward_s: float) -> None:
-        now, num_tokens = self._now, len(commit.token_ids)
         self.drafting.on_commit(live, commit)
-        metrics, later = self._metrics, self._later
-        later.add(metrics.observe_round, commit.num_draft_tokens, commit.num_accepted_tokens, commit.source)
-        if live.committed_s is None:
-            live.first_token_s = now
-            later.add(metrics.observe_first_tokens, num_tokens, now - live.arrived_s)
-        else:
-            later.add(metrics.observe_tokens, num_tokens, now - live.committed_s)
-            if live.round_started_s is not None:
-                overhead_s = now - live.round_started_s - forward_s - live.draft_forward_s
-                later.add(metrics.round_overhead_s.observe, max(0.0, overhead_s))
+        since_s = live.committed_s
+        overhead_s = None
+        if since_s is None:
+            live.first_token_s = self._now
+        elif live.round_started_s is not None:
+            overhead_s = max(0.0, self._now - live.round_started_s - forward_s - live.draft_forward_s)
         live.round_started_s = None
         live.draft_forward_s = 0.0
+        # One call for all that is counted: keeping a call costs more than counting does.
+        waited_s = self._now - (live.arrived_s if since_s is None else since_s)
+        self._later.add(self._count, commit, live.pacing.plan, waited_s, since_s is None, overhead_s)
+
+    def _count(
+        self, commit: Commit, plan: Plan | None, waited_s: float, is_first: bool, overhead_s: float | None
+    ) -> None:
+        """Counts a verdict that committed tokens.
+
+        Args:
+            plan: of the session, when it came.
+            waited_s: since the tokens before, or since the request arrived.
+            overhead_s: of the round; None: it was not measured.
+        """
+        metrics, num_tokens = self._metrics, len(commit.token_ids)
+        metrics.observe_round(commit.num_draft_tokens, commit.num_accepted_tokens, commit.source)
+        if plan is not None:
+            metrics.observe_plan(plan.way, plan.num_speculative_tokens)
+        if is_first:
+            metrics.observe_first_tokens(num_tokens, waited_s)
+        else:
+            metrics.observe_tokens(num_tokens, waited_s)
+        if overhead_s is not None:
+            metrics.round_overhead_s.observe(overhead_s)
 
     def _lose_target(self, link: TargetLink, error: Exception) -> None:
         if link is not self.target:

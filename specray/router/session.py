@@ -108,11 +108,9 @@ class Session:
     @property
     def is_prefilling(self) -> bool:
         """The target fills its cache (prompt, or everything after a loss): nothing waits for the draft."""
-        return (
-            self.num_output_tokens == 0
-            or self.target.synced_len == 0
-            or self.num_missing > 1 + MAX_SPECULATIVE_TOKENS
-        )
+        # Asked several times a round of each session, so it asks no other property.
+        length, held = len(self.committed), self.target.synced_len
+        return length == self.num_prompt_tokens or held == 0 or length - held > 1 + MAX_SPECULATIVE_TOKENS
 
     @property
     def is_waiting_for_draft(self) -> bool:
@@ -148,7 +146,7 @@ class Session:
             # It tells all but the last token: what the target has in its prefix cache takes no room.
             end = len(self.committed) - 1
         drafted = NOTHING_DRAFTED if is_chunk or self.drafted is None else self.drafted
-        if not all(row.is_distribution(self._vocab_size) for row in drafted.probs):
+        if drafted.probs and not all(row.is_distribution(self._vocab_size) for row in drafted.probs):
             # The target would refuse them, and the request would end for its draft's fault.
             drafted = NOTHING_DRAFTED
         num_drafts = max(0, min(len(drafted.token_ids), max_new_tokens - missing, self.num_remaining - 1))

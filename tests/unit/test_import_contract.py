@@ -21,7 +21,8 @@ ALLOWED: dict[str, set[str]] = {
     "config": VOCABULARY | {"sections"},
     "environment": VOCABULARY | {"sections"},
     "interfaces": VOCABULARY,
-    "metrics": VOCABULARY | {"interfaces"},
+    "counts": set(),
+    "metrics": VOCABULARY | {"interfaces", "counts"},
     "telemetry": SEAMS,
     "fakes": SEAMS,
     "tokenization": SEAMS | {"demo"},
@@ -77,7 +78,7 @@ OWNERS: dict[str, set[str]] = {
     "fastapi": {"serving"},
     "starlette": {"serving"},
     "typer": {"cli"},
-    "prometheus_client": {"metrics", "serving"},
+    "prometheus_client": {"counts", "metrics", "serving"},
     "opentelemetry": {"telemetry"},
 }
 

@@ -9,6 +9,7 @@ import pytest
 from router_harness import request, speculation_config
 
 from specray.requests import SpeculationParams
+from specray.router.draft_times import DraftTimes
 from specray.router.estimates import Average, OutcomesTime, Rate, TimeTable, chain_trials
 from specray.router.expected import Round, expected_drafts, expected_steps, expected_tokens, prior_hit_rate
 from specray.router.measured import Measured
@@ -258,11 +259,13 @@ def test_all_wait_for_the_longest_proposal_and_rows_are_those_of_the_mean() -> N
             measured_times.target.add(rows, 0.010 + 0.001 * rows)
     measured_times.draft.expect({1: 0.001, 4: 0.002})
     rounds = [Round(4.0, 5.0, 1.0), *(Round(0.0, 1.0, 0.0) for _ in range(3))]
-    tokens, seconds = 5 ** (1 / 4), 0.010 + 0.001 * 8 + 2 * 0.002 + 2 * 0.001
+    # Each begins with the two tokens that a round commits on average: as six proposals, by half a row each.
+    read_s = (6 - 4) / 3 * 0.001
+    tokens, seconds = 5 ** (1 / 4), 0.010 + 0.001 * 8 + 2 * 0.002 + 2 * 0.001 + read_s
     assert measured_times.serial_goodput(4, rounds, 4) == pytest.approx(tokens / seconds)
-    # And what proposals take beside their steps, of each session.
+    # And what four proposals take beside their steps: twice what one does.
     measured_times.draft._overhead = 0.5
-    assert measured_times.serial_goodput(4, rounds, 4) == pytest.approx(tokens / (seconds + 4 * 0.0005))
+    assert measured_times.serial_goodput(4, rounds, 4) == pytest.approx(tokens / (seconds + 2 * 0.0005))
 
 
 def test_a_plan_for_all_is_not_as_long_as_the_surest_session_would_like() -> None:
@@ -294,13 +297,36 @@ def test_what_a_proposal_takes_whatever_its_length_is_no_part_of_its_steps() -> 
     for index in range(300):
         num_steps = (1, 2, 7)[index % 3]
         measured_times.add_proposals([num_steps] * 8, 0.003 + 0.002 * num_steps)
-    assert 8 * measured_times.draft.overhead_s == pytest.approx(0.003, rel=0.05)
+    assert measured_times.draft.overhead_s(8) == pytest.approx(0.003, rel=0.05)
     assert measured_times.draft_step_s(8, 1.0) == pytest.approx(0.002, rel=0.05)
     # A draft that is as fast as was believed has none.
     for index in range(300):
         num_steps = (1, 2, 7)[index % 3]
         measured_times.add_proposals([num_steps] * 8, 0.002 * num_steps)
-    assert 8 * measured_times.draft.overhead_s < 0.0003
+    assert measured_times.draft.overhead_s(8) < 0.0003
+
+
+def test_tokens_that_a_proposal_begins_with_are_rows_of_its_first_step() -> None:
+    """Some proposal is of a session that the draft has not been told of for long."""
+    times = DraftTimes()
+    times.expect({1: 0.001, 32: 0.002, 64: 0.003})
+    for _ in range(100):
+        # One step of 1 + 62 / 2 rows, one of one.
+        times.add([2], 0.002 + 0.001, num_read=63)
+    assert times.step_s(1) == pytest.approx(0.001, rel=0.01)
+    assert times.overhead_s(1) < 1e-5, "it did not take longer than its tokens do"
+    assert times.reading_s(1, 63) == pytest.approx(0.001, rel=0.01)
+    assert times.reading_s(1, 1) == 0.0
+
+
+def test_what_one_proposal_takes_besides_is_not_believed_of_each_of_many() -> None:
+    times = DraftTimes()
+    times.expect({1: 0.001, 64: 0.002})
+    for index in range(200):
+        num_steps = 1 + index % 3
+        times.add([num_steps], 0.0003 + 0.001 * num_steps)
+    assert times.overhead_s(1) == pytest.approx(0.0003, rel=0.1)
+    assert times.overhead_s(64) == pytest.approx(8 * 0.0003, rel=0.1)
 
 
 def test_rows_that_the_weights_hide_cost_nothing_in_the_bound() -> None:

@@ -321,6 +321,23 @@ def test_what_a_size_took_tells_of_sizes_up_to_four_times_larger_or_smaller() ->
     assert [times.predict(size) for size in (2, 4, 16, 64, 128)] == [1.0, 2.0, 2.0, 2.0, 3.0]
 
 
+def test_what_a_size_took_more_may_be_the_steps_and_not_the_rows() -> None:
+    """Of 64 sequences 3 ms are for messages: no reason to believe that further rows are dear."""
+    table = TimeTable()
+    table.expect({1: 0.001, 64: 0.002, 128: 0.004})
+    for _ in range(3):
+        table.add(64, 0.005)
+    assert table.predict(64) == pytest.approx(0.005)
+    assert table.predict(128) == pytest.approx(0.004 + 0.003), "2.5 times as much would be 10 ms"
+    assert table.predict(1) == pytest.approx(0.001), "too far away to tell"
+    # One that took less took so many times less.
+    faster = TimeTable()
+    faster.expect({64: 0.002, 128: 0.004})
+    for _ in range(3):
+        faster.add(64, 0.001)
+    assert faster.predict(128) == pytest.approx(0.002)
+
+
 def test_a_size_that_took_longer_than_a_larger_one_is_pooled_with_it() -> None:
     table = TimeTable()
     for size, seconds in ((4, 0.006), (8, 0.012), (16, 0.010), (32, 0.020)):

@@ -1,0 +1,108 @@
+"""Counters and histograms for what happens thousands of times a second, shown to Prometheus when it asks.
+
+Those of ``prometheus_client`` take a lock for every number that changes, half a microsecond each and a dozen per
+round of a session: more than the round's own bookkeeping. These are plain numbers of one thread, the router's
+loop; whoever reads them meanwhile sees each as it is.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+
+class Count:
+    """A number that grows."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def inc(self, amount: int = 1) -> None:
+        """Counts; ``amount`` >= 0."""
+        self.value += amount
+
+
+class Counter(Count, Collector):
+    """A counter without labels.
+
+    Args:
+        name: as exposed, without ``_total``.
+        documentation: its help text.
+        registry: where it is shown.
+    """
+
+    __slots__ = ("_documentation", "_name")
+
+    def __init__(self, name: str, documentation: str, *, registry: CollectorRegistry) -> None:
+        super().__init__()
+        self._name, self._documentation = name, documentation
+        registry.register(self)
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """See prometheus_client's ``Collector``."""
+        yield CounterMetricFamily(self._name, self._documentation, value=self.value)
+
+
+class LabelledCounter(Collector):
+    """Counters of one name, told apart by their labels.
+
+    Args:
+        name, documentation, registry: as ``Counter``.
+        labels: their names.
+    """
+
+    def __init__(
+        self, name: str, documentation: str, labels: Sequence[str], *, registry: CollectorRegistry
+    ) -> None:
+        self._name, self._documentation, self._labels = name, documentation, tuple(labels)
+        self._counts: dict[tuple[str, ...], Count] = {}
+        registry.register(self)
+
+    def labels(self, *values: str) -> Count:
+        """The counter of these values, one for each label; it is shown from now on."""
+        assert len(values) == len(self._labels), values
+        return self._counts.setdefault(values, Count())
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """See prometheus_client's ``Collector``."""
+        family = CounterMetricFamily(self._name, self._documentation, labels=self._labels)
+        for values, count in list(self._counts.items()):
+            family.add_metric(values, count.value)
+        yield family
+
+
+class Histogram(Collector):
+    """How often values fell at or below each bound.
+
+    Args:
+        name, documentation, registry: as ``Counter``.
+        buckets: upper bounds, ascending; a last one without bound is added.
+    """
+
+    def __init__(
+        self, name: str, documentation: str, *, buckets: Sequence[float], registry: CollectorRegistry
+    ) -> None:
+        self._name, self._documentation = name, documentation
+        self._bounds = tuple(float(bound) for bound in buckets)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+        registry.register(self)
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Takes a value, as if it had come so many times."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """See prometheus_client's ``Collector``."""
+        names = (*(floatToGoString(bound) for bound in self._bounds), "+Inf")
+        buckets = list(zip(names, accumulate(self._counts), strict=True))
+        yield HistogramMetricFamily(self._name, self._documentation, buckets=buckets, sum_value=self._sum)
