@@ -113,10 +113,17 @@ class ServerClient:
         """GETs /metrics. Raises like ``stream_completion``."""
         return await self._get("/metrics")
 
+    async def models(self) -> list[str]:
+        """The served models' names. Raises like ``stream_completion``."""
+        text = await self._get("/v1/models")
+        try:
+            return [str(model["id"]) for model in json.loads(text)["data"]]
+        except (ValueError, KeyError, TypeError):
+            raise SpecrayError(f"server {self._url}: /v1/models is no list of models") from None
+
     async def model(self) -> str:
         """The first served model's name. Raises like ``stream_completion``."""
-        models = json.loads(await self._get("/v1/models"))
-        return str(models["data"][0]["id"])
+        return (await self.models())[0]
 
     async def _get(self, path: str) -> str:
         try:

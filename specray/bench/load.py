@@ -58,24 +58,37 @@ async def run_pass(
 
 
 async def send(client: ServerClient, body: Mapping[str, Any], *, is_stream: bool = True) -> RequestRecord:
-    """One request, timed. Raises like ``ServerClient.stream_completion``."""
+    """One request, timed. Raises like ``ServerClient.stream_completion``.
+
+    Args:
+        body: its ``stream_options`` may ask for more than usage at the end.
+    """
     started_s = time.monotonic()
     if not is_stream:
         answer = await client.complete(body)
         return _record(started_s, (), answer)
     event_times_s: list[float] = []
+    num_first_tokens: int | None = None
     last: Mapping[str, Any] = {}
-    async for event in client.stream_completion({**body, "stream_options": {"include_usage": True}}):
+    options = {"include_usage": True, **body.get("stream_options", {})}
+    async for event in client.stream_completion({**body, "stream_options": options}):
         if event.text:
+            if not event_times_s:
+                num_first_tokens = (event.body.get("usage") or {}).get("completion_tokens")
             event_times_s.append(event.arrived_s)
         if event.body.get("usage"):
             last = event.body
     if not last:
         raise SpecrayError("the stream ended without its usage")
-    return _record(started_s, tuple(event_times_s), last)
+    return _record(started_s, tuple(event_times_s), last, num_first_tokens)
 
 
-def _record(started_s: float, event_times_s: tuple[float, ...], answer: Mapping[str, Any]) -> RequestRecord:
+def _record(
+    started_s: float,
+    event_times_s: tuple[float, ...],
+    answer: Mapping[str, Any],
+    num_first_tokens: int | None = None,
+) -> RequestRecord:
     counters = _counters(answer)
     return RequestRecord(
         started_s=started_s,
@@ -86,6 +99,7 @@ def _record(started_s: float, event_times_s: tuple[float, ...], answer: Mapping[
         num_spec_steps=counters.get("num_spec_steps", 0),
         num_draft_tokens=counters.get("num_draft_tokens", 0),
         num_accepted_draft_tokens=counters.get("num_accepted_draft_tokens", 0),
+        num_first_tokens=num_first_tokens,
     )
 
 

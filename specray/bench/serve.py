@@ -112,7 +112,7 @@ async def measure(plan: Plan, on_progress: Callable[[str, int, int], None]) -> R
         model = await client.model()
         for arm in plan.arms:
             for prompt in plan.prompts[: plan.num_warmup]:
-                await send(client, _body(plan, arm, prompt, "warm-up"), is_stream=plan.is_stream)
+                await send(client, request_body(plan, arm, prompt, "warm-up"), is_stream=plan.is_stream)
         for repeat in range(plan.num_repeats):
             for result in results:
 
@@ -131,7 +131,7 @@ async def _run_pass(
     before = parse_samples(await client.metrics_text())
     one = await run_pass(
         client,
-        [_body(plan, result.arm, prompt, label) for prompt in plan.prompts],
+        [request_body(plan, result.arm, prompt, label) for prompt in plan.prompts],
         concurrency=plan.concurrency,
         is_stream=plan.is_stream,
         on_done=advance,
@@ -141,7 +141,8 @@ async def _run_pass(
     result.server.append(server_stats(difference(before, parse_samples(await client.metrics_text()))))
 
 
-def _body(plan: Plan, arm: Arm, prompt: str, label: str) -> dict[str, Any]:
+def request_body(plan: Plan, arm: Arm, prompt: str, label: str) -> dict[str, Any]:
+    """What one prompt is sent as; with fresh prompts, ``label`` tells the passes of an arm apart."""
     first_line = f"# {arm.name}, {label}\n" if plan.has_fresh_prompts else ""
     return {
         "prompt": first_line + prompt,

@@ -32,6 +32,8 @@ class RequestRecord:
     num_spec_steps: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    num_first_tokens: int | None = None
+    """Output tokens there were with the first event that brought text; None where events do not tell."""
 
     @property
     def ttft_ms(self) -> float | None:

@@ -17,6 +17,7 @@ from specray.bench.prompts import Dataset
 from specray.cli.bench_compare import compare
 from specray.cli.bench_overlap import overlap
 from specray.cli.bench_overload import overload
+from specray.cli.bench_plain import plain
 from specray.cli.bench_soak import soak
 from specray.cli.bench_trace import trace
 from specray.cli.worker import Role
@@ -53,6 +54,7 @@ app.command()(compare)
 app.command()(overlap)
 app.command()(soak)
 app.command()(overload)
+app.command()(plain)
 app.command()(trace)
 
 
