@@ -146,15 +146,26 @@ class Prospects:
             num_drafts = pacing.judged.num_drafts.value
         else:
             num_drafts = expected_drafts(plan.num_speculative_tokens, self._goes_on(pacing))
-        # What drafts cost on average: a step's time bends where its rows are no longer hidden by its weights,
-        # and a proposal has rows on both sides.
+        # What rows cost on average, of one's own: a step's time bends where rows are no longer hidden by its
+        # weights, and a proposal has rows on both sides. Those of many sessions are beyond the bend, but for
+        # the first ones, which nobody leaves out.
         num_more = max(1, round(num_running * num_drafts))
-        fewer, more = (
-            self._measured.verify_s(num_running + rows, num_running) or 0.0 for rows in (0, num_more)
+        first = num_more // 2 if num_running >= MANY_SESSIONS else 0
+        plain, fewer, more = (
+            self._measured.verify_s(num_running + rows, num_running) or 0.0 for rows in (0, first, num_more)
         )
-        row_s = max(0.0, more - fewer) / num_more
-        draft_s = self._measured.draft_step_s(num_running, fewer) / num_running
-        return num_running * self.goodput(plan, pacing, num_running) * (row_s + draft_s)
+        row_s = max(0.0, more - fewer) / (num_more - first)
+        return num_running * self.goodput(plan, pacing, num_running) * (row_s + self._line_s(num_running, plain))
+
+    def _line_s(self, num_running: int, verify_s: float) -> float:
+        """What a draft token costs the draft.
+
+        A step is taken for whoever goes on: of many proposals several are as long as the longest, so that one
+        which ends a token earlier leaves out its part of a step and no step.
+        """
+        alone, together = (self._measured.draft_step_s(count, verify_s) for count in (1, num_running))
+        part_s = 0.0 if num_running == 1 else max(0.0, together - alone) / (num_running - 1)
+        return part_s + max(0.0, alone - part_s) / num_running**2
 
     def _joint_goodput(self, plan: Plan, sessions: Sequence[Pacing], num_running: int) -> float:
         """Predicted tokens per second of a session, on average, as all are under the plan."""

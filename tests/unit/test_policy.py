@@ -27,7 +27,11 @@ from specray.router.prospects import (
 )
 from specray.router.records import Lookup
 from specray.router.together import MIN_GAIN
-from specray.types import Overlap, Verification
+from specray.types import Overlap, StepTime, Verification
+
+
+def times(*pairs: tuple[int, float]) -> tuple[StepTime, ...]:
+    return tuple(StepTime(num_rows, seconds) for num_rows, seconds in pairs)
 
 
 def measured(
@@ -182,7 +186,29 @@ def test_a_draft_token_must_promise_what_its_row_and_its_step_could_bring() -> N
         pacing.rounds_to_review = 0
         plan = chosen(policy, pacing, num_running=num_running)
         rate = num_running * policy.goodput(plan, pacing, num_running)
-        assert plan.min_acceptance == pytest.approx(rate * (0.0005 + 0.001 / num_running), rel=0.05)
+        # Of four proposals others are as long as one that ends a token earlier: its step is taken for them.
+        assert plan.min_acceptance == pytest.approx(rate * (0.0005 + 0.001 / num_running**2), rel=0.05)
+
+
+def test_a_draft_token_of_many_costs_its_part_of_a_step_that_is_taken_anyway() -> None:
+    policy = Policy(speculation_config(overlap="serial"))
+    policy.expect_draft(times((1, 0.001), (32, 0.0041)), 0.0)
+    line_s = policy._prospects._line_s
+    assert line_s(1, 0.020) == pytest.approx(0.001)
+    assert line_s(32, 0.020) == pytest.approx(0.0001 + 0.0009 / 32**2)
+
+
+def test_rows_of_many_sessions_cost_what_they_do_beyond_the_first_half() -> None:
+    """The first 32 draft rows take 20 ms, the next 32 take 4; nobody leaves out the first ones."""
+    policy = Policy(speculation_config(overlap="serial"))
+    for rows, seconds in ((8, 0.020), (40, 0.040), (72, 0.044)):
+        for _ in range(3):
+            policy.observe_verify(rows, seconds, is_overlapped=False)
+    policy.expect_draft(times((1, 1e-9)), 0.0)
+    pacing = policy.pace(request())
+    pacing.continuation = Rate(1.0)
+    rate = policy.goodput(Plan(8), pacing, 8)
+    assert policy._prospects._worth(Plan(8), pacing, 8) == pytest.approx(8 * rate * 0.004 / 32, rel=1e-3)
 
 
 def judge(policy: Policy, pacing: Pacing, num_asked: int, num_drafts: int, num_accepted: int) -> None:
