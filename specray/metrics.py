@@ -53,9 +53,15 @@ class RouterMetrics:
     def _make_speculation_metrics(self) -> None:
         registry = self.registry
         prefix = "specray_spec_decode_"
-        self._drafts = counts.Counter(f"{prefix}num_drafts", "Rounds that verified draft tokens.", registry=registry)
-        self._draft_tokens = counts.Counter(f"{prefix}num_draft_tokens", "Draft tokens verified.", registry=registry)
-        self._accepted = counts.Counter(f"{prefix}num_accepted_tokens", "Draft tokens kept.", registry=registry)
+        self._drafts = counts.Counter(
+            f"{prefix}num_drafts", "Rounds that verified draft tokens.", registry=registry
+        )
+        self._draft_tokens = counts.Counter(
+            f"{prefix}num_draft_tokens", "Draft tokens verified.", registry=registry
+        )
+        self._accepted = counts.Counter(
+            f"{prefix}num_accepted_tokens", "Draft tokens kept.", registry=registry
+        )
         per_position = counts.LabelledCounter(
             f"{prefix}num_accepted_tokens_per_pos",
             "Draft tokens kept, by their position in the proposal.",

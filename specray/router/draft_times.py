@@ -3,11 +3,11 @@
     seconds = factor * sum over steps of shape(rows in it) + overhead * sqrt(proposals)
 
 The shape is what the draft says of itself, measured with nothing else going on. The first step has a row for
-each token that was committed since the last; one more of the same proposal shares its context, so it counts for
-half. Factor and overhead are fitted to what it takes here (recursive least squares that forgets, of relative
-errors). The overhead is of beginning (caches are cold then) and of what each proposal needs besides. How much is
-which, answers to about as many proposals do not tell; by the root, what one alone took is neither believed of
-each of many, nor of all of them together.
+each token that was committed since the last; a further one of the same proposal shares its context and counts
+for half. Factor and overhead are fitted to what it takes here (recursive least squares that forgets, of
+relative errors). The overhead is of beginning (caches are cold then) and of what each proposal needs besides.
+How much is which, answers to about as many proposals do not tell; by the root, what one alone took is neither
+believed of each of many, nor of all of them together.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ PRIOR_ACCEPTED, PRIOR_LOOKS = 0.1, 200.0
 LOOKS_FADING = 0.9998
 """Some thousand looks, so that what is believed is of many sessions."""
 PROBE_EVERY = 16
-"""Where fillers do not pay every so many sessions have one, to see whether that has changed: of 64 sessions four,
-whose looks take less than a hundredth of a small target's step."""
+"""Where fillers do not pay every so many sessions have one, to see whether that has changed: of 64 sessions
+four, whose looks take less than a hundredth of a small target's step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,9 @@ class Measured:
         verify = self.verify_s(round(num_running * (1 + num_drafts)), num_running) or _UNKNOWN_S
         draft = sum(step.chance * self.draft_step_s(round(step.num_lines), verify) for step in steps)
         num_read = fmean(one.num_tokens for one in rounds)
-        draft += self.pace * (self.draft.reading_s(num_running, num_read) + self.draft.overhead_s(num_running))
+        draft += self.pace * (
+            self.draft.reading_s(num_running, num_read) + self.draft.overhead_s(num_running)
+        )
         return geometric_mean(one.num_tokens for one in rounds) / (verify + draft + self.round_trip_s)
 
     def lone_goodput(self, k: int, acceptance: float, num_running: int) -> float:

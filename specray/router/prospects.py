@@ -155,7 +155,9 @@ class Prospects:
             self._measured.verify_s(num_running + rows, num_running) or 0.0 for rows in (0, first, num_more)
         )
         row_s = max(0.0, more - fewer) / (num_more - first)
-        return num_running * self.goodput(plan, pacing, num_running) * (row_s + self._line_s(num_running, plain))
+        return (
+            num_running * self.goodput(plan, pacing, num_running) * (row_s + self._line_s(num_running, plain))
+        )
 
     def _line_s(self, num_running: int, verify_s: float) -> float:
         """What a draft token costs the draft.
