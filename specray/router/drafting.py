@@ -16,22 +16,21 @@ from collections.abc import Iterable
 
 from specray.metrics import RouterMetrics
 from specray.router.draft_steps import learn_step
-from specray.router.expected import expected_tokens
+from specray.router.fillers import Fillers
 from specray.router.later import Later
 from specray.router.leases import DraftLeases
 from specray.router.links import DraftLink
 from specray.router.live import LiveSession
 from specray.router.plan import OFF, Plan
 from specray.router.policy import FAILED_DRAFT_REST_ROUNDS, Policy
-from specray.router.prospects import MAX_ACCEPTANCE, max_branches
-from specray.router.records import FILLER, NOTHING_DRAFTED, Commit, Drafted, Lookup
+from specray.router.prospects import max_branches
+from specray.router.records import FILLER, NOTHING_DRAFTED, Commit, Lookup
 from specray.router.trace import Trace
 from specray.types import (
     DraftReplies,
     DraftReply,
     ItemFailed,
     Outcomes,
-    Overlap,
     Proposal,
     SpeculateItem,
     UnknownSequence,
@@ -84,6 +83,7 @@ class Drafting:
         self._later = later
         self._round_timeout_s = round_timeout_s
         self._is_serial = is_serial
+        self._fillers = Fillers(running, policy)
         self._trace = trace
         if leases is not None:
             leases.on_moved = self._on_moved
@@ -116,12 +116,12 @@ class Drafting:
                 session.drafted = NOTHING_DRAFTED
                 continue
             if live.is_drafted_locally or (session.is_prefilling and live.local is not None):
-                session.drafted = self._draft_locally(live)
+                session.drafted = self._fillers.draft(live)
                 continue
             if session.draft.in_flight is not None or session.is_prefilling:
                 continue
             plan = self._plan(live, session.num_remaining, now)
-            session.drafted = self._draft_locally(live) if plan.is_off else self._fill_in(live, plan)
+            session.drafted = self._fillers.draft(live) if plan.is_off else self._fillers.fill_in(live, plan)
             if session.drafted is not None:
                 continue
             self._push(session.proposal_item(plan.num_speculative_tokens, plan.min_acceptance), now)
@@ -169,34 +169,6 @@ class Drafting:
                 self._push(session.outcomes_item(plan.num_speculative_tokens, fanout, most), now)
                 is_asked = True
         return is_asked
-
-    def _draft_locally(self, live: LiveSession) -> Drafted:
-        """What needs no draft model: a round without the model need not be one without draft tokens."""
-        if live.local is None:
-            return NOTHING_DRAFTED
-        return live.local.draft(live.session, num_running=len(self._running))
-
-    def _fill_in(self, live: LiveSession, plan: Plan) -> Drafted | None:
-        """A filler, to be verified at once, where that promises more than asking the draft.
-
-        With g tokens per second in the long run, a round that commits E tokens in t seconds is worth E - g t.
-        Where both engines take turns anyway, only after a long match: short ones are rarely worth more.
-
-        Returns:
-            None: the draft is to be asked.
-        """
-        if live.local is None:
-            return None
-        filler = self._draft_locally(live)
-        if not filler.token_ids or (plan.overlap is Overlap.SERIAL and not live.local.is_long):
-            return None
-        num_running, k = len(self._running), plan.num_speculative_tokens
-        rate = self._policy.goodput(plan, live.pacing, num_running)
-        asked_rate = self._policy.goodput(Plan(k), live.pacing, num_running)
-        asked_tokens = expected_tokens(min(live.pacing.acceptance.value, MAX_ACCEPTANCE), k)
-        tokens, seconds = live.local.expect(len(filler.token_ids), num_running=num_running)
-        is_worth_more = tokens - rate * seconds > asked_tokens * (1 - rate / asked_rate)
-        return filler if is_worth_more else None
 
     def release(self, request_id: str) -> None:
         """Frees a sequence on the draft."""
@@ -337,7 +309,7 @@ class Drafting:
             elif now >= live.waiting_since_s + patience_s:
                 if live.session.has_open_verdict:
                     self._count_lookup(live, "timed_out")
-                live.session.skip_draft(self._draft_locally(live))
+                live.session.skip_draft(self._fillers.draft(live))
                 live.waiting_since_s = None
                 if self._trace is not None:
                     self._trace.draft_skipped(live.request_id)
