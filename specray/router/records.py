@@ -130,3 +130,20 @@ def num_common(ours: Sequence[int], others: Sequence[int]) -> int:
             break
         count += 1
     return count
+
+
+def usable_drafts(
+    token_ids: Sequence[int], probs: Sequence[SparseProbs] | None, *, most: int, vocab_size: int
+) -> Drafted:
+    """Cuts what a broken draft must not do to the target: foreign tokens, missing distributions.
+
+    Args:
+        probs: None: they are not needed.
+        most: draft tokens that were asked for.
+    """
+    tokens = tuple(token_ids[:most])
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        return NOTHING_DRAFTED
+    if probs is None:
+        return Drafted(tokens)
+    return Drafted(tokens, tuple(probs[: len(tokens)])) if len(probs) >= len(tokens) else NOTHING_DRAFTED

@@ -25,6 +25,7 @@ from specray.router.records import (
     Lookup,
     Tally,
     num_common,
+    usable_drafts,
 )
 from specray.router.stops import StopConditions
 from specray.types import (
@@ -32,7 +33,6 @@ from specray.types import (
     ItemFailed,
     Outcomes,
     Proposal,
-    SparseProbs,
     SpeculateItem,
     UnknownSequence,
     Verdict,
@@ -289,7 +289,7 @@ class Session:
         if item is None or item.fanout:
             return False
         self.draft.synced_len = item.base_len + len(item.token_ids)
-        drafted = self._checked(proposal.draft_token_ids, proposal.draft_probs, item.num_speculative_tokens)
+        drafted = self._usable(proposal, item)
         is_current = self.draft.synced_len == len(self.committed)
         verifying = self.target.in_flight
         if is_current and (verifying is None or not verifying.sample):
@@ -310,7 +310,7 @@ class Session:
             return False
         self.draft.synced_len = item.base_len + len(item.token_ids)
         for branch in outcomes.branches:
-            self._keep_branch(branch, item.num_speculative_tokens)
+            self._branches[branch.num_accepted_tokens, branch.next_token_id] = self._usable(branch, item)
         self._take_branches()
         return True
 
@@ -377,17 +377,7 @@ class Session:
         self._open_verdict = None
         self.draft.in_flight = None
 
-    def _keep_branch(self, branch: Branch, num_speculative_tokens: int) -> None:
-        drafted = self._checked(branch.draft_token_ids, branch.draft_probs, num_speculative_tokens)
-        self._branches[branch.num_accepted_tokens, branch.next_token_id] = drafted
-
-    def _checked(
-        self, token_ids: Sequence[int], probs: tuple[SparseProbs, ...], num_speculative_tokens: int
-    ) -> Drafted:
-        """Cuts what a broken draft must not do to the target: foreign tokens, missing distributions."""
-        tokens = tuple(token_ids[:num_speculative_tokens])
-        if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
-            return NOTHING_DRAFTED
-        if not self._needs_probs:
-            return Drafted(tokens)
-        return Drafted(tokens, probs[: len(tokens)]) if len(probs) >= len(tokens) else NOTHING_DRAFTED
+    def _usable(self, answer: Proposal | Branch, item: SpeculateItem) -> Drafted:
+        tokens, most = answer.draft_token_ids, item.num_speculative_tokens
+        probs = answer.draft_probs if self._needs_probs else None
+        return usable_drafts(tokens, probs, most=most, vocab_size=self._vocab_size)
