@@ -90,6 +90,23 @@ class EngineView(Generic[ItemT]):
         self.in_flight = None
 
 
+class DraftView(EngineView[SpeculateItem]):
+    """What the draft has been told of a session."""
+
+    __slots__ = ()
+
+    @property
+    def asked(self) -> SpeculateItem | None:
+        """What it is to answer with draft tokens; a piece that it only reads is no question."""
+        item = self.in_flight
+        return None if item is None or item.is_piece else item
+
+    @property
+    def is_reading(self) -> bool:
+        """It was given a piece, and has not said that it has read it."""
+        return self.in_flight is not None and self.in_flight.is_piece
+
+
 @dataclass(slots=True)
 class Tally:
     """Counters of one request. At any time ``num_verified_tokens == num_accepted_tokens + num_rounds``."""

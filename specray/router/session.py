@@ -21,6 +21,7 @@ from specray.router.records import (
     NOTHING_DRAFTED,
     Commit,
     Drafted,
+    DraftView,
     EngineView,
     Lookup,
     Tally,
@@ -58,7 +59,7 @@ class Session:
         self.committed: list[int] = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.committed)
         self.target: EngineView[VerifyItem] = EngineView()
-        self.draft: EngineView[SpeculateItem] = EngineView()
+        self.draft = DraftView()
         self.drafted: Drafted | None = None
         """What the next Verify carries; None: not decided yet."""
         self.finish_reason: FinishReason | None = None
@@ -119,7 +120,7 @@ class Session:
         """The next Verify is held back until the draft answers, or the wait is given up."""
         return (
             self.drafted is None
-            and self.draft.in_flight is not None
+            and self.draft.asked is not None
             and self.target.in_flight is None
             and not self.is_prefilling
         )
@@ -184,6 +185,11 @@ class Session:
         self._has_outcomes = False
         return self._speculate_item(num_speculative_tokens, verifying.draft_token_ids, fanout, max_branches)
 
+    def piece_item(self, num_tokens: int) -> SpeculateItem:
+        """Lets the draft read the next tokens of those that it was not told; it is asked nothing."""
+        assert self.draft.in_flight is None and num_tokens >= 1
+        return self._speculate_item(0, (), (), end=self.draft.synced_len + num_tokens)
+
     def _speculate_item(
         self,
         num_speculative_tokens: int,
@@ -191,6 +197,7 @@ class Session:
         fanout: tuple[int, ...],
         max_branches: int = 0,
         min_acceptance: float = 0.0,
+        end: int | None = None,
     ) -> SpeculateItem:
         view = self.draft
         view.round_id += 1
@@ -199,7 +206,7 @@ class Session:
             self.request_id,
             view.round_id,
             start,
-            tuple(self.committed[start:]),
+            tuple(self.committed[start:end]),
             num_speculative_tokens,
             proposed,
             fanout,
@@ -289,6 +296,9 @@ class Session:
         if item is None or item.fanout:
             return False
         self.draft.synced_len = item.base_len + len(item.token_ids)
+        if item.is_piece:
+            self.draft.in_flight = None
+            return True
         drafted = self._usable(proposal, item)
         is_current = self.draft.synced_len == len(self.committed)
         verifying = self.target.in_flight
@@ -353,7 +363,7 @@ class Session:
     def _look_up(self, num_accepted: int, next_token_id: int) -> Lookup:
         """Finds what to verify next; empties the branches, which belong to the round that just ended."""
         key = (num_accepted, next_token_id)
-        asked = self.draft.in_flight
+        asked = self.draft.asked
         self.drafted = self._branches.get(key)
         is_foreseen = any(count == num_accepted for count, _ in self._branches)
         self._branches.clear()
@@ -362,7 +372,8 @@ class Session:
         if self.drafted is None and not self._has_outcomes:
             self._open_verdict = key
             return Lookup.PENDING
-        self.draft.in_flight = None
+        if asked is not None:
+            self.draft.in_flight = None
         if self.drafted is not None:
             return Lookup.HIT
         return Lookup.MISS_TOKEN if is_foreseen or asked is None or not asked.fanout else Lookup.MISS_COUNT
