@@ -137,6 +137,8 @@ class SpeculateItem:
     tokens after the committed ones. With them (the proposal now under verification, or empty with a fan-out)
     and a ``fanout`` it answers :class:`Outcomes`: for each number n of accepted tokens, continuations for
     at most ``fanout[n]`` next tokens; in all for the ``max_branches`` outcomes that it finds likeliest.
+
+    A *piece* asks for nothing: the draft reads its tokens and answers an empty Proposal.
     """
 
     request_id: str
@@ -155,6 +157,10 @@ class SpeculateItem:
     """Of a Proposal: it ends before the token by which the chance that all of it is accepted, as the draft
     judges, would fall below; the first token is always there. In [0, 1). Without effect under rejection,
     where draft tokens must not be chosen by what they are."""
+
+    @property
+    def is_piece(self) -> bool:
+        return self.num_speculative_tokens == 0 and not self.fanout
 
 
 @dataclass(frozen=True, slots=True)

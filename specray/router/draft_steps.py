@@ -14,7 +14,7 @@ _LONG_ITEM = 64
 def learn_step(
     policy: Policy, answered: Sequence[tuple[SpeculateItem, DraftReply]], forward_s: float, transport_s: float
 ) -> None:
-    """Measures a step of one kind; mixed ones and prefills say nothing about either.
+    """Measures a step of one kind; mixed ones, prefills and pieces of them say nothing about either.
 
     Args:
         answered: what was asked, and proposals or outcomes.
@@ -22,7 +22,7 @@ def learn_step(
     """
     items = [item for item, _ in answered]
     kinds = {bool(item.fanout) for item in items}
-    if len(kinds) != 1 or any(len(item.token_ids) > _LONG_ITEM for item in items):
+    if len(kinds) != 1 or any(item.is_piece or len(item.token_ids) > _LONG_ITEM for item in items):
         return
     num_steps = [num_draft_steps(*answer) for answer in answered]
     if not items[0].fanout:

@@ -1,5 +1,7 @@
 """What the draft is asked, and when; what its answers are worth; when it is given up.
 
+What it was not told it reads first, long prompts in pieces (``reading``): rounds go without it until then.
+
 A draft is never waited for beyond ``patience_s``, a few times what it usually takes: a session whose proposal
 is late goes on without one in that round. A draft that has not answered anything for so long is asked nothing
 more until it answers, and after ``round_timeout_s`` it is given up and another is leased. So a draft that
@@ -16,22 +18,22 @@ from collections.abc import Iterable
 
 from specray.metrics import RouterMetrics
 from specray.router.draft_steps import learn_step
-from specray.router.expected import expected_tokens
+from specray.router.fillers import Fillers
 from specray.router.later import Later
 from specray.router.leases import DraftLeases
 from specray.router.links import DraftLink
 from specray.router.live import LiveSession
 from specray.router.plan import OFF, Plan
 from specray.router.policy import FAILED_DRAFT_REST_ROUNDS, Policy
-from specray.router.prospects import MAX_ACCEPTANCE, max_branches
-from specray.router.records import FILLER, NOTHING_DRAFTED, Commit, Drafted, Lookup
+from specray.router.prospects import max_branches
+from specray.router.reading import Reading
+from specray.router.records import NOTHING_DRAFTED, Commit, Lookup
 from specray.router.trace import Trace
 from specray.types import (
     DraftReplies,
     DraftReply,
     ItemFailed,
     Outcomes,
-    Overlap,
     Proposal,
     SpeculateItem,
     UnknownSequence,
@@ -62,6 +64,8 @@ class Drafting:
         metrics: of lookups and draft steps.
         later: what is counted when the messages of a step have left.
         round_timeout_s: a draft that is silent for so long is lost.
+        is_serial: both engines take turns.
+        most_reading_tokens: that the draft is given to read at once.
         trace: told of questions and answers; None: nobody is.
     """
 
@@ -75,6 +79,7 @@ class Drafting:
         *,
         round_timeout_s: float,
         is_serial: bool,
+        most_reading_tokens: int,
         trace: Trace | None = None,
     ) -> None:
         self._leases = leases
@@ -84,6 +89,14 @@ class Drafting:
         self._later = later
         self._round_timeout_s = round_timeout_s
         self._is_serial = is_serial
+        self._fillers = Fillers(running, policy)
+        self._reading = Reading(
+            running,
+            policy,
+            most_tokens=most_reading_tokens,
+            patience_s=self._patience_s,
+            is_draft_idle=self.are_prompts_first,
+        )
         self._trace = trace
         if leases is not None:
             leases.on_moved = self._on_moved
@@ -107,6 +120,7 @@ class Drafting:
 
     def propose(self, now: float) -> None:
         """Settles what every idle session verifies next: asks the draft, or decides to go without."""
+        self._reading.begin()
         are_prompts_first = self.are_prompts_first()
         for live in self._running.values():
             session = live.session
@@ -116,12 +130,13 @@ class Drafting:
                 session.drafted = NOTHING_DRAFTED
                 continue
             if live.is_drafted_locally or (session.is_prefilling and live.local is not None):
-                session.drafted = self._draft_locally(live)
+                session.drafted = self._fillers.draft(live)
                 continue
-            if session.draft.in_flight is not None or session.is_prefilling:
+            if session.draft.asked is not None or session.is_prefilling:
                 continue
             plan = self._plan(live, session.num_remaining, now)
-            session.drafted = self._draft_locally(live) if plan.is_off else self._fill_in(live, plan)
+            is_off = plan.is_off or not self._can_ask(live)
+            session.drafted = self._fillers.draft(live) if is_off else self._fillers.fill_in(live, plan)
             if session.drafted is not None:
                 continue
             self._push(session.proposal_item(plan.num_speculative_tokens, plan.min_acceptance), now)
@@ -137,17 +152,39 @@ class Drafting:
         num_prefilling = sum(live.is_prefilling for live in self._running.values())
         return num_prefilling > 1 and num_prefilling > PROMPTS_FIRST_SHARE * len(self._running)
 
-    def prime(self, now: float) -> None:
-        """Gives the draft the prompts that the target is filling in, so that both prefills overlap."""
+    def prime(self, now: float, *, step: int) -> bool:
+        """Gives the draft what it has to read while the target works on ``step``: prompts above all.
+
+        With the last of a prompt that the target is filling in too, it is asked what follows.
+
+        Returns:
+            True: the draft has pieces to read.
+        """
+        # What it was asked goes first, and is answered before it reads.
+        self.flush()
+        self._reading.begin()
+        self._reading.begin_step(step)
         for live in self._running.values():
             session = live.session
-            if session.draft.synced_len or session.draft.in_flight is not None or not session.is_prefilling:
-                continue
-            if live.is_drafted_locally or (session.drafted is not None and session.drafted.source != FILLER):
+            if live.is_drafted_locally or not self._reading.is_due(live):
                 continue
             plan = self._plan(live, session.num_remaining, now)
-            if not plan.is_off:
+            num_tokens = 0 if plan.is_off else self._reading.share(live)
+            if num_tokens == 0:
+                continue
+            if num_tokens == live.num_unread and session.is_prefilling:
                 self._push(session.proposal_item(plan.num_speculative_tokens, plan.min_acceptance), now)
+            else:
+                self._push(session.piece_item(num_tokens), now)
+                live.reading_since_s = now
+        return self._reading.is_going_on
+
+    def _can_ask(self, live: LiveSession) -> bool:
+        can_ask = self._reading.can_ask(live)
+        if not can_ask and live.pacing.is_probing:
+            # It has not begun to try yet.
+            live.pacing.rounds_to_review += 1
+        return can_ask
 
     def draft_ahead(self, verified: Iterable[LiveSession], now: float) -> bool:
         """Asks for the outcomes of the rounds that have just been sent. True: the draft was given work."""
@@ -164,39 +201,11 @@ class Drafting:
             num_drafts = len(verifying.draft_token_ids)
             fanout = self._policy.fanout(plan, num_drafts)
             most = max_branches(plan, num_drafts, num_running=len(self._running))
-            if fanout:
+            if fanout and self._reading.can_ask(live):
                 live.ahead = plan
                 self._push(session.outcomes_item(plan.num_speculative_tokens, fanout, most), now)
                 is_asked = True
         return is_asked
-
-    def _draft_locally(self, live: LiveSession) -> Drafted:
-        """What needs no draft model: a round without the model need not be one without draft tokens."""
-        if live.local is None:
-            return NOTHING_DRAFTED
-        return live.local.draft(live.session, num_running=len(self._running))
-
-    def _fill_in(self, live: LiveSession, plan: Plan) -> Drafted | None:
-        """A filler, to be verified at once, where that promises more than asking the draft.
-
-        With g tokens per second in the long run, a round that commits E tokens in t seconds is worth E - g t.
-        Where both engines take turns anyway, only after a long match: short ones are rarely worth more.
-
-        Returns:
-            None: the draft is to be asked.
-        """
-        if live.local is None:
-            return None
-        filler = self._draft_locally(live)
-        if not filler.token_ids or (plan.overlap is Overlap.SERIAL and not live.local.is_long):
-            return None
-        num_running, k = len(self._running), plan.num_speculative_tokens
-        rate = self._policy.goodput(plan, live.pacing, num_running)
-        asked_rate = self._policy.goodput(Plan(k), live.pacing, num_running)
-        asked_tokens = expected_tokens(min(live.pacing.acceptance.value, MAX_ACCEPTANCE), k)
-        tokens, seconds = live.local.expect(len(filler.token_ids), num_running=num_running)
-        is_worth_more = tokens - rate * seconds > asked_tokens * (1 - rate / asked_rate)
-        return filler if is_worth_more else None
 
     def release(self, request_id: str) -> None:
         """Frees a sequence on the draft."""
@@ -258,7 +267,8 @@ class Drafting:
                 live.waiting_since_s = None
                 if isinstance(reply, Proposal):
                     live.draft_forward_s += replies.forward_ns / 1e9
-        if asked_since is not None:
+        # What was computed for sessions that have ended is no part of the others' steps.
+        if asked_since is not None and len(answered) == len(replies.replies):
             forward_s = replies.forward_ns / 1e9
             learn_step(self._policy, answered, forward_s, now - asked_since - forward_s)
 
@@ -334,6 +344,7 @@ class Drafting:
             and now >= link.unanswered_since + self._round_timeout_s
         ):
             self.on_lost(link, f"silent for round_timeout_s = {self._round_timeout_s:g} s")
+        self._reading.expire(now, self._round_timeout_s)
         # Deadlines are compared as sums, as the alarm is set: a difference can round to just below.
         patience_s = self._patience_s()
         for live in self._running.values():
@@ -344,7 +355,7 @@ class Drafting:
             elif now >= live.waiting_since_s + patience_s:
                 if live.session.has_open_verdict:
                     self._count_lookup(live, "timed_out")
-                live.session.skip_draft(self._draft_locally(live))
+                live.session.skip_draft(self._fillers.draft(live))
                 live.waiting_since_s = None
                 if self._trace is not None:
                     self._trace.draft_skipped(live.request_id)

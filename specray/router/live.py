@@ -42,6 +42,8 @@ class LiveSession:
     """When it left the queue for the first time."""
     first_token_s: float | None = None
     num_preemptions: int = 0
+    reading_since_s: float | None = None
+    """When the draft was given the last piece to read."""
 
     @property
     def request_id(self) -> str:
@@ -100,6 +102,11 @@ class LiveSession:
     @property
     def num_missing(self) -> int:
         return self.session.num_missing
+
+    @property
+    def num_unread(self) -> int:
+        """Committed tokens that the draft has not been told."""
+        return len(self.session.committed) - self.session.draft.synced_len
 
     @property
     def num_drafted(self) -> int:

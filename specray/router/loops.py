@@ -36,7 +36,7 @@ async def serial_step(rounds: Rounds) -> bool:
     if not rounds.is_open or not batch:
         return False
     verifying: VerifyInFlight | None = rounds.verify(batch)
-    rounds.prime()
+    rounds.prime(verifying)
     rounds.flush()
     while rounds.is_open and verifying is not None:
         await rounds.wait(verifying)
@@ -65,6 +65,6 @@ def overlapped_step(rounds: Rounds, verifying: VerifyInFlight | None) -> VerifyI
         if batch:
             verifying = rounds.verify(batch)
             rounds.draft_ahead(verifying)
-    rounds.prime()
+    rounds.prime(verifying)
     rounds.flush()
     return verifying

@@ -16,6 +16,7 @@ the branches, h too: so the width of the fan-out is part of what is chosen.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, geometric_mean
@@ -32,6 +33,8 @@ PRIOR_DRAFT_SHARE = 0.15
 LEAST_SLOWDOWN = 1.04
 """Of a step with a few more rows: about as far as what steps take is known. With 32 others, draft tokens at
 no cost cost an eighth of a step where they make it one of 36 rows, and nothing where it has 40 anyway."""
+MIN_READING = 64
+"""Unread tokens that the draft is given at once, whatever they cost; a round or two bring no more."""
 _UNKNOWN_S = 1e-3
 
 
@@ -100,6 +103,23 @@ class Measured:
         """Seconds per draft token, for so many sequences side by side."""
         known = self.draft.step_s(num_sequences)
         return PRIOR_DRAFT_SHARE * verify_s if known is None else self.pace * known
+
+    def reading_room(self, most: int, *, step_s: float | None, most_s: float) -> int:
+        """Tokens that the draft may read at once while running sessions are drafted for.
+
+        Args:
+            most: that may be asked for, >= 1.
+            step_s: of the target's step with these sessions it has left; None: nothing is known.
+            most_s: the draft may take for it, however long that step is.
+
+        Returns:
+            In 1..most: what it is believed to read in that time, but never fewer than MIN_READING.
+        """
+        if step_s is None:
+            return most
+        sizes, within_s = range(1, most + 1), min(step_s, most_s)
+        num_readable = bisect_right(sizes, within_s, key=lambda size: self.draft_step_s(size, 0.0))
+        return min(most, max(MIN_READING, num_readable))
 
     @property
     def round_trip_s(self) -> float:

@@ -200,6 +200,14 @@ class Policy:
         room = (target.prompts or times).largest_within(max_slowdown * alone + more_s) - num_rows
         return min(most, max(MIN_PREFILL, room))
 
+    def reading_room(self, most: int, *, num_rows: int, num_running: int, most_s: float) -> int:
+        """Tokens that the draft may read in a step of those who run; as ``Measured.reading_room``."""
+        step_s = self.verify_s(num_rows, num_running)
+        if step_s is not None:
+            # The draft works meanwhile where both overlap.
+            step_s -= self._measured.slowest_outcomes_s
+        return self._measured.reading_room(most, step_s=step_s, most_s=most_s)
+
     # Measurements
 
     def expect_target(

@@ -90,6 +90,23 @@ class EngineView(Generic[ItemT]):
         self.in_flight = None
 
 
+class DraftView(EngineView[SpeculateItem]):
+    """What the draft has been told of a session."""
+
+    __slots__ = ()
+
+    @property
+    def asked(self) -> SpeculateItem | None:
+        """What it is to answer with draft tokens; a piece that it only reads is no question."""
+        item = self.in_flight
+        return None if item is None or item.is_piece else item
+
+    @property
+    def is_reading(self) -> bool:
+        """It was given a piece, and has not said that it has read it."""
+        return self.in_flight is not None and self.in_flight.is_piece
+
+
 @dataclass(slots=True)
 class Tally:
     """Counters of one request. At any time ``num_verified_tokens == num_accepted_tokens + num_rounds``."""
@@ -130,3 +147,20 @@ def num_common(ours: Sequence[int], others: Sequence[int]) -> int:
             break
         count += 1
     return count
+
+
+def usable_drafts(
+    token_ids: Sequence[int], probs: Sequence[SparseProbs] | None, *, most: int, vocab_size: int
+) -> Drafted:
+    """Cuts what a broken draft must not do to the target: foreign tokens, missing distributions.
+
+    Args:
+        probs: None: they are not needed.
+        most: draft tokens that were asked for.
+    """
+    tokens = tuple(token_ids[:most])
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        return NOTHING_DRAFTED
+    if probs is None:
+        return Drafted(tokens)
+    return Drafted(tokens, tuple(probs[: len(tokens)])) if len(probs) >= len(tokens) else NOTHING_DRAFTED

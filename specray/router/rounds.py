@@ -44,7 +44,7 @@ class VerifyInFlight:
     num_context_tokens: int
     """That its sequences hold when it is done, all together."""
     has_prompt: bool
-    """Some of them are filled in."""
+    """Some of them are filled in, or the draft reads meanwhile."""
     sent_s: float
     is_overlapped: bool = False
     """The draft works at the same time."""
@@ -368,9 +368,11 @@ class Rounds:
         """The draft works on the outcomes of ``verifying`` meanwhile."""
         verifying.is_overlapped = self.drafting.draft_ahead(verifying.sessions, self._now)
 
-    def prime(self) -> None:
-        """The draft gets prompts that the target is filling in."""
-        self.drafting.prime(self._now)
+    def prime(self, verifying: VerifyInFlight | None) -> None:
+        """The draft gets what it has to read: prompts that the target is filling in, and what it has lost."""
+        if self.drafting.prime(self._now, step=self._num_steps) and verifying is not None:
+            # Of a prompt on the same machine too, it may be.
+            verifying.has_prompt = True
 
     def is_waiting_for_draft(self) -> bool:
         """Some session's next Verify is held back for the draft."""

@@ -145,6 +145,7 @@ class Router:
             self._later,
             round_timeout_s=self._config.round_timeout_s,
             is_serial=is_serial,
+            most_reading_tokens=self._config.prefill_chunk_tokens,
             trace=self._trace,
         )
         self._rounds = Rounds(

@@ -21,10 +21,12 @@ from specray.router.records import (
     NOTHING_DRAFTED,
     Commit,
     Drafted,
+    DraftView,
     EngineView,
     Lookup,
     Tally,
     num_common,
+    usable_drafts,
 )
 from specray.router.stops import StopConditions
 from specray.types import (
@@ -32,7 +34,6 @@ from specray.types import (
     ItemFailed,
     Outcomes,
     Proposal,
-    SparseProbs,
     SpeculateItem,
     UnknownSequence,
     Verdict,
@@ -58,7 +59,7 @@ class Session:
         self.committed: list[int] = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.committed)
         self.target: EngineView[VerifyItem] = EngineView()
-        self.draft: EngineView[SpeculateItem] = EngineView()
+        self.draft = DraftView()
         self.drafted: Drafted | None = None
         """What the next Verify carries; None: not decided yet."""
         self.finish_reason: FinishReason | None = None
@@ -117,7 +118,7 @@ class Session:
         """The next Verify is held back until the draft answers, or the wait is given up."""
         return (
             self.drafted is None
-            and self.draft.in_flight is not None
+            and self.draft.asked is not None
             and self.target.in_flight is None
             and not self.is_prefilling
         )
@@ -182,6 +183,11 @@ class Session:
         self._has_outcomes = False
         return self._speculate_item(num_speculative_tokens, verifying.draft_token_ids, fanout, max_branches)
 
+    def piece_item(self, num_tokens: int) -> SpeculateItem:
+        """Lets the draft read the next tokens of those that it was not told; it is asked nothing."""
+        assert self.draft.in_flight is None and num_tokens >= 1
+        return self._speculate_item(0, (), (), end=self.draft.synced_len + num_tokens)
+
     def _speculate_item(
         self,
         num_speculative_tokens: int,
@@ -189,6 +195,7 @@ class Session:
         fanout: tuple[int, ...],
         max_branches: int = 0,
         min_acceptance: float = 0.0,
+        end: int | None = None,
     ) -> SpeculateItem:
         view = self.draft
         view.round_id += 1
@@ -197,7 +204,7 @@ class Session:
             self.request_id,
             view.round_id,
             start,
-            tuple(self.committed[start:]),
+            tuple(self.committed[start:end]),
             num_speculative_tokens,
             proposed,
             fanout,
@@ -287,7 +294,10 @@ class Session:
         if item is None or item.fanout:
             return False
         self.draft.synced_len = item.base_len + len(item.token_ids)
-        drafted = self._checked(proposal.draft_token_ids, proposal.draft_probs, item.num_speculative_tokens)
+        if item.is_piece:
+            self.draft.in_flight = None
+            return True
+        drafted = self._usable(proposal, item)
         is_current = self.draft.synced_len == len(self.committed)
         verifying = self.target.in_flight
         if is_current and (verifying is None or not verifying.sample):
@@ -308,7 +318,7 @@ class Session:
             return False
         self.draft.synced_len = item.base_len + len(item.token_ids)
         for branch in outcomes.branches:
-            self._keep_branch(branch, item.num_speculative_tokens)
+            self._branches[branch.num_accepted_tokens, branch.next_token_id] = self._usable(branch, item)
         self._take_branches()
         return True
 
@@ -351,7 +361,7 @@ class Session:
     def _look_up(self, num_accepted: int, next_token_id: int) -> Lookup:
         """Finds what to verify next; empties the branches, which belong to the round that just ended."""
         key = (num_accepted, next_token_id)
-        asked = self.draft.in_flight
+        asked = self.draft.asked
         self.drafted = self._branches.get(key)
         is_foreseen = any(count == num_accepted for count, _ in self._branches)
         self._branches.clear()
@@ -360,7 +370,8 @@ class Session:
         if self.drafted is None and not self._has_outcomes:
             self._open_verdict = key
             return Lookup.PENDING
-        self.draft.in_flight = None
+        if asked is not None:
+            self.draft.in_flight = None
         if self.drafted is not None:
             return Lookup.HIT
         return Lookup.MISS_TOKEN if is_foreseen or asked is None or not asked.fanout else Lookup.MISS_COUNT
@@ -375,17 +386,7 @@ class Session:
         self._open_verdict = None
         self.draft.in_flight = None
 
-    def _keep_branch(self, branch: Branch, num_speculative_tokens: int) -> None:
-        drafted = self._checked(branch.draft_token_ids, branch.draft_probs, num_speculative_tokens)
-        self._branches[branch.num_accepted_tokens, branch.next_token_id] = drafted
-
-    def _checked(
-        self, token_ids: Sequence[int], probs: tuple[SparseProbs, ...], num_speculative_tokens: int
-    ) -> Drafted:
-        """Cuts what a broken draft must not do to the target: foreign tokens, missing distributions."""
-        tokens = tuple(token_ids[:num_speculative_tokens])
-        if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
-            return NOTHING_DRAFTED
-        if not self._needs_probs:
-            return Drafted(tokens)
-        return Drafted(tokens, probs[: len(tokens)]) if len(probs) >= len(tokens) else NOTHING_DRAFTED
+    def _usable(self, answer: Proposal | Branch, item: SpeculateItem) -> Drafted:
+        tokens, most = answer.draft_token_ids, item.num_speculative_tokens
+        probs = answer.draft_probs if self._needs_probs else None
+        return usable_drafts(tokens, probs, most=most, vocab_size=self._vocab_size)

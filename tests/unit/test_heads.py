@@ -615,6 +615,26 @@ def test_mixed_batch_of_lines_equals_each_alone() -> None:
     assert list(together) == alone
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, COUPLED])
+def test_prompt_read_in_pieces_beside_others_is_answered_as_one_that_came_whole(
+    sampling: SamplingParams,
+) -> None:
+    prompt = (PROMPT * 3)[:10]
+    other = SpeculateItem("b", 1, 0, tuple(PROMPT), 3, sampling=GREEDY)
+    [whole] = (
+        toy_draft()[0].speculate([SpeculateItem("a", 3, 0, tuple(prompt), 4, sampling=sampling)]).replies
+    )
+    [alone] = toy_draft()[0].speculate([other]).replies
+    draft = toy_draft()[0]
+    first = SpeculateItem("a", 1, 0, tuple(prompt[:4]), 0, sampling=sampling)
+    assert draft.speculate([first, other]).replies == (Proposal("a", 1, 0, ()), alone)
+    second = SpeculateItem("a", 2, 4, tuple(prompt[4:7]), 0)
+    assert draft.speculate([second]).replies == (Proposal("a", 2, 4, ()),)
+    [last] = draft.speculate([SpeculateItem("a", 3, 7, tuple(prompt[7:]), 4)]).replies
+    assert isinstance(last, Proposal) and isinstance(whole, Proposal)
+    assert last.draft_token_ids == whole.draft_token_ids
+
+
 def test_draft_probs_are_the_truncated_distribution() -> None:
     draft, _ = toy_draft()
     drafted = propose(draft, session(replace(REJECTION, top_k=3)), 4)
