@@ -27,10 +27,10 @@ def learn_step(
     num_steps = [num_draft_steps(*answer) for answer in answered]
     if not items[0].fanout:
         num_read = sum(len(item.token_ids) for item in items)
-        policy.observe_proposals(num_steps, forward_s, transport_s, num_read=num_read)
+        policy.measured.observe_proposals(num_steps, forward_s, transport_s, num_read=num_read)
         return
     num_branches = sum(item.max_branches or sum(item.fanout) for item in items)
-    policy.observe_outcomes(max(num_steps), num_branches, forward_s)
+    policy.measured.observe_outcomes(max(num_steps), num_branches, forward_s)
 
 
 def num_draft_steps(item: SpeculateItem, reply: DraftReply) -> int:

@@ -166,7 +166,8 @@ class Drafting:
         self._reading.begin_step(step)
         for live in self._running.values():
             session = live.session
-            if live.is_drafted_locally or not self._reading.is_due(live):
+            is_silent = live.is_drafted_locally or self._policy.is_resting(live.pacing)
+            if is_silent or not self._reading.is_due(live):
                 continue
             plan = self._plan(live, session.num_remaining, now)
             num_tokens = 0 if plan.is_off else self._reading.share(live)
@@ -176,7 +177,7 @@ class Drafting:
                 self._push(session.proposal_item(plan.num_speculative_tokens, plan.min_acceptance), now)
             else:
                 self._push(session.piece_item(num_tokens), now)
-                live.reading_since_s = now
+                self._reading.note(live, now)
         return self._reading.is_going_on
 
     def _can_ask(self, live: LiveSession) -> bool:
@@ -232,13 +233,8 @@ class Drafting:
             self._later.add(self._prepare, live, len(self._running))
 
     def _prepare(self, live: LiveSession, num_running: int) -> None:
-        session = live.session
-        self._policy.prepare(
-            live.pacing,
-            num_running,
-            num_remaining=session.num_remaining,
-            num_unread=len(session.committed) - session.draft.synced_len,
-        )
+        unread, remaining = live.num_unread, live.session.num_remaining
+        self._policy.prepare(live.pacing, num_running, num_remaining=remaining, num_unread=unread)
 
     def on_replies(self, link: DraftLink, replies: DraftReplies, now: float) -> None:
         """Takes a batch of replies; those of a link that was given up are late."""
@@ -392,7 +388,7 @@ class Drafting:
             live.pacing,
             num_remaining=num_remaining,
             num_running=len(self._running),
-            num_unread=len(session.committed) - session.draft.synced_len,
+            num_unread=live.num_unread,
         )
         longest = len(session.committed) + 2 * (plan.num_speculative_tokens + 1)
         return plan if longest <= link.info.max_model_len else OFF

@@ -179,7 +179,7 @@ class DraftLeases:
             check_draft(drafter.info, self._target_info)
             if drafter.info.step_times:
                 round_trip_s = await measure_round_trip(drafter.fetch_info, self._clock)
-                self._policy.expect_draft(drafter.info.step_times, round_trip_s)
+                self._policy.measured.expect_draft(drafter.info.step_times, round_trip_s)
         except BaseException as error:
             if isinstance(error, ConfigError):
                 self._metrics.draft_refused.inc()

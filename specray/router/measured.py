@@ -16,6 +16,7 @@ the branches, h too: so the width of the fan-out is part of what is chosen.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from specray.router.estimates import Average, OutcomesTime, Rate
 from specray.router.expected import Round, expected_steps, expected_tokens, prior_hit_rate
 from specray.router.plan import Plan
 from specray.router.target_times import TargetTimes
-from specray.types import Overlap
+from specray.types import Overlap, StepTime
 
 PRIOR_DRAFT_SHARE = 0.15
 """A draft step as part of a target step, before both are measured."""
@@ -50,6 +51,51 @@ class Measured:
     draft_round_trip: Average = field(default_factory=Average)
     hit_rate: dict[int, Rate] = field(default_factory=dict)
     """Of enumeration, by width."""
+
+    # Measurements
+
+    def expect_target(
+        self, step_times: Sequence[StepTime], round_trip_s: float, *, context_token_s: float = 0.0
+    ) -> None:
+        """What to believe of the target's steps before they were measured here.
+
+        Args:
+            step_times: what the engine says of itself; may be empty.
+            round_trip_s: of a message to it.
+            context_token_s: as the engine says.
+        """
+        seconds = {entry.num_rows: entry.seconds + round_trip_s for entry in step_times}
+        self.target.context_token_s = max(0.0, context_token_s) if math.isfinite(context_token_s) else 0.0
+        for times in (*self.target.rounds.values(), self.target.prompts):
+            times.expect(seconds)
+
+    def expect_draft(self, step_times: Sequence[StepTime], round_trip_s: float) -> None:
+        """What to believe of the draft's; as ``expect_target``."""
+        pairs = [(entry.num_rows, entry.seconds) for entry in step_times]
+        self.draft.expect(dict(pairs))
+        self.outcomes.expect(pairs)
+        self.draft_round_trip.expect(round_trip_s)
+
+    def observe_proposals(
+        self, num_steps: Sequence[int], forward_s: float, round_trip_s: float, *, num_read: int = 0
+    ) -> None:
+        """One draft step that answered proposals and nothing else; as ``DraftTimes.add``."""
+        if max(num_steps) > 0:
+            self.draft.add(num_steps, forward_s / self.pace, num_read=num_read)
+            self.draft_round_trip.add(max(0.0, round_trip_s) / self.pace)
+
+    def observe_outcomes(self, num_tokens: int, num_branches: int, forward_s: float) -> None:
+        """One draft step that answered outcomes with branches of ``num_tokens`` and nothing else."""
+        if self.draft.step_s(1) is None:
+            # No proposal was asked for yet: the branches cost what is expected of them.
+            step_s = forward_s / OutcomesTime().predict(num_tokens, num_branches, step_s=1.0)
+            self.draft.add([1], step_s / self.pace)
+        step_s = self.draft_step_s(1, 0.0)
+        self.outcomes.add(num_tokens, num_branches, forward_s, step_s=step_s)
+        # What was slow once may be so again; it fades.
+        self.slowest_outcomes_s = max(forward_s, 0.98 * self.slowest_outcomes_s)
+
+    # Predictions
 
     def plain_goodput(self, num_running: int) -> float:
         """Without speculation."""
@@ -125,10 +171,6 @@ class Measured:
     def round_trip_s(self) -> float:
         """To the draft; 0 when nothing is known."""
         return self.pace * (self.draft_round_trip.value or 0.0)
-
-    def add_proposals(self, num_steps: Sequence[int], seconds: float, *, num_read: int = 0) -> None:
-        """Takes a draft step that answered proposals and nothing else; as ``DraftTimes.add``."""
-        self.draft.add(num_steps, seconds / self.pace, num_read=num_read)
 
     def verify_s(self, rows: int, num_sequences: int, *, is_overlapped: bool = False) -> float | None:
         """Seconds of a target step; None: nothing is known."""

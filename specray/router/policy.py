@@ -9,13 +9,12 @@ little of it, K being only the most that it may have.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from specray.config import SpeculationConfig
 from specray.requests import GenerateRequest
-from specray.router.estimates import OutcomesTime, Rate, chain_trials
+from specray.router.estimates import Rate, chain_trials
 from specray.router.expected import prior_hit_rate
 from specray.router.measured import Measured
 from specray.router.plan import OFF, OFF_REVIEW_ROUNDS, REVIEW_ROUNDS, Judged, Pacing, Plan
@@ -25,7 +24,7 @@ from specray.router.records import Lookup
 from specray.router.session import MAX_SPECULATIVE_TOKENS
 from specray.router.together import Together
 from specray.router.trace import Trace
-from specray.types import DraftKind, Overlap, StepTime
+from specray.types import DraftKind, Overlap
 
 PRIOR_ACCEPTANCE = 0.7
 ACCEPTANCE_FADING = 0.998
@@ -51,6 +50,9 @@ class Policy:
         source: what drafts under its plans.
         prior_acceptance: per token, until some have been verified; in (0, 1).
         measured: what is known of the engines; None: nothing.
+
+    Attributes:
+        measured: told by whoever sees the engines work.
     """
 
     def __init__(
@@ -74,8 +76,8 @@ class Policy:
             Rate(PRIOR_JUDGED_DRAFTS, weight=4.0, fading=ACCEPTANCE_FADING),
             Rate(PRIOR_JUDGED_ACCEPTED, weight=4.0, fading=ACCEPTANCE_FADING),
         )
-        self._measured = Measured() if measured is None else measured
-        self._prospects = Prospects(config, source, self._measured)
+        self.measured = Measured() if measured is None else measured
+        self._prospects = Prospects(config, source, self.measured)
         self._probes = Probes(self._is_model)
         self._together = Together()
 
@@ -87,7 +89,7 @@ class Policy:
             prior_acceptance: per token, until some have been verified; in (0, 1).
         """
         serial = self._config.model_copy(update={"overlap": Overlap.SERIAL})
-        measured = Measured(target=self._measured.target)
+        measured = Measured(target=self.measured.target)
         return Policy(
             serial, trace=self._trace, source=source, prior_acceptance=prior_acceptance, measured=measured
         )
@@ -139,6 +141,8 @@ class Policy:
 
     def is_resting(self, pacing: Pacing) -> bool:
         """The session drafts nothing, and nothing is due: asked for each session in each round."""
+        if pacing.fixed_k == 0:
+            return True
         return pacing.plan is OFF and pacing.rounds_to_review > 0 and not self._is_overruled(pacing)
 
     def prepare(
@@ -167,15 +171,15 @@ class Policy:
 
     def patience_s(self) -> float | None:
         """How long a round may wait for the draft: four times what it usually takes. None: not measured."""
-        if self._measured.draft.step_s(1) is None:
+        if self.measured.draft.step_s(1) is None:
             return None
-        proposal_s = (self._fixed_k or ANY_K) * self._measured.draft_step_s(1, 0.0)
-        slowest_s = max(proposal_s, self._measured.slowest_outcomes_s)
-        return max(0.05, 4 * (slowest_s + self._measured.round_trip_s))
+        proposal_s = (self._fixed_k or ANY_K) * self.measured.draft_step_s(1, 0.0)
+        slowest_s = max(proposal_s, self.measured.slowest_outcomes_s)
+        return max(0.05, 4 * (slowest_s + self.measured.round_trip_s))
 
     def verify_s(self, rows: int, num_sequences: int) -> float | None:
         """Expected seconds of a target step; None before the first measurement."""
-        target = self._measured.target
+        target = self.measured.target
         return target.predict(rows, num_sequences, is_overlapped=bool(target.rounds[True]))
 
     def prefill_room(self, num_rows: int, most: int, *, max_slowdown: float, num_running: int = 0) -> int:
@@ -190,7 +194,7 @@ class Policy:
         Returns:
             In 1..most: what fits into that time, but never fewer than MIN_PREFILL.
         """
-        target = self._measured.target
+        target = self.measured.target
         times = target.of(is_overlapped=True)
         alone = times.least(num_rows)
         if alone is None:
@@ -205,72 +209,10 @@ class Policy:
         step_s = self.verify_s(num_rows, num_running)
         if step_s is not None:
             # The draft works meanwhile where both overlap.
-            step_s -= self._measured.slowest_outcomes_s
-        return self._measured.reading_room(most, step_s=step_s, most_s=most_s)
+            step_s -= self.measured.slowest_outcomes_s
+        return self.measured.reading_room(most, step_s=step_s, most_s=most_s)
 
     # Measurements
-
-    def expect_target(
-        self, step_times: Sequence[StepTime], round_trip_s: float, *, context_token_s: float = 0.0
-    ) -> None:
-        """What to believe of the target's steps before they were measured here.
-
-        Args:
-            step_times: what the engine says of itself; may be empty.
-            round_trip_s: of a message to it.
-            context_token_s: as the engine says.
-        """
-        seconds = {entry.num_rows: entry.seconds + round_trip_s for entry in step_times}
-        target = self._measured.target
-        target.context_token_s = max(0.0, context_token_s) if math.isfinite(context_token_s) else 0.0
-        for times in (*target.rounds.values(), target.prompts):
-            times.expect(seconds)
-
-    def expect_draft(self, step_times: Sequence[StepTime], round_trip_s: float) -> None:
-        """What to believe of the draft's; as ``expect_target``."""
-        pairs = [(entry.num_rows, entry.seconds) for entry in step_times]
-        self._measured.draft.expect(dict(pairs))
-        self._measured.outcomes.expect(pairs)
-        self._measured.draft_round_trip.expect(round_trip_s)
-
-    def observe_verify(
-        self,
-        rows: int,
-        seconds: float,
-        *,
-        is_overlapped: bool,
-        num_sequences: int = 0,
-        num_context_tokens: int = 0,
-        has_prompt: bool = False,
-    ) -> None:
-        """One target step, with its transport; as ``TargetTimes.add``."""
-        self._measured.target.add(
-            rows,
-            seconds,
-            num_sequences=num_sequences,
-            num_context_tokens=num_context_tokens,
-            is_overlapped=is_overlapped,
-            has_prompt=has_prompt,
-        )
-
-    def observe_proposals(
-        self, num_steps: Sequence[int], forward_s: float, round_trip_s: float, *, num_read: int = 0
-    ) -> None:
-        """One draft step that answered proposals and nothing else; as ``Measured.add_proposals``."""
-        if max(num_steps) > 0:
-            self._measured.add_proposals(num_steps, forward_s, num_read=num_read)
-            self._measured.draft_round_trip.add(max(0.0, round_trip_s) / self._measured.pace)
-
-    def observe_outcomes(self, num_tokens: int, num_branches: int, forward_s: float) -> None:
-        """One draft step that answered outcomes with branches of ``num_tokens`` and nothing else."""
-        if self._measured.draft.step_s(1) is None:
-            # No proposal was asked for yet: the branches cost what is expected of them.
-            step_s = forward_s / OutcomesTime().predict(num_tokens, num_branches, step_s=1.0)
-            self._measured.add_proposals([1], step_s)
-        step_s = self._measured.draft_step_s(1, 0.0)
-        self._measured.outcomes.add(num_tokens, num_branches, forward_s, step_s=step_s)
-        # What was slow once may be so again; it fades.
-        self._measured.slowest_outcomes_s = max(forward_s, 0.98 * self._measured.slowest_outcomes_s)
 
     def observe_round(self, pacing: Pacing, num_drafts: int, num_accepted: int) -> None:
         """One verdict of a session."""
@@ -301,10 +243,10 @@ class Policy:
     def observe_lookup(self, plan: Plan, lookup: Lookup) -> None:
         """What outcomes asked under ``plan`` were good for."""
         if plan.overlap is Overlap.ENUMERATE:
-            rate = self._measured.hit_rate.get(plan.width)
+            rate = self.measured.hit_rate.get(plan.width)
             if rate is None:
                 prior = prior_hit_rate(plan.width, self._acceptance.value)
-                rate = self._measured.hit_rate[plan.width] = Rate(prior)
+                rate = self.measured.hit_rate[plan.width] = Rate(prior)
             rate.add(int(lookup is Lookup.HIT), 1)
 
     def goodput(self, plan: Plan, pacing: Pacing, num_running: int) -> float:
@@ -392,7 +334,7 @@ class Policy:
         plan = pacing.plan
         assert plan is not None, "a plan was chosen"
         best: dict[str, float] = {}
-        if self._measured.verify_s(num_running, num_running) is not None:
+        if self.measured.verify_s(num_running, num_running) is not None:
             for candidate in self._prospects.plans(pacing):
                 tokens_per_s = self._prospects.goodput(candidate, pacing, num_running)
                 best[candidate.way] = max(tokens_per_s, best.get(candidate.way, 0.0))
@@ -409,7 +351,7 @@ class Policy:
 
     def _is_probe_due(self, pacing: Pacing, num_running: int) -> bool:
         def num_reading_steps() -> float:
-            step_s = self._measured.verify_s(num_running, num_running) or 0.0
+            step_s = self.measured.verify_s(num_running, num_running) or 0.0
             return self._reading_s(pacing) / step_s if step_s > 0 else 0.0
 
         return self._probes.is_due(
@@ -421,17 +363,17 @@ class Policy:
         reading_s = self._reading_s(pacing)
         if reading_s <= 0.0:
             return True
-        plain_s = pacing.num_remaining / self._measured.plain_goodput(num_running)
+        plain_s = pacing.num_remaining / self.measured.plain_goodput(num_running)
         return plain_s * (1 - 1 / self._together.gain) > reading_s
 
     def _reading_s(self, pacing: Pacing) -> float:
         """What the draft needs for that: about what a step of so many sequences takes."""
         if not self._is_model or pacing.num_unread <= 1 + MAX_SPECULATIVE_TOKENS:
             return 0.0
-        return self._measured.draft_step_s(pacing.num_unread, 0.0)
+        return self.measured.draft_step_s(pacing.num_unread, 0.0)
 
     def _relax(self, share: float) -> None:
         """What was measured of ways of working that were left since becomes less certain."""
-        self._measured.outcomes.relax(share)
-        for rate in self._measured.hit_rate.values():
+        self.measured.outcomes.relax(share)
+        for rate in self.measured.hit_rate.values():
             rate.relax(share)

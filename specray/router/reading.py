@@ -49,18 +49,37 @@ class Reading:
         self._step = 0
         self._num_given = 0
         """Tokens, in this step of the target."""
+        self._oldest_s: float | None = None
+        """No piece without an answer was given before; None: none at all."""
 
     @property
     def is_going_on(self) -> bool:
         """The draft has pieces to read."""
-        return any(live.session.draft.is_reading for live in self._running.values())
+        return self._oldest_s is not None and any(
+            live.session.draft.is_reading for live in self._running.values()
+        )
+
+    def note(self, live: LiveSession, now: float) -> None:
+        """A piece for the session is on its way."""
+        live.reading_since_s = now
+        if self._oldest_s is None:
+            self._oldest_s = now
 
     def expire(self, now: float, timeout_s: float) -> None:
         """Begins anew where an answer was lost: the draft has answered others since, or would be given up."""
+        # Asked at every look into the inbox; none that is outstanding is older than this.
+        if self._oldest_s is None or now < self._oldest_s + timeout_s:
+            return
+        since: list[float] = []
         for live in self._running.values():
             since_s = live.reading_since_s
-            if live.session.draft.is_reading and since_s is not None and now >= since_s + timeout_s:
+            if since_s is None or not live.session.draft.is_reading:
+                continue
+            if now >= since_s + timeout_s:
                 live.session.lose_draft()
+            else:
+                since.append(since_s)
+        self._oldest_s = min(since, default=None)
 
     def begin(self) -> None:
         """Begins a message, before any of its items is made."""

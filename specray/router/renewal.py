@@ -72,7 +72,7 @@ class TargetRenewal:
             if verifier.info.step_times:
                 round_trip_s = await measure_round_trip(verifier.fetch_info, self._clock)
                 info = verifier.info
-                self._policy.expect_target(
+                self._policy.measured.expect_target(
                     info.step_times, round_trip_s, context_token_s=info.context_token_s
                 )
         except BaseException:

@@ -162,7 +162,7 @@ class Rounds:
             elapsed_s = self._now - verifying.sent_s
             num_rows = verifying.num_rows if replies.num_rows is None else replies.num_rows
             if num_rows:
-                self._policy.observe_verify(
+                self._policy.measured.target.add(
                     num_rows,
                     elapsed_s,
                     is_overlapped=verifying.is_overlapped,
@@ -232,13 +232,7 @@ class Rounds:
     def _count(
         self, commit: Commit, plan: Plan | None, waited_s: float, is_first: bool, overhead_s: float | None
     ) -> None:
-        """Counts a verdict that committed tokens.
-
-        Args:
-            plan: of the session, when it came.
-            waited_s: since the tokens before, or since the request arrived.
-            overhead_s: of the round; None: it was not measured.
-        """
+        """A verdict that committed tokens, so long after those before it, or after the request came."""
         metrics, num_tokens = self._metrics, len(commit.token_ids)
         metrics.observe_round(commit.num_draft_tokens, commit.num_accepted_tokens, commit.source)
         if plan is not None:

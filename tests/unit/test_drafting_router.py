@@ -326,7 +326,7 @@ def test_filler_saves_asking_the_model_after_a_long_match() -> None:
 def test_long_matches_are_believed_apart_from_short_ones() -> None:
     policy = Policy(speculation_config(overlap="serial", filler="ngram"))
     for rows in (1, 2, 4, 8, 16, 32, 64):
-        policy.observe_verify(rows, 0.020, is_overlapped=False)
+        policy.measured.target.add(rows, 0.020, is_overlapped=False)
     local = LocalDrafts(speculation_config(filler="ngram"), policy, has_model=True).of(
         request(), DraftKind.MODEL
     )
@@ -341,7 +341,7 @@ def test_long_matches_are_believed_apart_from_short_ones() -> None:
 
 def test_nothing_is_planned_for_a_session_that_repeats_nothing() -> None:
     policy = Policy(speculation_config(overlap="serial"))
-    policy.observe_verify(1, 0.020, is_overlapped=False)
+    policy.measured.target.add(1, 0.020, is_overlapped=False)
     drafts = LocalDrafts(speculation_config(filler="ngram"), policy, has_model=True)
     for prompt, is_planned in (((1, 2, 3, 4), False), ((1, 2, 3, 1, 2), True)):
         asked = request(prompt=prompt)

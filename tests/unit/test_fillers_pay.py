@@ -19,7 +19,7 @@ def drafts_of(*, accepted: float) -> LocalDrafts:
     """After ten thousand looks that brought so many tokens each."""
     config = speculation_config(filler="ngram")
     policy = Policy(config)
-    policy.expect_target([StepTime(1, STEP_S), StepTime(64, STEP_S)], 0.0)
+    policy.measured.expect_target([StepTime(1, STEP_S), StepTime(64, STEP_S)], 0.0)
     drafts = LocalDrafts(config, policy, has_model=True)
     drafts._looks.add(round(10_000 * accepted), 10_000)
     return drafts

@@ -122,14 +122,14 @@ def test_room_is_what_fits_into_the_allowed_time() -> None:
     policy = Policy(speculation_config())
     for rows in (1, 64, 512):
         for _ in range(5):
-            policy.observe_verify(rows, 0.010 + 0.001 * rows, is_overlapped=False)
+            policy.measured.target.add(rows, 0.010 + 0.001 * rows, is_overlapped=False)
     # A step of one row takes 11 ms, so 22 and 49.5 ms are allowed: 12 and 39 rows.
     assert policy.prefill_room(1, 512, max_slowdown=2.0) == MIN_PREFILL
     assert policy.prefill_room(1, 512, max_slowdown=4.5) == 38
     assert policy.prefill_room(1, 512, max_slowdown=100.0) == 512
     assert policy.prefill_room(1, 10, max_slowdown=2.0) == 10
     # Half a millisecond for each of four contexts: the step may take 7 ms longer than without them.
-    policy._measured.target.context_token_s, policy._measured.target.context_len = 1e-6, 500.0
+    policy.measured.target.context_token_s, policy.measured.target.context_len = 1e-6, 500.0
     assert policy.prefill_room(1, 512, max_slowdown=4.5, num_running=4) == 45
 
 
@@ -138,8 +138,8 @@ def test_room_is_told_by_steps_with_prompts_and_what_is_allowed_by_those_without
     for rows in (1, 64, 512):
         for _ in range(5):
             seconds = 0.010 + 0.001 * rows
-            policy.observe_verify(rows, seconds, is_overlapped=False)
-            policy.observe_verify(rows, 1.5 * seconds, is_overlapped=False, has_prompt=True)
+            policy.measured.target.add(rows, seconds, is_overlapped=False)
+            policy.measured.target.add(rows, 1.5 * seconds, is_overlapped=False, has_prompt=True)
     # 4.5 times 11 ms are allowed: 23 rows at 15 ms and 1.5 ms a row.
     assert policy.prefill_room(1, 512, max_slowdown=4.5) == 22
 

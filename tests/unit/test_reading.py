@@ -33,6 +33,7 @@ from specray.router.plan import Plan
 from specray.router.policy import Policy
 from specray.router.reading import Reading
 from specray.router.session import Session
+from specray.router.target_times import TargetTimes
 from specray.types import (
     DraftReplies,
     DraftReply,
@@ -136,8 +137,8 @@ def test_room_is_what_is_read_in_a_target_step_and_in_patience_but_not_less_than
 
 def test_room_follows_the_target_step_of_those_who_run() -> None:
     policy = Policy(speculation_config())
-    policy.expect_draft([StepTime(size, DRAFT_STEP_S + TOKEN_S * (size - 1)) for size in SIZES], 0.0)
-    policy.expect_target([StepTime(1, TARGET_S), StepTime(33, 2 * TARGET_S)], 0.0)
+    policy.measured.expect_draft([StepTime(size, DRAFT_STEP_S + TOKEN_S * (size - 1)) for size in SIZES], 0.0)
+    policy.measured.expect_target([StepTime(1, TARGET_S), StepTime(33, 2 * TARGET_S)], 0.0)
     rooms = [policy.reading_room(512, num_rows=rows, num_running=1, most_s=1.0) for rows in (1, 33)]
     # In 40 ms 361, by size in whole blocks of rows.
     assert rooms == [160, 352]
@@ -145,7 +146,7 @@ def test_room_follows_the_target_step_of_those_who_run() -> None:
 
 def test_nothing_is_known_of_a_draft_so_that_nothing_bounds_what_it_reads() -> None:
     policy = Policy(speculation_config())
-    policy.expect_target([StepTime(1, TARGET_S)], 0.0)
+    policy.measured.expect_target([StepTime(1, TARGET_S)], 0.0)
     assert policy.reading_room(512, num_rows=1, num_running=1, most_s=1.0) == 512
 
 
@@ -222,13 +223,13 @@ def test_nobody_waits_for_a_draft_that_is_still_reading(monkeypatch: pytest.Monk
         ) as pair:
             policy = pair.router._policy
             kinds: list[bool] = []
-            observe = policy.observe_verify
+            observe = policy.measured.target.add
 
             def record(*args: Any, has_prompt: bool, **options: Any) -> None:
                 kinds.append(has_prompt)
                 observe(*args, has_prompt=has_prompt, **options)
 
-            monkeypatch.setattr(policy, "observe_verify", record)
+            monkeypatch.setattr(TargetTimes, "add", lambda _, *args, **options: record(*args, **options))
             await complete(pair, request("a", LONG, max_tokens=30))
             # A step beside which the draft reads says nothing of others.
             assert kinds == [True] * 34
@@ -389,8 +390,8 @@ def live(name: str, num_tokens: int, *, num_read: int = 0) -> LiveSession:
 def reading_of(*sessions: LiveSession, is_draft_idle: bool = False) -> Reading:
     """160 tokens fit into a step of the target; 256 are read at once at most."""
     policy = Policy(speculation_config())
-    policy.expect_draft([StepTime(size, DRAFT_STEP_S + TOKEN_S * (size - 1)) for size in SIZES], 0.0)
-    policy.expect_target([StepTime(size, TARGET_S) for size in SIZES], 0.0)
+    policy.measured.expect_draft([StepTime(size, DRAFT_STEP_S + TOKEN_S * (size - 1)) for size in SIZES], 0.0)
+    policy.measured.expect_target([StepTime(size, TARGET_S) for size in SIZES], 0.0)
     return Reading(
         {one.request_id: one for one in sessions},
         policy,

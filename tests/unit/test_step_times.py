@@ -205,8 +205,8 @@ def test_outcomes_cost_what_the_draft_says_of_several_lines() -> None:
 
 def expecting(target: Sequence[StepTime], draft: Sequence[StepTime], *, round_trip_s: float = 0.0) -> Policy:
     policy = Policy(speculation_config(overlap="serial"))
-    policy.expect_target(target, 0.0)
-    policy.expect_draft(draft, round_trip_s)
+    policy.measured.expect_target(target, 0.0)
+    policy.measured.expect_draft(draft, round_trip_s)
     return policy
 
 
@@ -263,7 +263,7 @@ def test_first_plan_of_many_sessions_counts_what_drafting_for_all_takes() -> Non
 
 def test_way_to_the_target_is_part_of_its_steps() -> None:
     policy = Policy(speculation_config())
-    policy.expect_target(times((1, 0.010)), 0.004)
+    policy.measured.expect_target(times((1, 0.010)), 0.004)
     assert policy.verify_s(1, 1) == pytest.approx(0.014)
 
 

@@ -82,18 +82,18 @@ def test_steps_that_fill_in_prompts_leave_what_is_known_of_rounds_alone(num_prom
 @pytest.mark.parametrize("said", [-1e-6, math.nan, math.inf])
 def test_contexts_that_are_said_to_take_less_than_nothing_or_no_number_take_none(said: float) -> None:
     policy = Policy(speculation_config())
-    policy.expect_target([StepTime(1, 0.010)], 0.0, context_token_s=said)
+    policy.measured.expect_target([StepTime(1, 0.010)], 0.0, context_token_s=said)
     for _ in range(3):
-        policy.observe_verify(8, 0.010, is_overlapped=False, num_sequences=4, num_context_tokens=2000)
+        policy.measured.target.add(8, 0.010, is_overlapped=False, num_sequences=4, num_context_tokens=2000)
     assert [policy.verify_s(8, count) for count in (1, 4, 16)] == pytest.approx([0.010, 0.010, 0.010])
 
 
 def test_what_the_engine_says_of_contexts_is_part_of_what_a_step_is_expected_to_take() -> None:
     policy = Policy(speculation_config())
-    policy.expect_target([StepTime(1, 0.010), StepTime(8, 0.010)], 0.001, context_token_s=2e-6)
+    policy.measured.expect_target([StepTime(1, 0.010), StepTime(8, 0.010)], 0.001, context_token_s=2e-6)
     assert policy.verify_s(8, 4) == pytest.approx(0.011)
     # From the first round on it is known how long contexts are; one step says nothing of its rows.
-    policy.observe_verify(8, 0.030, is_overlapped=False, num_sequences=4, num_context_tokens=2000)
+    policy.measured.target.add(8, 0.030, is_overlapped=False, num_sequences=4, num_context_tokens=2000)
     assert policy.verify_s(8, 4) == pytest.approx(0.015)
 
 

@@ -20,9 +20,9 @@ def pair_policy(*, verify_s: float = 0.020, draft_step_s: float = 0.004) -> Poli
     """Knows a target whose steps take the same at any size."""
     policy = Policy(speculation_config(overlap="serial"))
     for rows in (1, 2, 4, 8, 16, 32, 64, 256):
-        policy.observe_verify(rows, verify_s, is_overlapped=False)
+        policy.measured.target.add(rows, verify_s, is_overlapped=False)
     for _ in range(10):
-        policy.observe_proposals([4], 4 * draft_step_s, 0.0)
+        policy.measured.observe_proposals([4], 4 * draft_step_s, 0.0)
     return policy
 
 
@@ -82,7 +82,7 @@ def test_a_session_whose_draft_is_no_judge_has_no_more_tokens_than_are_worth_the
     policy = pair_policy()
     for rows in (1, 2, 4, 8, 16, 32, 64, 256):
         for _ in range(20):
-            policy.observe_verify(rows, 0.020 + 0.0005 * rows, is_overlapped=False)
+            policy.measured.target.add(rows, 0.020 + 0.0005 * rows, is_overlapped=False)
     unlucky, lucky = accepting(policy, 0.1), [accepting(policy, 0.9) for _ in range(3)]
     for pacing in (unlucky, *lucky):
         pacing.draft_is_judge = False
@@ -171,7 +171,7 @@ def test_of_two_plans_that_promise_nearly_the_same_all_take_the_shorter(
 
 def test_a_plan_that_gives_two_sessions_as_much_goes_before_one_that_gives_more_to_one() -> None:
     """4 and 4 tokens rather than 1 and 8, which are more together: the other is there for longer."""
-    measured = pair_policy()._measured
+    measured = pair_policy().measured
     seconds = 0.020 + 4 * 0.004
     even, uneven = (
         measured.serial_goodput(4, [Round(4.0, tokens, 1.0) for tokens in pair], 2)
@@ -261,7 +261,7 @@ def test_without_speculation_reviews_become_rare_but_not_deaf() -> None:
 @pytest.mark.parametrize(("num_remaining", "is_off"), [(20, True), (21, False)])
 def test_reading_is_paid_for_by_what_all_expect_of_speculation(num_remaining: int, is_off: bool) -> None:
     policy = pair_policy()
-    policy._measured.draft.expect({1: 0.004, 224: 0.1})
+    policy.measured.draft.expect({1: 0.004, 224: 0.1})
     pacing = accepting(policy, 0.5)
     policy._together.decide(4 / 3, 1)
     pacing.plan, pacing.num_turns = OFF, policy._together.num_turns
@@ -277,7 +277,7 @@ def row_policy(row_s: float) -> Policy:
     policy = Policy(speculation_config())
     for rows in range(1, 65):
         for _ in range(5):
-            policy.observe_verify(rows, 0.020 + row_s * rows, is_overlapped=False)
+            policy.measured.target.add(rows, 0.020 + row_s * rows, is_overlapped=False)
     return policy
 
 
