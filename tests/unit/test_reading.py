@@ -401,6 +401,27 @@ def reading_of(*sessions: LiveSession, is_draft_idle: bool = False) -> Reading:
     )
 
 
+def test_each_piece_without_an_answer_is_given_up_after_its_own_time() -> None:
+    first, second, third = live("a", 300), live("b", 300), live("c", 300)
+    reading = reading_of(first, second, third)
+    for begun_s, one in ((1.0, first), (2.0, second), (2.5, third)):
+        one.session.piece_item(100)
+        reading.note(one, begun_s)
+    views = [one.session.draft for one in (first, second, third)]
+    reading.expire(3.9, 3.0)
+    assert [view.is_reading for view in views] == [True, True, True]
+    reading.expire(4.0, 3.0)
+    assert [view.is_reading for view in views] == [False, True, True]
+    reading.expire(4.9, 3.0)
+    assert [view.is_reading for view in views] == [False, True, True]
+    # One that was answered meanwhile is nobody's loss.
+    third.session.draft.in_flight = None
+    reading.expire(5.0, 3.0)
+    assert not any(view.is_reading for view in views)
+    reading.expire(100.0, 3.0)
+    assert not reading.is_going_on
+
+
 def test_what_the_draft_is_reading_is_not_given_to_others() -> None:
     first, second = live("a", 300), live("b", 300)
     first.session.piece_item(100)
