@@ -165,9 +165,8 @@ class Drafting:
         self._reading.begin()
         self._reading.begin_step(step)
         for live in self._running.values():
-            session = live.session
-            is_silent = live.is_drafted_locally or self._policy.is_resting(live.pacing)
-            if is_silent or not self._reading.is_due(live):
+            session, is_resting = live.session, self._policy.is_resting(live.pacing)
+            if live.is_drafted_locally or is_resting or not self._reading.is_due(live):
                 continue
             plan = self._plan(live, session.num_remaining, now)
             num_tokens = 0 if plan.is_off else self._reading.share(live)
@@ -193,9 +192,9 @@ class Drafting:
         for live in verified:
             session = live.session
             verifying = session.target.in_flight
-            if verifying is None or not verifying.sample or session.draft.in_flight is not None:
+            if live.is_drafted_locally or verifying is None or not verifying.sample:
                 continue
-            if live.is_drafted_locally:
+            if session.draft.in_flight is not None:
                 continue
             # At least one token of this round will be committed before the next.
             plan = self._plan(live, session.num_remaining - 1, now)
@@ -383,14 +382,11 @@ class Drafting:
             self._leases.want()
         if link is None or self._is_stalled(link, now):
             return OFF
-        session = live.session
+        num_running, unread = len(self._running), live.num_unread
         plan = self._policy.plan(
-            live.pacing,
-            num_remaining=num_remaining,
-            num_running=len(self._running),
-            num_unread=live.num_unread,
+            live.pacing, num_remaining=num_remaining, num_running=num_running, num_unread=unread
         )
-        longest = len(session.committed) + 2 * (plan.num_speculative_tokens + 1)
+        longest = len(live.session.committed) + 2 * (plan.num_speculative_tokens + 1)
         return plan if longest <= link.info.max_model_len else OFF
 
     def _is_stalled(self, link: DraftLink, now: float) -> bool:
