@@ -32,6 +32,8 @@ class Count:
 class _Shown(Collector):
     """Shown under a name that no other metric of the registry may have."""
 
+    label_names: tuple[str, ...] = ()
+
     def describe(self) -> Iterable[Metric]:
         """See prometheus_client's ``Collector``; the registry asks for the names."""
         return self.collect()
@@ -69,18 +71,18 @@ class LabelledCounter(_Shown):
     def __init__(
         self, name: str, documentation: str, labels: Sequence[str], *, registry: CollectorRegistry
     ) -> None:
-        self._name, self._documentation, self._labels = name, documentation, tuple(labels)
+        self._name, self._documentation, self.label_names = name, documentation, tuple(labels)
         self._counts: dict[tuple[str, ...], Count] = {}
         registry.register(self)
 
     def labels(self, *values: str) -> Count:
         """The counter of these values, one for each label; it is shown from now on."""
-        assert len(values) == len(self._labels), values
+        assert len(values) == len(self.label_names), values
         return self._counts.setdefault(values, Count())
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         """See prometheus_client's ``Collector``."""
-        family = CounterMetricFamily(self._name, self._documentation, labels=self._labels)
+        family = CounterMetricFamily(self._name, self._documentation, labels=self.label_names)
         for values, count in list(self._counts.items()):
             family.add_metric(values, count.value)
         yield family

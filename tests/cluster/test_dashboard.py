@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from specray import counts
 from specray.metrics import DraftMetrics, RouterMetrics
 from specray.serving.metrics import IngressMetrics
 
@@ -28,7 +29,9 @@ def existing() -> dict[str, set[str]]:
     for metrics in (RouterMetrics(), DraftMetrics(), IngressMetrics()):
         registry = metrics.registry
         for family in registry.collect():
-            labels = REPLICA | set(registry._names_to_collectors[family.name]._labelnames)
+            collector = registry._names_to_collectors[family.name]
+            is_ours = isinstance(collector, (counts.Counter, counts.LabelledCounter, counts.Histogram))
+            labels = REPLICA | set(collector.label_names if is_ours else collector._labelnames)
             for suffix in SUFFIXES[family.type]:
                 names[family.name + suffix] = labels | ({"le"} if suffix == "_bucket" else set())
     return names

@@ -525,7 +525,7 @@ def test_a_try_is_as_rare_as_what_the_draft_must_read_for_it_is_long(read_s: flo
     policy, pacing = measured(overlap="serial", acceptance=0.02)
     policy.measured.draft.expect({1: 0.004, 224: read_s})
     tries = []
-    for step in range(700):
+    for step in range(1500):
         plan = policy.plan(pacing, num_remaining=1000, num_running=1, num_unread=224)
         if not plan.is_off:
             tries.append(step)
