@@ -33,6 +33,7 @@ class _Shown(Collector):
     """Shown under a name that no other metric of the registry may have."""
 
     label_names: tuple[str, ...] = ()
+    """Of its samples, besides a histogram's ``le``."""
 
     def describe(self) -> Iterable[Metric]:
         """See prometheus_client's ``Collector``; the registry asks for the names."""

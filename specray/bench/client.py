@@ -123,7 +123,10 @@ class ServerClient:
 
     async def model(self) -> str:
         """The first served model's name. Raises like ``stream_completion``."""
-        return (await self.models())[0]
+        names = await self.models()
+        if not names:
+            raise SpecrayError(f"server {self._url}: /v1/models lists no model")
+        return names[0]
 
     async def _get(self, path: str) -> str:
         try:

@@ -377,6 +377,7 @@ class Drafting:
     def _plan(self, live: LiveSession, num_remaining: int, now: float) -> Plan:
         link = self.link
         if link is not None and self._policy.is_resting(live.pacing):
+            # Here and not in the policy alone: with many sessions the way there counts too.
             return OFF
         if link is None and self._leases is not None and live.pacing.fixed_k != 0:
             self._leases.want()

@@ -82,10 +82,10 @@ class LocalDraft:
         self.is_long = match_len >= LONG_MATCH_LEN
         if match_len == 0 and self.store is None:
             return Drafted(source=self.source)
-        track = self._track
-        if track.policy.is_resting(track.pacing):
+        policy, pacing = self._track.policy, self._track.pacing
+        if policy.is_resting(pacing):
             return Drafted(source=self.source)
-        plan = track.policy.plan(track.pacing, num_remaining=session.num_remaining, num_running=num_running)
+        plan = policy.plan(pacing, num_remaining=session.num_remaining, num_running=num_running)
         if plan.is_off:
             return Drafted(source=self.source)
         tokens = self.proposer.propose(min(plan.num_speculative_tokens, self.max_tokens))

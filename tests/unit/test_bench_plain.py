@@ -346,3 +346,12 @@ async def test_failed_request_is_told_and_ends_with_1(
     assert "bound share over HTTP" in captured.out
     # Without options: the embedded target, bfloat16, as many threads as the server's.
     assert calls[0] == ("target", "embedded", "bfloat16", None, 1)
+
+
+async def test_a_server_without_a_model_is_said_to_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def empty(self: ServerClient, path: str) -> str:
+        return '{"data": []}'
+
+    monkeypatch.setattr(ServerClient, "_get", empty)
+    with pytest.raises(SpecrayError, match="/v1/models lists no model"):
+        await ServerClient("http://127.0.0.1:1").model()
