@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(params=["kernel", "torch"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if request.param == "torch":
-        monkeypatch.setattr(draws_module, "_kernel", lambda: None)
+        monkeypatch.setattr(draws_module, "_kernels", lambda: None)
     else:
         pytest.importorskip("numba")
     yield str(request.param)
@@ -89,6 +89,20 @@ def test_lead_is_the_share_of_the_best_score(vocab_size: int, spread: float) -> 
     torch.testing.assert_close(
         torch.tensor([draw.lead for draw in drawn]).double(), expected, atol=0.12, rtol=0.0
     )
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 5.0, 100.0, 1e6])
+@pytest.mark.parametrize("vocab_size", [1, 15, 16, 17, 4096, 5001])
+def test_lead_without_noise_is_exact(vocab_size: int, spread: float) -> None:
+    logits = random_logits(20, vocab_size, spread)
+    # Impossible tokens, at the beginning and at the end.
+    logits[7, : vocab_size // 2] = -math.inf
+    logits[8, (vocab_size + 1) // 2 :] = -math.inf
+    drawn = draw_tokens(logits, [None] * 20, NoiseSource(vocab_size, CPU), is_judged=True)
+    assert [draw.token_id for draw in drawn] == logits.argmax(-1).tolist()
+    leads = torch.tensor([draw.lead for draw in drawn])
+    expected = (logits.double() / SCORE_SPREAD).log_softmax(-1).amax(-1)
+    torch.testing.assert_close(leads.double(), expected, atol=1e-5, rtol=0.0)
 
 
 def test_lead_is_not_computed_unasked() -> None:

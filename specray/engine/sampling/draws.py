@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,12 +61,12 @@ def draw_tokens(
         is_judged: says how far each stands out.
     """
     rows = [row for row, key in enumerate(keys) if key is not None]
-    draw_best = None if noise.is_on_device else _kernel()
-    if not rows or draw_best is None or logits.dtype != torch.float32:
+    kernels = None if noise.is_on_device else _kernels()
+    if not rows or kernels is None or logits.dtype != torch.float32:
         return _best(add_noise(logits, keys, noise), is_judged=is_judged)
     wanted = [key for key in keys if key is not None]
     noisy = (logits if len(rows) == len(keys) else logits[rows]).contiguous()
-    tokens, leads = draw_best(noisy, [philox_key(key) for key in wanted], is_judged=is_judged)
+    tokens, leads = kernels.draw_best(noisy, [philox_key(key) for key in wanted], is_judged=is_judged)
     drawn = [Draw(*draw) for draw in zip(tokens, leads, strict=True)]
     if len(rows) == len(keys):
         return drawn
@@ -79,16 +80,21 @@ def _best(scores: Tensor, *, is_judged: bool) -> list[Draw]:
     tokens = best_tokens(scores)
     if not is_judged:
         return [Draw(token) for token in tokens]
+    kernels = _kernels() if scores.device.type == "cpu" and scores.dtype == torch.float32 else None
+    if kernels is not None:
+        return [
+            Draw(*draw) for draw in zip(tokens, kernels.leads_of(scores.contiguous(), tokens), strict=True)
+        ]
     spread = scores.float() / SCORE_SPREAD
     leads = (spread.amax(-1) - spread.logsumexp(-1)).tolist()
     return [Draw(*draw) for draw in zip(tokens, leads, strict=True)]
 
 
 @cache
-def _kernel() -> Callable[..., Any] | None:
+def _kernels() -> ModuleType | None:
     """None: numba is not installed."""
     try:
-        from specray.engine.kernels.draw import draw_best
+        from specray.engine.kernels import draw
     except ImportError:
         return None
-    return draw_best
+    return draw
