@@ -91,6 +91,8 @@ class RouterMetrics:
             registry=registry,
         )
         self._plan_counters: dict[tuple[str, int], counts.Count] = {}
+        self.plans_off = self._plans.labels("off", "0")
+        """Of verdicts without speculation, which nearly all are where many sessions run: at hand."""
         self._ahead_depth = Histogram(
             "specray_draft_ahead_depth",
             "Draft tokens ready when a verdict arrived; 0 after a miss.",

@@ -34,9 +34,9 @@ speculate takes 20 us each without fillers, and 31 to 36 with them (2 cores, Zen
 PRIOR_ACCEPTED, PRIOR_LOOKS = 0.1, 200.0
 LOOKS_FADING = 0.9998
 """Some thousand looks, so that what is believed is of many sessions."""
-PROBE_EVERY = 16
+PROBE_EVERY = 32
 """Where fillers do not pay every so many sessions have one, to see whether that has changed: of 64 sessions
-four, whose looks take less than a hundredth of a small target's step."""
+two, whose looks take a few thousandths of a small target's step."""
 
 
 @dataclass(frozen=True, slots=True)

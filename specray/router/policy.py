@@ -133,11 +133,11 @@ class Policy:
         """With the next round a decision of all or a review of the session would be due."""
         if pacing.plan is None or pacing.fixed_k == 0:
             return False
-        return (
-            pacing.rounds_to_review <= 1
-            or self._is_overruled(pacing)
-            or (self._joins(pacing) and self._together.is_due(num_running))
-        )
+        if pacing.rounds_to_review <= 1:
+            return True
+        together = self._together
+        is_due = pacing.num_turns != together.num_turns or together.is_due(num_running)
+        return is_due and self._joins(pacing)
 
     def is_resting(self, pacing: Pacing) -> bool:
         """The session drafts nothing, and nothing is due: asked for each session in each round."""
@@ -217,13 +217,16 @@ class Policy:
     def observe_round(self, pacing: Pacing, num_drafts: int, num_accepted: int) -> None:
         """One verdict of a session."""
         pacing.rounds_to_review -= 1
-        pacing.rest_rounds = max(0, pacing.rest_rounds - 1)
-        pacing.rounds_off = pacing.rounds_off + 1 if num_drafts == 0 else 0
+        if pacing.rest_rounds:
+            pacing.rest_rounds -= 1
         self._probes.add(is_used=num_drafts > 0 and not pacing.is_probing)
         if pacing.plan is not None and self._joins(pacing):
             # Without a draft nothing is planned, and nobody would decide and forget.
             self._together.add(pacing)
-        if num_drafts:
+        if num_drafts == 0:
+            pacing.rounds_off += 1
+        else:
+            pacing.rounds_off = 0
             trials = chain_trials(num_drafts, num_accepted)
             pacing.acceptance.add(num_accepted, trials)
             self._acceptance.add(num_accepted, trials)

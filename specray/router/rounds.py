@@ -17,7 +17,7 @@ from specray.router.drafting import Drafting
 from specray.router.later import Later
 from specray.router.links import DraftReplied, Inbox, LinkLost, TargetLink, TargetReplied
 from specray.router.live import LiveSession
-from specray.router.plan import Plan
+from specray.router.plan import OFF, Plan
 from specray.router.policy import Policy
 from specray.router.records import Commit
 from specray.router.sessions import Sessions
@@ -235,7 +235,9 @@ class Rounds:
         """A verdict that committed tokens, so long after those before it, or after the request came."""
         metrics, num_tokens = self._metrics, len(commit.token_ids)
         metrics.observe_round(commit.num_draft_tokens, commit.num_accepted_tokens, commit.source)
-        if plan is not None:
+        if plan is OFF:
+            metrics.plans_off.inc()
+        elif plan is not None:
             metrics.observe_plan(plan.way, plan.num_speculative_tokens)
         if is_first:
             metrics.observe_first_tokens(num_tokens, waited_s)

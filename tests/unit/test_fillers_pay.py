@@ -44,7 +44,7 @@ def test_filler_is_worth_its_tokens_share_of_a_step(
 def test_some_sessions_go_on_looking_where_it_does_not_pay() -> None:
     drafts = drafts_of(accepted=0.0)
     made = [drafts.of(request(), DraftKind.MODEL, num_sessions=64) for _ in range(4 * PROBE_EVERY)]
-    assert [index for index, one in enumerate(made, start=1) if one is not None] == [16, 32, 48, 64]
+    assert [index for index, one in enumerate(made, start=1) if one is not None] == [32, 64, 96, 128]
 
 
 def test_every_round_with_a_filler_is_a_look_and_who_asks_for_ngrams_has_them() -> None:
