@@ -64,7 +64,6 @@ def attend_kernel(head_dim: int, dtype: str) -> Any:
         rows: tuple[int, int],
         queries: int,
         thread: int,
-        after: Any,
     ) -> None:
         """Attends with some rows and heads of a span.
 
@@ -72,7 +71,6 @@ def attend_kernel(head_dim: int, dtype: str) -> Any:
             heads: first and last + 1 of the kv heads.
             rows: of the span's rows.
             queries: address of what ``rotate`` has left: float32, kv head after kv head, row after row.
-            after: the span that this thread attends with next, or the same: not used here.
         """
         cache, window = args[fields.CACHE], args[fields.WINDOW]
         num_kv_heads, group_size = args[fields.NUM_KV_HEADS], args[fields.GROUP_SIZE]

@@ -276,14 +276,12 @@ def _make_attention(head_dim: int, dtype: str, make_attend: Callable[[], Any], m
             last_head = min(num_kv_heads, max(0, (last - before + cost - 1) // cost))
             before += cost * num_kv_heads
             if first_head < last_head:
-                span, heads, after = spans[index], (first_head, last_head), spans[index]
+                span, heads = spans[index], (first_head, last_head)
                 queries = args[fields.SCRATCH] + thread * args[fields.SCRATCH_SIZE] * 4
                 rotate(args, span, first_head, last_head, queries)
                 num_rows, group_size = span[fields.NUM_ROWS], args[fields.GROUP_SIZE]
                 if num_rows * group_size <= max_queries:
-                    if before < last and index + 1 < len(spans):
-                        after = spans[index + 1]
-                    attend(args, span, heads, (0, num_rows), queries, thread, after)
+                    attend(args, span, heads, (0, num_rows), queries, thread)
                 else:
                     # Head by head and some rows at a time, so that the weights stay in the second cache.
                     step = max(1, max_queries // group_size)
@@ -291,6 +289,6 @@ def _make_attention(head_dim: int, dtype: str, make_attend: Callable[[], Any], m
                         for row in range(0, num_rows, step):
                             place = ((head - first_head) * num_rows + row) * group_size * head_dim * 4
                             rows = row, min(num_rows, row + step)
-                            attend(args, span, (head, head + 1), rows, queries + place, thread, after)
+                            attend(args, span, (head, head + 1), rows, queries + place, thread)
 
     return attention

@@ -7,8 +7,10 @@ and values are paired token with token to be its second. Rounded are queries and
 
 Tokens come in chunks; what was summed before is scaled when a later chunk has a larger score (Milakov and
 Gimelshein: *Online normalizer calculation for softmax*, 2018), so that all of a chunk stays in the first
-cache while the next one is on its way from memory. Chunks are counted from the first position, and what a row
-does not see weighs 0: its result does not depend on the other rows, nor on their number.
+cache. What comes next is left to the processor to fetch: asked for ahead of time, it keeps a core, which
+waits for sixteen lines at most, from what it needs now (measured: 3 % longer with 32 sequences, a draft's
+13 %; with one long sequence a tenth less). Chunks are counted from the first position, and what a row does
+not see weighs 0: its result does not depend on the other rows, nor on their number.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from __future__ import annotations
 from typing import Any
 
 from specray.engine.kernels import fields, tiles
-from specray.engine.kernels.flash.ahead import ask_next
 from specray.engine.kernels.flash.scores import pack_kernel, score_kernel
 from specray.engine.kernels.flash.sums import finish_kernel, sum_kernel
 from specray.engine.kernels.flash.weights import weigh_kernel
@@ -53,9 +54,7 @@ def scratch_size(num_queries: int, num_kv_heads: int, head_dim: int, end: int) -
     groups_per_head = -(-num_queries // COLUMNS)
     of_group = COLUMNS * (head_dim // 2 + head_dim + 4 + CHUNK)
     of_chunk = COLUMNS * CHUNK * groups_per_head // 2
-    return (
-        num_kv_heads * groups_per_head * of_group + of_chunk + (tiles.ROWS + CHUNK + 1) * head_dim + COLUMNS
-    )
+    return num_kv_heads * groups_per_head * of_group + of_chunk + (tiles.ROWS + CHUNK + 1) * head_dim
 
 
 def attend_kernel(head_dim: int) -> Any:
@@ -72,14 +71,12 @@ def attend_kernel(head_dim: int) -> Any:
         rows: tuple[int, int],
         queries: int,
         thread: int,
-        after: Any,
     ) -> None:
         work = plan(args, span, heads, rows, thread)
         pack(args, work, queries, span[fields.START] + rows[0])
         configure((tiles.ROWS, 4 * work.width, tiles.ROWS, tiles.LINE, work.width, tiles.LINE))
         step, num_parts = work.heads_per_group, work.groups_per_head
         for chunk in range(work.first, work.end, CHUNK):
-            ask_next(args, span, work, chunk, after)
             for head in range(0, work.num_heads, step):
                 some_heads = head, min(head + step, work.num_heads)
                 for part in range(num_parts):

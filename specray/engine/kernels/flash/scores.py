@@ -8,7 +8,6 @@ import numpy as np
 from numba import carray
 
 from specray.engine.kernels import fields, tiles
-from specray.engine.kernels.flash.ahead import STEPS, ask_kernel
 from specray.engine.kernels.flash.work import (
     CHUNK,
     COLUMNS,
@@ -55,7 +54,7 @@ def pack_kernel(head_dim: int) -> Any:
 
 
 def score_kernel(head_dim: int) -> Any:
-    ask, half = ask_kernel(head_dim), vectors(head_dim, "bfloat16")
+    half = vectors(head_dim, "bfloat16")
     load_queries, multiply = _make_scores(head_dim // 32)
     load_row, store_row = half.load, half.store
     head_bytes, queries_bytes = head_dim * 2, head_dim // 2 * tiles.LINE
@@ -71,8 +70,6 @@ def score_kernel(head_dim: int) -> Any:
             queries = work.queries + group * queries_bytes + column * 4
             load_queries(queries)
             for token in range(chunk, min(chunk + CHUNK, work.end), tiles.ROWS):
-                if part == 0:
-                    ask(args, work, head * STEPS + (token - chunk) // tiles.ROWS + 1)
                 scores = work.scores + (group * CHUNK + token - chunk) * tiles.LINE + column * 4
                 run = run_of(runs, run, token)
                 if token + tiles.ROWS <= runs[run, 1]:

@@ -8,7 +8,6 @@ import numpy as np
 from numba import carray
 
 from specray.engine.kernels import fields, tiles
-from specray.engine.kernels.flash.ahead import STEPS, ask_kernel
 from specray.engine.kernels.flash.work import (
     BLOCK,
     CHUNK,
@@ -33,7 +32,7 @@ _ONE = np.float32(1.0)
 
 
 def sum_kernel(head_dim: int) -> Any:
-    ask, multiply, row = ask_kernel(head_dim), _make_sums(head_dim), vectors(head_dim, "float32")
+    multiply, row = _make_sums(head_dim), vectors(head_dim, "float32")
     load, store, splat, mul = row.load, row.store, row.splat, row.mul
     head_bytes = head_dim * 2
 
@@ -44,7 +43,6 @@ def sum_kernel(head_dim: int) -> Any:
         offset = (num_kv_heads + work.first_head + head) * head_bytes
         slot_bytes, run = 2 * num_kv_heads * head_bytes, run_of(runs, 0, chunk)
         for tile in range(chunk, chunk + num_tokens, tiles.ROWS):
-            ask(args, work, head * STEPS + (CHUNK + tile - chunk) // tiles.ROWS + 1)
             if tile < work.end:
                 run = run_of(runs, run, tile)
             value = slot(args, runs, run, tile, slot_bytes) + offset

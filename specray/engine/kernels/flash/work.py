@@ -48,7 +48,6 @@ class Work(NamedTuple):
     keys: int  # bfloat16 [16, head_dim], of a tile whose tokens lie apart
     values: int  # bfloat16 [chunk / 2, head_dim, 2]
     nothing: int  # bfloat16 [head_dim], zeros
-    asked: int  # int64 [5]
 
 
 def plan_kernel(head_dim: int) -> Any:
@@ -81,7 +80,7 @@ def plan_kernel(head_dim: int) -> Any:
         return Work(
             heads[0], num_heads, num_queries, min(COLUMNS, num_queries), heads_per_group, groups_per_head,
             num_groups, first_token(args, start), end, queries, sums, most, totals, last_seen, factors,
-            scores, weights, keys, values, nothing, nothing + head_dim * 2,
+            scores, weights, keys, values, nothing,
         )  # fmt: skip
 
     return plan
