@@ -117,9 +117,18 @@ def fit_target(sweep: Sweep, info: EngineInfo, *, hardware: str) -> TargetProfil
         prompt_slowdown_beside_draft=_slowdown(
             _first_chunks(sweep.prefills), lambda step: interpolate(prompts, step.num_rows)
         ),
+        prompt_wait_s=_prompt_wait_s(sweep, plain),
         verify=tuple(VerifyPoint(num_rows=rows, seconds=seconds) for rows, seconds in curve),
         per_sequence_s=per_sequence_s,
     )
+
+
+def _prompt_wait_s(sweep: Sweep, transport: LinearTime) -> float:
+    """Of prompts that came one at a time, with the draft's where there is one: what was neither their forward
+    nor usual transport."""
+    steps = _first_chunks(sweep.prefills) or _first_chunks(sweep.plain_prefills)
+    waits = [step.gap_s + step.transport_s - transport.of(1) for step in steps if step.gap_s is not None]
+    return max(0.0, median(waits)) if len(waits) >= _MIN_SAMPLES else 0.0
 
 
 def fit_draft(sweep: Sweep, info: EngineInfo, *, hardware: str) -> DraftProfile:

@@ -141,6 +141,12 @@ class TargetProfile(EngineProfile):
         description="How many times slower a step gets on while the draft works; 1: they share nothing.",
     )
     prompt_slowdown_beside_draft: float = Field(1.0, ge=1, description="The same of a step with prompts.")
+    prompt_wait_s: float = Field(
+        0.0,
+        ge=0,
+        description="What a step with a prompt takes more than its forward and transport: in the router before "
+        "it is sent, on its way, and in the worker.",
+    )
     plain_transport: LinearTime | None = Field(
         None, description="As transport, of steps without draft tokens; default: the same."
     )

@@ -118,7 +118,8 @@ class SimulatedTarget:
         else:
             own, transport = self._router.verify_after_verdict, self._times.plain_transport
         transport_s = transport.of(len(items)) * drawn(self._rng, self._times.transport_spread)
-        start_s = max(loop.time() + own.of(len(items)) + transport_s / 2, self.busy.until_s)
+        own_s = own.of(len(items)) + (self._times.prompt_wait_s if size.prompts else 0.0)
+        start_s = max(loop.time() + own_s + transport_s / 2, self.busy.until_s)
         seconds = self._times.seconds(size) * drawn(self._rng, self._times.step_spread)
         end_s = start_s + seconds
         self.busy.work(start_s, end_s)

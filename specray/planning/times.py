@@ -58,6 +58,7 @@ class TargetTimes:
         self.plain_transport = profile.plain_transport or profile.transport
         self.step_spread = profile.step_spread
         self.transport_spread = profile.transport_spread
+        self.prompt_wait_s = profile.prompt_wait_s
         self.slowdown = profile.slowdown_beside_draft
         self.prompt_slowdown = profile.prompt_slowdown_beside_draft
 

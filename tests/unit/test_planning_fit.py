@@ -218,6 +218,21 @@ def test_a_step_gets_on_slower_by_what_it_lost_beside_the_draft(sweep: Sweep) ->
     assert target.prompt_slowdown_beside_draft == 1.0
 
 
+def test_a_prompt_waits_in_the_router_and_on_its_way(sweep: Sweep) -> None:
+    # The router takes 0.4 ms before each but the first, the way 1.5 ms, of which others take 0.5.
+    events: list[TraceEvent] = []
+    for number in range(4):
+        at = number * 20 * MS
+        events += [
+            VerifySent(at, f"p{number}", number, number, 0, 100, 0),
+            VerdictReceived(at + 19_600_000, f"p{number}", number, 18_100_000, "model", 0, 0, 1),
+        ]
+    sweep.prefills = Samples()
+    sweep.plain_prefills = read_samples(events)
+    target = fit_target(sweep, fake_info("target"), hardware="box")
+    assert target.prompt_wait_s == pytest.approx(0.4e-3 + 1.5e-3 - 0.5e-3)
+
+
 def target_steps(count: int, k: int, forward_ns: int) -> Iterator[TraceEvent]:
     """Three steps of ``count`` sessions without a draft."""
     for number in range(3):

@@ -140,6 +140,18 @@ def test_requests_learn_when_their_tokens_came() -> None:
     run(main)
 
 
+def test_a_prompt_waits_longer_and_rounds_do_not() -> None:
+    async def main(clock: VirtualClock) -> None:
+        times = RequestTimes()
+        engine = make_target({"a": times}, transport=linear(0.004), prompt_wait_s=0.1)
+        await answers(engine, prompt("a", 5))
+        await answers(engine, VerifyItem("a", 2, 5, (1,), (1, 1, 1)))
+        assert times.first_s == pytest.approx(0.1 + 0.004 + PREFILL_S)
+        assert times.gaps == [(pytest.approx((0.004 + VERIFY_S) / 4), 4)]
+
+    run(main)
+
+
 def test_draft_takes_all_that_waits_into_one_step() -> None:
     async def main(clock: VirtualClock) -> None:
         shared = make_draft()
