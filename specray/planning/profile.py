@@ -144,8 +144,8 @@ class TargetProfile(EngineProfile):
     prompt_wait_s: float = Field(
         0.0,
         ge=0,
-        description="What a step with a prompt takes more than its forward and transport: in the router before "
-        "it is sent, on its way, and in the worker.",
+        description="What a step with a prompt takes more than its forward and transport: in the router "
+        "before it is sent, on its way, and in the worker.",
     )
     plain_transport: LinearTime | None = Field(
         None, description="As transport, of steps without draft tokens; default: the same."
