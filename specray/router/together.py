@@ -58,10 +58,9 @@ class Together:
 
     def is_due(self, num_running: int) -> bool:
         """It is time to decide anew."""
-        # Asked after each verdict: as ``_is_another``, without a call.
         if self._num_rounds >= self._num_steps * num_running or self.is_on is None:
             return True
-        return not self._num_running < 2 * num_running < 4 * self._num_running
+        return self._is_another(num_running)
 
     def take_mean(self, new: Pacing) -> Pacing:
         """A session as all are on average; ``new`` where none had a round yet. Begins to collect anew."""

@@ -5,10 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from router_harness import Pair, expected, request, run, serving
+from router_harness import (
+    Pair,
+    expected,
+    fake_draft,
+    fake_target,
+    request,
+    run,
+    serving,
+    speculation_config,
+)
 
-from specray.fakes import VirtualClock
+from specray.fakes import NoisyGuesser, VirtualClock
 from specray.requests import SpeculationParams
+from specray.router.plan import OFF
+from specray.router.policy import Policy
 from specray.router.session import MAX_SPECULATIVE_TOKENS, Session
 from specray.types import Verdict
 
@@ -38,6 +49,23 @@ def test_every_token_is_counted_once_and_every_verdict_under_its_plan() -> None:
             assert pair.counted("specray_plans_total", overlap="serial", num_speculative_tokens="3") == rounds
             # The first verdict, of the prompt, is no round of draft and target.
             assert pair.counted("specray_round_overhead_seconds_count") == rounds - 1
+
+    run(clock, main())
+
+
+def test_verdicts_without_speculation_are_counted_under_their_plan() -> None:
+    """Speculation that is never right is off soon."""
+    clock = VirtualClock()
+
+    async def main() -> None:
+        target = fake_target()
+        draft = fake_draft(NoisyGuesser(target.model, 0.0))
+        async with serving(clock, target=target, draft=draft, overlap="serial") as pair:
+            await pair.router.complete(request(max_tokens=100))
+            await pair.settle()
+            off = pair.counted("specray_plans_total", overlap="off", num_speculative_tokens="0")
+            assert off > 50
+            assert total(pair, "specray_plans_total") == pair.counted("specray_rounds_total")
 
     run(clock, main())
 
@@ -83,6 +111,19 @@ def test_requests_that_are_not_drafted_for_are_passed_by() -> None:
             assert not pair.router._policy.is_review_near(pacing, 1)
 
     run(clock, main())
+
+
+def test_a_review_is_near_when_all_decided_otherwise_but_not_for_who_drafts_at_no_cost() -> None:
+    policy = Policy(speculation_config(overlap="serial"))
+    fillers = policy.beside("ngram", prior_acceptance=0.5)
+    for one in (policy, fillers):
+        pacing = one.pace(request())
+        pacing.plan, pacing.rounds_to_review = OFF, 9
+        one._together.decide(1.0, 1)
+        pacing.num_turns = one._together.num_turns
+        assert not one.is_review_near(pacing, 1)
+        one._together.num_turns += 1
+        assert one.is_review_near(pacing, 1) is (one is policy)
 
 
 def test_cache_is_being_filled_until_the_first_token_and_after_a_loss_and_a_long_way_behind() -> None:
