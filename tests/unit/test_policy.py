@@ -12,7 +12,7 @@ from specray.requests import SpeculationParams
 from specray.router.draft_times import DraftTimes
 from specray.router.estimates import Average, OutcomesTime, Rate, TimeTable, chain_trials
 from specray.router.expected import Round, expected_drafts, expected_steps, expected_tokens, prior_hit_rate
-from specray.router.measured import Measured
+from specray.router.measured import HANDLING_S, Measured
 from specray.router.plan import OFF, OFF_REVIEW_ROUNDS, Pacing, Plan
 from specray.router.policy import Policy
 from specray.router.probes import PROBE_INTERVAL_ROUNDS, PROBE_ROUNDS
@@ -228,7 +228,9 @@ def test_proposals_of_any_length_are_worth_what_they_came_to() -> None:
     assert (drafts, accepted) == pytest.approx((9.85, 9.56), abs=0.01)
     drafted_s = 0.001 * num_steps(ANY_K, [1 - 1 / drafts], 1)
     assert 0.0103 < drafted_s < 0.0109
-    assert policy.goodput(plan, pacing, 1) == pytest.approx((1 + accepted) / (0.020 + drafted_s + 0.0002))
+    assert policy.goodput(plan, pacing, 1) == pytest.approx(
+        (1 + accepted) / (0.0202 + drafted_s + HANDLING_S)
+    )
 
 
 def test_proposals_of_any_length_are_left_when_little_of_them_is_accepted() -> None:
@@ -287,7 +289,7 @@ def test_all_wait_for_the_longest_proposal_and_rows_are_those_of_the_mean() -> N
     rounds = [Round(4.0, 5.0, 1.0), *(Round(0.0, 1.0, 0.0) for _ in range(3))]
     # Each begins with the two tokens that a round commits on average: as six proposals, by half a row each.
     read_s = (6 - 4) / 3 * 0.001
-    tokens, seconds = 5 ** (1 / 4), 0.010 + 0.001 * 8 + 2 * 0.002 + 2 * 0.001 + read_s
+    tokens, seconds = 5 ** (1 / 4), 0.018 + 2 * 0.002 + 2 * 0.001 + read_s + 4 * HANDLING_S
     assert measured_times.serial_goodput(4, rounds, 4) == pytest.approx(tokens / seconds)
     # And what four proposals take beside their steps: twice what one does.
     measured_times.draft._overhead = 0.5

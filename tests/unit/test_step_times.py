@@ -23,6 +23,7 @@ from specray.requests import SpeculationParams
 from specray.router.estimates import Average, OutcomesTime, TimeTable
 from specray.router.expected import expected_drafts, expected_steps, expected_tokens
 from specray.router.links import measure_round_trip
+from specray.router.measured import HANDLING_S
 from specray.router.plan import OFF, Plan
 from specray.router.policy import Policy
 from specray.router.prospects import ANY_K, AUTO_K
@@ -228,10 +229,10 @@ def test_first_plan_is_the_optimum_of_what_the_engines_say() -> None:
     policy = expecting(times((1, 0.010), (64, 0.010)), times((1, 0.0005), (2, 0.0005)), round_trip_s=0.010)
 
     def goodput(k: int) -> float:
-        return expected_tokens(0.7, k, 0.95) / (0.010 + 0.0005 * num_draft_steps(k) + 0.010)
+        return expected_tokens(0.7, k, 0.95) / (0.010 + 0.0005 * num_draft_steps(k) + 0.010 + HANDLING_S)
 
     # 8 draft tokens are believed, and of them as many as are accepted for each that is not at 0.7.
-    any_k = (1 + 0.7 / 0.3) / (0.010 + 0.0005 * num_any_steps() + 0.010)
+    any_k = (1 + 0.7 / 0.3) / (0.010 + 0.0005 * num_any_steps() + 0.010 + HANDLING_S)
     assert any_k > max(goodput(k) for k in AUTO_K)
     assert first_plan(policy) == Plan(ANY_K)
     pacing = policy.pace(request())
@@ -279,7 +280,7 @@ def test_router_takes_the_engines_at_their_word_when_it_connects() -> None:
             await pair.router.complete(request(max_tokens=12))
             first = next(e for e in decode_trace(await pair.router.trace_text() or "") if type(e) is Planned)
             assert (first.overlap, first.num_speculative_tokens) == ("serial", ANY_K)
-            serial = (1 + 0.7 / 0.3) / (0.020 + 0.0005 * num_any_steps())
+            serial = (1 + 0.7 / 0.3) / (0.020 + 0.0005 * num_any_steps() + HANDLING_S)
             assert first.tokens_per_s == pytest.approx({"off": 50.0, "serial": serial})
             text = await pair.router.metrics_text()
             assert 'specray_step_time_seconds{engine="target",rows="64"} 0.02' in text

@@ -10,6 +10,7 @@ from router_harness import request, speculation_config
 from specray.requests import SpeculationParams
 from specray.router.estimates import Rate
 from specray.router.expected import Round
+from specray.router.measured import HANDLING_S
 from specray.router.plan import OFF, OFF_REVIEW_ROUNDS, Judged, Pacing, Plan
 from specray.router.policy import Policy
 from specray.router.prospects import Prospects
@@ -172,7 +173,7 @@ def test_of_two_plans_that_promise_nearly_the_same_all_take_the_shorter(
 def test_a_plan_that_gives_two_sessions_as_much_goes_before_one_that_gives_more_to_one() -> None:
     """4 and 4 tokens rather than 1 and 8, which are more together: the other is there for longer."""
     measured = pair_policy().measured
-    seconds = 0.020 + 4 * 0.004
+    seconds = 0.020 + 4 * 0.004 + 2 * HANDLING_S
     even, uneven = (
         measured.serial_goodput(4, [Round(4.0, tokens, 1.0) for tokens in pair], 2)
         for pair in ((4.0, 4.0), (1.0, 8.0))
