@@ -133,11 +133,11 @@ class Policy:
         """With the next round a decision of all or a review of the session would be due."""
         if pacing.plan is None or pacing.fixed_k == 0:
             return False
-        if pacing.rounds_to_review <= 1:
-            return True
-        together = self._together
-        is_due = pacing.num_turns != together.num_turns or together.is_due(num_running)
-        return is_due and self._joins(pacing)
+        return (
+            pacing.rounds_to_review <= 1
+            or self._is_overruled(pacing)
+            or (self._joins(pacing) and self._together.is_due(num_running))
+        )
 
     def is_resting(self, pacing: Pacing) -> bool:
         """The session drafts nothing, and nothing is due: asked for each session in each round."""

@@ -233,6 +233,18 @@ def test_proposals_of_any_length_are_worth_what_they_came_to() -> None:
     )
 
 
+def test_the_router_takes_its_time_for_what_a_miss_asks_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, pacing = measured(overlap="enumerate", hits=0.75)
+    plan = Plan(4, Overlap.ENUMERATE, 1)
+    policy.measured.hit_rate[1] = Rate(0.75)
+    before = 1 / policy.goodput(plan, pacing, 8)
+    monkeypatch.setattr("specray.router.measured.HANDLING_S", HANDLING_S + 0.001)
+    more_s = 0.25 * 8 * 0.001
+    assert 1 / policy.goodput(plan, pacing, 8) - before == pytest.approx(
+        more_s / expected_tokens(pacing.acceptance.value, 4)
+    )
+
+
 def test_proposals_of_any_length_are_left_when_little_of_them_is_accepted() -> None:
     policy, pacing = measured(overlap="serial", rows_s=0.0005, draft_step_s=0.001)
     for _ in range(400):

@@ -82,11 +82,10 @@ def _best(scores: Tensor, *, is_judged: bool) -> list[Draw]:
         return [Draw(token) for token in tokens]
     kernels = _kernels() if scores.device.type == "cpu" and scores.dtype == torch.float32 else None
     if kernels is not None:
-        return [
-            Draw(*draw) for draw in zip(tokens, kernels.leads_of(scores.contiguous(), tokens), strict=True)
-        ]
-    spread = scores.float() / SCORE_SPREAD
-    leads = (spread.amax(-1) - spread.logsumexp(-1)).tolist()
+        leads = kernels.leads_of(scores.contiguous(), tokens)
+    else:
+        spread = scores.float() / SCORE_SPREAD
+        leads = (spread.amax(-1) - spread.logsumexp(-1)).tolist()
     return [Draw(*draw) for draw in zip(tokens, leads, strict=True)]
 
 
