@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Final, NamedTuple, Protocol
 
 from specray.interfaces import DraftEngine, TargetEngine
@@ -24,8 +25,11 @@ from specray.types import (
     VerifyItem,
 )
 
-SPREAD_ROWS: Final = 16
-"""Of four sequences and of as many as rows, in turns: what these take longer, their context takes."""
+COMPARED_SEQUENCES: Final = 16
+"""At most, of a row each; as many with hardly a context take turns with them: the difference is what context
+takes. Rows and sequences are the same, each of which costs something too."""
+SHORT_CONTEXT_LEN: Final = 16
+_LEAST_COMPARED: Final = 4
 TARGET_ROWS: Final = (1, 2, 4, 8, 16, 32, 36, 64, 128)
 """With one beyond a size at which kernels take a further block of rows."""
 DRAFT_ROWS: Final = (1, 2, 4, 8, 16, 32)
@@ -38,7 +42,11 @@ _MAX_TARGET_SEQUENCES: Final = 16
 _DRAFT_TOKENS: Final = 4
 _NUM_RUNS: Final = 2
 """Of each width at first; the least of all counts, since warm-up and whatever disturbs only slow down."""
-_NUM_SPREAD_RUNS: Final = 4
+_NUM_PAIRS: Final = 16
+"""With long and short contexts, where the time allows it. Their median counts: another engine that starts on
+the same machine disturbs both of a pair, and hardly ever all."""
+_PAIRS_SHARE: Final = 0.1
+"""Of the time, for pairs beyond the first ones."""
 _NUM_MORE_PASSES: Final = 3
 """Over all widths, where the time allows it."""
 _CONTEXT_SHARE: Final = 0.25
@@ -193,7 +201,7 @@ class _TargetWorkload:
         """0 until it was measured."""
 
     def extend(self, num_tokens: int) -> None:
-        self._fill(0, self.num_context_tokens, num_tokens)
+        self._fill(["0"], self.num_context_tokens, num_tokens)
         self.num_context_tokens += num_tokens
 
     def sequences_of(self, num_rows: int) -> int:
@@ -212,46 +220,55 @@ class _TargetWorkload:
     def prepare(self, num_rows: int) -> None:
         count = self.sequences_of(num_rows)
         for index in range(self._num_sequences, count):
-            self._fill(index, 0, self.num_context_tokens)
+            self._fill([str(index)], 0, self.num_context_tokens)
         self._num_sequences = max(count, self._num_sequences)
 
     def compare(self, clock: Callable[[], float], deadline_s: float) -> None:
-        if self._num_sequences < SPREAD_ROWS or not self.num_context_tokens:
+        count = min(COMPARED_SEQUENCES, self._num_sequences, _max_sequences(self._info) - self._num_sequences)
+        more_len = self.num_context_tokens - SHORT_CONTEXT_LEN
+        if count < _LEAST_COMPARED or more_len <= 0:
             return
-        samples: dict[int, list[float]] = {}
-        for each in _NUM_SPREAD_RUNS * (_ROWS_PER_SEQUENCE, 1):
-            expected_s = min(samples.get(each, [0.0]))
-            if clock() + expected_s > deadline_s:
+        shorts = [f"short-{index}" for index in range(count)]
+        self._fill(shorts, 0, SHORT_CONTEXT_LEN)
+        longs = [str(index) for index in range(count)]
+        began_s = clock()
+        share_s = _PAIRS_SHARE * (deadline_s - began_s)
+        differences: list[float] = []
+        for index in range(_NUM_PAIRS):
+            spent_s = clock() - began_s
+            most_s = share_s if index >= _NUM_RUNS else deadline_s - began_s
+            if index and spent_s + spent_s / index > most_s:
                 break
-            seconds = self._step(SPREAD_ROWS, each)
-            if seconds is None:
+            less = self._verify(shorts, SHORT_CONTEXT_LEN, 1)
+            more = self._verify(longs, self.num_context_tokens, 1)
+            if less is None or more is None:
                 return
-            samples.setdefault(each, []).append(seconds)
-        if len(samples.get(1, ())) < _NUM_RUNS:
-            return
-        few, many = min(samples[_ROWS_PER_SEQUENCE]), min(samples[1])
-        more_tokens = self.num_context_tokens * (SPREAD_ROWS - SPREAD_ROWS // _ROWS_PER_SEQUENCE)
-        self.context_token_s = max(0.0, (many - few) / more_tokens)
+            differences.append(more - less)
+        self._engine.release(shorts)
+        if len(differences) >= _NUM_RUNS:
+            self.context_token_s = max(0.0, median(differences) / (count * more_len))
 
     def step(self, num_rows: int) -> float | None:
-        return self._step(num_rows, self._rows_each(num_rows))
+        each = self._rows_each(num_rows)
+        names = [str(index) for index in range(num_rows // each)]
+        return self._verify(names, self.num_context_tokens, each)
 
-    def _step(self, num_rows: int, each: int) -> float | None:
-        token, *drafts = _tokens(self.num_context_tokens, each, self._info)
-        items = [
-            VerifyItem(str(index), 0, self.num_context_tokens, (token,), tuple(drafts))
-            for index in range(num_rows // each)
-        ]
+    def _verify(self, request_ids: Sequence[str], base_len: int, each: int) -> float | None:
+        """``each`` rows of every sequence; seconds, or None when an item failed."""
+        token, *drafts = _tokens(base_len, each, self._info)
+        items = [VerifyItem(name, 0, base_len, (token,), tuple(drafts)) for name in request_ids]
         replies = self._engine.verify(items)
         return replies.forward_ns / 1e9 if _is_answered(replies.replies) else None
 
     def _rows_each(self, num_rows: int) -> int:
         return min(num_rows, max(_ROWS_PER_SEQUENCE, num_rows // _MAX_TARGET_SEQUENCES))
 
-    def _fill(self, index: int, base_len: int, num_tokens: int) -> None:
+    def _fill(self, request_ids: Sequence[str], base_len: int, num_tokens: int) -> None:
         tokens = _tokens(base_len, num_tokens, self._info)
         sampling = _sampling(base_len == 0)
-        self._engine.verify([VerifyItem(str(index), 0, base_len, tokens, sample=False, sampling=sampling)])
+        self._engine.verify(
+            [VerifyItem(name, 0, base_len, tokens, sample=False, sampling=sampling) for name in request_ids]
+        )
 
 
 class _DraftWorkload:

@@ -68,22 +68,27 @@ class TimedEngine:
         return round(seconds * 1e9)
 
 
+SEQUENCE_S = 2e-5
+
+
 class ReadingEngine(TimedEngine):
-    """A target of 0.1 ms a row and so many seconds for each token before the rows."""
+    """A target of 0.1 ms a row, 20 us a sequence, and so many seconds for each token before the rows."""
 
     def __init__(self, info: EngineInfo, token_s: float) -> None:
         super().__init__(info, step_s=0.0, first_s=0.0)
         self.token_s = token_s
-        self.shapes: list[tuple[int, int]] = []
-        """Rows and sequences of each step."""
+        self.shapes: list[tuple[int, int, int]] = []
+        """Rows, sequences and tokens before the rows of each step."""
 
     def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
         rows = sum(len(item.token_ids) + len(item.draft_token_ids) for item in items)
         if items[0].sample:
-            self.disturbed = {
-                len(self.widths): 0.0001 * rows + self.token_s * sum(item.base_len for item in items)
+            context = sum(item.base_len for item in items)
+            own = 0.0001 * rows + SEQUENCE_S * len(items) + self.token_s * context
+            self.disturbed = self.disturbed | {
+                len(self.widths): own + self.disturbed.get(len(self.widths), 0)
             }
-            self.shapes.append((rows, len(items)))
+            self.shapes.append((rows, len(items), context))
         return super().verify(items)
 
 
@@ -124,7 +129,7 @@ def test_a_disturbed_step_is_measured_again_and_takes_no_longer_than_a_wider_one
     assert measured[:3] == times((1, 0.001), (2, 0.001), (4, 0.001))
     first_pass = [rows for rows in (1, 2, 4, 8, 16, 32, 36, 64, 128) for _ in range(2)]
     # And what context takes, for which there is time.
-    assert engine.widths == [*first_pass, *8 * [16]]
+    assert engine.widths == [*first_pass, *4 * [16]]
 
 
 def test_an_engine_too_slow_for_the_budget_tells_nothing() -> None:
@@ -160,55 +165,73 @@ def test_a_step_that_fails_ends_the_measurement() -> None:
     assert profile_target(engine, budget_s=0.5, clock=engine.clock).step_times == ()
 
 
+FIRST_PASS = [(1, 1), (2, 1), (4, 1), (8, 2), (16, 4), (32, 8), (36, 9), (64, 16), (128, 16)]
+PAIR = [(16, 16, 16 * 16), (16, 16, 16 * 128)]
+
+
 @pytest.mark.parametrize("token_s", [1e-6, 0.0])
-def test_what_context_takes_is_told_by_as_many_rows_of_more_sequences_and_no_part_of_step_times(
+def test_what_context_takes_is_told_by_as_many_rows_and_sequences_and_is_no_part_of_step_times(
     token_s: float,
 ) -> None:
     engine = ReadingEngine(INFO, token_s)
     speed = profile_target(engine, budget_s=5.0, clock=engine.clock)
     assert speed.context_token_s == pytest.approx(token_s)
-    widths = (1, 2, 4, 8, 16, 32, 36, 64, 128)
-    assert [entry.num_rows for entry in speed.step_times] == list(widths)
-    assert [entry.seconds for entry in speed.step_times] == pytest.approx([0.0001 * rows for rows in widths])
-    first_pass = [(1, 1), (2, 1), (4, 1), (8, 2), (16, 4), (32, 8), (36, 9), (64, 16), (128, 16)]
-    assert engine.shapes[: 2 * 9 : 2] == first_pass
-    assert engine.shapes[2 * 9 : 2 * 9 + 8] == 4 * [(16, 4), (16, 16)]
-    assert engine.shapes[2 * 9 + 8 :] == 3 * first_pass
+    assert [entry.num_rows for entry in speed.step_times] == [rows for rows, _ in FIRST_PASS]
+    without = [0.0001 * rows + SEQUENCE_S * count for rows, count in FIRST_PASS]
+    assert [entry.seconds for entry in speed.step_times] == pytest.approx(without)
+    before = 2 * len(FIRST_PASS)
+    assert [shape[:2] for shape in engine.shapes[:before:2]] == FIRST_PASS
+    assert engine.shapes[before : before + 32] == 16 * PAIR
+    assert [shape[:2] for shape in engine.shapes[before + 32 :]] == 3 * FIRST_PASS
 
 
-def test_rows_of_more_sequences_that_take_less_do_not_make_context_cost_less_than_nothing() -> None:
+def test_steps_that_another_engine_disturbs_do_not_make_context_dearer() -> None:
+    engine = ReadingEngine(INFO, 1e-6)
+    # Of sixteen pairs seven with a millisecond more in the step with the long contexts.
+    engine.disturbed = {2 * len(FIRST_PASS) + 2 * pair + 1: 0.001 for pair in range(0, 14, 2)}
+    speed = profile_target(engine, budget_s=5.0, clock=engine.clock)
+    assert speed.context_token_s == pytest.approx(1e-6)
+
+
+def test_longer_contexts_that_take_less_do_not_make_context_cost_less_than_nothing() -> None:
     engine = ReadingEngine(INFO, -1e-7)
     speed = profile_target(engine, budget_s=5.0, clock=engine.clock)
     assert speed.context_token_s == 0.0
     # As they were measured, with a context of 128 tokens for every four rows.
-    assert speed.step_times[2:4] == times((4, 0.0003872), (8, 0.0007744))
+    assert speed.step_times[2:4] == times((4, 0.0004072), (8, 0.0008144))
 
 
 @pytest.mark.parametrize(
-    ("changes", "budget_s"), [({"max_num_seqs": 15}, 5.0), ({}, 0.08)], ids=["sequences", "budget"]
+    ("changes", "budget_s"), [({"max_num_seqs": 3}, 5.0), ({}, 0.08)], ids=["sequences", "budget"]
 )
-def test_context_that_cannot_be_told_from_rows_stays_part_of_step_times(
+def test_context_that_cannot_be_told_stays_part_of_step_times(
     changes: dict[str, int], budget_s: float
 ) -> None:
     engine = ReadingEngine(replace(INFO, **changes), 1e-6)
     speed = profile_target(engine, budget_s=budget_s, clock=engine.clock)
     assert speed.context_token_s == 0.0
-    assert speed.step_times[:4] == times((1, 0.000228), (2, 0.000328), (4, 0.000528), (8, 0.001056))
+    assert speed.step_times[:4] == times((1, 0.000248), (2, 0.000348), (4, 0.000548), (8, 0.001096))
 
 
-def test_context_is_told_by_the_pairs_there_was_time_for() -> None:
+def test_context_is_told_by_fewer_sequences_where_only_these_have_room_twice() -> None:
+    engine = ReadingEngine(replace(INFO, max_num_seqs=22), 1e-6)
+    assert profile_target(engine, budget_s=5.0, clock=engine.clock).context_token_s == pytest.approx(1e-6)
+    assert engine.shapes[18:20] == [(6, 6, 6 * 16), (6, 6, 6 * 128)]
+
+
+def test_two_pairs_of_contexts_come_first_and_further_ones_within_a_tenth_of_the_time() -> None:
     engine = ReadingEngine(INFO, 1e-6)
-    whole = profile_target(engine, budget_s=5.0, clock=engine.clock)
-    assert whole.context_token_s == pytest.approx(1e-6)
-    # Of its eight steps four have time, then two. What is shorter may still be measured again.
-    first_s = sum(0.0001 * rows + 128e-6 * count for rows, count in engine.shapes[:18])
-    pair_s = 2 * 0.0016 + 20 * 128e-6
-    for num_pairs, token_s in ((2.1, 1e-6), (1.1, 0.0)):
+    profile_target(engine, budget_s=5.0, clock=engine.clock)
+    first_s = sum(
+        0.0001 * rows + SEQUENCE_S * count + 1e-6 * tokens for rows, count, tokens in engine.shapes[:18]
+    )
+    pair_s = sum(0.0001 * rows + SEQUENCE_S * count + 1e-6 * tokens for rows, count, tokens in PAIR)
+    for num_pairs, expected in ((1.1, 1), (2.1, 2), (25.0, 2), (32.0, 3), (52.0, 5)):
         engine = ReadingEngine(INFO, 1e-6)
         speed = profile_target(engine, budget_s=first_s + num_pairs * pair_s, clock=engine.clock)
-        steps = 2 * int(num_pairs)
-        assert engine.shapes[18 : 18 + steps + 1] == [*([(16, 4), (16, 16)] * 2)[:steps], (1, 1)]
-        assert speed.context_token_s == pytest.approx(token_s)
+        assert engine.shapes[18 : 18 + 2 * expected] == expected * PAIR
+        assert engine.shapes[18 + 2 * expected][1] == 1
+        assert speed.context_token_s == pytest.approx(1e-6 if expected > 1 else 0.0)
 
 
 def test_rows_are_left_a_tenth_of_their_step_at_least() -> None:
