@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from specray.bench.relay import Relay
 
 HITS = ("hit", "late_hit")
+_STRIDE = 37
+"""Lengths that follow each other are not near each other."""
 MISSES = ("miss_token", "miss_count", "late_miss")
 
 
@@ -60,12 +62,19 @@ class OverlapResult:
     draft_ms: float | None
     idle_ms: float
     """The target, between a verdict and the next Verify."""
+    concurrency: int = 1
+    """Prompts at a time."""
     delay_ms: float | None = None
     """Added between router and draft, each way."""
     bytes_per_round: float | None = None
     """Between router and draft, both ways, without the headers of IP and TCP."""
     speedup: tuple[float, float] | None = None
     """Over plain decoding, pass by pass, and its standard error; None: no arm is off, or too few passes."""
+
+    def is_like(self, other: OverlapResult) -> bool:
+        """The two differ in nothing but the arm."""
+        mine, others = ((result.concurrency, result.temperature, result.delay_ms) for result in (self, other))
+        return mine == others
 
 
 @dataclass(slots=True)
@@ -101,9 +110,10 @@ async def measure_overlap(
     *,
     temperatures: Sequence[float] = (0.0,),
     max_tokens: int = 128,
+    num_prompts: int = 1,
     num_repeats: int = 2,
     delay_ms: float | None = None,
-    concurrency: int = 1,
+    concurrencies: Sequence[int] = (1,),
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[OverlapResult]:
     """Serves the prompts, arm after arm, ``num_repeats`` times; arms take turns.
@@ -111,8 +121,10 @@ async def measure_overlap(
     Args:
         config: the pair, its cores and threads.
         arms: what is compared.
+        prompts: of which each pass takes the first ones.
+        num_prompts: of a pass, which has no fewer than two for each that is served at a time.
         delay_ms: between router and draft, each way; None: they are joined directly.
-        concurrency: prompts at a time.
+        concurrencies: prompts at a time; each is measured by itself.
         progress: told what comes next.
 
     Raises:
@@ -127,19 +139,27 @@ async def measure_overlap(
         if delay_ms is not None and pair.draft is not None:
             link = outer.enter_context(relay(pair.draft.removeprefix("unix:"), delay_ms=delay_ms))
             pair = replace(pair, draft=link.address)
-        return await measure_arms(
-            config,
-            pair,
-            arms,
-            encoded,
-            temperatures=temperatures,
-            max_tokens=max_tokens,
-            num_repeats=num_repeats,
-            link=link,
-            delay_ms=delay_ms,
-            concurrency=concurrency,
-            progress=progress,
-        )
+        results: list[OverlapResult] = []
+        for concurrency in concurrencies:
+            results += await measure_arms(
+                config,
+                pair,
+                arms,
+                encoded[: num_prompts_of(num_prompts, concurrency)],
+                temperatures=temperatures,
+                max_tokens=max_tokens,
+                num_repeats=num_repeats,
+                link=link,
+                delay_ms=delay_ms,
+                concurrency=concurrency,
+                progress=progress,
+            )
+        return results
+
+
+def num_prompts_of(num_prompts: int, concurrency: int) -> int:
+    """Of a pass: places that only part of the prompts fill would measure how it ends."""
+    return max(num_prompts, 2 * concurrency) if concurrency > 1 else num_prompts
 
 
 async def measure_arms(
@@ -172,11 +192,13 @@ async def measure_arms(
             running = [await _start(config, arm, pair, stack) for arm in arms]
             for repeat in range(-1, num_repeats):
                 for one in running:
-                    progress(f"temperature {temperature:g}, {one.arm.name}, pass {max(repeat, 0) + 1}")
+                    at = f"{concurrency} at a time, temperature {temperature:g}"
+                    progress(f"{at}, {one.arm.name}, pass {max(repeat, 0) + 1}")
                     # The first pass warms up: caches, threads, and what the policy has to learn.
                     batch = prompts[:concurrency] if repeat < 0 else prompts
                     before = 0 if link is None else link.num_bytes
-                    requests = _requests(one.arm, batch, temperature, max_tokens, repeat)
+                    lengths = lengths_of(len(batch), max_tokens, concurrency)
+                    requests = _requests(one.arm, batch, temperature, lengths, repeat)
                     outputs = await _run_pass(one, requests, concurrency)
                     one.num_bytes += 0 if link is None else link.num_bytes - before
                     if repeat < 0:
@@ -185,7 +207,10 @@ async def measure_arms(
                     for index, output in enumerate(outputs):
                         on_output(one.arm, temperature, index, output)
             plain = next((one.rates for one in running if one.arm.num_speculative_tokens == 0), None)
-            results.extend(_result(one, temperature, delay_ms, plain) for one in running)
+            results.extend(
+                replace(_result(one, temperature, delay_ms, plain), concurrency=concurrency)
+                for one in running
+            )
     return results
 
 
@@ -196,15 +221,27 @@ async def _start(config: Config, arm: Arm, pair: LocalPair, stack: AsyncExitStac
     return _Running(arm, router)
 
 
+def lengths_of(num_prompts: int, max_tokens: int, concurrency: int) -> list[int]:
+    """New tokens of each prompt: of several at a time from half to one and a half times as many as asked for.
+
+    Of one length they would all end in the same step without speculation, and their successors' prompts be
+    filled in together while nobody waits: as never happens in service, and at other moments with it.
+    """
+    if concurrency == 1:
+        return [max_tokens] * num_prompts
+    spread = max_tokens // 2
+    return [max(1, max_tokens - spread + index * _STRIDE % (2 * spread + 1)) for index in range(num_prompts)]
+
+
 def _requests(
-    arm: Arm, prompts: Sequence[Sequence[int]], temperature: float, max_tokens: int, repeat: int
+    arm: Arm, prompts: Sequence[Sequence[int]], temperature: float, lengths: Sequence[int], repeat: int
 ) -> list[GenerateRequest]:
     return [
         GenerateRequest(
             request_id=f"{arm.name}-{temperature:g}-{repeat}-{index}",
             prompt_token_ids=tuple(token_ids),
             sampling=SamplingParams(temperature=temperature, seed=index, num_prompt_tokens=len(token_ids)),
-            max_tokens=max_tokens,
+            max_tokens=lengths[index],
         )
         for index, token_ids in enumerate(prompts)
     ]
@@ -277,7 +314,7 @@ def overlap_table(results: Sequence[OverlapResult]) -> Table:
 
     has_link = any(result.delay_ms is not None for result in results)
     link = ("delay", "bytes") if has_link else ()
-    numbers = ("temp", *link, "tok/s", "acc", "E", "hits", "V", "D", "idle", "ratio", "vs off")
+    numbers = ("at once", "temp", *link, "tok/s", "acc", "E", "hits", "V", "D", "idle", "ratio", "vs off")
     table = Table(
         Column("arm", no_wrap=True),
         *(Column(name, justify="right", no_wrap=True) for name in numbers),
@@ -290,11 +327,11 @@ def overlap_table(results: Sequence[OverlapResult]) -> Table:
         serial = [
             other.tokens_per_s
             for other in results
-            if other.arm.startswith(Overlap.SERIAL)
-            and (other.temperature, other.delay_ms) == (result.temperature, result.delay_ms)
+            if other.arm.startswith(Overlap.SERIAL) and other.is_like(result)
         ]
         table.add_row(
             result.arm,
+            str(result.concurrency),
             f"{result.temperature:g}",
             *(_number(value) for value in (result.delay_ms, result.bytes_per_round) if has_link),
             f"{result.tokens_per_s:.1f}",

@@ -46,10 +46,16 @@ def overlap(
     dataset_path: Annotated[
         Path | None, typer.Option(help="The data set's file (JSON lines, .gz too).")
     ] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts per pass.")] = 4,
+    num_prompts: Annotated[
+        int, typer.Option(min=1, help="Prompts per pass; at least two for each of several at a time.")
+    ] = 4,
     num_repeats: Annotated[int, typer.Option(min=1, help="Passes per arm, in turns.")] = 2,
-    concurrency: Annotated[int, typer.Option(min=1, max=256, help="Prompts at a time.")] = 1,
-    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens per prompt.")] = 128,
+    concurrency: Annotated[
+        list[int] | None, typer.Option(min=1, max=256, help="Prompts at a time; may be repeated.")
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="New tokens per prompt; of several at a time on average.")
+    ] = 128,
     max_model_len: Annotated[int, typer.Option(min=16, help="Most tokens of one sequence.")] = 1024,
     settings: Setting = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the results there.")] = None,
@@ -57,7 +63,7 @@ def overlap(
     """Measure plain, serial and overlapped rounds of one pair in turns, without Ray."""
     from rich.console import Console
 
-    from specray.bench.overlap import measure_overlap, overlap_table
+    from specray.bench.overlap import measure_overlap, num_prompts_of, overlap_table
     from specray.bench.prompts import load_prompts
     from specray.cli.bench import write_json
     from specray.cli.settings import build_config
@@ -76,7 +82,9 @@ def overlap(
     config = build_config(None, options, settings or [])
     arms = [parse_arm(text) for text in arm or ("off:0", "serial:2", "serial:3", "serial:4", "auto:auto")]
     console = Console(stderr=True)
-    prompts = load_prompts(dataset, dataset_path, num_prompts)
+    concurrencies = concurrency or [1]
+    most = max(num_prompts_of(num_prompts, places) for places in concurrencies)
+    prompts = load_prompts(dataset, dataset_path, most)
     with console.status("starting the pair") as status:
         results = [
             result
@@ -88,9 +96,10 @@ def overlap(
                     prompts,
                     temperatures=temperature or (0.0,),
                     max_tokens=max_tokens,
+                    num_prompts=num_prompts,
                     num_repeats=num_repeats,
                     delay_ms=delay,
-                    concurrency=concurrency,
+                    concurrencies=concurrencies,
                     progress=status.update,
                 )
             )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from specray.bench.overlap import Arm, OverlapResult, overlap_table, with_arm
+from specray.bench.overlap import Arm, OverlapResult, lengths_of, num_prompts_of, overlap_table, with_arm
 from specray.cli.app import run
 from specray.cli.bench_overlap import cores, parse_arm
 from specray.config import parse_config
@@ -75,6 +75,28 @@ def test_arms_are_compared_with_the_best_serial_one_of_their_temperature() -> No
     assert cells["ratio"] == ["0.80", "1.00", "1.30", "1.00", "1.20"]
 
 
+def test_arms_are_compared_with_those_of_their_own_concurrency() -> None:
+    table = overlap_table(
+        [
+            result("serial K=2", 80.0),
+            replace(result("serial K=2", 200.0), concurrency=8),
+            replace(result("auto K=auto", 300.0), concurrency=8),
+        ]
+    )
+    cells = {str(column.header): list(column.cells) for column in table.columns}
+    assert cells["at once"] == ["1", "8", "8"]
+    assert cells["ratio"] == ["1.00", "1.00", "1.50"]
+
+
+def test_several_at_a_time_have_two_prompts_each_at_least_and_end_at_other_times() -> None:
+    assert [num_prompts_of(6, places) for places in (1, 2, 3, 4)] == [6, 6, 6, 8]
+    assert lengths_of(3, 100, 1) == [100] * 3
+    lengths = lengths_of(101, 100, 8)
+    assert sorted(lengths) == list(range(50, 151))
+    assert lengths[:4] == [50, 87, 124, 60]
+    assert lengths_of(2, 1, 4) == [1, 1]
+
+
 def test_plain_decoding_is_compared_with_pass_by_pass() -> None:
     arms = [result("off", 100.0), replace(result("serial K=2", 130.0), speedup=(1.3333, 0.0249))]
     table = overlap_table(arms)
@@ -85,9 +107,11 @@ def test_a_run_reports_every_arm(tmp_path: Path) -> None:
     file = tmp_path / "overlap.json"
     arms = ["--arm", "off:0", "--arm", "serial:2", "--arm", "enumerate:2"]
     sizes = ["--num-prompts", "3", "--num-repeats", "3", "--max-tokens", "24", "--max-model-len", "256"]
-    sizes += ["--concurrency", "2"]
+    sizes += ["--concurrency", "2", "--concurrency", "1"]
     assert run(["bench", "overlap", *arms, *sizes, "--json", str(file)]) == 0
-    results = {entry["arm"]: entry for entry in json.loads(file.read_text())}
+    entries = json.loads(file.read_text())
+    assert [entry["concurrency"] for entry in entries] == [2] * 3 + [1] * 3
+    results = {entry["arm"]: entry for entry in entries[:3]}
     assert list(results) == ["off", "serial K=2", "enumerate K=2"]
     assert results["off"]["tokens_per_round"] == 1.0
     assert results["off"]["acceptance_rate"] is None
