@@ -27,7 +27,7 @@ from specray.router.plan import OFF, Plan
 from specray.router.policy import FAILED_DRAFT_REST_ROUNDS, Policy
 from specray.router.prospects import max_branches
 from specray.router.reading import Reading
-from specray.router.records import NOTHING_DRAFTED, Commit, Lookup
+from specray.router.records import NOTHING_DRAFTED, Commit, Drafted, Lookup
 from specray.router.trace import Trace
 from specray.types import (
     DraftReplies,
@@ -130,18 +130,24 @@ class Drafting:
                 session.drafted = NOTHING_DRAFTED
                 continue
             if live.is_drafted_locally or (session.is_prefilling and live.local is not None):
-                session.drafted = self._fillers.draft(live)
+                session.drafted = self._fill(live)
                 continue
             if session.draft.asked is not None or session.is_prefilling:
                 continue
             plan = self._plan(live, session.num_remaining, now)
             is_off = plan.is_off or not self._can_ask(live)
-            session.drafted = self._fillers.draft(live) if is_off else self._fillers.fill_in(live, plan)
+            session.drafted = self._fill(live) if is_off else self._fillers.fill_in(live, plan)
             if session.drafted is not None:
                 continue
             self._push(session.proposal_item(plan.num_speculative_tokens, plan.min_acceptance), now)
             live.waiting_since_s = now
             live.round_started_s = now
+
+    def _fill(self, live: LiveSession) -> Drafted:
+        """What is verified without asking the draft."""
+        if not live.is_drafted_locally and self._policy.together.is_plain and self.link is not None:
+            return NOTHING_DRAFTED
+        return self._fillers.draft(live)
 
     def are_prompts_first(self) -> bool:
         """Several sessions, and a good part of all, wait for their prompts to be filled in.
@@ -224,10 +230,12 @@ class Drafting:
         local, num_drafts, num_accepted = live.local, commit.num_draft_tokens, commit.num_accepted_tokens
         if local is not None and live.session.is_finished:
             self._later.add(local.keep_output, live.session)
+        has_filler = False
         if local is not None and commit.source == local.source:
             local.observe(num_drafts, num_accepted)
+            has_filler = num_drafts > 0
             num_drafts = num_accepted = 0
-        self._policy.observe_round(live.pacing, num_drafts, num_accepted)
+        self._policy.observe_round(live.pacing, num_drafts, num_accepted, has_filler=has_filler)
         if self._policy.is_review_near(live.pacing, len(self._running)):
             self._later.add(self._prepare, live, len(self._running))
 
@@ -381,7 +389,7 @@ class Drafting:
             return OFF
         if link is None and self._leases is not None and live.pacing.fixed_k != 0:
             self._leases.want()
-        if link is None or self._is_stalled(link, now):
+        if link is None or self._is_stalled(link, now) or self._policy.is_trying_plain(live.pacing):
             return OFF
         num_running, unread = len(self._running), live.num_unread
         plan = self._policy.plan(

@@ -53,6 +53,7 @@ class Policy:
 
     Attributes:
         measured: told by whoever sees the engines work.
+        together: what all decide; told by whoever sees steps end.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Policy:
         self.measured = Measured() if measured is None else measured
         self._prospects = Prospects(config, source, self.measured)
         self._probes = Probes(self._is_model)
-        self._together = Together()
+        self.together = Together()
 
     def beside(self, source: str, *, prior_acceptance: float) -> Policy:
         """A policy of its own for drafts that take no time and so never overlap; target times are shared.
@@ -136,7 +137,7 @@ class Policy:
         return (
             pacing.rounds_to_review <= 1
             or self._is_overruled(pacing)
-            or (self._joins(pacing) and self._together.is_due(num_running))
+            or (self._joins(pacing) and self.together.is_due(num_running))
         )
 
     def is_resting(self, pacing: Pacing) -> bool:
@@ -144,6 +145,10 @@ class Policy:
         if pacing.fixed_k == 0:
             return True
         return pacing.plan is OFF and pacing.rounds_to_review > 0 and not self._is_overruled(pacing)
+
+    def is_trying_plain(self, pacing: Pacing) -> bool:
+        """The session's plan is left aside for a few steps, to see what that brings."""
+        return self.together.is_trying_plain and self._joins(pacing)
 
     def prepare(
         self, pacing: Pacing, num_running: int, *, num_remaining: int | None = None, num_unread: int = 0
@@ -214,15 +219,17 @@ class Policy:
 
     # Measurements
 
-    def observe_round(self, pacing: Pacing, num_drafts: int, num_accepted: int) -> None:
-        """One verdict of a session."""
+    def observe_round(
+        self, pacing: Pacing, num_drafts: int, num_accepted: int, *, has_filler: bool = False
+    ) -> None:
+        """One verdict of a session; ``has_filler``: on draft tokens that are not counted here."""
         pacing.rounds_to_review -= 1
         if pacing.rest_rounds:
             pacing.rest_rounds -= 1
         self._probes.add(is_used=num_drafts > 0 and not pacing.is_probing)
         if pacing.plan is not None and self._joins(pacing):
             # Without a draft nothing is planned, and nobody would decide and forget.
-            self._together.add(pacing)
+            self.together.add(pacing, is_drafted=has_filler or num_drafts > 0)
         if num_drafts == 0:
             pacing.rounds_off += 1
         else:
@@ -264,27 +271,27 @@ class Policy:
 
     def _decide(self, pacing: Pacing, num_running: int) -> None:
         """Whether all speculate, and how far, when that is due."""
-        if not self._joins(pacing) or not self._together.is_due(num_running):
+        if not self._joins(pacing) or not self.together.is_due(num_running):
             return
-        together = self._together
-        gain = self._prospects.gain(together.take_mean(pacing), num_running)
-        if gain is None:
+        together = self.together
+        promised = self._prospects.gain(together.take_mean(pacing), num_running)
+        if promised is None:
             return
-        together.decide(gain, num_running)
+        together.decide(promised, num_running)
         sessions = together.sample or (pacing,)
         shares = num_running > 1 and together.is_on
         together.agree(self._prospects.best_for_all(sessions, num_running, together.plan) if shares else None)
 
     def _joint(self, pacing: Pacing) -> Plan | None:
         """What all do; None where each does as it likes, and where the session does otherwise."""
-        return self._together.plan if self._joins(pacing) and not pacing.is_probing else None
+        return self.together.plan if self._joins(pacing) and not pacing.is_probing else None
 
     def _is_overruled(self, pacing: Pacing) -> bool:
         """All decided otherwise since its last review."""
-        return pacing.num_turns != self._together.num_turns and self._joins(pacing)
+        return pacing.num_turns != self.together.num_turns and self._joins(pacing)
 
     def _review(self, pacing: Pacing, num_running: int) -> None:
-        pacing.num_turns = self._together.num_turns
+        pacing.num_turns = self.together.num_turns
         # A probe is a look, not a change of plan.
         current = OFF if pacing.is_probing else pacing.plan
         pacing.is_probing = (
@@ -308,8 +315,8 @@ class Policy:
         """What all decided leaves to a session; what a probe may be."""
         if pacing.fixed_k is not None:
             return self._prospects.plans(pacing)
-        is_decided = self._joins(pacing) and self._together.is_on is not None
-        if is_decided and not self._together.is_on and not pacing.is_probing:
+        is_decided = self._joins(pacing) and self.together.is_on is not None
+        if is_decided and not self.together.is_on and not pacing.is_probing:
             return [OFF]
         plans = self._prospects.plans(pacing)
         return [plan for plan in plans if not plan.is_off] if is_decided or pacing.is_probing else plans
@@ -367,7 +374,7 @@ class Policy:
         if reading_s <= 0.0:
             return True
         plain_s = pacing.num_remaining / self.measured.plain_goodput(num_running)
-        return plain_s * (1 - 1 / self._together.gain) > reading_s
+        return plain_s * (1 - 1 / self.together.gain) > reading_s
 
     def _reading_s(self, pacing: Pacing) -> float:
         """What the draft needs for that: about what a step of so many sequences takes."""

@@ -9,7 +9,7 @@ PROBE_INTERVAL_ROUNDS = 256
 PROBE_ROUNDS = 2
 """With speculation off, so many rounds in each interval try it again: half a percent where it costs half. Of
 several sessions one tries for all: they all wait for its draft, which must read the whole text first."""
-MAX_PROBE_SHARE = 0.01
+MAX_PROBE_SHARE = 0.005
 """Of the time, at most, for what the draft must read before such a try."""
 
 

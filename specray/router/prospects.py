@@ -82,9 +82,14 @@ class Prospects:
         """What the best plan promises, as a multiple of plain decoding; None: nothing was measured."""
         if self._measured.verify_s(num_running, num_running) is None:
             return None
-        plans = [plan for plan in self.plans(pacing) if not plan.is_off]
+        plans = self._shared(pacing, num_running)
         most = max(self.goodput(plan, pacing, num_running) for plan in plans)
         return most / self._measured.plain_goodput(num_running)
+
+    def _shared(self, pacing: Pacing, num_running: int) -> list[Plan]:
+        """What sessions that share steps may be under."""
+        most = MAX_SHARED_K if num_running >= MANY_SESSIONS else ANY_K
+        return [plan for plan in self.plans(pacing) if 0 < plan.num_speculative_tokens <= most]
 
     def goodput(self, plan: Plan, pacing: Pacing, num_running: int) -> float:
         """Predicted tokens per second of one session under ``plan``, as all others are under it too."""
@@ -109,8 +114,7 @@ class Prospects:
             sessions: some, which stand for all; at least one.
             current: theirs until now, which is left only for one that promises more than a little more.
         """
-        most = MAX_SHARED_K if num_running >= MANY_SESSIONS else ANY_K
-        plans = [plan for plan in self.plans(mean_of(sessions)) if 0 < plan.num_speculative_tokens <= most]
+        plans = self._shared(mean_of(sessions), num_running)
         promised = {plan: self._joint_goodput(plan, sessions, num_running) for plan in plans}
         highest = max(promised.values())
         if current in promised and highest <= HYSTERESIS * promised[current]:

@@ -44,10 +44,14 @@ class VerifyInFlight:
     num_context_tokens: int
     """That its sequences hold when it is done, all together."""
     has_prompt: bool
-    """Some of them are filled in, or the draft reads meanwhile."""
+    """Some of them are filled in."""
     sent_s: float
+    num_running: int
+    """Sessions, also those that wait for their draft."""
     is_overlapped: bool = False
     """The draft works at the same time."""
+    is_reading: bool = False
+    """The draft reads meanwhile: what it was not told, as it must of every prompt."""
 
 
 class Rounds:
@@ -96,6 +100,10 @@ class Rounds:
         self._alarm = Alarm(clock, inbox.wake)
         self._num_steps = 0
         self._idle_since_s: float | None = None
+        self._step_ended_s: float | None = None
+        """With sessions that went on."""
+        self._num_committed = 0
+        """Tokens, since then."""
         self._now = clock.monotonic()
 
     async def wait(self, verifying: VerifyInFlight | None) -> None:
@@ -158,6 +166,7 @@ class Rounds:
             if live is None or not self._take(live, reply, replies):
                 self._metrics.late_replies.labels("target").inc()
         if verifying is not None and not verifying.pending:
+            self._end_step(verifying)
             self._later.add(self._metrics.verify_forward_s.observe, replies.forward_ns / 1e9)
             elapsed_s = self._now - verifying.sent_s
             num_rows = verifying.num_rows if replies.num_rows is None else replies.num_rows
@@ -168,9 +177,21 @@ class Rounds:
                     is_overlapped=verifying.is_overlapped,
                     num_sequences=len(verifying.sessions),
                     num_context_tokens=verifying.num_context_tokens,
-                    has_prompt=verifying.has_prompt,
+                    # Of a prompt on the same machine too, it may be.
+                    has_prompt=verifying.has_prompt or verifying.is_reading,
                 )
             self._idle_since_s = self._now
+
+    def _end_step(self, verifying: VerifyInFlight) -> None:
+        began_s, self._step_ended_s = self._step_ended_s, self._now
+        self._policy.together.end_step(
+            None if began_s is None or verifying.has_prompt else self._now - began_s,
+            is_reading=verifying.is_reading,
+            num_sessions=len(verifying.sessions),
+            num_running=verifying.num_running,
+            num_tokens=self._num_committed,
+        )
+        self._num_committed = 0
 
     def _take(self, live: LiveSession, reply: TargetReply, replies: TargetReplies) -> bool:
         session = live.session
@@ -205,6 +226,7 @@ class Rounds:
         if not commit.token_ids:
             return
         now = self._now
+        self._num_committed += len(commit.token_ids)
         self._measure(live, commit, forward_s)
         live.committed_s = now
         live.num_target_losses = 0
@@ -250,7 +272,7 @@ class Rounds:
         if link is not self.target:
             return
         self.target = None
-        self._idle_since_s = None
+        self._idle_since_s = self._step_ended_s = None
         self._metrics.target_lost.inc()
         self.sessions.lose_target(self._now)
         self._on_target_lost(link, error)
@@ -356,8 +378,9 @@ class Rounds:
             self._later.add(self._metrics.target_idle_s.observe, now - self._idle_since_s)
             self._idle_since_s = None
         sessions = tuple(live for live, _ in batch)
+        num_running = len(self.sessions.running)
         return VerifyInFlight(
-            self.target, sessions, pending, num_rows, num_context_tokens, has_prompt, sent_s=now
+            self.target, sessions, pending, num_rows, num_context_tokens, has_prompt, now, num_running
         )
 
     def draft_ahead(self, verifying: VerifyInFlight) -> None:
@@ -367,8 +390,7 @@ class Rounds:
     def prime(self, verifying: VerifyInFlight | None) -> None:
         """The draft gets what it has to read: prompts that the target is filling in, and what it has lost."""
         if self.drafting.prime(self._now, step=self._num_steps) and verifying is not None:
-            # Of a prompt on the same machine too, it may be.
-            verifying.has_prompt = True
+            verifying.is_reading = True
 
     def is_waiting_for_draft(self) -> bool:
         """Some session's next Verify is held back for the draft."""
@@ -383,7 +405,7 @@ class Rounds:
     def _set_alarm(self, verifying: VerifyInFlight | None) -> None:
         """Sees to it that the next step is taken when something is due."""
         if not self.sessions.running:
-            self._idle_since_s = None
+            self._idle_since_s = self._step_ended_s = None
         dues = [self.drafting.next_due_s, self.sessions.next_due_s]
         if verifying is not None:
             dues.append(verifying.sent_s + self._config.verify_timeout_s)

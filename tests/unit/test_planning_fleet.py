@@ -207,7 +207,7 @@ def test_unsure_draft_ends_its_proposals_early_where_the_router_chooses_k() -> N
     load = one_client(4, 120)
     # It costs rounds nothing, and saves the draft what would have been in vain.
     early, late = simulate_closed(kit, load), simulate_closed(sure, load)
-    assert early.tokens_per_round == pytest.approx(late.tokens_per_round, rel=0.05)
+    assert early.tokens_per_round > 0.95 * late.tokens_per_round
     assert early.window_s < 0.97 * late.window_s
 
 

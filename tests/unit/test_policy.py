@@ -534,12 +534,12 @@ def test_what_the_draft_has_been_told_costs_nothing_to_take_up_again() -> None:
     assert policy.plan(pacing, num_remaining=8, num_running=1, num_unread=34).is_off
 
 
-@pytest.mark.parametrize(("read_s", "interval"), [(0.02, 256), (0.08, 400)])
+@pytest.mark.parametrize(("read_s", "interval"), [(0.02, 256), (0.08, 800)])
 def test_a_try_is_as_rare_as_what_the_draft_must_read_for_it_is_long(read_s: float, interval: int) -> None:
     policy, pacing = measured(overlap="serial", acceptance=0.02)
     policy.measured.draft.expect({1: 0.004, 224: read_s})
     tries = []
-    for step in range(1500):
+    for step in range(2500):
         plan = policy.plan(pacing, num_remaining=1000, num_running=1, num_unread=224)
         if not plan.is_off:
             tries.append(step)

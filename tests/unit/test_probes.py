@@ -23,9 +23,9 @@ def test_a_free_try_is_due_after_an_interval_of_every_session() -> None:
     assert rested(interval).is_due(0, num_running=4, num_reading_steps=lambda: 0.0)
 
 
-def test_a_try_whose_reading_takes_three_steps_is_due_after_three_hundred() -> None:
+def test_a_try_whose_reading_takes_three_steps_is_due_after_six_hundred() -> None:
     num_rounds = round(3 / MAX_PROBE_SHARE)
-    assert num_rounds == 300
+    assert num_rounds == 600
     assert not rested(2 * num_rounds - 1).is_due(0, num_running=2, num_reading_steps=lambda: 3.0)
     assert rested(2 * num_rounds).is_due(0, num_running=2, num_reading_steps=lambda: 3.0)
 

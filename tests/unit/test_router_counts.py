@@ -119,10 +119,10 @@ def test_a_review_is_near_when_all_decided_otherwise_but_not_for_who_drafts_at_n
     for one in (policy, fillers):
         pacing = one.pace(request())
         pacing.plan, pacing.rounds_to_review = OFF, 9
-        one._together.decide(1.0, 1)
-        pacing.num_turns = one._together.num_turns
+        one.together.decide(1.0, 1)
+        pacing.num_turns = one.together.num_turns
         assert not one.is_review_near(pacing, 1)
-        one._together.num_turns += 1
+        one.together.num_turns += 1
         assert one.is_review_near(pacing, 1) is (one is policy)
 
 

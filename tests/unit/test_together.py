@@ -41,7 +41,7 @@ def step(policy: Policy, sessions: list[Pacing]) -> list[Plan]:
     plans = [policy.plan(pacing, num_remaining=1000, num_running=num_running) for pacing in sessions]
     for pacing, plan in zip(sessions, plans, strict=True):
         pacing.rounds_to_review -= 1
-        policy._together.add(pacing)
+        policy.together.add(pacing)
         assert plan.is_off or plan.num_speculative_tokens > 0
     for pacing in sessions:
         policy.prepare(pacing, num_running)
@@ -73,7 +73,7 @@ def test_a_session_that_was_unlucky_goes_along_and_its_proposals_end_earlier() -
         plans = step(policy, [unlucky, *others])
     # All wait for the longest proposal: what is short for one saves nobody a step of the draft.
     assert plans == [Plan(2)] * 4
-    assert policy._together.plan == Plan(2)
+    assert policy.together.plan == Plan(2)
     prospects = policy._prospects
     own = [prospects.best(prospects.plans(one), one, 4) for one in (unlucky, others[0])]
     assert own[0].is_off and own[1].num_speculative_tokens > 2
@@ -127,11 +127,11 @@ def test_sessions_without_a_draft_are_forgotten_at_once() -> None:
         for _ in range(100):
             policy.observe_round(pacing, 0, 0)
             policy.prepare(pacing, 1)
-    assert not policy._together._sessions
+    assert not policy.together._sessions
     planned = policy.pace(request())
     policy.plan(planned, num_remaining=100, num_running=1)
     policy.observe_round(planned, 0, 0)
-    assert list(policy._together._sessions.values()) == [planned]
+    assert list(policy.together._sessions.values()) == [planned]
 
 
 def test_all_take_up_a_new_plan_with_their_next_round() -> None:
@@ -142,12 +142,12 @@ def test_all_take_up_a_new_plan_with_their_next_round() -> None:
     before = plans[0].num_speculative_tokens
     for index, pacing in enumerate(sessions):
         pacing.rounds_to_review = 50 + index
-    policy._together.agree(Plan(before + 1))
+    policy.together.agree(Plan(before + 1))
     assert [plan.num_speculative_tokens for plan in step(policy, sessions)] == [before + 1] * 4
     # The same plan again is none to look at.
-    num_turns = policy._together.num_turns
-    policy._together.agree(Plan(before + 1))
-    assert policy._together.num_turns == num_turns
+    num_turns = policy.together.num_turns
+    policy.together.agree(Plan(before + 1))
+    assert policy.together.num_turns == num_turns
 
 
 # What all do
@@ -264,8 +264,8 @@ def test_reading_is_paid_for_by_what_all_expect_of_speculation(num_remaining: in
     policy = pair_policy()
     policy.measured.draft.expect({1: 0.004, 224: 0.1})
     pacing = accepting(policy, 0.5)
-    policy._together.decide(4 / 3, 1)
-    pacing.plan, pacing.num_turns = OFF, policy._together.num_turns
+    policy.together.decide(4 / 3, 1)
+    pacing.plan, pacing.num_turns = OFF, policy.together.num_turns
     # Each remaining token takes 20 ms without speculation, of which a quarter would be saved: 0.1 / 0.005.
     plan = policy.plan(pacing, num_remaining=num_remaining, num_running=1, num_unread=224)
     assert plan.is_off is is_off
