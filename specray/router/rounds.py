@@ -101,7 +101,6 @@ class Rounds:
         self._num_steps = 0
         self._idle_since_s: float | None = None
         self._step_ended_s: float | None = None
-        """With sessions that went on."""
         self._num_committed = 0
         """Tokens, since then."""
         self._now = clock.monotonic()
@@ -183,6 +182,7 @@ class Rounds:
             self._idle_since_s = self._now
 
     def _end_step(self, verifying: VerifyInFlight) -> None:
+        # After a pause or a loss comes a step with prompts, which shows nothing of speculation.
         began_s, self._step_ended_s = self._step_ended_s, self._now
         self._policy.together.end_step(
             None if began_s is None or verifying.has_prompt else self._now - began_s,
@@ -272,7 +272,7 @@ class Rounds:
         if link is not self.target:
             return
         self.target = None
-        self._idle_since_s = self._step_ended_s = None
+        self._idle_since_s = None
         self._metrics.target_lost.inc()
         self.sessions.lose_target(self._now)
         self._on_target_lost(link, error)
@@ -405,7 +405,7 @@ class Rounds:
     def _set_alarm(self, verifying: VerifyInFlight | None) -> None:
         """Sees to it that the next step is taken when something is due."""
         if not self.sessions.running:
-            self._idle_since_s = self._step_ended_s = None
+            self._idle_since_s = None
         dues = [self.drafting.next_due_s, self.sessions.next_due_s]
         if verifying is not None:
             dues.append(verifying.sent_s + self._config.verify_timeout_s)

@@ -260,7 +260,7 @@ class Trials:
         due = [other for other in contenders if self._is_due(other, level, promised, num_running)]
         if not due:
             return None
-        contender = min(due, key=lambda other: self._of(other, num_running).since)
+        contender = due[0]
         tried = Level.PLAIN if level is contender else contender
         sizes = [num_steps_of(one, num_running) for one in (tried, level)]
         self.running = Trial(
@@ -297,7 +297,6 @@ class Trials:
         if trial.gain is not None:
             self._kept[trial.contender, self._size].add(trial.gain, trial.promised)
         self.running = None
-        self._window = trial.after
 
     def _put_off(self, trial: Trial) -> None:
         kept = self._kept[trial.contender, self._size]

@@ -6,12 +6,15 @@ import asyncio
 import math
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from router_harness import TARGET_S, expected, request, serving, speculation_config
+from router_harness import MODEL, TARGET_S, expected, request, router_config, serving, speculation_config
 
-from specray.fakes import FakeTarget, ToyModel, VirtualClock
+from specray.errors import EngineLostError
+from specray.fakes import FakeDraft, FakeTarget, NoisyGuesser, ToyModel, VirtualClock
 from specray.fakes.engines import fake_info
+from specray.interfaces import Drafter
 from specray.requests import SpeculationParams
 from specray.router.plan import OFF, Pacing, Plan
 from specray.router.policy import Policy
@@ -214,7 +217,129 @@ def test_a_trial_waits_while_others_come_and_go_but_not_for_ever() -> None:
     assert not trials.pass_by()
 
 
+def test_old_trials_count_for_less_and_steps_at_work_make_none_stale() -> None:
+    trials = Trials()
+    for _ in range(12):
+        tried(trials, gain=1.5)
+    kept = trials._of(Level.MODEL, NUM_RUNNING)
+    assert kept.weight == pytest.approx(8.0)
+    tried(trials, gain=0.75)
+    assert kept.error == pytest.approx(math.log(0.5) / 8)
+    believed = trials.believed(PROMISES, NUM_RUNNING)
+    steps(trials, Level.MODEL, 3000, 1.2)
+    assert trials.believed(PROMISES, NUM_RUNNING) == believed
+
+
+def test_sessions_that_come_and_go_are_each_counted_for_what_it_had() -> None:
+    trials = Trials()
+    trials.believed(PROMISES, NUM_RUNNING)
+    steps(trials, Level.MODEL, FIRST_INTERVAL_STEPS, 1.2)
+    assert trials.begin(Level.MODEL, PROMISES, NUM_RUNNING) is Level.PLAIN
+    steps(trials, Level.PLAIN, PLAIN_STEPS, 1.0, NUM_RUNNING - 2)
+    trial = trials.running
+    steps(trials, Level.MODEL, num_steps_of(Level.MODEL, NUM_RUNNING), 1.2, NUM_RUNNING + 2)
+    assert trial is not None and trial.gain == pytest.approx(1.2)
+
+
+def test_a_trial_needs_steps_before_it_with_as_many_sessions() -> None:
+    trials = Trials()
+    for num_running in (NUM_RUNNING, 2 * NUM_RUNNING):
+        trials.believed(PROMISES, num_running)
+    steps(trials, Level.MODEL, FIRST_INTERVAL_STEPS, 1.2)
+    assert trials.begin(Level.MODEL, PROMISES, 2 * NUM_RUNNING) is None
+    trials.abandon()
+    size = num_steps_of(Level.MODEL, NUM_RUNNING)
+    begun = []
+    for _ in range(size):
+        begun.append(trials.begin(Level.MODEL, PROMISES, NUM_RUNNING))
+        steps(trials, Level.MODEL, 1, 1.2)
+    assert begun == [None] * size
+    assert trials.begin(Level.MODEL, PROMISES, NUM_RUNNING) is Level.PLAIN
+
+
 # What all decide from it
+
+
+@pytest.mark.parametrize(
+    ("now", "filler", "model", "level"),
+    [
+        (None, 1.0, 1.079, Level.FILLERS),
+        (None, 1.0, 1.08, Level.MODEL),
+        (Level.MODEL, 1.0, 1.03, Level.MODEL),
+        (Level.MODEL, 1.0, 1.029, Level.FILLERS),
+        (Level.MODEL, 0.99, 1.029, Level.PLAIN),
+        (Level.MODEL, 1.2, 1.17, Level.MODEL),
+        (Level.MODEL, 1.21, 1.17, Level.FILLERS),
+        (Level.FILLERS, 1.2, 1.23, Level.FILLERS),
+        (Level.FILLERS, 1.2, 1.24, Level.MODEL),
+        (Level.FILLERS, 0.99, 1.07, Level.PLAIN),
+        (Level.PLAIN, 1.029, 1.07, Level.PLAIN),
+        (Level.PLAIN, 1.03, 1.07, Level.FILLERS),
+        (Level.PLAIN, 1.0, 1.08, Level.MODEL),
+    ],
+)
+def test_what_is_at_work_is_left_only_for_what_brings_a_little_more(
+    now: Level | None, filler: float, model: float, level: Level
+) -> None:
+    believed = {Level.FILLERS: filler, Level.MODEL: model}
+    assert Together(level=now)._choose(believed) is level
+
+
+def test_a_decision_turns_begins_trials_and_ends_those_of_other_numbers() -> None:
+    together = Together()
+    on = sessions_of(NUM_RUNNING, Plan(3))
+    together.decide(1.5, NUM_RUNNING)
+    kept = together.trials._of(Level.MODEL, NUM_RUNNING)
+    kept.interval = 4096
+    together.decide(0.9, NUM_RUNNING)
+    assert together.level is Level.FILLERS
+    together.decide(1.5, NUM_RUNNING)
+    # It is seen soon what it brings now.
+    assert kept.interval == 0
+    for _ in range(2 + FIRST_INTERVAL_STEPS):
+        step_of(together, on, 0.1, 12, is_drafted=True)
+    num_turns = together.num_turns
+    together.decide(1.5, NUM_RUNNING)
+    assert together.is_trying_plain and together.num_turns == num_turns + 1
+    for _ in range(2 + PLAIN_STEPS):
+        assert together.is_trying_plain
+        step_of(together, on, 0.1, NUM_RUNNING, is_drafted=False)
+    assert not together.is_trying_plain and not together.is_due(NUM_RUNNING)
+    for _ in range(2 + num_steps_of(Level.MODEL, NUM_RUNNING)):
+        assert not together.is_due(NUM_RUNNING)
+        together.take_mean(on[0])
+        step_of(together, on, 0.1, 12, is_drafted=True)
+    # What was tried is weighed at once.
+    assert together.is_due(NUM_RUNNING)
+    together.trials.running = Trial(
+        Level.MODEL, Level.PLAIN, 1.5, Window(8), Window(8), Window(8), num_left=9
+    )
+    together.decide(1.5, NUM_RUNNING // 2)
+    assert together.trials.running is None
+
+
+def test_steps_with_fillers_have_no_plan_with_the_model() -> None:
+    together = Together(level=Level.FILLERS)
+    mixed = [*sessions_of(3, OFF), *sessions_of(1, Plan(3))]
+    step_of(together, mixed, 0.1, 4, is_drafted=True)
+    assert together.trials._num_steps == 0
+    step_of(together, mixed[:3], 0.1, 4, is_drafted=True)
+    assert together.trials._num_steps == 1
+
+
+def test_what_is_promised_of_many_is_of_plans_that_many_may_be_under() -> None:
+    policy = Policy(speculation_config(overlap="serial"))
+    for rows in (1, 4, 32, 256):
+        policy.measured.target.add(rows, 0.020, is_overlapped=False)
+    policy.measured.observe_proposals([4], 4 * 0.0005, 0.0)
+    pacing = policy.pace(request())
+    pacing.draft_is_judge = False
+    for _ in range(200):
+        pacing.acceptance.add(1, 1)
+    plain = policy.measured.plain_goodput(1)
+    for num_running, longest in ((3, 16), (4, 7)):
+        gain = policy._prospects.gain(pacing, num_running)
+        assert gain == pytest.approx(policy.goodput(Plan(longest), pacing, num_running) / plain)
 
 
 def step_of(
@@ -380,14 +505,18 @@ def test_without_the_model_decisions_become_rare_until_a_session_has_tried_it() 
 def test_where_all_decode_plainly_nobody_has_fillers_but_who_asked_for_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Together, "decide", lambda self, *_: setattr(self, "level", Level.PLAIN))
+    monkeypatch.setattr(Together, "is_plain", property(lambda self: True))
     # It goes round in a circle, and so does what is looked up.
     circle = ToyModel(vocab_size=8, context_len=1)
 
     target = FakeTarget(circle, info=fake_info("target", vocab_size=64))
 
-    async def num_rounds(**speculation: DraftKind) -> float:
-        async with serving(clock, target=target, filler="ngram", overlap="serial") as pair:
+    def no_draft(number: int) -> Drafter:
+        raise EngineLostError("no draft")
+
+    async def num_rounds(make_drafter: Any = None, **speculation: DraftKind) -> float:
+        options: dict[str, Any] = {"make_drafter": make_drafter, "filler": "ngram", "overlap": "serial"}
+        async with serving(clock, target=target, num_speculative_tokens="auto", **options) as pair:
             wanted = SpeculationParams(**speculation)
             given = request("a", max_tokens=60, speculation=wanted)
             output = await pair.router.complete(given)
@@ -395,10 +524,43 @@ def test_where_all_decode_plainly_nobody_has_fillers_but_who_asked_for_them(
             return pair.counted("specray_rounds_total")
 
     clock = VirtualClock()
-    # Before anything is decided there may be some.
-    assert clock.run(num_rounds()) > 40
+    # With the draft model there are its tokens alone; here it is asked next to nothing.
+    monkeypatch.setattr(Policy, "plan", lambda *_, **__: OFF)
+    assert clock.run(num_rounds()) == 60
+    monkeypatch.undo()
+    monkeypatch.setattr(Together, "is_plain", property(lambda self: True))
     clock = VirtualClock()
     assert clock.run(num_rounds(draft=DraftKind.NGRAM)) < 15
+    # Without a draft nothing is decided, and nothing tried.
+    clock = VirtualClock()
+    assert clock.run(num_rounds(no_draft)) < 15
+
+
+def test_a_session_with_a_filler_is_one_with_draft_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    add = Together.add
+
+    def noted(self: Together, pacing: Pacing, *, is_drafted: bool = False) -> None:
+        seen.append(is_drafted)
+        add(self, pacing, is_drafted=is_drafted)
+
+    monkeypatch.setattr(Together, "add", noted)
+    circle = ToyModel(vocab_size=8, context_len=1)
+    target = FakeTarget(circle, info=fake_info("target", vocab_size=64))
+    clock = VirtualClock()
+
+    async def main() -> tuple[float, float]:
+        async with serving(clock, target=target, filler="ngram", overlap="serial") as pair:
+            await pair.router.complete(request("a", max_tokens=60))
+            names = ("specray_spec_decode_num_drafts_by_source_total",)
+            return tuple(
+                sum(pair.counted(name, source=source) for name in names) for source in ("filler", "model")
+            )
+
+    num_filled, num_modelled = clock.run(main())
+    assert num_filled > 0
+    # The first round has no plan yet, and takes no part.
+    assert num_filled + num_modelled - 1 <= sum(seen) <= num_filled + num_modelled
 
 
 @pytest.mark.parametrize("overlap", ["serial", "enumerate"])
@@ -436,6 +598,7 @@ def test_a_steps_tokens_and_time_are_those_since_the_step_before(monkeypatch: py
             await pair.router.complete(request("c", max_tokens=2))
 
     clock.run(main())
+    assert not any(is_reading for _, is_reading, *_ in seen)
     took = pytest.approx(TARGET_S)
     # What fills in a prompt, and what follows a pause, shows nothing.
     assert seen == [
@@ -445,3 +608,33 @@ def test_a_steps_tokens_and_time_are_those_since_the_step_before(monkeypatch: py
         (None, False, 1, 1, 1),
         (took, False, 1, 1, 1),
     ]
+
+
+def test_steps_with_prompts_show_nothing_and_those_beside_which_the_draft_reads_say_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    def end_step(self: Together, seconds: float | None, *, is_reading: bool, **_: int) -> None:
+        seen.append((seconds is None, is_reading))
+
+    monkeypatch.setattr(Together, "end_step", end_step)
+    clock = VirtualClock()
+
+    async def main() -> None:
+        # The prompt is long enough to be read in pieces by a draft that takes its time for each.
+        draft = FakeDraft(NoisyGuesser(MODEL), cost=lambda steps: int(steps * 4e6))
+        config = router_config(prefill_chunk_tokens=16)
+        async with serving(clock, draft=draft, overlap="serial", config=config) as pair:
+            first = asyncio.create_task(pair.router.complete(request("a", max_tokens=40)))
+            await asyncio.sleep(0.2)
+            before = len(seen)
+            await pair.router.complete(request("b", tuple([1, 2, 3] * 100), 4))
+            await first
+            during = seen[before:]
+            # Nothing shows that is filled in; the draft has read at the same time.
+            assert sum(is_prompt for is_prompt, _ in during) >= 300 // 16
+            assert any(is_reading for _, is_reading in during)
+            assert not any(is_prompt for is_prompt, _ in seen[1:before])
+
+    clock.run(main())
