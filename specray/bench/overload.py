@@ -41,6 +41,8 @@ class OverloadPlan:
     prompts: Sequence[str]
     concurrency: int = 64
     """Of the closed loop that measures capacity."""
+    warmup_s: float = 20.0
+    """Of that loop, before it is measured: a service that has just started has yet to learn what pays."""
     capacity_duration_s: float = 20.0
     rate_per_s: float | None = None
     """The capacity, where it is known: then the closed loop only measures latencies."""
@@ -122,7 +124,7 @@ class OverloadResult:
 
 
 async def measure_overload(plan: OverloadPlan, on_progress: Callable[[str, float], None]) -> OverloadResult:
-    """Runs both phases.
+    """Runs both phases, after a warm-up.
 
     Args:
         on_progress: called now and then with the phase's name and how much of it is over, in [0, 1].
@@ -136,8 +138,10 @@ async def measure_overload(plan: OverloadPlan, on_progress: Callable[[str, float
     client = RawClient(plan.url, PATH, headers=key_header(api_key()), timeout_s=plan.timeout_s)
     bodies = _bodies(plan)
     try:
+        if plan.warmup_s > 0:
+            await _closed_loop(plan, client, bodies, "warm-up", plan.warmup_s, on_progress)
         started_s = time.monotonic()
-        answers = await _closed_loop(plan, client, bodies, on_progress)
+        answers = await _closed_loop(plan, client, bodies, "capacity", plan.capacity_duration_s, on_progress)
         capacity = _phase(plan, answers, time.monotonic() - started_s)
         if capacity.latency_ms is None:
             raise SpecrayError(f"no request was answered at capacity: {capacity.errors or 'all refused'}")
@@ -201,20 +205,25 @@ def _bodies(plan: OverloadPlan) -> Iterator[bytes]:
 
 
 async def _closed_loop(
-    plan: OverloadPlan, client: RawClient, bodies: Iterator[bytes], on_progress: Callable[[str, float], None]
+    plan: OverloadPlan,
+    client: RawClient,
+    bodies: Iterator[bytes],
+    name: str,
+    duration_s: float,
+    on_progress: Callable[[str, float], None],
 ) -> list[RawAnswer]:
     answers: list[RawAnswer] = []
     started_s = time.monotonic()
-    end_s = started_s + plan.capacity_duration_s
+    end_s = started_s + duration_s
 
     async def work() -> None:
         while (now_s := time.monotonic()) < end_s:
-            on_progress("capacity", (now_s - started_s) / plan.capacity_duration_s)
+            on_progress(name, (now_s - started_s) / duration_s)
             answer = await client.post(next(bodies))
             answers.append(answer)
             if answer.status != 200:
                 # Whoever is refused at once would come back at once.
-                await asyncio.sleep(min(1.0, plan.capacity_duration_s / 10))
+                await asyncio.sleep(min(1.0, duration_s / 10))
 
     await asyncio.gather(*(work() for _ in range(plan.concurrency)))
     return answers

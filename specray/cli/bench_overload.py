@@ -21,6 +21,9 @@ def overload(
     concurrency: Annotated[
         int, typer.Option(min=1, help="Requests at a time that make up its capacity.")
     ] = 64,
+    warmup: Annotated[
+        float, typer.Option(min=0, max=3600, help="Seconds of the same loop before, which do not count.")
+    ] = 20.0,
     capacity_duration: Annotated[
         float, typer.Option(min=1, max=3600, help="Seconds at capacity, in a closed loop.")
     ] = 20.0,
@@ -58,6 +61,7 @@ def overload(
         url=url,
         prompts=load_prompts(dataset, dataset_path, num_prompts),
         concurrency=concurrency,
+        warmup_s=warmup,
         capacity_duration_s=capacity_duration,
         rate_per_s=rate,
         factor=factor,

@@ -158,6 +158,7 @@ async def test_run_counts_every_request_once_and_is_shown() -> None:
             service.url,
             ["a"],
             concurrency=2,
+            warmup_s=0.2,
             capacity_duration_s=0.3,
             rate_per_s=25.0,
             factor=4.0,
@@ -165,8 +166,12 @@ async def test_run_counts_every_request_once_and_is_shown() -> None:
             max_tokens=4,
             tenants=("x", "y"),
         )
-        result = await measure_overload(plan, lambda name, share: None)
+        phases: list[str] = []
+        result = await measure_overload(plan, lambda name, share: phases.append(name))
     capacity, overload = result.capacity, result.overload
+    assert list(dict.fromkeys(phases)) == ["warm-up", "capacity", "overload"]
+    # What it was warmed up with does not count.
+    assert capacity.num_sent == phases.count("capacity") < phases.count("capacity") + phases.count("warm-up")
     assert (capacity.num_refused, capacity.errors) == (0, {})
     assert result.offered_per_s == 100.0
     assert overload.num_sent == len(list(arrivals(100.0, 0.5, 10_000, seed=0)))
