@@ -25,9 +25,13 @@ from specray.types import (
     VerifyItem,
 )
 
-COMPARED_SEQUENCES: Final = 16
+COMPARED_SEQUENCES: Final = 8
 """At most, of a row each; as many with hardly a context take turns with them: the difference is what context
 takes. Rows and sequences are the same, each of which costs something too."""
+COMPARED_BEFORE: Final = 64
+"""Rows: from there on a step takes long, and what context takes must be known. Without it, steps of few
+sequences with many draft tokens stand for as many rows of many sequences, which are longer (32 sequences of
+220 tokens: 10 of 44 ms), and speculation promises those what it cannot keep."""
 SHORT_CONTEXT_LEN: Final = 16
 _LEAST_COMPARED: Final = 4
 TARGET_ROWS: Final = (1, 2, 4, 8, 16, 32, 36, 64, 128)
@@ -36,16 +40,16 @@ DRAFT_ROWS: Final = (1, 2, 4, 8, 16, 32)
 CONTEXT_LEN: Final = 128
 """Tokens before the measured ones, where the time allows it."""
 _ROWS_PER_SEQUENCE: Final = 4
-"""Of a target step: three draft tokens and the one before them; of the largest, seven."""
-_MAX_TARGET_SEQUENCES: Final = 16
-"""Each has a context that must be computed."""
+"""Of a target step: three draft tokens and the one before them; more of the largest."""
+_MAX_TARGET_SEQUENCES: Final = 8
+"""Each has a context that must be computed: a second for a target of 200M on two cores without AMX."""
 _DRAFT_TOKENS: Final = 4
 _NUM_RUNS: Final = 2
 """Of each width at first; the least of all counts, since warm-up and whatever disturbs only slow down."""
 _NUM_PAIRS: Final = 16
 """With long and short contexts, where the time allows it. Their median counts: another engine that starts on
 the same machine disturbs both of a pair, and hardly ever all."""
-_PAIRS_SHARE: Final = 0.1
+_PAIRS_SHARE: Final = 0.3
 """Of the time, for pairs beyond the first ones."""
 _NUM_MORE_PASSES: Final = 3
 """Over all widths, where the time allows it."""
@@ -87,14 +91,14 @@ class _Workload(Protocol):
         ...
 
     def compare(self, clock: Callable[[], float], deadline_s: float) -> None:
-        """Measures what else there is to know, when all widths were measured once."""
+        """Measures what else there is to know, when widths below COMPARED_BEFORE were measured."""
         ...
 
 
 def profile_target(
     engine: TargetEngine, *, budget_s: float, clock: Callable[[], float] = time.perf_counter
 ) -> TargetSpeed:
-    """Measures Verifies of 1 to 128 rows, up to four of each sequence, eight with 128.
+    """Measures Verifies of 1 to 128 rows, up to four of each sequence, 8 and 16 with 64 and 128.
 
     Args:
         engine: fresh; it is of no use afterwards.
@@ -142,9 +146,10 @@ def _sample(
     """Seconds of the steps of each width: each some times in a row, then all again while time is left."""
     samples: dict[int, list[float]] = {}
     first_pass = [num_rows for num_rows in widths for _ in range(_NUM_RUNS)]
+    num_before = sum(num_rows < COMPARED_BEFORE for num_rows in first_pass)
     last_s = 0.0
     for index, num_rows in enumerate((*first_pass, *(_NUM_MORE_PASSES * tuple(widths)))):
-        if index == len(first_pass):
+        if index == num_before:
             workload.compare(clock, deadline_s)
         expected_s = min(samples.get(num_rows, [last_s]))
         if clock() + expected_s > deadline_s:

@@ -53,6 +53,7 @@ class _Step:
     replies: tuple[TargetReply, ...]
     commits: Sequence[tuple[str, int]]
     """(request id, tokens)."""
+    num_rows: int
     shared: SharedStep
     way_back_s: float
 
@@ -89,6 +90,8 @@ class SimulatedTarget:
         self._rng = rng
         self._requests = requests
         self._lengths: dict[str, int] = {}
+        self._num_confirmed: dict[str, int] = {}
+        """Draft tokens of a sequence that were accepted in its last step, and are computed already."""
         self._num_prompt_tokens: dict[str, int] = {}
         self._blocks: dict[str, int] = {}
         self._num_blocks = 0
@@ -102,7 +105,7 @@ class SimulatedTarget:
         """One step; it begins when the router and the way there have had their time."""
         await self.release(released)
         loop = asyncio.get_running_loop()
-        size = StepSize()
+        size, num_rows = StepSize(), 0
         replies: list[TargetReply] = []
         commits: list[tuple[str, int]] = []
         for item in items:
@@ -113,6 +116,8 @@ class SimulatedTarget:
             if reply.next_token_id is not None:
                 commits.append((item.request_id, reply.num_accepted_tokens + 1))
             size.add(item.base_len, taken, len(item.draft_token_ids))
+            num_rows += taken + len(item.draft_token_ids) - self._num_confirmed.pop(item.request_id, 0)
+            self._num_confirmed[item.request_id] = reply.num_accepted_tokens
         if size.has_drafts:
             own, transport = self._router.verify_after_proposal, self._times.transport
         else:
@@ -127,7 +132,7 @@ class SimulatedTarget:
         if self.beside is not None:
             slowdown = self._times.prompt_slowdown if size.prompts else self._times.slowdown
             shared = SharedStep(seconds, self.beside.worked_s(loop.time()), slowdown)
-        loop.call_at(end_s, self._end, _Step(tuple(replies), commits, shared, transport_s / 2))
+        loop.call_at(end_s, self._end, _Step(tuple(replies), commits, num_rows, shared, transport_s / 2))
 
     async def release(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
@@ -152,7 +157,7 @@ class SimulatedTarget:
             times = self._requests.get(request_id)
             if times is not None:
                 times.commit(now, num_tokens)
-        self._mailbox.put(TargetReplies(step.replies, round(1e9 * step.shared.seconds)))
+        self._mailbox.put(TargetReplies(step.replies, round(1e9 * step.shared.seconds), step.num_rows))
 
     def _apply(self, item: VerifyItem) -> tuple[TargetReply, int]:
         """The reply, and how many of the item's tokens are computed."""
@@ -190,5 +195,6 @@ class SimulatedTarget:
 
     def _forget(self, request_id: str) -> None:
         self._lengths.pop(request_id, None)
+        self._num_confirmed.pop(request_id, None)
         self._num_prompt_tokens.pop(request_id, None)
         self._num_blocks -= self._blocks.pop(request_id, 0)

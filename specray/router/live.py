@@ -104,6 +104,12 @@ class LiveSession:
         return self.session.num_missing
 
     @property
+    def num_rows(self) -> int:
+        """What the target computes for it in the next step, if there is room: accepted draft tokens, of which
+        it is told once more, it has computed already."""
+        return (self.num_missing if self.is_prefilling else 1) + self.num_drafted
+
+    @property
     def num_unread(self) -> int:
         """Committed tokens that the draft has not been told."""
         return len(self.session.committed) - self.session.draft.synced_len

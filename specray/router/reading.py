@@ -131,7 +131,7 @@ class Reading:
     def _room_beside(self, company: list[LiveSession]) -> int:
         return self._policy.reading_room(
             self._most_tokens,
-            num_rows=sum(live.num_missing + live.num_drafted for live in company),
+            num_rows=sum(live.num_rows for live in company),
             num_running=len(company),
             most_s=PATIENCE_SHARE * self._patience_s(),
         )

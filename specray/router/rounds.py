@@ -337,13 +337,13 @@ class Rounds:
         is_burst = all(live.session.num_output_tokens < ESTABLISHED_TOKENS for live in running)
         if not running or (is_burst and self.drafting.are_prompts_first()):
             return most
-        num_rows = sum(live.num_missing + live.num_drafted for live in running)
+        num_rows = sum(live.num_rows for live in running)
         return self._policy.prefill_room(
             num_rows, most, max_slowdown=self._config.max_prefill_slowdown, num_running=len(running)
         )
 
     def _holds_back(self, ready: Sequence[LiveSession]) -> bool:
-        num_rows = sum(live.num_missing + live.num_drafted for live in ready)
+        num_rows = sum(live.num_rows for live in ready)
         step_s = self._policy.verify_s(num_rows, len(ready))
         if step_s is None or self._idle_since_s is None:
             return False

@@ -108,7 +108,7 @@ class BatchRunner(Generic[ItemT, ReplyT, RepliesT]):
         items, answers = list(self._items.values()), self._answers
         origins, num_requests = self._origins, self._num_requests
         self._items, self._answers, self._origins, self._num_requests = {}, [], {}, {}
-        computed, forward_ns = self._compute(items) if items else ([], 0)
+        computed, forward_ns, num_rows = self._compute(items) if items else ([], 0, None)
         by_outlet: dict[Outlet[RepliesT], list[ReplyT]] = {outlet: [] for outlet in num_requests}
         for outlet, reply in answers:
             by_outlet[outlet].append(reply)
@@ -119,7 +119,7 @@ class BatchRunner(Generic[ItemT, ReplyT, RepliesT]):
             [
                 Delivery(
                     outlet,
-                    self._role.make_replies(tuple(replies), forward_ns) if replies else None,
+                    self._role.make_replies(tuple(replies), forward_ns, num_rows) if replies else None,
                     num_requests[outlet],
                 )
                 for outlet, replies in by_outlet.items()
@@ -145,21 +145,25 @@ class BatchRunner(Generic[ItemT, ReplyT, RepliesT]):
         self._origins[name] = (outlet, item.request_id)
         self._items[name] = self._role.rename_item(item, name)
 
-    def _compute(self, items: Sequence[ItemT]) -> tuple[list[ReplyT], int]:
-        """One engine call. When it raises, each item alone: they are idempotent, and only a bad one fails."""
+    def _compute(self, items: Sequence[ItemT]) -> tuple[list[ReplyT], int, int | None]:
+        """One engine call: replies, nanoseconds, rows.
+
+        When it raises, each item alone: they are idempotent, and only a bad one fails. What that takes is no
+        step of so many rows, so none are told.
+        """
         try:
-            replies, forward_ns = self._role.read_replies(self._engine.run(items))
+            replies, forward_ns, num_rows = self._role.read_replies(self._engine.run(items))
         except Exception:
             logger.exception("a call of the %s engine with %d items failed", self._role.name, len(items))
             self._engine.check()
             if len(items) > 1:
                 parts = [self._compute([item]) for item in items]
-                return [reply for part, _ in parts for reply in part], sum(ns for _, ns in parts)
+                return [reply for part, _, _ in parts for reply in part], sum(ns for _, ns, _ in parts), None
             name = items[0].request_id
             self._failures[name] = self._failures.get(name, 0) + 1
             self._engine.release([name])
-            return [self._failed(items[0])], 0
-        return self._one_reply_per_item(items, replies), forward_ns
+            return [self._failed(items[0])], 0, None
+        return self._one_reply_per_item(items, replies), forward_ns, num_rows
 
     def _one_reply_per_item(self, items: Sequence[ItemT], replies: Iterable[ReplyT]) -> list[ReplyT]:
         waiting = {item.request_id: item for item in items}

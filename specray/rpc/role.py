@@ -58,9 +58,9 @@ class Role(Generic[ItemT, ReplyT, RepliesT]):
     decode_replies: Callable[[bytes], RepliesT]
     encode_info: Callable[[EngineInfo], bytes]
     decode_info: Callable[[bytes], EngineInfo]
-    make_replies: Callable[[tuple[ReplyT, ...], int], RepliesT]
-    read_replies: Callable[[RepliesT], tuple[tuple[ReplyT, ...], int]]
-    """(replies, forward_ns)."""
+    make_replies: Callable[[tuple[ReplyT, ...], int, int | None], RepliesT]
+    read_replies: Callable[[RepliesT], tuple[tuple[ReplyT, ...], int, int | None]]
+    """(replies, forward_ns, num_rows), of which a draft tells no rows."""
     unknown_sequence: Callable[[ItemT], ReplyT]
     item_failed: Callable[[ItemT, str], ReplyT]
     """The reply to an item that can never be served."""
@@ -154,8 +154,8 @@ DRAFT: Final[DraftRole] = Role(
     decode_replies=codec.decode_draft_replies,
     encode_info=codec.encode_draft_info,
     decode_info=codec.decode_draft_info,
-    make_replies=DraftReplies,
-    read_replies=lambda batch: (batch.replies, batch.forward_ns),
+    make_replies=lambda replies, forward_ns, num_rows: DraftReplies(replies, forward_ns),
+    read_replies=lambda batch: (batch.replies, batch.forward_ns, None),
     unknown_sequence=_unknown_sequence,
     item_failed=_item_failed,
     rename_item=_rename,
@@ -178,7 +178,7 @@ TARGET: Final[TargetRole] = Role(
     encode_info=codec.encode_target_info,
     decode_info=codec.decode_target_info,
     make_replies=TargetReplies,
-    read_replies=lambda batch: (batch.replies, batch.forward_ns),
+    read_replies=lambda batch: (batch.replies, batch.forward_ns, batch.num_rows),
     unknown_sequence=_unknown_sequence,
     item_failed=_item_failed,
     rename_item=_rename,

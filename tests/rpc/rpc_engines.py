@@ -136,7 +136,8 @@ class ScriptedTarget(ScriptedEngine):
                 replies.append(failed)
                 continue
             replies.append(self._append(item) or self._verdict(item))
-        return TargetReplies(tuple(replies), forward_ns=2000 + len(items))
+        num_rows = 100 + sum(len(item.token_ids) for item in items)
+        return TargetReplies(tuple(replies), forward_ns=2000 + len(items), num_rows=num_rows)
 
     def _verdict(self, item: VerifyItem) -> Verdict:
         last = self.sequences[item.request_id][-1]

@@ -131,6 +131,8 @@ async def test_target_verifies_a_request_as_one_step_with_one_reply_per_item(add
                 ItemFailed("c", 0, 0, "nothing to do", is_retriable=False),
             ),
             forward_ns=2003,
+            # As the engine says, which knows what of them it had computed before.
+            num_rows=106,
         )
         await verifier.verify([verify("zzz", round_id=8, base_len=5)])
         replies = await within(verifier.replies())
@@ -369,6 +371,20 @@ async def test_a_failing_call_fails_only_the_item_that_causes_it(address: str) -
         assert engine.releases == [("bad",)]
         await drafter.speculate([speculate("d")])
         assert (await within(drafter.replies())).replies == (Proposal("d", 0, 0, (4, 5)),)
+
+
+async def test_a_call_that_failed_is_no_step_of_so_many_rows(address: str) -> None:
+    engine = ScriptedTarget()
+    engine.poison = "bad"
+    async with serving_target(engine, address):
+        verifier = await GrpcVerifier.connect(address, timeout_s=DEADLINE_S)
+        await verifier.verify([verify("a"), verify("bad")])
+        replies = await within(verifier.replies())
+        assert [reply.request_id for reply in replies.replies] == ["a", "bad"]
+        assert replies.num_rows is None
+        await verifier.verify([verify("b")])
+        assert (await within(verifier.replies())).num_rows == 103
+        await verifier.close()
 
 
 async def test_an_item_that_the_engine_forgets_is_answered_all_the_same(address: str) -> None:

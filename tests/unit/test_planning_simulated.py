@@ -94,6 +94,23 @@ def test_target_verifies_what_it_holds() -> None:
     run(main)
 
 
+def test_accepted_draft_tokens_are_told_again_and_computed_once() -> None:
+    async def rows(engine: SimulatedTarget, *items: VerifyItem) -> int | None:
+        await engine.verify(items)
+        return (await engine.replies()).num_rows
+
+    async def main(clock: VirtualClock) -> None:
+        engine = make_target()
+        assert await rows(engine, prompt("a", 5)) == 5
+        assert await rows(engine, VerifyItem("a", 2, 5, (1,), (1, 1))) == 3
+        # Two accepted ones and what came after them, of which only that is new, and a draft token.
+        assert await rows(engine, VerifyItem("a", 3, 6, (1, 1, 1), (1,))) == 2
+        await engine.release(["a"])
+        assert await rows(engine, prompt("a", 5)) == 5
+
+    run(main)
+
+
 def test_target_says_what_it_does_not_hold() -> None:
     async def main(clock: VirtualClock) -> None:
         engine = make_target()

@@ -32,6 +32,7 @@ from specray.router.measured import MIN_READING, Measured
 from specray.router.plan import Plan
 from specray.router.policy import Policy
 from specray.router.reading import Reading
+from specray.router.records import Drafted
 from specray.router.session import Session
 from specray.router.target_times import TargetTimes
 from specray.types import (
@@ -385,6 +386,20 @@ def live(name: str, num_tokens: int, *, num_read: int = 0) -> LiveSession:
     pacing = Policy(speculation_config()).pace(given)
     pacing.plan = Plan(3)
     return LiveSession(session, cast("Any", None), pacing, 0.0, 100.0)
+
+
+def test_a_session_has_the_target_compute_its_last_token_and_what_is_drafted_once() -> None:
+    given = request("a", LONG[:5], max_tokens=100)
+    session = Session(given, None, vocab_size=64)
+    one = LiveSession(session, cast("Any", None), Policy(speculation_config()).pace(given), 0.0, 100.0)
+    assert one.num_rows == 5
+    session.on_verdict(Verdict("a", session.verify_item(1000).round_id, 0, 0, 9))
+    assert one.num_rows == 1
+    session.drafted = Drafted((1, 2, 3), (), "model")
+    assert one.num_rows == 4
+    session.on_verdict(Verdict("a", session.verify_item(1000).round_id, 5, 2, 9))
+    # It tells the two accepted ones again.
+    assert (session.num_missing, one.num_rows - one.num_drafted) == (3, 1)
 
 
 def reading_of(*sessions: LiveSession, is_draft_idle: bool = False) -> Reading:
