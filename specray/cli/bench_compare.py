@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specray.bench.prompts import Dataset
+from specray.cli.ending import run_until_told
 from specray.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def _run_and_report(
             systems[name].prepare(setup)
     plan = replace(plan, arms=tuple(arm for arm in plan.arms if arm.system not in absent))
     limit_s = float("inf") if time_limit_s is None else time_limit_s
-    outcome = asyncio.run(
+    outcome = run_until_told(
         measure(plan, systems, setup, journal, on_progress=console.print, time_limit_s=limit_s)
     )
     report = Report("specray and its peers", journal.conditions, journal.rows, absent, outcome.failed)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from specray.bench.testbed.kinds import BedKind
+from specray.cli.ending import run_until_told
 from specray.cli.serve import Setting
 from specray.errors import ConfigError
 
@@ -113,18 +112,7 @@ def _run(plan: Plan) -> SoakResult:
     def show(text: str) -> None:
         console.print(f"soak: {text}", markup=False, highlight=False)
 
-    async def run() -> SoakResult:
-        task = asyncio.current_task()
-        assert task is not None, "it runs in a task"
-        # However it is asked to end, it ends what it started first.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-        return await run_soak(plan, show)
-
-    try:
-        return asyncio.run(run())
-    except asyncio.CancelledError:
-        raise typer.Exit(130) from None
+    return run_until_told(run_soak(plan, show))
 
 
 def _report(result: SoakResult, max_growth: float, json_path: Path | None) -> int:

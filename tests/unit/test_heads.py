@@ -245,6 +245,16 @@ def test_rejection_keeps_the_distribution_through_both_heads(fanout: str) -> Non
     assert stats.chisquare(observed, [1500 * expected[output] for output in outputs]).pvalue > 1e-3
 
 
+def test_accepted_draft_tokens_are_told_again_and_are_no_rows_of_the_next_step() -> None:
+    output, target = expected_output(GREEDY), toy_target()[0]
+    items = [
+        VerifyItem("a", 1, 0, tuple(PROMPT), sampling=GREEDY),
+        VerifyItem("a", 2, len(PROMPT), (output[0],), tuple(output[1:4])),
+        VerifyItem("a", 3, len(PROMPT) + 1, tuple(output[1:5]), (output[5], VOCAB_SIZE - 1)),
+    ]
+    assert [target.verify([item]).num_rows for item in items] == [len(PROMPT), 4, 3]
+
+
 # ---- the target
 
 
