@@ -116,7 +116,9 @@ class SimulatedTarget:
             if reply.next_token_id is not None:
                 commits.append((item.request_id, reply.num_accepted_tokens + 1))
             size.add(item.base_len, taken, len(item.draft_token_ids))
-            num_rows += taken + len(item.draft_token_ids) - self._num_confirmed.pop(item.request_id, 0)
+            # What starts over has nothing computed.
+            num_confirmed = self._num_confirmed.get(item.request_id, 0) if item.base_len else 0
+            num_rows += taken + len(item.draft_token_ids) - num_confirmed
             self._num_confirmed[item.request_id] = reply.num_accepted_tokens
         if size.has_drafts:
             own, transport = self._router.verify_after_proposal, self._times.transport

@@ -226,14 +226,14 @@ def test_context_is_told_by_fewer_sequences_where_only_these_have_room_twice() -
 def test_two_pairs_of_contexts_come_first_and_further_ones_within_their_share_of_the_time() -> None:
     engine = ReadingEngine(INFO, 1e-6)
     profile_target(engine, budget_s=5.0, clock=engine.clock)
-    first, pair_s = (
+    first_s, pair_s = (
         sum(0.0001 * rows + SEQUENCE_S * count + 1e-6 * tokens for rows, count, tokens in shapes)
         for shapes in (engine.shapes[:NUM_BEFORE], PAIR)
     )
     # Three of ten pairs' time are for them.
     for num_pairs, expected in ((1.1, 1), (2.1, 2), (9.9, 2), (10.1, 3), (13.2, 3), (13.5, 4)):
         engine = ReadingEngine(INFO, 1e-6)
-        speed = profile_target(engine, budget_s=first + num_pairs * pair_s, clock=engine.clock)
+        speed = profile_target(engine, budget_s=first_s + num_pairs * pair_s, clock=engine.clock)
         assert engine.shapes[NUM_BEFORE : NUM_BEFORE + 2 * expected] == expected * PAIR
         assert not {shape[:2] for shape in engine.shapes[NUM_BEFORE + 2 * expected :]} & {PAIR[0][:2]}
         assert speed.context_token_s == pytest.approx(1e-6 if expected > 1 else 0.0)
