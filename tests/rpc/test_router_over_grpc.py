@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from rpc_engines import eventually
@@ -13,10 +15,11 @@ from specray.fakes import FakeDraft, FakeTarget, NoisyGuesser
 from specray.interfaces import Drafter
 from specray.requests import GenerateRequest
 from specray.router import Router
+from specray.router.target_times import TargetTimes
 from specray.rpc.drafter import GrpcDrafter
 from specray.rpc.server import draft_server, target_server
 from specray.rpc.verifier import GrpcVerifier
-from specray.types import Overlap, SamplingParams
+from specray.types import Overlap, SamplingParams, TargetReplies, VerifyItem
 
 DEADLINE_S = 30.0
 NUM_TOKENS = 200
@@ -76,3 +79,31 @@ async def test_router_over_grpc_gives_the_targets_own_tokens(
     await speculate_server.stop(1.0)
     with pytest.raises(EngineLostError):
         await leases.lease()
+
+
+class SevenRows(FakeTarget):
+    """Says so of every step."""
+
+    def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
+        return replace(super().verify(items), num_rows=7)
+
+
+async def test_the_router_learns_what_a_step_took_by_the_rows_that_the_engine_computed(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It tells accepted draft tokens once more, so its own count would be another."""
+    learnt: list[int] = []
+    monkeypatch.setattr(
+        TargetTimes, "add", lambda times, num_rows, seconds, **others: learnt.append(num_rows)
+    )
+    server = target_server(SevenRows, address)
+    await server.start()
+    verifier = await GrpcVerifier.connect(address, timeout_s=DEADLINE_S)
+    router = Router(verifier, None, speculation=SpeculationConfig())
+    await router.start()
+    sampling = SamplingParams(temperature=0.0, num_prompt_tokens=3)
+    async with asyncio.timeout(DEADLINE_S):
+        await router.complete(GenerateRequest("a", (1, 2, 3), sampling, 5))
+    assert learnt == 5 * [7]
+    await router.stop()
+    await server.stop(1.0)
