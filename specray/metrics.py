@@ -93,6 +93,34 @@ class RouterMetrics:
         self._plan_counters: dict[tuple[str, int], counts.Count] = {}
         self.plans_off = self._plans.labels("off", "0")
         """Of verdicts without speculation, which nearly all are where many sessions run: at hand."""
+        self._decisions = Counter(
+            "specray_speculation_decisions",
+            "Decisions of all sessions together, by how much they speculate: plain, fillers or model.",
+            ["level"],
+            registry=registry,
+        )
+        self._trials = Counter(
+            "specray_speculation_trials",
+            "Short turns of all sessions at another level, by that level and whether they showed a gain "
+            "(measured) or were given up.",
+            ["tried", "result"],
+            registry=registry,
+        )
+        self._level = Gauge(
+            "specray_speculation_level",
+            "As decided last: 0 plain decoding, 1 drafts that need no model, 2 the draft model.",
+            registry=registry,
+        )
+        gain = Gauge(
+            "specray_speculation_gain",
+            "Tokens per second of speculation as a multiple of plain decoding: promised for the model by "
+            "predictions, believed of that after trials, seen in the last trial.",
+            ["kind"],
+            registry=registry,
+        )
+        self._promised, self._believed, self._seen = (
+            gain.labels(kind) for kind in ("promised", "believed", "seen")
+        )
         self._ahead_depth = Histogram(
             "specray_draft_ahead_depth",
             "Draft tokens ready when a verdict arrived; 0 after a miss.",
@@ -236,6 +264,24 @@ class RouterMetrics:
             labels = overlap, str(num_speculative_tokens)
             counter = self._plan_counters[plan] = self._plans.labels(*labels)
         counter.inc()
+
+    def observe_decision(self, level: str, rank: int, *, promised: float, believed: float) -> None:
+        """All sessions decided for ``level`` (plain, fillers or model; ``rank``: 0, 1 or 2).
+
+        Args:
+            promised: tokens per second with the model, as a multiple of plain decoding.
+            believed: of that, after trials.
+        """
+        self._decisions.labels(level).inc()
+        self._level.set(rank)
+        self._promised.set(promised)
+        self._believed.set(believed)
+
+    def observe_trial(self, tried: str, gain: float | None) -> None:
+        """A trial of ``tried`` ended; ``gain``: seen, of speculation over none; None: given up."""
+        self._trials.labels(tried, "given_up" if gain is None else "measured").inc()
+        if gain is not None:
+            self._seen.set(gain)
 
     def observe_lookup(self, result: str, depth: int) -> None:
         """What a verdict found: ``hit``, ``miss_token``, ``miss_count``; or what came of waiting for outcomes

@@ -7,14 +7,17 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from specray.bench.overlap import HITS
 from specray.router.trace import (
+    Decided,
     DraftAsked,
     DraftReplied,
     LookedUp,
     Planned,
     TraceEvent,
+    TrialEnded,
     VerdictReceived,
     VerifySent,
 )
@@ -79,6 +82,8 @@ class Timeline:
     spans: tuple[Span, ...]
     marks: tuple[Mark, ...]
     plans: tuple[Planned, ...]
+    decisions: tuple[Decided | TrialEnded, ...] = ()
+    """Of all sessions together."""
 
     @property
     def request_ids(self) -> tuple[str, ...]:
@@ -160,7 +165,8 @@ def make_timeline(events: Sequence[TraceEvent]) -> Timeline:
         for span in spans
     ]
     plans = tuple(event for event in events if isinstance(event, Planned))
-    return Timeline(tuple(sorted(_placed(found), key=_by_time)), tuple(marks), plans)
+    decisions = tuple(event for event in events if isinstance(event, Decided | TrialEnded))
+    return Timeline(tuple(sorted(_placed(found), key=_by_time)), tuple(marks), plans, decisions)
 
 
 def summarize(timeline: Timeline, events: Sequence[TraceEvent]) -> Summary:
@@ -198,6 +204,48 @@ def changed_plans(timeline: Timeline) -> list[Planned]:
             changes.append(plan)
         last[key] = chosen
     return changes
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """All sessions worked at one level; times in ns on the router's clock."""
+
+    start_ns: int
+    end_ns: int
+    level: str
+    is_trial: bool
+    """It is tried for a few steps, which those of the decided level around them are held against."""
+
+
+def stretches(timeline: Timeline) -> list[Stretch]:
+    """From the first decision to the end of the timeline. A trial's is as long as the trial."""
+    found: list[Stretch] = []
+    bounds = [*(event.ns for event in timeline.decisions), timeline.end_ns]
+    for event, (start_ns, end_ns) in zip(timeline.decisions, pairwise(bounds), strict=True):
+        level, is_trial = _shown(event)
+        last = found[-1] if found else None
+        if last is not None and (last.level, last.is_trial) == (level, is_trial):
+            found[-1] = replace(last, end_ns=end_ns)
+        elif end_ns > start_ns:
+            found.append(Stretch(start_ns, end_ns, level, is_trial))
+    return found
+
+
+def changed_decisions(timeline: Timeline) -> list[Decided | TrialEnded]:
+    """Trials, and the decisions for another level than the one before."""
+    changes: list[Decided | TrialEnded] = []
+    level: str | None = None
+    for event in timeline.decisions:
+        if isinstance(event, TrialEnded) or event.tried is not None or event.level != level:
+            changes.append(event)
+        level = event.level
+    return changes
+
+
+def _shown(event: Decided | TrialEnded) -> tuple[str, bool]:
+    if isinstance(event, Decided) and event.tried is not None:
+        return event.tried, True
+    return event.level, False
 
 
 def waits(timeline: Timeline, request_id: str) -> list[Interval]:

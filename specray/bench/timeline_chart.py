@@ -9,13 +9,15 @@ from types import MappingProxyType
 from typing import Final
 
 from specray.bench.chart import linear_ticks
-from specray.bench.timeline import Kind, Lane, Mark, Span, Summary, Timeline, waits
+from specray.bench.timeline import Kind, Lane, Mark, Span, Stretch, Summary, Timeline, stretches, waits
 from specray.router.trace import Planned
 
 WIDTH, LEFT, RIGHT = 1480, 78, 26
 HEADER, AXIS, LEGEND_LINE, FOOT = 74, 46, 26, 12
 SESSION_HEAD, LANE, GAP, SESSION_GAP = 26, 34, 22, 16
 """Heights: a session's title, one lane, the space between both lanes, that after a session."""
+STRIP, STRIP_GAP = 18, 12
+"""Heights: what all sessions decided, the space below it."""
 MAX_SESSIONS: Final = 8
 _CHAR: Final = 6.3
 """Width of a character at font size 11."""
@@ -31,6 +33,9 @@ _COLORS: Final[Mapping[Kind, tuple[str, str]]] = MappingProxyType(
 )
 """Fill, and text on it."""
 _HIT, _MISS = "#059669", "#dc2626"
+_LEVELS: Final[Mapping[str, str]] = MappingProxyType(
+    {"plain": "#cbd5e1", "fillers": "#ddd6fe", "model": "#a5b4fc"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,9 @@ def draw_timeline(timeline: Timeline, summary: Summary, window: Window, *, title
     names = list(dict.fromkeys(span.request_id for span in spans))
     shown = names[:MAX_SESSIONS]
     session_height = SESSION_HEAD + 2 * LANE + GAP + SESSION_GAP
-    bottom = HEADER + len(shown) * session_height
+    decided = [stretch for stretch in stretches(timeline) if window.shows(stretch.start_ns, stretch.end_ns)]
+    first_top = HEADER + (STRIP + STRIP_GAP if decided else 0)
+    bottom = first_top + len(shown) * session_height
     height = bottom + AXIS + 2 * LEGEND_LINE + FOOT
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
@@ -66,9 +73,10 @@ def draw_timeline(timeline: Timeline, summary: Summary, window: Window, *, title
         _text(LEFT, 30, title, size=18, weight="bold"),
         _text(LEFT, 54, _subtitle(summary, len(names) - len(shown)), color=_MUTED, size=13),
         *_axis(window, timeline.start_ns, bottom),
+        *_strip(window, decided),
     ]
     for index, request_id in enumerate(shown):
-        top = HEADER + index * session_height
+        top = first_top + index * session_height
         parts += _session(timeline, window, request_id, top)
     return "\n".join([*parts, *_legend(bottom + AXIS), "</svg>"]) + "\n"
 
@@ -112,6 +120,22 @@ def _axis(window: Window, origin_ns: int, bottom: float) -> list[str]:
     middle = (LEFT + WIDTH - RIGHT) / 2
     label = "milliseconds since the first item left the router"
     return [*parts, _text(middle, bottom + 26, label, anchor="middle", color=_MUTED)]
+
+
+def _strip(window: Window, decided: Sequence[Stretch]) -> list[str]:
+    """What all sessions decided, or tried, above them."""
+    parts = [_text(LEFT - 12, HEADER + 13, "decided", anchor="end")] if decided else []
+    for stretch in decided:
+        label = f"{stretch.level}, on trial" if stretch.is_trial else stretch.level
+        left, right = window.x(stretch.start_ns), window.x(stretch.end_ns)
+        border = f' stroke="{_INK}" stroke-dasharray="4 3"' if stretch.is_trial else ""
+        parts.append(
+            f'<rect x="{left:.1f}" y="{HEADER}" width="{max(0.8, right - left):.1f}" height="{STRIP}" '
+            f'fill="{_LEVELS[stretch.level]}"{border}><title>{escape(label)}</title></rect>'
+        )
+        if _CHAR * len(label) + 14 <= right - left:
+            parts.append(_text((left + right) / 2, HEADER + 13, label, anchor="middle", size=11))
+    return parts
 
 
 def _session(timeline: Timeline, window: Window, request_id: str, top: float) -> list[str]:

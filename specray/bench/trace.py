@@ -11,14 +11,14 @@ from rich.table import Table
 
 from specray.bench.client import key_header
 from specray.bench.overlap import HITS, MISSES
-from specray.bench.timeline import Summary, Timeline, changed_plans
+from specray.bench.timeline import Summary, Timeline, changed_decisions, changed_plans
 from specray.bench.timeline_chart import plan_text, shortened
 from specray.config import Config
 from specray.environment import api_key
 from specray.errors import ConfigError, EngineLostError
 from specray.requests import GenerateRequest
 from specray.router.records import FILLER
-from specray.router.trace import TraceEvent, decode_trace
+from specray.router.trace import Decided, TraceEvent, decode_trace
 from specray.serving.local import local_router
 from specray.tokenization import Tokenizer
 from specray.types import SamplingParams
@@ -127,4 +127,26 @@ def plans_table(timeline: Timeline, *, max_rows: int = 16) -> Table:
             f"{plan.acceptance:.2f}",
             *("–" if value is None else f"{value:.0f}" for value in predicted),
         )
+    return table
+
+
+def decisions_table(timeline: Timeline, *, max_rows: int = 16) -> Table:
+    """What all sessions decided together, where it changed, and what trials showed."""
+    changes = changed_decisions(timeline)
+    hidden = len(changes) - max_rows
+    table = Table(
+        title="decisions of all sessions, and trials; gains over plain decoding",
+        caption=f"and {hidden} more" if hidden > 0 else None,
+    )
+    for heading in ("ms", "event", "running", "promised", "believed", "seen"):
+        table.add_column(heading, no_wrap=True, justify="left" if heading == "event" else "right")
+    for event in changes[:max_rows]:
+        ms = f"{(event.ns - timeline.start_ns) / 1e6:.1f}"
+        if isinstance(event, Decided):
+            trial = "" if event.tried is None else f", trying {event.tried}"
+            numbers = (str(event.num_running), f"{event.promised:.2f}", f"{event.believed:.2f}", "–")
+            table.add_row(ms, f"{event.level}{trial}", *numbers)
+        else:
+            seen = "given up" if event.gain is None else f"{event.gain:.2f}"
+            table.add_row(ms, f"tried {event.tried}", "–", f"{event.promised:.2f}", "–", seen)
     return table

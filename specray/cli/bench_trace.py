@@ -101,6 +101,8 @@ def trace(
         console.width = _FILE_WIDTH
     console.print(traces.summary_table(summary))
     console.print(traces.plans_table(timeline))
+    if timeline.decisions:
+        console.print(traces.decisions_table(timeline))
     if jsonl is not None:
         _write(jsonl, encode_trace(events), "--jsonl")
     window = _window(timeline, start_ms, length_ms)

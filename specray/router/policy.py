@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from specray.config import SpeculationConfig
+from specray.metrics import RouterMetrics
 from specray.requests import GenerateRequest
+from specray.router.decisions import Decisions
 from specray.router.estimates import Rate, chain_trials
 from specray.router.expected import prior_hit_rate
 from specray.router.measured import Measured
@@ -24,6 +26,7 @@ from specray.router.records import Lookup
 from specray.router.session import MAX_SPECULATIVE_TOKENS
 from specray.router.together import Together
 from specray.router.trace import Trace
+from specray.router.trials import Trials
 from specray.types import DraftKind, Overlap
 
 PRIOR_ACCEPTANCE = 0.7
@@ -46,7 +49,8 @@ class Policy:
 
     Args:
         config: the ``speculation`` section.
-        trace: told of reviews; None: nobody is.
+        trace: told of reviews and decisions; None: nobody is.
+        metrics: told of decisions; None: nobody is.
         source: what drafts under its plans.
         prior_acceptance: per token, until some have been verified; in (0, 1).
         measured: what is known of the engines; None: nothing.
@@ -61,6 +65,7 @@ class Policy:
         config: SpeculationConfig,
         *,
         trace: Trace | None = None,
+        metrics: RouterMetrics | None = None,
         source: str = DraftKind.MODEL.value,
         prior_acceptance: float = PRIOR_ACCEPTANCE,
         measured: Measured | None = None,
@@ -80,7 +85,8 @@ class Policy:
         self.measured = Measured() if measured is None else measured
         self._prospects = Prospects(config, source, self.measured)
         self._probes = Probes(self._is_model)
-        self.together = Together()
+        decisions = Decisions(metrics, trace)
+        self.together = Together(trials=Trials(decisions.trial_ended), decisions=decisions)
 
     def beside(self, source: str, *, prior_acceptance: float) -> Policy:
         """A policy of its own for drafts that take no time and so never overlap; target times are shared.

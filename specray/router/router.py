@@ -95,7 +95,7 @@ class Router:
         self._draft_on_demand = draft_on_demand
         max_events = self._config.trace_events
         self._trace = Trace(self._clock, max_events) if max_events else None
-        self._policy = Policy(self._speculation, trace=self._trace)
+        self._policy = Policy(self._speculation, trace=self._trace, metrics=self.metrics)
         self._local_drafts = LocalDrafts(self._speculation, self._policy, has_model=drafters is not None)
         queue: AdmissionQueue[LiveSession] = AdmissionQueue(
             max_requests=self._config.max_queued_requests,

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
+from specray.router.decisions import Decisions
 from specray.router.estimates import Rate
 from specray.router.plan import Judged, Pacing, Plan
 from specray.router.trials import Level, Trials
@@ -57,6 +58,8 @@ class Together:
     gain: float = MIN_GAIN
     """What is believed of the model, as a multiple of plain decoding."""
     trials: Trials = field(default_factory=Trials)
+    decisions: Decisions = field(default_factory=Decisions)
+    """Told of each; trials tell it themselves."""
     plan: Plan | None = None
     """Of all who speculate, where there are several; each has its own part of it."""
     num_turns: int = 0
@@ -196,6 +199,7 @@ class Together:
         self.level, self._num_running = level, num_running
         if is_turn or tried is not None:
             self._turn()
+        self.decisions.decided(level, tried, promised=promised, believed=self.gain, num_running=num_running)
 
     def _choose(self, believed: Mapping[Level, float]) -> Level:
         """The level that brings most; that of now is left only for one that brings a little more."""

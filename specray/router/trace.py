@@ -47,6 +47,37 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True)
+class Decided:
+    """All sessions decided how much they speculate; levels are plain, fillers and model."""
+
+    ns: int
+    level: str
+    tried: str | None
+    """Instead of it for a few steps, to see what that brings; None: nothing."""
+    promised: float
+    """Tokens per second with the model, as a multiple of plain decoding."""
+    believed: float
+    """Of that, after what trials have shown."""
+    num_running: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrialEnded:
+    """A few steps at another level are over, and as many after them at the one that was decided for."""
+
+    ns: int
+    level: str
+    """That was decided for."""
+    tried: str
+    contender: str
+    """The one of both that speculates (more)."""
+    promised: float
+    """By the contender, as a multiple of plain decoding."""
+    gain: float | None
+    """Seen, of the contender over the other; None: the trial was given up."""
+
+
+@dataclass(frozen=True, slots=True)
 class DraftAsked:
     """A proposal, or with a fan-out the outcomes of the round that has just been sent."""
 
@@ -129,10 +160,22 @@ class LookedUp:
     """Ready for the next round."""
 
 
-TraceEvent = Planned | DraftAsked | DraftReplied | DraftSkipped | VerifySent | VerdictReceived | LookedUp
+TraceEvent = (
+    Planned
+    | Decided
+    | TrialEnded
+    | DraftAsked
+    | DraftReplied
+    | DraftSkipped
+    | VerifySent
+    | VerdictReceived
+    | LookedUp
+)
 _NAMES: Final[Mapping[str, type[TraceEvent]]] = MappingProxyType(
     {
         "planned": Planned,
+        "decided": Decided,
+        "trial_ended": TrialEnded,
         "draft_asked": DraftAsked,
         "draft_replied": DraftReplied,
         "draft_skipped": DraftSkipped,
@@ -166,6 +209,14 @@ class Trace:
     def planned(self, request_id: str, source: str, **decision: Any) -> None:
         """A review; ``decision`` is the rest of ``Planned``."""
         self._events.append(Planned(self._ns(), request_id, source, **decision))
+
+    def decided(self, **decision: Any) -> None:
+        """All sessions decided; ``decision`` is the rest of ``Decided``."""
+        self._events.append(Decided(self._ns(), **decision))
+
+    def trial_ended(self, **result: Any) -> None:
+        """``result`` is the rest of ``TrialEnded``."""
+        self._events.append(TrialEnded(self._ns(), **result))
 
     def draft_asked(self, item: SpeculateItem) -> None:
         self._events.append(

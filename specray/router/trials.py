@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -155,12 +155,16 @@ class _Kept:
 class Trials:
     """Holds promises against what came, by level and by the number of sessions, in powers of two.
 
+    Args:
+        on_end: told of each trial that ends, and of the gain that it showed; None: given up, it showed none.
+
     Attributes:
         running: the trial that goes on; None: there is none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_end: Callable[[Trial, float | None], None] | None = None) -> None:
         self.running: Trial | None = None
+        self._on_end = on_end
         self._kept: dict[tuple[Level, int], _Kept] = {}
         self._num_steps = 0
         self._size = 0
@@ -235,6 +239,7 @@ class Trials:
         if trial is not None:
             kept = self._kept[trial.contender, self._size]
             kept.put_off(self._num_steps, kept.interval)
+            self._tell(trial, None)
         self.running = None
         self._level = None
 
@@ -294,9 +299,15 @@ class Trials:
 
     def _end(self, trial: Trial) -> None:
         self._put_off(trial)
-        if trial.gain is not None:
-            self._kept[trial.contender, self._size].add(trial.gain, trial.promised)
+        gain = trial.gain
+        if gain is not None:
+            self._kept[trial.contender, self._size].add(gain, trial.promised)
+        self._tell(trial, gain)
         self.running = None
+
+    def _tell(self, trial: Trial, gain: float | None) -> None:
+        if self._on_end is not None:
+            self._on_end(trial, gain)
 
     def _put_off(self, trial: Trial) -> None:
         kept = self._kept[trial.contender, self._size]

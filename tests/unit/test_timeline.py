@@ -13,21 +13,26 @@ from specray.bench.timeline import (
     Lane,
     Mark,
     Span,
+    Stretch,
     Summary,
     Timeline,
+    changed_decisions,
     changed_plans,
     make_timeline,
+    stretches,
     summarize,
     waits,
 )
 from specray.bench.timeline_chart import MAX_SESSIONS, Window, draw_timeline
 from specray.cli.app import run
 from specray.router.trace import (
+    Decided,
     DraftAsked,
     DraftReplied,
     LookedUp,
     Planned,
     TraceEvent,
+    TrialEnded,
     VerdictReceived,
     VerifySent,
     encode_trace,
@@ -57,6 +62,14 @@ EVENTS: list[TraceEvent] = [
     DraftAsked(318, "a", 4, 15, 2, 3, ()),
     DraftReplied(352, "a", 4, "proposal", 30, 3, 0, False),
     VerifySent(352, "a", 4, 4, 15, 2, 3),
+]
+# All speculate, twice decided; plain decoding is tried beside it, and then stays.
+DECISIONS: list[TraceEvent] = [
+    Decided(100, "model", None, 1.5, 1.5, 1),
+    Decided(150, "model", None, 1.5, 1.5, 1),
+    Decided(200, "model", "plain", 1.5, 1.25, 1),
+    TrialEnded(260, "model", "plain", "model", 1.5, 0.875),
+    Decided(280, "plain", None, 1.5, 0.75, 1),
 ]
 
 
@@ -129,6 +142,22 @@ def test_plans_are_listed_when_they_change() -> None:
     assert changed_plans(make_timeline(plans)) == [PLAN, other, back, filler, second]
 
 
+def test_decisions_are_listed_when_they_change_and_with_every_trial() -> None:
+    timeline = make_timeline([*EVENTS, *DECISIONS])
+    assert timeline.decisions == tuple(DECISIONS)
+    assert changed_decisions(timeline) == [DECISIONS[0], *DECISIONS[2:]]
+
+
+def test_stretches_of_one_level_follow_each_other_to_the_end() -> None:
+    assert stretches(make_timeline([*EVENTS, *DECISIONS])) == [
+        Stretch(100, 200, "model", is_trial=False),
+        Stretch(200, 260, "plain", is_trial=True),
+        Stretch(260, 280, "model", is_trial=False),
+        Stretch(280, 352, "plain", is_trial=False),
+    ]
+    assert stretches(make_timeline(EVENTS)) == []
+
+
 # The plot
 
 
@@ -156,6 +185,22 @@ def test_plot_has_a_bar_for_each_span_and_a_sign_for_each_verdict() -> None:
         3, 3, 2, 2, 2
     ]  # fmt: skip
     assert [title.text for title in root.iter(f"{SVG}title")] == ["hit", "hit", "late_miss"]
+
+
+def test_plot_has_what_all_decided_above_the_sessions() -> None:
+    root = drawn([*EVENTS, *DECISIONS], 100, 352)
+    strip = [element for element in root.iter(f"{SVG}rect") if element.find(f"{SVG}title") is not None]
+    titles = [element.findtext(f"{SVG}title") for element in strip]
+    assert titles == ["model", "plain, on trial", "model", "plain"]
+    assert [element.get("stroke-dasharray") for element in strip] == [None, "4 3", None, None]
+    lefts = [float(element.get("x", "")) for element in strip]
+    assert lefts == sorted(lefts) and lefts[0] == 78.0
+    # It moves the sessions down, and is not there without decisions.
+    heights = [float(plot.get("height", "")) for plot in (root, drawn(EVENTS, 100, 352))]
+    assert heights[0] - heights[1] == 30.0
+    assert "decided" in labels(root) and "decided" not in labels(drawn(EVENTS, 100, 352))
+    late = [element.text for element in drawn([*EVENTS, *DECISIONS], 290, 352).iter(f"{SVG}title")]
+    assert late == ["plain", "late_miss"]
 
 
 def test_plot_shows_its_window_and_nothing_else() -> None:
@@ -191,7 +236,7 @@ def test_command_reads_a_trace_and_writes_its_plot(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, plot, copy = tmp_path / "in.jsonl", tmp_path / "out.svg", tmp_path / "copy.jsonl"
-    source.write_text(encode_trace(scaled(EVENTS)))
+    source.write_text(encode_trace(scaled([*EVENTS, *DECISIONS])))
     assert run(["bench", "trace", f"--file={source}", f"--svg={plot}", f"--jsonl={copy}"]) == 0
     printed = capsys.readouterr().out
     for text in (
@@ -202,6 +247,10 @@ def test_command_reads_a_trace_and_writes_its_plot(
         "66.7 % of 3",
         "late miss",
         "enumerate, K = 3, F = 1",
+        "decisions of all sessions",
+        "model, trying plain",
+        "tried plain",
+        "0.88",
     ):
         assert text in printed, text
     assert copy.read_text() == source.read_text()

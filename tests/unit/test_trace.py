@@ -11,6 +11,7 @@ from router_harness import MODEL, PROMPT, fake_draft, request, router_config, ru
 from specray.errors import ConfigError
 from specray.fakes import FakeRouterClient, PerfectGuesser, RandomGuesser, VirtualClock
 from specray.router.trace import (
+    Decided,
     DraftAsked,
     DraftReplied,
     DraftSkipped,
@@ -18,6 +19,7 @@ from specray.router.trace import (
     Planned,
     Trace,
     TraceEvent,
+    TrialEnded,
     VerdictReceived,
     VerifySent,
     decode_trace,
@@ -33,6 +35,10 @@ EVENTS: list[TraceEvent] = [
     VerifySent(5, "a", 2, 7, 5, 1, 3),
     VerdictReceived(6, "a", 2, 900, "model", 3, 2, 3),
     LookedUp(7, "a", "miss_token", 0),
+    Decided(8, "model", None, 1.5, 1.25, 4),
+    Decided(9, "model", "plain", 1.5, 1.25, 4),
+    TrialEnded(10, "model", "plain", "model", 1.5, 1.125),
+    TrialEnded(11, "plain", "fillers", "fillers", 1.0, None),
 ]
 
 
@@ -148,7 +154,7 @@ def test_every_event_survives_the_way_through_text() -> None:
 def test_a_line_that_is_no_event_is_named(line: str) -> None:
     with pytest.raises(ConfigError) as caught:
         decode_trace(encode_trace(EVENTS) + line + "\n")
-    assert str(caught.value) == f"line 8 is no event of a trace: {line!r}"
+    assert str(caught.value) == f"line 12 is no event of a trace: {line!r}"
 
 
 async def test_trace_over_http_and_404_without_one() -> None:
