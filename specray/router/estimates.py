@@ -104,14 +104,17 @@ class TimeTable:
     def expect(self, seconds_by_size: Mapping[int, float]) -> None:
         """Replaces what is expected of steps that were not measured yet.
 
-        Beyond the largest size, up to _GROWTH times as much, steps are expected to go on growing as they did.
+        Beyond the largest size, up to _GROWTH times as much, steps are expected to go on growing as they did
+        since half that size: of two sizes near each other, neither is known well enough to say.
         """
         known = ((size_of(size), seconds) for size, seconds in seconds_by_size.items())
         self._expected = sorted({size: seconds for size, seconds in known if seconds > 0}.items())
         if len(self._expected) > 1:
-            (size, less), (last, more) = self._expected[-2:]
-            slope = max(0.0, more - less) / (last - size)
-            self._expected.append((size_of(_GROWTH * last), more + slope * (_GROWTH - 1) * last))
+            last, more = self._expected[-1]
+            half = bisect_right(self._expected, last / 2, key=itemgetter(0)) - 1
+            size, less = self._expected[max(0, half)]
+            slope, end = max(0.0, more - less) / (last - size), size_of(_GROWTH * last)
+            self._expected.append((end, more + slope * (end - last)))
         self._points = None
 
     def add(self, size: int, seconds: float) -> None:

@@ -14,7 +14,7 @@ from statistics import fmean
 from specray.router.decisions import Decisions
 from specray.router.estimates import Rate
 from specray.router.plan import Judged, Pacing, Plan
-from specray.router.trials import Level, Trials
+from specray.router.trials import Level, Trials, size_of
 
 FIRST_REVIEW_STEPS = 4
 REVIEW_STEPS = 16
@@ -73,6 +73,9 @@ class Together:
     _last: Pacing | None = None
     _num_running: int = 0
     """At the last decision."""
+    _promises: dict[Level, float] = field(default_factory=dict)
+    """Made for it."""
+    _is_trial_due: bool = False
     _num_steps: int = FIRST_REVIEW_STEPS
     """For which it stands."""
     _step: _Step = field(default_factory=_Step)
@@ -145,6 +148,9 @@ class Together:
             self._turn()
             # What was tried is weighed with the next round.
             self._num_steps = 0 if self.trials.running is None else self._num_steps
+        elif self._num_running and size_of(num_running) == size_of(self._num_running):
+            # Decisions are rare where little changes, and a burst may be over before the next one.
+            self._is_trial_due = self.trials.is_due(self.level, self._promises, num_running)
 
     def _is_alike(self, step: _Step, num_sessions: int) -> bool:
         """All sessions of the step worked as was decided, or tried."""
@@ -163,7 +169,7 @@ class Together:
 
     def is_due(self, num_running: int) -> bool:
         """It is time to decide anew."""
-        if self.level is None or self._is_another(num_running):
+        if self.level is None or self._is_trial_due or self._is_another(num_running):
             return True
         return self.trials.running is None and self._num_rounds >= self._num_steps * num_running
 
@@ -179,7 +185,7 @@ class Together:
 
     def decide(self, promised: float, num_running: int) -> None:
         """``promised`` of the model, as a multiple of plain decoding, decides, as far as it is believed."""
-        promises = {Level.FILLERS: 1.0, Level.MODEL: promised}
+        self._promises = promises = {Level.FILLERS: 1.0, Level.MODEL: promised}
         believed = self.trials.believed(promises, num_running)
         self.gain = believed[Level.MODEL]
         level = self._choose(believed)
@@ -196,7 +202,7 @@ class Together:
         else:
             growth = 2 if level is Level.MODEL else OFF_REVIEW_GROWTH
             self._num_steps = min(most, growth * max(1, self._num_steps))
-        self.level, self._num_running = level, num_running
+        self.level, self._num_running, self._is_trial_due = level, num_running, False
         if is_turn or tried is not None:
             self._turn()
         self.decisions.decided(level, tried, promised=promised, believed=self.gain, num_running=num_running)

@@ -243,6 +243,10 @@ class Trials:
         self.running = None
         self._level = None
 
+    def is_due(self, level: Level, promised: Mapping[Level, float], num_running: int) -> bool:
+        """``begin`` would begin a trial."""
+        return self._due(level, promised, num_running) is not None
+
     def begin(self, level: Level, promised: Mapping[Level, float], num_running: int) -> Level | None:
         """Begins a trial beside ``level`` when one is due.
 
@@ -253,19 +257,9 @@ class Trials:
         Returns:
             What is tried from now on; None: nothing.
         """
-        if self.running is not None or self._level is not level or not self._window.is_full:
+        contender = self._due(level, promised, num_running)
+        if contender is None:
             return None
-        if size_of(num_running) != self._size:
-            return None
-        if level is not Level.PLAIN:
-            contenders: list[Level] = [level]
-        else:
-            # What promises less than nothing is looked at when it promises more.
-            contenders = [other for other, gain in promised.items() if gain >= 1.0]
-        due = [other for other in contenders if self._is_due(other, level, promised, num_running)]
-        if not due:
-            return None
-        contender = due[0]
         tried = Level.PLAIN if level is contender else contender
         sizes = [num_steps_of(one, num_running) for one in (tried, level)]
         self.running = Trial(
@@ -278,6 +272,21 @@ class Trials:
             num_left=_PATIENCE * sum(sizes),
         )
         return tried
+
+    def _due(self, level: Level, promised: Mapping[Level, float], num_running: int) -> Level | None:
+        """What speculates in the trial that may begin now; None: none may."""
+        if self.running is not None or self._level is not level or not self._window.is_full:
+            return None
+        if size_of(num_running) != self._size:
+            return None
+        if level is not Level.PLAIN:
+            contenders: list[Level] = [level]
+        else:
+            # What promises less than nothing is looked at when it promises more.
+            contenders = [other for other, gain in promised.items() if gain >= 1.0]
+        return next(
+            (other for other in contenders if self._is_due(other, level, promised, num_running)), None
+        )
 
     def _is_due(
         self, contender: Level, level: Level, promised: Mapping[Level, float], num_running: int

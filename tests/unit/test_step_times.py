@@ -322,6 +322,16 @@ def test_what_a_size_took_tells_of_sizes_up_to_four_times_larger_or_smaller() ->
     assert [times.predict(size) for size in (2, 4, 16, 64, 128)] == [1.0, 2.0, 2.0, 2.0, 3.0]
 
 
+def test_of_two_sizes_near_each_other_neither_says_how_larger_ones_grow() -> None:
+    table = TimeTable()
+    # One that was disturbed makes both alike; a machine where rows cost nothing looks otherwise.
+    table.expect({8: 0.035, 16: 0.045, 32: 0.077, 36: 0.077})
+    slope = (0.077 - 0.045) / (36 - 16)
+    assert table.predict(48) == pytest.approx(0.077 + slope * 12)
+    table.expect({24: 0.060, 32: 0.076})
+    assert table.predict(64) == pytest.approx(0.076 + 0.002 * 32)
+
+
 def test_what_a_size_took_more_may_be_the_steps_and_not_the_rows() -> None:
     """Of 64 sequences 3 ms are for messages: no reason to believe that further rows are dear."""
     table = TimeTable()

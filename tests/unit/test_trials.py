@@ -499,6 +499,33 @@ def test_without_the_model_decisions_become_rare_until_a_session_has_tried_it() 
     assert together.is_due(1)
 
 
+def test_a_trial_does_not_wait_for_a_decision_that_is_far_away() -> None:
+    together = Together()
+    off = sessions_of(NUM_RUNNING, OFF)
+    for _ in range(4):
+        # Decisions are for 4, 16, 64 and 128 steps.
+        together.decide(0.5, NUM_RUNNING)
+    assert together.level is Level.FILLERS
+    num_steps = 0
+    while not together.is_due(NUM_RUNNING):
+        step_of(together, off, 0.1, NUM_RUNNING, is_drafted=True)
+        num_steps += 1
+    assert num_steps == 2 + FIRST_INTERVAL_STEPS
+    together.take_mean(off[0])
+    together.decide(0.5, NUM_RUNNING)
+    assert together.is_trying_plain and not together.is_due(NUM_RUNNING)
+    # With others beside them they are not as many as the trial would be of.
+    other = Together()
+    other.decide(0.5, NUM_RUNNING)
+    for _ in range(FIRST_INTERVAL_STEPS + 2):
+        other.take_mean(off[0])
+        step_of(other, off, 0.1, NUM_RUNNING, is_drafted=True)
+    assert other.is_due(NUM_RUNNING)
+    other.decide(0.5, 2 * NUM_RUNNING - 1)
+    step_of(other, off, 0.1, NUM_RUNNING, is_drafted=True)
+    assert not other.is_due(2 * NUM_RUNNING - 1)
+
+
 # What the router does then
 
 
