@@ -37,6 +37,8 @@ _LEVELS: Final[Mapping[str, str]] = MappingProxyType(
     {"plain": "#cbd5e1", "fillers": "#ddd6fe", "model": "#a5b4fc"}
 )
 
+_TRIAL_BORDER: Final = f'stroke="{_INK}" stroke-dasharray="4 3"'
+
 
 @dataclass(frozen=True, slots=True)
 class Window:
@@ -64,7 +66,7 @@ def draw_timeline(timeline: Timeline, summary: Summary, window: Window, *, title
     decided = [stretch for stretch in stretches(timeline) if window.shows(stretch.start_ns, stretch.end_ns)]
     first_top = HEADER + (STRIP + STRIP_GAP if decided else 0)
     bottom = first_top + len(shown) * session_height
-    height = bottom + AXIS + 2 * LEGEND_LINE + FOOT
+    height = bottom + AXIS + (3 if decided else 2) * LEGEND_LINE + FOOT
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
         f'viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="12">',
@@ -78,7 +80,10 @@ def draw_timeline(timeline: Timeline, summary: Summary, window: Window, *, title
     for index, request_id in enumerate(shown):
         top = first_top + index * session_height
         parts += _session(timeline, window, request_id, top)
-    return "\n".join([*parts, *_legend(bottom + AXIS), "</svg>"]) + "\n"
+    parts += _legend(bottom + AXIS)
+    if decided:
+        parts += _levels_legend(bottom + AXIS + 2 * LEGEND_LINE)
+    return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def _subtitle(summary: Summary, num_hidden: int) -> str:
@@ -128,13 +133,15 @@ def _strip(window: Window, decided: Sequence[Stretch]) -> list[str]:
     for stretch in decided:
         label = f"{stretch.level}, on trial" if stretch.is_trial else stretch.level
         left, right = window.x(stretch.start_ns), window.x(stretch.end_ns)
-        border = f' stroke="{_INK}" stroke-dasharray="4 3"' if stretch.is_trial else ""
+        border = f" {_TRIAL_BORDER}" if stretch.is_trial else ""
         parts.append(
             f'<rect x="{left:.1f}" y="{HEADER}" width="{max(0.8, right - left):.1f}" height="{STRIP}" '
             f'fill="{_LEVELS[stretch.level]}"{border}><title>{escape(label)}</title></rect>'
         )
-        if _CHAR * len(label) + 14 <= right - left:
-            parts.append(_text((left + right) / 2, HEADER + 13, label, anchor="middle", size=11))
+        for text in (label, stretch.level):
+            if _CHAR * len(text) + 14 <= right - left:
+                parts.append(_text((left + right) / 2, HEADER + 13, text, anchor="middle", size=11))
+                break
     return parts
 
 
@@ -145,7 +152,7 @@ def _session(timeline: Timeline, window: Window, request_id: str, top: float) ->
     name = shortened(request_id, 28)
     parts = [_text(LEFT, top + 17, name, weight="bold", size=13)]
     if plan:
-        offset = _CHAR * 1.25 * len(name) + 14
+        offset = _CHAR * 1.4 * len(name) + 14
         parts.append(_text(LEFT + offset, top + 17, plan, color=_MUTED))
     for lane, y in tops.items():
         parts.append(_text(LEFT - 12, y + LANE / 2 + 4, lane.value, anchor="end"))
@@ -263,6 +270,20 @@ def _legend(top: float) -> list[str]:
         parts.append(_text(x + 30, y + 12, label))
         x += 62 + _CHAR * 1.1 * len(label)
     parts.append(_text(x, y + 12, "2/3: accepted of verified draft tokens", color=_MUTED))
+    return parts
+
+
+def _levels_legend(top: float) -> list[str]:
+    parts = []
+    x, y = float(LEFT), top + 6
+    signs = (
+        *((f"all sessions: {level}", f'fill="{fill}"') for level, fill in _LEVELS.items()),
+        ("on trial", f'fill="white" {_TRIAL_BORDER}'),
+    )
+    for label, look in signs:
+        parts.append(f'<rect x="{x}" y="{y}" width="22" height="14" {look}/>')
+        parts.append(_text(x + 30, y + 12, label))
+        x += 62 + _CHAR * 1.1 * len(label)
     return parts
 
 

@@ -197,8 +197,11 @@ def test_plot_has_what_all_decided_above_the_sessions() -> None:
     assert lefts == sorted(lefts) and lefts[0] == 78.0
     # It moves the sessions down, and is not there without decisions.
     heights = [float(plot.get("height", "")) for plot in (root, drawn(EVENTS, 100, 352))]
-    assert heights[0] - heights[1] == 30.0
-    assert "decided" in labels(root) and "decided" not in labels(drawn(EVENTS, 100, 352))
+    assert heights[0] - heights[1] == 30.0 + 26.0
+    texts = labels(root)
+    assert texts.count("plain, on trial") == 1 and texts.count("plain") == 1
+    assert texts[-4:] == [*(f"all sessions: {level}" for level in ("plain", "fillers", "model")), "on trial"]
+    assert "decided" in texts and "decided" not in labels(drawn(EVENTS, 100, 352))
     late = [element.text for element in drawn([*EVENTS, *DECISIONS], 290, 352).iter(f"{SVG}title")]
     assert late == ["plain", "late_miss"]
 
