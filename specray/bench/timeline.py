@@ -7,7 +7,6 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from specray.bench.overlap import HITS
 from specray.router.trace import (
@@ -221,7 +220,7 @@ def stretches(timeline: Timeline) -> list[Stretch]:
     """From the first decision to the end of the timeline. A trial's is as long as the trial."""
     found: list[Stretch] = []
     bounds = [*(event.ns for event in timeline.decisions), timeline.end_ns]
-    for event, (start_ns, end_ns) in zip(timeline.decisions, pairwise(bounds), strict=True):
+    for event, (start_ns, end_ns) in zip(timeline.decisions, itertools.pairwise(bounds), strict=True):
         level, is_trial = _shown(event)
         last = found[-1] if found else None
         if last is not None and (last.level, last.is_trial) == (level, is_trial):

@@ -36,7 +36,7 @@ _HIT, _MISS = "#059669", "#dc2626"
 _LEVELS: Final[Mapping[str, str]] = MappingProxyType(
     {"plain": "#cbd5e1", "fillers": "#ddd6fe", "model": "#a5b4fc"}
 )
-
+"""What fills the strip; a level of another version is grey."""
 _TRIAL_BORDER: Final = f'stroke="{_INK}" stroke-dasharray="4 3"'
 
 
@@ -136,7 +136,7 @@ def _strip(window: Window, decided: Sequence[Stretch]) -> list[str]:
         border = f" {_TRIAL_BORDER}" if stretch.is_trial else ""
         parts.append(
             f'<rect x="{left:.1f}" y="{HEADER}" width="{max(0.8, right - left):.1f}" height="{STRIP}" '
-            f'fill="{_LEVELS[stretch.level]}"{border}><title>{escape(label)}</title></rect>'
+            f'fill="{_LEVELS.get(stretch.level, _GRID)}"{border}><title>{escape(label)}</title></rect>'
         )
         for text in (label, stretch.level):
             if _CHAR * len(text) + 14 <= right - left:

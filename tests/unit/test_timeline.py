@@ -206,6 +206,14 @@ def test_plot_has_what_all_decided_above_the_sessions() -> None:
     assert late == ["plain", "late_miss"]
 
 
+def test_plot_shows_a_level_that_it_does_not_know() -> None:
+    root = drawn([*EVENTS, Decided(100, "other", None, 1.5, 1.5, 1)], 100, 352)
+    fills = [
+        element.get("fill") for element in root.iter(f"{SVG}rect") if element.find(f"{SVG}title") is not None
+    ]
+    assert fills == ["#e5e7eb"]
+
+
 def test_plot_shows_its_window_and_nothing_else() -> None:
     root = drawn(EVENTS, 205, 260)
     assert [title.text for title in root.iter(f"{SVG}title")] == []
