@@ -19,6 +19,7 @@ from typing import Any, Final
 from specray.config import Config
 from specray.environment import apply_ray_environment, external_ray_address
 from specray.errors import ConfigError
+from specray.process_end import end_without_destructors
 
 APP_NAME = "specray"
 LOOPBACK = "127.0.0.1"
@@ -162,6 +163,7 @@ def _ray(config: Config) -> Iterator[None]:
     handlers = _handlers()
     print("specray: starting Ray", file=sys.stderr, flush=True)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    end_without_destructors()
     if is_own:
         context = _init_ray(
             # Without this, the last cluster that `ray start` left a note of would be joined.

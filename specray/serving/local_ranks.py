@@ -81,7 +81,12 @@ def follow(config: Config, role: RoleName, rank: int, meeting: str) -> None:
     """
     apply_interface_environment("lo")
     parallel = join_group(config, role, rank, meeting)
-    build_follower(engine_config(config, role), role=role, parallel=parallel).follow()
+    runner = build_follower(engine_config(config, role), role=role, parallel=parallel)
+    try:
+        runner.follow()
+    finally:
+        # A group's threads that are there when the interpreter ends can end the process with SIGABRT.
+        runner.close()
 
 
 def sharing_cores(config: Config, role: RoleName) -> Config:

@@ -44,6 +44,8 @@ def hang_or_die(rank: int, meeting: Queue[str], answers: Queue[Any], verb: str) 
         group.receive_step()
     except EngineLostError as error:
         answers.put(f"rank {rank}: {error}")
+    finally:
+        group.close()
 
 
 def start_differently(rank: int, meeting: Queue[str], answers: Queue[Any]) -> None:
@@ -53,3 +55,5 @@ def start_differently(rank: int, meeting: Queue[str], answers: Queue[Any]) -> No
         group.start({"attention": "gather", "block_size": (256, 16)[rank]})
     except ConfigError as error:
         answers.put((rank, str(error)))
+    finally:
+        group.close()

@@ -135,15 +135,20 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("verb", "survivor"), [("die", 0), ("hang", 1)])
 def test_a_lost_rank_is_noticed(verb: str, survivor: int) -> None:
-    with running_ranks(hang_or_die, verb) as (_, answers):
+    with running_ranks(hang_or_die, verb) as (ranks, answers):
         message = answers.get(timeout=DEADLINE_S)
+        ranks[survivor].join(DEADLINE_S)
+        assert ranks[survivor].exitcode == 0
     assert message.startswith(f"rank {survivor}: rank {survivor} lost its group")
 
 
 def test_no_rank_starts_where_one_has_blocks_of_another_size() -> None:
     """Its blocks would be other places of the cache than those that the leader means."""
-    with running_ranks(start_differently) as (_, answers):
+    with running_ranks(start_differently) as (ranks, answers):
         messages = sorted(answers.get(timeout=DEADLINE_S) for _ in range(2))
+        for process in ranks:
+            process.join(DEADLINE_S)
+        assert [process.exitcode for process in ranks] == [0, 0]
     expected = f"block_size is 256 on rank 0, 16 on rank 1; {SAME_ON_ALL}"
     assert messages == [(0, expected), (1, expected)]
 

@@ -1,0 +1,45 @@
+"""A process in which Ray has run ends with its own status, however its C++ libraries would have ended."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import subprocess
+import sys
+
+import pytest
+
+DEADLINE_S = 60.0
+# The destructor of a library, as the C library sees it: a function registered when it is loaded.
+ENDING = """
+import atexit, ctypes, sys
+libc = ctypes.CDLL(None)
+libc.__cxa_atexit(ctypes.cast(libc.abort, ctypes.c_void_p), None, None)
+atexit.register(print, "an exit function of Python")
+if "skip" in sys.argv:
+    from specray.process_end import end_without_destructors
+    end_without_destructors()
+    end_without_destructors()
+    # A library that is loaded later.
+    libc.__cxa_atexit(ctypes.cast(libc.abort, ctypes.c_void_p), None, None)
+print("what Python holds back")
+libc.puts(b"what C holds back")
+sys.exit(7)
+"""
+
+
+def end(*args: str) -> tuple[int, list[str]]:
+    command = [sys.executable, "-c", ENDING, *args]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=DEADLINE_S, check=False)
+    return ended.returncode, sorted(ended.stdout.splitlines())
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "on_exit"), reason="this C library has no on_exit")
+def test_a_destructor_that_would_crash_does_not_run_and_nothing_that_was_written_is_lost() -> None:
+    written = ["an exit function of Python", "what C holds back", "what Python holds back"]
+    assert end("skip") == (7, written)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "__cxa_atexit"), reason="of another kind of C library")
+def test_the_destructor_of_this_test_crashes() -> None:
+    assert end()[0] == -signal.SIGABRT
