@@ -19,7 +19,7 @@ from typing import Any, Final
 from specray.config import Config
 from specray.environment import apply_ray_environment, external_ray_address
 from specray.errors import ConfigError
-from specray.process_end import end_without_destructors
+from specray.serving.process_end import end_without_destructors
 
 APP_NAME = "specray"
 LOOPBACK = "127.0.0.1"
