@@ -115,6 +115,10 @@ class Summary:
     num_accepted_tokens: int
     lookups: Mapping[str, int]
     """By result."""
+    first_token_s: float | None = None
+    """From a session's first Verify to its first verdict with tokens, on average; None: none was seen."""
+    later_tokens_per_s: float | None = None
+    """Of one session, after its first verdict with tokens: what decoding gives, without the prompt."""
 
     @property
     def hit_rate(self) -> float | None:
@@ -180,6 +184,7 @@ def summarize(timeline: Timeline, events: Sequence[TraceEvent]) -> Summary:
     verdicts = [
         event for event in events if isinstance(event, VerdictReceived) and event.num_committed_tokens
     ]
+    first_token_s, later_tokens_per_s = _paces(events)
     return Summary(
         active_ns=total,
         target_idle=share * (total - _length(work[Lane.TARGET])),
@@ -190,7 +195,28 @@ def summarize(timeline: Timeline, events: Sequence[TraceEvent]) -> Summary:
         num_draft_tokens=sum(event.num_draft_tokens for event in verdicts),
         num_accepted_tokens=sum(event.num_accepted_tokens for event in verdicts),
         lookups=dict(Counter(mark.result for mark in timeline.marks)),
+        first_token_s=first_token_s,
+        later_tokens_per_s=later_tokens_per_s,
     )
+
+
+def _paces(events: Sequence[TraceEvent]) -> tuple[float | None, float | None]:
+    """Of sessions whose beginning is in the trace: see ``Summary``."""
+    began_ns: dict[str, int] = {}
+    committed: dict[str, list[VerdictReceived]] = {}
+    for event in events:
+        if isinstance(event, VerifySent) and event.base_len == 0:
+            began_ns.setdefault(event.request_id, event.ns)
+        elif (
+            isinstance(event, VerdictReceived) and event.num_committed_tokens and event.request_id in began_ns
+        ):
+            committed.setdefault(event.request_id, []).append(event)
+    if not committed:
+        return None, None
+    first_ns = sum(verdicts[0].ns - began_ns[request_id] for request_id, verdicts in committed.items())
+    later_ns = sum(verdicts[-1].ns - verdicts[0].ns for verdicts in committed.values())
+    num_later = sum(event.num_committed_tokens for verdicts in committed.values() for event in verdicts[1:])
+    return first_ns / 1e9 / len(committed), 1e9 * num_later / later_ns if later_ns else None
 
 
 def changed_plans(timeline: Timeline) -> list[Planned]:

@@ -94,6 +94,10 @@ def summary_table(summary: Summary) -> Table:
     ):
         table.add_row(label, f"{100 * share:.1f} %")
     table.add_row("tokens / rounds", f"{summary.num_tokens} / {summary.num_rounds}")
+    if summary.first_token_s is not None:
+        table.add_row("first token", f"{1e3 * summary.first_token_s:.0f} ms")
+    if summary.later_tokens_per_s is not None:
+        table.add_row("a session after it", f"{summary.later_tokens_per_s:.1f} tokens/s")
     if summary.num_draft_tokens:
         rate = summary.num_accepted_tokens / summary.num_draft_tokens
         table.add_row("draft tokens accepted", f"{100 * rate:.1f} % of {summary.num_draft_tokens}")

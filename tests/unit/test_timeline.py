@@ -106,6 +106,8 @@ def test_shares_are_of_the_time_with_sessions() -> None:
         num_draft_tokens=6,
         num_accepted_tokens=4,
         lookups={"hit": 2, "late_miss": 1},
+        first_token_s=pytest.approx(102e-9),
+        later_tokens_per_s=pytest.approx(6 / 114e-9),
     )
     assert summary.hit_rate == pytest.approx(2 / 3)
 
@@ -118,6 +120,24 @@ def test_steps_shared_by_sessions_count_once_and_pauses_between_sessions_not_at_
     summary = summarize(make_timeline(events), events)
     assert (summary.active_ns, summary.target_idle, summary.draft_busy) == (200, 0.0, 0.0)
     assert summary.hit_rate is None
+
+
+def test_a_prompt_in_chunks_ends_with_the_first_token_and_only_sessions_seen_from_the_start_have_a_pace() -> (
+    None
+):
+    events: list[TraceEvent] = [
+        VerdictReceived(5, "older", 7, 4, "model", 0, 0, 1),
+        VerifySent(6, "older", 8, 1, 40, 1, 0),
+        VerifySent(10, "a", 1, 2, 0, 8, 0),
+        VerdictReceived(30, "older", 8, 20, "model", 0, 0, 1),
+        VerdictReceived(40, "a", 1, 20, "model", 0, 0, 0),
+        VerifySent(40, "a", 2, 3, 8, 8, 0),
+        VerdictReceived(70, "a", 2, 20, "model", 0, 0, 1),
+    ]
+    summary = summarize(make_timeline(events), events)
+    assert (summary.first_token_s, summary.later_tokens_per_s) == (pytest.approx(60e-9), None)
+    events += [VerifySent(71, "a", 3, 4, 16, 1, 2), VerdictReceived(80, "a", 3, 8, "model", 2, 2, 3)]
+    assert summarize(make_timeline(events), events).later_tokens_per_s == pytest.approx(3 / 10e-9)
 
 
 def test_an_empty_trace_has_an_empty_timeline() -> None:
