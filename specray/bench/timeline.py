@@ -184,7 +184,7 @@ def summarize(timeline: Timeline, events: Sequence[TraceEvent]) -> Summary:
     verdicts = [
         event for event in events if isinstance(event, VerdictReceived) and event.num_committed_tokens
     ]
-    first_token_s, later_tokens_per_s = _paces(events)
+    first_token_s, later_tokens_per_s = _first_and_later(events)
     return Summary(
         active_ns=total,
         target_idle=share * (total - _length(work[Lane.TARGET])),
@@ -200,7 +200,7 @@ def summarize(timeline: Timeline, events: Sequence[TraceEvent]) -> Summary:
     )
 
 
-def _paces(events: Sequence[TraceEvent]) -> tuple[float | None, float | None]:
+def _first_and_later(events: Sequence[TraceEvent]) -> tuple[float | None, float | None]:
     """Of sessions whose beginning is in the trace: see ``Summary``."""
     began_ns: dict[str, int] = {}
     committed: dict[str, list[VerdictReceived]] = {}

@@ -81,12 +81,11 @@ def follow(config: Config, role: RoleName, rank: int, meeting: str) -> None:
     """
     apply_interface_environment("lo")
     parallel = join_group(config, role, rank, meeting)
-    runner = build_follower(engine_config(config, role), role=role, parallel=parallel)
     try:
-        runner.follow()
+        build_follower(engine_config(config, role), role=role, parallel=parallel).follow()
     finally:
         # A group's threads that are there when the interpreter ends can end the process with SIGABRT.
-        runner.close()
+        parallel.close()
 
 
 def sharing_cores(config: Config, role: RoleName) -> Config:

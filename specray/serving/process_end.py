@@ -17,7 +17,8 @@ def end_without_destructors() -> None:
     Ray 2.60 starts a thread for each ``ray.init`` that exports metrics every ten seconds, and
     ``ray.shutdown`` does not end it. One that finds no collector after that logs so, and the log may be what
     a destructor has just ended: a run of our tests, with seven such threads, passed and then died of SIGSEGV.
-    With exports every 0.2 s and destructors that took three seconds, five of six processes used freed memory.
+    With exports every 0.2 s and destructors that took three seconds, five of six processes used freed memory
+    (a script that starts and ends four Rays).
     """
     # Late: exit functions of C run from the last to the first, and destructors are such, registered when a
     # library is loaded or an object is first used.

@@ -6,6 +6,7 @@ import ctypes
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -23,23 +24,28 @@ if "skip" in sys.argv:
     # A library that is loaded later.
     libc.__cxa_atexit(ctypes.cast(libc.abort, ctypes.c_void_p), None, None)
 print("what Python holds back")
-libc.puts(b"what C holds back")
+libc.fopen.restype = ctypes.c_void_p
+libc.fputs(b"what C holds back", ctypes.c_void_p(libc.fopen(sys.argv[1].encode(), b"w")))
 sys.exit(7)
 """
 
 
 def end(*args: str) -> tuple[int, list[str]]:
+    """Its status, and what came out of its standard output."""
     command = [sys.executable, "-c", ENDING, *args]
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=DEADLINE_S, check=False)
     return ended.returncode, sorted(ended.stdout.splitlines())
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "on_exit"), reason="this C library has no on_exit")
-def test_a_destructor_that_would_crash_does_not_run_and_nothing_that_was_written_is_lost() -> None:
-    written = ["an exit function of Python", "what C holds back", "what Python holds back"]
-    assert end("skip") == (7, written)
+def test_a_destructor_that_would_crash_does_not_run_and_nothing_that_was_written_is_lost(
+    tmp_path: Path,
+) -> None:
+    written = tmp_path / "written"
+    assert end(str(written), "skip") == (7, ["an exit function of Python", "what Python holds back"])
+    assert written.read_text() == "what C holds back"
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "__cxa_atexit"), reason="of another kind of C library")
-def test_the_destructor_of_this_test_crashes() -> None:
-    assert end()[0] == -signal.SIGABRT
+def test_the_destructor_of_this_test_crashes(tmp_path: Path) -> None:
+    assert end(str(tmp_path / "written"))[0] == -signal.SIGABRT

@@ -122,9 +122,7 @@ def test_steps_shared_by_sessions_count_once_and_pauses_between_sessions_not_at_
     assert summary.hit_rate is None
 
 
-def test_a_prompt_in_chunks_ends_with_the_first_token_and_only_sessions_seen_from_the_start_have_a_pace() -> (
-    None
-):
+def test_a_prompt_in_chunks_ends_with_the_first_token_and_sessions_without_a_beginning_do_not_count() -> None:
     events: list[TraceEvent] = [
         VerdictReceived(5, "older", 7, 4, "model", 0, 0, 1),
         VerifySent(6, "older", 8, 1, 40, 1, 0),

@@ -10,10 +10,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from http_service import TOKENIZER
 
+import specray.serving.local_ranks
 from specray.bench.hardware import hardware_name
 from specray.config import EngineConfig, parse_config
 from specray.demo.paths import demo_target_path
@@ -21,7 +23,7 @@ from specray.engine.device import num_usable_cores, visible_gpus
 from specray.errors import EngineLostError
 from specray.requests import GenerateRequest
 from specray.serving.local import WORKER_COMMAND, local_pair
-from specray.serving.local_ranks import local_ranks, sharing_cores
+from specray.serving.local_ranks import follow, local_ranks, sharing_cores
 from specray.tokenization import make_stop_matcher
 from specray.types import SamplingParams
 
@@ -149,6 +151,22 @@ def test_ranks_that_were_let_go_are_no_loss() -> None:
 def test_one_rank_that_fails_ends_the_block() -> None:
     with pytest.raises(EngineLostError, match=r"^rank 2 of the target has ended, with exit status 3$"):
         with_ranks_that("import sys, time; sys.exit(3) if '--rank=2' in sys.argv else time.sleep(60)")
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_rank_that_loads_nothing_or_loses_its_leader_leaves_the_group(
+    is_loaded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group's threads would outlive the interpreter."""
+    lost = EngineLostError("the leader is gone")
+    group, runner = Mock(), Mock(**{"follow.side_effect": lost})
+    build = Mock(return_value=runner) if is_loaded else Mock(side_effect=lost)
+    monkeypatch.setattr(specray.serving.local_ranks, "join_group", Mock(return_value=group))
+    monkeypatch.setattr(specray.serving.local_ranks, "build_follower", build)
+    monkeypatch.setattr(specray.serving.local_ranks, "apply_interface_environment", Mock())
+    with pytest.raises(EngineLostError, match="the leader is gone"):
+        follow(parse_config({}), "target", 1, "127.0.0.1:1")
+    assert (runner.follow.call_count, group.close.call_count) == (is_loaded, 1)
 
 
 def test_ranks_share_the_cores_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
