@@ -13,20 +13,20 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from specray.bench.relay import relay
+from specray.bench.link import linked_pair
 from specray.bench.stats import speedup_in_turns
 from specray.config import Config, parse_config
 from specray.metrics import RouterMetrics
 from specray.requests import GenerateRequest
 from specray.router import Router
-from specray.serving.local import LocalPair, local_pair
+from specray.serving.local import LocalPair
 from specray.tokenization import Tokenizer
 from specray.types import Overlap, SamplingParams
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from specray.bench.relay import Relay
+    from specray.bench.link import Hosts, Link
 
 HITS = ("hit", "late_hit")
 _STRIDE = 37
@@ -67,7 +67,7 @@ class OverlapResult:
     delay_ms: float | None = None
     """Added between router and draft, each way."""
     bytes_per_round: float | None = None
-    """Between router and draft, both ways, without the headers of IP and TCP."""
+    """Between router and draft, both ways: of a relay without the headers of TCP, of a cable whole frames."""
     speedup: tuple[float, float] | None = None
     """Over plain decoding, pass by pass, and its standard error; None: no arm is off, or too few passes."""
 
@@ -113,6 +113,7 @@ async def measure_overlap(
     num_prompts: int = 1,
     num_repeats: int = 2,
     delay_ms: float | None = None,
+    hosts: Hosts | None = None,
     concurrencies: Sequence[int] = (1,),
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[OverlapResult]:
@@ -124,6 +125,7 @@ async def measure_overlap(
         prompts: of which each pass takes the first ones.
         num_prompts: of a pass, which has no fewer than two for each that is served at a time.
         delay_ms: between router and draft, each way; None: they are joined directly.
+        hosts: of router and draft, with a cable that is so slow; None: a relay is.
         concurrencies: prompts at a time; each is measured by itself.
         progress: told what comes next.
 
@@ -133,12 +135,7 @@ async def measure_overlap(
     """
     tokenizer = Tokenizer.load(config.target.model)
     encoded = [tokenizer.encode(prompt) for prompt in prompts]
-    async with AsyncExitStack() as outer:
-        pair = await outer.enter_async_context(local_pair(config))
-        link = None
-        if delay_ms is not None and pair.draft is not None:
-            link = outer.enter_context(relay(pair.draft.removeprefix("unix:"), delay_ms=delay_ms))
-            pair = replace(pair, draft=link.address)
+    async with linked_pair(config, delay_ms=delay_ms, hosts=hosts) as (pair, link):
         results: list[OverlapResult] = []
         for concurrency in concurrencies:
             results += await measure_arms(
@@ -171,7 +168,7 @@ async def measure_arms(
     temperatures: Sequence[float],
     max_tokens: int,
     num_repeats: int,
-    link: Relay | None = None,
+    link: Link | None = None,
     delay_ms: float | None = None,
     concurrency: int = 1,
     progress: Callable[[str], None] = lambda text: None,

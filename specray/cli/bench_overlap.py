@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specray.bench.prompts import Dataset
+from specray.bench.testbed.kinds import LinkKind
 from specray.cli.serve import Setting
 from specray.errors import ConfigError
 from specray.types import Overlap
@@ -42,6 +44,13 @@ def overlap(
             help="Added between router and draft, each way; may be repeated.",
         ),
     ] = None,
+    link: Annotated[
+        LinkKind,
+        typer.Option(
+            help="What a delay is made with: a process that passes bytes on, or the draft in a network "
+            "namespace of its own (root).",
+        ),
+    ] = LinkKind.RELAY,
     dataset: Annotated[Dataset, typer.Option(help="Where prompts come from.")] = Dataset.BUILTIN,
     dataset_path: Annotated[
         Path | None, typer.Option(help="The data set's file (JSON lines, .gz too).")
@@ -63,6 +72,7 @@ def overlap(
     """Measure plain, serial and overlapped rounds of one pair in turns, without Ray."""
     from rich.console import Console
 
+    from specray.bench.link import hosts
     from specray.bench.overlap import measure_overlap, num_prompts_of, overlap_table
     from specray.bench.prompts import load_prompts
     from specray.cli.bench import write_json
@@ -83,9 +93,12 @@ def overlap(
     arms = [parse_arm(text) for text in arm or ("off:0", "serial:2", "serial:3", "serial:4", "auto:auto")]
     console = Console(stderr=True)
     concurrencies = concurrency or [1]
-    most = max(num_prompts_of(num_prompts, places) for places in concurrencies)
+    most = max(num_prompts_of(num_prompts, at_once) for at_once in concurrencies)
     prompts = load_prompts(dataset, dataset_path, most)
-    with console.status("starting the pair") as status:
+    with (
+        hosts() if delay_ms and link is LinkKind.NAMESPACES else nullcontext() as places,
+        console.status("starting the pair") as status,
+    ):
         results = [
             result
             for delay in delay_ms or (None,)
@@ -99,6 +112,7 @@ def overlap(
                     num_prompts=num_prompts,
                     num_repeats=num_repeats,
                     delay_ms=delay,
+                    hosts=places,
                     concurrencies=concurrencies,
                     progress=status.update,
                 )

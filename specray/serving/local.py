@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -74,15 +74,29 @@ class LocalPair:
         return verifier.info, drafter.info
 
 
+@dataclass(frozen=True, slots=True)
+class DraftHost:
+    """Where a draft runs that is not reached over a unix socket."""
+
+    address: str
+    """host:port, as the router reaches it and the draft listens on it."""
+    command: tuple[str, ...]
+    """What runs a command there as a child of this process; before that command."""
+
+
 @asynccontextmanager
 async def local_pair(
-    config: Config, *, worker_command: Sequence[str] = WORKER_COMMAND
+    config: Config,
+    *,
+    worker_command: Sequence[str] = WORKER_COMMAND,
+    draft_host: DraftHost | None = None,
 ) -> AsyncIterator[LocalPair]:
     """Starts both workers for the length of the block, and ends every process that it started.
 
     Args:
         config: its engines; all ranks are on this machine.
         worker_command: what starts a worker, before its role and options.
+        draft_host: of the draft; None: as the target, here. Whoever reaches its address uses the draft.
 
     Raises:
         ConfigError: a model or a setting is wrong.
@@ -94,15 +108,20 @@ async def local_pair(
         # Private sockets of one process and its children: nobody else is there to be kept out.
         config = config.model_copy(update={"rpc": RpcConfig()})
         config_path.write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
-        roles = ["target", "draft"] if config.draft.has_model else ["target"]
+        pair = LocalPair(f"unix:{directory / 'target'}.sock", None)
+        commands: dict[str, tuple[Sequence[str], str]] = {"target": (worker_command, pair.target)}
+        if config.draft.has_model:
+            host = draft_host or DraftHost(f"unix:{directory / 'draft'}.sock", ())
+            pair = replace(pair, draft=host.address)
+            commands["draft"] = ((*host.command, *worker_command), host.address)
         async with contextlib.AsyncExitStack() as stack:
             workers = [
-                await stack.enter_async_context(_worker(role, config_path, worker_command)) for role in roles
+                await stack.enter_async_context(_worker(role, config_path, command, address))
+                for role, (command, address) in commands.items()
             ]
             timeout_s = config.router.start_timeout_s
             await asyncio.gather(*(worker.wait_ready(timeout_s) for worker in workers))
-            draft = _address(directory, "draft") if config.draft.has_model else None
-            yield LocalPair(_address(directory, "target"), draft)
+            yield pair
 
 
 @asynccontextmanager
@@ -154,14 +173,16 @@ class _Worker:
 
 
 @asynccontextmanager
-async def _worker(role: str, config_path: Path, command: Sequence[str]) -> AsyncIterator[_Worker]:
+async def _worker(
+    role: str, config_path: Path, command: Sequence[str], address: str
+) -> AsyncIterator[_Worker]:
     log = config_path.with_name(f"{role}.log")
     with log.open("wb") as stderr:
         process = await asyncio.create_subprocess_exec(
             *command,
             role,
             f"--config={config_path}",
-            f"--listen={_address(config_path.parent, role)}",
+            f"--listen={address}",
             f"--parent-pid={os.getpid()}",
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
@@ -174,7 +195,3 @@ async def _worker(role: str, config_path: Path, command: Sequence[str]) -> Async
         yield worker
     finally:
         await worker.end()
-
-
-def _address(directory: Path, role: str) -> str:
-    return f"unix:{directory / role}.sock"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -17,11 +18,17 @@ from specray.errors import ConfigError
 from specray.fakes import ToyModel
 from specray.serving.generation import stream
 from specray.serving.limits import ServiceLimits
-from specray.serving.local import local_router
+from specray.serving.local import DraftHost, local_pair, local_router
 from specray.serving.validation import GenerationOptions, to_generate_requests
 from specray.tokenization import make_stop_matcher
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts processes through /proc")
+
+MARK = b"SPECRAY_TEST_HOST=draft"
+RUN_MARKED = (
+    "import os, sys; os.execve(sys.argv[1], sys.argv[1:], {**os.environ, 'SPECRAY_TEST_HOST': 'draft'})"
+)
+"""Stands for ``ip netns exec``: becomes the command that follows."""
 
 WORKER = (sys.executable, str(Path(__file__).with_name("local_worker.py")))
 
@@ -29,6 +36,12 @@ WORKER = (sys.executable, str(Path(__file__).with_name("local_worker.py")))
 def num_children() -> int:
     """Processes that this one has started and that are still there."""
     return len(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+
+
+def num_marked_children() -> int:
+    """Of them, those that RUN_MARKED became."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return sum(MARK in Path(f"/proc/{pid}/environ").read_bytes() for pid in children)
 
 
 async def generate(
@@ -54,6 +67,20 @@ async def test_local_pair_gives_the_targets_tokens_and_leaves_no_process() -> No
     tokens, acceptance_rate = await generate({}, WORKER)
     assert tuple(tokens) == ToyModel(vocab_size=264).generate((5, 6), 8)
     assert acceptance_rate == 1.0
+    await wait_until(lambda: num_children() == num_before)
+
+
+async def test_draft_on_a_host_of_its_own_is_started_there_and_reached_over_tcp() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    host = DraftHost(address, (sys.executable, "-c", RUN_MARKED))
+    num_before = num_children()
+    async with local_pair(parse_config({}), worker_command=WORKER, draft_host=host) as pair:
+        assert pair.draft == address
+        target, draft = await pair.infos()
+        assert draft is not None
+        assert (target.role, draft.role) == ("target", "draft")
+        assert num_marked_children() == 1
     await wait_until(lambda: num_children() == num_before)
 
 
