@@ -298,7 +298,14 @@ class Drafting:
             is_hit = session.drafted is not None
             self._count_lookup(live, "late_hit" if is_hit else "late_miss")
             self._policy.observe_lookup(live.ahead, Lookup.HIT if is_hit else Lookup.MISS_TOKEN)
+            self._weigh(live)
         return is_taken
+
+    def _weigh(self, live: LiveSession) -> None:
+        """What was foreseen, against what a repetition promises."""
+        foreseen = live.session.drafted
+        if foreseen is not None:
+            live.session.drafted = self._fillers.extend(live, foreseen)
 
     def on_lookup(self, live: LiveSession, lookup: Lookup, now: float) -> None:
         """What the outcomes said of a verdict that has just been committed."""
@@ -307,6 +314,7 @@ class Drafting:
         elif lookup is not Lookup.NOT_ASKED:
             self._count_lookup(live, lookup.value)
             self._policy.observe_lookup(live.ahead, lookup)
+            self._weigh(live)
 
     def _count_lookup(self, live: LiveSession, result: str) -> None:
         self._later.add(self._metrics.observe_lookup, result, live.num_drafted)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from specray.router.expected import expected_tokens
 from specray.router.live import LiveSession
+from specray.router.local_draft import LocalDraft
 from specray.router.plan import Plan
 from specray.router.policy import Policy
 from specray.router.prospects import MAX_ACCEPTANCE
@@ -52,3 +53,27 @@ class Fillers:
         tokens, seconds = live.local.expect(len(filler.token_ids), num_running=num_running)
         is_worth_more = tokens - rate * seconds > asked_tokens * (1 - rate / asked_rate)
         return filler if is_worth_more else None
+
+    def extend(self, live: LiveSession, foreseen: Drafted) -> Drafted:
+        """What was foreseen and is verified at once, or a long repetition that begins with it and goes on.
+
+        Not by rejection: the choice looks at what the draft drew, which then would be no free draw any more.
+        """
+        sampling = live.session.request.sampling
+        if live.local is None or live.ahead.is_off or sampling.draws_by_rejection:
+            return foreseen
+        filler = self.draft(live)
+        num_foreseen = len(foreseen.token_ids)
+        agrees = live.local.is_long and filler.token_ids[:num_foreseen] == foreseen.token_ids
+        if agrees and self._brings_more(live, live.local, len(filler.token_ids), num_foreseen):
+            return filler
+        live.local.pass_over()
+        return foreseen
+
+    def _brings_more(self, live: LiveSession, local: LocalDraft, num_drafts: int, num_fewer: int) -> bool:
+        """A round of so many draft tokens of its local draft brings more than of fewer, for its time."""
+        num_running = len(self._running)
+        tokens, seconds = local.expect(num_drafts, num_running=num_running)
+        fewer_tokens, shorter_s = local.expect(num_fewer, num_running=num_running)
+        rate = self._policy.goodput(live.ahead, live.pacing, num_running)
+        return tokens - fewer_tokens > rate * (seconds - shorter_s)

@@ -98,6 +98,11 @@ class LocalDraft:
         if self.looks is not None:
             self.looks.add(num_accepted, 1)
 
+    def pass_over(self) -> None:
+        """What it found, if anything, is not verified: a look that brought nothing."""
+        if self.looks is not None:
+            self.looks.add(0, 1)
+
     def expect(self, num_drafts: int, *, num_running: int) -> tuple[float, float]:
         """Of a round in which every session has so many draft tokens: (tokens that it commits, seconds)."""
         track = self._track

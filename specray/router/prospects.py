@@ -206,4 +206,6 @@ def max_branches(plan: Plan, num_drafts: int, *, num_running: int) -> int:
     """Most branches of one session's outcomes; the draft chooses which. 0: as the fan-out says."""
     if plan.overlap is not Overlap.ENUMERATE:
         return 0
+    # A filler may be longer: there are not more outcomes worth a branch, and each costs the draft a row.
+    num_drafts = min(num_drafts, plan.num_speculative_tokens)
     return max(1, min(plan.width * (num_drafts + 1), MAX_BRANCH_ROWS // max(1, num_running)))

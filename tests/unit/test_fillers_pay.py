@@ -58,6 +58,15 @@ def test_every_round_with_a_filler_is_a_look_and_who_asks_for_ngrams_has_them() 
         assert drafts.of(request(), DraftKind.NGRAM, num_sessions=64) is not None
 
 
+def test_look_whose_find_is_not_verified_brought_nothing() -> None:
+    drafts = drafts_of(accepted=1.0)
+    before = drafts._looks.value
+    filler = drafts.of(request(), DraftKind.MODEL, num_sessions=1)
+    assert filler is not None
+    filler.pass_over()
+    assert drafts._looks.value < before
+
+
 def test_before_steps_were_measured_all_have_one() -> None:
     config = speculation_config(filler="ngram")
     drafts = LocalDrafts(config, Policy(config), has_model=True)

@@ -130,6 +130,13 @@ def test_fanout_of_a_round_without_draft_tokens_foresees_the_next_token() -> Non
     assert (policy.fanout(plan, 0), max_branches(plan, 0, num_running=1)) == ((8,), 3)
 
 
+def test_long_filler_gets_no_more_branches_than_the_drafts_own_proposals() -> None:
+    numbers = [
+        max_branches(Plan(3, Overlap.ENUMERATE, 2), count, num_running=1) for count in (0, 2, 3, 4, 16)
+    ]
+    assert numbers == [2, 6, 8, 8, 8]
+
+
 def test_branches_get_fewer_as_load_grows() -> None:
     plan = Plan(3, Overlap.ENUMERATE, 3)
     numbers = [max_branches(plan, 3, num_running=count) for count in (1, 8, 12, 64, 200)]
