@@ -9,10 +9,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from router_harness import MODEL, TARGET_S, expected, request, router_config, serving, speculation_config
+from router_harness import (
+    MODEL,
+    TARGET_S,
+    expected,
+    fake_draft,
+    request,
+    router_config,
+    serving,
+    speculation_config,
+)
 
 from specray.errors import EngineLostError
-from specray.fakes import FakeDraft, FakeTarget, NoisyGuesser, ToyModel, VirtualClock
+from specray.fakes import FakeDraft, FakeTarget, NoisyGuesser, PerfectGuesser, ToyModel, VirtualClock
 from specray.fakes.engines import fake_info
 from specray.interfaces import Drafter
 from specray.requests import SpeculationParams
@@ -606,6 +615,26 @@ def test_while_plain_decoding_is_tried_nothing_is_asked_of_the_draft_but_for_a_f
     assert clock.run(draft_steps(SpeculationParams())) == 0
     clock = VirtualClock()
     assert clock.run(draft_steps(SpeculationParams(num_speculative_tokens=2))) > 10
+
+
+def test_a_trial_does_not_wait_for_a_session_that_came_meanwhile_to_end() -> None:
+    """A session at a time: plain decoding is tried while one ends and the next, which is long, begins."""
+    clock = VirtualClock()
+
+    async def main() -> float:
+        draft = fake_draft(PerfectGuesser(MODEL))
+        async with serving(clock, draft=draft, overlap="serial") as pair:
+            together = pair.router._policy.together
+            lengths = iter(range(40, 400))
+            while not together.is_trying_plain:
+                await pair.router.complete(request("short", max_tokens=next(lengths)))
+            before = pair.counted("specray_rounds_total")
+            await pair.router.complete(request("long", max_tokens=300))
+            assert not together.is_trying_plain
+            return pair.counted("specray_rounds_total") - before
+
+    # The rest of the trial and its unsettled steps, then three tokens and more a round.
+    assert clock.run(main()) < PLAIN_STEPS + 2 + 100
 
 
 def test_a_steps_tokens_and_time_are_those_since_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
