@@ -233,8 +233,8 @@ class Policy:
         if pacing.rest_rounds:
             pacing.rest_rounds -= 1
         self._probes.add(is_used=num_drafts > 0 and not pacing.is_probing)
-        # Without a draft nothing is planned, and nobody would decide and forget. While plain decoding is tried
-        # nothing is planned for newcomers: they take part all the same, or the trial would wait for their end.
+        # Without a draft nothing is planned, and nobody would decide and forget. While plain decoding is
+        # tried nothing is planned for newcomers: they take part, or the trial would wait for their end.
         takes_part = pacing.plan is not None or self.together.is_trying_plain
         if takes_part and self._joins(pacing):
             self.together.add(pacing, is_drafted=has_filler or num_drafts > 0)
