@@ -55,7 +55,7 @@ def bytes_of(devices: str, name: str) -> int:
 
 
 @contextmanager
-def hosts() -> Iterator[Hosts]:
+def two_hosts() -> Iterator[Hosts]:
     """Two hosts; for the length of the block this thread, and those that it starts, are on the router's.
 
     A process enters before gRPC starts its threads, which would stay where they are.

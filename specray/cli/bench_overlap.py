@@ -72,12 +72,14 @@ def overlap(
     """Measure plain, serial and overlapped rounds of one pair in turns, without Ray."""
     from rich.console import Console
 
-    from specray.bench.link import hosts
+    from specray.bench.link import two_hosts
     from specray.bench.overlap import measure_overlap, num_prompts_of, overlap_table
     from specray.bench.prompts import load_prompts
     from specray.cli.bench import write_json
     from specray.cli.settings import build_config
 
+    if link is LinkKind.NAMESPACES and not delay_ms:
+        raise ConfigError("--link is namespaces without --delay-ms; allowed: with it, 0 or more")
     options: dict[str, object] = {
         "target.model": target,
         "draft.model": draft,
@@ -93,10 +95,10 @@ def overlap(
     arms = [parse_arm(text) for text in arm or ("off:0", "serial:2", "serial:3", "serial:4", "auto:auto")]
     console = Console(stderr=True)
     concurrencies = concurrency or [1]
-    most = max(num_prompts_of(num_prompts, at_once) for at_once in concurrencies)
+    most = max(num_prompts_of(num_prompts, places) for places in concurrencies)
     prompts = load_prompts(dataset, dataset_path, most)
     with (
-        hosts() if delay_ms and link is LinkKind.NAMESPACES else nullcontext() as places,
+        two_hosts() if link is LinkKind.NAMESPACES else nullcontext() as hosts,
         console.status("starting the pair") as status,
     ):
         results = [
@@ -112,7 +114,7 @@ def overlap(
                     num_prompts=num_prompts,
                     num_repeats=num_repeats,
                     delay_ms=delay,
-                    hosts=places,
+                    hosts=hosts,
                     concurrencies=concurrencies,
                     progress=status.update,
                 )

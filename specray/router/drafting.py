@@ -298,11 +298,11 @@ class Drafting:
             is_hit = session.drafted is not None
             self._count_lookup(live, "late_hit" if is_hit else "late_miss")
             self._policy.observe_lookup(live.ahead, Lookup.HIT if is_hit else Lookup.MISS_TOKEN)
-            self._weigh(live)
+            self._extend(live)
         return is_taken
 
-    def _weigh(self, live: LiveSession) -> None:
-        """What was foreseen, against what a repetition promises."""
+    def _extend(self, live: LiveSession) -> None:
+        """A hit goes on with a repetition where that is worth more."""
         foreseen = live.session.drafted
         if foreseen is not None:
             live.session.drafted = self._fillers.extend(live, foreseen)
@@ -314,7 +314,7 @@ class Drafting:
         elif lookup is not Lookup.NOT_ASKED:
             self._count_lookup(live, lookup.value)
             self._policy.observe_lookup(live.ahead, lookup)
-            self._weigh(live)
+            self._extend(live)
 
     def _count_lookup(self, live: LiveSession, result: str) -> None:
         self._later.add(self._metrics.observe_lookup, result, live.num_drafted)

@@ -59,11 +59,13 @@ class Fillers:
 
         Not by rejection: the choice looks at what the draft drew, which then would be no free draw any more.
         """
-        sampling = live.session.request.sampling
+        sampling, num_foreseen = live.session.request.sampling, len(foreseen.token_ids)
         if live.local is None or live.ahead.is_off or sampling.draws_by_rejection:
             return foreseen
+        if live.local.max_tokens <= num_foreseen:
+            # With a fixed K nothing could be longer: no reason to look.
+            return foreseen
         filler = self.draft(live)
-        num_foreseen = len(foreseen.token_ids)
         agrees = live.local.is_long and filler.token_ids[:num_foreseen] == foreseen.token_ids
         if agrees and self._brings_more(live, live.local, len(filler.token_ids), num_foreseen):
             return filler

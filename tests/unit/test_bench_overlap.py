@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from specray.bench.overlap import Arm, OverlapResult, lengths_of, num_prompts_of, overlap_table, with_arm
+from specray.bench.testbed.kinds import LinkKind
 from specray.cli.app import run
-from specray.cli.bench_overlap import cores, parse_arm
+from specray.cli.bench_overlap import cores, overlap, parse_arm
 from specray.config import parse_config
 from specray.errors import ConfigError
 from specray.types import Overlap
@@ -47,6 +48,11 @@ def test_cores_are_numbers_with_commas_between() -> None:
     assert cores("0,3") == [0, 3]
     with pytest.raises(ConfigError, match="cores are '0-3'; allowed: numbers with commas between"):
         cores("0-3")
+
+
+def test_hosts_without_a_delay_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--link is namespaces without --delay-ms"):
+        overlap(link=LinkKind.NAMESPACES)
 
 
 def test_an_arm_changes_speculation_and_nothing_else() -> None:

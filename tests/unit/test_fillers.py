@@ -10,7 +10,7 @@ from router_harness import DRAFT_STEP_S, request, serving, speculation_config
 from specray.drafting import LONG_MATCH_LEN
 from specray.fakes import FakeDraft, FakeTarget, PerfectGuesser, ToyModel, VirtualClock
 from specray.fakes.engines import fake_info
-from specray.requests import GenerateRequest
+from specray.requests import GenerateRequest, SpeculationParams
 from specray.router.delivery import Delivery
 from specray.router.fillers import Fillers
 from specray.router.live import LiveSession
@@ -35,6 +35,7 @@ def extended(
     prompt: tuple[int, ...] = CIRCLE * 3,
     ahead: Plan = AHEAD,
     verification: Verification = Verification.COUPLED,
+    k: int | None = None,
     accepted: int = 0,
     accepted_short: int = 0,
 ) -> Drafted:
@@ -47,7 +48,9 @@ def extended(
     sizes = (1, 2, 4, 8, 16, 32, 64)
     policy.measured.expect_target([StepTime(rows, 0.02 + rows * rows_s) for rows in sizes], 0.0)
     policy.measured.expect_draft([StepTime(rows, 0.0004) for rows in sizes], 0.0)
-    asked = request(prompt=prompt, max_tokens=60, temperature=1.0, verification=verification)
+    wanted = SpeculationParams(num_speculative_tokens=k)
+    sampling: dict[str, Any] = {"temperature": 1.0, "verification": verification}
+    asked = request(prompt=prompt, max_tokens=60, speculation=wanted, **sampling)
     local = LocalDrafts(config, policy, has_model=True).of(asked, DraftKind.MODEL)
     assert local is not None
     local.short.pacing.acceptance.add(accepted_short, accepted_short)
@@ -72,6 +75,11 @@ def test_looks_for_repetitions_that_are_not_used_count_as_such(monkeypatch: pyte
     assert not passed
     extended((1, 3))
     assert len(passed) == 1
+    # Of a fixed K there is nothing to look for behind K tokens.
+    extended((1, 3), k=2)
+    assert len(passed) == 1
+    extended((1, 3), k=3)
+    assert len(passed) == 2
 
 
 def test_draft_that_foresees_something_else_is_believed() -> None:
