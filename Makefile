@@ -40,7 +40,7 @@ protos-check: protos
 	git diff --exit-code -- specray/rpc/pb
 	test -z "$$(git status --porcelain -- specray/rpc/pb)"
 
-# After a change of specray/config.py: the chart's schema says the same.
+# After a change of specray/config/service.py: the chart's schema says the same.
 schema: setup
 	$(BIN)/python helm/generate_schema.py
 

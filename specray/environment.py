@@ -7,8 +7,8 @@ import secrets
 import sys
 from types import MappingProxyType
 
+from specray.config import LoggingConfig, RpcConfig
 from specray.errors import ConfigError
-from specray.sections import LoggingConfig, RpcConfig
 
 SERVE_MESSAGE_BYTES = 64 * 1024 * 1024
 """Most of what Serve's processes send each other over gRPC at once, a request's body among it."""

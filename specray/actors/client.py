@@ -17,8 +17,8 @@ from specray.actors.mailbox import Mailbox
 from specray.errors import EngineLostError, OverloadedError, SpecrayError
 from specray.interfaces import Clock
 from specray.requests import GenerateRequest, OutputChunk, Resumption, ServiceInfo
-from specray.router.clock import SystemClock
-from specray.router.delivery import Delivery
+from specray.router.output.delivery import Delivery
+from specray.router.transport.clock import SystemClock
 
 SERVE_ERRORS = (RayError, BackPressureError, DeploymentUnavailableError, RequestCancelledError)
 """What a call through a Serve handle may raise besides its own result."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specray.requests import OutputChunk
-from specray.router.delivery import Delivery
+from specray.router.output.delivery import Delivery
 from specray.rpc.channel import ChannelOptions
 from specray.rpc.delivery import DeliveryServer
 

@@ -7,7 +7,7 @@ import logging
 
 from specray.errors import EngineLostError, SpecrayError
 from specray.interfaces import Clock
-from specray.router.outlet import Outlet
+from specray.router.output.stream_sink import Outlet
 from specray.rpc.channel import ChannelOptions
 from specray.rpc.delivery import DeliveryConnection
 

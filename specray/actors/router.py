@@ -11,22 +11,22 @@ from typing import Any, TypeVar
 from ray.serve.handle import DeploymentHandle
 from ray.util.placement_group import get_current_placement_group
 
-from specray.actors.draft import DraftReplica
-from specray.actors.group import TargetGroup
+from specray.actors.drafts.deployment import DraftReplica
+from specray.actors.drafts.source import ServeDrafterSource
 from specray.actors.node import keep_serve_on_loopback
 from specray.actors.outlets import Outlets
-from specray.actors.source import ServeDrafterSource
-from specray.actors.target_source import TargetSource
+from specray.actors.targets.group import TargetGroup
+from specray.actors.targets.source import TargetSource
 from specray.actors.telemetry import SpansElsewhere, begin_logs, begin_traces, with_labels
 from specray.config import Config, parse_config
 from specray.errors import EngineLostError
 from specray.interfaces import DrafterSource, RequestTracer
 from specray.requests import GenerateRequest, OutputChunk, ServiceInfo
 from specray.router import Router
-from specray.router.clock import SystemClock
+from specray.router.transport.clock import SystemClock
 from specray.rpc.channel import channel_options
+from specray.rpc.connections.verifier import GrpcVerifier
 from specray.rpc.loop_thread import LoopThread, run_on
-from specray.rpc.verifier import GrpcVerifier
 from specray.tokenization import Tokenizer, make_stop_matcher
 
 T = TypeVar("T")

@@ -10,8 +10,7 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
-from specray.config import DraftConfig, RouterConfig
-from specray.sections import ScalingConfig
+from specray.config import DraftConfig, RouterConfig, ScalingConfig
 
 IDLE_SHARE = 0.01
 """Drafts that are less busy together do nothing for anybody."""

@@ -7,13 +7,13 @@ import threading
 
 from specray.config import Config, EngineConfig
 from specray.engine.build import build_draft_engine, build_follower, build_target_engine
-from specray.engine.device import choose_device
-from specray.engine.parallel import GroupArgs, GroupStore, ParallelContext
-from specray.engine.runner import ModelRunner
+from specray.engine.runner.device import choose_device
+from specray.engine.runner.parallel import GroupArgs, GroupStore, ParallelContext
+from specray.engine.runner.runner import ModelRunner
 from specray.errors import SpecrayError
 from specray.rpc.channel import channel_options
 from specray.rpc.role import RoleName
-from specray.rpc.worker import EngineServerThread
+from specray.rpc.workers.worker import EngineServerThread
 
 CHECK_TIMEOUT_S = 20.0
 ENGINE_NICENESS = 5

@@ -14,8 +14,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from specray import __version__
-from specray.bench.hardware import hardware_name
 from specray.bench.proposals import WrittenOutput, read_proposals
+from specray.bench.report.hardware import hardware_name
 from specray.config import Config, parse_config
 from specray.errors import ConfigError
 from specray.planning.fit import Sweep, fit_acceptance, fit_draft, fit_router, fit_target
@@ -24,8 +24,8 @@ from specray.planning.samples import Samples, read_hits, read_samples
 from specray.requests import GenerateRequest, SpeculationParams
 from specray.router import Router
 from specray.router.trace import TraceEvent, decode_trace
-from specray.rpc.drafter import GrpcDrafter
-from specray.serving.local import CONNECT_TIMEOUT_S, WORKER_COMMAND, LocalPair, local_pair
+from specray.rpc.connections.drafter import GrpcDrafter
+from specray.serving.local.pair import CONNECT_TIMEOUT_S, WORKER_COMMAND, LocalPair, local_pair
 from specray.tokenization import Tokenizer
 from specray.types import Overlap, SamplingParams
 

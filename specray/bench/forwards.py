@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from rich.table import Table
 
-from specray.engine.inputs import SequenceInput
-from specray.engine.linear import Weights
-from specray.engine.lowered import LoweredForward
-from specray.engine.runner import ModelRunner
+from specray.engine.model.decoder import LoweredForward
+from specray.engine.model.linear import Weights
+from specray.engine.runner.inputs import SequenceInput
+from specray.engine.runner.runner import ModelRunner
 from specray.errors import ConfigError
 from specray.interfaces import DraftEngine
 from specray.types import SamplingParams, SpeculateItem

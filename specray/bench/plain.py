@@ -13,11 +13,11 @@ from typing import Any, Final
 
 from rich.table import Table
 
-from specray.bench.client import ServerClient
 from specray.bench.forwards import ForwardCost
-from specray.bench.load import run_pass, send
-from specray.bench.serve import Arm, Plan, request_body
-from specray.bench.stats import Pass, RequestRecord
+from specray.bench.load.client import ServerClient
+from specray.bench.load.run import run_pass, send
+from specray.bench.load.serve import Arm, Plan, request_body
+from specray.bench.load.stats import Pass, RequestRecord
 from specray.environment import api_key
 from specray.errors import ConfigError, SpecrayError
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from statistics import median
 
 from specray.bench.capacity import NUM_PASSES, without_cache
-from specray.bench.stats import percentile
+from specray.bench.load.stats import percentile
 from specray.config import Config
-from specray.planning.fleet import Kit, simulate_closed
 from specray.planning.load import ClosedLoad, FixedLength, ListedLength
-from specray.planning.results import RunResult
+from specray.planning.simulation.fleet import Kit, simulate_closed
+from specray.planning.simulation.results import RunResult
 from specray.requests import GenerateRequest
 from specray.router import Router
-from specray.serving.local import WORKER_COMMAND, LocalPair, local_pair
+from specray.serving.local.pair import WORKER_COMMAND, LocalPair, local_pair
 from specray.tokenization import Tokenizer
 from specray.types import SamplingParams
 

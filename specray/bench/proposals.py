@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from specray.control.prospects import ANY_K
 from specray.errors import EngineLostError
 from specray.interfaces import Drafter
 from specray.planning.profile import LENGTH_DIGITS, MeasuredOutput, ProposalLengths
-from specray.router.prospects import ANY_K
 from specray.types import Proposal, SamplingParams, SpeculateItem
 
 BOUNDS: Final = (0.05, 0.12, 0.25, 0.45, 0.7, 0.9)

@@ -12,9 +12,9 @@ from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Literal
 
+from specray.rpc.connections.verifier import GrpcVerifier
 from specray.rpc.event_loop import new_event_loop
-from specray.rpc.verifier import GrpcVerifier
-from specray.rpc.worker import serve_engine
+from specray.rpc.workers.worker import serve_engine
 from specray.types import (
     PROTOCOL_VERSION,
     EngineInfo,

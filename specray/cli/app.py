@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from specray import __version__
-from specray.cli import bench, keys, models
+from specray.cli import keys, models
+from specray.cli.bench.app import app as bench_app
 from specray.cli.generate import generate
 from specray.cli.plan import plan
 from specray.cli.profile import profile
@@ -34,7 +35,7 @@ app.command()(profile)
 app.command()(plan)
 app.add_typer(keys.app, name="keys")
 app.add_typer(models.app, name="models")
-app.add_typer(bench.app, name="bench")
+app.add_typer(bench_app, name="bench")
 
 
 def _print_version(is_asked: bool) -> None:

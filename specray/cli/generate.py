@@ -130,7 +130,7 @@ def _summary(last: Piece, seconds: float) -> str:
 async def _from_own_pair(config: Config, prompt: str, sampling: Sampling) -> AsyncGenerator[Piece, None]:
     from specray.serving.generation import stream
     from specray.serving.limits import ServiceLimits
-    from specray.serving.local import local_router
+    from specray.serving.local.pair import local_router
     from specray.serving.prompts import encode_prompts, parse_prompt
     from specray.serving.validation import to_generate_requests
     from specray.tokenization import Tokenizer, make_stop_matcher
@@ -166,7 +166,7 @@ def _options(sampling: Sampling) -> GenerationOptions:
 
 
 async def _from_server(url: str, prompt: str, sampling: Sampling) -> AsyncGenerator[Piece, None]:
-    from specray.bench.client import ServerClient
+    from specray.bench.load.client import ServerClient
     from specray.environment import api_key
 
     body: dict[str, Any] = {

@@ -13,7 +13,7 @@ app = typer.Typer(no_args_is_help=True, help="API keys of the HTTP and gRPC endp
 def new(name: Annotated[str, typer.Argument(help="Of the key, in the configuration.")] = "default") -> None:
     """Make a key. It is shown once; the configuration gets its SHA-256."""
     from specray.config import parse_config
-    from specray.serving.auth import key_hash, new_key
+    from specray.serving.admission.auth import key_hash, new_key
 
     key = new_key()
     entry = {"name": name, "sha256": key_hash(key)}

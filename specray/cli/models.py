@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from specray.demo.evaluate import PairEvaluation
+    from specray.train.evaluate import PairEvaluation
 
 app = typer.Typer(no_args_is_help=True, help="Train and evaluate the embedded pair, inflate checkpoints.")
 
@@ -38,8 +38,8 @@ def train(
     num_workers: Annotated[int, typer.Option(min=1, help="Threads that compute gradients.")] = 2,
 ) -> None:
     """Train target and draft on the Python source that this environment offers."""
-    from specray.demo.loop import RunLimit
-    from specray.demo.pipeline import pair_config, train_pair
+    from specray.train.loop import RunLimit
+    from specray.train.pipeline import pair_config, train_pair
 
     if target_steps is None and target_time_budget is None:
         target_time_budget = 4500
@@ -66,8 +66,8 @@ def evaluate(
     num_workers: Annotated[int, typer.Option(min=1, help="Threads.")] = 2,
 ) -> None:
     """Measure a pair on held-out files: losses, and how often the draft agrees with the target."""
-    from specray.demo.evaluate import EvaluateConfig, evaluate_pair
     from specray.demo.paths import demo_draft_path, demo_target_path
+    from specray.train.evaluate import EvaluateConfig, evaluate_pair
 
     evaluation = evaluate_pair(
         demo_target_path() if target == EMBEDDED else Path(target),
@@ -95,8 +95,8 @@ def inflate(
     seed: Annotated[int, typer.Option(help="Of the random weights in what is added.")] = 0,
 ) -> None:
     """Write a bigger checkpoint that computes the same function as SOURCE."""
-    from specray.demo.inflate import InflatedShape, inflate_checkpoint
     from specray.demo.paths import demo_target_path
+    from specray.train.inflate import InflatedShape, inflate_checkpoint
 
     shape = InflatedShape(
         hidden_size=hidden_size,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specray.bench.prompts import Dataset
+from specray.bench.load.prompts import Dataset
 from specray.cli.serve import Setting
 from specray.errors import ConfigError
 
@@ -94,8 +94,8 @@ def plan(
     from specray.cli.settings import build_config
     from specray.planning.load import OpenLoad, parse_lengths
     from specray.planning.profile import load_profile
-    from specray.planning.results import Slo
     from specray.planning.search import Demand
+    from specray.planning.simulation.results import Slo
 
     config = build_config(config_path, {}, settings or [])
     profiles = [load_profile(path) for path in profile or ()]
@@ -143,7 +143,7 @@ def _plan(
 ) -> None:
     from rich.console import Console
 
-    from specray.cli.bench import write_json
+    from specray.cli.bench.app import write_json
     from specray.planning.hardware import make_offers, parse_costs
     from specray.planning.report import plan_json, plan_table, recommendation
     from specray.planning.search import make_plan
@@ -191,11 +191,11 @@ def _check(
 ) -> None:
     from rich.console import Console
 
+    from specray.bench.load.prompts import load_prompts
     from specray.bench.plan_check import LoadRunner, compare, measure_loads
-    from specray.bench.prompts import load_prompts
-    from specray.cli.bench import write_json
-    from specray.planning.fleet import Kit
+    from specray.cli.bench.app import write_json
     from specray.planning.report import check_table
+    from specray.planning.simulation.fleet import Kit
 
     if not output.isdecimal():
         raise ConfigError(f"--output is {output!r}; allowed with --check: a number of tokens")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from specray.bench.prompts import Dataset
+from specray.bench.load.prompts import Dataset
 from specray.cli.plan import NUM_PROFILE_PROMPTS
 from specray.cli.serve import Setting
 
@@ -49,7 +49,7 @@ def profile(
     from rich.console import Console
 
     from specray.bench.capacity import NUM_SEQUENCES, SweepPlan, measure_profile
-    from specray.bench.prompts import load_prompts
+    from specray.bench.load.prompts import load_prompts
     from specray.cli.settings import build_config
     from specray.planning.profile import save_profile
     from specray.planning.report import profile_table

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specray.cli.serve import Setting
-from specray.rpc.parent import end_with_parent
+from specray.rpc.workers.parent import end_with_parent
 
 if TYPE_CHECKING:
     from specray.config import Config
     from specray.engine.draft import DraftHead
-    from specray.engine.parallel import ParallelContext
+    from specray.engine.runner.parallel import ParallelContext
     from specray.engine.target import TargetHead
     from specray.rpc.role import RoleName
 
@@ -77,7 +77,7 @@ def worker(
     configure_logging(merged.logging, context={"worker": role.value})
 
     if rank > 0:
-        from specray.serving.local_ranks import follow
+        from specray.serving.local.ranks import follow
 
         assert meeting is not None, "the leader says where it is"
         follow(merged, role.value, rank, meeting)
@@ -94,7 +94,7 @@ def _serve(config: Config, role: RoleName, address: str) -> None:
         _serve_engine(config, role, address, lambda: None)
         return
     from specray.actors.workers import join_group
-    from specray.serving.local_ranks import local_ranks, sharing_cores
+    from specray.serving.local.ranks import local_ranks, sharing_cores
 
     config = sharing_cores(config, role)
     with local_ranks(config, role) as store:
@@ -107,7 +107,7 @@ def _serve_engine(
     """With the group that ``join`` meets, where the engine is loaded."""
     from specray.engine.build import build_draft_engine, build_target_engine
     from specray.rpc.channel import channel_options
-    from specray.rpc.worker import serve_engine
+    from specray.rpc.workers.worker import serve_engine
 
     def draft() -> DraftHead:
         return build_draft_engine(config, parallel=join())

@@ -8,11 +8,11 @@ from dataclasses import replace
 from functools import partial
 
 from specray.config import Config, EngineConfig
-from specray.engine.assembly import build_runner
 from specray.engine.draft import DraftHead
-from specray.engine.parallel import ParallelContext
 from specray.engine.profile import profile_draft, profile_target
-from specray.engine.runner import ModelRunner, RunnerInfo
+from specray.engine.runner.assembly import build_runner
+from specray.engine.runner.parallel import ParallelContext
+from specray.engine.runner.runner import ModelRunner, RunnerInfo
 from specray.engine.target import TargetHead
 from specray.errors import ConfigError
 from specray.types import PROTOCOL_VERSION, EngineInfo, StepTime

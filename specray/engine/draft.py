@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specray.engine.head import EngineHead
-from specray.engine.lines import Branching, Line
+from specray.engine.base import EngineHead
+from specray.engine.cache.sequences import EngineSequence
+from specray.engine.chains import Branching, Line
 from specray.engine.sampling.draft import DraftSampler
 from specray.engine.sampling.noise import NoiseSource
 from specray.engine.schedule import (
@@ -29,7 +30,6 @@ from specray.engine.schedule import (
     failure_reply,
     split_waves,
 )
-from specray.engine.sequences import EngineSequence
 from specray.errors import InvalidRequestError, SpecrayError
 from specray.types import (
     DraftReplies,

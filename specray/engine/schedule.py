@@ -9,8 +9,8 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from specray.engine.inputs import BranchRow, SequenceInput
-from specray.engine.sequences import EngineSequence, UnknownSequenceError
+from specray.engine.cache.sequences import EngineSequence, UnknownSequenceError
+from specray.engine.runner.inputs import BranchRow, SequenceInput
 from specray.errors import InvalidRequestError, OutOfBlocksError, OverloadedError, SpecrayError
 from specray.types import ItemFailed, SpeculateItem, UnknownSequence, VerifyItem
 

@@ -15,8 +15,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from specray.engine.head import EngineHead
-from specray.engine.prefix import UNIT_TOKENS
+from specray.engine.base import EngineHead
+from specray.engine.cache.prefix import UNIT_TOKENS
+from specray.engine.cache.sequences import EngineSequence
 from specray.engine.sampling.logprobs import token_logprobs
 from specray.engine.sampling.noise import NoiseSource
 from specray.engine.sampling.processors import RowGroup, process_logits
@@ -30,7 +31,6 @@ from specray.engine.schedule import (
     failure_reply,
     split_waves,
 )
-from specray.engine.sequences import EngineSequence
 from specray.errors import InvalidRequestError, SpecrayError
 from specray.types import EngineInfo, TargetReplies, TargetReply, TokenLogprobs, Verdict, VerifyItem
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from specray.config import RouterConfig, SpeculationConfig
 from specray.errors import ConfigError
-from specray.planning.fleet import Kit
 from specray.planning.profile import AcceptanceProfile, DraftProfile, Profile
+from specray.planning.simulation.fleet import Kit
 
 
 @dataclass(frozen=True, slots=True)

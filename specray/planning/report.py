@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from specray.planning.curves import Surface, interpolate
 from specray.planning.profile import LinearTime, Profile
-from specray.planning.results import Slo, Spread
 from specray.planning.search import Candidate, Plan
+from specray.planning.simulation.results import Slo, Spread
 
 if TYPE_CHECKING:
     from rich.table import Table

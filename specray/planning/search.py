@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from specray.planning.fleet import Window, simulate, simulate_saturated
 from specray.planning.hardware import Offer
 from specray.planning.load import OpenLoad
-from specray.planning.results import RunResult, Slo
+from specray.planning.simulation.fleet import Window, simulate, simulate_saturated
+from specray.planning.simulation.results import RunResult, Slo
 
 MAX_GROUPS = 4096
 _CELL_GROUPS = 8

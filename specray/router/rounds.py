@@ -8,20 +8,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from specray.config import RouterConfig
+from specray.control.controller import Policy
+from specray.control.state import OFF, Plan
 from specray.errors import ProtocolError
 from specray.interfaces import Clock
-from specray.metrics import RouterMetrics
+from specray.metrics.router import RouterMetrics
+from specray.router.admission.sessions import Sessions
 from specray.router.batch import BatchLimits, Share, form_batch
-from specray.router.clock import Alarm
-from specray.router.drafting import Drafting
-from specray.router.later import Later
-from specray.router.links import DraftReplied, Inbox, LinkLost, TargetLink, TargetReplied
-from specray.router.live import LiveSession
-from specray.router.plan import OFF, Plan
-from specray.router.policy import Policy
-from specray.router.records import Commit
-from specray.router.sessions import Sessions
+from specray.router.deferred import Later
+from specray.router.proposers.model import Drafting
+from specray.router.session_record import LiveSession
+from specray.router.session_values import Commit
 from specray.router.trace import Trace
+from specray.router.transport.clock import Alarm
+from specray.router.transport.links import DraftReplied, Inbox, LinkLost, TargetLink, TargetReplied
 from specray.types import ItemFailed, TargetReplies, TargetReply, UnknownSequence, Verdict
 
 logger = logging.getLogger(__name__)

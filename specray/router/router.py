@@ -12,29 +12,29 @@ from dataclasses import replace
 
 from specray import __version__
 from specray.config import RouterConfig, SpeculationConfig
+from specray.control.controller import Policy
 from specray.errors import EngineLostError, InvalidRequestError
 from specray.interfaces import Clock, DrafterSource, RequestTracer, StopMatcherFactory, Verifier
-from specray.metrics import RouterMetrics
+from specray.metrics.router import RouterMetrics
 from specray.requests import GenerateRequest, OutputChunk, ServiceInfo
-from specray.router.checks import check_request
-from specray.router.clock import SystemClock
-from specray.router.delivery import Delivery
-from specray.router.drafting import Drafting
-from specray.router.later import Later
-from specray.router.leases import DraftLeases
-from specray.router.links import Inbox, TargetLink, current_info
-from specray.router.live import LiveSession
-from specray.router.local_draft import LocalDrafts
+from specray.router.admission.checks import check_request
+from specray.router.admission.queue import AdmissionQueue
+from specray.router.admission.sessions import Sessions
+from specray.router.deferred import Later
 from specray.router.loops import overlapped_loop, serial_loop
-from specray.router.outlet import Outlet
-from specray.router.policy import Policy
-from specray.router.queue import AdmissionQueue
-from specray.router.readiness import Readiness
-from specray.router.renewal import TargetRenewal, VerifierFactory
+from specray.router.output.delivery import Delivery
+from specray.router.output.stream_sink import Outlet
+from specray.router.proposers.model import Drafting
+from specray.router.proposers.ngram import LocalDrafts
 from specray.router.rounds import Rounds
 from specray.router.session import Session
-from specray.router.sessions import Sessions
+from specray.router.session_record import LiveSession
 from specray.router.trace import Trace, encode_trace
+from specray.router.transport.clock import SystemClock
+from specray.router.transport.leases import DraftLeases
+from specray.router.transport.links import Inbox, TargetLink, current_info
+from specray.router.transport.readiness import Readiness
+from specray.router.transport.renewal import TargetRenewal, VerifierFactory
 from specray.types import DraftKind, EngineInfo, Overlap
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from specray.errors import ProtocolError
 from specray.interfaces import StopMatcher
 from specray.requests import FinishReason, GenerateRequest
-from specray.router.records import (
+from specray.router.output.stops import StopConditions
+from specray.router.session_values import (
     NOTHING_DRAFTED,
     Commit,
     Drafted,
@@ -28,7 +29,6 @@ from specray.router.records import (
     num_common,
     usable_drafts,
 )
-from specray.router.stops import StopConditions
 from specray.types import (
     Branch,
     ItemFailed,

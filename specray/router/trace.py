@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from specray.errors import ConfigError
 from specray.interfaces import Clock
-from specray.router.records import Commit
+from specray.router.session_values import Commit
 from specray.types import (
     DraftReplies,
     DraftReply,

@@ -13,9 +13,9 @@ from pathlib import Path
 import grpc
 from grpc import aio
 
+from specray.config import RpcConfig
 from specray.errors import ConfigError
 from specray.rpc.security import PeerSecurity, client_credentials, server_credentials
-from specray.sections import RpcConfig
 
 MAX_SOCKET_PATH_BYTES = 107
 """Of ``sockaddr_un.sun_path`` on Linux, without its final zero."""

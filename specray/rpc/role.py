@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any, Final, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 from specray.interfaces import DraftEngine, TargetEngine
-from specray.rpc import codec
-from specray.rpc.codec import RequestBatch
+from specray.rpc.codec import engine as codec
+from specray.rpc.codec.engine import RequestBatch
 from specray.types import (
     DraftReplies,
     DraftReply,

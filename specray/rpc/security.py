@@ -18,8 +18,8 @@ from typing import Any, Final, cast
 import grpc
 from grpc import aio
 
+from specray.config import TlsConfig
 from specray.errors import ConfigError
-from specray.sections import TlsConfig
 
 logger = logging.getLogger(__name__)
 

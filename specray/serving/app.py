@@ -17,10 +17,10 @@ from typing import Any
 from ray import serve
 from ray.serve import Application
 
-from specray.actors.draft import DRAIN_S, DraftReplica
-from specray.actors.placement import actor_options, place_draft, place_group, rank_bundle, ray_nodes
+from specray.actors.drafts.deployment import DRAIN_S, DraftReplica
 from specray.actors.router import RouterReplica
 from specray.actors.scaling import draft_replicas, router_replicas
+from specray.actors.targets.placement import actor_options, place_draft, place_group, rank_bundle, ray_nodes
 from specray.config import Config, parse_config
 from specray.environment import rank_environment, thread_environment
 from specray.serving.ingress import ingress_deployment

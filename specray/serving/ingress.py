@@ -1,7 +1,7 @@
 """The Ingress deployment: HTTP through Serve's proxy or a server of its own, gRPC always through its own.
 
 Serve's gRPC proxy has neither TLS nor interceptors nor the standard health service, and turns bytes that do
-not parse into INTERNAL; the server in ``specray.rpc.inference`` has all of them.
+not parse into INTERNAL; the server in ``specray.rpc.inference.server`` has all of them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from specray.actors.router import RouterReplica
 from specray.actors.telemetry import AllMetrics, begin_logs, begin_traces, with_labels
 from specray.config import Config, parse_config
 from specray.rpc.channel import ChannelOptions, channel_options
-from specray.rpc.inference import InferenceServer
-from specray.serving.auth import Keyring
+from specray.rpc.inference.server import InferenceServer
+from specray.serving.admission.auth import Keyring
+from specray.serving.admission.refusals import refusing
 from specray.serving.collector import Collector
-from specray.serving.grpc_ingress import GrpcIngress, served
-from specray.serving.http import build_http_app
-from specray.serving.http_server import HttpServer
+from specray.serving.grpc.handler import GrpcIngress, served
+from specray.serving.http.app import build_http_app
+from specray.serving.http.server import HttpServer
 from specray.serving.observe import CallObserver
-from specray.serving.refusals import refusing
 from specray.tokenization import Tokenizer
 
 STOP_MARGIN_S = 10.0

@@ -132,7 +132,7 @@ def check_models(config: Config) -> None:
     Raises:
         ConfigError: a file is missing, an architecture is not supported, or the tokenizers differ.
     """
-    from specray.engine.preflight import check_pair
+    from specray.engine.model.preflight import check_pair
 
     check_pair(config.target, config.draft if config.draft.has_model else None)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from specray.config import Config
 from specray.interfaces import RouterClient
 from specray.requests import ServiceInfo
+from specray.serving.admission.refusals import max_requests
 from specray.serving.readiness import answer_within
-from specray.serving.refusals import max_requests
 from specray.serving.validation import MAX_CHOICES, Limits
 from specray.tokenization import Tokenizer
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
+from specray.config import LoggingConfig
 from specray.requests import FinishReason, GenerateRequest
-from specray.sections import LoggingConfig
 from specray.serving.generation import Delta
+from specray.serving.http.problems import problem_code
 from specray.serving.metrics import IngressMetrics
-from specray.serving.problems import problem_code
 
 if TYPE_CHECKING:
     from specray.telemetry.tracing import RequestSpan, Tracing

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Mapping
 from typing import Final, TextIO
 
+from specray.config import LoggingConfig
 from specray.environment import log_level
-from specray.sections import LoggingConfig
 
 ROOT: Final = "specray"
 """All loggers of the package are below this one."""

@@ -29,9 +29,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 
 from specray import __version__
+from specray.config import TelemetryConfig
 from specray.errors import ConfigError
 from specray.requests import FinishReason, RequestLife
-from specray.sections import TelemetryConfig
 
 Attributes = Mapping[str, AttributeValue]
 OTLP_PACKAGE: Final = "opentelemetry-exporter-otlp-proto-http"

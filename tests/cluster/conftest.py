@@ -6,7 +6,8 @@ import importlib.util
 from collections.abc import Iterator
 
 import pytest
-from chart_harness import Renderer
+
+from tests.cluster.chart_harness import Renderer
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 import yaml
-from chart_harness import (
+from jsonschema import Draft7Validator
+from ray.serve import Application
+from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
+
+from specray.config import parse_config
+from specray.serving.app import build_app
+from tests.cluster.chart_harness import (
     CHART,
     CRDS,
     DEFAULTS,
@@ -22,12 +28,6 @@ from chart_harness import (
     merged,
     strict_crd_schema,
 )
-from jsonschema import Draft7Validator
-from ray.serve import Application
-from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
-
-from specray.config import parse_config
-from specray.serving.app import build_app
 
 BIG = load(CHART / "examples" / "one-small-eight-big.yaml")
 RAY_SERVICE = ("RayService", "demo-specray")

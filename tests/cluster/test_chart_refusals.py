@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from chart_harness import CHART, DEFAULTS, IMAGE, KEY, ROOT, Renderer, RenderError, merged
+
+from tests.cluster.chart_harness import CHART, DEFAULTS, IMAGE, KEY, ROOT, Renderer, RenderError, merged
 
 
 def test_an_image_must_be_named(helm: Renderer) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from chart_harness import CHART, EXAMPLES, IMAGE, Renderer, load, merged
+
+from tests.cluster.chart_harness import CHART, EXAMPLES, IMAGE, Renderer, load, merged
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from specray import counts
-from specray.metrics import DraftMetrics, RouterMetrics
+from specray.metrics import counters as counts
+from specray.metrics.router import DraftMetrics, RouterMetrics
 from specray.serving.metrics import IngressMetrics
 
 PATH = Path(__file__).resolve().parents[2] / "helm" / "specray" / "dashboards" / "specray.json"

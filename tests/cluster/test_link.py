@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from specray.bench.link import bytes_of
+from specray.bench.overlap.link import bytes_of
 from specray.bench.testbed.netns import impairment_obstacles, obstacles
 
 LACKING = (*obstacles(), *([] if obstacles() else impairment_obstacles()))

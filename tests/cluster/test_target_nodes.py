@@ -16,14 +16,14 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from specray.actors.group import TargetGroup
-from specray.actors.placement import GroupPlacement, place_group, ray_nodes
-from specray.actors.target_source import TargetSource
+from specray.actors.targets.group import TargetGroup
+from specray.actors.targets.placement import GroupPlacement, place_group, ray_nodes
+from specray.actors.targets.source import TargetSource
 from specray.config import Config, parse_config
 from specray.errors import ConfigError
 from specray.requests import GenerateRequest
 from specray.router import Router
-from specray.rpc.verifier import GrpcVerifier
+from specray.rpc.connections.verifier import GrpcVerifier
 from specray.types import SamplingParams
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]

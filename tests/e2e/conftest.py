@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator, Iterator
 
 import aiohttp
 import pytest
-from e2e_service import DEADLINE_S, Service
 
-from specray.bench.peers.process import free_port
+from specray.bench.compare.peers.process import free_port
 from specray.config import parse_config
 from specray.serving.launch import running_service
+from tests.e2e.service import DEADLINE_S, Service
 
 
 @pytest.fixture(scope="module")

@@ -21,16 +21,16 @@ from typing import Any
 import aiohttp
 import pytest
 import ray
-from e2e_service import DEADLINE_S, Service, complete, is_running
 from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
-from specray.bench.peers.process import free_port
+from specray.bench.compare.peers.process import free_port
 from specray.config import Config, parse_config
 from specray.demo.paths import demo_draft_path
-from specray.rpc.client import SpecrayClient
+from specray.rpc.inference.client import SpecrayClient
 from specray.serving.launch import APP_NAME
+from tests.e2e.service import DEADLINE_S, Service, complete, is_running
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 

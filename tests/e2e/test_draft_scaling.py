@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import aiohttp
 import pytest
-from e2e_service import DEADLINE_S, Service, complete
+
+from tests.e2e.service import DEADLINE_S, Service, complete
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
 import pytest
-from e2e_service import DEADLINE_S
-from listeners import listeners
 from ray import serve
 
-from specray.bench.peers.process import free_port
-from specray.config import Config, parse_config
+from specray.bench.compare.peers.process import free_port
+from specray.config import Config, RpcConfig, parse_config
 from specray.errors import EngineLostError, SpecrayError
 from specray.rpc.channel import channel_options
-from specray.rpc.drafter import GrpcDrafter
-from specray.rpc.verifier import GrpcVerifier
-from specray.sections import RpcConfig
+from specray.rpc.connections.drafter import GrpcDrafter
+from specray.rpc.connections.verifier import GrpcVerifier
 from specray.serving.launch import APP_NAME, running_service
+from tests.e2e.listeners import listeners
+from tests.e2e.service import DEADLINE_S
 
 pytest.importorskip("cryptography")
-sys.path.append(str(Path(__file__).parents[1] / "rpc"))
-from certificates import WORKER_NAME, Authority
+from tests.rpc.certificates import WORKER_NAME, Authority
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 

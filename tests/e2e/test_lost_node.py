@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from specray.bench.client import ServerClient
-from specray.bench.scrape import parse_samples
+from specray.bench.load.client import ServerClient
+from specray.bench.load.scrape import parse_samples
 from specray.bench.soak.faults import OTHER_DRAFT, inject, prepare
 from specray.bench.soak.schedule import FaultKind, PlannedFault
 from specray.bench.soak.watch import DRAFTS, total

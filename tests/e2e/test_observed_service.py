@@ -19,14 +19,14 @@ from typing import Any
 import aiohttp
 import grpc
 import pytest
-from e2e_service import DEADLINE_S
 from grpc import aio
-from listeners import descendants, listeners
 from prometheus_client.parser import text_string_to_metric_families
 
-from specray.bench.peers.process import free_port
-from specray.rpc.client import SpecrayClient
-from specray.rpc.inference_types import GenerateParams
+from specray.bench.compare.peers.process import free_port
+from specray.rpc.inference.client import SpecrayClient
+from specray.rpc.inference.types import GenerateParams
+from tests.e2e.listeners import descendants, listeners
+from tests.e2e.service import DEADLINE_S
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 

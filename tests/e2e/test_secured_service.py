@@ -8,15 +8,15 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from e2e_service import DEADLINE_S, family
 
-from specray.bench.peers.process import free_port
+from specray.bench.compare.peers.process import free_port
 from specray.config import Config, parse_config
 from specray.errors import UnauthenticatedError
-from specray.rpc.client import SpecrayClient
-from specray.rpc.inference_types import GenerateParams
-from specray.serving.auth import key_hash, new_key
+from specray.rpc.inference.client import SpecrayClient
+from specray.rpc.inference.types import GenerateParams
+from specray.serving.admission.auth import key_hash, new_key
 from specray.serving.launch import running_service
+from tests.e2e.service import DEADLINE_S, family
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import aiohttp
 import pytest
-from e2e_service import DEADLINE_S, Service, complete
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from openai import AsyncOpenAI
 from ray import serve
 
-from specray.rpc.client import SpecrayClient
-from specray.rpc.inference_types import GenerateParams
+from specray.rpc.inference.client import SpecrayClient
+from specray.rpc.inference.types import GenerateParams
+from tests.e2e.service import DEADLINE_S, Service, complete
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import aiohttp
 import pytest
-from e2e_service import Service, complete, is_running, processes
 from ray import serve
 
-from specray.rpc.client import SpecrayClient
-from specray.rpc.inference_types import GenerateParams
+from specray.rpc.inference.client import SpecrayClient
+from specray.rpc.inference.types import GenerateParams
 from specray.serving.app import build_app
 from specray.serving.launch import APP_NAME
+from tests.e2e.service import Service, complete, is_running, processes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 

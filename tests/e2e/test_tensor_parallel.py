@@ -15,14 +15,14 @@ from typing import Any
 import aiohttp
 import pytest
 import torch
-from e2e_service import DEADLINE_S, Service, complete, is_running, processes
 from ray import serve
 from transformers import AutoModelForCausalLM
 
 from specray.demo.paths import demo_target_path
-from specray.rpc.client import SpecrayClient
+from specray.rpc.inference.client import SpecrayClient
 from specray.serving.launch import APP_NAME
 from specray.tokenization import Tokenizer
+from tests.e2e.service import DEADLINE_S, Service, complete, is_running, processes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 

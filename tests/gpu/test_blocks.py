@@ -11,17 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from block_cases import CASES, Case, attention_step, block_cache, row_positions, sequence_rows
 
-from specray.engine.attention import SequenceRows
-from specray.engine.block_backends import (
-    VARLEN_BLOCK_SIZE,
-    Backend,
-    Model,
-    VarlenAttend,
-    check_backend,
-)
-from specray.engine.blocks import (
+from specray.engine.attention.paged import (
     BatchShape,
     BlockAttention,
     BlockBatch,
@@ -31,8 +22,17 @@ from specray.engine.blocks import (
     make_batch,
     store_rows,
 )
-from specray.engine.lowered import HeadNorm, PlainAttention
-from specray.engine.operators import HeadShape, rotary_tables
+from specray.engine.attention.sdpa import SequenceRows
+from specray.engine.attention.select import (
+    VARLEN_BLOCK_SIZE,
+    Backend,
+    Model,
+    VarlenAttend,
+    check_backend,
+)
+from specray.engine.model.decoder import HeadNorm, PlainAttention
+from specray.engine.model.operators_torch import HeadShape, rotary_tables
+from tests.gpu.block_cases import CASES, Case, attention_step, block_cache, row_positions, sequence_rows
 
 ATOL = 1e-5
 
@@ -116,7 +116,8 @@ def test_triton_kernel_equals_gathered_blocks() -> None:
     # The interpreter of 3.6 does not know numpy 2.4.
     pytest.importorskip("triton", minversion="3.9")
     result = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("triton_interpreted.py"))],
+        [sys.executable, "-m", "tests.gpu.triton_interpreted"],
+        cwd=Path(__file__).resolve().parents[2],
         capture_output=True,
         text=True,
         timeout=110,

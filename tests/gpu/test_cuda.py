@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
-from checkpoints import write_checkpoint
-
 from specray.config import EngineConfig
-from specray.engine.assembly import build_runner
-from specray.engine.block_backends import Model, choose_backend
-from specray.engine.cache import BlockAllocator, BlockTable
-from specray.engine.graphs import Bucket
-from specray.engine.inputs import BranchRow, SequenceInput
-from specray.engine.operators import HeadShape
-from specray.engine.runner import ModelRunner
+from specray.engine.attention.select import Model, choose_backend
+from specray.engine.cache.blocks import BlockAllocator, BlockTable
+from specray.engine.model.operators_torch import HeadShape
+from specray.engine.runner.assembly import build_runner
+from specray.engine.runner.cuda_graphs import Bucket
+from specray.engine.runner.inputs import BranchRow, SequenceInput
+from specray.engine.runner.runner import ModelRunner
+from tests.unit.engine.model.checkpoints import write_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specray.bench.gpu import models
-from specray.demo.inflate import InflatedShape
 from specray.demo.paths import demo_target_path
 from specray.errors import ConfigError
+from specray.train.inflate import InflatedShape
 
 SMALL = InflatedShape(hidden_size=384, num_layers=6, intermediate_size=1024, num_heads=8, num_kv_heads=2)
 

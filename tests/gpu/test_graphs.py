@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
-from checkpoints import reference_logits, reference_model, write_checkpoint
-
 from specray.config import EngineConfig
-from specray.engine.assembly import _prepared_buckets, build_runner
-from specray.engine.cache import BlockAllocator, BlockTable
-from specray.engine.graphs import (
+from specray.engine.cache.blocks import BlockAllocator, BlockTable
+from specray.engine.runner.assembly import _prepared_buckets, build_runner
+from specray.engine.runner.cuda_graphs import (
     MAX_ROWS,
     SEQUENCES,
     WIDTHS,
@@ -25,9 +21,10 @@ from specray.engine.graphs import (
     bucket_for,
     run_again,
 )
-from specray.engine.inputs import BranchRow, SequenceInput
-from specray.engine.runner import ModelRunner
+from specray.engine.runner.inputs import BranchRow, SequenceInput
+from specray.engine.runner.runner import ModelRunner
 from specray.errors import ConfigError
+from tests.unit.engine.model.checkpoints import reference_logits, reference_model, write_checkpoint
 
 ATOL = 2e-5
 CONTEXT = [5, 7, 9, 11, 13, 2, 4, 60, 33]

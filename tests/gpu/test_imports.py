@@ -32,7 +32,7 @@ print(*sorted({"torch", "transformers"} & sys.modules.keys()))
 """
 MODULES = (
     "specray.engine.build",
-    "specray.rpc.worker",
+    "specray.rpc.workers.worker",
     "specray.bench.gpu.stage",
     "specray.bench.gpu.worker",
     "specray.bench.gpu.models",
@@ -72,8 +72,8 @@ logging.basicConfig(format="%(message)s")
 sys.modules["numba"] = None
 import torch
 from specray.config import EngineConfig
-from specray.engine.inputs import SequenceInput
-from specray.engine.assembly import build_runner
+from specray.engine.runner.inputs import SequenceInput
+from specray.engine.runner.assembly import build_runner
 config = EngineConfig(device="cpu", dtype="float32", num_threads=1, max_model_len=64, max_num_seqs=2)
 runner = build_runner(config, role="draft")
 logits = runner.run([SequenceInput([5, 6, 7], 0, [0], 1)])

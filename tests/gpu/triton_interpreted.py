@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
-from block_cases import CASES, Case, block_cache, sequence_rows
 
-from specray.engine import triton_blocks, triton_layers
-from specray.engine.block_backends import Backend, Model, check_backend
-from specray.engine.blocks import attend_gathered, make_batch, store_rows
-from specray.engine.operators import HeadShape
-from specray.engine.triton_blocks import TritonAttend
+from specray.engine.attention import triton as triton_blocks
+from specray.engine.attention.paged import attend_gathered, make_batch, store_rows
+from specray.engine.attention.select import Backend, Model, check_backend
+from specray.engine.attention.triton import TritonAttend
+from specray.engine.model import operators_triton as triton_layers
+from specray.engine.model.operators_torch import HeadShape
+from tests.gpu.block_cases import CASES, Case, block_cache, sequence_rows
 
 
 def check(case: Case, num_processors: int, dtype: torch.dtype, atol: float) -> None:

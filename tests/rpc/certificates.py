@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from specray.sections import TlsConfig
+from specray.config import TlsConfig
 
 WORKER_NAME = "specray-worker"
 

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from specray.errors import InvalidRequestError, ProtocolError
 from specray.requests import FinishReason, ServiceInfo, SpeculationStats
-from specray.rpc import codec, inference_codec
-from specray.rpc.codec import RequestBatch
-from specray.rpc.inference import GenerateEvent, GenerateParams, Usage
+from specray.rpc.codec import engine as codec
+from specray.rpc.codec import inference as inference_codec
+from specray.rpc.codec.engine import RequestBatch
+from specray.rpc.inference.server import GenerateEvent, GenerateParams, Usage
 from specray.rpc.pb import draft_pb2, inference_pb2, target_pb2, types_pb2
 from specray.types import (
     Branch,

@@ -17,10 +17,10 @@ from specray.actors.mailbox import Mailbox
 from specray.actors.outlets import Outlets
 from specray.errors import EngineLostError, ProtocolError
 from specray.requests import FinishReason, OutputChunk, SpeculationStats
-from specray.router.clock import SystemClock
+from specray.router.transport.clock import SystemClock
 from specray.rpc.channel import ChannelOptions
+from specray.rpc.codec.delivery import decode_chunks, encode_chunks
 from specray.rpc.delivery import ACCEPTED, DELIVERY_SERVICE, DeliveryConnection, DeliveryServer
-from specray.rpc.delivery_codec import decode_chunks, encode_chunks
 from specray.rpc.pb import delivery_pb2
 from specray.rpc.security import PeerSecurity
 from specray.types import TokenLogprobs

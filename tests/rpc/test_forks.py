@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-import forking_process
+from tests.rpc import forking_process
 
 
 def test_every_child_of_a_process_that_uses_grpc_reaches_its_program() -> None:

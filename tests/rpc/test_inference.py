@@ -13,7 +13,6 @@ import pytest
 from google.protobuf.message import Message
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from rpc_engines import SERVICE_INFO, ScriptedHandler
 
 from specray.errors import (
     ConfigError,
@@ -25,12 +24,13 @@ from specray.errors import (
     SpecrayError,
 )
 from specray.requests import FinishReason
-from specray.rpc import inference
 from specray.rpc.channel import ChannelOptions
-from specray.rpc.client import SpecrayClient
 from specray.rpc.event_loop import new_event_loop
-from specray.rpc.inference import GenerateEvent, GenerateParams, InferenceServer, Usage
+from specray.rpc.inference.client import SpecrayClient
+from specray.rpc.inference.server import GenerateEvent, GenerateParams, InferenceServer, Usage
+from specray.rpc.inference.server import server as inference
 from specray.rpc.pb import inference_pb2, inference_pb2_grpc
+from tests.rpc.engines import SERVICE_INFO, ScriptedHandler
 
 DEADLINE_S = 10.0
 GENERATE = "/specray.v1.InferenceService/Generate"

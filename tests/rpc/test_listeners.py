@@ -9,13 +9,13 @@ import socket
 from pathlib import Path
 
 import pytest
-from rpc_engines import ScriptedDraft, ScriptedHandler
 
 from specray.actors.node import listen_address
 from specray.config import Config, parse_config
 from specray.environment import rank_environment, thread_environment
-from specray.rpc.inference import InferenceServer
-from specray.rpc.server import draft_server
+from specray.rpc.inference.server import InferenceServer
+from specray.rpc.workers.server import draft_server
+from tests.rpc.engines import ScriptedDraft, ScriptedHandler
 
 
 def own_listeners() -> set[str]:
@@ -43,7 +43,7 @@ def test_nothing_listens_beyond_the_machine_by_default() -> None:
 
 
 async def test_servers_and_the_meeting_of_ranks_listen_on_their_own_address_only() -> None:
-    parallel = pytest.importorskip("specray.engine.parallel")
+    parallel = pytest.importorskip("specray.engine.runner.parallel")
     before = own_listeners()
     assert before <= LOOPBACK
     public = InferenceServer(ScriptedHandler(), "127.0.0.1:0")

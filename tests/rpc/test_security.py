@@ -14,22 +14,21 @@ import grpc
 import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from rpc_engines import ScriptedDraft
 
-from specray.actors.draft import DraftLease
+from specray.actors.drafts.deployment import DraftLease
+from specray.actors.drafts.source import ServeDrafterSource
 from specray.actors.node import listen_address, socket_directory
-from specray.actors.source import ServeDrafterSource
-from specray.config import Config, parse_config
+from specray.config import Config, TlsConfig, parse_config
 from specray.errors import ConfigError, EngineLostError
 from specray.rpc.channel import ChannelOptions, channel_options
-from specray.rpc.drafter import GrpcDrafter
+from specray.rpc.connections.drafter import GrpcDrafter
 from specray.rpc.role import DRAFT
 from specray.rpc.security import PeerSecurity, server_credentials
-from specray.rpc.server import draft_server
-from specray.sections import TlsConfig
+from specray.rpc.workers.server import draft_server
+from tests.rpc.engines import ScriptedDraft
 
 pytest.importorskip("cryptography")
-from certificates import WORKER_NAME, Authority
+from tests.rpc.certificates import WORKER_NAME, Authority
 
 DEADLINE_S = 10.0
 SECRET = "0123456789abcdef-secret"

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from specray.config import EngineConfig
-from specray.engine.assembly import build_runner
-from specray.engine.block_backends import Model, choose_backend
-from specray.engine.blocks import BlockAttention
-from specray.engine.graphs import CudaCapture, GraphedForward, Work, run_again
-from specray.engine.inputs import SequenceInput
-from specray.engine.linear import Weights
-from specray.engine.lowered import LoweredForward
-from specray.engine.runner import ModelRunner
+from specray.engine.attention.paged import BlockAttention
+from specray.engine.attention.select import Model, choose_backend
+from specray.engine.model.decoder import LoweredForward
+from specray.engine.model.linear import Weights
+from specray.engine.runner.assembly import build_runner
+from specray.engine.runner.cuda_graphs import CudaCapture, GraphedForward, Work, run_again
+from specray.engine.runner.inputs import SequenceInput
+from specray.engine.runner.runner import ModelRunner
 from specray.errors import ConfigError
 
 BACKENDS = ("varlen", "triton", "gather")

@@ -9,9 +9,9 @@ from typing import Final
 import torch
 from transformers import LlamaForCausalLM
 
-from specray.demo.inflate import InflatedShape, inflate_model
 from specray.demo.paths import demo_target_path
 from specray.errors import ConfigError
+from specray.train.inflate import InflatedShape, inflate_model
 
 # Layers beyond those of models with these names make up for the embedded pair's small vocabulary; heads are
 # of 64 numbers, as the embedded target's.

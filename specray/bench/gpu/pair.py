@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from specray.bench.overlap import Arm, measure_arms
-from specray.bench.prompts import Dataset, load_prompts
+from specray.bench.load.prompts import Dataset, load_prompts
+from specray.bench.overlap.run import Arm, measure_arms
 from specray.config import Config
-from specray.serving.local import local_pair
+from specray.serving.local.pair import local_pair
 from specray.tokenization import Tokenizer
 from specray.types import Overlap
 

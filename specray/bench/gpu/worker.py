@@ -10,7 +10,7 @@ from functools import partial
 from specray.config import load_config
 from specray.environment import apply_thread_environment, log_level
 from specray.errors import SpecrayError
-from specray.rpc.parent import end_with_parent
+from specray.rpc.workers.parent import end_with_parent
 
 
 def main() -> int:
@@ -25,7 +25,7 @@ def main() -> int:
     end_with_parent(arguments.parent_pid)
     logging.basicConfig(level=log_level(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     from specray.engine.build import build_draft_engine, build_target_engine
-    from specray.rpc.worker import serve_engine
+    from specray.rpc.workers.worker import serve_engine
 
     try:
         config = load_config(arguments.config)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from specray.bench.prompts import BUILTIN_PROMPTS
-from specray.rpc.inference_types import GenerateParams
+from specray.bench.load.prompts import BUILTIN_PROMPTS
+from specray.rpc.inference.types import GenerateParams
 
 MAX_SEED = 2**31 - 1
 _SHORT_TOKENS = (8, 48)

@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from specray.bench.client import ServerClient
+from specray.bench.load.client import ServerClient
 from specray.bench.soak.cases import Case, Output, Way
 from specray.bench.soak.ledger import Attempt, End
 from specray.errors import EngineLostError, SpecrayError
-from specray.rpc.client import SpecrayClient
+from specray.rpc.inference.client import SpecrayClient
 
 CANCEL_AFTER_S = (0.05, 1.0)
 RETRY_PAUSE_S = 1.0

@@ -17,7 +17,7 @@ from specray.bench.testbed.beds import Bed
 from specray.bench.testbed.models import draft_path, make_other_draft
 from specray.bench.testbed.parts import Part, Role, of_role
 from specray.errors import EngineLostError, SpecrayError
-from specray.rpc.client import SpecrayClient
+from specray.rpc.inference.client import SpecrayClient
 
 DELAY_MS = 40.0
 """Each way, for a slow cable."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from specray.bench.client import ServerClient
+from specray.bench.load.client import ServerClient
 from specray.bench.soak.cases import Case, Output, make_cases
 from specray.bench.soak.clients import Caller, draw
 from specray.bench.soak.faults import inject, prepare
@@ -22,7 +22,7 @@ from specray.bench.testbed.beds import Bed, open_bed
 from specray.bench.testbed.kinds import BedKind
 from specray.config import Config
 from specray.errors import SpecrayError
-from specray.rpc.client import SpecrayClient
+from specray.rpc.inference.client import SpecrayClient
 
 TAIL_S = 15.0
 """Before the planned end, without new faults."""

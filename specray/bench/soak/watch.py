@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from specray.bench.client import ServerClient
-from specray.bench.scrape import Samples, parse_samples
+from specray.bench.load.client import ServerClient
+from specray.bench.load.scrape import Samples, parse_samples
 from specray.bench.soak.memory import MemoryRecord, Sample, anonymous_bytes, process_name
 from specray.bench.soak.recovery import changes_of
 from specray.bench.testbed.beds import Bed

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specray.bench.peers.process import LOOPBACK, free_port
+from specray.bench.compare.peers.process import LOOPBACK, free_port
 from specray.bench.testbed.control import DRAFT_RESOURCE, TARGET_RESOURCE
 from specray.bench.testbed.kinds import BedKind
 from specray.bench.testbed.netns import Network, entered

@@ -22,7 +22,7 @@ from typing import Any
 from specray.bench.testbed.parts import living_parts
 from specray.config import Config, load_config
 from specray.errors import EngineLostError, SpecrayError
-from specray.rpc.parent import end_with_parent
+from specray.rpc.workers.parent import end_with_parent
 
 DRAFT_RESOURCE = "specray_draft_node"
 """What a node offers on which drafts may live, where there are several nodes."""

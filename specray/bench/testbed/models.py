@@ -15,7 +15,7 @@ _SEED = 7
 
 def draft_path(draft: EngineConfig) -> Path:
     """Where the service's own draft is. Raises EngineLostError: in no directory of this machine."""
-    from specray.engine.assembly import model_path
+    from specray.engine.runner.assembly import model_path
 
     path = Path(model_path(draft, "draft"))
     if not path.is_dir():

@@ -1,0 +1,1 @@
+"""Drafts on Ray: the Draft deployment, its group of ranks, and where a router leases one."""

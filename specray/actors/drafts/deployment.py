@@ -1,0 +1,162 @@
+"""The Draft deployment: one draft and one gRPC server per replica, leased by Routers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import get_current_placement_group
+
+from specray.actors.drafts.group import DraftGroup
+from specray.actors.node import keep_serve_on_loopback
+from specray.actors.targets.group import PlacedRanks
+from specray.actors.targets.ranks import DraftRank
+from specray.actors.telemetry import begin_logs, with_labels
+from specray.config import Config, parse_config
+from specray.errors import ConfigError, EngineLostError
+from specray.metrics.router import DraftMetrics
+
+logger = logging.getLogger(__name__)
+
+DRAIN_S = 5.0
+"""A draft that ends, or gets another model, serves its routers so long while they look for another."""
+UNJUDGED_S = 20.0
+"""A draft that has just come has done nothing: routers ask for one every few seconds, and replicas tell
+Serve of themselves every 10. Judged by that it would be sent away before it was of use, and the next one too:
+with a downscale_delay_s of 1, six came and went in 85 s of load."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLease:
+    """Where a Router reaches a draft, and how much that has to do."""
+
+    replica_id: str
+    node_id: str
+    pid: int
+    address: str
+    """Of the replica's DraftService: ``unix:/path`` or ``host:port``."""
+    num_routers: int = 0
+    """That use it now."""
+    busy_share: float = 0.0
+    """Of the last seconds, how much it computed: 0..1."""
+
+
+class DraftReplica:
+    """A Serve replica around a draft. Calls through Serve only lease; tokens go over gRPC.
+
+    The engine is loaded by ``reconfigure``, which Serve calls after the constructor, and again when the
+    deployment's ``user_config`` changes: so a service that runs gets another draft model, one replica after
+    the other, and neither its routers nor their targets notice more than a move.
+    """
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        keep_serve_on_loopback()
+        begin_logs(parse_config(values))
+        self._metrics = DraftMetrics()
+        self._values = values
+        self._group: DraftGroup | None = None
+        self._retiring: set[asyncio.Task[None]] = set()
+        self._loaded_s = 0.0
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Loads the draft that the configuration names.
+
+        One that serves already does so until then. Of several ranks it ends before: a process has a place in
+        one group at a time, and the ranks' resources are its own.
+
+        Args:
+            user_config: ``{"draft": {...}}``: values that take the place of those of the service's own
+                configuration.
+
+        Raises:
+            ConfigError: a value is wrong, or the model is. Serve then replaces the replica.
+            EngineLostError: the model was not loaded in time.
+        """
+        config = self._merge(user_config)
+        before = self._group
+        if before is not None and config == before.config:
+            return
+        followers = None
+        if config.draft.tensor_parallel_size > 1:
+            followers = _followers(config)
+            if before is not None:
+                # Whoever asks for a lease meanwhile goes elsewhere.
+                self._group = None
+                await before.stop(drain_s=DRAIN_S)
+        group = DraftGroup(config, followers)
+        await group.start()
+        self._group, self._loaded_s = group, time.monotonic()
+        if before is None:
+            return
+        logger.info("the draft is %s from now on", config.draft.model)
+        if followers is None:
+            task = asyncio.create_task(before.stop(drain_s=DRAIN_S))
+            self._retiring.add(task)
+            task.add_done_callback(self._retiring.discard)
+
+    async def lease(self) -> DraftLease:
+        """The way to this replica's engine, and its load. Raises EngineLostError while it cannot work."""
+        group = self._group
+        if group is None:
+            raise EngineLostError("the draft is not loaded yet")
+        if not group.can_be_leased:
+            raise EngineLostError("the draft hangs or has lost a rank")
+        context = ray.get_runtime_context()
+        return DraftLease(
+            replica_id=context.get_actor_id() or "",
+            node_id=context.get_node_id(),
+            pid=os.getpid(),
+            address=group.address,
+            num_routers=group.server.num_routers,
+            busy_share=group.server.busy_share,
+        )
+
+    async def metrics_text(self) -> str:
+        """This replica's metrics, with its labels."""
+        group = self._group
+        return with_labels(self._metrics.text(None if group is None else group.server.info))
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """For ``scaling.DraftScalingPolicy``: at first nothing of how busy it is."""
+        group = self._group
+        if group is None:
+            return {}
+        load = {"num_routers": float(group.server.num_routers)}
+        if time.monotonic() - self._loaded_s >= UNJUDGED_S:
+            load["busy_share"] = group.server.busy_share
+        return load
+
+    async def check_health(self) -> None:
+        """Liveness, cheap; see ``DraftGroup.check``. Raises EngineLostError."""
+        if self._group is not None:
+            await self._group.check()
+
+    async def __del__(self) -> None:
+        # Serve awaits this before it ends the replica's process.
+        group = getattr(self, "_group", None)
+        if group is not None:
+            await group.stop(drain_s=DRAIN_S)
+
+    def _merge(self, user_config: dict[str, Any]) -> Config:
+        unknown = sorted(user_config.keys() - {"draft"})
+        if unknown:
+            raise ConfigError(f"user_config of Draft has {', '.join(unknown)}; allowed: draft")
+        changed = user_config.get("draft") or {}
+        size = self._values["draft"].get("tensor_parallel_size", 1)
+        if changed.get("tensor_parallel_size", size) != size:
+            raise ConfigError(
+                f"user_config of Draft has draft.tensor_parallel_size {changed['tensor_parallel_size']}; "
+                f"allowed: {size}, for which the deployment has room; args can change it"
+            )
+        return parse_config({**self._values, "draft": {**self._values["draft"], **changed}})
+
+
+def _followers(config: Config) -> PlacedRanks:
+    placement_group = get_current_placement_group()
+    assert placement_group is not None, "a Draft of several ranks has a placement group"
+    return PlacedRanks(config, DraftRank, placement_group)

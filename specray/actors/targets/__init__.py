@@ -1,0 +1,1 @@
+"""Tensor-parallel targets on Ray: placement, ranks, and the group that lives and ends as one."""

@@ -1,0 +1,275 @@
+"""A tensor-parallel group as one thing: it starts as a whole or not at all, and ends as a whole."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from specray.actors.node import LocalProcess
+from specray.actors.targets.placement import actor_options, rank_bundles
+from specray.actors.targets.ranks import Rank, RankProcess, TargetRank, own_process
+from specray.config import Config
+from specray.environment import rank_environment
+from specray.errors import ConfigError, EngineLostError
+
+THREADS_PER_RANK = 4
+"""One waits for the end of the rank, one runs checks, one starts or stops it."""
+PLACED_POLL_S = 1.0
+END_TIMEOUT_S = 1.0
+
+
+@asynccontextmanager
+async def starting(role: str, timeout_s: float, stop: Callable[[], None]) -> AsyncIterator[None]:
+    """Around a group's start: what fails within it ends the group by ``stop``.
+
+    Raises:
+        ConfigError: a setting is wrong, as a rank or the placement has found.
+        EngineLostError: a rank failed, or not all were ready within ``timeout_s``.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError:
+        stop()
+        raise EngineLostError(f"the {role} was not ready within {timeout_s:g} s") from None
+    except ray.exceptions.RayTaskError as error:
+        stop()
+        if isinstance(error.cause, ConfigError):
+            raise error.cause from None
+        raise EngineLostError(f"the {role} did not start: {error}") from error
+    except ray.exceptions.RayError as error:
+        stop()
+        raise EngineLostError(f"the {role} did not start: {error}") from error
+    except BaseException:
+        stop()
+        raise
+
+
+class PlacedRanks:
+    """Rank actors in bundles of a placement group, owned by the process that made them and dying with it.
+
+    Used once: after ``stop`` others take their place in the placement group.
+
+    Args:
+        config: the whole configuration; every rank reads its own part.
+        actor_class: of the ranks.
+        placement_group: holds the owner in bundle 0 and one of the ranks in each of the others.
+    """
+
+    def __init__(self, config: Config, actor_class: type[Rank], placement_group: PlacementGroup) -> None:
+        self._config = config
+        self._actor_class = actor_class
+        self._placement_group = placement_group
+        self._first_rank = 0
+        self._processes: list[LocalProcess] = []
+        """Those on this node."""
+        self.actors: list[Any] = []
+
+    async def place(self, num_ranks: int, *, first_rank: int = 0) -> None:
+        """Makes the actors, which load nothing yet.
+
+        Args:
+            first_rank: number of the first; one before it is the owner itself.
+
+        Raises:
+            ConfigError: they cannot be a group where they are.
+            ray.exceptions.RayError: an actor is gone.
+        """
+        nodes = await self._bundle_nodes()
+        bundles = rank_bundles(nodes, num_ranks)
+        role = self._actor_class.role
+        if self._config.rpc.listen == "loopback":
+            check_one_host({nodes[0], *(nodes[bundle] for bundle in bundles)}, ray.nodes(), role=role)
+        self._first_rank = first_rank
+        self.actors = [self._create(rank, bundle) for rank, bundle in enumerate(bundles, first_rank)]
+        placed = await self.processes()
+        self._find_local(placed)
+        check_own_gpus([*placed, *([own_process()] if first_rank else [])], role=role)
+
+    async def start(self, meeting: str | None) -> list[str | None]:
+        """Loads every shard. Returns each rank's address, see ``Rank.start``, whose exceptions it raises."""
+        return list(await asyncio.gather(*(actor.start.remote(meeting) for actor in self.actors)))
+
+    async def processes(self) -> list[RankProcess]:
+        """Where each rank is, in order; once they are placed.
+
+        Raises:
+            ray.exceptions.RayError: a rank is gone.
+        """
+        return list(await asyncio.gather(*(actor.process.remote() for actor in self.actors)))
+
+    async def ended(self) -> str:
+        """Returns when the first rank can no longer work, and says why; after ``start``."""
+        ends = [asyncio.ensure_future(self._end(rank)) for rank in range(len(self.actors))]
+        try:
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for end in ends:
+                end.cancel()
+
+    def stop(self) -> None:
+        """Ends every rank, also one that hangs; idempotent. What they held is free once they are gone."""
+        for process in self._processes:
+            process.kill()
+        for actor in self.actors:
+            ray.kill(actor)
+
+    async def end(self) -> None:
+        """Ends ranks that work: Ray asks them first, and reports no accident then; idempotent.
+
+        One that has not ended within ``END_TIMEOUT_S`` hangs, and is ended as ``stop`` does it.
+        """
+        for actor in self.actors:
+            ray.kill(actor)
+        await asyncio.gather(*(process.wait(END_TIMEOUT_S) for process in self._processes))
+        self.stop()
+
+    async def _end(self, index: int) -> str:
+        try:
+            reason = await self.actors[index].wait.remote()
+        except ray.exceptions.RayError as error:
+            reason = first_line(error)
+        return f"{self._actor_class.role} rank {self._first_rank + index} ended: {reason}"
+
+    def _find_local(self, placed: Sequence[RankProcess]) -> None:
+        own = ray.get_runtime_context().get_node_id()
+        for process in placed:
+            if process.node_id == own:
+                with contextlib.suppress(OSError):  # It has ended already, as its next call will show.
+                    self._processes.append(LocalProcess(process.pid))
+
+    async def _bundle_nodes(self) -> dict[int, str]:
+        """The node of each bundle, once each has one: Ray finds another for those whose node is gone."""
+        group = self._placement_group
+        while not await asyncio.to_thread(group.wait, PLACED_POLL_S):
+            pass
+        nodes: dict[int, str] = (await asyncio.to_thread(placement_group_table, group))["bundles_to_node_id"]
+        return nodes
+
+    def _create(self, rank: int, bundle: int) -> Any:
+        actor_class: Any = ray.remote(self._actor_class)
+        return actor_class.options(
+            **actor_options(self._placement_group.bundle_specs[bundle]),
+            max_restarts=0,
+            runtime_env={"env_vars": rank_environment(self._config.rpc)},
+            max_concurrency=THREADS_PER_RANK,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group=self._placement_group, placement_group_bundle_index=bundle
+            ),
+        ).remote(self._config.model_dump(mode="json"), rank)
+
+
+class TargetGroup:
+    """The ranks of one target, owned by the Router that created them and dying with it.
+
+    Used once: after ``stop`` another group takes its place in the placement group.
+
+    Args:
+        config: the whole configuration; every rank reads its own part.
+        placement_group: holds the Router in bundle 0 and one rank in each of the others.
+    """
+
+    def __init__(self, config: Config, placement_group: PlacementGroup) -> None:
+        self._config = config
+        self._ranks = PlacedRanks(config, TargetRank, placement_group)
+        self._socket: Path | None = None
+
+    async def start(self) -> str:
+        """Places the ranks, loads every shard and returns the leader's address.
+
+        Raises:
+            ConfigError: a setting is wrong, as a rank or the placement has found; no rank is left running.
+            EngineLostError: a rank failed, or not all were ready in time; none is left running.
+        """
+        async with starting("target", self._config.router.start_timeout_s, self.stop):
+            await self._ranks.place(self._config.target.tensor_parallel_size)
+            leader, *followers = self._ranks.actors
+            meeting = await leader.open_store.remote() if followers else None
+            address = str((await self._ranks.start(meeting))[0])
+        if address.startswith("unix:"):
+            self._socket = Path(address.removeprefix("unix:"))
+        return address
+
+    async def processes(self) -> list[RankProcess]:
+        """Where each rank is, in order; once they are placed.
+
+        Raises:
+            ray.exceptions.RayError: a rank is gone.
+        """
+        return await self._ranks.processes()
+
+    async def ended(self) -> str:
+        """Returns when the first rank can no longer work, and says why; after ``start``."""
+        return await self._ranks.ended()
+
+    async def check(self) -> None:
+        """A real one-token step of the whole group; the caller sets the deadline.
+
+        Raises:
+            EngineLostError: a rank is gone or its engine is broken.
+        """
+        try:
+            await self._ranks.actors[0].check.remote()
+        except ray.exceptions.RayError as error:
+            raise EngineLostError(first_line(error)) from None
+
+    def stop(self) -> None:
+        """Ends every rank, also one that hangs; idempotent. What they held is free once they are gone."""
+        self._ranks.stop()
+        self._remove_socket()
+
+    async def end(self) -> None:
+        """Ends every rank in order, see ``PlacedRanks.end``; idempotent."""
+        await self._ranks.end()
+        self._remove_socket()
+
+    def _remove_socket(self) -> None:
+        if self._socket is not None:
+            self._socket.unlink(missing_ok=True)
+
+
+def check_one_host(node_ids: set[str], nodes: Sequence[dict[str, Any]], *, role: str) -> None:
+    """Nobody beyond a machine can reach its loopback interface.
+
+    Args:
+        node_ids: where the group is.
+        nodes: as Ray lists them.
+
+    Raises:
+        ConfigError: the group is on several machines.
+    """
+    hosts = sorted({str(node["NodeManagerAddress"]) for node in nodes if node["NodeID"] in node_ids})
+    if len(hosts) > 1:
+        raise ConfigError(
+            f"rpc.listen is 'loopback', but the {role}'s ranks are on {', '.join(hosts)}; allowed: 'node', "
+            f"or {role}.placement 'one-node'"
+        )
+
+
+def check_own_gpus(ranks: Sequence[RankProcess], *, role: str) -> None:
+    """NCCL joins no two ranks on one GPU, and nothing would be won by it.
+
+    Raises:
+        ConfigError: Ray gave several ranks the same.
+    """
+    taken = Counter((rank.node_id, gpu_id) for rank in ranks for gpu_id in rank.gpu_ids)
+    if taken and max(taken.values()) > 1:
+        raise ConfigError(
+            f"{role}.ray_actor_options: num_gpus is so small that several of the {role}'s ranks were given "
+            "the same GPU; allowed: more than 0.5, so that each rank gets one that no other has"
+        )
+
+
+def first_line(error: Exception) -> str:
+    """What an error of Ray's says, without its traceback."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

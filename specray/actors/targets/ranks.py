@@ -1,0 +1,106 @@
+"""Ranks of tensor-parallel groups: one plain Ray actor each, in their owner's placement group."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import ray
+
+from specray.actors.node import listen_address, listen_host, meet_on_own_interface
+from specray.config import parse_config
+from specray.telemetry.logs import configure_logging
+
+if TYPE_CHECKING:
+    from specray.actors.workers import FollowerWorker, LeaderWorker
+    from specray.engine.runner.parallel import GroupStore
+    from specray.rpc.role import RoleName
+
+
+class RankProcess(NamedTuple):
+    """Where a rank is."""
+
+    node_id: str
+    pid: int
+    gpu_ids: tuple[str, ...] = ()
+    """Of its node's GPUs, those that Ray gave it."""
+
+
+def own_process() -> RankProcess:
+    """This one."""
+    gpu_ids = tuple(str(gpu_id) for gpu_id in ray.get_gpu_ids())
+    return RankProcess(ray.get_runtime_context().get_node_id(), os.getpid(), gpu_ids)
+
+
+class Rank:
+    """One rank. The constructor is light: the model is loaded by ``start``, after every rank exists.
+
+    Subclasses say whose rank it is, by ``role`` and by the name that Ray gives to the process.
+    """
+
+    role: ClassVar[RoleName]
+
+    def __init__(self, values: dict[str, Any], rank: int) -> None:
+        self._config = parse_config(values)
+        configure_logging(
+            self._config.logging, context={"deployment": self.role.capitalize(), "rank": str(rank)}
+        )
+        self._rank = rank
+        self._store: GroupStore | None = None
+        self._worker: LeaderWorker | FollowerWorker | None = None
+
+    def process(self) -> RankProcess:
+        """Where it is. Answers while the rank loads and works; one that does not answer hangs."""
+        return own_process()
+
+    def open_store(self) -> str:
+        """On the leader: opens the store where the ranks meet, on a free port; returns its ``host:port``."""
+        from specray.engine.runner.parallel import GroupStore
+
+        self._store = GroupStore(listen_host(self._config), timeout_s=self._config.router.start_timeout_s)
+        return self._store.address
+
+    def start(self, meeting: str | None) -> str | None:
+        """Loads this rank's shard. The leader serves gRPC and returns its address, a follower None.
+
+        Args:
+            meeting: ``host:port`` of the leader's store; None for a group of one rank.
+        """
+        from specray.actors.workers import start_rank
+
+        meet_on_own_interface(self._config)
+        self._worker = start_rank(
+            self._config,
+            role=self.role,
+            rank=self._rank,
+            meeting=self._store or meeting,
+            address=listen_address(self._config, self.role),
+        )
+        return self._worker.address
+
+    def wait(self) -> str:
+        """Returns only when the rank can no longer work, and says why."""
+        assert self._worker is not None, "wait comes after start"
+        return self._worker.wait()
+
+    def check(self) -> None:
+        """On the leader: a real one-token step of the whole group. Raises EngineLostError."""
+        assert self._worker is not None, "check comes after start"
+        self._worker.check()
+
+    def stop(self) -> None:
+        """Ends the rank; idempotent."""
+        if self._worker is not None:
+            self._worker.stop()
+
+
+class TargetRank(Rank):
+    """Of a target, in the Router's placement group."""
+
+    role = "target"
+
+
+class DraftRank(Rank):
+    """Of a draft, in the placement group of a Draft replica, which is rank 0 itself."""
+
+    role = "draft"

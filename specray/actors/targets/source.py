@@ -1,0 +1,131 @@
+"""Where a router connects to its target: to a group of ranks that works, built anew when it does not."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from specray.errors import EngineLostError
+from specray.interfaces import Clock, Verifier
+from specray.router.transport.clock import SystemClock, within
+
+logger = logging.getLogger(__name__)
+
+PROBE_TIMEOUT_S = 2.0
+"""A group whose connection was lost may still be whole; it shows so by a step within this time."""
+
+
+class Group(Protocol):
+    """The ranks of one target; actors.group.TargetGroup is one."""
+
+    async def start(self) -> str:
+        """The leader's address. Raises ConfigError or EngineLostError; nothing is left running then."""
+        ...
+
+    async def ended(self) -> str:
+        """Returns when a rank can no longer work, and says why."""
+        ...
+
+    async def check(self) -> None:
+        """A real step of all ranks. Raises EngineLostError."""
+        ...
+
+    def stop(self) -> None:
+        """Ends every rank, also one that hangs; idempotent."""
+        ...
+
+    async def end(self) -> None:
+        """Ends ranks that work, in order; idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    group: Group
+    address: str
+    watch: asyncio.Task[None]
+    """Over when a rank has ended."""
+
+
+class TargetSource:
+    """One target for one router: never more than one group at a time, and no group without all its ranks.
+
+    Args:
+        make_group: of ranks that do not run yet.
+        connect: to a leader's address.
+        clock: times the wait for a step.
+    """
+
+    def __init__(
+        self,
+        make_group: Callable[[], Group],
+        connect: Callable[[str], Awaitable[Verifier]],
+        *,
+        clock: Clock | None = None,
+    ) -> None:
+        self._make_group = make_group
+        self._connect_to = connect
+        self._clock = clock or SystemClock()
+        self._running: _Running | None = None
+        self.num_starts = 0
+
+    async def connect(self) -> Verifier:
+        """A new connection, after the last one was lost: to the same group while it can do a step.
+
+        Raises:
+            ConfigError: a setting is wrong.
+            EngineLostError: the group could not be started or reached; the next call starts another.
+        """
+        if self._running is not None and not await self._works(self._running):
+            self.stop()
+        running = self._running or await self._start()
+        try:
+            return await self._connect_to(running.address)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Ends the group, which may hang; idempotent."""
+        if (group := self._take()) is not None:
+            group.stop()
+
+    async def end(self) -> None:
+        """Ends the group in order, when it is no longer needed; idempotent."""
+        if (group := self._take()) is not None:
+            await group.end()
+
+    def _take(self) -> Group | None:
+        running, self._running = self._running, None
+        if running is None:
+            return None
+        running.watch.cancel()
+        return running.group
+
+    async def _start(self) -> _Running:
+        group = self._make_group()
+        began_s = self._clock.monotonic()
+        address = await group.start()
+        self.num_starts += 1
+        logger.info("target group started in %.1f s", self._clock.monotonic() - began_s)
+        self._running = _Running(group, address, asyncio.create_task(self._watch(group)))
+        return self._running
+
+    async def _watch(self, group: Group) -> None:
+        reason = await group.ended()
+        logger.error("%s", reason)
+        # The others would wait for it, and the leader's router with them.
+        group.stop()
+
+    async def _works(self, running: _Running) -> bool:
+        if running.watch.done():
+            return False
+        try:
+            await within(self._clock, PROBE_TIMEOUT_S, running.group.check())
+        except (EngineLostError, TimeoutError) as error:
+            logger.error("the target group is given up: %s", str(error) or "no step in time")
+            return False
+        return not running.watch.done()

@@ -1,0 +1,1 @@
+"""specray and its peers over the same prompts, in turns."""

@@ -1,0 +1,99 @@
+"""llama.cpp's server, from a directory with its source and what was built there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from specray.bench.compare.peers.base import PLAIN, Arm, Launch, Setup
+from specray.bench.compare.peers.process import LOOPBACK
+from specray.errors import ConfigError
+
+CONVERSION_TIMEOUT_S = 900.0
+NGRAM_LEN = 3
+_SERVER = Path("build", "bin", "llama-server")
+_CONVERTER = Path("convert_hf_to_gguf.py")
+
+
+class LlamaCpp:
+    """Its checkpoints are converted to GGUF, in bfloat16, before its first server starts.
+
+    Args:
+        directory: of the source, built in ``build``; None: it is not there.
+    """
+
+    name = "llama.cpp"
+    modes = (PLAIN, "draft", "ngram")
+    max_concurrency = None
+
+    def __init__(self, directory: Path | None) -> None:
+        self._directory = directory
+
+    def absence(self) -> str | None:
+        if self._directory is None:
+            return "--llama-cpp is not given"
+        for part in (_SERVER, _CONVERTER):
+            if not (self._directory / part).is_file():
+                return f"--llama-cpp {self._directory}: there is no {part} in it"
+        return None
+
+    def prepare(self, setup: Setup) -> None:
+        """Converts what has changed since the last time."""
+        for checkpoint in (setup.target, setup.draft):
+            gguf = _gguf(checkpoint, setup)
+            newest = max(path.stat().st_mtime for path in checkpoint.iterdir())
+            if not gguf.exists() or gguf.stat().st_mtime < newest:
+                self._convert(checkpoint, gguf)
+
+    def _convert(self, checkpoint: Path, gguf: Path) -> None:
+        assert self._directory is not None
+        partial = gguf.with_suffix(".partial")
+        command = [
+            sys.executable,
+            "-m",
+            "specray.bench.compare.peers.convert_gguf",
+            str(self._directory / _CONVERTER),
+        ]
+        command += [str(checkpoint), "--outtype", "bf16", "--outfile", str(partial)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=CONVERSION_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise ConfigError(f"{checkpoint}: its conversion to GGUF takes over 15 minutes") from None
+        if done.returncode:
+            reason = (done.stderr.strip() or "it printed nothing").splitlines()[-1]
+            raise ConfigError(f"{checkpoint}: it cannot be converted to GGUF: {reason}")
+        partial.rename(gguf)
+
+    def launch(self, arm: Arm, setup: Setup, port: int) -> Launch:
+        assert self._directory is not None
+        num_threads, num_slots = str(setup.num_threads), str(setup.max_num_seqs)
+        command = [str(self._directory / _SERVER), "--model", str(_gguf(setup.target, setup))]
+        command += ["--host", LOOPBACK, "--port", str(port)]
+        command += ["--threads", num_threads, "--threads-batch", num_threads]
+        command += ["--parallel", num_slots, "--ctx-size", str(setup.max_model_len * setup.max_num_seqs)]
+        # Its parser of chat templates does not know all of Jinja, and refuses to start; no chat is asked for.
+        command += ["--no-jinja", "--chat-template", "chatml"]
+        command += _speculation(arm, setup)
+        return Launch(tuple(command), f"http://{LOOPBACK}:{port}", "/health", {})
+
+    def request_fields(self, temperature: float) -> dict[str, Any]:
+        # Its own defaults cut the distribution: top_k 40, top_p 0.95, min_p 0.05.
+        return {"top_k": 0 if temperature else 1, "top_p": 1.0, "min_p": 0.0}
+
+
+def _speculation(arm: Arm, setup: Setup) -> list[str]:
+    k = str(arm.k)
+    if arm.mode == "draft":
+        draft = ["--spec-type", "draft-simple", "--spec-draft-model", str(_gguf(setup.draft, setup))]
+        return [*draft, "--spec-draft-n-max", k, "--spec-draft-threads", str(setup.num_threads)]
+    if arm.mode == "ngram":
+        # Its own default looks for twelve equal tokens, and so never drafts in a short output.
+        lookup = ["--spec-ngram-simple-size-n", str(NGRAM_LEN), "--spec-ngram-simple-size-m", k]
+        return ["--spec-type", "ngram-simple", *lookup]
+    return []
+
+
+def _gguf(checkpoint: Path, setup: Setup) -> Path:
+    return setup.work_dir / f"{'draft' if checkpoint == setup.draft else 'target'}.gguf"

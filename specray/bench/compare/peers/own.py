@@ -1,0 +1,58 @@
+"""specray itself, as its command line starts it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from specray.bench.compare.peers.base import PLAIN, Arm, Launch, Setup
+from specray.bench.compare.peers.process import LOOPBACK
+
+_OVERLAPS = {"serial": "serial", "auto": "auto", "ahead": "ahead", "enumerate": "enumerate"}
+_MODEL_FREE = ("ngram", "suffix")
+
+
+class Specray:
+    """Serial, auto, ahead and enumerate are ways to overlap; ngram and suffix draft without a model."""
+
+    name = "specray"
+    modes = (PLAIN, *_OVERLAPS, *_MODEL_FREE)
+    max_concurrency = None
+
+    def absence(self) -> str | None:
+        return None
+
+    def prepare(self, setup: Setup) -> None:
+        """Nothing."""
+
+    def launch(self, arm: Arm, setup: Setup, port: int) -> Launch:
+        options = {
+            "--target": str(setup.target),
+            "--draft": _draft(arm, setup),
+            "--dtype": "bfloat16",
+            "--max-model-len": str(setup.max_model_len),
+            "--port": str(port),
+            "--grpc-port": "0",
+        }
+        if arm.mode in _OVERLAPS:
+            options["--overlap"] = _OVERLAPS[arm.mode]
+        if arm.num_speculative_tokens is not None:
+            options["--num-speculative-tokens"] = str(arm.num_speculative_tokens)
+        settings = {
+            "target.num_threads": setup.num_threads,
+            "target.max_num_seqs": setup.max_num_seqs,
+            "draft.max_num_seqs": setup.max_num_seqs,
+        }
+        command = [sys.executable, "-m", "specray.cli", "serve"]
+        command += [part for option in options.items() for part in option]
+        command += [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+        return Launch(tuple(command), f"http://{LOOPBACK}:{port}", "/ready", {})
+
+    def request_fields(self, temperature: float) -> dict[str, Any]:
+        return {"return_speculation_metrics": True}
+
+
+def _draft(arm: Arm, setup: Setup) -> str:
+    if arm.mode == PLAIN:
+        return "none"
+    return arm.mode if arm.mode in _MODEL_FREE else str(setup.draft)

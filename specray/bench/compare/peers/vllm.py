@@ -1,0 +1,66 @@
+"""vLLM on CPU, from a virtual environment of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from specray.bench.compare.peers.base import PLAIN, Arm, Launch, Setup
+from specray.bench.compare.peers.process import LOOPBACK
+
+KV_CACHE_GIB = 4
+_PROMPT_LOOKUP = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+
+
+class Vllm:
+    """Its draft is greedy by default; ``draft-probabilistic`` samples it, for rejection at temperature > 0.
+
+    Args:
+        python: the interpreter of the environment that vLLM is installed in; None: it is not.
+    """
+
+    name = "vllm"
+    modes = (PLAIN, "draft", "draft-probabilistic", "ngram")
+    max_concurrency = None
+
+    def __init__(self, python: Path | None) -> None:
+        self._python = python
+
+    def absence(self) -> str | None:
+        if self._python is None:
+            return "--vllm-python is not given"
+        if not self._python.is_file():
+            return f"--vllm-python {self._python}: there is no such file"
+        return None
+
+    def prepare(self, setup: Setup) -> None:
+        """Nothing."""
+
+    def launch(self, arm: Arm, setup: Setup, port: int) -> Launch:
+        command = [str(self._python), "-m", "vllm.entrypoints.openai.api_server"]
+        command += ["--model", str(setup.target), "--dtype", "bfloat16"]
+        command += ["--host", LOOPBACK, "--port", str(port)]
+        command += ["--max-model-len", str(setup.max_model_len), "--max-num-seqs", str(setup.max_num_seqs)]
+        # Else the checkpoint's own sampling defaults would come over the request's.
+        command += ["--generation-config", "vllm"]
+        if arm.mode != PLAIN:
+            command += ["--speculative-config", json.dumps(_speculation(arm, setup))]
+            command += ["--per-request-spec-decode-metrics", "summary"]
+        environment = {
+            "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB),
+            "VLLM_CPU_OMP_THREADS_BIND": f"0-{setup.num_threads - 1}",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        return Launch(tuple(command), f"http://{LOOPBACK}:{port}", "/health", environment)
+
+    def request_fields(self, temperature: float) -> dict[str, Any]:
+        return {"top_p": 1.0, "top_k": 0}
+
+
+def _speculation(arm: Arm, setup: Setup) -> dict[str, object]:
+    if arm.mode == "ngram":
+        return {"method": "ngram", "num_speculative_tokens": arm.k, **_PROMPT_LOOKUP}
+    config = {"method": "draft_model", "model": str(setup.draft), "num_speculative_tokens": arm.k}
+    return config | ({"draft_sample_method": "probabilistic"} if arm.mode == "draft-probabilistic" else {})

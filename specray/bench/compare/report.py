@@ -1,0 +1,262 @@
+"""One report of a comparison: Markdown, JSON and two plots."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from specray.bench.compare.journal import PassRow
+from specray.bench.report.chart import Line, Panel, draw
+
+OWN = "specray"
+PLAIN_SUFFIX = " plain"
+_DASH = "–"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Medians over the turns of one arm at one temperature and concurrency; None where it does not tell."""
+
+    system: str
+    arm: str
+    temperature: float
+    concurrency: int
+    num_turns: int
+    tokens_per_s: float
+    ttft_ms: float | None
+    itl_ms: float | None
+    tpot_ms: float | None
+    acceptance_rate: float | None
+    mean_acceptance_length: float | None
+    num_failed: int
+    num_short: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A comparison, however far it has come."""
+
+    title: str
+    conditions: Mapping[str, Any]
+    """Plain JSON: models, data, numbers of threads and tokens."""
+    rows: Sequence[PassRow]
+    absent: Mapping[str, str]
+    """Why a system could not be measured, by its name."""
+    failed: Mapping[str, str]
+    """Why an arm could not be measured, by its name."""
+
+    @property
+    def cells(self) -> list[Cell]:
+        """One per arm, temperature and concurrency, in the order in which they were first measured."""
+        groups: dict[tuple[str, float, int], list[PassRow]] = {}
+        for row in self.rows:
+            groups.setdefault((row.arm, row.temperature, row.concurrency), []).append(row)
+        return [_cell(group) for group in groups.values()]
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, the single passes included."""
+        return {
+            "title": self.title,
+            "conditions": dict(self.conditions),
+            "cells": [asdict(cell) for cell in self.cells],
+            "passes": [asdict(row) for row in self.rows],
+            "absent": dict(self.absent),
+            "failed": dict(self.failed),
+        }
+
+
+def write_report(report: Report, directory: Path) -> None:
+    """Writes report.md, report.json, throughput.svg and latency.svg."""
+    files = {
+        "report.md": markdown(report),
+        "report.json": json.dumps(report.as_json(), indent=2) + "\n",
+        "throughput.svg": throughput_chart(report),
+        "latency.svg": latency_chart(report),
+    }
+    for name, text in files.items():
+        (directory / name).write_text(text, encoding="utf-8")
+
+
+def markdown(report: Report) -> str:
+    """Tables of throughput, of specray's best mode against each peer's, of latency and of acceptance."""
+    cells = report.cells
+    parts = [f"# {report.title}", _conditions(report)]
+    for temperature in _temperatures(cells):
+        mine = [cell for cell in cells if cell.temperature == temperature]
+        parts.append(f"## Temperature {temperature:g}")
+        parts.append(
+            "Tokens/s by requests at a time:\n\n" + _table(mine, lambda cell: f"{cell.tokens_per_s:.1f}")
+        )
+        if best := _best_table(mine):
+            parts.append("The best mode of each, and specray's best over it:\n\n" + best)
+        parts.append("Mean TTFT / mean time per output token, ms:\n\n" + _table(mine, _latency))
+        parts.append("Acceptance rate / mean acceptance length:\n\n" + _table(mine, _acceptance))
+    if notes := _notes(report, cells):
+        parts.append("## Not measured, or not in full\n\n" + "\n".join(f"- {note}" for note in notes))
+    parts.append("![Throughput](throughput.svg)\n\n![Latency](latency.svg)")
+    return "\n\n".join(parts) + "\n"
+
+
+def throughput_chart(report: Report) -> str:
+    """Tokens/s against concurrency, a panel per temperature."""
+    panels = _panels(report, "tokens/s", lambda cell: cell.tokens_per_s)
+    return draw(f"{report.title}: tokens/s", panels, num_columns=max(1, len(panels)))
+
+
+def latency_chart(report: Report) -> str:
+    """Mean TTFT and mean time per output token against concurrency, a column per temperature."""
+    rows = (
+        _panels(report, "mean TTFT, ms", lambda cell: cell.ttft_ms, is_log=True),
+        _panels(report, "mean time per output token, ms", lambda cell: cell.tpot_ms, is_log=True),
+    )
+    return draw(f"{report.title}: latency", [*rows[0], *rows[1]], num_columns=max(1, len(rows[0])))
+
+
+def _cell(group: Sequence[PassRow]) -> Cell:
+    def median(name: str) -> float | None:
+        values = [value for row in group if (value := getattr(row, name)) is not None]
+        return statistics.median(values) if values else None
+
+    first = group[0]
+    return Cell(
+        system=first.system,
+        arm=first.arm,
+        temperature=first.temperature,
+        concurrency=first.concurrency,
+        num_turns=len(group),
+        tokens_per_s=statistics.median(row.tokens_per_s for row in group),
+        ttft_ms=median("ttft_ms"),
+        itl_ms=median("itl_ms"),
+        tpot_ms=median("tpot_ms"),
+        acceptance_rate=median("acceptance_rate"),
+        mean_acceptance_length=median("mean_acceptance_length"),
+        num_failed=sum(row.num_failed for row in group),
+        num_short=sum(row.num_short for row in group),
+    )
+
+
+def _conditions(report: Report) -> str:
+    return "\n".join(f"- {name}: {value}" for name, value in report.conditions.items())
+
+
+def _temperatures(cells: Sequence[Cell]) -> list[float]:
+    return sorted({cell.temperature for cell in cells})
+
+
+def _concurrencies(cells: Sequence[Cell]) -> list[int]:
+    return sorted({cell.concurrency for cell in cells})
+
+
+def _table(cells: Sequence[Cell], text: Callable[[Cell], str]) -> str:
+    """One line per arm, one column per concurrency."""
+    columns = _concurrencies(cells)
+    by_key = {(cell.arm, cell.concurrency): text(cell) for cell in cells}
+    lines = [
+        [arm, *(by_key.get((arm, column), "") for column in columns)]
+        for arm in dict.fromkeys(cell.arm for cell in cells)
+    ]
+    return _markdown_table(["", *map(str, columns)], lines)
+
+
+def _best_table(cells: Sequence[Cell]) -> str:
+    """Of every system its fastest mode; empty without specray or without a peer."""
+    systems = list(dict.fromkeys(cell.system for cell in cells))
+    if OWN not in systems or len(systems) < 2:
+        return ""
+    columns = _concurrencies(cells)
+    best = {
+        (system, column): max(fitting, key=lambda cell: cell.tokens_per_s)
+        for system in systems
+        for column in columns
+        if (fitting := [cell for cell in cells if (cell.system, cell.concurrency) == (system, column)])
+    }
+    lines = [
+        [system, *(_versus(best.get((system, column)), best.get((OWN, column))) for column in columns)]
+        for system in systems
+    ]
+    return _markdown_table(["", *map(str, columns)], lines)
+
+
+def _versus(cell: Cell | None, own: Cell | None) -> str:
+    if cell is None:
+        return ""
+    mode = cell.arm.removeprefix(f"{cell.system} ")
+    text = f"{cell.tokens_per_s:.1f} ({mode})"
+    if own is None or own is cell or not cell.tokens_per_s:
+        return text
+    return f"{text}: {own.tokens_per_s / cell.tokens_per_s:.2f}x"
+
+
+def _latency(cell: Cell) -> str:
+    return f"{_number(cell.ttft_ms, 1)} / {_number(cell.tpot_ms, 2)}"
+
+
+def _acceptance(cell: Cell) -> str:
+    if cell.acceptance_rate is None:
+        return _DASH
+    return f"{cell.acceptance_rate:.2f} / {_number(cell.mean_acceptance_length, 2)}"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return _DASH if value is None else f"{value:.{digits}f}"
+
+
+def _markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, rule, *lines])
+
+
+def _notes(report: Report, cells: Sequence[Cell]) -> list[str]:
+    notes = [f"{system} is absent: {reason}" for system, reason in report.absent.items()]
+    notes += [f"{arm} failed: {reason}" for arm, reason in report.failed.items()]
+    for cell in cells:
+        where = f"{cell.arm}, temperature {cell.temperature:g}, {cell.concurrency} at a time"
+        if cell.num_failed:
+            notes.append(f"{where}: {cell.num_failed} requests failed")
+        if cell.num_short:
+            notes.append(f"{where}: {cell.num_short} outputs ended early")
+    return notes
+
+
+_COLORS = {
+    OWN: ("#d62728", "#ff7f0e", "#e377c2", "#8c564b", "#bcbd22", "#7f7f7f", "#c49c94"),
+    "vllm": ("#1f77b4", "#17becf", "#3b5bdb", "#74c0fc"),
+    "llama.cpp": ("#2ca02c", "#98df8a", "#006d2c", "#66c2a5"),
+}
+_OTHER_COLORS = ("#9467bd", "#c5b0d5", "#5e3c99")
+
+
+def _panels(
+    report: Report, y_label: str, value: Callable[[Cell], float | None], *, is_log: bool = False
+) -> list[Panel]:
+    cells = report.cells
+    styles = _styles(cells)
+    panels = []
+    for temperature in _temperatures(cells):
+        points: dict[str, list[tuple[float, float]]] = {}
+        for cell in cells:
+            if cell.temperature == temperature and (y := value(cell)) is not None:
+                points.setdefault(cell.arm, []).append((cell.concurrency, y))
+        lines = tuple(
+            Line(arm, *styles[arm], tuple(sorted(known)), is_bold=arm.startswith(f"{OWN} "))
+            for arm, known in points.items()
+        )
+        panels.append(Panel(f"temperature {temperature:g}", "requests at a time", y_label, lines, is_log))
+    return panels
+
+
+def _styles(cells: Sequence[Cell]) -> dict[str, tuple[str, bool]]:
+    """Colour and dashes of every arm: a family of colours per system, plain decoding dashed."""
+    styles: dict[str, tuple[str, bool]] = {}
+    counts: dict[str, int] = {}
+    for cell in cells:
+        if cell.arm not in styles:
+            family = _COLORS.get(cell.system, _OTHER_COLORS)
+            index = counts.get(cell.system, 0)
+            counts[cell.system] = index + 1
+            styles[cell.arm] = (family[index % len(family)], cell.arm.endswith(PLAIN_SUFFIX))
+    return styles

@@ -1,0 +1,204 @@
+"""specray and its peers over the same prompts, in turns: A B C, A B C, ...
+
+Each turn starts an arm's server, warms it up, measures every temperature and concurrency, and stops it. Only
+one server runs at a time: one idle vLLM of a 200M model was measured to take a tenth of a core and 6.5 GB, so
+that all arms kept alive would neither leave the measured one alone nor fit into a small machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specray.bench.compare.journal import Journal, PassRow
+from specray.bench.compare.peers import Arm, Setup, System, running
+from specray.bench.compare.peers.process import free_port
+from specray.bench.load.client import ServerClient
+from specray.bench.load.run import MAX_KEPT_ERRORS, run_pass
+from specray.bench.load.stats import Percentiles, summarize
+from specray.errors import SpecrayError
+from specray.tokenization import Tokenizer
+
+WARMUP_BURST_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ComparePlan:
+    """What to measure."""
+
+    arms: tuple[Arm, ...]
+    prompts: Sequence[str]
+    """At least as many as the highest concurrency."""
+    concurrencies: tuple[int, ...] = (1, 4, 8, 16, 32)
+    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
+    num_turns: int = 2
+    num_prompts: int = 4
+    """Requests of a pass, or as many as its concurrency when that is more."""
+    max_tokens: int = 128
+    num_warmup: int = 2
+    """Requests after each start, one at a time, that are not counted; a short burst follows them."""
+    has_fresh_prompts: bool = True
+    """No prompt comes twice to a server; False: every pass has the same ones, for prefix caches to know."""
+    start_timeout_s: float = 600.0
+    request_timeout_s: float = 600.0
+
+    def cells(self, system: System) -> list[tuple[float, int]]:
+        """(temperature, concurrency) of the passes of one turn of this system."""
+        limit = system.max_concurrency
+        return [
+            (temperature, concurrency)
+            for temperature in self.temperatures
+            for concurrency in self.concurrencies
+            if limit is None or concurrency <= limit
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How far a run has come."""
+
+    is_complete: bool
+    failed: Mapping[str, str]
+    """Why an arm could not be measured, by its name."""
+
+
+async def compare(
+    plan: ComparePlan,
+    systems: Mapping[str, System],
+    setup: Setup,
+    journal: Journal,
+    *,
+    on_progress: Callable[[str], None] = lambda text: None,
+    time_limit_s: float = float("inf"),
+) -> Outcome:
+    """Measures what the journal does not have yet.
+
+    Args:
+        systems: by name; those of the plan's arms, all of them present.
+        on_progress: told what is being done.
+        time_limit_s: after so long no further server is started; the next run goes on from there.
+    """
+    ends_at_s = time.monotonic() + time_limit_s
+    tokenizer = Tokenizer.load(setup.target)
+    failed: dict[str, str] = {}
+    for turn in range(plan.num_turns):
+        for arm in plan.arms:
+            missing = [
+                cell for cell in plan.cells(systems[arm.system]) if not journal.has(turn, arm.name, *cell)
+            ]
+            if not missing or arm.name in failed:
+                continue
+            if time.monotonic() >= ends_at_s:
+                return Outcome(False, failed)
+            on_progress(f"turn {turn + 1} of {plan.num_turns}: {arm.name}")
+            try:
+                await _run_turn(plan, systems[arm.system], arm, setup, tokenizer, journal, turn, missing)
+            except SpecrayError as error:
+                failed[arm.name] = str(error)
+    return Outcome(True, failed)
+
+
+async def _run_turn(
+    plan: ComparePlan,
+    system: System,
+    arm: Arm,
+    setup: Setup,
+    tokenizer: Tokenizer,
+    journal: Journal,
+    turn: int,
+    cells: Sequence[tuple[float, int]],
+) -> None:
+    launch = system.launch(arm, setup, free_port())
+    log_path = setup.work_dir / f"{arm.name.replace(' ', '-')}.log"
+    async with (
+        running(launch, log_path, start_timeout_s=plan.start_timeout_s) as url,
+        # llama.cpp's server closes a connection after a stream without saying so.
+        ServerClient(url, timeout_s=plan.request_timeout_s, keep_alive=False) as client,
+    ):
+        fields = {"model": await client.model(), "ignore_eos": True, "max_tokens": plan.max_tokens}
+        await _warm_up(client, plan, fields, tokenizer, system)
+        for temperature, concurrency in cells:
+            prompts = cell_prompts(plan, tokenizer, f"{temperature:g} {concurrency}", concurrency)
+            sampling = {"temperature": temperature, **system.request_fields(temperature)}
+            bodies = [{**fields, **sampling, "prompt": prompt} for prompt in prompts]
+            journal.add(await _measure(client, plan, arm, bodies, (turn, temperature, concurrency)))
+
+
+async def _warm_up(
+    client: ServerClient, plan: ComparePlan, fields: dict[str, Any], tokenizer: Tokenizer, system: System
+) -> None:
+    """At the first temperature; a server that cannot answer fails here. Raises SpecrayError."""
+    temperature = plan.temperatures[0]
+    body = {**fields, "temperature": temperature, **system.request_fields(temperature)}
+    most = max(concurrency for _, concurrency in plan.cells(system))
+    prompts = cell_prompts(plan, tokenizer, "warm-up", max(most, plan.num_warmup))
+    single = await run_pass(
+        client, [{**body, "prompt": prompt} for prompt in prompts[: plan.num_warmup]], concurrency=1
+    )
+    burst = [{**body, "prompt": prompt, "max_tokens": WARMUP_BURST_TOKENS} for prompt in prompts[:most]]
+    together = await run_pass(client, burst, concurrency=most)
+    for error in (*single.errors, *together.errors):
+        raise SpecrayError(f"the warm-up failed: {error}")
+
+
+def cell_prompts(plan: ComparePlan, tokenizer: Tokenizer, label: str, concurrency: int) -> list[list[int]]:
+    """The prompts of a pass as token ids, so that every system reads the same.
+
+    Fresh ones begin with a comment line that no other pass of the same server has: prompts that a prefix
+    cache knew from an earlier pass would hide what a prompt costs.
+    """
+    count = max(plan.num_prompts, concurrency)
+    first_line = f"# {label}\n" if plan.has_fresh_prompts else ""
+    return [list(tokenizer.encode(first_line + prompt)) for prompt in plan.prompts[:count]]
+
+
+async def _measure(
+    client: ServerClient,
+    plan: ComparePlan,
+    arm: Arm,
+    bodies: Sequence[Mapping[str, Any]],
+    key: tuple[int, float, int],
+) -> PassRow:
+    turn, temperature, concurrency = key
+    result = await run_pass(client, bodies, concurrency=concurrency)
+    summary = summarize(arm.name, [result.measured])
+    return PassRow(
+        turn=turn,
+        system=arm.system,
+        arm=arm.name,
+        temperature=temperature,
+        concurrency=concurrency,
+        tokens_per_s=summary.tokens_per_s,
+        ttft_ms=_mean(summary.ttft_ms),
+        itl_ms=_mean(summary.itl_ms),
+        tpot_ms=_mean(summary.tpot_ms),
+        acceptance_rate=summary.acceptance_rate,
+        mean_acceptance_length=summary.mean_acceptance_length,
+        num_requests=summary.num_requests,
+        num_failed=summary.num_failed,
+        num_short=sum(record.num_output_tokens < plan.max_tokens for record in result.measured.records),
+        errors=result.errors[:MAX_KEPT_ERRORS],
+    )
+
+
+def _mean(values: Percentiles | None) -> float | None:
+    return None if values is None else values.mean
+
+
+def checkpoint_digest(directory: Path) -> str:
+    """Tells checkpoints apart without reading them whole: names, sizes and the ends of the weight files."""
+    digest = hashlib.sha256()
+    for path in sorted(directory.glob("*.safetensors")):
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}\n".encode())
+            file.seek(max(0, size - _DIGEST_BYTES))
+            digest.update(file.read())
+    return digest.hexdigest()[:12]
+
+
+_DIGEST_BYTES = 1 << 20

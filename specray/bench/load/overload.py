@@ -1,0 +1,311 @@
+"""A running service at its capacity, and then at a multiple of it: what happens to whom.
+
+First a closed loop of ``concurrency`` requests finds the rate that the service keeps up with; then requests
+arrive at ``factor`` times that rate whatever the service does (Poisson, seeded; nobody comes again). Nothing
+is parsed but status lines and the marks between events, since the generator shares its machine with the
+service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from specray.bench.load.client import ServerClient, key_header
+from specray.bench.load.memory import ProcessMemory, read_memory, service_pids
+from specray.bench.load.raw_http import RawAnswer, RawClient
+from specray.bench.load.stats import Percentiles, percentiles
+from specray.environment import api_key
+from specray.errors import SpecrayError
+
+PATH: Final = "/v1/completions"
+REFUSED: Final = 429
+REFUSAL_GOAL_S: Final = 0.1
+SETTLE_S: Final = 2.0
+"""Between the last answer and the last look at the service's memory."""
+_MAX_KINDS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class OverloadPlan:
+    """What to do to the service."""
+
+    url: str
+    prompts: Sequence[str]
+    concurrency: int = 64
+    """Of the closed loop that measures capacity."""
+    warmup_s: float = 20.0
+    """Of that loop, before it is measured: a service that has just started has yet to learn what pays."""
+    capacity_duration_s: float = 20.0
+    rate_per_s: float | None = None
+    """The capacity, where it is known: then the closed loop only measures latencies."""
+    factor: float = 10.0
+    duration_s: float = 60.0
+    max_requests: int = 100_000
+    """Of the overload."""
+    max_in_flight: int = 4096
+    """Of the overload; an arrival beyond it is not sent, and counted."""
+    max_tokens: int = 128
+    temperature: float = 0.0
+    tenants: Sequence[str] = ()
+    """Requests go round among them; empty: none is named."""
+    seed: int = 0
+    timeout_s: float = 120.0
+    """For one request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One of the two loads."""
+
+    duration_s: float
+    """Until the last request was sent."""
+    num_sent: int
+    num_admitted: int
+    """Answered to their end."""
+    num_refused: int
+    """429."""
+    num_refused_with_retry_after: int
+    num_refused_in_time: int
+    """Within 100 ms."""
+    errors: dict[str, int]
+    """Everything else, by what it was."""
+    num_not_sent: int
+    latest_ms: float
+    """How much later than planned the generator has sent a request, at worst."""
+    itl_ms: Percentiles | None
+    """Between events of a stream; one event may bring several tokens."""
+    tpot_ms: Percentiles | None
+    """Per output token after the first event, of whole requests."""
+    ttft_ms: Percentiles | None
+    latency_ms: Percentiles | None
+    refusal_ms: Percentiles | None
+    """From sending to the last byte of the 429."""
+    slowest_refusal_ms: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class OverloadResult:
+    """A whole run."""
+
+    plan: OverloadPlan
+    model: str
+    capacity_per_s: float
+    offered_per_s: float
+    capacity: Phase
+    overload: Phase
+    memory_before: tuple[ProcessMemory, ...]
+    """After the first phase; empty: the service is not on this machine."""
+    memory_early: tuple[ProcessMemory, ...]
+    """After the first quarter of the overload, when everything has been as full as it gets."""
+    memory_after: tuple[ProcessMemory, ...]
+
+    @property
+    def itl_ratio(self) -> float | None:
+        """Median ITL of admitted requests under overload, as a multiple of that at capacity."""
+        return _ratio(self.overload.itl_ms, self.capacity.itl_ms)
+
+    @property
+    def tpot_ratio(self) -> float | None:
+        return _ratio(self.overload.tpot_ms, self.capacity.tpot_ms)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything but the prompts, for ``--output``."""
+        values = asdict(self)
+        values["plan"]["num_prompts"] = len(values["plan"].pop("prompts"))
+        return {**values, "itl_ratio": self.itl_ratio, "tpot_ratio": self.tpot_ratio}
+
+
+async def measure_overload(plan: OverloadPlan, on_progress: Callable[[str, float], None]) -> OverloadResult:
+    """Runs both phases, after a warm-up.
+
+    Args:
+        on_progress: called now and then with the phase's name and how much of it is over, in [0, 1].
+
+    Raises:
+        EngineLostError: there is no server.
+        SpecrayError: no request was answered at capacity, so that there is nothing to compare with.
+    """
+    async with ServerClient(plan.url, key=api_key()) as server:
+        model = await server.model()
+    client = RawClient(plan.url, PATH, headers=key_header(api_key()), timeout_s=plan.timeout_s)
+    bodies = _bodies(plan)
+    try:
+        if plan.warmup_s > 0:
+            await _closed_loop(plan, client, bodies, "warm-up", plan.warmup_s, on_progress)
+        started_s = time.monotonic()
+        answers = await _closed_loop(plan, client, bodies, "capacity", plan.capacity_duration_s, on_progress)
+        capacity = _phase(plan, answers, time.monotonic() - started_s)
+        if capacity.latency_ms is None:
+            raise SpecrayError(f"no request was answered at capacity: {capacity.errors or 'all refused'}")
+        # By Little's law: requests under way by the mean time that each takes.
+        rate_per_s = plan.rate_per_s or 1e3 * plan.concurrency / capacity.latency_ms.mean
+        pids = service_pids(urlsplit(plan.url).port or 80)
+        before = read_memory(pids)
+        early = asyncio.create_task(_read_later(pids, plan.duration_s / 4))
+        overload = await _open_loop(plan, client, bodies, plan.factor * rate_per_s, on_progress)
+        await asyncio.sleep(SETTLE_S)
+        after = read_memory(pids)
+    finally:
+        client.close()
+    return OverloadResult(
+        plan,
+        model,
+        rate_per_s,
+        plan.factor * rate_per_s,
+        capacity,
+        overload,
+        tuple(before),
+        tuple(await early),
+        tuple(after),
+    )
+
+
+async def _read_later(pids: Sequence[int], seconds: float) -> list[ProcessMemory]:
+    await asyncio.sleep(seconds)
+    return read_memory(pids)
+
+
+def arrivals(rate_per_s: float, duration_s: float, max_requests: int, seed: int) -> Iterator[float]:
+    """Seconds from the start at which requests arrive: a Poisson process, bounded in time and count."""
+    rng = random.Random(seed)
+    now_s = 0.0
+    for _ in range(max_requests):
+        now_s += rng.expovariate(rate_per_s)
+        if now_s > duration_s:
+            return
+        yield now_s
+
+
+def _bodies(plan: OverloadPlan) -> Iterator[bytes]:
+    """Requests without end; no prompt comes twice, so that no cache knows it."""
+    index = 0
+    while True:
+        for prompt in plan.prompts:
+            tenant = plan.tenants[index % len(plan.tenants)] if plan.tenants else ""
+            yield json.dumps(
+                {
+                    "prompt": f"# {plan.seed}.{index}\n{prompt}",
+                    "max_tokens": plan.max_tokens,
+                    "temperature": plan.temperature,
+                    "seed": plan.seed,
+                    "ignore_eos": True,
+                    "stream": True,
+                    **({"speculation": {"tenant": tenant}} if tenant else {}),
+                }
+            ).encode()
+            index += 1
+
+
+async def _closed_loop(
+    plan: OverloadPlan,
+    client: RawClient,
+    bodies: Iterator[bytes],
+    name: str,
+    duration_s: float,
+    on_progress: Callable[[str, float], None],
+) -> list[RawAnswer]:
+    answers: list[RawAnswer] = []
+    started_s = time.monotonic()
+    end_s = started_s + duration_s
+
+    async def work() -> None:
+        while (now_s := time.monotonic()) < end_s:
+            on_progress(name, (now_s - started_s) / duration_s)
+            answer = await client.post(next(bodies))
+            answers.append(answer)
+            if answer.status != 200:
+                # Whoever is refused at once would come back at once.
+                await asyncio.sleep(min(1.0, duration_s / 10))
+
+    await asyncio.gather(*(work() for _ in range(plan.concurrency)))
+    return answers
+
+
+async def _open_loop(
+    plan: OverloadPlan,
+    client: RawClient,
+    bodies: Iterator[bytes],
+    rate_per_s: float,
+    on_progress: Callable[[str, float], None],
+) -> Phase:
+    answers: list[RawAnswer] = []
+    under_way: set[asyncio.Task[None]] = set()
+    num_not_sent, latest_s = 0, 0.0
+
+    async def send() -> None:
+        answers.append(await client.post(next(bodies)))
+
+    started_s = time.monotonic()
+    for due_s in arrivals(rate_per_s, plan.duration_s, plan.max_requests, plan.seed):
+        wait_s = started_s + due_s - time.monotonic()
+        if wait_s > 0:
+            await asyncio.sleep(wait_s)
+        latest_s = max(latest_s, time.monotonic() - started_s - due_s)
+        on_progress("overload", due_s / plan.duration_s)
+        if len(under_way) >= plan.max_in_flight:
+            num_not_sent += 1
+            continue
+        task = asyncio.create_task(send())
+        under_way.add(task)
+        task.add_done_callback(under_way.discard)
+    duration_s = time.monotonic() - started_s
+    await asyncio.gather(*under_way)
+    return _phase(plan, answers, duration_s, num_not_sent=num_not_sent, latest_s=latest_s)
+
+
+def _phase(
+    plan: OverloadPlan,
+    answers: Sequence[RawAnswer],
+    duration_s: float,
+    *,
+    num_not_sent: int = 0,
+    latest_s: float = 0.0,
+) -> Phase:
+    admitted = [answer for answer in answers if answer.status == 200 and not answer.error]
+    refused = [answer for answer in answers if answer.status == REFUSED]
+    errors = Counter(_kind(each) for each in answers if each.status != REFUSED and each.error)
+    gaps = [
+        1e3 * (later - earlier)
+        for answer in admitted
+        for earlier, later in zip(answer.event_times_s, answer.event_times_s[1:], strict=False)
+    ]
+    return Phase(
+        duration_s=duration_s,
+        num_sent=len(answers),
+        num_admitted=len(admitted),
+        num_refused=len(refused),
+        num_refused_with_retry_after=sum(answer.has_retry_after for answer in refused),
+        num_refused_in_time=sum(answer.seconds <= REFUSAL_GOAL_S for answer in refused),
+        errors=dict(errors.most_common(_MAX_KINDS)),
+        num_not_sent=num_not_sent,
+        latest_ms=1e3 * latest_s,
+        itl_ms=percentiles(gaps),
+        tpot_ms=percentiles([tpot for each in admitted if (tpot := _tpot_ms(each, plan.max_tokens))]),
+        ttft_ms=percentiles(
+            [1e3 * (each.event_times_s[0] - each.started_s) for each in admitted if each.event_times_s]
+        ),
+        latency_ms=percentiles([1e3 * answer.seconds for answer in admitted]),
+        refusal_ms=percentiles([1e3 * answer.seconds for answer in refused]),
+        slowest_refusal_ms=max((1e3 * answer.seconds for answer in refused), default=None),
+    )
+
+
+def _tpot_ms(answer: RawAnswer, num_tokens: int) -> float | None:
+    times_s = answer.event_times_s
+    return 1e3 * (times_s[-1] - times_s[0]) / (num_tokens - 1) if len(times_s) > 1 else None
+
+
+def _kind(answer: RawAnswer) -> str:
+    return f"{answer.status or 'no answer'}: {answer.error}"
+
+
+def _ratio(above: Percentiles | None, below: Percentiles | None) -> float | None:
+    return above.p50 / below.p50 if above is not None and below is not None and below.p50 else None

@@ -1,0 +1,155 @@
+"""A running server over HTTP, with speculation on and off in one run.
+
+The arms take turns (A B A B ...), so that what changes on the machine in the meantime touches both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from specray.bench.load.client import ServerClient
+from specray.bench.load.run import MAX_KEPT_ERRORS, run_pass, send
+from specray.bench.load.scrape import ServerStats, difference, parse_samples, server_stats
+from specray.bench.load.stats import ArmSummary, Pass, summarize
+from specray.environment import api_key
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to serve the same prompts."""
+
+    name: str
+    speculation: dict[str, Any]
+    """The request's ``speculation`` object."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure."""
+
+    url: str
+    prompts: Sequence[str]
+    arms: Sequence[Arm]
+    num_repeats: int = 2
+    concurrency: int = 1
+    max_tokens: int = 128
+    temperature: float = 0.0
+    seed: int = 0
+    ignore_eos: bool = True
+    """All outputs have max_tokens tokens, so that the arms do equal work."""
+    is_stream: bool = True
+    """False: one response per request; no time to the first token then."""
+    num_warmup: int = 2
+    """Requests per arm before anything is counted."""
+    has_fresh_prompts: bool = True
+    """No prompt comes twice to the server: a prefix cache would favour the later arms."""
+    timeout_s: float = 600.0
+
+
+@dataclass(slots=True)
+class ArmResult:
+    """What one arm's passes gave."""
+
+    arm: Arm
+    passes: list[Pass] = field(default_factory=list)
+    server: list[ServerStats] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    @property
+    def summary(self) -> ArmSummary:
+        return summarize(self.arm.name, self.passes)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A whole run."""
+
+    plan: Plan
+    model: str
+    arms: tuple[ArmResult, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything but the prompts, for ``--json``."""
+        plan = {key: value for key, value in asdict(self.plan).items() if key not in ("prompts", "arms")}
+        return {
+            "model": self.model,
+            "plan": {**plan, "num_prompts": len(self.plan.prompts)},
+            "arms": [
+                {
+                    **asdict(result.summary),
+                    "speculation": result.arm.speculation,
+                    "server": [asdict(stats) for stats in result.server],
+                    "errors": result.errors,
+                }
+                for result in self.arms
+            ],
+        }
+
+
+def default_arms(num_speculative_tokens: Sequence[int] = ()) -> list[Arm]:
+    """Speculation off, as the server chooses, and with each given K."""
+    return [
+        Arm("off", {"enabled": False}),
+        Arm("on", {"enabled": True}),
+        *(Arm(f"K={k}", {"enabled": True, "num_speculative_tokens": k}) for k in num_speculative_tokens),
+    ]
+
+
+async def measure(plan: Plan, on_progress: Callable[[str, int, int], None]) -> Result:
+    """Runs the plan.
+
+    Args:
+        on_progress: called after each request with the arm's name, requests done and requests in all.
+
+    Raises:
+        EngineLostError: there is no server.
+    """
+    results = tuple(ArmResult(arm) for arm in plan.arms)
+    num_done, num_all = 0, len(plan.prompts) * len(results) * plan.num_repeats
+    async with ServerClient(plan.url, timeout_s=plan.timeout_s, key=api_key()) as client:
+        model = await client.model()
+        for arm in plan.arms:
+            for prompt in plan.prompts[: plan.num_warmup]:
+                await send(client, request_body(plan, arm, prompt, "warm-up"), is_stream=plan.is_stream)
+        for repeat in range(plan.num_repeats):
+            for result in results:
+
+                def advance(name: str = result.arm.name) -> None:
+                    nonlocal num_done
+                    num_done += 1
+                    on_progress(name, num_done, num_all)
+
+                await _run_pass(client, plan, result, f"pass {repeat + 1}", advance)
+    return Result(plan, model, results)
+
+
+async def _run_pass(
+    client: ServerClient, plan: Plan, result: ArmResult, label: str, advance: Callable[[], None]
+) -> None:
+    before = parse_samples(await client.metrics_text())
+    one = await run_pass(
+        client,
+        [request_body(plan, result.arm, prompt, label) for prompt in plan.prompts],
+        concurrency=plan.concurrency,
+        is_stream=plan.is_stream,
+        on_done=advance,
+    )
+    result.passes.append(one.measured)
+    result.errors.extend(one.errors[: MAX_KEPT_ERRORS - len(result.errors)])
+    result.server.append(server_stats(difference(before, parse_samples(await client.metrics_text()))))
+
+
+def request_body(plan: Plan, arm: Arm, prompt: str, label: str) -> dict[str, Any]:
+    """What one prompt is sent as; with fresh prompts, ``label`` tells the passes of an arm apart."""
+    first_line = f"# {arm.name}, {label}\n" if plan.has_fresh_prompts else ""
+    return {
+        "prompt": first_line + prompt,
+        "max_tokens": plan.max_tokens,
+        "temperature": plan.temperature,
+        "seed": plan.seed,
+        "ignore_eos": plan.ignore_eos,
+        "speculation": arm.speculation,
+        "return_speculation_metrics": True,
+    }

@@ -1,0 +1,97 @@
+"""What lies between router and draft when ``specray bench overlap`` makes it longer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from specray.bench.overlap.relay import relay
+from specray.bench.testbed.netns import Network, entered
+from specray.config import Config
+from specray.serving.local.pair import DraftHost, LocalPair, local_pair
+
+DRAFT_PORT = 7000
+_DEVICE = "eth0"
+_RECEIVED, _SENT = 0, 8
+"""Columns of /proc/net/dev behind a device's name."""
+
+
+class Link(Protocol):
+    """Counts what passes between router and draft."""
+
+    @property
+    def num_bytes(self) -> int:
+        """So far, both ways; a relay's without the headers of IP and TCP, a cable's whole frames."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """Two hosts with a cable between them; the router's is the calling thread's."""
+
+    network: Network
+
+    @property
+    def draft(self) -> DraftHost:
+        """Where the draft is to run."""
+        host = self.network.hosts["draft"]
+        return DraftHost(f"{host.address}:{DRAFT_PORT}", host.command())
+
+    @property
+    def num_bytes(self) -> int:
+        """See Link; on the thread that entered the router's host."""
+        return bytes_of(Path("/proc/thread-self/net/dev").read_text(encoding="ascii"), _DEVICE)
+
+
+def bytes_of(devices: str, name: str) -> int:
+    """Bytes that a device received and sent, by the text of /proc/net/dev."""
+    counts = next(
+        line.partition(":")[2].split() for line in devices.splitlines() if line.strip().startswith(f"{name}:")
+    )
+    return int(counts[_RECEIVED]) + int(counts[_SENT])
+
+
+@contextmanager
+def two_hosts() -> Iterator[Hosts]:
+    """Two hosts; for the length of the block this thread, and those that it starts, are on the router's.
+
+    A process enters before gRPC starts its threads, which would stay where they are.
+
+    Raises:
+        ConfigError: the machine cannot; the message says what it lacks.
+    """
+    with (
+        Network(("router", "draft"), impairable="draft") as network,
+        entered(network.hosts["router"].namespace),
+    ):
+        yield Hosts(network)
+
+
+@asynccontextmanager
+async def linked_pair(
+    config: Config, *, delay_ms: float | None, hosts: Hosts | None = None
+) -> AsyncIterator[tuple[LocalPair, Link | None]]:
+    """A pair and what lies between its draft and the router, for the length of the block.
+
+    Args:
+        delay_ms: each way, >= 0; None: the two are joined directly, and there is no link.
+        hosts: the draft's is delayed; None: a relay does it.
+
+    Raises:
+        ConfigError, EngineLostError: as ``local_pair`` and ``relay``.
+    """
+    if delay_ms is None or not config.draft.has_model:
+        async with local_pair(config) as pair:
+            yield pair, None
+    elif hosts is not None:
+        hosts.network.impair(delay_ms=delay_ms)
+        async with local_pair(config, draft_host=hosts.draft) as pair:
+            yield pair, hosts
+    else:
+        async with local_pair(config) as pair:
+            assert pair.draft is not None, "the pair has a draft model"
+            with relay(pair.draft.removeprefix("unix:"), delay_ms=delay_ms) as link:
+                yield replace(pair, draft=link.address), link

@@ -1,0 +1,352 @@
+"""Ways of working against each other: one pair of workers without Ray, a router per arm, in turns.
+
+The engines may be kept on cores of their own, so that on one machine they disturb each other only through the
+memory that they share. Every arm produces the same tokens, in float32; what differs is the time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from specray.bench.load.stats import speedup_in_turns
+from specray.bench.overlap.link import linked_pair
+from specray.config import Config, parse_config
+from specray.metrics.router import RouterMetrics
+from specray.requests import GenerateRequest
+from specray.router import Router
+from specray.serving.local.pair import LocalPair
+from specray.tokenization import Tokenizer
+from specray.types import Overlap, SamplingParams
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from specray.bench.overlap.link import Hosts, Link
+
+HITS = ("hit", "late_hit")
+_STRIDE = 37
+"""Lengths that follow each other are not near each other."""
+MISSES = ("miss_token", "miss_count", "late_miss")
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way of working: K and how the engines take turns; K = 0 is plain decoding."""
+
+    num_speculative_tokens: int | str
+    overlap: Overlap | str
+
+    @property
+    def name(self) -> str:
+        if self.num_speculative_tokens == 0:
+            return "off"
+        return f"{self.overlap} K={self.num_speculative_tokens}"
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapResult:
+    """One arm at one temperature, over all its passes. Times are means, in milliseconds."""
+
+    arm: str
+    temperature: float
+    tokens_per_s: float
+    acceptance_rate: float | None
+    tokens_per_round: float
+    hit_rate: float | None
+    verify_ms: float
+    draft_ms: float | None
+    idle_ms: float
+    """The target, between a verdict and the next Verify."""
+    concurrency: int = 1
+    """Prompts at a time."""
+    delay_ms: float | None = None
+    """Added between router and draft, each way."""
+    bytes_per_round: float | None = None
+    """Between router and draft, both ways: of a relay without the headers of TCP, of a cable whole frames."""
+    speedup: tuple[float, float] | None = None
+    """Over plain decoding, pass by pass, and its standard error; None: no arm is off, or too few passes."""
+
+    def is_like(self, other: OverlapResult) -> bool:
+        """The two differ in nothing but the arm."""
+        mine, others = ((result.concurrency, result.temperature, result.delay_ms) for result in (self, other))
+        return mine == others
+
+
+@dataclass(slots=True)
+class _Running:
+    arm: Arm
+    router: Router
+    num_tokens: int = 0
+    seconds: float = 0.0
+    num_bytes: int = 0
+    num_rounds: float = 0.0
+    rates: list[float] = field(default_factory=list)
+    """Tokens per second of each pass."""
+
+    def reset(self) -> None:
+        """Forgets the warm-up."""
+        self.num_tokens, self.seconds, self.num_bytes = 0, 0.0, 0
+        self.rates.clear()
+        self.num_rounds = self.router.metrics.value("specray_rounds_total")
+
+
+def with_arm(config: Config, arm: Arm) -> Config:
+    """The configuration under which an arm's router runs."""
+    values = config.model_dump(mode="json")
+    values["speculation"]["num_speculative_tokens"] = arm.num_speculative_tokens
+    values["speculation"]["overlap"] = str(arm.overlap)
+    return parse_config(values)
+
+
+async def measure_overlap(
+    config: Config,
+    arms: Sequence[Arm],
+    prompts: Sequence[str],
+    *,
+    temperatures: Sequence[float] = (0.0,),
+    max_tokens: int = 128,
+    num_prompts: int = 1,
+    num_repeats: int = 2,
+    delay_ms: float | None = None,
+    hosts: Hosts | None = None,
+    concurrencies: Sequence[int] = (1,),
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[OverlapResult]:
+    """Serves the prompts, arm after arm, ``num_repeats`` times; arms take turns.
+
+    Args:
+        config: the pair, its cores and threads.
+        arms: what is compared.
+        prompts: of which each pass takes the first ones.
+        num_prompts: of a pass, which has no fewer than two for each that is served at a time.
+        delay_ms: between router and draft, each way; None: they are joined directly.
+        hosts: of router and draft, with a cable that is so slow; None: a relay is.
+        concurrencies: prompts at a time; each is measured by itself.
+        progress: told what comes next.
+
+    Raises:
+        ConfigError: a model or a setting is wrong.
+        EngineLostError: a worker did not start or was lost.
+    """
+    tokenizer = Tokenizer.load(config.target.model)
+    encoded = [tokenizer.encode(prompt) for prompt in prompts]
+    async with linked_pair(config, delay_ms=delay_ms, hosts=hosts) as (pair, link):
+        results: list[OverlapResult] = []
+        for concurrency in concurrencies:
+            results += await measure_arms(
+                config,
+                pair,
+                arms,
+                encoded[: num_prompts_of(num_prompts, concurrency)],
+                temperatures=temperatures,
+                max_tokens=max_tokens,
+                num_repeats=num_repeats,
+                link=link,
+                delay_ms=delay_ms,
+                concurrency=concurrency,
+                progress=progress,
+            )
+        return results
+
+
+def num_prompts_of(num_prompts: int, concurrency: int) -> int:
+    """Of a pass: places that only part of the prompts fill would measure how it ends."""
+    return max(num_prompts, 2 * concurrency) if concurrency > 1 else num_prompts
+
+
+async def measure_arms(
+    config: Config,
+    pair: LocalPair,
+    arms: Sequence[Arm],
+    prompts: Sequence[Sequence[int]],
+    *,
+    temperatures: Sequence[float],
+    max_tokens: int,
+    num_repeats: int,
+    link: Link | None = None,
+    delay_ms: float | None = None,
+    concurrency: int = 1,
+    progress: Callable[[str], None] = lambda text: None,
+    on_output: Callable[[Arm, float, int, Sequence[int]], None] = lambda arm, temperature, index, output: (
+        None
+    ),
+) -> list[OverlapResult]:
+    """Serves the prompts with a pair that runs already; as :func:`measure_overlap`.
+
+    Args:
+        prompts: as token ids.
+        link: what lies between router and draft.
+        on_output: told of each output but those of the warm-up: arm, temperature, prompt's index, token ids.
+    """
+    results: list[OverlapResult] = []
+    for temperature in temperatures:
+        async with AsyncExitStack() as stack:
+            running = [await _start(config, arm, pair, stack) for arm in arms]
+            for repeat in range(-1, num_repeats):
+                for one in running:
+                    at = f"{concurrency} at a time, temperature {temperature:g}"
+                    progress(f"{at}, {one.arm.name}, pass {max(repeat, 0) + 1}")
+                    # The first pass warms up: caches, threads, and what the policy has to learn.
+                    batch = prompts[:concurrency] if repeat < 0 else prompts
+                    before = 0 if link is None else link.num_bytes
+                    lengths = lengths_of(len(batch), max_tokens, concurrency)
+                    requests = _requests(one.arm, batch, temperature, lengths, repeat)
+                    outputs = await _run_pass(one, requests, concurrency)
+                    one.num_bytes += 0 if link is None else link.num_bytes - before
+                    if repeat < 0:
+                        one.reset()
+                        continue
+                    for index, output in enumerate(outputs):
+                        on_output(one.arm, temperature, index, output)
+            plain = next((one.rates for one in running if one.arm.num_speculative_tokens == 0), None)
+            results.extend(
+                replace(_result(one, temperature, delay_ms, plain), concurrency=concurrency)
+                for one in running
+            )
+    return results
+
+
+async def _start(config: Config, arm: Arm, pair: LocalPair, stack: AsyncExitStack) -> _Running:
+    router = pair.router(with_arm(config, arm))
+    await router.start()
+    stack.push_async_callback(router.stop)
+    return _Running(arm, router)
+
+
+def lengths_of(num_prompts: int, max_tokens: int, concurrency: int) -> list[int]:
+    """New tokens of each prompt: of several at a time from half to one and a half times as many as asked for.
+
+    Of one length they would all end in the same step without speculation, and their successors' prompts be
+    filled in together while nobody waits: as never happens in service, and at other moments with it.
+    """
+    if concurrency == 1:
+        return [max_tokens] * num_prompts
+    spread = max_tokens // 2
+    return [max(1, max_tokens - spread + index * _STRIDE % (2 * spread + 1)) for index in range(num_prompts)]
+
+
+def _requests(
+    arm: Arm, prompts: Sequence[Sequence[int]], temperature: float, lengths: Sequence[int], repeat: int
+) -> list[GenerateRequest]:
+    return [
+        GenerateRequest(
+            request_id=f"{arm.name}-{temperature:g}-{repeat}-{index}",
+            prompt_token_ids=tuple(token_ids),
+            sampling=SamplingParams(temperature=temperature, seed=index, num_prompt_tokens=len(token_ids)),
+            max_tokens=lengths[index],
+        )
+        for index, token_ids in enumerate(prompts)
+    ]
+
+
+async def _run_pass(
+    one: _Running, requests: Sequence[GenerateRequest], concurrency: int
+) -> list[Sequence[int]]:
+    places = asyncio.Semaphore(concurrency)
+
+    async def complete(request: GenerateRequest) -> Sequence[int]:
+        async with places:
+            return (await one.router.complete(request)).token_ids
+
+    started = time.perf_counter()
+    outputs = await asyncio.gather(*map(complete, requests))
+    seconds = time.perf_counter() - started
+    num_tokens = sum(map(len, outputs))
+    one.seconds += seconds
+    one.num_tokens += num_tokens
+    one.rates.append(num_tokens / seconds)
+    return outputs
+
+
+def _result(
+    one: _Running, temperature: float, delay_ms: float | None, plain: Sequence[float] | None
+) -> OverlapResult:
+    metrics = one.router.metrics
+    drafted = metrics.value("specray_spec_decode_num_draft_tokens_total")
+    accepted = metrics.value("specray_spec_decode_num_accepted_tokens_total")
+    hits = sum(_outcomes(metrics, result) for result in HITS)
+    lookups = hits + sum(_outcomes(metrics, result) for result in MISSES)
+    rounds = metrics.value("specray_rounds_total")
+    return OverlapResult(
+        arm=one.arm.name,
+        temperature=temperature,
+        tokens_per_s=one.num_tokens / one.seconds,
+        acceptance_rate=accepted / drafted if drafted else None,
+        tokens_per_round=metrics.value("specray_output_tokens_total") / rounds if rounds else 0.0,
+        hit_rate=hits / lookups if lookups else None,
+        verify_ms=_mean_ms(metrics, "specray_verify_forward_seconds") or 0.0,
+        draft_ms=_mean_ms(metrics, "specray_draft_forward_seconds"),
+        idle_ms=_mean_ms(metrics, "specray_target_idle_seconds") or 0.0,
+        delay_ms=delay_ms,
+        bytes_per_round=None if delay_ms is None else one.num_bytes / (rounds - one.num_rounds),
+        speedup=None if plain in (None, one.rates) else speedup_in_turns(one.rates, plain),
+    )
+
+
+def _outcomes(metrics: RouterMetrics, result: str) -> float:
+    return metrics.value("specray_outcomes_total", [("result", result)])
+
+
+def _mean_ms(metrics: RouterMetrics, name: str) -> float | None:
+    count = metrics.value(f"{name}_count")
+    return 1e3 * metrics.value(f"{name}_sum") / count if count else None
+
+
+_CAPTION = (
+    "acc: draft tokens accepted; E: tokens a round; hits: verdicts foreseen; V, D, idle: mean ms of a "
+    "verification, of a draft step, between verifications; ratio: to the best serial arm; vs off: by passes"
+)
+_LINK_CAPTION = "; delay: ms each way; bytes: a round's, to and from the draft"
+
+
+def overlap_table(results: Sequence[OverlapResult]) -> Table:
+    """For the terminal; the last column compares with the fastest serial arm of the same temperature."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Column, Table
+
+    has_link = any(result.delay_ms is not None for result in results)
+    link = ("delay", "bytes") if has_link else ()
+    numbers = ("at once", "temp", *link, "tok/s", "acc", "E", "hits", "V", "D", "idle", "ratio", "vs off")
+    table = Table(
+        Column("arm", no_wrap=True),
+        *(Column(name, justify="right", no_wrap=True) for name in numbers),
+        title="overlap",
+        caption=_CAPTION + (_LINK_CAPTION if has_link else ""),
+        box=SIMPLE_HEAD,
+        padding=0,
+    )
+    for result in results:
+        serial = [
+            other.tokens_per_s
+            for other in results
+            if other.arm.startswith(Overlap.SERIAL) and other.is_like(result)
+        ]
+        table.add_row(
+            result.arm,
+            str(result.concurrency),
+            f"{result.temperature:g}",
+            *(_number(value) for value in (result.delay_ms, result.bytes_per_round) if has_link),
+            f"{result.tokens_per_s:.1f}",
+            _share(result.acceptance_rate),
+            f"{result.tokens_per_round:.2f}",
+            _share(result.hit_rate),
+            f"{result.verify_ms:.1f}",
+            "–" if result.draft_ms is None else f"{result.draft_ms:.1f}",
+            f"{result.idle_ms:.1f}",
+            f"{result.tokens_per_s / max(serial):.2f}" if serial else "–",
+            "–" if result.speedup is None else "{:.2f}±{:.2f}".format(*result.speedup),
+        )
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0f}"
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"

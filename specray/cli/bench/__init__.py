@@ -1,0 +1,1 @@
+"""``specray bench``: one module for each command."""

@@ -1,0 +1,48 @@
+"""The configuration of a service, one module for each part of it."""
+
+from specray.config.access import AuthConfig, KeyConfig, KeySpeculationConfig, RpcConfig, TlsConfig
+from specray.config.endpoints import GrpcConfig, HttpConfig, IngressConfig, LoggingConfig, TelemetryConfig
+from specray.config.engine import (
+    EMBEDDED,
+    MODEL_FREE_DRAFTS,
+    RANK_OPTIONS,
+    DraftConfig,
+    Dtype,
+    EngineConfig,
+    TargetConfig,
+)
+from specray.config.router import RouterConfig
+from specray.config.scaling import DraftScalingConfig, RouterScalingConfig, ScalingConfig
+from specray.config.section import Section
+from specray.config.service import Config, load_config, parse_config, read_config_file
+from specray.config.speculation import SpeculationConfig
+
+__all__ = [
+    "EMBEDDED",
+    "MODEL_FREE_DRAFTS",
+    "RANK_OPTIONS",
+    "AuthConfig",
+    "Config",
+    "DraftConfig",
+    "DraftScalingConfig",
+    "Dtype",
+    "EngineConfig",
+    "GrpcConfig",
+    "HttpConfig",
+    "IngressConfig",
+    "KeyConfig",
+    "KeySpeculationConfig",
+    "LoggingConfig",
+    "RouterConfig",
+    "RouterScalingConfig",
+    "RpcConfig",
+    "ScalingConfig",
+    "Section",
+    "SpeculationConfig",
+    "TargetConfig",
+    "TelemetryConfig",
+    "TlsConfig",
+    "load_config",
+    "parse_config",
+    "read_config_file",
+]

@@ -1,0 +1,98 @@
+"""The whole configuration: one YAML file for the command line, ``serve deploy`` and the helm chart.
+
+Unknown keys are refused. Everything has a default except what the user must decide; with an empty file the
+embedded pair is served.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, ValidationError
+
+from specray.config.access import AuthConfig, RpcConfig
+from specray.config.endpoints import GrpcConfig, HttpConfig, IngressConfig, LoggingConfig, TelemetryConfig
+from specray.config.engine import EMBEDDED, DraftConfig, TargetConfig
+from specray.config.router import RouterConfig
+from specray.config.section import Section
+from specray.config.speculation import SpeculationConfig
+from specray.errors import ConfigError
+
+
+class Config(Section):
+    """The whole service."""
+
+    served_model_name: str | None = Field(
+        None, min_length=1, description="Name in the API; default: the target's directory or hub name."
+    )
+    target: TargetConfig = Field(default_factory=TargetConfig)
+    draft: DraftConfig = Field(default_factory=DraftConfig)
+    speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
+    router: RouterConfig = Field(default_factory=RouterConfig)
+    rpc: RpcConfig = Field(default_factory=RpcConfig)
+    ingress: IngressConfig = Field(default_factory=IngressConfig)
+    auth: AuthConfig = Field(default_factory=AuthConfig)
+    http: HttpConfig = Field(default_factory=HttpConfig)
+    grpc: GrpcConfig = Field(default_factory=GrpcConfig)
+    logging: LoggingConfig = Field(default_factory=LoggingConfig)
+    telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients send as ``model``."""
+        if self.served_model_name is not None:
+            return self.served_model_name
+        return "specray-embedded" if self.target.model == EMBEDDED else Path(self.target.model).name
+
+
+def parse_config(values: dict[str, Any]) -> Config:
+    """Validates a configuration given as nested dictionaries.
+
+    Raises:
+        ConfigError: names every wrong key, its value and what is allowed.
+    """
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        lines = [
+            f"{'.'.join(map(str, problem['loc'])) or 'configuration'}: {problem['msg']}"
+            + _shown_input(problem["type"], problem["loc"], problem["input"])
+            for problem in error.errors()
+        ]
+        raise ConfigError("; ".join(lines)) from None
+
+
+def _shown_input(kind: str, location: tuple[int | str, ...], value: object) -> str:
+    # Where a hash belongs somebody may have put the key itself; it must not get into a log.
+    is_secret = location[:1] == ("auth",) and (
+        isinstance(value, (dict, list))
+        or location[-1] in ("auth", "keys", "sha256")
+        or location[-2:-1] == ("keys",)
+    )
+    return "" if kind == "extra_forbidden" or is_secret else f" (got {value!r})"
+
+
+def load_config(path: str | Path) -> Config:
+    """Reads and validates a YAML file. Raises ConfigError for a missing or wrong file."""
+    return parse_config(read_config_file(path))
+
+
+def read_config_file(path: str | Path) -> dict[str, Any]:
+    """The file's nested dictionaries, not yet validated, so that options can be merged over them.
+
+    Raises:
+        ConfigError: the file is missing or is not a YAML mapping.
+    """
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"configuration file {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"configuration file {path} is not YAML: {error}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"configuration file {path} must hold a mapping, not a {type(values).__name__}")
+    return values

@@ -1,0 +1,1 @@
+"""How much to speculate, decided from measurements. Pure: no I/O and no clock."""

@@ -1,0 +1,121 @@
+"""The lowered decoder's attention on CPU: all between the qkv and the output projection in one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from specray.engine.cpu.attention.kernel import AttentionCall
+from specray.engine.cpu.attention.span import Span
+
+if TYPE_CHECKING:
+    from specray.engine.attention.sdpa import AttentionStep
+    from specray.engine.cache.blocks import BlockCache
+    from specray.engine.cpu.attention.kernel import AttentionKernel
+    from specray.engine.cpu.gemm.rows import PackedRows
+    from specray.engine.cpu.thread_pool import Team
+    from specray.engine.model.decoder import HeadNorm
+
+
+@dataclass(frozen=True, slots=True)
+class FusedAttention:
+    """Implements ``lowered.Attention``.
+
+    Args:
+        kernel: ``attention_kernel`` of the heads' size and data type.
+        cos, sin: of the first half of each head, ``[max_model_len, head_dim / 2]``, float32.
+        scale: factor on the dot products.
+    """
+
+    kernel: AttentionKernel
+    team: Team
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    cos: torch.Tensor
+    sin: torch.Tensor
+    scale: float
+
+    def prepare(self, step: AttentionStep, positions: object) -> FusedStep:
+        """What the layers of one step share."""
+        block_size = step.cache.block_size
+        spans = [
+            Span(
+                rows.start,
+                rows.first_row,
+                rows.num_rows,
+                list(_runs(rows.block_ids, rows.end, block_size)),
+                rows.branches,
+            )
+            for rows in step.rows
+        ]
+        call = AttentionCall(
+            self.kernel,
+            self.team,
+            spans,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            tables=(self.cos, self.sin),
+            scale=self.scale,
+        )
+        return FusedStep(step.cache, call, self.head_dim, [rows.block_ids for rows in step.rows])
+
+
+@dataclass(frozen=True, slots=True)
+class FusedStep:
+    """Implements ``lowered.StepAttention``."""
+
+    cache: BlockCache
+    call: AttentionCall
+    head_dim: int
+    block_ids: Sequence[Sequence[int]]
+    """Of each sequence."""
+
+    def advanced(self, kept: Sequence[int]) -> FusedStep | None:
+        """The step after, of some of the sequences (``AttentionCall.advance``); this one is no more then.
+
+        Returns:
+            None where a token does not lie behind the one before, or there is no room.
+        """
+        block_size, block_ids = self.cache.block_size, [self.block_ids[index] for index in kept]
+        ends = self.call.starts[list(kept)] + 1
+        for index in np.flatnonzero(ends % block_size == 0):
+            block = ends[index] // block_size
+            if block_ids[index][block] != block_ids[index][block - 1] + 1:
+                return None
+        return replace(self, block_ids=block_ids) if self.call.advance(kept) else None
+
+    def attend(
+        self, layer: int, qkv: torch.Tensor, head_norm: HeadNorm | None, window: int | None
+    ) -> torch.Tensor:
+        heads = qkv.view(len(qkv), -1, self.head_dim)
+        return self.call(heads, self.cache.layers[layer], _norm(head_norm), window).view(len(qkv), -1)
+
+    def attend_packed(
+        self, layer: int, qkv: PackedRows, head_norm: HeadNorm | None, window: int | None
+    ) -> PackedRows:
+        """Of packed rows, where the kernel takes them."""
+        return self.call.packed(qkv, self.cache.layers[layer], _norm(head_norm), window)
+
+
+def _norm(head_norm: HeadNorm | None) -> tuple[torch.Tensor, float] | None:
+    return None if head_norm is None else (head_norm.weight, head_norm.eps)
+
+
+def _runs(block_ids: Sequence[int], end: int, block_size: int) -> Iterator[tuple[int, int, int]]:
+    """The positions ``0..end - 1`` as pieces whose slots follow each other."""
+    first = 0
+    for index in range(1, -(-end // block_size)):
+        if block_ids[index] != block_ids[index - 1] + 1:
+            yield first, index * block_size, _slot(block_ids, first, block_size)
+            first = index * block_size
+    yield first, end, _slot(block_ids, first, block_size)
+
+
+def _slot(block_ids: Sequence[int], position: int, block_size: int) -> int:
+    return block_ids[position // block_size] * block_size + position % block_size

@@ -1,0 +1,357 @@
+"""Attention over the block cache from tensors alone, so that a forward of one shape can be captured once.
+
+A step's rows are described by small integer tensors on the device: which rows are whose, where each is put,
+and what it sees. A row sees the first ``trunk_len`` places of its sequence, and the places from
+``first_place`` up to its own; a row outside any branch sees ``0..place``. What computes attention from that
+is an :class:`AttendBlocks`; the one here gathers blocks with torch's operators, runs anywhere, and is what
+the others are checked against.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from specray.engine.model.decoder import Rotary, rotate_heads
+
+if TYPE_CHECKING:
+    from specray.engine.attention.sdpa import AttentionStep, SequenceRows, Slots
+    from specray.engine.cache.blocks import BlockCache
+    from specray.engine.model.decoder import HeadNorm
+    from specray.engine.model.operators_torch import HeadShape
+
+
+@dataclass(frozen=True, slots=True)
+class BlockBatch:
+    """The rows of a step on the device; int32 but for the slots. Rows at the end may belong to nobody."""
+
+    first_rows: (
+        torch.Tensor
+    )  # [num_sequences + 1]: sequence i has the rows first_rows[i]..first_rows[i + 1] - 1
+    lengths: torch.Tensor  # [num_sequences]: places that are valid once the step has written
+    block_tables: torch.Tensor  # [num_sequences, max_num_blocks]
+    slots: torch.Tensor  # [num_rows], int64: where each row is put
+    positions: torch.Tensor  # [num_rows]
+    trunk_lens: torch.Tensor  # [num_rows]
+    first_places: torch.Tensor  # [num_rows]
+    max_rows: int
+    """Most rows of one sequence."""
+    has_branches: bool
+    """False: ``trunk_lens`` and ``first_places`` are zero, and a sequence's rows are its last."""
+
+    @property
+    def places(self) -> torch.Tensor:
+        """``[num_rows]``: each row's own, up to which it sees."""
+        return self.positions - self.trunk_lens + self.first_places
+
+
+class AttendBlocks(Protocol):
+    """Computes attention of rows whose keys and values are in the cache."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        layer: torch.Tensor,
+        batch: BlockBatch,
+        *,
+        block_size: int,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Attends.
+
+        Args:
+            query: ``[num_rows, num_heads, head_dim]``.
+            layer: ``[num_slots, 2 * num_kv_heads, head_dim]``, a slot's keys before its values.
+            scale: factor on the dot products.
+            window: sliding window: a row sees itself and the ``window - 1`` positions before it.
+
+        Returns:
+            ``[num_rows, num_heads * head_dim]``; rows that belong to nobody hold anything.
+        """
+        ...
+
+
+class StoreRows(Protocol):
+    """Rotates queries and keys, and puts keys and values into the cache."""
+
+    def __call__(
+        self,
+        heads: torch.Tensor,
+        layer: torch.Tensor,
+        slots: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+    ) -> torch.Tensor:
+        """Stores a step's rows.
+
+        Args:
+            heads: ``[num_rows, num_heads + 2 * num_kv_heads, head_dim]``; its contents are lost.
+            layer: ``[num_slots, 2 * num_kv_heads, head_dim]``.
+            slots: ``[num_rows]``.
+            cos, sin: the rows' tables, as ``Rotary.at`` gives them.
+
+        Returns:
+            The rotated queries, ``[num_rows, num_heads, head_dim]``.
+        """
+        ...
+
+
+def store_rows(
+    heads: torch.Tensor,
+    layer: torch.Tensor,
+    slots: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+) -> torch.Tensor:
+    """Implements :class:`StoreRows` with torch's operators."""
+    num_stored = layer.shape[1]
+    num_heads = heads.shape[1] - num_stored
+    rotate_heads(heads.narrow(1, 0, num_heads + num_stored // 2), None, cos, sin)
+    layer.index_copy_(0, slots, heads.narrow(1, num_heads, num_stored))
+    return heads.narrow(1, 0, num_heads)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """The sizes of a batch's tensors."""
+
+    num_sequences: int
+    num_rows: int
+    max_num_blocks: int
+    """Of one sequence."""
+    max_rows: int
+    """Most rows of one sequence."""
+    has_branches: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of the parts of a packed batch, in their order."""
+        rows, sequences = self.num_rows, self.num_sequences
+        return (*[rows] * 5, sequences + 1, sequences, sequences * self.max_num_blocks)
+
+
+class HostBatch:
+    """A batch as it is written on the host, in one array, so that one copy takes it to the device.
+
+    Args:
+        spare_slot: where rows that belong to nobody are put; nothing reads it.
+    """
+
+    def __init__(self, shape: BatchShape, *, block_size: int, spare_slot: int) -> None:
+        self.shape = shape
+        self._block_size = block_size
+        self._spare_slot = spare_slot
+        self.packed = np.zeros(sum(shape.sizes), np.int32)
+        views = _split(self.packed, shape)
+        self._token_ids, self._positions, self._slots, self._trunk_lens, self._first_places = views[:5]
+        self._first_rows, self._lengths, self._tables = views[5:]
+
+    def fill(self, rows: Sequence[SequenceRows], token_ids: Sequence[int]) -> None:
+        """Writes a step; what of the shape it does not use is padding."""
+        shape, count = self.shape, len(rows)
+        num_used = len(token_ids)
+        assert count <= shape.num_sequences and num_used <= shape.num_rows, (count, num_used, shape)
+        self._token_ids[:num_used] = token_ids
+        for index, item in enumerate(rows):
+            self._fill_rows(index, item)
+        self._token_ids[num_used:] = 0
+        self._positions[num_used:] = 0
+        self._slots[num_used:] = self._spare_slot
+        self._trunk_lens[num_used:] = 0
+        self._first_places[num_used:] = 0
+        # Padding sequences are empty, except that where all have one row, so have they.
+        all_single = shape.num_rows == shape.num_sequences
+        self._first_rows[count:] = range(count, shape.num_sequences + 1) if all_single else num_used
+        self._lengths[count:] = 1
+
+    def _fill_rows(self, index: int, item: SequenceRows) -> None:
+        assert item.num_rows <= self.shape.max_rows, (item, self.shape)
+        first, last = item.first_row, item.first_row + item.num_rows
+        if item.branches:
+            trunk_lens, first_places, places = np.array(item.branches, np.int32).T
+            positions = trunk_lens + places - first_places
+        else:
+            trunk_lens = first_places = np.zeros((), np.int32)
+            positions = places = np.arange(item.start, item.end, dtype=np.int32)
+        num_blocks = -(-item.end // self._block_size)
+        # Of fewer, one would be broadcast over the whole table.
+        assert len(item.block_ids) >= num_blocks, (item, self._block_size)
+        table = self._tables[index]
+        table[:num_blocks] = item.block_ids[:num_blocks]
+        self._positions[first:last] = positions
+        self._slots[first:last] = table[places // self._block_size] * self._block_size
+        self._slots[first:last] += places % self._block_size
+        self._trunk_lens[first:last] = trunk_lens
+        self._first_places[first:last] = first_places
+        self._first_rows[index] = first
+        self._lengths[index] = item.end
+
+
+class DeviceBatch:
+    """Tensors of a fixed shape at a fixed place, filled from a :class:`HostBatch` of that shape."""
+
+    def __init__(self, shape: BatchShape, device: torch.device) -> None:
+        self._shape = shape
+        self._packed = torch.zeros(sum(shape.sizes), dtype=torch.int32, device=device)
+        self._views = _split(self._packed, shape)
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """``[num_rows]``, int32."""
+        token_ids: torch.Tensor = self._views[0]
+        return token_ids
+
+    def load(self, host: HostBatch) -> None:
+        """Copies the host's array; returns when it may be written again."""
+        # CUDA has read memory that is not pinned when such a copy returns, though the copy may not be done.
+        self._packed.copy_(torch.from_numpy(host.packed), non_blocking=True)
+
+    def batch(self) -> BlockBatch:
+        """The step that was loaded last; part of what is captured."""
+        _, positions, slots, trunk_lens, first_places, first_rows, lengths, tables = self._views
+        return BlockBatch(
+            first_rows,
+            lengths,
+            tables,
+            slots.long(),
+            positions,
+            trunk_lens,
+            first_places,
+            self._shape.max_rows,
+            self._shape.has_branches,
+        )
+
+
+def make_batch(rows: Sequence[SequenceRows], block_size: int, device: torch.device) -> BlockBatch:
+    """The batch of one step in a shape of its own."""
+    num_rows = sum(item.num_rows for item in rows)
+    shape = BatchShape(
+        num_sequences=len(rows),
+        num_rows=num_rows,
+        max_num_blocks=max(-(-item.end // block_size) for item in rows),
+        max_rows=max(item.num_rows for item in rows),
+        has_branches=any(item.branches for item in rows),
+    )
+    host = HostBatch(shape, block_size=block_size, spare_slot=0)
+    host.fill(rows, [0] * num_rows)
+    on_device = DeviceBatch(shape, device)
+    on_device.load(host)
+    return on_device.batch()
+
+
+@dataclass(frozen=True, slots=True)
+class BlockAttention:
+    """Implements ``lowered.Attention`` over tensors that describe the step."""
+
+    rotary: Rotary
+    shape: HeadShape
+    attend_blocks: AttendBlocks
+    store: StoreRows = store_rows
+
+    def prepare(self, step: AttentionStep, positions: Slots) -> _BlockStep:
+        """What the layers of one step share."""
+        batch = step.batch
+        if batch is None:
+            batch = make_batch(step.rows, step.cache.block_size, step.cache.layers[0].device)
+        return _BlockStep(self, step.cache, batch, *self.rotary.at(positions))
+
+
+@dataclass(frozen=True, slots=True)
+class _BlockStep:
+    attention: BlockAttention
+    cache: BlockCache
+    batch: BlockBatch
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def attend(
+        self, layer: int, qkv: torch.Tensor, head_norm: HeadNorm | None, window: int | None
+    ) -> torch.Tensor:
+        shape, stored = self.attention.shape, self.cache.layers[layer]
+        heads = qkv.view(len(qkv), -1, shape.head_dim)
+        if head_norm is not None:
+            normed = heads.narrow(1, 0, shape.num_heads + shape.num_kv_heads)
+            normed.copy_(head_norm(normed))
+        query = self.attention.store(heads, stored, self.batch.slots, self.cos, self.sin)
+        return self.attention.attend_blocks(
+            query,
+            stored,
+            self.batch,
+            block_size=self.cache.block_size,
+            scale=shape.scale,
+            window=window,
+        )
+
+
+def attend_gathered(
+    query: torch.Tensor,
+    layer: torch.Tensor,
+    batch: BlockBatch,
+    *,
+    block_size: int,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Implements :class:`AttendBlocks` with torch's operators: gathers every sequence's blocks.
+
+    Its shapes depend on those of its arguments only, never on their contents, so it can be captured.
+    """
+    num_rows, num_heads, head_dim = query.shape
+    num_kv_heads = layer.shape[1] // 2
+    num_sequences, max_rows = batch.lengths.shape[0], batch.max_rows
+    first_rows, counts = batch.first_rows[:-1], batch.first_rows.diff()
+    offsets = torch.arange(max_rows, device=query.device)
+    # [num_sequences, max_rows]: every sequence's rows, the last one again where it has fewer.
+    index = (first_rows[:, None] + offsets.minimum((counts[:, None] - 1).clamp(min=0))).clamp(
+        max=num_rows - 1
+    )
+    both = _gather(layer, batch.block_tables, block_size)
+    keys, values = both[:, :num_kv_heads], both[:, num_kv_heads:]
+    group_size = num_heads // num_kv_heads
+    grouped = query[index].view(num_sequences, max_rows, num_kv_heads, group_size, head_dim)
+    is_visible = _visible(batch, index, keys.shape[2], window)
+    output = F.scaled_dot_product_attention(
+        grouped.permute(0, 2, 3, 1, 4).reshape(num_sequences, num_kv_heads, group_size * max_rows, head_dim),
+        keys,
+        values,
+        attn_mask=is_visible.repeat(1, group_size, 1)[:, None],
+        scale=scale,
+    )
+    dense = output.view(num_sequences, num_kv_heads, group_size, max_rows, head_dim).permute(0, 3, 1, 2, 4)
+    rows = torch.arange(num_rows, dtype=torch.int32, device=query.device)
+    owners = torch.searchsorted(batch.first_rows[1:], rows, right=True).clamp(max=num_sequences - 1)
+    places_in_owner = (rows - first_rows[owners]).clamp(0, max_rows - 1)
+    return dense[owners, places_in_owner].reshape(num_rows, num_heads * head_dim)
+
+
+def _gather(layer: torch.Tensor, tables: torch.Tensor, block_size: int) -> torch.Tensor:
+    """``[num_sequences, 2 * num_kv_heads, max_num_blocks * block_size, head_dim]``."""
+    blocks = layer.view(-1, block_size, *layer.shape[1:])
+    return blocks[tables].flatten(1, 2).transpose(1, 2)
+
+
+def _visible(batch: BlockBatch, index: torch.Tensor, num_places: int, window: int | None) -> torch.Tensor:
+    """``[num_sequences, max_rows, num_places]``: what each row sees."""
+    keys = torch.arange(num_places, device=index.device)
+    trunk_lens, first_places = batch.trunk_lens[index][:, :, None], batch.first_places[index][:, :, None]
+    is_trunk = keys < trunk_lens
+    is_visible = is_trunk | ((keys >= first_places) & (keys <= batch.places[index][:, :, None]))
+    if window is not None:
+        positions = torch.where(is_trunk, keys, keys - first_places + trunk_lens)
+        is_visible &= positions > batch.positions[index][:, :, None] - window
+    return is_visible
+
+
+def _split(packed: Any, shape: BatchShape) -> list[Any]:
+    """The parts of a packed batch, an array or a tensor, as views."""
+    ends = list(itertools.accumulate(shape.sizes))
+    parts = [packed[end - size : end] for end, size in zip(ends, shape.sizes, strict=True)]
+    parts[-1] = parts[-1].reshape(shape.num_sequences, shape.max_num_blocks)
+    return parts

@@ -1,0 +1,236 @@
+"""Attention of a ragged step over the block cache.
+
+A step's new tokens are rows ``0..num_rows - 1``, sequence after sequence. Each layer first writes the rows'
+keys and values to their slots, then attends; so a row sees all that is before it in its sequence, and itself:
+
+    positions of one sequence:   [0 ............ start) [start ......... start + num_rows)
+                                  valid in the cache     written by this step, causal inside
+
+Sequences whose blocks are consecutive (always so on CPU, where one block holds a whole sequence) are read as
+views; others are gathered. Rows of branches see a beginning of their sequence and what their branch has put
+behind it (``inputs.BranchRow``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from specray.engine.cache.blocks import BlockCache
+from specray.engine.runner.inputs import BranchRow
+
+if TYPE_CHECKING:
+    from specray.engine.attention.paged import BlockBatch
+
+Slots = slice | torch.Tensor
+"""Some slots of the cache: a slice, or an int64 tensor ``[num_tokens]``."""
+
+
+class _Context(NamedTuple):
+    """What the rows of one sequence may see."""
+
+    slots: Slots
+    mask: torch.Tensor | None  # [num_rows * group_size, num_slots], additive; None: everything is visible
+
+
+@dataclass(slots=True)
+class SequenceRows:
+    """The rows of one sequence in a step."""
+
+    first_row: int
+    num_rows: int
+    start: int
+    """Position of the first row; of branches, the lowest position."""
+    block_ids: Sequence[int]
+    branches: Sequence[BranchRow] = ()
+    """One for each row, their places ascending; none: the rows follow each other from ``start`` on."""
+    contexts: dict[int | None, _Context] = field(default_factory=dict)
+    """By sliding window; layers share them."""
+
+    @property
+    def end(self) -> int:
+        """Position, or place, after the last row."""
+        return self.branches[-1].place + 1 if self.branches else self.start + self.num_rows
+
+
+@dataclass(frozen=True)
+class AttentionStep:
+    """Where the rows of one step are written, and what each sequence may see.
+
+    Each sequence must hold blocks for ``rows.end`` tokens.
+    """
+
+    rows: tuple[SequenceRows, ...]
+    cache: BlockCache
+    batch: BlockBatch | None = None
+    """The same as tensors of a fixed shape, where a captured forward reads them; ``rows`` are empty then."""
+
+    @cached_property
+    def write_slots(self) -> Slots:
+        """The slot of every row."""
+        device, block_size = self.cache.layers[0].device, self.cache.block_size
+        spans = [_write_slots(rows, block_size, device) for rows in self.rows]
+        if len(spans) == 1:
+            return spans[0]
+        return torch.cat(
+            [torch.arange(s.start, s.stop, device=device) if isinstance(s, slice) else s for s in spans]
+        )
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        keys_values: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+    ) -> torch.Tensor:
+        """Writes the rows' keys and values, then attends.
+
+        Args:
+            query: ``[num_rows, num_heads, head_dim]``; head ``h`` uses kv head ``h // group_size``.
+            keys_values: ``[num_rows, 2 * num_kv_heads, head_dim]``, the keys before the values.
+            scale: factor on the dot products.
+            window: sliding window: a row sees itself and the ``window - 1`` positions before it.
+
+        Returns:
+            ``[num_rows, num_heads * head_dim]``.
+        """
+        self.cache.write(layer, self.write_slots, keys_values)
+        outputs = [
+            self.attend_rows(
+                layer,
+                rows,
+                query if len(self.rows) == 1 else query.narrow(0, rows.first_row, rows.num_rows),
+                scale=scale,
+                window=window,
+            )
+            for rows in self.rows
+        ]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def attend_rows(
+        self, layer: int, rows: SequenceRows, query: torch.Tensor, *, scale: float, window: int | None
+    ) -> torch.Tensor:
+        """Attention of one sequence, whose keys and values are in the cache.
+
+        Args:
+            query: ``[rows.num_rows, num_heads, head_dim]``.
+
+        Returns:
+            ``[rows.num_rows, num_heads * head_dim]``.
+        """
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        context = _context(rows, window, query.shape[1] // keys.shape[0], self.cache.block_size, query)
+        return _attend_rows(query, keys, values, context, scale)
+
+
+def _write_slots(rows: SequenceRows, block_size: int, device: torch.device) -> Slots:
+    if not rows.branches:
+        return sequence_slots(rows.block_ids, rows.start, rows.end, block_size, device)
+    places = [row.place for row in rows.branches]
+    return torch.tensor(
+        [rows.block_ids[place // block_size] * block_size + place % block_size for place in places],
+        device=device,
+    )
+
+
+def sequence_slots(
+    block_ids: Sequence[int], first: int, last: int, block_size: int, device: torch.device
+) -> Slots:
+    """Slots of the positions ``first..last - 1`` of a sequence; a slice when they are consecutive."""
+    first_block, last_block = first // block_size, -(-last // block_size)
+    assert last_block <= len(block_ids), f"{last} tokens do not fit {len(block_ids)} blocks of {block_size}"
+    needed = block_ids[first_block:last_block]
+    base = needed[0]
+    if all(block_id == base + i for i, block_id in enumerate(needed)):
+        shift = (base - first_block) * block_size
+        return slice(first + shift, last + shift)
+    positions = torch.arange(first, last, device=device)
+    table = torch.tensor(needed, device=device)
+    return table[positions // block_size - first_block] * block_size + positions % block_size
+
+
+def _context(
+    rows: SequenceRows, window: int | None, group_size: int, block_size: int, query: torch.Tensor
+) -> _Context:
+    context = rows.contexts.get(window)
+    if context is None:
+        first = 0 if window is None else max(0, rows.start - window + 1)
+        slots = sequence_slots(rows.block_ids, first, rows.end, block_size, query.device)
+        needs_mask = rows.num_rows > 1 or rows.branches
+        mask = _mask(rows, first, window, group_size, query) if needs_mask else None
+        context = rows.contexts[window] = _Context(slots, mask)
+    return context
+
+
+def _mask(
+    rows: SequenceRows, first: int, window: int | None, group_size: int, like: torch.Tensor
+) -> torch.Tensor:
+    """Additive mask ``[num_rows * group_size, end - first]``: 0 where a row may look, -inf elsewhere."""
+    keys = torch.arange(first, rows.end, device=like.device)
+    if rows.branches:
+        is_hidden = _is_hidden_of_branches(rows.branches, keys, window).repeat_interleave(group_size, 0)
+    else:
+        queries = torch.arange(rows.start, rows.end, device=like.device)
+        queries = queries.repeat_interleave(group_size)[:, None]
+        is_hidden = keys > queries
+        if window is not None:
+            is_hidden |= keys <= queries - window
+    mask = torch.zeros(is_hidden.shape, dtype=like.dtype, device=like.device)
+    return mask.masked_fill_(is_hidden, float("-inf"))
+
+
+def _is_hidden_of_branches(
+    branches: Sequence[BranchRow], keys: torch.Tensor, window: int | None
+) -> torch.Tensor:
+    """``[len(branches), len(keys)]``: which of the places ``keys`` a row does not see."""
+    table = torch.tensor([(*row, row.position) for row in branches], device=keys.device)
+    trunk_len, first_place, place, position = table[:, :, None].unbind(1)
+    is_trunk, is_own = keys < trunk_len, (keys >= first_place) & (keys <= place)
+    is_hidden = ~(is_trunk | is_own)
+    if window is not None:
+        positions = torch.where(is_trunk, keys, keys - first_place + trunk_len)
+        is_hidden |= positions <= position - window
+    return is_hidden
+
+
+def _attend_rows(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, context: _Context, scale: float
+) -> torch.Tensor:
+    """The rows of one sequence.
+
+    Kv heads are the batch, and the query heads that share one are further rows of it: nothing is expanded,
+    and one row's result comes out in the order of its heads.
+    """
+    num_rows, num_heads, head_dim = query.shape
+    num_kv_heads = keys.shape[0]
+    group_size = num_heads // num_kv_heads
+    if num_rows == 1:
+        grouped = query.view(num_kv_heads, 1, group_size, head_dim)
+    else:
+        by_head = query.view(num_rows, num_kv_heads, group_size, head_dim).transpose(0, 1)
+        grouped = by_head.reshape(num_kv_heads, 1, num_rows * group_size, head_dim)
+    output = F.scaled_dot_product_attention(
+        grouped,
+        _select(keys, context.slots),
+        _select(values, context.slots),
+        attn_mask=context.mask,
+        scale=scale,
+    )
+    if num_rows == 1:
+        return output.view(1, num_heads * head_dim)
+    by_row = output.view(num_kv_heads, num_rows, group_size, head_dim).transpose(0, 1)
+    return by_row.reshape(num_rows, num_heads * head_dim)
+
+
+def _select(heads: torch.Tensor, slots: Slots) -> torch.Tensor:
+    """The slots of ``[num_kv_heads, 1, num_slots, head_dim]``."""
+    if isinstance(slots, slice):
+        return heads.narrow(2, slots.start, slots.stop - slots.start)
+    return heads.index_select(2, slots)

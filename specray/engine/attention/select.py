@@ -1,0 +1,240 @@
+"""Which attention over the block cache a device gets, tried out before it is trusted.
+
+``varlen``: torch's own, FlashAttention with block tables (``torch.nn.attention.varlen``): 16-bit numbers on
+CUDA, blocks of a multiple of 256 tokens, no branches. ``triton``: our kernel, any number format and block
+size. ``gather``: torch's plain operators, anywhere. Each kernel first computes small steps beside ``gather``:
+one that does not compile on this device, or gives other numbers, is not used.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from specray.engine.attention.paged import (
+    AttendBlocks,
+    BlockBatch,
+    StoreRows,
+    attend_gathered,
+    make_batch,
+    store_rows,
+)
+from specray.engine.attention.sdpa import SequenceRows
+from specray.engine.model.operators_torch import HeadShape
+from specray.engine.runner.inputs import BranchRow
+from specray.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+VARLEN_BLOCK_SIZE = 256
+"""FlashAttention 2 in torch refuses blocks of any other multiple."""
+DEFAULT_BLOCK_SIZE = 16
+_CHECKED_WINDOWS = (None, 7)
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A way to attend that works here."""
+
+    name: str
+    attend: AttendBlocks
+    store: StoreRows
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What of a model decides the way."""
+
+    shape: HeadShape
+    dtype: torch.dtype
+    device: torch.device
+
+
+class VarlenAttend:
+    """Implements ``blocks.AttendBlocks`` with torch's FlashAttention; steps with branches go another way.
+
+    Args:
+        others: attends where rows belong to branches.
+
+    Raises:
+        ImportError: this torch has none, or one without block tables.
+    """
+
+    def __init__(self, others: AttendBlocks) -> None:
+        from torch.nn.attention.varlen import varlen_attn
+
+        if "block_table" not in inspect.signature(varlen_attn).parameters:
+            raise ImportError(f"varlen_attn of torch {torch.__version__} takes no block tables")
+        self._varlen_attn = varlen_attn
+        self._others = others
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        layer: torch.Tensor,
+        batch: BlockBatch,
+        *,
+        block_size: int,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """See ``blocks.AttendBlocks``."""
+        if batch.has_branches:
+            return self._others(query, layer, batch, block_size=block_size, scale=scale, window=window)
+        num_kv_heads = layer.shape[1] // 2
+        blocks = layer.view(-1, block_size, *layer.shape[1:])
+        left = -1 if window is None else window - 1
+        # A single row sees all that is there. Asked without a bound to the right, the kernel takes the query
+        # heads that share a kv head together.
+        right = -1 if left < 0 and batch.max_rows == 1 else 0
+        output = self._varlen_attn(
+            query,
+            blocks[:, :, :num_kv_heads],
+            blocks[:, :, num_kv_heads:],
+            batch.first_rows,
+            # With block tables only its shape counts; lengths are those of seqused_k.
+            batch.first_rows,
+            batch.max_rows,
+            batch.block_tables.shape[1] * block_size,
+            scale=scale,
+            window_size=(left, right),
+            enable_gqa=query.shape[1] != num_kv_heads,
+            seqused_k=batch.lengths,
+            block_table=batch.block_tables,
+        )
+        assert isinstance(output, torch.Tensor), "nothing else was asked for"
+        return output.flatten(1)
+
+
+def choose_backend(setting: str, model: Model, block_size: int | None) -> Backend:
+    """The first way that works here, or the one asked for.
+
+    Args:
+        setting: ``auto``, ``varlen``, ``triton`` or ``gather``.
+        block_size: tokens per block; None: whatever suits the way.
+
+    Raises:
+        ConfigError: the way that was asked for does not work here; the message says why.
+    """
+    for name in (setting,) if setting != "auto" else ("varlen", "triton", "gather"):
+        try:
+            backend = _make(name, model, block_size)
+            if backend.attend is not attend_gathered:
+                check_backend(backend, model)
+        # Whatever a compiler or a driver raises: there is another way.
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            if setting != "auto":
+                raise ConfigError(f"attention is {setting!r}, which does not work here: {reason}") from error
+            _log.info("attention %r is not used: %s", name, reason)
+        else:
+            return backend
+    raise AssertionError("gathering works everywhere")
+
+
+def _make(name: str, model: Model, block_size: int | None) -> Backend:
+    if name == "gather":
+        return Backend(name, attend_gathered, store_rows, block_size or DEFAULT_BLOCK_SIZE)
+    if model.device.type != "cuda":
+        raise ConfigError(f"the device is {model.device.type!r}; allowed: 'cuda'")
+    if name == "triton":
+        return _triton(model.device, block_size or DEFAULT_BLOCK_SIZE)
+    if model.dtype not in (torch.bfloat16, torch.float16):
+        raise ConfigError(f"the numbers are {model.dtype}; allowed: bfloat16")
+    size = block_size or VARLEN_BLOCK_SIZE
+    if size % VARLEN_BLOCK_SIZE:
+        raise ConfigError(f"block_size is {size}; allowed: multiples of {VARLEN_BLOCK_SIZE}")
+    others = _beside_varlen(model, size)
+    return Backend(name, VarlenAttend(others.attend), others.store, size)
+
+
+def _triton(device: torch.device, block_size: int) -> Backend:
+    from specray.engine.attention.triton import TritonAttend
+    from specray.engine.model import operators_triton as triton_layers
+
+    attend = TritonAttend(torch.cuda.get_device_properties(device).multi_processor_count)
+    return Backend("triton", attend, triton_layers.store_rows, block_size)
+
+
+def _beside_varlen(model: Model, block_size: int) -> Backend:
+    """What stores rows and attends for branches."""
+    try:
+        backend = _triton(model.device, block_size)
+        check_backend(backend, model)
+    except Exception as error:
+        _log.info("branches gather: %s: %s", type(error).__name__, error)
+        return _make("gather", model, block_size)
+    return backend
+
+
+@torch.inference_mode()
+def check_backend(backend: Backend, model: Model) -> None:
+    """Works on small steps beside ``gather``. Raises ArithmeticError where the numbers differ."""
+    tolerance = 1e-3 if model.dtype == torch.float32 else 3e-2
+    _check_store(backend.store, model, tolerance)
+    generator = torch.Generator().manual_seed(0)
+    for rows in _checked_steps(backend.block_size):
+        num_rows = sum(item.num_rows for item in rows)
+        num_slots = backend.block_size * (1 + max(max(item.block_ids) for item in rows))
+        query, layer = (
+            torch.randn(size, generator=generator).to(device=model.device, dtype=model.dtype)
+            for size in (
+                (num_rows, model.shape.num_heads, model.shape.head_dim),
+                (num_slots, 2 * model.shape.num_kv_heads, model.shape.head_dim),
+            )
+        )
+        batch = make_batch(rows, backend.block_size, model.device)
+        for window in _CHECKED_WINDOWS:
+            options = {"block_size": backend.block_size, "scale": model.shape.scale, "window": window}
+            output, expected = (
+                attend(query, layer, batch, **options)  # type: ignore[arg-type]
+                for attend in (backend.attend, attend_gathered)
+            )
+            _check_equal(output, expected, tolerance)
+
+
+def _check_store(store: StoreRows, model: Model, tolerance: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shape, num_rows = model.shape, 3
+    num_stored = 2 * shape.num_kv_heads
+    heads, layer, cos, sin = (
+        torch.randn(size, generator=generator).to(device=model.device, dtype=model.dtype)
+        for size in (
+            (num_rows, shape.num_heads + num_stored, shape.head_dim),
+            (8, num_stored, shape.head_dim),
+            *[(num_rows, 1, shape.head_dim)] * 2,
+        )
+    )
+    slots = torch.tensor([6, 0, 3], device=model.device)
+    layers = layer.clone(), layer.clone()
+    queries = [
+        each(heads.clone(), own, slots, cos, sin)
+        for each, own in zip((store, store_rows), layers, strict=True)
+    ]
+    # Products of two numbers from the normal distribution, and their sum: larger than what is attended.
+    _check_equal(queries[0], queries[1], 4 * tolerance)
+    _check_equal(layers[0], layers[1], 4 * tolerance)
+
+
+def _check_equal(output: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    error = float((output.float() - expected.float()).abs().max())
+    if not error < tolerance:
+        raise ArithmeticError(f"its numbers are off by {error:.2g}; allowed: {tolerance}")
+
+
+def _checked_steps(block_size: int) -> Iterator[tuple[SequenceRows, ...]]:
+    """Single tokens, rows of different widths over several blocks, and branches."""
+    long = 2 * block_size + 5
+    even, odd = range(0, 20, 2), range(1, 21, 2)
+    single = (SequenceRows(0, 1, long, even), SequenceRows(1, 1, 3, odd))
+    yield single[:1]
+    yield single
+    yield (SequenceRows(0, 5, long - 5, even), SequenceRows(5, 2, 0, odd))
+    yield (SequenceRows(0, long, 0, even),)
+    branches = (BranchRow(3, 6, 6), BranchRow(3, 6, 7), BranchRow(5, 8, 8))
+    yield (SequenceRows(0, 2, 7, even), SequenceRows(2, 3, 3, odd, branches))

@@ -1,0 +1,239 @@
+"""Attention over the block cache as a Triton kernel. Importing it needs triton.
+
+One program takes some rows of one sequence, with all query heads that share a kv head, through a part of what
+they see; the parts are joined by a second kernel. So a decode step of few sequences keeps all
+multiprocessors busy, and keys and values are read once for all rows of a verification (Dao et al.:
+*Flash-Decoding for long-context inference*, 2023). Sums are float32, and so are products of float32.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from specray.engine.attention.paged import BlockBatch
+
+_MAX_SPLITS = 16
+"""A power of two."""
+_MIN_SPLIT_PLACES = 128
+"""A shorter part costs more to join than it saves."""
+_MAX_TILE = 64
+"""Rows times query heads of a program, at most; at least 16, which the product of matrices wants."""
+_LOG2_E = 1.4426950408889634
+
+
+# Steps differ in these: they must not make another variant to compile.
+@triton.jit(do_not_specialize=["table_stride", "num_rows", "num_splits"])
+def _attend(
+    query,
+    layer,
+    out,
+    sums,
+    tables,
+    first_rows,
+    positions,
+    trunk_lens,
+    first_places,
+    query_stride,
+    slot_stride,
+    table_stride,
+    num_rows,
+    num_splits,
+    scale,
+    WINDOW: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    PLACES: tl.constexpr,
+):
+    sequence = tl.program_id(0)
+    ROWS: tl.constexpr = TILE // GROUP_SIZE
+    kv_head = tl.program_id(2) // num_splits
+    split = tl.program_id(2) % num_splits
+    first_row = tl.load(first_rows + sequence)
+    last_row = tl.load(first_rows + sequence + 1)
+    tile_row = first_row + tl.program_id(1) * ROWS
+    if tile_row < last_row:
+        member = tl.arange(0, TILE)
+        row = tile_row + member // GROUP_SIZE
+        head = kv_head * GROUP_SIZE + member % GROUP_SIZE
+        is_row = (member < ROWS * GROUP_SIZE) & (row < last_row)
+        position = tl.load(positions + row, mask=is_row, other=0)
+        trunk_len = tl.load(trunk_lens + row, mask=is_row, other=0)
+        first_place = tl.load(first_places + row, mask=is_row, other=0)
+        place = position - trunk_len + first_place
+        dim = tl.arange(0, PADDED_DIM)
+        is_dim = dim < HEAD_DIM
+        rows = tl.load(
+            query + row[:, None].to(tl.int64) * query_stride + head[:, None] * HEAD_DIM + dim[None, :],
+            mask=is_row[:, None] & is_dim[None, :],
+            other=0.0,
+        )
+        end = tl.max(tl.where(is_row, place, 0), 0) + 1
+        begin = 0
+        if WINDOW > 0:
+            lowest = tl.min(tl.where(is_row, position, 2147483647), 0)
+            begin = tl.maximum(lowest - WINDOW + 1, 0)
+        part = tl.cdiv(tl.cdiv(end - begin, num_splits), PLACES) * PLACES
+        low = begin + split * part
+        high = tl.minimum(low + part, end)
+        highest = tl.full([TILE], float("-inf"), tl.float32)
+        total = tl.zeros([TILE], tl.float32)
+        mixed = tl.zeros([TILE, PADDED_DIM], tl.float32)
+        for at in range(low, high, PLACES):
+            key = at + tl.arange(0, PLACES)
+            is_key = key < high
+            block = tl.load(tables + sequence * table_stride + key // BLOCK_SIZE, mask=is_key, other=0)
+            slot = (block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE) * slot_stride + kv_head * HEAD_DIM
+            keys = tl.load(
+                layer + slot[None, :] + dim[:, None], mask=is_key[None, :] & is_dim[:, None], other=0.0
+            )
+            scores = tl.dot(rows, keys, input_precision="ieee") * scale
+            is_trunk = key[None, :] < trunk_len[:, None]
+            is_own = (key[None, :] >= first_place[:, None]) & (key[None, :] <= place[:, None])
+            is_visible = (is_trunk | is_own) & is_key[None, :]
+            if WINDOW > 0:
+                behind = key[None, :] - first_place[:, None] + trunk_len[:, None]
+                seen = tl.where(is_trunk, key[None, :] + tl.zeros_like(behind), behind)
+                is_visible = is_visible & (seen > position[:, None] - WINDOW)
+            scores = tl.where(is_visible, scores, float("-inf"))
+            higher = tl.maximum(highest, tl.max(scores, 1))
+            # Where nothing was seen yet: minus infinity less itself would be no number.
+            anchor = tl.where(higher == float("-inf"), 0.0, higher)
+            weights = tl.exp2(scores - anchor[:, None])
+            kept = tl.exp2(highest - anchor)
+            values = tl.load(
+                layer + slot[:, None] + NUM_KV_HEADS * HEAD_DIM + dim[None, :],
+                mask=is_key[:, None] & is_dim[None, :],
+                other=0.0,
+            )
+            total = total * kept + tl.sum(weights, 1)
+            mixed = mixed * kept[:, None]
+            mixed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+            highest = higher
+        divisor = tl.where(total == 0.0, 1.0, total)
+        place_out = (split * num_rows + row).to(tl.int64) * (NUM_KV_HEADS * GROUP_SIZE) + head
+        tl.store(
+            out + place_out[:, None] * HEAD_DIM + dim[None, :],
+            (mixed / divisor[:, None]).to(out.dtype.element_ty),
+            mask=is_row[:, None] & is_dim[None, :],
+        )
+        if IS_SPLIT:
+            # The logarithm of a part's sum of weights: minus infinity where it saw nothing.
+            tl.store(sums + place_out, highest + tl.log2(divisor), mask=is_row)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_splits"])
+def _join(
+    parts,
+    sums,
+    out,
+    num_rows,
+    num_splits,
+    MAX_SPLITS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+):
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    split = tl.arange(0, MAX_SPLITS)
+    dim = tl.arange(0, PADDED_DIM)
+    is_dim = dim < HEAD_DIM
+    place = (split * num_rows + row).to(tl.int64) * NUM_HEADS + head
+    logs = tl.load(sums + place, mask=split < num_splits, other=float("-inf"))
+    weights = tl.exp2(logs - tl.max(logs, 0))
+    numbers = tl.load(
+        parts + place[:, None] * HEAD_DIM + dim[None, :],
+        mask=(split < num_splits)[:, None] & is_dim[None, :],
+        other=0.0,
+    )
+    joined = tl.sum(weights[:, None] * numbers, 0) / tl.sum(weights, 0)
+    where = (row.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM + dim
+    tl.store(out + where, joined.to(out.dtype.element_ty), mask=is_dim)
+
+
+class TritonAttend:
+    """Implements ``blocks.AttendBlocks``.
+
+    Args:
+        num_processors: of the device; programs for twice as many are wanted.
+    """
+
+    def __init__(self, num_processors: int) -> None:
+        self._num_wanted = 2 * num_processors
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        layer: torch.Tensor,
+        batch: BlockBatch,
+        *,
+        block_size: int,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """See ``blocks.AttendBlocks``."""
+        num_rows, num_heads, head_dim = query.shape
+        num_kv_heads = layer.shape[1] // 2
+        group_size = num_heads // num_kv_heads
+        tile = max(16, min(_MAX_TILE, triton.next_power_of_2(batch.max_rows * group_size)))
+        tile = max(tile, triton.next_power_of_2(group_size))
+        grid_rows = triton.cdiv(batch.max_rows, tile // group_size)
+        num_sequences = batch.lengths.shape[0]
+        max_places = batch.block_tables.shape[1] * block_size
+        num_splits = self._num_splits(num_sequences * grid_rows * num_kv_heads, max_places)
+        out = torch.empty(num_rows, num_heads * head_dim, dtype=query.dtype, device=query.device)
+        parts, sums = out, out
+        if num_splits > 1:
+            sums = torch.empty(num_splits, num_rows, num_heads, dtype=torch.float32, device=query.device)
+            parts = torch.empty(*sums.shape, head_dim, dtype=torch.float32, device=query.device)
+        padded_dim = max(16, triton.next_power_of_2(head_dim))
+        _attend[(num_sequences, grid_rows, num_kv_heads * num_splits)](
+            query,
+            layer,
+            parts,
+            sums,
+            batch.block_tables,
+            batch.first_rows,
+            batch.positions,
+            batch.trunk_lens,
+            batch.first_places,
+            query.stride(0),
+            layer.stride(0),
+            batch.block_tables.stride(0),
+            num_rows,
+            num_splits,
+            scale * _LOG2_E,
+            WINDOW=window or 0,
+            IS_SPLIT=num_splits > 1,
+            NUM_KV_HEADS=num_kv_heads,
+            GROUP_SIZE=group_size,
+            HEAD_DIM=head_dim,
+            PADDED_DIM=padded_dim,
+            BLOCK_SIZE=block_size,
+            TILE=tile,
+            PLACES=32 if query.dtype == torch.float32 or padded_dim > 128 else 64,
+        )
+        if num_splits > 1:
+            _join[(num_rows, num_heads)](
+                parts,
+                sums,
+                out,
+                num_rows,
+                num_splits,
+                MAX_SPLITS=_MAX_SPLITS,
+                NUM_HEADS=num_heads,
+                HEAD_DIM=head_dim,
+                PADDED_DIM=padded_dim,
+            )
+        return out
+
+    def _num_splits(self, num_programs: int, max_places: int) -> int:
+        useful = max(1, max_places // _MIN_SPLIT_PLACES)
+        return max(1, min(_MAX_SPLITS, useful, self._num_wanted // num_programs))

@@ -1,0 +1,73 @@
+"""What the heads of both engines have in common: sequences, the blocks that they own, and a health check."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from specray.engine.cache.blocks import BlockAllocator, BlockTable
+from specray.engine.cache.prefix import PrefixIndex
+from specray.engine.cache.sequences import SequenceTable
+from specray.engine.runner.inputs import SequenceInput
+from specray.engine.schedule import Runner
+from specray.errors import EngineLostError
+from specray.types import EngineInfo
+
+
+class EngineHead:
+    """An engine over a runner, but for its steps.
+
+    Args:
+        runner: the leader's; followers of a tensor-parallel group run what it broadcasts.
+        info: what the engine says of itself; its limits hold here. One block is kept for ``check``.
+        can_evict: whether idle sequences may be forgotten.
+        prefix_cache: whether computed prefixes are used again.
+    """
+
+    def __init__(self, runner: Runner, info: EngineInfo, *, can_evict: bool, prefix_cache: bool) -> None:
+        self._runner = runner
+        self._info = info
+        index = PrefixIndex(info.block_size) if prefix_cache else None
+        self._allocator = BlockAllocator(info.num_blocks, info.block_size, index=index)
+        self._check_table = BlockTable(self._allocator)
+        self._check_table.reserve(1)
+        self._table = SequenceTable(
+            self._allocator,
+            max_num_seqs=info.max_num_seqs,
+            can_evict=can_evict,
+            copy_tokens=runner.copy_tokens,
+        )
+
+    @property
+    def info(self) -> EngineInfo:
+        # The block of the health check is not in use.
+        in_use = self._info.num_blocks - 1 - self._allocator.num_free
+        return replace(
+            self._info,
+            num_blocks_in_use=in_use,
+            num_prefix_cache_queries=self._table.num_queried_tokens,
+            num_prefix_cache_hits=self._table.num_cached_tokens,
+        )
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no sequence holds; all but the one kept for ``check`` when idle."""
+        return self._allocator.num_free
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        """Frees the sequences; unknown ids are ignored."""
+        self._table.release(request_ids)
+
+    def check(self) -> None:
+        """Runs a real one-token step in the block kept for it. Raises EngineLostError for broken logits."""
+        logits = self._runner.run([SequenceInput((0,), 0, self._check_table.block_ids, 1)])
+        if logits.shape[0] != 1 or bool(logits.isnan().any()):
+            raise EngineLostError("a one-token step gives logits that are not numbers")
+
+    def close(self) -> None:
+        """Lets the runner go, and with it the other ranks of its group; idempotent."""
+        self._runner.close()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when a block is lost or owned twice."""
+        self._table.check_integrity([self._check_table])

@@ -1,0 +1,1 @@
+"""Where keys and values live, whose they are, and which prefixes can serve again."""

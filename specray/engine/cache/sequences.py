@@ -1,0 +1,319 @@
+"""What an engine remembers of its requests: tokens, how many of them are computed, and where.
+
+The table owns *which* sequence holds which blocks; it never touches a tensor. Its one verb is *keep, append*:
+keep the first ``base_len`` tokens that the router has told, append more. What others have computed of the
+same tokens is found there (``prefix``, ``reuse``), so callers only ever see fewer missing tokens.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from specray.engine.cache.blocks import BlockAllocator, BlockTable
+from specray.engine.cache.prefix import UNIT_TOKENS
+from specray.engine.cache.reuse import CopyTokens, SequencePrefix
+from specray.errors import InvalidRequestError, OutOfBlocksError, OverloadedError, SpecrayError
+from specray.types import SamplingParams
+
+_MIN_IDLE_STEPS = 32
+"""Evicting what was used a moment ago would make sequences push each other out in turns."""
+_COMPARED_AT_ONCE = 64
+
+
+class UnknownSequenceError(SpecrayError):
+    """Fewer than ``base_len`` tokens of the request are held; nothing was changed."""
+
+
+@dataclass(slots=True, eq=False)
+class EngineSequence:
+    """One request as an engine sees it.
+
+    ``token_ids[:num_tokens]`` is what the router has told (and the target accepted); behind it lie tokens
+    that only this engine has put there: draft tokens under verification, or a draft's own guesses. K/V are
+    valid for ``token_ids[:num_computed_tokens]``.
+    """
+
+    request_id: str
+    sampling: SamplingParams
+    block_table: BlockTable
+    token_ids: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+    num_computed_tokens: int = 0
+    last_used_step: int = 0
+    num_cached_tokens: int = 0
+    """Tokens of the last item that were found in the prefix cache."""
+    prefix: SequencePrefix | None = None
+    """What others may use of it; None: nothing."""
+
+    @property
+    def num_missing_tokens(self) -> int:
+        """Tokens whose K/V are still to be computed."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    def num_still_computed(self, base_len: int, token_ids: Sequence[int]) -> int:
+        """Told tokens whose K/V stay valid when ``token_ids`` follow the first ``base_len``."""
+        num_equal = common_prefix_len(self.token_ids[base_len:], token_ids)
+        return min(self.num_computed_tokens, base_len + num_equal)
+
+    def replace_tail(self, base_len: int, token_ids: Sequence[int]) -> None:
+        """Keeps ``base_len`` tokens and appends; equal tokens behind ``base_len`` stay computed.
+
+        A tail that the new tokens only confirm is kept: accepted draft tokens and a draft-ahead chain cost
+        nothing again.
+        """
+        tail = self.token_ids[base_len:]
+        num_equal = common_prefix_len(tail, token_ids)
+        self.num_tokens = base_len + len(token_ids)
+        if num_equal < len(token_ids):
+            self.token_ids[base_len + num_equal :] = token_ids[num_equal:]
+            self.num_computed_tokens = min(self.num_computed_tokens, base_len + num_equal)
+
+    def set_tail(self, token_ids: Sequence[int]) -> None:
+        """Makes ``token_ids`` all that follows what the router has told; equal tokens stay computed."""
+        num_tokens = self.num_tokens
+        self.replace_tail(num_tokens, token_ids)
+        self.truncate(self.num_tokens)
+        self.num_tokens = num_tokens
+
+    def accept_tail(self, count: int) -> None:
+        """Counts the first ``count`` tokens of the tail as told and forgets the others."""
+        self.truncate(self.num_tokens + count)
+        self.num_tokens = len(self.token_ids)
+
+    def truncate(self, length: int) -> None:
+        """Forgets all tokens from index ``length`` on; their blocks are kept until the next reservation."""
+        del self.token_ids[length:]
+        self.num_tokens = min(self.num_tokens, length)
+        self.num_computed_tokens = min(self.num_computed_tokens, length)
+
+    def recompute_last(self, count: int) -> None:
+        """Marks at least the last ``count`` tokens as not computed, so that they give logits again."""
+        self.num_computed_tokens = min(self.num_computed_tokens, len(self.token_ids) - count)
+
+    def release(self) -> None:
+        """Frees its blocks; idempotent. What was told stays findable."""
+        if self.prefix is not None:
+            self.prefix.publish(self.token_ids, min(self.num_tokens, self.num_computed_tokens))
+            self.prefix = None
+        self.truncate(0)
+        self.block_table.release()
+
+
+class SequenceTable:
+    """All sequences of one engine.
+
+    Args:
+        allocator: of the block cache. With an index, computed prefixes are used again.
+        max_num_seqs: most requests held at once.
+        can_evict: a draft may forget sequences that have long been idle; a target never does.
+        copy_tokens: copies K/V between blocks, at once; needed with an index.
+    """
+
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        *,
+        max_num_seqs: int,
+        can_evict: bool = False,
+        copy_tokens: CopyTokens | None = None,
+    ) -> None:
+        self.num_queried_tokens = 0
+        """Told tokens that were looked for in the prefix cache, since the start."""
+        self.num_cached_tokens = 0
+        """Those of them that were found."""
+        self._allocator = allocator
+        self._copy_tokens = copy_tokens
+        self._max_num_seqs = max_num_seqs
+        self._can_evict = can_evict
+        self._step = 0
+        # Least recently used first.
+        self._sequences: OrderedDict[str, EngineSequence] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def begin_step(self) -> None:
+        """Counts a step: sequences used from here on are not evicted within it."""
+        self._step += 1
+
+    def keep_and_append(
+        self,
+        request_id: str,
+        base_len: int,
+        token_ids: Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        num_extra_tokens: int = 0,
+        max_new_tokens: int | None = None,
+    ) -> EngineSequence:
+        """Keeps the first ``base_len`` told tokens, appends ``token_ids``, and makes room.
+
+        Tokens that are a known prefix of other sequences come computed, all but the last.
+
+        Args:
+            sampling: needed for a new sequence.
+            num_extra_tokens: room to reserve behind the appended tokens.
+            max_new_tokens: the end of ``token_ids`` is left out when more than so many would have to be
+                computed; the sequence's ``num_tokens`` tells where it was cut.
+
+        Raises:
+            UnknownSequenceError: fewer than ``base_len`` tokens are held.
+            InvalidRequestError: a new sequence without ``sampling``.
+            OutOfBlocksError: no room for its tokens.
+            OverloadedError: ``max_num_seqs`` are held.
+            All of them before the tokens of this sequence changed.
+        """
+        sequence = self._sequences.get(request_id)
+        num_held = sequence.num_tokens if sequence is not None else 0
+        if base_len > num_held:
+            raise UnknownSequenceError(f"{num_held} tokens are held, base_len is {base_len}")
+        if sequence is None:
+            sequence = self._new_sequence(request_id, sampling)
+        # Before the reservation, which must not evict the sequence that it is for.
+        sequence.last_used_step = self._step
+        token_ids = self._reuse(sequence, base_len, token_ids, num_extra_tokens, max_new_tokens)
+        num_reserved = base_len + len(token_ids) + num_extra_tokens
+        self._reserve(sequence, num_reserved)
+        self._sequences[request_id] = sequence
+        self._sequences.move_to_end(request_id)
+        if sampling is not None:
+            sequence.sampling = sampling
+        sequence.replace_tail(base_len, token_ids)
+        sequence.truncate(num_reserved)
+        sequence.block_table.truncate(num_reserved)
+        prefix = sequence.prefix
+        if prefix is not None and sequence.num_cached_tokens:
+            sequence.num_computed_tokens = prefix.known_len
+        elif prefix is not None and sequence.num_computed_tokens >= prefix.next_len:
+            self.publish(sequence)
+        return sequence
+
+    def publish(self, sequence: EngineSequence) -> None:
+        """Lets others use what is computed of a sequence's told tokens; not the last, which may be computed
+        again for its logits.
+        """
+        if sequence.prefix is not None:
+            limit = min(sequence.num_computed_tokens, sequence.num_tokens - 1)
+            sequence.prefix.publish(sequence.token_ids, limit)
+
+    def _reuse(
+        self,
+        sequence: EngineSequence,
+        base_len: int,
+        token_ids: Sequence[int],
+        num_extra_tokens: int,
+        max_new_tokens: int | None,
+    ) -> Sequence[int]:
+        """Adopts a known prefix, and withdraws what the sequence had published of tokens that change now.
+
+        Returns:
+            ``token_ids``, cut to ``max_new_tokens``.
+
+        Raises:
+            OutOfBlocksError: no room.
+        """
+        prefix = sequence.prefix
+        sequence.num_cached_tokens = 0
+        last = base_len + len(token_ids) - 1
+        is_long = len(token_ids) >= UNIT_TOKENS
+        goes_back = prefix is not None and min(base_len, last) < prefix.known_len
+        if not (is_long or goes_back or max_new_tokens is not None):
+            return token_ids
+        start = sequence.num_still_computed(base_len, token_ids)
+        if prefix is not None and min(start, last) < prefix.known_len:
+            start = sequence.num_computed_tokens = prefix.withdraw(max(0, min(start, last)))
+        found = None
+        if prefix is not None and is_long:
+            told = [*sequence.token_ids[:base_len], *token_ids]
+            prefix.publish(told, min(start, last))
+            found = prefix.find(told, start, last)
+        length = start if found is None else found.length
+        if max_new_tokens is not None:
+            token_ids = token_ids[: max(0, length + max_new_tokens - base_len)]
+        num_told = base_len + len(token_ids)
+        if prefix is not None and is_long:
+            self.num_queried_tokens += num_told - start
+        if prefix is not None and found is not None:
+            assert self._copy_tokens is not None, "an index needs copy_tokens"
+            prefix.adopt(found, num_told + num_extra_tokens, self._allocate, self._copy_tokens)
+            sequence.num_cached_tokens = length - start
+            self.num_cached_tokens += length - start
+        return token_ids
+
+    def _reserve(self, sequence: EngineSequence, num_tokens: int) -> None:
+        """Makes room for ``num_tokens`` tokens. Raises OutOfBlocksError; ``sequence`` is unchanged then."""
+        block_ids = sequence.block_table.block_ids
+        missing = self._allocator.num_blocks_for(num_tokens) - len(block_ids)
+        if missing > 0:
+            block_ids.extend(self._allocate(missing))
+
+    def _allocate(self, count: int) -> list[int]:
+        """Takes blocks, if need be at the cost of idle sequences (draft only). Raises OutOfBlocksError."""
+        while True:
+            try:
+                return self._allocator.allocate(count)
+            except OutOfBlocksError:
+                if not self._evict_idle():
+                    raise
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        """Forgets requests and frees their blocks; unknown ids are ignored."""
+        for request_id in request_ids:
+            sequence = self._sequences.pop(request_id, None)
+            if sequence is not None:
+                sequence.release()
+
+    def check_integrity(self, reserved: Sequence[BlockTable] = ()) -> None:
+        """Recomputes the ownership of all blocks from scratch.
+
+        Args:
+            reserved: tables of the same allocator that belong to no sequence.
+
+        Raises:
+            AssertionError: a block is lost or owned twice, or a sequence's lengths do not fit together.
+        """
+        sequences = list(self._sequences.values())
+        for sequence in sequences:
+            lengths = (sequence.num_computed_tokens, sequence.num_tokens, len(sequence.token_ids))
+            assert 0 <= sequence.num_computed_tokens <= len(sequence.token_ids), lengths
+            assert 0 <= sequence.num_tokens <= len(sequence.token_ids), lengths
+            assert sequence.num_computed_tokens <= sequence.block_table.capacity, lengths
+            if sequence.prefix is not None:
+                sequence.prefix.check_integrity(sequence.token_ids, sequence.num_computed_tokens)
+        assert len(self._sequences) <= self._max_num_seqs, len(self._sequences)
+        self._allocator.check_integrity([*reserved, *(sequence.block_table for sequence in sequences)])
+
+    def _new_sequence(self, request_id: str, sampling: SamplingParams | None) -> EngineSequence:
+        if sampling is None:
+            raise InvalidRequestError("sampling is missing; it is needed with base_len 0", field="sampling")
+        if len(self._sequences) >= self._max_num_seqs and not self._evict_idle():
+            raise OverloadedError(f"{self._max_num_seqs} sequences are held (max_num_seqs); none is idle")
+        table = BlockTable(self._allocator)
+        prefix = None if self._allocator.index is None else SequencePrefix(table)
+        return EngineSequence(request_id, sampling, table, prefix=prefix)
+
+    def _evict_idle(self) -> bool:
+        if not self._can_evict or not self._sequences:
+            return False
+        request_id, sequence = next(iter(self._sequences.items()))
+        if self._step - sequence.last_used_step < _MIN_IDLE_STEPS:
+            return False
+        self.release([request_id])
+        return True
+
+
+def common_prefix_len(first: Sequence[int], second: Sequence[int]) -> int:
+    """Number of leading tokens in which both agree."""
+    limit = min(len(first), len(second))
+    start = 0
+    # Lists compare in C; only the piece that differs is looked at token by token.
+    while start < limit and list(first[start : start + _COMPARED_AT_ONCE]) == list(
+        second[start : start + _COMPARED_AT_ONCE]
+    ):
+        start += _COMPARED_AT_ONCE
+    start = min(start, limit)
+    while start < limit and first[start] == second[start]:
+        start += 1
+    return start

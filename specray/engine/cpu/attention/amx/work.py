@@ -1,0 +1,145 @@
+"""What some queries of some kv heads are attended with: how many there are, and where their numbers lie."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import carray
+
+from specray.engine.cpu.attention import fields
+from specray.engine.cpu.gemm import tiles
+from specray.engine.cpu.simd import kernel
+from specray.engine.cpu.thread_pool import as_pointer
+
+COLUMNS = 16
+"""Queries side by side."""
+BLOCK = 32
+"""Tokens of one product with values; of one with keys, as many as a register has rows."""
+CHUNK = 64
+"""Tokens that all queries go through before the next ones."""
+# Registers. Those of tokens hold keys or values; two of queries, and two of sums, 32 numbers of a head each.
+SCORES, TOKENS, QUERIES, WEIGHTS, SUMS = 0, 1, (2, 3), 4, (5, 6)
+
+
+class Work(NamedTuple):
+    """Some queries of some kv heads, and where their numbers are (addresses)."""
+
+    first_head: int
+    num_heads: int
+    num_queries: int
+    """Of each kv head, row after row."""
+    width: int
+    """Columns of a register."""
+    heads_per_group: int
+    """Of 16 columns: more than one where they have room."""
+    groups_per_head: int
+    num_groups: int
+    first: int
+    """The first token of a chunk; those before are not seen by any row."""
+    end: int
+    queries: int  # bfloat16 [groups, head_dim / 2, 16, 2]
+    sums: int  # float32 [groups, 16, head_dim]
+    most: int  # float32 [groups, 16]: the largest score
+    totals: int  # float32 [groups, 16]: of weights
+    last_seen: int  # float32 [groups, 16]: position of the last token that a query sees; without branches
+    factors: int  # float32 [groups, 16]: on what was summed before this chunk
+    scores: int  # float32 [groups, chunk, 16]
+    weights: int  # bfloat16 [groups of a head, chunk / 32, 16, 32]
+    keys: int  # bfloat16 [16, head_dim], of a tile whose tokens lie apart
+    values: int  # bfloat16 [chunk / 2, head_dim, 2]
+    nothing: int  # bfloat16 [head_dim], zeros
+
+
+def plan_kernel(head_dim: int) -> Any:
+    """``(args, span, heads, rows, thread)``: lays some rows' numbers out in a thread's scratch."""
+
+    @kernel()
+    def plan(args: Any, span: Any, heads: tuple[int, int], rows: tuple[int, int], thread: int) -> Work:
+        first_row, last_row = rows
+        group_size, branch = args[fields.GROUP_SIZE], span[fields.FIRST_BRANCH]
+        num_heads, num_queries = heads[1] - heads[0], (last_row - first_row) * group_size
+        start, end = span[fields.START] + first_row, span[fields.START] + last_row
+        if branch >= 0:
+            branches = carray(as_pointer(args[fields.BRANCHES]), (branch + last_row, 4), np.int64)
+            start, end = span[fields.START], branches[branch + last_row - 1, fields.PLACE] + 1
+        heads_per_group = max(1, COLUMNS // num_queries)
+        groups_per_head = (num_queries + COLUMNS - 1) // COLUMNS
+        num_groups = (num_heads + heads_per_group - 1) // heads_per_group * groups_per_head
+        room = thread * args[fields.SCRATCH_SIZE] + args[fields.NUM_QUERY_NUMBERS]
+        queries = args[fields.SCRATCH] + 4 * room
+        sums = queries + num_groups * head_dim // 2 * tiles.LINE
+        most = sums + num_groups * head_dim * tiles.LINE
+        totals = most + num_groups * tiles.LINE
+        last_seen = totals + num_groups * tiles.LINE
+        factors = last_seen + num_groups * tiles.LINE
+        scores = factors + num_groups * tiles.LINE
+        weights = scores + num_groups * CHUNK * tiles.LINE
+        keys = weights + groups_per_head * CHUNK * tiles.LINE // 2
+        values = keys + tiles.ROWS * head_dim * 2
+        nothing = values + CHUNK * head_dim * 2
+        return Work(
+            heads[0], num_heads, num_queries, min(COLUMNS, num_queries), heads_per_group, groups_per_head,
+            num_groups, first_token(args, start), end, queries, sums, most, totals, last_seen, factors,
+            scores, weights, keys, values, nothing,
+        )  # fmt: skip
+
+    return plan
+
+
+@kernel()
+def place_of(work: Work, head: int, index: int) -> tuple[int, int]:
+    """Group and column of a query."""
+    if work.heads_per_group > 1:
+        return head // work.heads_per_group, head % work.heads_per_group * work.num_queries + index
+    return head * work.groups_per_head + index // COLUMNS, index % COLUMNS
+
+
+@kernel()
+def query_at(work: Work, group: int, column: int) -> tuple[int, int]:
+    """Head and number of the query in a place, or -1 where there is none."""
+    if work.heads_per_group > 1:
+        head = group * work.heads_per_group + column // work.num_queries
+        is_there = column < work.heads_per_group * work.num_queries and head < work.num_heads
+        return head if is_there else -1, column % work.num_queries
+    index = group % work.groups_per_head * COLUMNS + column
+    return group // work.groups_per_head if index < work.num_queries else -1, index
+
+
+@kernel()
+def padded_len(work: Work, chunk: int) -> int:
+    """Tokens of a chunk's full blocks."""
+    return min(CHUNK, (work.end - chunk + BLOCK - 1) // BLOCK * BLOCK)
+
+
+@kernel()
+def first_token(args: Any, start: int) -> int:
+    """Of the first chunk that a row at a position sees."""
+    window = args[fields.WINDOW]
+    return max(0, start - window + 1) // CHUNK * CHUNK if window else 0
+
+
+@kernel()
+def runs_address(args: Any, span: Any) -> int:
+    address: int = args[fields.RUNS] + span[fields.FIRST_RUN] * 3 * 8
+    return address
+
+
+@kernel()
+def runs_at(address: int) -> Any:
+    """First position, last + 1, first slot; nobody reads behind the last one of a span."""
+    return carray(as_pointer(address), (1 << 30, 3), np.int64)
+
+
+@kernel()
+def run_of(runs: Any, run: int, token: int) -> int:
+    while runs[run, 1] <= token:
+        run += 1
+    return run
+
+
+@kernel()
+def slot(args: Any, runs: Any, run: int, token: int, slot_bytes: int) -> int:
+    """Address of a token's keys."""
+    address: int = args[fields.CACHE] + (token + runs[run, 2] - runs[run, 0]) * slot_bytes
+    return address

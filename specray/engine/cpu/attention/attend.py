@@ -1,0 +1,168 @@
+"""Attention of some rows over keys and values in the cache, in float32: scores, softmax, weighted sum.
+
+Keys and values are read once, token after token as they lie in the cache, and every query is served from the
+registers and the first cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import carray
+
+from specray.engine.cpu.attention import fields
+from specray.engine.cpu.attention.scores import TILE, scores_kernel
+from specray.engine.cpu.attention.softmax import softmax_kernel
+from specray.engine.cpu.simd import kernel, prefetch, vectors
+from specray.engine.cpu.thread_pool import as_pointer
+
+MAX_QUERIES = 32
+"""Query heads times rows at once: their scores stay in the second cache."""
+_LINE = 64
+"""Bytes of a cache line."""
+
+
+def scratch_size(num_queries: int, num_kv_heads: int, head_dim: int, end: int) -> int:
+    """Float32 numbers that a thread needs.
+
+    Args:
+        num_queries: of each kv head.
+        end: position, or place, after the last row.
+    """
+    return num_queries * num_kv_heads * (end + 2 * TILE + head_dim) + TILE * head_dim
+
+
+@kernel()
+def seen(args: Any, span: Any, row: int) -> tuple[int, int, int, int]:
+    """What a row of a span sees: places from the first number to the second, from the third to the fourth."""
+    window, branch = args[fields.WINDOW], span[fields.FIRST_BRANCH]
+    position = span[fields.START] + row
+    highest = own_first = own_last = position + 1
+    if branch >= 0:
+        line = carray(as_pointer(args[fields.BRANCHES]), (branch + row + 1, 4), np.int64)[branch + row]
+        position, highest = line[fields.POSITION], line[fields.TRUNK_LEN]
+        own_first, own_last = line[fields.FIRST_PLACE], line[fields.PLACE] + 1
+    lowest = max(0, position - window + 1) if window else 0
+    if lowest > highest:
+        own_first, lowest = own_first + lowest - highest, highest
+    return lowest, highest, own_first, own_last
+
+
+def attend_kernel(head_dim: int, dtype: str) -> Any:
+    stored, single = vectors(head_dim, dtype), vectors(head_dim, "float32")
+    load, store = stored.load, stored.store
+    fetch, keep, splat, mul, fma = single.load, single.store, single.splat, single.mul, single.fma
+    scores, softmax, item_size = scores_kernel(head_dim), softmax_kernel(), 2 if dtype == "bfloat16" else 4
+    zero, query_bytes = np.float32(0.0), head_dim * 4
+
+    @kernel()
+    def attend(
+        args: Any,
+        span: Any,
+        heads: tuple[int, int],
+        rows: tuple[int, int],
+        queries: int,
+        thread: int,
+    ) -> None:
+        """Attends with some rows and heads of a span.
+
+        Args:
+            heads: first and last + 1 of the kv heads.
+            rows: of the span's rows.
+            queries: address of what ``rotate`` has left: float32, kv head after kv head, row after row.
+        """
+        cache, window = args[fields.CACHE], args[fields.WINDOW]
+        num_kv_heads, group_size = args[fields.NUM_KV_HEADS], args[fields.GROUP_SIZE]
+        first_head, last_head = heads
+        first_row, last_row = rows
+        slot_size, num_heads = 2 * num_kv_heads * head_dim, num_kv_heads * group_size
+        num_queries = (last_row - first_row) * group_size
+        start, end, branch = (
+            span[fields.START] + first_row,
+            span[fields.START] + last_row,
+            span[fields.FIRST_BRANCH],
+        )
+        branches = carray(as_pointer(args[fields.BRANCHES]), (branch + last_row, 4), np.int64)
+        if branch >= 0:
+            start, end = span[fields.START], branches[branch + last_row - 1, fields.PLACE] + 1
+        first_position = max(0, start - window + 1) if window else 0
+        stride = (end + TILE - 1) // TILE * TILE
+        num_all = (last_head - first_head) * num_queries
+        sums = (
+            args[fields.SCRATCH] + (thread * args[fields.SCRATCH_SIZE] + args[fields.NUM_QUERY_NUMBERS]) * 4
+        )
+        tile = sums + num_all * head_dim * 4
+        weights_address = tile + TILE * head_dim * 4
+        # A tile may end behind the last token; a factor for the sum lies there afterwards.
+        weights_size = stride + TILE
+        weights = carray(as_pointer(weights_address), (num_all, weights_size), np.float32)
+        last_run = span[fields.FIRST_RUN] + span[fields.NUM_RUNS]
+        runs = carray(as_pointer(args[fields.RUNS]), (last_run, 3), np.int64)
+
+        for run in range(span[fields.FIRST_RUN], last_run):
+            shift = runs[run, 2] - runs[run, 0]
+            last = min(end, runs[run, 1])
+            for begin in range(max(first_position, runs[run, 0]), last, TILE):
+                count = min(TILE, last - begin)
+                for head in range(last_head - first_head):
+                    key = (begin + shift) * slot_size + (first_head + head) * head_dim
+                    for token in range(count):
+                        keep(tile, token * head_dim, load(cache, key + token * slot_size))
+                        ahead = cache + (key + (token + TILE) * slot_size) * item_size
+                        for byte in range(0, head_dim * item_size, _LINE):
+                            prefetch(ahead + byte)
+                    # Two queries for each look at a key.
+                    for index in range(head * num_queries, (head + 1) * num_queries, 2):
+                        other = min(index + 1, (head + 1) * num_queries - 1)
+                        query, other_query = queries + index * query_bytes, queries + other * query_bytes
+                        found = weights_address + (index * weights_size + begin) * 4
+                        other_found = weights_address + (other * weights_size + begin) * 4
+                        scores(query, other_query, tile, found, other_found)
+
+        for index in range(num_all):
+            places = seen(args, span, first_row + index % num_queries // group_size)
+            row = weights_address + index * weights_size * 4
+            softmax(weights, row, index, first_position, places)
+            keep(sums, index * head_dim, splat(zero))
+
+        for run in range(span[fields.FIRST_RUN], last_run):
+            shift = runs[run, 2] - runs[run, 0]
+            last = min(end, runs[run, 1])
+            for begin in range(max(first_position, runs[run, 0]), last, TILE):
+                count = min(TILE, last - begin)
+                for head in range(last_head - first_head):
+                    value = (begin + shift) * slot_size + (num_kv_heads + first_head + head) * head_dim
+                    for token in range(count):
+                        keep(tile, token * head_dim, load(cache, value + token * slot_size))
+                        ahead = cache + (value + (token + TILE) * slot_size) * item_size
+                        for byte in range(0, head_dim * item_size, _LINE):
+                            prefetch(ahead + byte)
+                    for index in range(head * num_queries, (head + 1) * num_queries, 2):
+                        other = min(index + 1, (head + 1) * num_queries - 1)
+                        weighted, other_weighted = (
+                            fetch(sums, index * head_dim),
+                            fetch(sums, other * head_dim),
+                        )
+                        for token in range(count):
+                            number = fetch(tile, token * head_dim)
+                            weight, other_weight = (
+                                weights[index, begin + token],
+                                weights[other, begin + token],
+                            )
+                            weighted = fma(splat(weight), number, weighted)
+                            other_weighted = fma(splat(other_weight), number, other_weighted)
+                        keep(sums, index * head_dim, weighted)
+                        keep(sums, other * head_dim, other_weighted)
+
+        for index in range(num_all):
+            row = span[fields.FIRST_ROW] + first_row + index % num_queries // group_size
+            head = (first_head + index // num_queries) * group_size + index % group_size
+            factor = splat(weights[index, weights_size - TILE])
+            store(
+                args[fields.OUT],
+                (row * num_heads + head) * head_dim,
+                mul(factor, fetch(sums, index * head_dim)),
+            )
+
+    return attend

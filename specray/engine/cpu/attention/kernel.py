@@ -1,0 +1,295 @@
+"""Attention of a ragged step in one kernel per layer: head norms, rotary positions, cache write, attention.
+
+Kv heads do not depend on each other, so a thread takes some kv heads of some sequences through all of it,
+without waiting for the others. Keys and values are read once per sequence, token after token as they lie in
+the cache, and every row and query head of the sequence is served from the registers and the first cache.
+Sums are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray
+
+from specray.engine.cpu.attention import attend as single
+from specray.engine.cpu.attention import fields
+from specray.engine.cpu.attention.amx import attend as flash
+from specray.engine.cpu.attention.rope_cache import rotate_kernel
+from specray.engine.cpu.attention.span import Span
+from specray.engine.cpu.gemm import tiles
+from specray.engine.cpu.gemm.rows import FlatRows, PackedRows
+from specray.engine.cpu.thread_pool import APART, Kernel, Team, as_pointer
+
+_PARTS_PER_THREAD = 4
+_FURTHER_STEPS = 64
+"""For which a call has room. Then it is made anew."""
+_MIN_SHARED_WORK = 32_768
+"""Numbers of K and V to read, below which a second thread costs more than it brings."""
+
+
+class AttentionCall:
+    """The kernel over the rows of one step, layer after layer.
+
+    Args:
+        tables: cosines and sines, ``[max_model_len, head_dim / 2]`` each, float32.
+        scale: factor on the dot products.
+    """
+
+    __slots__ = (
+        "_args", "_args_address", "_kept", "_kernel", "_max_end", "_num_heads", "_num_parts", "_runs",
+        "_scale_eps", "_table", "_team",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        kernel: AttentionKernel,
+        team: Team,
+        spans: Sequence[Span],
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        scale: float,
+    ) -> None:
+        group_size = num_heads // num_kv_heads
+        runs = np.array([run for span in spans for run in span.runs], dtype=np.int64)
+        branches = np.array(
+            [
+                (row.position, row.place, row.trunk_len, row.first_place)
+                for span in spans
+                for row in span.branches
+            ],
+            dtype=np.int64,
+        )
+        columns, first_run, num_scratch, num_query_numbers, work, first_branch = [], 0, 0, 0, 0, 0
+        for span in spans:
+            end, num_runs = span.end, len(span.runs)
+            num_queries = span.num_rows * group_size
+            cost = end * (2 + num_queries)
+            branch = first_branch if span.branches else -1
+            columns.append((span.start, span.first_row, span.num_rows, first_run, num_runs, cost, branch))
+            first_run += num_runs
+            first_branch += len(span.branches)
+            work += cost * num_kv_heads
+            num_query_numbers = max(num_query_numbers, num_queries * num_kv_heads * head_dim)
+            # All heads of few rows, or one head of some of many.
+            num_at_once = min(num_queries, max(kernel.max_queries, group_size))
+            # With room for a few steps more.
+            room = kernel.scratch_size(num_at_once, num_kv_heads, head_dim, end + _FURTHER_STEPS)
+            num_scratch = max(num_scratch, room)
+        self._team = team
+        is_shared = team.size > 1 and work * head_dim >= _MIN_SHARED_WORK
+        self._num_parts = min(len(spans) * num_kv_heads, _PARTS_PER_THREAD * team.size) if is_shared else 1
+        num_scratch += num_query_numbers + APART // 4
+        # Zeros, as what nobody needs is computed with as well, and slowly with the least of numbers.
+        scratch = torch.zeros(team.size * num_scratch)
+        table = np.array(columns, dtype=np.int64)
+        self._args = np.array(
+            [
+                *(0, 0, 0, 0, 0),
+                table.ctypes.data,
+                runs.ctypes.data,
+                tables[0].data_ptr(),
+                tables[1].data_ptr(),
+                scratch.data_ptr(),
+                num_scratch,
+                len(spans),
+                num_kv_heads,
+                group_size,
+                num_query_numbers,
+                0,
+                branches.ctypes.data,
+                *(0, 0, 0),
+            ],
+            dtype=np.int64,
+        )
+        self._scale_eps = self._args.view(np.float32)[2 * fields.SCALE_EPS :]
+        self._scale_eps[0] = scale
+        self._args_address = self._args.ctypes.data
+        self._table, self._runs = table, runs
+        self._kept = (branches, scratch, tables)  # what the addresses point to, beside those
+        self._max_end = max(span.end for span in spans) + _FURTHER_STEPS
+        self._kernel = kernel
+        self._num_heads = num_heads
+
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        cache: torch.Tensor,
+        norm: tuple[torch.Tensor, float] | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        """One layer.
+
+        Args:
+            qkv: ``[num_rows, num_heads + 2 * num_kv_heads, head_dim]``, contiguous.
+            cache: ``[num_slots, 2 * num_kv_heads, head_dim]``, contiguous.
+            norm: weights of the head norm, ``[num_heads + num_kv_heads, head_dim]``, and its eps.
+            window: a row sees itself and the ``window - 1`` positions before it; None: all before it.
+
+        Returns:
+            ``[num_rows, num_heads, head_dim]``.
+        """
+        out = self._team.empty((qkv.shape[0], self._num_heads, qkv.shape[2]), qkv.dtype)
+        self._attend(FlatRows(qkv.view(len(qkv), -1)), FlatRows(out.view(len(out), -1)), cache, norm, window)
+        return out
+
+    def packed(
+        self,
+        qkv: PackedRows,
+        cache: torch.Tensor,
+        norm: tuple[torch.Tensor, float] | None,
+        window: int | None,
+    ) -> PackedRows:
+        """One layer, of packed rows, with a kernel that takes them."""
+        out = PackedRows.empty(self._team, qkv.num_rows, self._num_heads * cache.shape[-1])
+        self._attend(qkv, out, cache, norm, window)
+        return out
+
+    def _attend(
+        self,
+        qkv: FlatRows | PackedRows,
+        out: FlatRows | PackedRows,
+        cache: torch.Tensor,
+        norm: tuple[torch.Tensor, float] | None,
+        window: int | None,
+    ) -> None:
+        args = self._args
+        args[fields.QKV], args[fields.CACHE], args[fields.OUT] = qkv.address, cache.data_ptr(), out.address
+        args[fields.QKV_STEP : fields.BLOCK_STEP + 1] = qkv.row_step, out.row_step, qkv.block_step
+        args[fields.WINDOW] = window or 0
+        if norm is not None:
+            args[fields.NORM], self._scale_eps[1] = norm[0].data_ptr(), norm[1]
+        self._team.run(self._kernel, self._args_address, self._num_parts)
+
+    @property
+    def starts(self) -> np.ndarray:
+        """The first row's position of each sequence, int64."""
+        starts: np.ndarray = self._table[:, fields.START]
+        return starts
+
+    def advance(self, kept: Sequence[int]) -> bool:
+        """Becomes the call of the step after: of some of the sequences, in order, each one token further.
+
+        Each has one row, and a further token lies behind its last one in the cache.
+
+        Returns:
+            Whether there was room for it; if not, nothing has changed.
+        """
+        table = self._table[list(kept)] if len(kept) < len(self._table) else self._table
+        if table[:, fields.START].max() + 2 > self._max_end:
+            return False
+        table[:, fields.START] += 1
+        table[:, fields.FIRST_ROW] = np.arange(len(table))
+        self._runs[table[:, fields.FIRST_RUN] + table[:, fields.NUM_RUNS] - 1, 1] += 1
+        group_size, num_kv_heads = self._args[fields.GROUP_SIZE], self._args[fields.NUM_KV_HEADS]
+        table[:, fields.COST] += 2 + group_size
+        self._table = table
+        self._args[fields.SPANS], self._args[fields.NUM_SPANS] = table.ctypes.data, len(table)
+        self._num_parts = min(self._num_parts, int(len(table) * num_kv_heads))
+        return True
+
+    def retarget(self, args: np.ndarray) -> int:
+        """Makes recorded calls of the same rows attend as this one would.
+
+        Args:
+            args: int64 ``[num_calls, arguments of the kernel]``.
+
+        Returns:
+            The number of parts.
+        """
+        args[:, fields.SPANS : fields.SCALE_EPS] = self._args[fields.SPANS : fields.SCALE_EPS]
+        args[:, fields.BRANCHES] = self._args[fields.BRANCHES]
+        return self._num_parts
+
+
+class AttentionKernel(Kernel):
+    """The kernel, and how much room it needs.
+
+    Args:
+        max_queries: query heads times rows that are served from one reading of keys and values.
+        scratch_size: of queries of each kv head, kv heads, their size, and the end of a span.
+        can_be_packed: its rows, those it is given and those it makes.
+    """
+
+    __slots__ = ("can_be_packed", "max_queries", "scratch_size")
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], Any],
+        max_queries: int,
+        scratch_size: Callable[[int, int, int, int], int],
+        *,
+        can_be_packed: bool,
+    ) -> None:
+        super().__init__(name, fields.NUM_ARGS, make)
+        self.can_be_packed = can_be_packed
+        self.max_queries = max_queries
+        self.scratch_size = scratch_size
+
+
+def attention_kernel(head_dim: int, dtype: str) -> AttentionKernel:
+    """The kernel for heads of ``head_dim`` numbers that are ``bfloat16`` or ``float32``."""
+    # Asked in every process: code from the cache needs the system's permission too.
+    return _attention_kernel(
+        head_dim, dtype, dtype == "bfloat16" and flash.fits(head_dim) and tiles.is_usable()
+    )
+
+
+@cache
+def _attention_kernel(head_dim: int, dtype: str, has_amx: bool) -> AttentionKernel:
+    if has_amx:
+        make_attend = partial(flash.attend_kernel, head_dim)
+        name, max_queries, scratch_size = "amx", flash.MAX_QUERIES, flash.scratch_size
+    else:
+        make_attend = partial(single.attend_kernel, head_dim, dtype)
+        name, max_queries, scratch_size = dtype, single.MAX_QUERIES, single.scratch_size
+    make = partial(_make_attention, head_dim, dtype, make_attend, max_queries)
+    return AttentionKernel(
+        f"attention-{name}-{head_dim}", make, max_queries, scratch_size, can_be_packed=has_amx
+    )
+
+
+def _make_attention(head_dim: int, dtype: str, make_attend: Callable[[], Any], max_queries: int) -> Any:
+    attend = make_attend()
+    rotate = rotate_kernel(head_dim, dtype)
+
+    def attention(address: int, part: int, num_parts: int, thread: int) -> None:
+        args = carray(as_pointer(address), (fields.NUM_ARGS,), np.int64)
+        spans = carray(as_pointer(args[fields.SPANS]), (args[fields.NUM_SPANS], fields.NUM_COLUMNS), np.int64)
+        num_kv_heads = args[fields.NUM_KV_HEADS]
+        total = 0
+        for index in range(len(spans)):
+            total += spans[index, fields.COST] * num_kv_heads
+        # The part's heads are those that begin in its share of the total cost.
+        first, last = total * part // num_parts, total * (part + 1) // num_parts
+        before = 0
+        for index in range(len(spans)):
+            cost = spans[index, fields.COST]
+            first_head = min(num_kv_heads, max(0, (first - before + cost - 1) // cost))
+            last_head = min(num_kv_heads, max(0, (last - before + cost - 1) // cost))
+            before += cost * num_kv_heads
+            if first_head < last_head:
+                span, heads = spans[index], (first_head, last_head)
+                queries = args[fields.SCRATCH] + thread * args[fields.SCRATCH_SIZE] * 4
+                rotate(args, span, first_head, last_head, queries)
+                num_rows, group_size = span[fields.NUM_ROWS], args[fields.GROUP_SIZE]
+                if num_rows * group_size <= max_queries:
+                    attend(args, span, heads, (0, num_rows), queries, thread)
+                else:
+                    # Head by head and some rows at a time, so that the weights stay in the second cache.
+                    step = max(1, max_queries // group_size)
+                    for head in range(first_head, last_head):
+                        for row in range(0, num_rows, step):
+                            place = ((head - first_head) * num_rows + row) * group_size * head_dim * 4
+                            rows = row, min(num_rows, row + step)
+                            attend(args, span, (head, head + 1), rows, queries + place, thread)
+
+    return attention

@@ -1,0 +1,102 @@
+"""What attention does before it attends: norms and rotates heads, fills the cache, leaves queries at hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import carray
+
+from specray.engine.cpu.attention import fields
+from specray.engine.cpu.gemm.rows import BLOCK, row_place
+from specray.engine.cpu.simd import kernel, vectors
+from specray.engine.cpu.thread_pool import as_pointer
+
+_ONE, _ZERO = np.float32(1.0), np.float32(0.0)
+
+
+@kernel()
+def feature_place(feature: int, block_step: int) -> int:
+    """Where a feature lies behind the beginning of its row, in numbers."""
+    return feature // BLOCK * block_step + feature % BLOCK
+
+
+def rotate_kernel(head_dim: int, dtype: str) -> Any:
+    """``(args, span, first_head, last_head, queries)``: of some kv heads of a sequence and their queries."""
+    half = head_dim // 2
+    # Numbers at once: of packed rows they lie in one block, and so do those of the other half.
+    size = half if head_dim % BLOCK else math.gcd(half, BLOCK)
+    stored, single = vectors(size, dtype), vectors(size, "float32")
+    load, store, keep, table = stored.load, stored.store, single.store, single.load
+    splat, sub, mul, fma, total = (
+        single.splat, single.sub, single.mul, single.fma, single.sum
+    )  # fmt: skip
+
+    @kernel()
+    def norm_factor(qkv: int, row: int, feature: int, block_step: int, eps: Any) -> Any:
+        squares = splat(_ZERO)
+        for first in range(0, head_dim, size):
+            numbers = load(qkv, row + feature_place(feature + first, block_step))
+            squares = fma(numbers, numbers, squares)
+        return _ONE / np.sqrt(total(squares) / np.float32(head_dim) + eps)
+
+    @kernel()
+    def rotate(args: Any, span: Any, first_head: int, last_head: int, queries: int) -> None:
+        """Norms and rotates; puts scaled queries at ``queries``, keys and values into the cache."""
+        qkv, cache, norm = args[fields.QKV], args[fields.CACHE], args[fields.NORM]
+        num_kv_heads, group_size = args[fields.NUM_KV_HEADS], args[fields.GROUP_SIZE]
+        num_heads, step = num_kv_heads * group_size, args[fields.BLOCK_STEP]
+        row_size, slot_size = (num_heads + 2 * num_kv_heads) * head_dim, 2 * num_kv_heads * head_dim
+        scale_eps = args.view(np.float32)[2 * fields.SCALE_EPS :]
+        runs = carray(
+            as_pointer(args[fields.RUNS]), (span[fields.FIRST_RUN] + span[fields.NUM_RUNS], 3), np.int64
+        )
+        branches = carray(
+            as_pointer(args[fields.BRANCHES]),
+            (span[fields.FIRST_BRANCH] + span[fields.NUM_ROWS], 4),
+            np.int64,
+        )
+        scale, factor = splat(scale_eps[0]), splat(_ONE)
+        run = span[fields.FIRST_RUN]
+        for index in range(span[fields.NUM_ROWS]):
+            row = row_place(span[fields.FIRST_ROW] + index, row_size, args[fields.QKV_STEP])
+            place = position = span[fields.START] + index
+            if span[fields.FIRST_BRANCH] >= 0:
+                position = branches[span[fields.FIRST_BRANCH] + index, fields.POSITION]
+                place = branches[span[fields.FIRST_BRANCH] + index, fields.PLACE]
+            while runs[run, 1] <= place:
+                run += 1
+            slot = (runs[run, 2] + place - runs[run, 0]) * slot_size
+            # The query heads of each kv head, then the kv head itself.
+            for head in range(first_head, last_head):
+                for member in range(group_size + 1):
+                    is_key = member == group_size
+                    number = num_heads + head if is_key else head * group_size + member
+                    at, key = number * head_dim, slot + head * head_dim
+                    # Grouped by kv head, then row, then member.
+                    query = ((head - first_head) * span[fields.NUM_ROWS] + index) * group_size + member
+                    if norm:
+                        factor = splat(norm_factor(qkv, row, at, step, scale_eps[1]))
+                    for first in range(0, half, size):
+                        cos = table(args[fields.COS], position * half + first)
+                        sin = table(args[fields.SIN], position * half + first)
+                        low = load(qkv, row + feature_place(at + first, step))
+                        high = load(qkv, row + feature_place(at + first + half, step))
+                        if norm:
+                            low = mul(mul(low, factor), load(norm, at + first))
+                            high = mul(mul(high, factor), load(norm, at + first + half))
+                        new_low = sub(mul(low, cos), mul(high, sin))
+                        new_high = fma(high, cos, mul(low, sin))
+                        if is_key:
+                            store(cache, key + first, new_low)
+                            store(cache, key + first + half, new_high)
+                        else:
+                            keep(queries, query * head_dim + first, mul(new_low, scale))
+                            keep(queries, query * head_dim + first + half, mul(new_high, scale))
+                value = (num_heads + num_kv_heads + head) * head_dim
+                copy = slot + (num_kv_heads + head) * head_dim
+                for first in range(0, head_dim, size):
+                    store(cache, copy + first, load(qkv, row + feature_place(value + first, step)))
+
+    return rotate

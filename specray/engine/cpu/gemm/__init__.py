@@ -1,0 +1,1 @@
+"""CPU kernels that multiply rows by bfloat16 weights."""

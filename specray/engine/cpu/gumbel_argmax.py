@@ -1,0 +1,259 @@
+"""The best token of each row with its noise, without the noise of tokens that cannot win.
+
+Noise costs a word of Philox (``sampling.noise``) and two logarithms per token: of 256 rows of 4,096 tokens a
+fifth of a target's step. A token wins with a score s = logit + g, where g = -log(-log(u)) and u is its
+uniform. M is the best score so far, at first that of the likeliest token: another can only win with
+g >= M - logit, that is -log(u) <= exp(logit - M), and so, as -log(u) >= 1 - u, only where
+1 - u <= exp(logit - M). This takes one exponential in float32 per token and leaves some dozens, whose scores
+are computed in float64, as all were: the token is the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import carray
+from numba.core import types
+from numba.extending import intrinsic
+
+from specray.engine.cpu.compiled import CompiledFunction
+from specray.engine.cpu.simd import Vector, kernel, vectors
+from specray.engine.cpu.thread_pool import as_pointer
+from specray.engine.sampling import noise
+
+_LANES = 16
+_WORDS = 4
+"""Of a block of Philox."""
+_ADDRESSES = 6
+_SIGNATURE = types.void(*[types.int64] * (_ADDRESSES + 3))
+_PROTOTYPE = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * (_ADDRESSES + 3))
+_LEADS_SIGNATURE = types.void(*[types.int64] * 5)
+_LEADS_PROTOTYPE = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)
+_SLACK, _SLACK_PER_UNIT = 1e-5, 2.0**-21
+"""What float32 may be wrong by: of an exponent, and of a logit by its size."""
+_WORD = ir.IntType(64)
+_U12, _ONE_WORD = np.uint64(12), np.uint64(1)
+
+
+def draw_best(
+    logits: torch.Tensor, keys: Sequence[tuple[int, int, int, int]], *, is_judged: bool
+) -> tuple[list[int], list[float]]:
+    """Each row's token, and how far it stands out.
+
+    Args:
+        logits: ``[len(keys), vocab_size]``, float32, contiguous, on CPU.
+        keys: of each row, unsigned: the two words of its key, its position and its purpose.
+        is_judged: says how far; else all zeros.
+
+    Returns:
+        Tokens, and of each the log of its part of the sum of exp(2 * score), the others' by a close formula.
+    """
+    assert logits.is_contiguous(), "rows must follow each other"
+    assert logits.dtype == torch.float32, logits.dtype
+    num_rows, size = logits.shape
+    words = np.array(keys, dtype=np.uint64)
+    # At first the likeliest.
+    tokens, leads = logits.numpy().argmax(-1).astype(np.int64), np.zeros(num_rows)
+    scratch = np.empty(-(-size // _LANES) * _LANES, dtype=np.uint64)
+    vector = np.empty(3 * _LANES, dtype=np.float32)
+    addresses = (logits.data_ptr(), *(part.ctypes.data for part in (words, tokens, leads, scratch, vector)))
+    _draw_kernel().call(*addresses, num_rows, size, is_judged)
+    return tokens.tolist(), leads.tolist()
+
+
+def leads_of(logits: torch.Tensor, tokens: Sequence[int]) -> list[float]:
+    """How far each row's best token stands out where there is no noise: as ``draw_best``, but exactly.
+
+    Args:
+        logits: ``[len(tokens), vocab_size]``, float32, contiguous, on CPU.
+        tokens: the best ones.
+    """
+    assert logits.is_contiguous(), "rows must follow each other"
+    assert logits.dtype == torch.float32, logits.dtype
+    chosen, leads = np.array(tokens, dtype=np.int64), np.empty(len(tokens))
+    _leads_kernel().call(logits.data_ptr(), chosen.ctypes.data, leads.ctypes.data, *logits.shape)
+    values: list[float] = leads.tolist()
+    return values
+
+
+@functools.cache
+def _draw_kernel() -> CompiledFunction:
+    return CompiledFunction("draw", _SIGNATURE, _PROTOTYPE, _make_draw)
+
+
+@functools.cache
+def _leads_kernel() -> CompiledFunction:
+    return CompiledFunction("leads", _LEADS_SIGNATURE, _LEADS_PROTOTYPE, _make_leads)
+
+
+@intrinsic
+def _product(context: Any, first: Any, second: Any) -> Any:
+    """The upper and the lower half of a product of unsigned words: one instruction, where two ask for one."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        wide = ir.IntType(128)
+        product = builder.mul(builder.zext(args[0], wide), builder.zext(args[1], wide))
+        high = builder.trunc(builder.lshr(product, ir.Constant(wide, 64)), _WORD)
+        return context.make_tuple(builder, signature.return_type, (high, builder.trunc(product, _WORD)))
+
+    return types.containers.UniTuple(types.uint64, 2)(types.uint64, types.uint64), code
+
+
+def _make_fill() -> Any:
+    """``(key, words)``: the words of a row's tokens."""
+    # Published numbers: a kernel in the cache does not know where they stand.
+    first_factor, second_factor = (np.uint64(number) for number in noise.MULTIPLIERS)
+    first_step, second_step = (np.uint64(number) for number in noise.WEYL)
+    num_rounds = noise.NUM_ROUNDS
+
+    @kernel()
+    def philox(block: Any, position: Any, purpose: Any, key: Any, tag: Any) -> Any:
+        a, b, c, d = block, position, purpose, np.uint64(0)
+        for _ in range(num_rounds):
+            high, low = _product(a, first_factor)
+            other_high, other_low = _product(c, second_factor)
+            a, b, c, d = other_high ^ b ^ key, other_low, high ^ d ^ tag, low
+            key, tag = key + first_step, tag + second_step
+        return a, b, c, d
+
+    @kernel()
+    def fill(key: Any, words: Any) -> None:
+        for first in range(0, len(words), _WORDS):
+            block = np.uint64(first // _WORDS) + _ONE_WORD
+            words[first], words[first + 1], words[first + 2], words[first + 3] = philox(
+                block, key[2], key[3], key[0], key[1]
+            )
+
+    return fill
+
+
+@kernel()
+def _lowered(bound: float) -> float:
+    """Below a score by what float32 may be wrong by."""
+    return bound - (_SLACK + _SLACK_PER_UNIT * abs(bound))
+
+
+@kernel()
+def _score(logit: Any, word: Any) -> Any:
+    uniform = (np.float64(word >> _U12) + 0.5) * 2.0**-52
+    return np.float64(logit) - math.log(-math.log(uniform))
+
+
+def _lacking_kernel() -> Any:
+    """``(address, index)``: what the uniforms of sixteen words from the index on lack to 1, as float32.
+
+    But for half of the last bit: zero at least.
+    """
+    words, floats = ir.VectorType(_WORD, _LANES), ir.VectorType(ir.FloatType(), _LANES)
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = builder.add(args[0], builder.mul(args[1], ir.Constant(_WORD, 8)))
+        value = builder.load(builder.inttoptr(place, words.as_pointer()))
+        value.align = 8
+        value = builder.lshr(builder.not_(value), ir.Constant(words, [12] * _LANES))
+        return builder.fmul(builder.sitofp(value, floats), ir.Constant(floats, [2.0**-52] * _LANES))
+
+    def lacking(context: Any, address: Any, index: Any) -> Any:
+        return Vector(_LANES)(types.int64, types.int64), code
+
+    return intrinsic(lacking)
+
+
+def _make_draw() -> Any:
+    fill, lacking, wide = _make_fill(), _lacking_kernel(), vectors(_LANES, "float32")
+    load, store, splat, add, sub, mul, div, exp, total, largest = (
+        wide.load, wide.store, wide.splat, wide.add, wide.sub, wide.mul, wide.div, wide.exp, wide.sum,
+        wide.largest,
+    )  # fmt: skip
+    zero, six, four = np.float32(0.0), np.float32(6.0), np.float32(4.0)
+
+    @kernel()
+    def minus_log(x: Any) -> Any:
+        """-log(1 - x) by its Pade approximant; a hundredth too small at 0.8, finite at 1."""
+        return div(mul(x, sub(splat(six), x)), sub(splat(six), mul(splat(four), x)))
+
+    def draw(
+        logits: int, keys: int, tokens: int, leads: int, scratch: int, vector: int, num_rows: int, size: int,
+        is_judged: int,
+    ) -> None:  # fmt: skip
+        padded = (size + _LANES - 1) // _LANES * _LANES
+        all_keys = carray(as_pointer(keys), (num_rows, 4), np.uint64)
+        all_logits = carray(as_pointer(logits), (num_rows, size), np.float32)
+        all_tokens = carray(as_pointer(tokens), (num_rows,), np.int64)
+        all_leads = carray(as_pointer(leads), (num_rows,), np.float64)
+        words = carray(as_pointer(scratch), (padded,), np.uint64)
+        # The last logits of a row with nothing behind; room of sixteen tokens and of their shares.
+        last = carray(as_pointer(vector), (_LANES,), np.float32)
+        left_address, share_address = vector + 4 * _LANES, vector + 8 * _LANES
+        left = carray(as_pointer(left_address), (_LANES,), np.float32)
+        some = carray(as_pointer(share_address), (_LANES,), np.float32)
+        for row in range(num_rows):
+            own, chosen = all_logits[row], all_tokens[row]
+            fill(all_keys[row], words)
+            for place in range(_LANES):
+                token = padded - _LANES + place
+                last[place] = own[token] if token < size else -np.inf
+            best = _score(own[chosen], words[chosen])
+            lowest = _lowered(best)
+            weights, shares = 0.0, splat(zero)
+            for first in range(0, padded, _LANES):
+                source = vector if first + _LANES > size else logits + (row * size + first) * 4
+                # 40 at most, since noise is above -3.7.
+                limit, rest = exp(sub(load(source, 0), splat(np.float32(lowest)))), lacking(scratch, first)
+                share = div(limit, minus_log(rest)) if is_judged else limit
+                if largest(sub(limit, rest)) >= zero:
+                    store(left_address, 0, sub(limit, rest))
+                    store(share_address, 0, share)
+                    for place in range(min(_LANES, size - first)):
+                        if left[place] >= zero:
+                            token = first + place
+                            score = _score(own[token], words[token])
+                            if score > best:
+                                best, chosen = score, token
+                            weights += math.exp(2.0 * (score - lowest))
+                            some[place] = zero
+                    share = load(share_address, 0)
+                if is_judged:
+                    shares = add(shares, mul(share, share))
+                if _lowered(best) > lowest:
+                    factor = math.exp(2.0 * (lowest - _lowered(best)))
+                    weights, shares = weights * factor, mul(shares, splat(np.float32(factor)))
+                    lowest = _lowered(best)
+            all_tokens[row] = chosen
+            if is_judged:
+                all_leads[row] = 2.0 * (best - lowest) - math.log(weights + total(shares))
+
+    return draw
+
+
+def _make_leads() -> Any:
+    wide = vectors(_LANES, "float32")
+    load, splat, add, sub, mul, exp, total = (
+        wide.load, wide.splat, wide.add, wide.sub, wide.mul, wide.exp, wide.sum,
+    )  # fmt: skip
+
+    def leads(logits: int, tokens: int, leads: int, num_rows: int, size: int) -> None:
+        all_logits = carray(as_pointer(logits), (num_rows, size), np.float32)
+        all_tokens = carray(as_pointer(tokens), (num_rows,), np.int64)
+        all_leads = carray(as_pointer(leads), (num_rows,), np.float64)
+        whole = size // _LANES * _LANES
+        for row in range(num_rows):
+            own = all_logits[row]
+            best = own[all_tokens[row]]
+            shares = splat(np.float32(0.0))
+            for first in range(0, whole, _LANES):
+                share = exp(sub(load(logits, row * size + first), splat(best)))
+                shares = add(shares, mul(share, share))
+            sum_of_all = np.float64(total(shares))
+            for token in range(whole, size):
+                sum_of_all += math.exp(2.0 * (np.float64(own[token]) - best))
+            all_leads[row] = -math.log(sum_of_all)
+
+    return leads

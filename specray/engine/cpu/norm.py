@@ -1,0 +1,140 @@
+"""RMS norm of rows in one kernel: torch on CPU composes it of seven operators."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray
+
+from specray.engine.cpu.gemm.rows import BLOCK, HEIGHT, PackedRows, row_place
+from specray.engine.cpu.simd import vectors
+from specray.engine.cpu.thread_pool import APART, Kernel, Team, as_pointer
+
+_MAX_LANES = 16
+_ROWS, _OUT, _NUM_ROWS, _WEIGHT, _SIZE, _EPS, _BLOCK_STEP, _SCRATCH = range(8)
+_NUM_ARGS = 8
+_MIN_SHARED_SIZE = 65_536
+"""Numbers below which a second thread costs more than it brings."""
+_SCRATCH_SIZE = HEIGHT * _MAX_LANES * 4 + APART
+"""Bytes of a thread."""
+_ONE = np.float32(1.0)
+
+
+class FusedRMSNorm:
+    """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, 2019); sums are float32.
+
+    Args:
+        weight: ``[size]``, bfloat16 or float32, as the rows will be.
+    """
+
+    __slots__ = ("_args", "_args_address", "_kernel", "_size", "_team", "_weight")
+
+    def __init__(self, weight: torch.Tensor, eps: float, team: Team) -> None:
+        self._team = team
+        self._size = weight.shape[0]
+        self._weight = weight.contiguous()
+        lanes = next(lanes for lanes in (_MAX_LANES, 8, 4, 2, 1) if self._size % lanes == 0)
+        self._kernel = _norm_kernel(str(weight.dtype).removeprefix("torch."), lanes)
+        self._args = np.zeros(_NUM_ARGS, dtype=np.int64)
+        self._args[_WEIGHT], self._args[_SIZE] = self._weight.data_ptr(), self._size
+        self._args.view(np.float32)[2 * _EPS] = eps
+        self._args_address = self._args.ctypes.data
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """``[num_rows, size]``, contiguous, to the same shape. Not for two threads at once."""
+        out = self._team.empty(rows.shape, rows.dtype)
+        args = self._args
+        num_parts = self._team.size if rows.numel() >= _MIN_SHARED_SIZE else 1
+        args[_ROWS], args[_OUT] = rows.data_ptr(), out.data_ptr()
+        args[_NUM_ROWS] = rows.shape[0]
+        self._team.run(self._kernel, self._args_address, num_parts)
+        return out
+
+    def packed(self, rows: PackedRows) -> PackedRows:
+        """The same of packed rows, bit for bit. Not for two threads at once."""
+        out = PackedRows.empty(self._team, rows.num_rows, rows.num_features)
+        scratch = self._team.empty(self._team.size * _SCRATCH_SIZE, torch.uint8)
+        args = self._args
+        args[_ROWS], args[_OUT], args[_NUM_ROWS] = rows.address, out.address, rows.num_rows
+        args[_BLOCK_STEP], args[_SCRATCH] = rows.block_step, scratch.data_ptr()
+        is_shared = rows.num_rows * rows.num_features >= _MIN_SHARED_SIZE
+        self._team.run(_packed_kernel(), self._args_address, self._team.size if is_shared else 1)
+        return out
+
+
+@functools.cache
+def _norm_kernel(dtype: str, lanes: int) -> Kernel:
+    return Kernel(f"norm-{dtype}-{lanes}", _NUM_ARGS, lambda: _make_norm(dtype, lanes))
+
+
+def _make_norm(dtype: str, lanes: int) -> Any:
+    wide, stored = vectors(lanes), vectors(lanes, dtype)
+    load, store = stored.load, stored.store
+    splat, mul, fma, total = wide.splat, wide.mul, wide.fma, wide.sum
+    zero = np.float32(0.0)
+
+    def norm(address: int, part: int, num_parts: int, thread: int) -> None:
+        args = carray(as_pointer(address), (_NUM_ARGS,), np.int64)
+        eps = carray(as_pointer(address), (2 * _NUM_ARGS,), np.float32)[2 * _EPS]
+        size, num_rows = args[_SIZE], args[_NUM_ROWS]
+        for row in range(num_rows * part // num_parts, num_rows * (part + 1) // num_parts):
+            squares = splat(zero)
+            for place in range(row * size, (row + 1) * size, lanes):
+                numbers = load(args[_ROWS], place)
+                squares = fma(numbers, numbers, squares)
+            factor = splat(_ONE / np.sqrt(total(squares) / np.float32(size) + eps))
+            for place in range(0, size, lanes):
+                weighted = mul(mul(load(args[_ROWS], row * size + place), factor), load(args[_WEIGHT], place))
+                store(args[_OUT], row * size + place, weighted)
+
+    return norm
+
+
+@functools.cache
+def _packed_kernel() -> Kernel:
+    return Kernel("norm-packed", _NUM_ARGS, _make_packed_norm)
+
+
+def _make_packed_norm() -> Any:
+    """Block by block, as rows lie, some of one group at a time; sums in the order of the other kernel."""
+    wide, stored = vectors(_MAX_LANES), vectors(_MAX_LANES, "bfloat16")
+    load, store, fetch, keep = stored.load, stored.store, wide.load, wide.store
+    splat, mul, fma, total = wide.splat, wide.mul, wide.fma, wide.sum
+    zero = np.float32(0.0)
+
+    def norm(address: int, part: int, num_parts: int, thread: int) -> None:
+        args = carray(as_pointer(address), (_NUM_ARGS,), np.int64)
+        eps = carray(as_pointer(address), (2 * _NUM_ARGS,), np.float32)[2 * _EPS]
+        rows, out, size, num_rows, step = (
+            args[_ROWS], args[_OUT], args[_SIZE], args[_NUM_ROWS], args[_BLOCK_STEP]
+        )  # fmt: skip
+        squares = args[_SCRATCH] + thread * _SCRATCH_SIZE
+        first, last = num_rows * part // num_parts, num_rows * (part + 1) // num_parts
+        while first < last:
+            count = min(last - first, HEIGHT - first % HEIGHT)
+            begin = row_place(first, size, BLOCK)
+            for row in range(count):
+                keep(squares, row * _MAX_LANES, splat(zero))
+            for block in range(size // BLOCK):
+                for row in range(count):
+                    place = begin + block * step + row * BLOCK
+                    low, high = load(rows, place), load(rows, place + _MAX_LANES)
+                    summed = fma(high, high, fma(low, low, fetch(squares, row * _MAX_LANES)))
+                    keep(squares, row * _MAX_LANES, summed)
+            for row in range(count):
+                mean = total(fetch(squares, row * _MAX_LANES)) / np.float32(size)
+                keep(squares, row * _MAX_LANES, splat(_ONE / np.sqrt(mean + eps)))
+            for block in range(size // BLOCK):
+                low_weight = load(args[_WEIGHT], block * BLOCK)
+                high_weight = load(args[_WEIGHT], block * BLOCK + _MAX_LANES)
+                for row in range(count):
+                    place, factor = begin + block * step + row * BLOCK, fetch(squares, row * _MAX_LANES)
+                    store(out, place, mul(mul(load(rows, place), factor), low_weight))
+                    place += _MAX_LANES
+                    store(out, place, mul(mul(load(rows, place), factor), high_weight))
+            first += count
+
+    return norm

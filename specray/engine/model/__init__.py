@@ -1,0 +1,1 @@
+"""Models: loading, lowering, the decoder written for speed, and transformers' own forward."""

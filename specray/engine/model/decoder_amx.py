@@ -1,0 +1,104 @@
+"""The lowered decoder of kernels whose rows stay packed, as AMX takes them, from the tokens to the logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+
+from specray.engine.attention.cpu import FusedAttention
+from specray.engine.cpu.gemm import rows as packing
+from specray.engine.cpu.gemm.linear import TiledGate, TiledLinear
+from specray.engine.cpu.gemm.rows import PackedRows
+from specray.engine.cpu.norm import FusedRMSNorm
+from specray.engine.cpu.thread_pool import Team
+from specray.engine.model.decoder import Embedding, HeadNorm, LoweredForward
+from specray.engine.step import CacheShape, Step
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    input_norm: FusedRMSNorm
+    qkv: TiledLinear
+    head_norm: HeadNorm | None
+    output: TiledLinear
+    post_attention_norm: FusedRMSNorm
+    gate: TiledGate
+    down: TiledLinear
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class PackedForward:
+    """Computes what its ``LoweredForward`` does, bit for bit."""
+
+    name: str
+    cache_shape: CacheShape
+    embedding: Embedding
+    layers: tuple[_Layer, ...]
+    final_norm: FusedRMSNorm
+    head: TiledLinear
+    attention: FusedAttention
+
+    def __call__(self, step: Step) -> torch.Tensor:
+        return self.decode(self.embedding(step.token_ids), step)
+
+    def decode(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
+        """From the embedded tokens, ``[num_rows, hidden_size]``, to the logits."""
+        attention, team = self.attention.prepare(step.attention, step.positions), self.attention.team
+        last = len(self.layers) - 1
+        rows = packing.pack(hidden, team)
+        for index, layer in enumerate(self.layers):
+            qkv = layer.qkv.packed(layer.input_norm.packed(rows))
+            attended = attention.attend_packed(index, qkv, layer.head_norm, layer.window)
+            if index == last and step.logit_rows is not None:
+                # As in the lowered forward: nothing more is needed of the others.
+                attended, rows = _take(attended, step, team), _take(rows, step, team)
+            rows = layer.output.packed_plus(attended, rows)
+            gated = layer.gate.packed(layer.post_attention_norm.packed(rows))
+            rows = layer.down.packed_plus(gated, rows)
+        return self.head.packed_precise(self.final_norm.packed(rows))
+
+
+def _take(rows: PackedRows, step: Step, team: Team) -> PackedRows:
+    wanted = step.logit_rows
+    if isinstance(wanted, slice):
+        assert wanted.stop is None or wanted.stop == rows.num_rows, "wanted rows are the last ones"
+        return packing.last_rows(rows, wanted.start, team)
+    assert wanted is not None
+    return packing.some_rows(rows, wanted, team)
+
+
+def packed(forward: LoweredForward) -> PackedForward | None:
+    """The forward with packed rows, if its kernels take them. Linear layers do, if attention does.
+
+    Args:
+        forward: of kernels alone.
+    """
+    attention = forward.attention
+    assert isinstance(attention, FusedAttention), "attention is a kernel"
+    if not attention.kernel.can_be_packed:
+        return None
+    layers = tuple(
+        _Layer(
+            cast("FusedRMSNorm", layer.input_norm),
+            cast("TiledLinear", layer.qkv),
+            layer.head_norm,
+            cast("TiledLinear", layer.output),
+            cast("FusedRMSNorm", layer.post_attention_norm),
+            cast("TiledGate", layer.gate),
+            cast("TiledLinear", layer.down),
+            layer.window,
+        )
+        for layer in forward.layers
+    )
+    return PackedForward(
+        forward.name,
+        forward.cache_shape,
+        forward.embedding,
+        layers,
+        cast("FusedRMSNorm", forward.final_norm),
+        cast("TiledLinear", forward.head),
+        attention,
+    )

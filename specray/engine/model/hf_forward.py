@@ -1,0 +1,169 @@
+"""Any causal LM of transformers over the block cache, without code per architecture.
+
+The model runs with ``use_cache=False`` on all rows of a step as one sequence; the library's
+AttentionInterface hands each layer's queries, keys and values to :func:`_block_attention`, together with the
+keyword arguments of the call, and that is where the cache comes in. No mask function is registered under our
+name, so the library builds no mask.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+
+from specray.engine.attention.sdpa import AttentionStep, SequenceRows
+from specray.engine.cache.blocks import BlockCache
+from specray.engine.step import CacheShape, Step
+from specray.errors import ConfigError
+
+ATTENTION_NAME = "specray_blocks"
+_CHECKED_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8)
+# Arguments that change what attention computes, and that the block attention does not implement.
+_UNSUPPORTED = ("softcap", "s_aux", "head_mask", "position_bias", "cu_seq_lens_q", "encoder_hidden_states")
+
+
+class _Attention(Protocol):
+    """What a layer calls: the step of a real forward, or the probe."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        keys_values: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+    ) -> torch.Tensor: ...
+
+
+class GenericForward:
+    """Runs a transformers model as it is, attention excepted.
+
+    Raises:
+        ConfigError: the architecture's attention cannot be replaced, its layers differ in what they keep, or
+            it keeps more than keys and values.
+    """
+
+    name = "generic"
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        with torch.inference_mode():
+            expected = model(torch.tensor([_CHECKED_TOKENS], device=model.device), use_cache=False).logits[0]
+        AttentionInterface.register(ATTENTION_NAME, _block_attention)
+        model.set_attn_implementation(ATTENTION_NAME)
+        self.cache_shape = self._probe()
+        self._check(expected.float())
+
+    def _probe(self) -> CacheShape:
+        probe = _Probe()
+        one_token = torch.zeros(1, 1, dtype=torch.int64, device=self._model.device)
+        with torch.inference_mode():
+            self._model(one_token, position_ids=one_token, use_cache=False, attention_step=probe)
+        return probe.cache_shape(type(self._model).__name__)
+
+    def _check(self, expected: torch.Tensor) -> None:
+        """Two cached chunks must give the plain forward's logits: whatever else the model keeps is lost."""
+        shape, device, dtype = self.cache_shape, self._model.device, self._model.dtype
+        num_tokens = len(_CHECKED_TOKENS)
+        cache = BlockCache(
+            num_layers=shape.num_layers,
+            num_blocks=1,
+            block_size=num_tokens,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            dtype=dtype,
+            device=device,
+        )
+        logits = []
+        for first, last in ((0, num_tokens // 2), (num_tokens // 2, num_tokens)):
+            rows = SequenceRows(0, last - first, first, [0])
+            token_ids = torch.tensor(_CHECKED_TOKENS[first:last], device=device)
+            step = Step(token_ids, slice(first, last), AttentionStep((rows,), cache), None)
+            with torch.inference_mode():
+                logits.append(self(step))
+        error = float((torch.cat(logits) - expected).square().mean().sqrt() / expected.std())
+        allowed = 1e-3 if dtype == torch.float32 else 5e-2
+        if not error < allowed:
+            raise ConfigError(
+                f"{type(self._model).__name__} is not supported: over the block cache its logits are off by "
+                f"{error:.2g} of their deviation (allowed: {allowed}); it keeps more than keys and values, "
+                "or attends in its own way"
+            )
+
+    def __call__(self, step: Step) -> torch.Tensor:
+        positions, device = step.positions, step.token_ids.device
+        if isinstance(positions, slice):
+            positions = torch.arange(positions.start, positions.stop, device=device)
+        rows = slice(0, len(step.token_ids)) if step.logit_rows is None else step.logit_rows
+        if isinstance(rows, slice):
+            rows = torch.arange(rows.start, rows.stop, device=device)
+        output = self._model(
+            input_ids=step.token_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=rows,
+            attention_step=step.attention,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits.float()
+
+
+class _Probe:
+    """Stands in for a step to learn what each layer would keep, on this rank, whatever the architecture."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[int, int]] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        keys_values: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+    ) -> torch.Tensor:
+        self._kept[layer] = (keys_values.shape[1] // 2, keys_values.shape[2])
+        return torch.zeros_like(query).flatten(1)
+
+    def cache_shape(self, model: str) -> CacheShape:
+        shapes = set(self._kept.values())
+        if len(shapes) != 1 or set(self._kept) != set(range(len(self._kept))):
+            raise ConfigError(
+                f"{model} keeps {sorted(self._kept.items())} per layer and token; allowed: one shape"
+            )
+        num_kv_heads, head_dim = shapes.pop()
+        return CacheShape(len(self._kept), num_kv_heads, head_dim)
+
+
+def _block_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    attention_step: _Attention | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The library's attention signature: ``[1, num_heads, num_rows, head_dim]`` in, rows before heads out."""
+    layer = getattr(module, "layer_idx", None)
+    if attention_step is None or layer is None or attention_mask is not None:
+        raise ConfigError(f"{type(module).__name__} does not pass its arguments on to the attention function")
+    for name in _UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise ConfigError(f"{type(module).__name__} uses attention with {name}, which is not supported")
+    if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
+        raise ConfigError(f"{type(module).__name__} has keys and values of different sizes; allowed: equal")
+    output = attention_step.attend(
+        layer,
+        query[0].transpose(0, 1),
+        torch.cat((key[0], value[0])).transpose(0, 1),
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+    )
+    return output.view(1, query.shape[2], query.shape[1], value.shape[-1]), None

@@ -1,0 +1,55 @@
+"""What can be known of a model before its weights are loaded, so that a start fails early and clearly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specray.config import EngineConfig
+from specray.engine.model.loader import check_loadable, tokenizer_fingerprint
+from specray.engine.runner.assembly import model_path
+from specray.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSummary:
+    """The part of a model's description in which draft and target must agree."""
+
+    path: str
+    vocab_size: int
+    tokenizer_fingerprint: str
+
+
+def check_model(config: EngineConfig, role: str) -> ModelSummary:
+    """Reads configuration and tokenizer.
+
+    Raises:
+        ConfigError: a file is missing, the architecture is not supported, its layers cannot be shared by so
+            many ranks, or a limit is beyond the model's.
+    """
+    path = model_path(config, role)
+    vocab_size = check_loadable(
+        path, max_model_len=config.max_model_len, num_ranks=config.tensor_parallel_size, role=role
+    )
+    return ModelSummary(path, vocab_size, tokenizer_fingerprint(path))
+
+
+def check_pair(target: EngineConfig, draft: EngineConfig | None) -> None:
+    """Checks both models and that they speak of the same tokens.
+
+    Raises:
+        ConfigError: as :func:`check_model`, or the draft's tokenizer or vocabulary size differs.
+    """
+    checked_target = check_model(target, "target")
+    if draft is None:
+        return
+    checked_draft = check_model(draft, "draft")
+    if checked_draft.tokenizer_fingerprint != checked_target.tokenizer_fingerprint:
+        raise ConfigError(
+            f"draft.model: {checked_draft.path} has another tokenizer than the target {checked_target.path}; "
+            "both must have the same vocabulary"
+        )
+    if checked_draft.vocab_size != checked_target.vocab_size:
+        raise ConfigError(
+            f"draft.model: vocab_size of {checked_draft.path} is {checked_draft.vocab_size}; "
+            f"it must be the target's, {checked_target.vocab_size}"
+        )

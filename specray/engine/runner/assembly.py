@@ -1,0 +1,198 @@
+"""A runner from its configuration: which device, weights, forward, block size, cache and graphs."""
+
+from __future__ import annotations
+
+import torch
+
+from specray.config import EMBEDDED, EngineConfig
+from specray.demo.paths import demo_draft_path, demo_target_path
+from specray.engine.attention.select import DEFAULT_BLOCK_SIZE, Backend, Model, choose_backend
+from specray.engine.cache.blocks import BlockCache, bytes_per_token
+from specray.engine.model.hf_forward import GenericForward
+from specray.engine.model.loader import LoadedModel, ModelArgs, load_model
+from specray.engine.model.lowering import can_lower, head_shape, lower
+from specray.engine.model.operators_torch import BlockOperators, Operators, cpu_operators, cuda_operators
+from specray.engine.runner.cuda_graphs import WIDTHS, Bucket, CudaCapture, GraphedForward
+from specray.engine.runner.device import (
+    available_memory,
+    choose_device,
+    num_threads_for,
+    num_threads_for_logits,
+    use_cores,
+)
+from specray.engine.runner.parallel import ParallelContext
+from specray.engine.runner.runner import ModelRunner, RunnerInfo
+from specray.engine.step import CacheShape, Forward
+from specray.errors import ConfigError
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_POPULATED_SHARE = 4
+"""One part in so many of the memory at hand, for other engines on this machine do the same."""
+_MAX_PREPARED_WIDTH = 8
+"""Of a sequence alone: forwards captured before the first request. Others are when they first come."""
+_MAX_PREPARED_BRANCHES = 16
+
+
+def build_runner(config: EngineConfig, *, role: str, parallel: ParallelContext | None = None) -> ModelRunner:
+    """Loads the model and prepares everything that a first step needs.
+
+    Args:
+        role: ``draft`` or ``target``: which of the embedded pair ``embedded`` means.
+        parallel: this process's place in a tensor-parallel group; every rank calls this with the same config.
+
+    Raises:
+        ConfigError: names the setting, its value and what is allowed.
+    """
+    use_cores(config.cores)
+    device = choose_device(config)
+    loaded = load_model(
+        ModelArgs(
+            path=model_path(config, role),
+            dtype=_DTYPES[config.dtype],
+            device=device,
+            max_model_len=config.max_model_len,
+            tensor_parallel_size=1 if parallel is None else parallel.world_size,
+            role=role,
+        )
+    )
+    num_weight_bytes = sum(weight.nbytes for weight in loaded.model.parameters())
+    torch.set_num_threads(config.num_threads or num_threads_for(num_weight_bytes))
+    backend = _block_backend(config, loaded, parallel)
+    forward = _build_forward(config, loaded, parallel, backend)
+    shape = forward.cache_shape
+    block_size = _block_size(config, loaded, backend)
+    num_blocks = _num_blocks(config, loaded, shape, block_size)
+    cache = BlockCache(
+        num_layers=shape.num_layers,
+        # The last one is for rows of captured forwards that belong to nobody.
+        num_blocks=num_blocks + (backend is not None),
+        block_size=block_size,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=loaded.dtype,
+        device=device,
+    )
+    cache.populate(available_memory() // _POPULATED_SHARE)
+    info = RunnerInfo(
+        model_name=loaded.name,
+        vocab_size=loaded.vocab_size,
+        max_model_len=loaded.max_model_len,
+        tokenizer_fingerprint=loaded.tokenizer_fingerprint,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        dtype=loaded.dtype,
+        device=device,
+        tensor_parallel_size=1 if parallel is None else parallel.world_size,
+        forward=forward.name,
+        attention="" if backend is None else backend.name,
+    )
+    if parallel is not None:
+        parallel.start(_group_choices(info))
+    graphs = None
+    if config.cuda_graphs and device.type == "cuda" and backend is not None and parallel is None:
+        capture = CudaCapture(device)
+        graphs = GraphedForward(forward, cache, max_model_len=loaded.max_model_len, capture=capture)
+        graphs.prepare(_prepared_buckets(role))
+    return _with_threads_left(ModelRunner(forward, cache, info, parallel=parallel, graphs=graphs))
+
+
+def _with_threads_left(runner: ModelRunner) -> ModelRunner:
+    """Takes from torch the threads that its operators do not need beside those of the kernels."""
+    if runner.is_taped:
+        torch.set_num_threads(num_threads_for_logits(runner.info.vocab_size, torch.get_num_threads()))
+    return runner
+
+
+def _group_choices(info: RunnerInfo) -> dict[str, object]:
+    """What a rank chooses by what works for it, though all ranks must have the same.
+
+    A way to attend that fails its check on one rank only is left out there, and with it its block size.
+    """
+    return {
+        "forward": info.forward,
+        "attention": info.attention,
+        "block_size": info.block_size,
+        "num_blocks": info.num_blocks,
+        "dtype": str(info.dtype),
+    }
+
+
+def _prepared_buckets(role: str) -> list[Bucket]:
+    buckets = [Bucket(1, width, has_branches=False) for width in WIDTHS if width <= _MAX_PREPARED_WIDTH]
+    if role == "draft":
+        buckets += [
+            Bucket(1, width, has_branches=True) for width in WIDTHS if width <= _MAX_PREPARED_BRANCHES
+        ]
+    return buckets
+
+
+def model_path(config: EngineConfig, role: str) -> str:
+    """The path or hub id that ``config.model`` means for a draft or a target."""
+    if config.model != EMBEDDED:
+        return config.model
+    return str(demo_draft_path() if role == "draft" else demo_target_path())
+
+
+def _build_forward(
+    config: EngineConfig, loaded: LoadedModel, parallel: ParallelContext | None, backend: Backend | None
+) -> Forward:
+    if _is_lowered(config, loaded):
+        return lower(loaded, _operators(loaded, backend), parallel)
+    if config.forward == "lowered":
+        raise ConfigError(
+            f"forward is 'lowered', which does not cover this {loaded.config.model_type!r} model; "
+            "allowed: 'auto' or 'generic'"
+        )
+    return GenericForward(loaded.model)
+
+
+def _is_lowered(config: EngineConfig, loaded: LoadedModel) -> bool:
+    return config.forward != "generic" and can_lower(loaded)
+
+
+def _block_backend(
+    config: EngineConfig, loaded: LoadedModel, parallel: ParallelContext | None
+) -> Backend | None:
+    """How to attend from tensors that describe the step; None: sequence by sequence."""
+    if not _is_lowered(config, loaded):
+        if config.attention != "auto":
+            raise ConfigError(f"attention is {config.attention!r}; a generic forward allows 'auto' only")
+        return None
+    if loaded.device.type == "cpu" and config.attention == "auto":
+        return None
+    model = Model(head_shape(loaded.config, parallel), loaded.dtype, loaded.device)
+    return choose_backend(config.attention, model, config.block_size)
+
+
+def _block_size(config: EngineConfig, loaded: LoadedModel, backend: Backend | None) -> int:
+    if backend is not None:
+        return backend.block_size
+    return config.block_size or (DEFAULT_BLOCK_SIZE if loaded.device.type == "cuda" else loaded.max_model_len)
+
+
+def _operators(loaded: LoadedModel, backend: Backend | None) -> Operators:
+    if loaded.device.type == "cpu":
+        operators = cpu_operators(loaded.dtype, torch.get_num_threads())
+    else:
+        operators = cuda_operators(loaded.dtype, loaded.device)
+    if backend is None:
+        return operators
+    return BlockOperators(operators, loaded.dtype, backend.attend, backend.store)
+
+
+def _num_blocks(config: EngineConfig, loaded: LoadedModel, shape: CacheShape, block_size: int) -> int:
+    per_block = block_size * bytes_per_token(
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=loaded.dtype,
+    )
+    per_sequence = -(-loaded.max_model_len // block_size)
+    affordable = int(config.cache_memory_gib * 2**30) // per_block
+    if affordable < per_sequence:
+        needed = per_sequence * per_block / 2**30
+        raise ConfigError(
+            f"cache_memory_gib is {config.cache_memory_gib}; one sequence of max_model_len "
+            f"{loaded.max_model_len} needs {needed:.3f} GiB"
+        )
+    return min(affordable, config.max_num_seqs * per_sequence)

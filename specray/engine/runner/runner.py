@@ -1,0 +1,222 @@
+"""The device side of an engine: one ragged forward per call, over one block cache.
+
+Draft and target are the same runner; what is proposed or verified is decided above it. The runner owns the
+weights and the K/V tensors, never who runs or which block belongs to whom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from specray.engine.attention.sdpa import AttentionStep, SequenceRows, sequence_slots
+from specray.engine.cache.blocks import BlockCache
+from specray.engine.runner.cuda_graphs import Bucket, GraphedForward
+from specray.engine.runner.inputs import CopyInput, SequenceInput
+from specray.engine.runner.parallel import ParallelContext
+from specray.engine.step import Forward, Step
+
+if TYPE_CHECKING:
+    from specray.engine.runner.cpu_graphs import TapedForward
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerInfo:
+    """What a runner says of its model and its limits."""
+
+    model_name: str
+    vocab_size: int
+    max_model_len: int
+    """Most tokens of one sequence."""
+    tokenizer_fingerprint: str
+    block_size: int
+    num_blocks: int
+    dtype: torch.dtype
+    device: torch.device
+    tensor_parallel_size: int
+    forward: str
+    """``lowered`` or ``generic``."""
+    attention: str = ""
+    """How it attends from tensors that describe the step; empty: it does not."""
+
+
+class ModelRunner:
+    """One rank's model and cache. In a tensor-parallel group every rank has one and calls the same ``run``.
+
+    The leader's ``run`` hands the step to the other ranks, which sit in ``follow``.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        cache: BlockCache,
+        info: RunnerInfo,
+        *,
+        parallel: ParallelContext | None = None,
+        graphs: GraphedForward | None = None,
+    ) -> None:
+        self.info = info
+        self.cache = cache
+        self.forward = forward
+        self.graphs = graphs
+        self._parallel = parallel
+        self._taped = None if parallel is not None else _taped(forward, info.device)
+        self._forward: Forward = self._taped or forward
+
+    @property
+    def is_taped(self) -> bool:
+        """Between its tokens and its logits, a step is kernels alone, which have threads of their own."""
+        return self._taped is not None
+
+    @torch.inference_mode()
+    def run(self, inputs: Sequence[SequenceInput]) -> torch.Tensor:
+        """One forward over the new tokens of all ``inputs``; every sequence appears at most once.
+
+        Returns:
+            Logits ``[sum(num_logits), vocab_size]``, float32, in the order of ``inputs``.
+
+        Raises:
+            EngineLostError: a rank of the group is gone.
+        """
+        if self._parallel is not None:
+            self._parallel.send_step(inputs)
+        if self.graphs is not None and (bucket := self.graphs.bucket_for(inputs)) is not None:
+            return self._run_captured(self.graphs, bucket, inputs)
+        return self._forward(self._plan(inputs))
+
+    @torch.inference_mode()
+    def advance(self, kept: Sequence[int], token_ids: Sequence[int]) -> torch.Tensor | None:
+        """The step after the last one, in which each sequence had one row: with a further token of each.
+
+        Args:
+            kept: which of that step's inputs go on, in order.
+            token_ids: of each, the token that follows; its sequence has a block for it.
+
+        Returns:
+            Logits ``[len(kept), vocab_size]``, float32, there until the next step; None where ``run`` has to
+            be told everything.
+        """
+        return None if self._taped is None else self._taped.advance(kept, token_ids)
+
+    def follow(self) -> None:
+        """Ranks other than the leader: runs what the leader runs until it closes.
+
+        Raises:
+            EngineLostError: the leader was silent for longer than the group's deadline.
+        """
+        assert self._parallel is not None and self._parallel.rank > 0, "only a follower follows"
+        with torch.inference_mode():
+            while (received := self._parallel.receive_step()) is not None:
+                if isinstance(received, CopyInput):
+                    self._copy(received)
+                else:
+                    self._forward(self._plan(received))
+
+    @torch.inference_mode()
+    def copy_tokens(
+        self,
+        source_block_ids: Sequence[int],
+        destination_block_ids: Sequence[int],
+        num_tokens: int,
+        *,
+        first: int = 0,
+    ) -> None:
+        """Copies the K/V of the tokens ``first .. num_tokens - 1`` from one list of blocks to another.
+
+        What two sequences with one prefix need where a block holds a whole sequence.
+
+        Raises:
+            EngineLostError: a rank of the group is gone.
+        """
+        copy = CopyInput(source_block_ids, destination_block_ids, first, num_tokens)
+        if self._parallel is not None:
+            self._parallel.send_copy(copy)
+        self._copy(copy)
+
+    def _copy(self, copy: CopyInput) -> None:
+        source, destination = (
+            sequence_slots(ids, copy.first, copy.num_tokens, self.info.block_size, self.info.device)
+            for ids in (copy.source_block_ids, copy.destination_block_ids)
+        )
+        self.cache.copy(source, destination)
+
+    def close(self) -> None:
+        """Lets the followers go and leaves the group; idempotent."""
+        if self._parallel is not None:
+            self._parallel.close()
+
+    def _plan(self, inputs: Sequence[SequenceInput]) -> Step:
+        if len(inputs) == 1 and not inputs[0].branches:
+            return self._plan_single(inputs[0])
+        device = self.info.device
+        rows = _sequence_rows(inputs)
+        positions: list[int] = []
+        for item in rows:
+            positions.extend([row.position for row in item.branches] or range(item.start, item.end))
+        wanted = _logit_rows(inputs, rows)
+        return Step(
+            token_ids=torch.tensor([token for item in inputs for token in item.token_ids], device=device),
+            positions=torch.tensor(positions, device=device),
+            attention=AttentionStep(tuple(rows), self.cache),
+            logit_rows=None
+            if len(wanted) == len(positions)
+            else torch.tensor(wanted, dtype=torch.int64, device=device),
+        )
+
+    def _plan_single(self, item: SequenceInput) -> Step:
+        count = len(item.token_ids)
+        assert count >= 1 and 0 <= item.num_logits <= count, item
+        return Step(
+            token_ids=torch.tensor(item.token_ids, device=self.info.device),
+            positions=slice(item.start, item.start + count),
+            attention=AttentionStep((SequenceRows(0, count, item.start, item.block_ids),), self.cache),
+            logit_rows=None if item.num_logits == count else slice(count - item.num_logits, count),
+        )
+
+    def _run_captured(
+        self, graphs: GraphedForward, bucket: Bucket, inputs: Sequence[SequenceInput]
+    ) -> torch.Tensor:
+        rows = _sequence_rows(inputs)
+        logits = graphs.run(bucket, rows, [token for item in inputs for token in item.token_ids])
+        wanted = _logit_rows(inputs, rows)
+        # A copy, since the next step overwrites them.
+        if wanted and wanted[-1] - wanted[0] == len(wanted) - 1:
+            return logits[wanted[0] : wanted[-1] + 1].clone()
+        return logits[torch.tensor(wanted, dtype=torch.int64, device=logits.device)]
+
+
+def _taped(forward: Forward, device: torch.device) -> TapedForward | None:
+    if device.type != "cpu":
+        return None
+    try:
+        from specray.engine.runner.cpu_graphs import taped
+    except ImportError:  # Without numba there are no kernels.
+        return None
+    return taped(forward)
+
+
+def _sequence_rows(inputs: Sequence[SequenceInput]) -> list[SequenceRows]:
+    rows: list[SequenceRows] = []
+    first = 0
+    for item in inputs:
+        count = len(item.token_ids)
+        assert count >= 1 and 0 <= item.num_logits <= count, item
+        start = item.start
+        if item.branches:
+            assert len(item.branches) == count, item
+            start = min(row.position for row in item.branches)
+        rows.append(SequenceRows(first, count, start, item.block_ids, item.branches))
+        first += count
+    return rows
+
+
+def _logit_rows(inputs: Sequence[SequenceInput], rows: Sequence[SequenceRows]) -> list[int]:
+    """The rows whose logits are wanted: the last ones of each sequence."""
+    wanted: list[int] = []
+    for item, own in zip(inputs, rows, strict=True):
+        end = own.first_row + own.num_rows
+        wanted.extend(range(end - item.num_logits, end))
+    return wanted

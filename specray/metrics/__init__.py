@@ -1,0 +1,1 @@
+"""Prometheus metrics of the router, and the fast counters behind them."""

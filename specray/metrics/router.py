@@ -1,0 +1,334 @@
+"""Prometheus metrics of the router, in a registry of their own: no globals, several routers per process.
+
+Counters have vLLM's meaning; every rate follows from two of them, for instance the mean acceptance length::
+
+    1 + rate(specray_spec_decode_num_accepted_tokens_total[1m])
+      / rate(specray_spec_decode_num_drafts_total[1m])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from specray.metrics import counters as counts
+from specray.types import EngineInfo
+
+_LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
+_OVERHEAD_S = (
+    *(0.0001, 0.0002, 0.0003, 0.0004, 0.0005, 0.0006, 0.0008, 0.001, 0.0012, 0.0014, 0.0016, 0.0018, 0.002),
+    *(0.0022, 0.0024, 0.0026, 0.0028, 0.003, 0.004, 0.005, 0.01, 0.02, 0.05, 0.1, 1),
+)
+_NUM_POSITIONS = 32
+
+
+class _Total:
+    """A counter of ours that follows one of an engine, which starts anew at 0 when the engine does."""
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self._last = 0
+
+    def show(self, value: int) -> None:
+        """The engine's counter stands at ``value``."""
+        self._counter.inc(value - self._last if value >= self._last else value)
+        self._last = value
+
+
+class RouterMetrics:
+    """What a router counts. Children of labelled metrics are made once, since rounds are frequent."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry or CollectorRegistry()
+        self._make_speculation_metrics()
+        self._make_round_metrics()
+        self._make_request_metrics()
+        self._make_engine_metrics()
+
+    def text(self) -> str:
+        """All metrics in Prometheus text format."""
+        return generate_latest(self.registry).decode()
+
+    def _make_speculation_metrics(self) -> None:
+        registry = self.registry
+        prefix = "specray_spec_decode_"
+        self._drafts = counts.Counter(
+            f"{prefix}num_drafts", "Rounds that verified draft tokens.", registry=registry
+        )
+        self._draft_tokens = counts.Counter(
+            f"{prefix}num_draft_tokens", "Draft tokens verified.", registry=registry
+        )
+        self._accepted = counts.Counter(
+            f"{prefix}num_accepted_tokens", "Draft tokens kept.", registry=registry
+        )
+        per_position = counts.LabelledCounter(
+            f"{prefix}num_accepted_tokens_per_pos",
+            "Draft tokens kept, by their position in the proposal.",
+            ["position"],
+            registry=registry,
+        )
+        self._per_position = [per_position.labels(str(position)) for position in range(_NUM_POSITIONS)]
+        self._by_source = tuple(
+            counts.LabelledCounter(f"{prefix}{name}_by_source", text, ["source"], registry=registry)
+            for name, text in (
+                ("num_drafts", "Rounds that verified draft tokens, by what had proposed them."),
+                ("num_draft_tokens", "Draft tokens verified, by what had proposed them."),
+                ("num_accepted_tokens", "Draft tokens kept, by what had proposed them."),
+            )
+        )
+        self._outcomes = Counter(
+            "specray_outcomes",
+            "Verdicts looked up in the outcomes that the draft prepared, by what was found.",
+            ["result"],
+            registry=registry,
+        )
+        self._plans = counts.LabelledCounter(
+            "specray_plans",
+            "Verdicts, by what their session's plan said: how both engines work, and at most how many tokens "
+            "are drafted.",
+            ["overlap", "num_speculative_tokens"],
+            registry=registry,
+        )
+        self._plan_counters: dict[tuple[str, int], counts.Count] = {}
+        self.plans_off = self._plans.labels("off", "0")
+        """Of verdicts without speculation, which nearly all are where many sessions run: at hand."""
+        self._decisions = Counter(
+            "specray_speculation_decisions",
+            "Decisions of all sessions together, by how much they speculate: plain, fillers or model.",
+            ["level"],
+            registry=registry,
+        )
+        self._trials = Counter(
+            "specray_speculation_trials",
+            "Short turns of all sessions at another level, by that level and whether they showed a gain "
+            "(measured) or were given up.",
+            ["tried", "result"],
+            registry=registry,
+        )
+        self._level = Gauge(
+            "specray_speculation_level",
+            "As decided last: 0 plain decoding, 1 drafts that need no model, 2 the draft model.",
+            registry=registry,
+        )
+        gain = Gauge(
+            "specray_speculation_gain",
+            "Tokens per second of speculation as a multiple of plain decoding: promised for the model by "
+            "predictions, believed of that after trials, seen in the last trial.",
+            ["kind"],
+            registry=registry,
+        )
+        self._promised, self._believed, self._seen = (
+            gain.labels(kind) for kind in ("promised", "believed", "seen")
+        )
+        self._ahead_depth = Histogram(
+            "specray_draft_ahead_depth",
+            "Draft tokens ready when a verdict arrived; 0 after a miss.",
+            buckets=(0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 32),
+            registry=registry,
+        )
+        self.draft_lost = Counter("specray_draft_lost", "Drafts lost or given up.", registry=registry)
+        self.draft_leases = Counter("specray_draft_leases", "Drafts leased.", registry=registry)
+        self.draft_moves = Counter(
+            "specray_draft_moves",
+            "Drafts left for another: they were to end, or fewer routers share the other.",
+            registry=registry,
+        )
+        self.draft_refused = Counter(
+            "specray_draft_refused", "Leased drafts that do not fit the target.", registry=registry
+        )
+        self.draft_connected = Gauge(
+            "specray_draft_connected", "1 while a draft is leased.", registry=registry
+        )
+
+    def _make_round_metrics(self) -> None:
+        registry = self.registry
+        self.rounds = counts.Counter("specray_rounds", "Verdicts that committed tokens.", registry=registry)
+        self.round_overhead_s = counts.Histogram(
+            "specray_round_overhead_seconds",
+            "A round from its first item to its verdict, less the forwards in between.",
+            buckets=_OVERHEAD_S,
+            registry=registry,
+        )
+        self.verify_forward_s = Histogram(
+            "specray_verify_forward_seconds", "Target steps.", buckets=_LATENCY_S, registry=registry
+        )
+        self.draft_forward_s = Histogram(
+            "specray_draft_forward_seconds", "Draft steps.", buckets=_LATENCY_S, registry=registry
+        )
+        self.target_idle_s = Histogram(
+            "specray_target_idle_seconds",
+            "Between a verdict and the next Verify while sessions run.",
+            buckets=_LATENCY_S,
+            registry=registry,
+        )
+        self.target_lost = Counter("specray_target_lost", "Targets lost.", registry=registry)
+        self.preemptions = Counter("specray_preemptions", "Sessions put back: no room.", registry=registry)
+        self.late_replies = Counter(
+            "specray_late_replies", "Replies that nobody waited for any more.", ["engine"], registry=registry
+        )
+
+    def _make_request_metrics(self) -> None:
+        registry = self.registry
+        self._requests = Counter(
+            "specray_requests", "Requests ended, by finish reason.", ["finish_reason"], registry=registry
+        )
+        self.refused = Counter("specray_requests_refused", "Requests refused.", registry=registry)
+        self.resumed = Counter(
+            "specray_requests_resumed", "Requests whose output a lost router had begun.", registry=registry
+        )
+        self.expired = Counter(
+            "specray_requests_expired", "Requests whose time was over, waiting or running.", registry=registry
+        )
+        self.prompt_tokens = Counter("specray_prompt_tokens", "Prompt tokens admitted.", registry=registry)
+        self.output_tokens = counts.Counter("specray_output_tokens", "Tokens committed.", registry=registry)
+        self.ttft_s = Histogram(
+            "specray_time_to_first_token_seconds", "From arrival.", buckets=_LATENCY_S, registry=registry
+        )
+        self.itl_s = counts.Histogram(
+            "specray_inter_token_latency_seconds",
+            "Between commits, shared among the tokens of the later one.",
+            buckets=_LATENCY_S,
+            registry=registry,
+        )
+        self.queued_requests = Gauge("specray_queue_depth", "Requests that wait.", registry=registry)
+        self.queued_tokens = Gauge(
+            "specray_queue_tokens", "Prompt tokens of requests that wait.", registry=registry
+        )
+        self.running_sessions = Gauge("specray_running_sessions", "Sessions that run.", registry=registry)
+
+    def _make_engine_metrics(self) -> None:
+        registry = self.registry
+        self._blocks_in_use = {
+            "target": Gauge(
+                "specray_target_blocks_in_use",
+                "Cache blocks of the target that are taken.",
+                registry=registry,
+            ),
+            "draft": Gauge(
+                "specray_draft_blocks_in_use",
+                "Cache blocks of the leased draft that are taken, by other routers too.",
+                registry=registry,
+            ),
+        }
+        self._step_time_s = Gauge(
+            "specray_step_time_seconds",
+            "What the engine's steps took at its start: a Verify by its tokens, a draft token by sequences "
+            "side by side.",
+            ["engine", "rows"],
+            registry=registry,
+        )
+        queries, hits = (
+            Counter(f"specray_prefix_cache_{name}", text, ["engine"], registry=registry)
+            for name, text in (
+                ("queries", "Tokens looked up in the engine's prefix cache, for other routers too."),
+                ("hits", "Tokens found there and not computed again."),
+            )
+        )
+        self._prefix_cache = {
+            role: (_Total(queries.labels(role)), _Total(hits.labels(role))) for role in self._blocks_in_use
+        }
+
+    # What happens
+
+    def observe_engine(self, role: str, info: EngineInfo | None) -> None:
+        """What the engine in ``role`` (target or draft) says of itself; None: none, or it is silent."""
+        self._blocks_in_use[role].set(0 if info is None else info.num_blocks_in_use)
+        if info is not None:
+            queries, hits = self._prefix_cache[role]
+            queries.show(info.num_prefix_cache_queries)
+            hits.show(info.num_prefix_cache_hits)
+            for entry in info.step_times:
+                self._step_time_s.labels(role, str(entry.num_rows)).set(entry.seconds)
+
+    def observe_round(self, num_drafts: int, num_accepted: int, source: str = "model") -> None:
+        """One verdict of one session; ``source``: model, ngram, suffix, or filler in place of a model."""
+        self.rounds.inc()
+        if num_drafts == 0:
+            return
+        self._drafts.inc()
+        self._draft_tokens.inc(num_drafts)
+        for counter, amount in zip(self._by_source, (1, num_drafts, num_accepted), strict=True):
+            counter.labels(source).inc(amount)
+        if num_accepted:
+            self._accepted.inc(num_accepted)
+            for child in self._per_position[:num_accepted]:
+                child.inc()
+
+    def observe_plan(self, overlap: str, num_speculative_tokens: int) -> None:
+        """One verdict under a plan; ``overlap``: off, serial, ahead or enumerate."""
+        plan = (overlap, num_speculative_tokens)
+        counter = self._plan_counters.get(plan)
+        if counter is None:
+            # Looking one up by its labels costs several times the counting.
+            labels = overlap, str(num_speculative_tokens)
+            counter = self._plan_counters[plan] = self._plans.labels(*labels)
+        counter.inc()
+
+    def observe_decision(self, level: str, rank: int, *, promised: float, believed: float) -> None:
+        """All sessions decided for ``level`` (plain, fillers or model; ``rank``: 0, 1 or 2).
+
+        Args:
+            promised: tokens per second with the model, as a multiple of plain decoding.
+            believed: of that, after trials.
+        """
+        self._decisions.labels(level).inc()
+        self._level.set(rank)
+        self._promised.set(promised)
+        self._believed.set(believed)
+
+    def observe_trial(self, tried: str, gain: float | None) -> None:
+        """A trial of ``tried`` ended; ``gain``: seen, of speculation over none; None: given up."""
+        self._trials.labels(tried, "given_up" if gain is None else "measured").inc()
+        if gain is not None:
+            self._seen.set(gain)
+
+    def observe_lookup(self, result: str, depth: int) -> None:
+        """What a verdict found: ``hit``, ``miss_token``, ``miss_count``; or what came of waiting for outcomes
+        that were not there yet: ``late_hit``, ``late_miss``, ``timed_out`` or ``draft_lost``.
+        """
+        self._outcomes.labels(result).inc()
+        self._ahead_depth.observe(depth)
+
+    def observe_tokens(self, num_tokens: int, seconds: float) -> None:
+        """Tokens committed together, ``seconds`` after those before."""
+        self.output_tokens.inc(num_tokens)
+        self.itl_s.observe(seconds / num_tokens, times=num_tokens)
+
+    def observe_first_tokens(self, num_tokens: int, seconds: float) -> None:
+        """The first tokens of a request, ``seconds`` after its arrival."""
+        self.output_tokens.inc(num_tokens)
+        self.ttft_s.observe(seconds)
+
+    def observe_end(self, finish_reason: str) -> None:
+        """A request ended."""
+        self._requests.labels(finish_reason).inc()
+
+    def value(self, name: str, labels: Sequence[tuple[str, str]] = ()) -> float:
+        """One sample by its exposed name; 0 when it has not been counted yet."""
+        return self.registry.get_sample_value(name, dict(labels)) or 0.0
+
+
+class DraftMetrics:
+    """What a Draft replica shows of itself, whoever leases it."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry or CollectorRegistry()
+        prefix = "specray_draft_replica_"
+        self._busy, self._routers, self._blocks, self._blocks_in_use = (
+            Gauge(f"{prefix}{name}", text, registry=self.registry)
+            for name, text in (
+                ("busy_ratio", "Share of the last seconds that the engine spent computing."),
+                ("routers", "Routers that hold a stream to it."),
+                ("blocks", "Cache blocks there are."),
+                ("blocks_in_use", "Cache blocks that are taken, by all routers."),
+            )
+        )
+
+    def text(self, info: EngineInfo | None) -> str:
+        """All metrics in Prometheus text format, by what the engine says of itself; None: it is gone."""
+        self._busy.set(0 if info is None else info.busy_share)
+        self._routers.set(0 if info is None else info.num_routers)
+        self._blocks.set(0 if info is None else info.num_blocks)
+        self._blocks_in_use.set(0 if info is None else info.num_blocks_in_use)
+        return generate_latest(self.registry).decode()

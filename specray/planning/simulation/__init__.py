@@ -1,0 +1,1 @@
+"""Simulated engines and fleets in virtual time, for the planner."""

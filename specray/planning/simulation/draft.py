@@ -1,0 +1,215 @@
+"""A draft that only takes time: interfaces.Drafter with times from a profile.
+
+It keeps the lengths of sequences as the protocol says and answers *unknown sequence* where a real engine
+would. All times are on the running loop's clock, which is virtual in a plan.
+
+A draft is one server with one queue: what several routers asked for meanwhile goes into its next step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specray.errors import EngineLostError
+from specray.planning.profile import RouterProfile
+from specray.planning.simulation.connection import Busy, Mailbox, SharedStep
+from specray.planning.simulation.scripts import Scripts
+from specray.planning.simulation.times import DraftTimes, drawn
+from specray.types import (
+    DraftReplies,
+    DraftReply,
+    EngineInfo,
+    Outcomes,
+    Proposal,
+    SpeculateItem,
+    UnknownSequence,
+)
+
+
+@dataclass(slots=True, eq=False)
+class _Question:
+    item: SpeculateItem
+    connection: SimulatedDrafter
+
+
+@dataclass(slots=True)
+class _Step:
+    """On its way."""
+
+    replies: dict[SimulatedDrafter, list[DraftReply]]
+    shared: SharedStep
+
+
+@dataclass(slots=True)
+class _Held:
+    """Of one sequence, in tokens."""
+
+    length: int
+    num_prompt: int
+
+
+class SimulatedDraft:
+    """One draft replica: takes everything that waits into its next step.
+
+    Args:
+        info: its limits; beyond ``max_num_seqs`` sequences the one used longest ago is forgotten.
+        times: of its steps.
+        router: the routers' own time, which passes before a question is sent.
+        scripts: what it proposes.
+        seed: of what single steps take.
+    """
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        times: DraftTimes,
+        *,
+        router: RouterProfile,
+        scripts: Scripts,
+        seed: int | str = 0,
+    ) -> None:
+        self.info = info
+        self.busy = Busy()
+        self.beside: Busy | None = None
+        """The target that shares its hardware; None: none does."""
+        self.num_connections = 0
+        self.times = times
+        self.router = router
+        self._scripts = scripts
+        self._rng = random.Random(seed)
+        self._waiting: list[_Question] = []
+        self._is_working = False
+        self._held: OrderedDict[tuple[SimulatedDrafter, str], _Held] = OrderedDict()
+
+    def connect(self) -> SimulatedDrafter:
+        """A connection of one more router."""
+        self.num_connections += 1
+        return SimulatedDrafter(self)
+
+    def ask(self, connection: SimulatedDrafter, items: Sequence[SpeculateItem]) -> None:
+        """Items have arrived."""
+        self._waiting += [_Question(item, connection) for item in items]
+        if not self._is_working:
+            self._work()
+
+    def release(self, connection: SimulatedDrafter, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self._held.pop((connection, request_id), None)
+
+    def disconnect(self, connection: SimulatedDrafter) -> None:
+        """A router has closed its connection."""
+        self.num_connections -= 1
+        self._waiting = [question for question in self._waiting if question.connection is not connection]
+        for key in [key for key in self._held if key[0] is connection]:
+            del self._held[key]
+
+    def _work(self) -> None:
+        if not self._waiting:
+            return
+        questions, self._waiting = self._waiting, []
+        loop = asyncio.get_running_loop()
+        start_s = loop.time()
+        replies: dict[SimulatedDrafter, list[DraftReply]] = {}
+        answered: list[tuple[SpeculateItem, DraftReply]] = []
+        for question in questions:
+            reply = self._answer(question)
+            replies.setdefault(question.connection, []).append(reply)
+            if not isinstance(reply, UnknownSequence):
+                answered.append((question.item, reply))
+        seconds = self.times.step_s(answered) * drawn(self._rng, self.times.step_spread)
+        self._is_working = True
+        self.busy.work(start_s, start_s + seconds)
+        shared = SharedStep(seconds)
+        if self.beside is not None:
+            shared = SharedStep(seconds, self.beside.worked_s(start_s), self.times.slowdown)
+        loop.call_at(start_s + seconds, self._end, _Step(replies, shared))
+
+    def _end(self, step: _Step) -> None:
+        loop = asyncio.get_running_loop()
+        if self.beside is not None and (lost_s := step.shared.make_up(self.busy, self.beside, loop.time())):
+            loop.call_later(lost_s, self._end, step)
+            return
+        self._is_working = False
+        for connection, own in step.replies.items():
+            connection.answer(DraftReplies(tuple(own), round(1e9 * step.shared.seconds)))
+        self._work()
+
+    def transport_s(self, num_items: int) -> float:
+        """There and back, once."""
+        return self.times.transport.of(num_items) * drawn(self._rng, self.times.transport_spread)
+
+    def _answer(self, question: _Question) -> DraftReply:
+        item = question.item
+        key = question.connection, item.request_id
+        held = self._held.get(key)
+        if item.base_len > 0 and (held is None or item.base_len > held.length):
+            return UnknownSequence(item.request_id, item.round_id, item.base_len)
+        if held is None:
+            held = self._held[key] = _Held(0, 0)
+        if item.sampling is not None:
+            held.num_prompt = item.sampling.num_prompt_tokens
+        held.length = item.base_len + len(item.token_ids)
+        self._held.move_to_end(key)
+        if len(self._held) > self.info.max_num_seqs:
+            self._held.popitem(last=False)
+        script, position = self._scripts.of(item.request_id), held.length - held.num_prompt
+        if item.fanout:
+            branches = script.branches(position, item)
+            return Outcomes(item.request_id, item.round_id, item.base_len, branches)
+        tokens = script.proposal(position, item.num_speculative_tokens, item.min_acceptance)
+        return Proposal(item.request_id, item.round_id, item.base_len, tokens)
+
+
+class SimulatedDrafter:
+    """interfaces.Drafter: one router's connection to a simulated draft."""
+
+    def __init__(self, draft: SimulatedDraft) -> None:
+        self.info = draft.info
+        self._draft = draft
+        self._mailbox: Mailbox[DraftReplies] = Mailbox()
+        self._is_closed = False
+
+    async def fetch_info(self) -> EngineInfo:
+        await asyncio.sleep(self._draft.times.transport.of(1))
+        return self.info
+
+    async def speculate(self, items: Sequence[SpeculateItem], released: Sequence[str] = ()) -> None:
+        self._draft.release(self, released)
+        count = len(items)
+        delay_s = self._draft.transport_s(count) / 2
+        if not items[0].fanout:
+            delay_s += self._draft.router.ask_after_verdict.of(count)
+        asyncio.get_running_loop().call_later(delay_s, self._draft.ask, self, items)
+
+    async def release(self, request_ids: Sequence[str]) -> None:
+        self._draft.release(self, request_ids)
+
+    async def replies(self) -> DraftReplies:
+        return await self._mailbox.get()
+
+    async def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._draft.disconnect(self)
+            self._mailbox.close()
+
+    def answer(self, replies: DraftReplies) -> None:
+        """A step of the draft has ended."""
+        way_s = self._draft.transport_s(len(replies.replies)) / 2
+        asyncio.get_running_loop().call_later(way_s, self._mailbox.put, replies)
+
+
+class SimulatedDrafterSource:
+    """interfaces.DrafterSource: the draft with the fewest routers, as a lease is given in service."""
+
+    def __init__(self, drafts: Sequence[SimulatedDraft]) -> None:
+        self._drafts = drafts
+
+    async def lease(self) -> SimulatedDrafter:
+        if not self._drafts:
+            raise EngineLostError("there is no draft")
+        return min(self._drafts, key=lambda draft: draft.num_connections).connect()

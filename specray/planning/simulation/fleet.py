@@ -1,0 +1,331 @@
+"""A fleet in virtual time: real routers, simulated engines, a load.
+
+Requests go to one of two routers drawn at random, the one with fewer requests, as Serve's own request router
+sends them (power of two choices). A router leases the draft that the fewest routers have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field, replace
+
+from specray.config import RouterConfig, SpeculationConfig
+from specray.errors import OverloadedError
+from specray.fakes import VirtualClock
+from specray.planning.load import ClosedLoad, FixedLength, Lengths, OpenLoad
+from specray.planning.profile import AcceptanceProfile, DraftProfile, RouterProfile, TargetProfile
+from specray.planning.simulation.draft import SimulatedDraft, SimulatedDrafterSource
+from specray.planning.simulation.quiet import QuietMetrics
+from specray.planning.simulation.results import Outcome, RunResult, Slo, spread
+from specray.planning.simulation.scripts import VOCAB_SIZE, ReplayedScript, Scripts
+from specray.planning.simulation.target import RequestTimes, SimulatedTarget
+from specray.planning.simulation.times import DraftTimes, TargetTimes
+from specray.requests import GenerateRequest
+from specray.router import Router
+from specray.types import SamplingParams
+
+_DRAIN_FACTOR = 1.0
+"""After the window, which is longer than any request should take, those that it saw arrive have so many
+times its length to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kit:
+    """What a fleet is made of."""
+
+    target: TargetProfile
+    draft: DraftProfile | None
+    acceptance: AcceptanceProfile | None
+    router: RouterProfile = field(default_factory=RouterProfile)
+    network_s: float = 0.0
+    """Round trip between router and draft beyond what was measured."""
+    shares_hardware: bool = False
+    """Draft and target of a group slow each other as they did in the measurement."""
+    router_config: RouterConfig = field(default_factory=lambda: RouterConfig.model_validate({}))
+    speculation: SpeculationConfig = field(default_factory=lambda: SpeculationConfig.model_validate({}))
+    is_replay: bool = False
+    """Requests are the measured ones, in turns, with their prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Virtual seconds: those before the window are not measured."""
+
+    warmup_s: float
+    length_s: float
+
+
+def simulate(
+    kit: Kit,
+    load: OpenLoad,
+    window: Window,
+    *,
+    num_groups: int,
+    num_drafts: int,
+    slo: Slo,
+    seed: int = 0,
+) -> RunResult:
+    """Runs a fleet; the same arguments give the same result."""
+    clock = VirtualClock()
+    return clock.run(_simulate(_Fleet(kit, clock, num_groups, num_drafts, seed), load, window, slo, seed))
+
+
+def simulate_closed(
+    kit: Kit, load: ClosedLoad, *, num_groups: int = 1, num_drafts: int = 1, seed: int = 0
+) -> RunResult:
+    """As ``simulate``, measured from the first request to the end of the last."""
+    clock = VirtualClock()
+    return clock.run(_simulate_closed(_Fleet(kit, clock, num_groups, num_drafts, seed), load, seed))
+
+
+def simulate_saturated(
+    kit: Kit,
+    load: OpenLoad,
+    *,
+    sessions_per_group: int,
+    num_groups: int,
+    num_drafts: int,
+    seed: int = 0,
+) -> RunResult:
+    """So many requests of the load's kind at any time; start and end, when there are fewer, are left out."""
+    concurrency = num_groups * sessions_per_group
+    closed = ClosedLoad(concurrency, 3 * concurrency, load.prompt, load.output, load.temperature)
+    clock = VirtualClock()
+    fleet = _Fleet(kit, clock, num_groups, num_drafts, seed)
+    return clock.run(_simulate_closed(fleet, closed, seed, skipped=concurrency))
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    router: Router
+    target: SimulatedTarget
+    num_requests: int = 0
+
+
+class _Fleet:
+    """Routers and engines, and the requests that they have had."""
+
+    def __init__(self, kit: Kit, clock: VirtualClock, num_groups: int, num_drafts: int, seed: int) -> None:
+        self._rng = random.Random(f"{seed}-fleet")
+        self.clock = clock
+        self._requests: dict[str, RequestTimes] = {}
+        self._num_sent = 0
+        self._max_model_len = kit.target.max_model_len
+        self._scripts = Scripts(kit.acceptance, seed=seed, is_in_order=kit.is_replay)
+        self._is_replay = kit.is_replay
+        draft_profile = kit.draft
+        if draft_profile is not None:
+            self._max_model_len = min(self._max_model_len, draft_profile.max_model_len)
+            times = DraftTimes(draft_profile, network_s=kit.network_s)
+            info = replace(draft_profile.info("draft"), vocab_size=VOCAB_SIZE)
+            self.drafts = [
+                SimulatedDraft(
+                    info, times, router=kit.router, scripts=self._scripts, seed=f"{seed}-draft-{index}"
+                )
+                for index in range(num_drafts)
+            ]
+        else:
+            self.drafts = []
+        target_times = TargetTimes(kit.target)
+        source = SimulatedDrafterSource(self.drafts) if self.drafts else None
+        speculation = kit.speculation
+        if not self._scripts.outputs:
+            # Tokens are made up: a proposer that looks for repetitions would find nothing but them.
+            speculation = speculation.model_copy(update={"filler": "none"})
+        self.groups = []
+        for index in range(num_groups):
+            target = SimulatedTarget(
+                replace(kit.target.info("target"), vocab_size=VOCAB_SIZE),
+                target_times,
+                router=kit.router,
+                scripts=self._scripts,
+                rng=random.Random(f"{seed}-target-{index}"),
+                requests=self._requests,
+            )
+            if kit.shares_hardware and self.drafts:
+                draft = self.drafts[index % len(self.drafts)]
+                target.beside, draft.beside = draft.busy, target.busy
+            router = Router(
+                target,
+                source,
+                router=kit.router_config,
+                speculation=speculation,
+                clock=clock,
+                metrics=QuietMetrics(),
+                seed=index,
+            )
+            self.groups.append(_Group(router, target))
+
+    async def start(self) -> None:
+        """Routers connect and lease."""
+        for group in self.groups:
+            await group.router.start()
+
+    async def stop(self) -> None:
+        """Ends every request and router."""
+        await asyncio.gather(*(group.router.stop() for group in self.groups))
+
+    async def serve(
+        self, prompt: Lengths, output: Lengths, rng: random.Random, temperature: float
+    ) -> Outcome:
+        """One request, from its arrival to its end."""
+        self._num_sent += 1
+        request_id = f"request-{self._num_sent}"
+        script = self._scripts.of(request_id)
+        num_output = output.draw(rng, self._max_model_len - 1)
+        if self._is_replay and isinstance(script, ReplayedScript):
+            prompt = FixedLength(script.num_prompt_tokens)
+        num_prompt = prompt.draw(rng, self._max_model_len - num_output)
+        times = self._requests[request_id] = RequestTimes()
+        arrived_s = self.clock.monotonic()
+        group = self._choose()
+        group.num_requests += 1
+        sampling = SamplingParams(temperature=temperature, num_prompt_tokens=num_prompt)
+        request = GenerateRequest(request_id, script.prompt(num_prompt), sampling, num_output)
+        try:
+            await group.router.complete(request)
+        except OverloadedError:
+            return Outcome(arrived_s, num_prompt, num_output)
+        finally:
+            group.num_requests -= 1
+        return Outcome(arrived_s, num_prompt, num_output, times.first_s, self.clock.monotonic())
+
+    def gaps(self, since_s: float, until_s: float) -> list[tuple[float, float]]:
+        """Inter-token latencies of requests whose last token came in an interval, with their weights."""
+        return [
+            (gap, float(count))
+            for times in self._requests.values()
+            if since_s <= times.last_s <= until_s
+            for gap, count in times.gaps
+        ]
+
+    def num_tokens(self) -> int:
+        """Output tokens so far."""
+        return sum(times.num_tokens for times in self._requests.values())
+
+    def busy_s(self) -> tuple[float, float]:
+        """Seconds worked so far by targets and by drafts."""
+        now = self.clock.monotonic()
+        targets = sum(group.target.busy.worked_s(now) for group in self.groups)
+        return targets, sum(draft.busy.worked_s(now) for draft in self.drafts)
+
+    def num_rounds(self) -> int:
+        """Verdicts that committed tokens."""
+        return sum(len(times.gaps) + (times.first_s is not None) for times in self._requests.values())
+
+    def _choose(self) -> _Group:
+        if len(self.groups) == 1:
+            return self.groups[0]
+        one, other = self._rng.sample(self.groups, 2)
+        return one if one.num_requests <= other.num_requests else other
+
+
+@dataclass(frozen=True, slots=True)
+class _Counters:
+    """Of a fleet, at one moment."""
+
+    now_s: float
+    num_tokens: int
+    num_rounds: int
+    targets_s: float
+    drafts_s: float
+
+
+def _read(fleet: _Fleet, clock: VirtualClock) -> _Counters:
+    return _Counters(clock.monotonic(), fleet.num_tokens(), fleet.num_rounds(), *fleet.busy_s())
+
+
+async def _simulate(fleet: _Fleet, load: OpenLoad, window: Window, slo: Slo, seed: int) -> RunResult:
+    clock = fleet.clock
+    await fleet.start()
+    start_s = clock.monotonic()
+    begin_s = start_s + window.warmup_s
+    end_s = begin_s + window.length_s
+    measured: list[asyncio.Task[Outcome]] = []
+    others: set[asyncio.Task[Outcome]] = set()
+    arrivals = load.arrivals(random.Random(f"{seed}-arrivals"))
+    lengths = random.Random(f"{seed}-lengths")
+
+    async def arrive() -> None:
+        for offset in arrivals:
+            await clock.sleep(start_s + offset - clock.monotonic())
+            task = asyncio.create_task(fleet.serve(load.prompt, load.output, lengths, load.temperature))
+            if begin_s <= clock.monotonic() < end_s:
+                measured.append(task)
+            else:
+                others.add(task)
+                task.add_done_callback(others.discard)
+
+    arriving = asyncio.create_task(arrive())
+    await clock.sleep(begin_s - clock.monotonic())
+    before = _read(fleet, clock)
+    await clock.sleep(end_s - clock.monotonic())
+    after = _read(fleet, clock)
+    if measured:
+        # The load goes on meanwhile: the last requests are to have company too.
+        await asyncio.wait(measured, timeout=_DRAIN_FACTOR * window.length_s)
+    arriving.cancel()
+    unfinished = [task for task in (*measured, *others) if not task.done()]
+    for task in unfinished:
+        task.cancel()
+    await asyncio.gather(arriving, *unfinished, return_exceptions=True)
+    await fleet.stop()
+    outcomes = [task.result() for task in measured if not task.cancelled()]
+    return _result(fleet, outcomes, before, after, slo, num_requests=len(measured))
+
+
+async def _simulate_closed(fleet: _Fleet, load: ClosedLoad, seed: int, *, skipped: int = 0) -> RunResult:
+    """Args: ``skipped``: requests before and after the window, which opens and closes with an end."""
+    clock = fleet.clock
+    await fleet.start()
+    lengths = random.Random(f"{seed}-lengths")
+    waiting = iter(range(load.num_requests))
+    outcomes: list[Outcome] = []
+    readings: list[_Counters] = []
+
+    async def work() -> None:
+        for _ in waiting:
+            outcomes.append(await fleet.serve(load.prompt, load.output, lengths, load.temperature))
+            if len(outcomes) in (skipped, load.num_requests - skipped):
+                readings.append(_read(fleet, clock))
+
+    if not skipped:
+        readings.append(_read(fleet, clock))
+    await asyncio.gather(*(work() for _ in range(load.concurrency)))
+    await fleet.stop()
+    before, after = readings
+    inside = outcomes[skipped : load.num_requests - skipped]
+    return _result(fleet, inside, before, after, Slo(), num_requests=len(inside))
+
+
+def _result(
+    fleet: _Fleet,
+    outcomes: list[Outcome],
+    before: _Counters,
+    after: _Counters,
+    slo: Slo,
+    *,
+    num_requests: int,
+) -> RunResult:
+    length_s = after.now_s - before.now_s
+    met = [outcome for outcome in outcomes if outcome.meets(slo)]
+    num_drafts, num_rounds = len(fleet.drafts), after.num_rounds - before.num_rounds
+    num_tokens = after.num_tokens - before.num_tokens
+    drafts_s = after.drafts_s - before.drafts_s
+    return RunResult(
+        num_groups=len(fleet.groups),
+        num_drafts=num_drafts,
+        window_s=length_s,
+        offered_tokens_per_s=sum(outcome.num_output_tokens for outcome in outcomes) / length_s,
+        tokens_per_s=num_tokens / length_s,
+        goodput_tokens_per_s=sum(outcome.num_output_tokens for outcome in met) / length_s,
+        num_requests=num_requests,
+        num_met=len(met),
+        num_refused=sum(outcome.ended_s is None for outcome in outcomes),
+        ttft_ms=spread((outcome.ttft_s, 1.0) for outcome in outcomes if outcome.ttft_s is not None),
+        itl_ms=spread(fleet.gaps(before.now_s, after.now_s)),
+        target_utilisation=(after.targets_s - before.targets_s) / (length_s * len(fleet.groups)),
+        draft_utilisation=drafts_s / (length_s * num_drafts) if num_drafts else None,
+        tokens_per_round=num_tokens / num_rounds if num_rounds else 0.0,
+    )

@@ -1,0 +1,1 @@
+"""Who runs and who waits: queue, fairness, quotas, checks."""

@@ -1,0 +1,1 @@
+"""The way of committed tokens back to the caller."""

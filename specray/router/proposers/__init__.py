@@ -1,0 +1,1 @@
+"""What proposes draft tokens for a session, and what the draft is given to read."""

@@ -1,0 +1,416 @@
+"""What the draft is asked, and when; what its answers are worth; when it is given up.
+
+What it was not told it reads first, long prompts in pieces (``reading``): rounds go without it until then.
+
+A draft is never waited for beyond ``patience_s``, a few times what it usually takes: a session whose proposal
+is late goes on without one in that round. A draft that has not answered anything for so long is asked nothing
+more until it answers, and after ``round_timeout_s`` it is given up and another is leased. So a draft that
+hangs costs its sessions a second or so, and one that is only slow is not lost for it.
+
+A session that needs no draft model is settled at once by its local draft. That of the others is a *filler*:
+it proposes where the model has nothing to offer, and its tokens are accounted for apart from the model's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from specray.control.controller import FAILED_DRAFT_REST_ROUNDS, Policy
+from specray.control.draft_steps import learn_step
+from specray.control.prospects import max_branches
+from specray.control.state import OFF, Plan
+from specray.metrics.router import RouterMetrics
+from specray.router.deferred import Later
+from specray.router.proposers.fallback import Fillers
+from specray.router.proposers.prefill import Reading
+from specray.router.session_record import LiveSession
+from specray.router.session_values import NOTHING_DRAFTED, Commit, Drafted, Lookup
+from specray.router.trace import Trace
+from specray.router.transport.leases import DraftLeases
+from specray.router.transport.links import DraftLink
+from specray.types import (
+    DraftReplies,
+    DraftReply,
+    ItemFailed,
+    Outcomes,
+    Proposal,
+    SpeculateItem,
+    UnknownSequence,
+)
+
+logger = logging.getLogger(__name__)
+
+UNMEASURED_PATIENCE_S = 1.5
+"""How long a round waits for a draft of which nothing is known yet."""
+SERIAL_PATIENCE_S = 1.0
+"""How long it waits at least when both engines take turns."""
+MAX_DRAFT_LOSSES = 3
+"""A request that so many drafts in a row were lost with may be what ended them."""
+_FOR_EVER = 1 << 60
+PROMPTS_FIRST_SHARE = 0.25
+"""Of the sessions. On 2 cores, tokens/s of 16 and 32 requests that arrive at once, single runs: 338 and 358
+without this rule, 353 and 367 with it; with fillers left out beside prompts too, 361 and 358 at a half, and
+385 and 391 at this share. The command is in docs/peers.md, with ``--arm specray:serial``."""
+
+
+class Drafting:
+    """The draft's side of all running sessions.
+
+    Args:
+        leases: hold the link; None: nothing is ever drafted.
+        running: the sessions, shared with their owner.
+        policy: chooses K and fan-out, and learns from what is measured.
+        metrics: of lookups and draft steps.
+        later: what is counted when the messages of a step have left.
+        round_timeout_s: a draft that is silent for so long is lost.
+        is_serial: both engines take turns.
+        most_reading_tokens: that the draft is given to read at once.
+        trace: told of questions and answers; None: nobody is.
+    """
+
+    def __init__(
+        self,
+        leases: DraftLeases | None,
+        running: dict[str, LiveSession],
+        policy: Policy,
+        metrics: RouterMetrics,
+        later: Later,
+        *,
+        round_timeout_s: float,
+        is_serial: bool,
+        most_reading_tokens: int,
+        trace: Trace | None = None,
+    ) -> None:
+        self._leases = leases
+        self._running = running
+        self._policy = policy
+        self._metrics = metrics
+        self._later = later
+        self._round_timeout_s = round_timeout_s
+        self._is_serial = is_serial
+        self._fillers = Fillers(running, policy)
+        self._reading = Reading(
+            running,
+            policy,
+            most_tokens=most_reading_tokens,
+            patience_s=self._patience_s,
+            is_draft_idle=self.are_prompts_first,
+        )
+        self._trace = trace
+        if leases is not None:
+            leases.on_moved = self._on_moved
+
+    @property
+    def link(self) -> DraftLink | None:
+        """To the leased draft."""
+        return None if self._leases is None else self._leases.link
+
+    @property
+    def model(self) -> str | None:
+        """Name of the draft leased last."""
+        return None if self._leases is None else self._leases.model
+
+    async def close(self) -> None:
+        """Ends the lease."""
+        if self._leases is not None:
+            await self._leases.close()
+
+    # Questions
+
+    def propose(self, now: float) -> None:
+        """Settles what every idle session verifies next: asks the draft, or decides to go without."""
+        self._reading.begin()
+        are_prompts_first = self.are_prompts_first()
+        for live in self._running.values():
+            session = live.session
+            if session.drafted is not None or session.target.in_flight is not None:
+                continue
+            if are_prompts_first and not session.is_prefilling:
+                session.drafted = NOTHING_DRAFTED
+                continue
+            if live.is_drafted_locally or (session.is_prefilling and live.local is not None):
+                session.drafted = self._fill(live)
+                continue
+            if session.draft.asked is not None or session.is_prefilling:
+                continue
+            plan = self._plan(live, session.num_remaining, now)
+            is_off = plan.is_off or not self._can_ask(live)
+            session.drafted = self._fill(live) if is_off else self._fillers.fill_in(live, plan)
+            if session.drafted is not None:
+                continue
+            self._push(session.proposal_item(plan.num_speculative_tokens, plan.min_acceptance), now)
+            live.waiting_since_s = now
+            live.round_started_s = now
+
+    def _fill(self, live: LiveSession) -> Drafted:
+        """What is verified without asking the draft."""
+        if not live.is_drafted_locally and self._policy.together.is_plain and self.link is not None:
+            return NOTHING_DRAFTED
+        return self._fillers.draft(live)
+
+    def are_prompts_first(self) -> bool:
+        """Several sessions, and a good part of all, wait for their prompts to be filled in.
+
+        Steps are full of prompts then and cost by the row: a row of a draft token that is rejected would have
+        been one of a prompt. And the fewer such steps there are, the sooner all go on.
+        """
+        num_prefilling = sum(live.is_prefilling for live in self._running.values())
+        return num_prefilling > 1 and num_prefilling > PROMPTS_FIRST_SHARE * len(self._running)
+
+    def prime(self, now: float, *, step: int) -> bool:
+        """Gives the draft what it has to read while the target works on ``step``: prompts above all.
+
+        With the last of a prompt that the target is filling in too, it is asked what follows.
+
+        Returns:
+            True: the draft has pieces to read.
+        """
+        # What it was asked goes first, and is answered before it reads.
+        self.flush()
+        self._reading.begin()
+        self._reading.begin_step(step)
+        for live in self._running.values():
+            session, is_resting = live.session, self._policy.is_resting(live.pacing)
+            if live.is_drafted_locally or is_resting or not self._reading.is_due(live):
+                continue
+            plan = self._plan(live, session.num_remaining, now)
+            num_tokens = 0 if plan.is_off else self._reading.share(live)
+            if num_tokens == 0:
+                continue
+            if num_tokens == live.num_unread and session.is_prefilling:
+                self._push(session.proposal_item(plan.num_speculative_tokens, plan.min_acceptance), now)
+            else:
+                self._push(session.piece_item(num_tokens), now)
+                self._reading.note(live, now)
+        return self._reading.is_going_on
+
+    def _can_ask(self, live: LiveSession) -> bool:
+        can_ask = self._reading.can_ask(live)
+        if not can_ask and live.pacing.is_probing:
+            # It has not begun to try yet.
+            live.pacing.rounds_to_review += 1
+        return can_ask
+
+    def draft_ahead(self, verified: Iterable[LiveSession], now: float) -> bool:
+        """Asks for the outcomes of the rounds that have just been sent. True: the draft was given work."""
+        is_asked = False
+        for live in verified:
+            session = live.session
+            verifying = session.target.in_flight
+            if live.is_drafted_locally or verifying is None or not verifying.sample:
+                continue
+            if session.draft.in_flight is not None:
+                continue
+            # At least one token of this round will be committed before the next.
+            plan = self._plan(live, session.num_remaining - 1, now)
+            num_drafts = len(verifying.draft_token_ids)
+            fanout = self._policy.fanout(plan, num_drafts)
+            most = max_branches(plan, num_drafts, num_running=len(self._running))
+            if fanout and self._reading.can_ask(live):
+                live.ahead = plan
+                self._push(session.outcomes_item(plan.num_speculative_tokens, fanout, most), now)
+                is_asked = True
+        return is_asked
+
+    def release(self, request_id: str) -> None:
+        """Frees a sequence on the draft."""
+        if self.link is not None:
+            self.link.release(request_id)
+
+    def flush(self) -> None:
+        """Sends what was asked."""
+        if self.link is not None:
+            self.link.flush()
+
+    # Answers
+
+    def on_commit(self, live: LiveSession, commit: Commit) -> None:
+        """What a verdict says of the draft tokens' source; the model's acceptance is the model's alone."""
+        local, num_drafts, num_accepted = live.local, commit.num_draft_tokens, commit.num_accepted_tokens
+        if local is not None and live.session.is_finished:
+            self._later.add(local.keep_output, live.session)
+        has_filler = False
+        if local is not None and commit.source == local.source:
+            local.observe(num_drafts, num_accepted)
+            has_filler = num_drafts > 0
+            num_drafts = num_accepted = 0
+        self._policy.observe_round(live.pacing, num_drafts, num_accepted, has_filler=has_filler)
+        if self._policy.is_review_near(live.pacing, len(self._running)):
+            self._later.add(self._prepare, live, len(self._running))
+
+    def _prepare(self, live: LiveSession, num_running: int) -> None:
+        unread, remaining = live.num_unread, live.session.num_remaining
+        self._policy.prepare(live.pacing, num_running, num_remaining=remaining, num_unread=unread)
+
+    def on_replies(self, link: DraftLink, replies: DraftReplies, now: float) -> None:
+        """Takes a batch of replies; those of a link that was given up are late."""
+        if replies.is_draining and self._leases is not None:
+            self._leases.leave(link, is_wanted=bool(self._running))
+        if not replies.replies:
+            return
+        self._later.add(self._metrics.draft_forward_s.observe, replies.forward_ns / 1e9)
+        asked_since, link.unanswered_since = link.unanswered_since, None
+        answered: list[tuple[SpeculateItem, DraftReply]] = []
+        for reply in replies.replies:
+            live = self._running.get(reply.request_id)
+            asked = None if live is None else live.session.draft.in_flight
+            is_taken = live is not None and link is self.link and self._take(live, reply)
+            if self._trace is not None:
+                self._trace.draft_replied(reply, replies, is_late=not is_taken)
+            if live is None or not is_taken:
+                self._metrics.late_replies.labels("draft").inc()
+                continue
+            if asked is not None and isinstance(reply, (Proposal, Outcomes)):
+                answered.append((asked, reply))
+                if isinstance(reply, Proposal) and asked.min_acceptance:
+                    num_drafts = len(reply.draft_token_ids)
+                    self._policy.observe_proposed(live.pacing, asked.num_speculative_tokens, num_drafts)
+            if live.waiting_since_s is not None and not live.session.is_waiting_for_draft:
+                live.waiting_since_s = None
+                if isinstance(reply, Proposal):
+                    live.draft_forward_s += replies.forward_ns / 1e9
+        # What was computed for sessions that have ended is no part of the others' steps.
+        if asked_since is not None and len(answered) == len(replies.replies):
+            forward_s = replies.forward_ns / 1e9
+            learn_step(self._policy, answered, forward_s, now - asked_since - forward_s)
+
+    def _take(self, live: LiveSession, reply: DraftReply) -> bool:
+        session = live.session
+        live.num_draft_losses = 0
+        match reply:
+            case Proposal():
+                is_awaited = session.has_open_verdict
+                is_taken = session.on_proposal(reply)
+            case Outcomes():
+                is_awaited = session.has_open_verdict
+                is_taken = session.on_outcomes(reply)
+            case UnknownSequence() if reply.base_len > 0:
+                return session.on_draft_refused(reply)
+            case UnknownSequence() | ItemFailed():
+                # One who does not know what it was told from its first token on would be asked for ever.
+                reason = reply.message if isinstance(reply, ItemFailed) else "unknown from its first token"
+                said = {"request_id": reply.request_id}
+                logger.info("the draft refused a request: %s", reason, extra=said)
+                live.pacing.rest_rounds = FAILED_DRAFT_REST_ROUNDS
+                return session.on_draft_refused(reply)
+        if is_taken and is_awaited:
+            is_hit = session.drafted is not None
+            self._count_lookup(live, "late_hit" if is_hit else "late_miss")
+            self._policy.observe_lookup(live.ahead, Lookup.HIT if is_hit else Lookup.MISS_TOKEN)
+            self._extend(live)
+        return is_taken
+
+    def _extend(self, live: LiveSession) -> None:
+        """A hit goes on with a repetition where that is worth more."""
+        foreseen = live.session.drafted
+        if foreseen is not None:
+            live.session.drafted = self._fillers.extend(live, foreseen)
+
+    def on_lookup(self, live: LiveSession, lookup: Lookup, now: float) -> None:
+        """What the outcomes said of a verdict that has just been committed."""
+        if lookup is Lookup.PENDING:
+            live.waiting_since_s = now
+        elif lookup is not Lookup.NOT_ASKED:
+            self._count_lookup(live, lookup.value)
+            self._policy.observe_lookup(live.ahead, lookup)
+            self._extend(live)
+
+    def _count_lookup(self, live: LiveSession, result: str) -> None:
+        self._later.add(self._metrics.observe_lookup, result, live.num_drafted)
+        if self._trace is not None:
+            self._trace.looked_up(live.request_id, result, live.num_drafted)
+
+    # Losses
+
+    def on_lost(self, link: DraftLink, reason: object) -> None:
+        """The draft is gone: all sessions go on without, at once, and come back to it with base_len 0."""
+        if self._leases is None or not self._leases.lose(link):
+            return
+        logger.warning("draft lost, decoding without: %s", reason)
+        for live in self._running.values():
+            if live.session.draft.in_flight is not None:
+                live.num_draft_losses += 1
+                if live.num_draft_losses >= MAX_DRAFT_LOSSES:
+                    said = {"request_id": live.request_id}
+                    logger.warning("a request goes on without a draft: it may have ended several", extra=said)
+                    live.pacing.rest_rounds = _FOR_EVER
+        self._on_moved()
+
+    def _on_moved(self) -> None:
+        """What the draft held and owed is not to be had from the next one."""
+        for live in self._running.values():
+            if live.session.has_open_verdict:
+                self._count_lookup(live, "draft_lost")
+            live.session.lose_draft()
+            live.waiting_since_s = None
+
+    def expire(self, now: float) -> None:
+        """Gives up waits that took too long, and a draft that is silent."""
+        link = self.link
+        # Also when the sessions that asked have ended: a draft answers all the same, and the next would wait.
+        if (
+            link is not None
+            and link.unanswered_since is not None
+            and now >= link.unanswered_since + self._round_timeout_s
+        ):
+            self.on_lost(link, f"silent for round_timeout_s = {self._round_timeout_s:g} s")
+        self._reading.expire(now, self._round_timeout_s)
+        # Deadlines are compared as sums, as the alarm is set: a difference can round to just below.
+        patience_s = self._patience_s()
+        for live in self._running.values():
+            if live.waiting_since_s is None:
+                continue
+            if not live.session.is_waiting_for_draft:
+                live.waiting_since_s = None
+            elif now >= live.waiting_since_s + patience_s:
+                if live.session.has_open_verdict:
+                    self._count_lookup(live, "timed_out")
+                live.session.skip_draft(self._fillers.draft(live))
+                live.waiting_since_s = None
+                if self._trace is not None:
+                    self._trace.draft_skipped(live.request_id)
+
+    @property
+    def next_due_s(self) -> float | None:
+        """When ``expire`` has something to do if nothing else happens."""
+        waits = [live.waiting_since_s for live in self._running.values() if live.waiting_since_s is not None]
+        dues = [min(waits) + self._patience_s()] if waits else []
+        link = self.link
+        if link is not None and link.unanswered_since is not None:
+            dues.append(link.unanswered_since + self._round_timeout_s)
+        return min(dues, default=None)
+
+    def _patience_s(self) -> float:
+        patience_s = self._policy.patience_s()
+        if patience_s is None:
+            patience_s = UNMEASURED_PATIENCE_S
+        if self._is_serial:
+            # The reference loop goes on without a draft only when something is wrong with it.
+            patience_s = max(patience_s, SERIAL_PATIENCE_S)
+        return min(patience_s, self._round_timeout_s)
+
+    def _plan(self, live: LiveSession, num_remaining: int, now: float) -> Plan:
+        link = self.link
+        if link is not None and self._policy.is_resting(live.pacing):
+            # Here and not in the policy alone: with many sessions the way there counts too.
+            return OFF
+        if link is None and self._leases is not None and live.pacing.fixed_k != 0:
+            self._leases.want()
+        if link is None or self._is_stalled(link, now) or self._policy.is_trying_plain(live.pacing):
+            return OFF
+        num_running, unread = len(self._running), live.num_unread
+        plan = self._policy.plan(
+            live.pacing, num_remaining=num_remaining, num_running=num_running, num_unread=unread
+        )
+        longest = len(live.session.committed) + 2 * (plan.num_speculative_tokens + 1)
+        return plan if longest <= link.info.max_model_len else OFF
+
+    def _is_stalled(self, link: DraftLink, now: float) -> bool:
+        return link.unanswered_since is not None and now >= link.unanswered_since + self._patience_s()
+
+    def _push(self, item: SpeculateItem, now: float) -> None:
+        assert self.link is not None
+        self.link.push(item, now)
+        if self._trace is not None:
+            self._trace.draft_asked(item)

@@ -1,0 +1,188 @@
+"""Drafts that need no model: a proposer per session, here in the router's process.
+
+What it proposes is there in microseconds, so nothing is asked, sent or waited for. A session has one when its
+request is drafted for by ``ngram`` or ``suffix``; with a draft model it may have one as its *filler*, which
+proposes where the model has nothing to offer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from specray.config import SpeculationConfig
+from specray.control.controller import Policy
+from specray.control.estimators import Rate
+from specray.control.expected import expected_tokens
+from specray.control.prospects import MAX_ACCEPTANCE
+from specray.control.state import Pacing
+from specray.drafting import LONG_MATCH_LEN, OutputStore, OutputStores, SessionProposer, make_proposer
+from specray.requests import GenerateRequest
+from specray.router.session import MAX_SPECULATIVE_TOKENS, Session
+from specray.router.session_values import FILLER, Drafted
+from specray.types import DraftKind
+
+PRIOR_ACCEPTANCE: Final[Mapping[str, float]] = MappingProxyType(
+    {DraftKind.NGRAM: 0.5, DraftKind.SUFFIX: 0.5, FILLER: 0.3}
+)
+PRIOR_LONG_MATCH_ACCEPTANCE = 0.9
+LOOK_S: Final = 12e-6
+"""Of a router's time, to look for a repetition in one round of a session. A round of 64 sessions that do not
+speculate takes 20 us each without fillers, and 31 to 36 with them (2 cores, Zen 4; engines of no cost)."""
+PRIOR_ACCEPTED, PRIOR_LOOKS = 0.1, 200.0
+LOOKS_FADING = 0.9998
+"""Some thousand looks, so that what is believed is of many sessions."""
+PROBE_EVERY = 32
+"""Where fillers do not pay every so many sessions have one, to see whether that has changed: of 64 sessions
+two, whose looks take a few thousandths of a small target's step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """What is known of one kind of match, and the plan that follows from it."""
+
+    policy: Policy
+    """Of all sessions."""
+    pacing: Pacing
+    """Of this one."""
+
+
+@dataclass(slots=True, eq=False)
+class LocalDraft:
+    """One session's proposer and its own part in the policy, apart from that of a draft model."""
+
+    source: str
+    """ngram, suffix or FILLER."""
+    proposer: SessionProposer
+    short: Track
+    long: Track
+    """After a long match, which most often means that a repetition goes on."""
+    max_tokens: int
+    """Per proposal."""
+    store: OutputStore | None = None
+    looks: Rate | None = None
+    """Draft tokens accepted for each round in which something was looked for, of all sessions; of fillers."""
+    is_long: bool = False
+    """So was the match of the last proposal."""
+
+    @property
+    def is_filler(self) -> bool:
+        return self.source == FILLER
+
+    def draft(self, session: Session, *, num_running: int) -> Drafted:
+        """What to verify after all committed tokens; empty when nothing was found, or when it would not pay.
+
+        Args:
+            num_running: sessions that share the target's steps.
+        """
+        self.proposer.extend(session.committed[self.proposer.num_tokens :])
+        match_len = self.proposer.match_len
+        self.is_long = match_len >= LONG_MATCH_LEN
+        if match_len == 0 and self.store is None:
+            return Drafted(source=self.source)
+        policy, pacing = self._track.policy, self._track.pacing
+        if policy.is_resting(pacing):
+            return Drafted(source=self.source)
+        plan = policy.plan(pacing, num_remaining=session.num_remaining, num_running=num_running)
+        if plan.is_off:
+            return Drafted(source=self.source)
+        tokens = self.proposer.propose(min(plan.num_speculative_tokens, self.max_tokens))
+        return Drafted(tokens, source=self.source)
+
+    def observe(self, num_drafts: int, num_accepted: int) -> None:
+        """One verdict on what it drafted."""
+        track = self._track
+        track.policy.observe_round(track.pacing, num_drafts, num_accepted)
+        if self.looks is not None:
+            self.looks.add(num_accepted, 1)
+
+    def pass_over(self) -> None:
+        """What it found, if anything, is not verified: a look that brought nothing."""
+        if self.looks is not None:
+            self.looks.add(0, 1)
+
+    def expect(self, num_drafts: int, *, num_running: int) -> tuple[float, float]:
+        """Of a round in which every session has so many draft tokens: (tokens that it commits, seconds)."""
+        track = self._track
+        tokens = expected_tokens(min(track.pacing.acceptance.value, MAX_ACCEPTANCE), num_drafts)
+        return tokens, track.policy.verify_s(num_running * (1 + num_drafts), num_running) or 0.0
+
+    def keep_output(self, session: Session) -> None:
+        """Adds a finished output to the tenant's past ones, where they are kept.
+
+        Not those that rejection has drawn: which tokens these are depends on the noise that tests whether a
+        draft token is accepted, and a request of the same seed draws that noise again. A draft that knows
+        the outcome of its own test is no draft, and the output would not be the target's.
+        """
+        if self.store is not None and not session.request.sampling.draws_by_rejection:
+            self.store.add(session.committed[session.num_prompt_tokens :])
+
+    @property
+    def _track(self) -> Track:
+        return self.long if self.is_long else self.short
+
+
+class LocalDrafts:
+    """Makes each session's local draft.
+
+    Args:
+        config: the ``speculation`` section.
+        policy: of the draft model; target times are shared with it.
+        has_model: there is a draft model, and fillers stand in for it.
+    """
+
+    def __init__(self, config: SpeculationConfig, policy: Policy, *, has_model: bool) -> None:
+        self._filler = None if config.filler == "none" or not has_model else DraftKind(config.filler)
+        self._policies = {
+            source: tuple(
+                policy.beside(source, prior_acceptance=acceptance)
+                for acceptance in (prior, PRIOR_LONG_MATCH_ACCEPTANCE)
+            )
+            for source, prior in PRIOR_ACCEPTANCE.items()
+        }
+        self._stores = OutputStores(config.past_output_tokens)
+        self._policy = policy
+        self._looks = Rate(PRIOR_ACCEPTED, PRIOR_LOOKS, fading=LOOKS_FADING)
+        self._num_without = 0
+        """Sessions that had no filler, since it did not pay."""
+
+    def of(self, request: GenerateRequest, draft: DraftKind, *, num_sessions: int = 1) -> LocalDraft | None:
+        """The local draft of a new session.
+
+        Args:
+            draft: what drafts for the request.
+            num_sessions: there are now, with this one.
+
+        Returns:
+            None when only a model drafts for it, or nothing does.
+        """
+        kind = self._filler if draft is DraftKind.MODEL else draft
+        if kind is None:
+            return None
+        source = FILLER if draft is DraftKind.MODEL else kind.value
+        short, long = (Track(policy, policy.pace(request)) for policy in self._policies[source])
+        fixed_k = short.pacing.fixed_k
+        if fixed_k == 0:
+            return None
+        if source == FILLER and not self._may_pay(num_sessions):
+            return None
+        if source == FILLER:
+            # A filler is there to add speed, so it must be free to propose nothing, whatever K is configured.
+            short.pacing.fixed_k = long.pacing.fixed_k = None
+        store = self._stores.of(request.speculation.tenant) if kind is DraftKind.SUFFIX else None
+        most = fixed_k or MAX_SPECULATIVE_TOKENS
+        looks = self._looks if source == FILLER else None
+        return LocalDraft(source, make_proposer(kind, store), short, long, most, store, looks)
+
+    def _may_pay(self, num_sessions: int) -> bool:
+        """What fillers brought lately is worth more than looking for them takes, or it is time to look again.
+
+        With many sessions a token of one is little of a step's time, and there are as many looks as sessions.
+        """
+        step_s = self._policy.verify_s(num_sessions, num_sessions)
+        if step_s is None or self._looks.value * step_s / num_sessions >= LOOK_S:
+            return True
+        self._num_without += 1
+        return self._num_without % PROBE_EVERY == 0

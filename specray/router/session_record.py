@@ -1,0 +1,120 @@
+"""A session with what surrounds it: its caller, its pace and its times."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from specray.control.state import OFF, Pacing, Plan
+from specray.requests import RequestLife
+from specray.router.output.delivery import Delivery
+from specray.router.proposers.ngram import LocalDraft
+from specray.router.session import Session
+
+
+@dataclass(slots=True, eq=False)
+class LiveSession:
+    """One request between arrival and end. Seconds are on the router's clock."""
+
+    session: Session
+    delivery: Delivery
+    pacing: Pacing
+    arrived_s: float
+    deadline_s: float
+    local: LocalDraft | None = None
+    """What drafts for it without a model, or fills in for the model; None: nothing does."""
+    last_step: int = 0
+    """Number of the target step that it was last part of."""
+    ahead: Plan = field(default=OFF)
+    """Under which the draft was asked for outcomes of the round in flight."""
+    waiting_since_s: float | None = None
+    """Since when the next Verify has been held back for the draft."""
+    round_started_s: float | None = None
+    """When the first item of the round in flight was sent."""
+    draft_forward_s: float = 0.0
+    """Draft steps that the round in flight had to wait for."""
+    num_draft_losses: int = 0
+    """Drafts lost in a row while they owed this session an answer."""
+    num_target_losses: int = 0
+    """Targets lost in a row while they worked on this session."""
+    committed_s: float | None = None
+    """When tokens were committed last."""
+    admitted_s: float | None = None
+    """When it left the queue for the first time."""
+    first_token_s: float | None = None
+    num_preemptions: int = 0
+    reading_since_s: float | None = None
+    """When the draft was given the last piece to read."""
+
+    @property
+    def request_id(self) -> str:
+        return self.session.request_id
+
+    @property
+    def is_resumed(self) -> bool:
+        """Another router had let it in, and was lost."""
+        return self.session.request.resumed is not None
+
+    @property
+    def tenant(self) -> str:
+        return self.session.request.tenant
+
+    @property
+    def priority(self) -> int:
+        return self.session.request.priority
+
+    @property
+    def num_queued_tokens(self) -> int:
+        return len(self.session.committed)
+
+    @property
+    def num_expected_tokens(self) -> int:
+        return self.session.num_prompt_tokens + self.session.request.max_tokens
+
+    @property
+    def is_drafted_locally(self) -> bool:
+        """No draft model is asked for it."""
+        return self.local is not None and not self.local.is_filler
+
+    def life(self, now: float) -> RequestLife:
+        """What is to be told of the request, which ends now with a finish reason."""
+        session = self.session
+        assert session.finish_reason is not None
+        return RequestLife(
+            request_id=self.request_id,
+            traceparent=session.request.traceparent,
+            arrived_s=self.arrived_s,
+            admitted_s=self.admitted_s,
+            first_token_s=self.first_token_s,
+            ended_s=now,
+            finish_reason=session.finish_reason,
+            num_prompt_tokens=session.num_prompt_tokens,
+            num_cached_tokens=session.num_cached_tokens,
+            num_output_tokens=session.num_output_tokens,
+            num_rounds=session.tally.num_rounds,
+            num_preemptions=self.num_preemptions,
+            stats=session.tally.stats,
+        )
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.session.is_prefilling
+
+    @property
+    def num_missing(self) -> int:
+        return self.session.num_missing
+
+    @property
+    def num_rows(self) -> int:
+        """What the target computes for it in the next step, if there is room: accepted draft tokens, of which
+        it is told once more, it has computed already."""
+        return (self.num_missing if self.is_prefilling else 1) + self.num_drafted
+
+    @property
+    def num_unread(self) -> int:
+        """Committed tokens that the draft has not been told."""
+        return len(self.session.committed) - self.session.draft.synced_len
+
+    @property
+    def num_drafted(self) -> int:
+        drafted = self.session.drafted
+        return 0 if drafted is None else len(drafted.token_ids)

@@ -1,0 +1,224 @@
+"""Leasing drafts: one at a time, in the background, with bounded and jittered backoff."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+
+from specray.control.controller import Policy
+from specray.errors import ConfigError
+from specray.interfaces import Clock, Drafter, DrafterPool, DrafterSource
+from specray.metrics.router import RouterMetrics
+from specray.router.transport.clock import within
+from specray.router.transport.links import DraftLink, Inbox, close_unused, measure_round_trip
+from specray.types import EngineInfo
+
+logger = logging.getLogger(__name__)
+
+LEASE_TIMEOUT_S = 30.0
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 2.0
+REBALANCE_INTERVAL_S = 10.0
+
+
+class DraftLeases:
+    """Holds the link to the leased draft, and gets a new one after it was lost or before it ends.
+
+    Args:
+        source: where drafts come from. One that is an interfaces.DrafterPool is asked from time to time for a
+            draft that fewer routers share.
+        target_info: what a draft must agree with.
+        inbox: of the loop; it is woken when a draft has come.
+        clock: of deadlines and backoff.
+        metrics: counts leases and losses.
+        rng: jitter, so that many routers do not ask at once.
+        policy: learns what a new draft says of its speed.
+        on_demand: a draft is asked for only while some session wants one, so that drafts may scale to none.
+    """
+
+    def __init__(
+        self,
+        source: DrafterSource,
+        target_info: EngineInfo,
+        *,
+        inbox: Inbox,
+        clock: Clock,
+        metrics: RouterMetrics,
+        rng: random.Random,
+        policy: Policy,
+        on_demand: bool = False,
+    ) -> None:
+        self._source = source
+        self._target_info = target_info
+        self._inbox = inbox
+        self._clock = clock
+        self._metrics = metrics
+        self._rng = rng
+        self._policy = policy
+        self._on_demand = on_demand
+        self._is_wanted = asyncio.Event()
+        self._drafter: Drafter | None = None
+        self._leaving: DraftLink | None = None
+        """The link that another is being sought for while it still serves."""
+        self._leasing: asyncio.Task[None] | None = None
+        self._rebalancing: asyncio.Task[None] | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+        self.link: DraftLink | None = None
+        self.model: str | None = None
+        """Of the draft leased last."""
+        self.on_moved: Callable[[], None] = _ignore
+        """Called when ``link`` has become another while the one before still served."""
+
+    async def start(self) -> None:
+        """Asks for a first draft and waits for the answer; without one, goes on asking in the background.
+
+        Raises:
+            ConfigError: the draft does not fit the target.
+        """
+        if isinstance(self._source, DrafterPool):
+            self._rebalancing = asyncio.create_task(self._rebalance(self._source))
+        if self._on_demand:
+            self._lease_in_background()
+            return
+        try:
+            await self._lease()
+        except ConfigError:
+            self._stop_rebalancing()
+            raise
+        except Exception as error:
+            logger.warning("no draft yet, decoding without: %s", error)
+            self._lease_in_background()
+
+    def want(self) -> None:
+        """Some session could use a draft."""
+        self._is_wanted.set()
+
+    def lose(self, link: DraftLink) -> bool:
+        """Gives up a draft and asks for another. False when it had been given up before."""
+        if link is not self.link:
+            return False
+        self.link = self._drafter = self._leaving = None
+        self._metrics.draft_lost.inc()
+        self._metrics.draft_connected.set(0)
+        self._close_later(link)
+        self._lease_in_background()
+        return True
+
+    def leave(self, link: DraftLink, *, is_wanted: bool) -> None:
+        """Asks for another draft, since this one will end; it is used until the other is there.
+
+        Args:
+            is_wanted: some session could use one.
+        """
+        if link is self.link and link is not self._leaving:
+            self._leaving = link
+            if is_wanted:
+                self._is_wanted.set()
+            self._lease_in_background()
+
+    async def close(self) -> None:
+        """Ends the lease and all asking."""
+        self._stop_rebalancing()
+        tasks = [task for task in (self._leasing, self._rebalancing) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self.link is not None:
+            link, self.link = self.link, None
+            await link.close(self._clock)
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def _stop_rebalancing(self) -> None:
+        if self._rebalancing is not None:
+            self._rebalancing.cancel()
+
+    def _lease_in_background(self) -> None:
+        if self._leasing is None or self._leasing.done():
+            self._leasing = asyncio.create_task(self._keep_asking())
+
+    async def _keep_asking(self) -> None:
+        backoff_s = FIRST_BACKOFF_S
+        while True:
+            await self._clock.sleep(backoff_s * self._rng.uniform(0.5, 1.5))
+            if self._on_demand:
+                await self._is_wanted.wait()
+                self._is_wanted.clear()
+            try:
+                await self._lease()
+            except Exception as error:
+                logger.warning("no draft, decoding without: %s", str(error) or type(error).__name__)
+                backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s)
+            else:
+                return
+
+    async def _rebalance(self, pool: DrafterPool) -> None:
+        while True:
+            await self._clock.sleep(REBALANCE_INTERVAL_S * self._rng.uniform(0.5, 1.5))
+            link, drafter = self.link, self._drafter
+            if link is None or drafter is None or link is self._leaving:
+                continue
+            try:
+                better = await within(self._clock, LEASE_TIMEOUT_S, pool.lease_better(drafter))
+                if better is None:
+                    continue
+                if link is self.link:
+                    await self._adopt(better)
+                else:
+                    await close_unused(better, self._clock)
+            except Exception as error:
+                logger.info("no better draft: %s", str(error) or type(error).__name__)
+
+    async def _lease(self) -> None:
+        await self._adopt(await within(self._clock, LEASE_TIMEOUT_S, self._source.lease()))
+
+    async def _adopt(self, drafter: Drafter) -> None:
+        """Makes a draft the leased one. Raises ConfigError when it does not fit the target."""
+        try:
+            check_draft(drafter.info, self._target_info)
+            if drafter.info.step_times:
+                round_trip_s = await measure_round_trip(drafter.fetch_info, self._clock)
+                self._policy.measured.expect_draft(drafter.info.step_times, round_trip_s)
+        except BaseException as error:
+            if isinstance(error, ConfigError):
+                self._metrics.draft_refused.inc()
+            # No link closes it, and the draft would count this router among its own for ever.
+            await close_unused(drafter, self._clock)
+            raise
+        before, self.link, self._drafter = self.link, DraftLink(drafter, self._inbox), drafter
+        self._leaving = None
+        # What asked while it was being leased has been answered too.
+        self._is_wanted.clear()
+        self.model = drafter.info.model
+        self._metrics.draft_leases.inc()
+        self._metrics.draft_connected.set(1)
+        if before is not None:
+            self._metrics.draft_moves.inc()
+            self._close_later(before)
+            self.on_moved()
+        self._inbox.wake()
+
+    def _close_later(self, link: DraftLink) -> None:
+        closing = asyncio.create_task(link.close(self._clock))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+
+def _ignore() -> None:
+    """Nobody is to be told."""
+
+
+def check_draft(draft: EngineInfo, target: EngineInfo) -> None:
+    """Refuses a draft whose tokens do not mean what the target's mean.
+
+    Raises:
+        ConfigError: names the field and both values.
+    """
+    for field in ("vocab_size", "tokenizer_fingerprint", "protocol_version"):
+        ours, theirs = getattr(target, field), getattr(draft, field)
+        if ours != theirs:
+            raise ConfigError(
+                f"draft {draft.model} has {field} {theirs!r}, target {target.model} has {ours!r};"
+                " they must be equal"
+            )

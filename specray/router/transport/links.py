@@ -1,0 +1,261 @@
+"""Connections as the loop sees them: sending never waits, and what arrives lies in one inbox.
+
+Each link has a writer and a reader task, so that a peer that stops reading can stall nothing but its own
+link, and a step of the loop is plain synchronous code between two looks into the inbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from specray.errors import EngineLostError
+from specray.interfaces import Clock, Drafter, Verifier
+from specray.router.transport.clock import within
+from specray.types import DraftReplies, EngineInfo, SpeculateItem, TargetReplies, VerifyItem
+
+logger = logging.getLogger(__name__)
+
+ItemT = TypeVar("ItemT")
+RepliesT_co = TypeVar("RepliesT_co", covariant=True)
+RepliesT = TypeVar("RepliesT")
+
+CLOSE_TIMEOUT_S = 2.0
+INFO_TIMEOUT_S = 2.0
+_NUM_ROUND_TRIPS = 3
+
+
+class Connection(Protocol[RepliesT_co]):
+    """What Drafter and Verifier have in common."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    async def fetch_info(self) -> EngineInfo: ...
+
+    async def release(self, request_ids: Sequence[str]) -> None: ...
+
+    async def replies(self) -> RepliesT_co: ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TargetReplied:
+    """A batch of replies of a target."""
+
+    link: TargetLink
+    replies: TargetReplies
+
+
+@dataclass(frozen=True, slots=True)
+class DraftReplied:
+    """A batch of replies of a draft."""
+
+    link: DraftLink
+    replies: DraftReplies
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLost:
+    """A connection ended."""
+
+    link: TargetLink | DraftLink
+    error: Exception
+
+
+Event = TargetReplied | DraftReplied | LinkLost
+
+
+class Inbox:
+    """What happened since the loop looked last."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._wake = asyncio.Event()
+
+    def put(self, event: Event) -> None:
+        """Adds an event and wakes the loop."""
+        self._events.append(event)
+        self._wake.set()
+
+    def wake(self) -> None:
+        """Wakes the loop: something else than a reply needs a look."""
+        self._wake.set()
+
+    async def wait(self) -> None:
+        """Waits until there is something to look at."""
+        await self._wake.wait()
+        self._wake.clear()
+
+    def drain(self) -> list[Event]:
+        """Takes all events, oldest first."""
+        events, self._events = self._events, []
+        return events
+
+
+class Link(Generic[ItemT, RepliesT]):
+    """A connection with its writer and reader.
+
+    Args:
+        connection: the drafter or verifier.
+        send: its method for items, and for what is freed before them.
+        on_replies: called by the reader with each batch.
+        on_lost: called once when either direction fails.
+    """
+
+    def __init__(
+        self,
+        connection: Connection[RepliesT],
+        send: Callable[[Sequence[ItemT], Sequence[str]], Awaitable[None]],
+        on_replies: Callable[[RepliesT], None],
+        on_lost: Callable[[Exception], None],
+    ) -> None:
+        self.info = connection.info
+        self.unanswered_since: float | None = None
+        """When the oldest item was sent since the last reply of any kind."""
+        self._connection = connection
+        self._send = send
+        self._on_replies = on_replies
+        self._on_lost = on_lost
+        self._items: list[ItemT] = []
+        self._released: list[str] = []
+        self._outbox: deque[tuple[Sequence[ItemT], Sequence[str]]] = deque()
+        self._has_mail = asyncio.Event()
+        self._is_drained = asyncio.Event()
+        self._is_lost = False
+        self._tasks = [asyncio.create_task(self._write()), asyncio.create_task(self._read())]
+
+    async def fetch_info(self) -> EngineInfo:
+        """What the engine says of itself now. Raises EngineLostError."""
+        return await self._connection.fetch_info()
+
+    def push(self, item: ItemT, now: float) -> None:
+        """Puts an item into the message that the next ``flush`` sends."""
+        self._items.append(item)
+        if self.unanswered_since is None:
+            self.unanswered_since = now
+
+    def release(self, request_id: str) -> None:
+        """Frees a sequence with the next ``flush``: after the items of earlier ones, before those of its own.
+
+        So a place that one session left is free for the next in the same step.
+        """
+        self._released.append(request_id)
+
+    def flush(self) -> None:
+        """Sends what was pushed, as one message."""
+        if self._items or self._released:
+            self._outbox.append((self._items, self._released))
+            self._items, self._released = [], []
+            self._is_drained.clear()
+            self._has_mail.set()
+
+    async def close(self, clock: Clock) -> None:
+        """Sends what is left, then ends the connection; both within CLOSE_TIMEOUT_S."""
+        self.flush()
+        with contextlib.suppress(Exception):
+            await within(clock, CLOSE_TIMEOUT_S, self._finish())
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _finish(self) -> None:
+        if self._outbox and not self._is_lost:
+            await self._is_drained.wait()
+        self._is_lost = True
+        await self._connection.close()
+
+    async def _write(self) -> None:
+        try:
+            while True:
+                await self._has_mail.wait()
+                self._has_mail.clear()
+                while self._outbox:
+                    items, released = self._outbox[0]
+                    # In one message: the round would wait for one of its own whenever a session ends.
+                    if items:
+                        await self._send(items, released)
+                    else:
+                        await self._connection.release(released)
+                    self._outbox.popleft()
+                self._is_drained.set()
+        except Exception as error:
+            self._lose(error)
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                self._on_replies(await self._connection.replies())
+        except Exception as error:
+            self._lose(error)
+
+    def _lose(self, error: Exception) -> None:
+        if not self._is_lost:
+            self._is_lost = True
+            self._is_drained.set()
+            self._on_lost(error)
+
+
+class TargetLink(Link[VerifyItem, TargetReplies]):
+    """The link to a target group's leader."""
+
+    def __init__(self, verifier: Verifier, inbox: Inbox) -> None:
+        super().__init__(
+            verifier,
+            verifier.verify,
+            lambda replies: inbox.put(TargetReplied(self, replies)),
+            lambda error: inbox.put(LinkLost(self, error)),
+        )
+
+
+class DraftLink(Link[SpeculateItem, DraftReplies]):
+    """The link to a leased draft."""
+
+    def __init__(self, drafter: Drafter, inbox: Inbox) -> None:
+        super().__init__(
+            drafter,
+            drafter.speculate,
+            lambda replies: inbox.put(DraftReplied(self, replies)),
+            lambda error: inbox.put(LinkLost(self, error)),
+        )
+
+
+async def close_unused(connection: Connection[Any], clock: Clock) -> None:
+    """Ends a connection that no link was made of, within CLOSE_TIMEOUT_S; what goes wrong is only logged."""
+    try:
+        await within(clock, CLOSE_TIMEOUT_S, connection.close())
+    except Exception as error:
+        logger.warning(
+            "closing a connection to a %s that is not used: %s",
+            connection.info.role,
+            str(error) or type(error).__name__,
+        )
+
+
+async def current_info(link: Link[Any, Any] | None, clock: Clock) -> EngineInfo | None:
+    """What the engine at the other end says of itself now; None without one, or when it does not say."""
+    if link is None:
+        return None
+    try:
+        return await within(clock, INFO_TIMEOUT_S, link.fetch_info())
+    except (EngineLostError, TimeoutError):
+        return None
+
+
+async def measure_round_trip(fetch_info: Callable[[], Awaitable[EngineInfo]], clock: Clock) -> float:
+    """Seconds of a short call to an engine, the least of a few; 0 when it does not answer."""
+    trips: list[float] = []
+    try:
+        for _ in range(_NUM_ROUND_TRIPS):
+            started_s = clock.monotonic()
+            await within(clock, INFO_TIMEOUT_S, fetch_info())
+            trips.append(clock.monotonic() - started_s)
+    except (EngineLostError, TimeoutError):
+        return 0.0
+    return min(trips)

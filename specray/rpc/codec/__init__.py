@@ -1,0 +1,1 @@
+"""Messages between domain types and protobuf bytes."""

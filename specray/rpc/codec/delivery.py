@@ -1,0 +1,69 @@
+"""Messages of the DeliveryService between domain types and protobuf bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specray.errors import ProtocolError
+from specray.requests import FinishReason, OutputChunk
+from specray.rpc.codec.inference import (
+    FINISH_REASON_FROM_PB,
+    FINISH_REASON_TO_PB,
+    decode_stats,
+    encode_stats,
+)
+from specray.rpc.codec.values import decode_token_logprobs, encode_token_logprobs, parse
+from specray.rpc.pb import delivery_pb2, inference_pb2
+
+_REASON_TO_PB = {**FINISH_REASON_TO_PB, FinishReason.ERROR: inference_pb2.FINISH_REASON_ERROR}
+_REASON_FROM_PB = {**FINISH_REASON_FROM_PB, inference_pb2.FINISH_REASON_ERROR: FinishReason.ERROR}
+
+
+def encode_chunks(chunks: Sequence[OutputChunk]) -> bytes:
+    """One DeliverRequest."""
+    message = delivery_pb2.DeliverRequest()
+    for chunk in chunks:
+        _encode_chunk(message.chunks.add(), chunk)
+    return message.SerializeToString()
+
+
+def decode_chunks(data: bytes) -> list[OutputChunk]:
+    """Raises ProtocolError for broken bytes or an unknown finish_reason."""
+    return [_decode_chunk(chunk) for chunk in parse(delivery_pb2.DeliverRequest, data).chunks]
+
+
+def _encode_chunk(out: delivery_pb2.OutputChunk, chunk: OutputChunk) -> None:
+    out.request_id = chunk.request_id
+    out.token_ids.extend(chunk.token_ids)
+    for logprobs in chunk.logprobs:
+        encode_token_logprobs(out.logprobs.add(), logprobs)
+    if chunk.finish_reason is None:
+        return
+    out.finish_reason = _REASON_TO_PB[chunk.finish_reason]
+    if isinstance(chunk.stop_reason, str):
+        out.stop_string = chunk.stop_reason
+    elif chunk.stop_reason is not None:
+        out.stop_token_id = chunk.stop_reason
+    out.message = chunk.message
+    if chunk.stats is not None:
+        encode_stats(out.stats, chunk.stats)
+    out.num_cached_tokens = chunk.num_cached_tokens
+    if chunk.ttft_s is not None:
+        out.ttft_s = chunk.ttft_s
+
+
+def _decode_chunk(chunk: delivery_pb2.OutputChunk) -> OutputChunk:
+    if chunk.finish_reason not in _REASON_FROM_PB:
+        raise ProtocolError(f"finish_reason is {chunk.finish_reason}; allowed: 0..4")
+    stop = chunk.WhichOneof("stop_reason")
+    return OutputChunk(
+        request_id=chunk.request_id,
+        token_ids=tuple(chunk.token_ids[:]),
+        logprobs=tuple(map(decode_token_logprobs, chunk.logprobs)),
+        finish_reason=_REASON_FROM_PB[chunk.finish_reason],
+        stop_reason=None if stop is None else getattr(chunk, stop),
+        message=chunk.message,
+        stats=decode_stats(chunk.stats) if chunk.HasField("stats") else None,
+        num_cached_tokens=chunk.num_cached_tokens,
+        ttft_s=chunk.ttft_s if chunk.HasField("ttft_s") else None,
+    )

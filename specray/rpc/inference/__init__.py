@@ -1,0 +1,1 @@
+"""The public InferenceService: its vocabulary, server and client."""

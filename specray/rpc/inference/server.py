@@ -1,0 +1,186 @@
+"""The gRPC server of the public InferenceService, around a handler in domain terms.
+
+Whoever serves (the ingress) implements :class:`InferenceHandler` and raises the errors of
+:mod:`specray.errors`; nothing here knows a tokenizer or a router.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Final, TypeVar
+
+import grpc
+from grpc import aio
+
+from specray.errors import DeadlineExceededError
+from specray.rpc.channel import ChannelOptions, bind, parse_address
+from specray.rpc.codec.inference import (
+    decode_generate_request,
+    encode_generate_event,
+    encode_service_info,
+)
+from specray.rpc.health import Health
+from specray.rpc.inference.types import (
+    Admitter,
+    GenerateEvent,
+    GenerateParams,
+    InferenceHandler,
+    Refused,
+    Usage,
+)
+from specray.rpc.status import status_of
+
+__all__ = ["Admitter", "GenerateEvent", "GenerateParams", "InferenceHandler", "InferenceServer", "Usage"]
+
+INFERENCE_SERVICE: Final = "specray.v1.InferenceService"
+WRITE_TIMEOUT_S: Final = 30.0
+"""For a client to take a message, as long as over HTTP. gRPC waits without limit for one that is there and
+does not read, and a call need not have a deadline: its request would keep its place for ever.
+"""
+
+ResultT = TypeVar("ResultT")
+Context = aio.ServicerContext[Any, Any]
+
+
+class InferenceServer:
+    """Serves a handler over gRPC, with the standard health service beside it.
+
+    ``start`` and ``stop`` run on the event loop that is to carry the connections, and the handler.
+    """
+
+    def __init__(
+        self,
+        handler: InferenceHandler,
+        address: str,
+        *,
+        options: ChannelOptions | None = None,
+        admit: Admitter | None = None,
+        on_refused: Refused | None = None,
+    ) -> None:
+        """``admit`` names the handler of each call by its ``authorization`` metadata; default: ``handler``.
+        ``on_refused`` is told of calls without a key that is known here, and of messages that are none.
+
+        ``options.max_receive_bytes`` bounds a request: a larger one gets RESOURCE_EXHAUSTED.
+
+        Raises:
+            ConfigError: the address is no address.
+        """
+        self._admit = admit or (lambda _: handler)
+        self._on_refused = on_refused or (lambda _, __: None)
+        self._address = parse_address(address)
+        self._options = options or ChannelOptions()
+        self._health = Health(INFERENCE_SERVICE)
+        self._server: aio.Server | None = None
+
+    @property
+    def address(self) -> str:
+        """Where the server listens; after ``start`` with the real port."""
+        return self._address.target
+
+    async def start(self, *, is_ready: bool = True) -> str:
+        """Listens and answers; returns the address. ``is_ready`` is the first word of the health service.
+
+        Raises:
+            ConfigError: the address is in use, not writable, or not of this machine.
+        """
+        server = aio.server(options=self._options.for_server(), compression=grpc.Compression.NoCompression)
+        await self._health.attach(server)
+        server.add_generic_rpc_handlers((self._handlers(),))
+        self._address = bind(server, self._address, self._options)
+        self._server = server
+        await server.start()
+        await self._health.set_serving(is_ready)
+        return self.address
+
+    async def set_ready(self, is_ready: bool) -> None:
+        """What the health service answers, for a handler that knows more than that the port is open."""
+        await self._health.set_serving(is_ready)
+
+    async def stop(self, grace_s: float = 5.0) -> None:
+        """NOT_SERVING first; requests in hand may end within ``grace_s`` seconds; idempotent."""
+        server, self._server = self._server, None
+        if server is None:
+            return
+        await self._health.stop()
+        await server.stop(grace_s)
+
+    def _handlers(self) -> grpc.GenericRpcHandler:
+        # No (de)serialisers: messages stay bytes, so that broken ones are ours to answer.
+        return grpc.method_handlers_generic_handler(
+            INFERENCE_SERVICE,
+            {
+                "Generate": grpc.unary_stream_rpc_method_handler(self._serve_generate),
+                "Info": grpc.unary_unary_rpc_method_handler(self._serve_info),
+            },
+        )
+
+    async def _serve_generate(self, data: bytes, context: Context) -> None:
+        async def work() -> None:
+            with self._refusing("Generate"):
+                handler = self._admit(_metadata(context, "authorization"))
+                params = replace(
+                    decode_generate_request(data),
+                    timeout_s=context.time_remaining(),
+                    traceparent="".join(_metadata(context, "traceparent")[:1]),
+                    client_request_id="".join(_metadata(context, "x-request-id")[:1]),
+                )
+            await _pump(handler, params, context.write)
+
+        await _answer(context, work())
+
+    async def _serve_info(self, _: bytes, context: Context) -> bytes:
+        async def work() -> bytes:
+            with self._refusing("Info"):
+                handler = self._admit(_metadata(context, "authorization"))
+            return encode_service_info(await handler.info())
+
+        return await _answer(context, work())
+
+    @contextmanager
+    def _refusing(self, method: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._on_refused(method, error)
+            raise
+
+
+def _metadata(context: Context, wanted: str) -> list[str]:
+    return [str(value) for name, value in context.invocation_metadata() or () if name == wanted]
+
+
+async def _pump(
+    handler: InferenceHandler, params: GenerateParams, write: Callable[[bytes], Awaitable[None]]
+) -> None:
+    events = handler.generate(params)
+    try:
+        async for event in events:
+            await _in_time(write(encode_generate_event(event)))
+    finally:
+        # Only generators have it; closing here, not at garbage collection, ends the work of a lost client.
+        if isinstance(events, AsyncGenerator):
+            await events.aclose()
+
+
+async def _in_time(writing: Awaitable[None]) -> None:
+    """Waits until a message is taken.
+
+    Raises:
+        DeadlineExceededError: it takes too long. A client that reads after all gets this behind the messages.
+    """
+    try:
+        async with asyncio.timeout(WRITE_TIMEOUT_S):
+            await writing
+    except TimeoutError:
+        raise DeadlineExceededError(f"the client took nothing for {WRITE_TIMEOUT_S:g} s") from None
+
+
+async def _answer(context: Context, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    try:
+        return await work
+    except Exception as error:
+        status = status_of(error)
+        await context.abort(status.code, status.details, status.metadata)

@@ -1,0 +1,1 @@
+"""The server of one engine: streams in front, the engine behind."""

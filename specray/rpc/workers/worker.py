@@ -1,0 +1,195 @@
+"""An engine with its server on a thread of their own: inside an actor, or as a process."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+from specray.errors import EngineLostError
+from specray.interfaces import DraftEngine, TargetEngine
+from specray.rpc.channel import ChannelOptions
+from specray.rpc.loop_thread import LoopThread, NoAnswerError
+from specray.rpc.role import RoleName
+from specray.rpc.workers.server import EngineServer, draft_server, target_server
+from specray.types import EngineInfo
+
+logger = logging.getLogger(__name__)
+
+BROKEN_POLL_S = 0.2
+STOP_TIMEOUT_S = 5.0
+
+EngineFactory = Callable[[], DraftEngine] | Callable[[], TargetEngine]
+
+
+def engine_server(
+    engine_factory: EngineFactory,
+    *,
+    role: RoleName,
+    address: str,
+    options: ChannelOptions | None = None,
+    max_pending: int = 256,
+) -> EngineServer[Any, Any, Any]:
+    """The server for an engine of the given role. Raises ConfigError for a wrong address."""
+    if role == "draft":
+        make_draft = cast(Callable[[], DraftEngine], engine_factory)
+        return draft_server(make_draft, address, options=options, max_pending=max_pending)
+    make_target = cast(Callable[[], TargetEngine], engine_factory)
+    return target_server(make_target, address, options=options, max_pending=max_pending)
+
+
+def serve_engine(
+    engine_factory: EngineFactory,
+    *,
+    role: RoleName,
+    address: str,
+    start_timeout_s: float = 600.0,
+    grace_s: float = 5.0,
+    on_ready: Callable[[str], None] | None = None,
+    options: ChannelOptions | None = None,
+) -> None:
+    """Serves an engine in this process, called on its main thread, until SIGINT or SIGTERM.
+
+    Args:
+        engine_factory: called once, on the server's thread; everything of the engine happens there.
+        address: ``unix:/path`` or ``host:port``; port 0 takes a free one.
+        grace_s: at the end, requests in hand are answered for at most so many seconds.
+        on_ready: called with the real address once the server answers; default: prints it.
+
+    Raises:
+        ConfigError: the address is wrong, in use or not writable; or what the factory raises.
+        EngineLostError: the engine broke or was not loaded in time.
+    """
+    server = EngineServerThread(engine_factory, role=role, address=address, options=options)
+    with _interrupted_by(signal.SIGINT, signal.SIGTERM), contextlib.suppress(KeyboardInterrupt):
+        try:
+            (on_ready or _printer(role))(server.start(timeout_s=start_timeout_s))
+            raise server.wait_broken()
+        finally:
+            server.stop(grace_s=grace_s)
+
+
+@contextmanager
+def _interrupted_by(*numbers: signal.Signals) -> Iterator[None]:
+    """Inside, the signals raise KeyboardInterrupt on the main thread, wherever it waits."""
+    handlers = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _printer(role: RoleName) -> Callable[[str], None]:
+    return lambda address: print(f"specray {role} worker listens on {address}", flush=True)
+
+
+class EngineServerThread:
+    """An engine server with its engine, on one thread of their own.
+
+    Methods are called from any other thread and block for at most their time-outs.
+    """
+
+    def __init__(
+        self,
+        engine_factory: EngineFactory,
+        *,
+        role: RoleName,
+        address: str,
+        options: ChannelOptions | None = None,
+        max_pending: int = 256,
+    ) -> None:
+        """Raises ConfigError for a wrong address; nothing runs before ``start``."""
+        self._server = engine_server(
+            engine_factory, role=role, address=address, options=options, max_pending=max_pending
+        )
+        self._role = role
+        self._loop_thread: LoopThread | None = None
+
+    @property
+    def address(self) -> str:
+        """Where the server listens; after ``start`` with the real port."""
+        return self._server.address
+
+    @property
+    def is_alive(self) -> bool:
+        """True while the server runs and its engine is not broken; costs nothing."""
+        return self._loop_thread is not None and self._loop_thread.is_alive and self._server.is_serving
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """What the server says of itself and its engine now; None while there is none."""
+        return self._server.info
+
+    @property
+    def num_routers(self) -> int:
+        """Streams that are open now."""
+        return self._server.num_routers
+
+    @property
+    def busy_share(self) -> float:
+        """Of the last seconds, how much the engine spent computing: 0..1."""
+        busy = self._server.busy
+        return 0.0 if busy is None else busy.share
+
+    @property
+    def call_s(self) -> float:
+        """How long the engine call in progress has lasted; 0 without one."""
+        busy = self._server.busy
+        return 0.0 if busy is None else busy.call_s
+
+    def start(self, *, timeout_s: float = 600.0) -> str:
+        """Loads the engine and listens; returns the address, with the real port.
+
+        Raises:
+            ConfigError: the address is in use or not writable; or what the engine's factory raises.
+            EngineLostError: the engine was not loaded within ``timeout_s`` seconds.
+        """
+        self._loop_thread = LoopThread(f"specray-{self._role}-engine")
+        try:
+            return self._loop_thread.run(self._server.start(), timeout_s=timeout_s)
+        except BaseException as error:
+            # The thread may still load; it ends once it has.
+            self._loop_thread.stop(timeout_s=0.0)
+            self._loop_thread = None
+            if isinstance(error, NoAnswerError):
+                reason = f"the {self._role} was not loaded within {timeout_s:g} s"
+                raise EngineLostError(reason) from None
+            raise
+
+    def check(self, *, timeout_s: float) -> None:
+        """Runs the engine's real step. Raises EngineLostError when it fails or needs longer."""
+        if self._loop_thread is None:
+            raise EngineLostError(f"the {self._role} server does not run")
+        try:
+            self._loop_thread.run(self._server.check(), timeout_s=timeout_s)
+        except NoAnswerError:
+            reason = f"the {self._role} engine did not end a step within {timeout_s:g} s"
+            raise EngineLostError(reason) from None
+
+    def wait_broken(self) -> EngineLostError:
+        """Returns why the engine can work no longer, once it cannot."""
+        while self.is_alive:
+            time.sleep(BROKEN_POLL_S)
+        return self._server.failure or EngineLostError(f"the {self._role} server does not run")
+
+    def stop(self, *, grace_s: float = 5.0, drain_s: float = 0.0) -> None:
+        """Answers what is in hand for at most ``grace_s`` seconds, then ends; idempotent.
+
+        A draft's routers are served for up to ``drain_s`` seconds more while they look for another draft.
+        An engine that hangs in a call is left behind with its thread.
+        """
+        thread, self._loop_thread = self._loop_thread, None
+        if thread is None:
+            return
+        try:
+            stopping = self._server.stop(grace_s, drain_s=drain_s)
+            thread.run(stopping, timeout_s=drain_s + 2 * grace_s + STOP_TIMEOUT_S)
+        except NoAnswerError as error:
+            logger.error("%s", error)
+        finally:
+            thread.stop(timeout_s=STOP_TIMEOUT_S)

@@ -1,0 +1,1 @@
+"""Refusals at the ingress: keys, limits, and answers that need no router."""

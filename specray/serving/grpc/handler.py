@@ -1,0 +1,214 @@
+"""The public gRPC service's handler: the same checks and the same router as the HTTP ingress."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+
+from specray.config import Config
+from specray.errors import InvalidRequestError
+from specray.interfaces import RouterClient
+from specray.requests import GenerateRequest, ServiceInfo
+from specray.rpc.inference.server import Admitter, GenerateEvent, GenerateParams, InferenceServer, Usage
+from specray.rpc.status import status_of
+from specray.serving.admission.auth import Caller, Keyring, stream_for
+from specray.serving.admission.refusals import refusing
+from specray.serving.generation import Delta, close
+from specray.serving.http.openai_api import DEADLINE_MARGIN_S
+from specray.serving.http.schemas import DEFAULT_MAX_TOKENS
+from specray.serving.limits import ServiceLimits
+from specray.serving.observe import CallObserver, CallRecord
+from specray.serving.prompts import Prompt, encode_prompts
+from specray.serving.readiness import watch_ready
+from specray.serving.validation import (
+    RANGES,
+    GenerationOptions,
+    check_model,
+    check_options,
+    to_generate_requests,
+)
+from specray.tokenization import Tokenizer
+
+_LEAST_TIMEOUT_S = 0.001
+
+
+class GrpcIngress:
+    """rpc.inference.InferenceHandler in front of a RouterClient, for one caller; by default for anybody."""
+
+    def __init__(
+        self,
+        *,
+        client: RouterClient,
+        tokenizer: Tokenizer,
+        config: Config,
+        caller: Caller | None = None,
+        observer: CallObserver | None = None,
+    ) -> None:
+        self._observer = observer or CallObserver(config.logging)
+        self._caller = caller or Caller()
+        self._client = refusing(client, config)
+        self._tokenizer = tokenizer
+        self._limits = ServiceLimits(client, tokenizer, config)
+        self._model_name = config.model_name
+        self._timeout_s = config.router.request_timeout_s + DEADLINE_MARGIN_S
+
+    def admitter(self, keyring: Keyring) -> Admitter:
+        """What tells the server by a call's metadata who handles it: this handler, in the caller's name."""
+
+        def admit(authorization: Sequence[str]) -> GrpcIngress:
+            handler = copy.copy(self)
+            handler._caller = keyring.identify(authorization)
+            return handler
+
+        return admit
+
+    async def generate(self, params: GenerateParams) -> AsyncGenerator[GenerateEvent, None]:
+        """See rpc.inference.InferenceHandler."""
+        record = self._observer.begin(
+            "grpc",
+            "Generate",
+            client_request_id=params.client_request_id,
+            traceparent=params.traceparent,
+        )
+        events = self._generate(params, record)
+        with self._observed(record):
+            try:
+                async for event in events:
+                    yield event
+            finally:
+                await events.aclose()
+
+    async def _generate(
+        self, params: GenerateParams, record: CallRecord
+    ) -> AsyncGenerator[GenerateEvent, None]:
+        request = await self._request(params)
+        tenant = self._caller.tenant_of(request)
+        requests = record.describe(request.request_id, [request], tenant=tenant, is_stream=True)
+        deltas = stream_for(self._caller, self._client, requests, self._tokenizer, timeout_s=self._timeout_s)
+        try:
+            async for delta in deltas:
+                record.observe(delta)
+                yield _event(request, delta, record.num_output_tokens)
+        finally:
+            await close(deltas)
+
+    async def info(self) -> ServiceInfo:
+        """See rpc.inference.InferenceHandler."""
+        with self._observed(self._observer.begin("grpc", "Info", is_traced=False)):
+            return dataclasses.replace(await self._limits.info(), model=self._model_name)
+
+    def refused(self, method: str, error: Exception) -> None:
+        """See rpc.inference_types.Refused."""
+        record = self._observer.begin("grpc", method, is_traced=False)
+        record.failed(error)
+        self._observer.end(record, status_of(error, logs=False).code.name)
+
+    @contextmanager
+    def _observed(self, record: CallRecord) -> Iterator[None]:
+        code = "CANCELLED"
+        try:
+            yield
+            code = "OK"
+        except Exception as error:
+            record.failed(error)
+            code = status_of(error, logs=False).code.name
+            raise
+        finally:
+            self._observer.end(record, code)
+
+    async def _request(self, params: GenerateParams) -> GenerateRequest:
+        limits = await self._limits.get()
+        check_model(params.model, limits)
+        options = _options(params)
+        check_options(options, limits)
+        self._client.room.check(*self._caller.standing(options.tenant, options.priority or 0))
+        prompts = await encode_prompts([_prompt(params)], self._tokenizer)
+        (request,) = to_generate_requests(
+            prompts, options, limits=limits, request_id=f"grpc-{uuid.uuid4().hex}"
+        )
+        return request
+
+
+@asynccontextmanager
+async def served(server: InferenceServer, client: RouterClient, *, grace_s: float) -> AsyncIterator[None]:
+    """Serves for the length of the block, and then ``grace_s`` seconds longer what is under way.
+
+    The health service says what /ready says, and NOT_SERVING as soon as the block has ended.
+
+    Raises ConfigError as ``InferenceServer.start``.
+    """
+    await server.start(is_ready=False)
+    watch = asyncio.create_task(watch_ready(client, server.set_ready))
+    try:
+        yield
+    finally:
+        watch.cancel()
+        await server.stop(grace_s)
+
+
+def _prompt(params: GenerateParams) -> Prompt:
+    if params.token_ids is not None:
+        return params.token_ids
+    if not params.text:
+        raise InvalidRequestError("text is empty; allowed: at least one character", field="text")
+    return params.text
+
+
+def _within_range(timeout_s: float) -> float:
+    """A deadline is never wrong: one that is over ends the call at once, one far away means nothing."""
+    return min(max(timeout_s, _LEAST_TIMEOUT_S), RANGES["timeout_s"].high)
+
+
+def _options(params: GenerateParams) -> GenerationOptions:
+    return GenerationOptions(
+        max_tokens=params.max_tokens,
+        default_max_tokens=DEFAULT_MAX_TOKENS,
+        min_tokens=params.min_tokens,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=params.logit_bias,
+        seed=params.seed,
+        stop=params.stop,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+        num_logprobs=params.logprobs,
+        is_speculation_enabled=params.speculation_enabled,
+        num_speculative_tokens=params.num_speculative_tokens,
+        verification=params.verification,
+        draft=params.draft,
+        tenant=params.tenant,
+        priority=params.priority,
+        timeout_s=None if params.timeout_s is None else _within_range(params.timeout_s),
+        names={
+            "prompt": "tokens" if params.token_ids is not None else "text",
+            "num_speculative_tokens": "speculation.num_speculative_tokens",
+            "draft": "speculation.draft",
+            "tenant": "speculation.tenant",
+        },
+    )
+
+
+def _event(request: GenerateRequest, delta: Delta, num_output_tokens: int) -> GenerateEvent:
+    is_last = delta.finish_reason is not None
+    return GenerateEvent(
+        request_id=request.request_id,
+        text=delta.text,
+        token_ids=delta.token_ids,
+        logprobs=delta.logprobs,
+        finish_reason=delta.finish_reason,
+        usage=_usage(request, delta, num_output_tokens) if is_last else None,
+        speculation=delta.stats if is_last else None,
+    )
+
+
+def _usage(request: GenerateRequest, delta: Delta, num_output_tokens: int) -> Usage:
+    return Usage(len(request.prompt_token_ids), num_output_tokens, delta.num_cached_tokens)

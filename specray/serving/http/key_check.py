@@ -1,0 +1,52 @@
+"""The HTTP side of API keys: nothing but the open paths is reached without one."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from specray.errors import UnauthenticatedError
+from specray.serving.admission.auth import Caller, Keyring
+from specray.serving.http.observe import record_of
+from specray.serving.http.problems import HttpError, problem_response
+
+_CALLER = "specray.caller"
+
+
+class KeyMiddleware:
+    """Names the caller of every request, or answers 401 before anything of the request is looked at."""
+
+    def __init__(self, app: ASGIApp, keyring: Keyring) -> None:
+        self._app = app
+        self._keyring = keyring
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope)
+        try:
+            scope[_CALLER] = (
+                None
+                if self._keyring.is_open(scope["path"].removeprefix(scope.get("root_path", "")))
+                else self._keyring.identify(request.headers.getlist("authorization"))
+            )
+        except UnauthenticatedError as error:
+            record_of(request).failed(error)
+            await problem_response(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def caller_of(request: Request) -> Caller:
+    """Who sent a request that the middleware has let through."""
+    caller: Caller | None = request.scope[_CALLER]
+    return caller or Caller()
+
+
+def check_observer(request: Request) -> None:
+    """Raises HttpError 403 for a key that may not see what the service does for others."""
+    if not caller_of(request).can_observe:
+        raise HttpError(
+            403, f"this key may not read {request.url.path}; needed: can_observe", code="not_allowed"
+        )

@@ -1,0 +1,204 @@
+"""The two OpenAI endpoints: from a decoded body to a call that can be answered whole or as a stream."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+from specray.config import Config
+from specray.interfaces import RouterClient
+from specray.requests import GenerateRequest
+from specray.serving.admission.auth import Caller, complete_for, stream_for
+from specray.serving.admission.refusals import refusing
+from specray.serving.generation import Delta, close
+from specray.serving.http.problems import problem_event
+from specray.serving.http.responses import ChatFormat, CompletionFormat, Header, Json, ResponseFormat, Totals
+from specray.serving.http.schemas import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    SamplingFields,
+    parse_request,
+)
+from specray.serving.limits import ServiceLimits
+from specray.serving.observe import CallRecord
+from specray.serving.prompts import Prompt, encode_chat, encode_prompts
+from specray.serving.validation import Limits, check_model, check_options, to_generate_requests
+from specray.tokenization import Tokenizer
+
+DEADLINE_MARGIN_S = 15.0
+"""The router keeps a request's deadline; the ingress gives up this much later, if the router is silent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One checked call: what to generate, and how to write it."""
+
+    response_id: str
+    caller: Caller
+    record: CallRecord
+    requests: list[GenerateRequest]
+    format: ResponseFormat
+    num_prompt_tokens: int
+    num_choices: int
+    """For each prompt."""
+    is_stream: bool
+    includes_usage: bool
+    repeats_usage: bool
+    includes_metrics: bool
+
+
+class OpenAiApi:
+    """Checks, runs and writes the calls of both endpoints.
+
+    Args:
+        now: seconds since 1970, for ``created``.
+    """
+
+    def __init__(
+        self,
+        *,
+        client: RouterClient,
+        tokenizer: Tokenizer,
+        config: Config,
+        limits: ServiceLimits,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._client = refusing(client, config)
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._now = now
+        self._timeout_s = config.router.request_timeout_s + DEADLINE_MARGIN_S
+
+    async def completion_call(self, values: object, caller: Caller, record: CallRecord) -> Call:
+        """The call of a /v1/completions body. Raises InvalidRequestError, EngineLostError."""
+        body = parse_request(CompletionRequest, values)
+        limits = await self._checked_limits(body, caller)
+        prompts = body.prompts()
+        encoded = await encode_prompts(prompts, self._tokenizer)
+        num_choices = body.n or 1
+        echoes = [self._echo(prompt) if body.echo else "" for prompt in prompts for _ in range(num_choices)]
+        header = self._header("cmpl", limits)
+        response_format = CompletionFormat(header, self._tokenizer, echoes)
+        return self._call(body, encoded, limits, header, response_format, caller, record)
+
+    async def chat_call(self, values: object, caller: Caller, record: CallRecord) -> Call:
+        """The call of a /v1/chat/completions body. Raises InvalidRequestError, EngineLostError."""
+        body = parse_request(ChatCompletionRequest, values)
+        limits = await self._checked_limits(body, caller)
+        encoded = [await encode_chat(body.chat(), self._tokenizer)]
+        header = self._header("chatcmpl", limits)
+        chat_format = ChatFormat(header, self._tokenizer)
+        return self._call(body, encoded, limits, header, chat_format, caller, record)
+
+    async def answer(self, call: Call) -> Json:
+        """The whole response. Raises what the router raises."""
+        outputs = await complete_for(
+            call.caller, self._client, call.requests, self._tokenizer, timeout_s=self._timeout_s
+        )
+        totals = Totals(call.num_prompt_tokens, call.num_choices)
+        for output in outputs:
+            totals.add(output)
+            call.record.observe(output)
+        body = call.format.body(outputs, totals)
+        return {**body, "metrics": totals.metrics()} if call.includes_metrics else body
+
+    def deltas(self, call: Call) -> AsyncIterator[Delta]:
+        """What the call's events will tell. Raises what the router raises."""
+        return stream_for(
+            call.caller, self._client, call.requests, self._tokenizer, timeout_s=self._timeout_s
+        )
+
+    async def events(self, call: Call, first: Delta, rest: AsyncIterator[Delta]) -> AsyncIterator[bytes]:
+        """The response as server-sent events.
+
+        The first delta is awaited by the caller, before the headers leave, so that a call that fails at once
+        gets a status of its own. What fails later becomes an event.
+        """
+        totals = Totals(call.num_prompt_tokens, call.num_choices)
+        try:
+            for opening in call.format.opening(len(call.requests)):
+                yield _event(_with_usage(call, opening, totals))
+            yield self._delta_event(call, totals, first)
+            async for delta in rest:
+                yield self._delta_event(call, totals, delta)
+            summary = _summary(call, totals)
+            if summary is not None:
+                yield _event(summary)
+        except Exception as error:
+            call.record.failed(error)
+            yield problem_event(error, request_id=call.response_id)
+        finally:
+            await close(rest)
+        yield b"data: [DONE]\n\n"
+
+    def _delta_event(self, call: Call, totals: Totals, delta: Delta) -> bytes:
+        totals.add(delta)
+        call.record.observe(delta)
+        return _event(_with_usage(call, call.format.event(delta), totals)) if delta.is_visible else b""
+
+    async def _checked_limits(self, body: SamplingFields, caller: Caller) -> Limits:
+        limits = await self._limits.get()
+        check_model(body.model, limits)
+        # Before the prompt is tokenised: what is wrong, or cannot be served now, costs nothing.
+        options = body.options()
+        check_options(options, limits)
+        self._client.room.check(*caller.standing(options.tenant, options.priority or 0))
+        return limits
+
+    def _call(
+        self,
+        body: SamplingFields,
+        prompts: Sequence[tuple[int, ...]],
+        limits: Limits,
+        header: Header,
+        response_format: ResponseFormat,
+        caller: Caller,
+        record: CallRecord,
+    ) -> Call:
+        response_id = header.response_id
+        requests = to_generate_requests(prompts, body.options(), limits=limits, request_id=response_id)
+        tenant, is_stream = caller.tenant_of(requests[0]), bool(body.stream)
+        return Call(
+            response_id=response_id,
+            caller=caller,
+            record=record,
+            requests=record.describe(response_id, requests, tenant=tenant, is_stream=is_stream),
+            format=response_format,
+            num_prompt_tokens=sum(len(token_ids) for token_ids in prompts),
+            num_choices=body.n or 1,
+            is_stream=is_stream,
+            includes_usage=body.includes_usage,
+            repeats_usage=body.repeats_usage,
+            includes_metrics=bool(body.return_speculation_metrics),
+        )
+
+    def _header(self, prefix: str, limits: Limits) -> Header:
+        return Header(f"{prefix}-{uuid.uuid4().hex}", int(self._now()), limits.model_name)
+
+    def _echo(self, prompt: Prompt) -> str:
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+
+
+def _with_usage(call: Call, event: Json, totals: Totals) -> Json:
+    """Where usage comes last, the events before tell what it is so far, or that they have none."""
+    if not call.includes_usage:
+        return event
+    return {**event, "usage": totals.usage_so_far() if call.repeats_usage else None}
+
+
+def _summary(call: Call, totals: Totals) -> Json | None:
+    if not call.includes_usage and not call.includes_metrics:
+        return None
+    summary = call.format.summary()
+    if call.includes_usage:
+        summary["usage"] = totals.usage()
+    if call.includes_metrics:
+        summary["metrics"] = totals.metrics()
+    return summary
+
+
+def _event(values: Json) -> bytes:
+    return b"data: " + json.dumps(values, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

@@ -1,0 +1,314 @@
+"""The request bodies of the OpenAI completions and chat completions APIs, with vLLM's additional fields.
+
+pydantic checks types here, without coercion; ranges are checked in ``validation``.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from enum import StrEnum
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from specray.errors import InvalidRequestError
+from specray.serving.http.extras import check_extras
+from specray.serving.prompts import Prompt, parse_prompt
+from specray.serving.validation import RANGES, GenerationOptions, out_of_range, shown
+from specray.tokenization import ChatMessage
+from specray.types import DraftKind, Verification
+
+DEFAULT_MAX_TOKENS = 16
+"""Of the completions API; a chat may use the rest of the context."""
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow", protected_namespaces=())
+
+
+class SpeculationFields(_Fields):
+    """What this request wants of speculation; absent fields leave the choice to the service."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    enabled: bool | None = None
+    num_speculative_tokens: int | None = None
+    verification: str | None = None
+    draft: str | None = None
+    tenant: str | None = None
+    """Whose past outputs a suffix draft may use, where the service keeps them."""
+
+
+class StreamOptions(_Fields):
+    """``include_usage``: a last event tells the token counts; ``continuous_usage_stats``: each event does."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """vLLM's; counts only with ``include_usage``, as there."""
+    include_obfuscation: bool | None = None
+    """Accepted; nothing is padded here."""
+
+
+class SamplingFields(_Fields):
+    """What both APIs have in common."""
+
+    model: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: Any = None
+    stop_token_ids: list[int] | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    priority: int | None = None
+    """Lower is served earlier; default 0. As in vLLM."""
+    timeout_s: float | None = None
+    """Seconds that the whole answer may take, waiting included."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    speculation: SpeculationFields | None = None
+    return_speculation_metrics: bool | None = None
+
+    # What a default leaves to the length of the prompt: None means all that is left.
+    default_max_tokens: ClassVar[int | None] = None
+
+    # Names of fields in this API, where validation has another.
+    field_names: ClassVar[dict[str, str]] = {}
+
+    @property
+    @abstractmethod
+    def num_logprobs(self) -> int | None:
+        """Likeliest tokens to tell per position; None: no logprobs."""
+
+    def max_tokens_field(self) -> tuple[str, int | None]:
+        """The field that bounds the output, and its value."""
+        return "max_tokens", self.max_tokens
+
+    @property
+    def includes_usage(self) -> bool:
+        """A stream ends with its token counts."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def repeats_usage(self) -> bool:
+        """Every event of a stream tells the token counts so far."""
+        options = self.stream_options
+        return self.includes_usage and options is not None and bool(options.continuous_usage_stats)
+
+    def options(self) -> GenerationOptions:
+        """The request without its prompt. Raises InvalidRequestError for what has no place in it."""
+        check_extras(self.model_extra or {}, n=self.n or 1)
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError(
+                "stream_options is set without stream; allowed: only with stream true", field="stream_options"
+            )
+        speculation = self.speculation or SpeculationFields()
+        max_tokens_name, max_tokens = self.max_tokens_field()
+        return GenerationOptions(
+            max_tokens=max_tokens,
+            default_max_tokens=self.default_max_tokens,
+            min_tokens=self.min_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=_logit_bias(self.logit_bias or {}),
+            seed=self.seed,
+            stop=_stop(self.stop),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            n=self.n,
+            num_logprobs=self.num_logprobs,
+            is_speculation_enabled=speculation.enabled,
+            num_speculative_tokens=speculation.num_speculative_tokens,
+            verification=_one_of(Verification, "speculation.verification", speculation.verification),
+            draft=_one_of(DraftKind, "speculation.draft", speculation.draft),
+            tenant=speculation.tenant or "",
+            priority=self.priority,
+            timeout_s=self.timeout_s,
+            names={
+                "num_speculative_tokens": "speculation.num_speculative_tokens",
+                "draft": "speculation.draft",
+                "tenant": "speculation.tenant",
+                "max_tokens": max_tokens_name,
+                **self.field_names,
+            },
+        )
+
+
+class CompletionRequest(SamplingFields):
+    """The body of /v1/completions."""
+
+    default_max_tokens: ClassVar[int | None] = DEFAULT_MAX_TOKENS
+
+    prompt: Any = None
+    logprobs: int | None = None
+    echo: bool | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def prompts(self) -> list[Prompt]:
+        """The prompts as text or token ids. Raises InvalidRequestError for anything else."""
+        if self.prompt is None:
+            raise InvalidRequestError("prompt is missing; allowed: text or token ids", field="prompt")
+        return parse_prompt(self.prompt)
+
+    def options(self) -> GenerationOptions:
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequestError(
+                "echo is set together with logprobs; logprobs of the prompt are not supported", field="echo"
+            )
+        return super().options()
+
+
+class MessageFields(_Fields):
+    """One message of a chat."""
+
+    role: str
+    content: Any = None
+    name: str | None = None
+
+
+class ChatCompletionRequest(SamplingFields):
+    """The body of /v1/chat/completions."""
+
+    field_names: ClassVar[dict[str, str]] = {"prompt": "messages", "logprobs": "top_logprobs"}
+
+    messages: list[MessageFields]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def chat(self) -> list[ChatMessage]:
+        """The conversation. Raises InvalidRequestError for parts that are not text."""
+        if not self.messages:
+            raise InvalidRequestError("messages is empty; allowed: at least one message", field="messages")
+        return [_message(index, message) for index, message in enumerate(self.messages)]
+
+    def options(self) -> GenerationOptions:
+        if self.top_logprobs is not None:
+            RANGES["top_logprobs"].check("top_logprobs", self.top_logprobs)
+            if not self.logprobs:
+                raise InvalidRequestError(
+                    "top_logprobs is set without logprobs; allowed: only with logprobs true",
+                    field="top_logprobs",
+                )
+        return super().options()
+
+    def max_tokens_field(self) -> tuple[str, int | None]:
+        if self.max_completion_tokens is None:
+            return "max_tokens", self.max_tokens
+        if self.max_tokens not in (None, self.max_completion_tokens):
+            raise InvalidRequestError(
+                "max_tokens and max_completion_tokens differ; allowed: one of them", field="max_tokens"
+            )
+        return "max_completion_tokens", self.max_completion_tokens
+
+
+RequestT = TypeVar("RequestT", bound=BaseModel)
+ChoiceT = TypeVar("ChoiceT", bound=StrEnum)
+
+
+def parse_request(schema: type[RequestT], values: object) -> RequestT:
+    """Checks the types of a decoded JSON body.
+
+    Raises:
+        InvalidRequestError: names the first wrong field, its value and what is allowed.
+    """
+    if not isinstance(values, dict):
+        raise InvalidRequestError(f"the body is {shown(values)}; allowed: a JSON object")
+    try:
+        return schema.model_validate(values)
+    except ValidationError as error:
+        raise _first_problem(error) from None
+
+
+def _first_problem(error: ValidationError) -> InvalidRequestError:
+    problem = error.errors(include_url=False, include_context=False)[0]
+    path = _path(problem["loc"])
+    if problem["type"] == "missing":
+        return InvalidRequestError(f"{path} is missing", field=path)
+    if problem["type"] == "extra_forbidden":
+        return InvalidRequestError(f"{path} is not a field of this API", field=path)
+    allowed = problem["msg"].removeprefix("Input should be ")
+    limits = RANGES.get(str(problem["loc"][-1]))
+    return InvalidRequestError(
+        f"{path} is {shown(problem['input'])}; allowed: {allowed}" + (f" in {limits}" if limits else ""),
+        field=path,
+    )
+
+
+def _path(parts: tuple[int | str, ...]) -> str:
+    """As OpenAI writes it: ``messages[0].role``."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
+    return text.removeprefix(".")[:100]
+
+
+def _stop(value: object) -> tuple[str, ...]:
+    entries = [value] if isinstance(value, str) else value
+    if entries is None:
+        return ()
+    if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+        raise out_of_range("stop", value, "a string or a list of strings")
+    return tuple(entries)
+
+
+def _logit_bias(entries: dict[str, float]) -> tuple[tuple[int, float], ...]:
+    for key in entries:
+        # Digits only: int() would also take signs, spaces, underscores and digits of other scripts.
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise out_of_range("logit_bias", key, "token ids written in digits", what="a key of logit_bias")
+    return tuple((int(key), bias) for key, bias in entries.items())
+
+
+def _one_of(choices: type[ChoiceT], field: str, value: str | None) -> ChoiceT | None:
+    if value is None:
+        return None
+    try:
+        return choices(value)
+    except ValueError:
+        raise out_of_range(field, value, " or ".join(sorted(choices))) from None
+
+
+def _message(index: int, message: MessageFields) -> ChatMessage:
+    where = f"messages[{index}]"
+    if message.role not in _ROLES:
+        raise out_of_range(f"{where}.role", message.role, ", ".join(_ROLES))
+    for name, value in (message.model_extra or {}).items():
+        # What is empty asks for nothing: clients send back an answer's message with all its fields.
+        if value not in (None, "", [], {}):
+            raise InvalidRequestError(f"{where}.{name[:60]} is not supported", field=f"{where}.{name[:60]}")
+    return ChatMessage(_ROLES[message.role], _content(f"{where}.content", message.content))
+
+
+def _content(where: str, content: object) -> str:
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else None
+    if not parts or not all(_is_text_part(part) for part in parts):
+        raise out_of_range(where, content, "a string or a list of parts of type text")
+    return "".join(part["text"] for part in parts)
+
+
+def _is_text_part(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)

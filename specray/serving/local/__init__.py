@@ -1,0 +1,1 @@
+"""A pair of engines on this machine without Ray."""

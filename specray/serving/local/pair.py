@@ -1,0 +1,196 @@
+"""A pair without Ray: both workers as child processes on unix sockets, the router in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import yaml
+
+from specray.config import Config, RpcConfig
+from specray.errors import ConfigError, EngineLostError
+from specray.interfaces import Drafter, StopMatcherFactory
+from specray.router import Router
+from specray.rpc.connections.drafter import GrpcDrafter
+from specray.rpc.connections.verifier import GrpcVerifier
+from specray.types import EngineInfo
+
+WORKER_COMMAND = (sys.executable, "-m", "specray.cli", "worker")
+CONNECT_TIMEOUT_S = 20.0
+_END_TIMEOUT_S = 10.0
+_MAX_ERROR_CHARS = 2000
+
+
+class PeerDrafterSource:
+    """interfaces.DrafterSource over one fixed address."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    async def lease(self) -> Drafter:
+        """See interfaces.DrafterSource."""
+        return await GrpcDrafter.connect(self._address, timeout_s=CONNECT_TIMEOUT_S)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPair:
+    """The addresses of a pair that runs on this machine."""
+
+    target: str
+    draft: str | None
+
+    def router(self, config: Config, stop_matchers: StopMatcherFactory | None = None) -> Router:
+        """A router over the pair, not started yet; several may share it."""
+
+        async def connect_target() -> GrpcVerifier:
+            return await GrpcVerifier.connect(self.target, timeout_s=CONNECT_TIMEOUT_S)
+
+        return Router(
+            connect_target,
+            None if self.draft is None else PeerDrafterSource(self.draft),
+            router=config.router,
+            speculation=config.speculation,
+            model=config.model_name,
+            stop_matchers=stop_matchers,
+            draft=config.draft.kind_in_use,
+        )
+
+    async def infos(self) -> tuple[EngineInfo, EngineInfo | None]:
+        """What target and draft say of themselves. Raises EngineLostError where one cannot be reached."""
+        verifier = await GrpcVerifier.connect(self.target, timeout_s=CONNECT_TIMEOUT_S)
+        await verifier.close()
+        if self.draft is None:
+            return verifier.info, None
+        drafter = await GrpcDrafter.connect(self.draft, timeout_s=CONNECT_TIMEOUT_S)
+        await drafter.close()
+        return verifier.info, drafter.info
+
+
+@dataclass(frozen=True, slots=True)
+class DraftHost:
+    """Where a draft runs that is not reached over a unix socket."""
+
+    address: str
+    """host:port, as the router reaches it and the draft listens on it."""
+    command: tuple[str, ...]
+    """What runs a command there as a child of this process; before that command."""
+
+
+@asynccontextmanager
+async def local_pair(
+    config: Config,
+    *,
+    worker_command: Sequence[str] = WORKER_COMMAND,
+    draft_host: DraftHost | None = None,
+) -> AsyncIterator[LocalPair]:
+    """Starts both workers for the length of the block, and ends every process that it started.
+
+    Args:
+        config: its engines; all ranks are on this machine.
+        worker_command: what starts a worker, before its role and options.
+        draft_host: of the draft; None: as the target, here. Whoever reaches its address uses the draft.
+
+    Raises:
+        ConfigError: a model or a setting is wrong.
+        EngineLostError: a worker did not start within start_timeout_s.
+    """
+    with tempfile.TemporaryDirectory(prefix="specray-") as name:
+        directory = Path(name)
+        config_path = directory / "config.yaml"
+        # Private sockets of one process and its children: nobody else is there to be kept out.
+        config = config.model_copy(update={"rpc": RpcConfig()})
+        config_path.write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
+        pair = LocalPair(f"unix:{directory / 'target'}.sock", None)
+        commands: dict[str, tuple[Sequence[str], str]] = {"target": (worker_command, pair.target)}
+        if config.draft.has_model:
+            host = draft_host or DraftHost(f"unix:{directory / 'draft'}.sock", ())
+            pair = replace(pair, draft=host.address)
+            commands["draft"] = ((*host.command, *worker_command), host.address)
+        async with contextlib.AsyncExitStack() as stack:
+            workers = [
+                await stack.enter_async_context(_worker(role, config_path, command, address))
+                for role, (command, address) in commands.items()
+            ]
+            timeout_s = config.router.start_timeout_s
+            await asyncio.gather(*(worker.wait_ready(timeout_s) for worker in workers))
+            yield pair
+
+
+@asynccontextmanager
+async def local_router(
+    config: Config,
+    *,
+    stop_matchers: StopMatcherFactory | None = None,
+    worker_command: Sequence[str] = WORKER_COMMAND,
+) -> AsyncIterator[Router]:
+    """Starts the pair and serves it for the length of the block; raises as ``local_pair``."""
+    async with local_pair(config, worker_command=worker_command) as pair:
+        router = pair.router(config, stop_matchers)
+        await router.start()
+        try:
+            yield router
+        finally:
+            await router.stop(drain=False)
+
+
+class _Worker:
+    def __init__(self, role: str, process: asyncio.subprocess.Process, log: Path) -> None:
+        self._role = role
+        self._process = process
+        self._log = log
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Returns once the worker has said where it listens; raises when it ended, or took too long."""
+        assert self._process.stdout is not None
+        try:
+            async with asyncio.timeout(timeout_s):
+                line = await self._process.stdout.readline()
+        except TimeoutError:
+            raise EngineLostError(f"the {self._role} worker did not start within {timeout_s:g} s") from None
+        if not line:
+            # What the worker says of itself is its last word on stderr.
+            text = self._log.read_text("utf-8", "replace").strip()[-_MAX_ERROR_CHARS:]
+            reason = text.removeprefix("specray: ") or "it ended without a word"
+            raise ConfigError(f"{self._role} worker: {reason}")
+
+    async def end(self) -> None:
+        """Asks it to end, and ends it when it does not."""
+        for stop in (self._process.terminate, self._process.kill):
+            with contextlib.suppress(ProcessLookupError, TimeoutError):
+                if self._process.returncode is None:
+                    stop()
+                async with asyncio.timeout(_END_TIMEOUT_S):
+                    await self._process.wait()
+                return
+
+
+@asynccontextmanager
+async def _worker(
+    role: str, config_path: Path, command: Sequence[str], address: str
+) -> AsyncIterator[_Worker]:
+    log = config_path.with_name(f"{role}.log")
+    with log.open("wb") as stderr:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            role,
+            f"--config={config_path}",
+            f"--listen={address}",
+            f"--parent-pid={os.getpid()}",
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=stderr,
+            # An interrupt at the terminal is ours to pass on, in order.
+            start_new_session=True,
+        )
+    worker = _Worker(role, process, log)
+    try:
+        yield worker
+    finally:
+        await worker.end()

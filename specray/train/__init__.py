@@ -1,0 +1,1 @@
+"""Training of drafts and targets, and larger checkpoints that compute the same function."""

@@ -1,0 +1,263 @@
+"""A bigger Llama checkpoint that computes the same function as a small one.
+
+Benchmarks get the cost of a big target with the acceptance of a real pair. What is added reads the
+residual stream with random weights and writes zeros to it, so the added dimensions of the stream stay
+zero. A root mean square over `D` dimensions of which `d` can be non-zero is `sqrt(d / D)` times the one
+over those `d`: norm weights shrink by that factor and epsilon by its square.
+"""
+
+import copy
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+
+from specray.errors import ConfigError
+from specray.train.shapes import to_dtype
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".safetensors.index.json")
+_MAX_VALUES = {
+    "hidden_size": 65_536,
+    "num_layers": 1_024,
+    "intermediate_size": 262_144,
+    "num_heads": 1_024,
+    "num_kv_heads": 1_024,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class InflatedShape:
+    """The dimensions to reach; the head dimension, vocabulary and positions stay those of the source."""
+
+    hidden_size: int
+    num_layers: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLayout:
+    """Where the old heads lie among the new ones.
+
+    `query_heads[i]` is the new place of old query head `i`; `kv_heads[j]` is the old head that new
+    key/value head `j` copies, or None where it is random.
+    """
+
+    query_heads: tuple[int, ...]
+    kv_heads: tuple[int | None, ...]
+
+
+def inflate_checkpoint(
+    source: Path, destination: Path, shape: InflatedShape, *, dtype: str | None = None, seed: int = 0
+) -> Path:
+    """Write at `destination` a checkpoint of `shape` with the logits of the Llama checkpoint `source`.
+
+    In float32 the logits agree to 1e-4. In a shorter `dtype` (default: the source's own) the scaled norm
+    weights are rounded once more, which is exact only where `hidden_size` grows by a power of four.
+
+    Raises:
+        ConfigError: `source` is no Llama checkpoint, `shape` cannot hold it, `dtype` is unknown, or
+            `destination` already has files.
+    """
+    config = _load_config(source)
+    _check_shape(config, shape)
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"dtype: {dtype!r} is not one of {', '.join(sorted(DTYPES))}")
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise ConfigError(f"destination: {destination} already exists and is not an empty directory")
+    small = LlamaForCausalLM.from_pretrained(source, dtype="auto", local_files_only=True)
+    big = inflate_model(small, shape, dtype=DTYPES[dtype] if dtype else small.dtype, seed=seed)
+    partial = destination.with_name(destination.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    big.save_pretrained(partial)
+    for file in _companion_files(source, written=partial):
+        shutil.copyfile(file, partial / file.name)
+    if destination.exists():
+        destination.rmdir()
+    partial.rename(destination)
+    return destination
+
+
+def inflate_model(
+    small: LlamaForCausalLM, shape: InflatedShape, *, dtype: torch.dtype, seed: int = 0
+) -> LlamaForCausalLM:
+    """The inflated model in memory; see `inflate_checkpoint`. Raises ConfigError for impossible shapes."""
+    _check_shape(small.config, shape)
+    layout = place_heads(small.config, shape)
+    big = _new_model(_inflated_config(small.config, shape), dtype=dtype, seed=seed)
+    with torch.no_grad():
+        _fill(big, small, layout)
+    return big
+
+
+def place_heads(config: LlamaConfig, shape: InflatedShape) -> HeadLayout:
+    """Give each old key/value head as many new ones as its query heads need.
+
+    New query head `j` reads new key/value head `j // (num_heads / num_kv_heads)`.
+    """
+    old_kv_heads = _num_kv_heads(config)
+    old_group = config.num_attention_heads // old_kv_heads
+    new_group = shape.num_heads // shape.num_kv_heads
+    copies = math.ceil(old_group / new_group)
+    kv_heads = [old for old in range(old_kv_heads) for _ in range(copies)]
+    query_heads = tuple(
+        (head // old_group) * copies * new_group + head % old_group
+        for head in range(config.num_attention_heads)
+    )
+    unused = shape.num_kv_heads - len(kv_heads)
+    return HeadLayout(query_heads, (*kv_heads, *[None] * unused))
+
+
+def _load_config(source: Path) -> LlamaConfig:
+    if not (source / "config.json").is_file():
+        raise ConfigError(f"source: {source} is not a checkpoint directory (no config.json)")
+    config = AutoConfig.from_pretrained(source, local_files_only=True)
+    if not isinstance(config, LlamaConfig):
+        raise ConfigError(f"source: model_type {config.model_type!r} in {source}; only 'llama' is known")
+    return config
+
+
+def _check_shape(config: LlamaConfig, shape: InflatedShape) -> None:
+    smallest = {
+        "hidden_size": config.hidden_size,
+        "num_layers": config.num_hidden_layers,
+        "intermediate_size": config.intermediate_size,
+        "num_heads": config.num_attention_heads,
+        "num_kv_heads": _num_kv_heads(config),
+    }
+    for name, value in asdict(shape).items():
+        if not smallest[name] <= value <= _MAX_VALUES[name]:
+            allowed = f"{smallest[name]} (the source's) .. {_MAX_VALUES[name]}"
+            raise ConfigError(f"{name}: {value} is outside {allowed}")
+    if shape.num_heads % shape.num_kv_heads:
+        raise ConfigError(f"num_kv_heads: {shape.num_kv_heads} does not divide num_heads {shape.num_heads}")
+    old_group = config.num_attention_heads // _num_kv_heads(config)
+    copies = math.ceil(old_group * shape.num_kv_heads / shape.num_heads)
+    needed = _num_kv_heads(config) * copies
+    if shape.num_kv_heads < needed:
+        raise ConfigError(
+            f"num_kv_heads: {shape.num_kv_heads} is too few for num_heads {shape.num_heads}: the source's "
+            f"{old_group} query heads per key/value head need at least {needed} of this group size"
+        )
+
+
+def _inflated_config(config: LlamaConfig, shape: InflatedShape) -> LlamaConfig:
+    inflated = copy.deepcopy(config)
+    inflated.head_dim = _head_dim(config)
+    inflated.hidden_size = shape.hidden_size
+    inflated.num_hidden_layers = shape.num_layers
+    inflated.intermediate_size = shape.intermediate_size
+    inflated.num_attention_heads = shape.num_heads
+    inflated.num_key_value_heads = shape.num_kv_heads
+    inflated.rms_norm_eps = config.rms_norm_eps * config.hidden_size / shape.hidden_size
+    return inflated
+
+
+def _num_kv_heads(config: LlamaConfig) -> int:
+    return int(config.num_key_value_heads or config.num_attention_heads)
+
+
+def _head_dim(config: LlamaConfig) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _new_model(config: LlamaConfig, *, dtype: torch.dtype, seed: int) -> LlamaForCausalLM:
+    """Random weights of the model library's own initialisation, without touching the global generator."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = to_dtype(LlamaForCausalLM(config), dtype)
+    model.train(False)
+    return model
+
+
+def _fill(big: LlamaForCausalLM, small: LlamaForCausalLM, layout: HeadLayout) -> None:
+    head_dim = _head_dim(small.config)
+    query_rows = _rows(layout.query_heads, head_dim)
+    _widen_embedding(big.model.embed_tokens, small.model.embed_tokens)
+    _widen_norm(big.model.norm, small.model.norm)
+    if not small.config.tie_word_embeddings:
+        _copy_rows(big.lm_head, small.lm_head, torch.arange(small.config.vocab_size))
+    for index, layer in enumerate(big.model.layers):
+        if index >= len(small.model.layers):
+            _silence(layer.self_attn.o_proj)
+            _silence(layer.mlp.down_proj)
+            continue
+        old = small.model.layers[index]
+        _widen_norm(layer.input_layernorm, old.input_layernorm)
+        _widen_norm(layer.post_attention_layernorm, old.post_attention_layernorm)
+        _copy_rows(layer.self_attn.q_proj, old.self_attn.q_proj, query_rows)
+        _copy_kv_heads(layer.self_attn.k_proj, old.self_attn.k_proj, layout, head_dim)
+        _copy_kv_heads(layer.self_attn.v_proj, old.self_attn.v_proj, layout, head_dim)
+        _copy_output(layer.self_attn.o_proj, old.self_attn.o_proj, query_rows)
+        intermediate = torch.arange(small.config.intermediate_size)
+        _copy_rows(layer.mlp.gate_proj, old.mlp.gate_proj, intermediate)
+        _copy_rows(layer.mlp.up_proj, old.mlp.up_proj, intermediate)
+        _copy_output(layer.mlp.down_proj, old.mlp.down_proj, intermediate)
+
+
+def _rows(heads: tuple[int, ...], head_dim: int) -> torch.Tensor:
+    """Row numbers of `heads` in a projection, [len(heads) * head_dim]."""
+    return (torch.tensor(heads)[:, None] * head_dim + torch.arange(head_dim)).flatten()
+
+
+def _widen_embedding(new: nn.Embedding, old: nn.Embedding) -> None:
+    new.weight.zero_()
+    new.weight[:, : old.embedding_dim] = old.weight.to(new.weight.dtype)
+
+
+def _widen_norm(new: Any, old: Any) -> None:
+    """The added entries keep their initial one: what they scale is zero."""
+    old_size, new_size = old.weight.numel(), new.weight.numel()
+    new.weight[:old_size] = (old.weight.double() * math.sqrt(old_size / new_size)).to(new.weight.dtype)
+
+
+def _copy_rows(new: nn.Linear, old: nn.Linear, rows: torch.Tensor) -> None:
+    """Old outputs land on `rows`; the added inputs are zero, so their random weights may stay."""
+    new.weight[rows, : old.in_features] = old.weight.to(new.weight.dtype)
+    if old.bias is not None:
+        new.bias[rows] = old.bias.to(new.bias.dtype)
+
+
+def _copy_kv_heads(new: nn.Linear, old: nn.Linear, layout: HeadLayout, head_dim: int) -> None:
+    for new_head, old_head in enumerate(layout.kv_heads):
+        if old_head is None:
+            continue
+        to_rows = slice(new_head * head_dim, (new_head + 1) * head_dim)
+        from_rows = slice(old_head * head_dim, (old_head + 1) * head_dim)
+        new.weight[to_rows, : old.in_features] = old.weight[from_rows].to(new.weight.dtype)
+        if old.bias is not None:
+            new.bias[to_rows] = old.bias[from_rows].to(new.bias.dtype)
+
+
+def _copy_output(new: nn.Linear, old: nn.Linear, columns: torch.Tensor) -> None:
+    """A projection into the residual stream: zero but for what the old one wrote, read from `columns`."""
+    _silence(new)
+    # Integer and slice indices mix badly in assignments: go through a block of whole columns.
+    block = torch.zeros(new.out_features, len(columns), dtype=new.weight.dtype)
+    block[: old.out_features] = old.weight.to(new.weight.dtype)
+    new.weight.index_copy_(1, columns, block)
+    if old.bias is not None:
+        new.bias[: old.out_features] = old.bias.to(new.bias.dtype)
+
+
+def _silence(projection: nn.Linear) -> None:
+    projection.weight.zero_()
+    if projection.bias is not None:
+        projection.bias.zero_()
+
+
+def _companion_files(source: Path, *, written: Path) -> Iterator[Path]:
+    """Tokenizer, chat template, generation configuration: all that is neither weights nor written yet."""
+    present = {file.name for file in written.iterdir()} - {"generation_config.json"}
+    for file in sorted(source.iterdir()):
+        if file.is_file() and file.name not in present and not file.name.endswith(_WEIGHT_SUFFIXES):
+            yield file

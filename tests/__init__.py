@@ -1,0 +1,1 @@
+"""Tests of specray, laid out like the package."""

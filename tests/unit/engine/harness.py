@@ -1,0 +1,328 @@
+"""Engines over a model that can be computed by hand, and the loops that a router would run over them.
+
+The model's cache holds token ids, and its logits are a hash of all of them: one stale or missing slot
+changes everything that follows.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from specray.engine.draft import DraftHead
+from specray.engine.runner.inputs import SequenceInput
+from specray.engine.sampling.noise import NoiseSource
+from specray.engine.sampling.processors import RowGroup, process_logits
+from specray.engine.sampling.verify import add_draw_noise
+from specray.engine.target import TargetHead
+from specray.types import (
+    EngineInfo,
+    Outcomes,
+    Proposal,
+    SamplingParams,
+    SparseProbs,
+    SpeculateItem,
+    Verdict,
+    VerifyItem,
+)
+
+VOCAB_SIZE = 23
+NUM_ROWS = 1021
+CPU = torch.device("cpu")
+
+
+def table(*, error: float = 0.0, seed: int = 0) -> Tensor:
+    """Logits rows; ``error`` is a draft's distance from the target."""
+    generator = torch.Generator().manual_seed(seed)
+    exact = 2.0 * torch.randn(NUM_ROWS, VOCAB_SIZE, generator=generator)
+    return exact + error * torch.randn(NUM_ROWS, VOCAB_SIZE, generator=generator)
+
+
+TARGET = table()
+CLOSE = table(error=0.7)
+
+
+def model_logits(rows: Tensor, prefix: Sequence[int]) -> Tensor:
+    """The model itself: logits ``[vocab_size]`` of the token after ``prefix``."""
+    return rows[hash(tuple(prefix)) % NUM_ROWS]
+
+
+class SlotRunner:
+    """A runner whose K/V are token ids in the slots of blocks."""
+
+    def __init__(self, rows: Tensor, info: EngineInfo) -> None:
+        self.slots = [-1] * (info.num_blocks * info.block_size)
+        self.steps: list[list[SequenceInput]] = []
+        self._rows = rows
+        self._info = info
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens computed so far."""
+        return sum(len(item.token_ids) for step in self.steps for item in step)
+
+    def run(self, inputs: Sequence[SequenceInput]) -> Tensor:
+        self.steps.append(list(inputs))
+        assert inputs
+        self._check_writes(inputs)
+        assert sum(len(item.token_ids) for item in inputs) <= self._info.max_num_batched_tokens
+        logits = [row for item in inputs for row in self._run_sequence(item)]
+        return torch.stack(logits) if logits else torch.empty(0, VOCAB_SIZE)
+
+    def _check_writes(self, inputs: Sequence[SequenceInput]) -> None:
+        """Sequences may share what they read, never what one of them writes."""
+        written: dict[int, int] = {}
+        for index, item in enumerate(inputs):
+            for position in _places(item):
+                assert written.setdefault(self._slot(item.block_ids, position), index) == index
+        for item in inputs:
+            for position in range(max((row.trunk_len for row in item.branches), default=item.start)):
+                assert self._slot(item.block_ids, position) not in written, (
+                    "a sequence writes what others read"
+                )
+
+    def advance(self, kept: Sequence[int], token_ids: Sequence[int]) -> Tensor | None:
+        before = self.steps[-1]
+        if any(len(item.token_ids) != 1 or item.num_logits != 1 or item.branches for item in before):
+            return None
+        items = [before[index] for index in kept]
+        return self.run(
+            [
+                SequenceInput([token_id], item.start + 1, item.block_ids, 1)
+                for item, token_id in zip(items, token_ids, strict=True)
+            ]
+        )
+
+    def copy_tokens(
+        self, source: Sequence[int], destination: Sequence[int], num_tokens: int, *, first: int = 0
+    ) -> None:
+        for position in range(first, num_tokens):
+            self.slots[self._slot(destination, position)] = self.slots[self._slot(source, position)]
+
+    def close(self) -> None:
+        pass
+
+    def _run_sequence(self, item: SequenceInput) -> list[Tensor]:
+        assert 0 <= item.num_logits <= len(item.token_ids) and len(item.token_ids) >= 1
+        end = item.end
+        assert end <= len(item.block_ids) * self._info.block_size, "the sequence outgrew its blocks"
+        for position, token_id in zip(_places(item), item.token_ids, strict=True):
+            self.slots[self._slot(item.block_ids, position)] = token_id
+        held = [self.slots[self._slot(item.block_ids, position)] for position in range(end)]
+        if item.branches:
+            assert item.num_logits == len(item.token_ids)
+            assert all(row.position < self._info.max_model_len for row in item.branches)
+            seen = [held[: row.trunk_len] + held[row.first_place : row.place + 1] for row in item.branches]
+            return [model_logits(self._rows, tokens) for tokens in seen]
+        return [model_logits(self._rows, held[: end - i]) for i in range(item.num_logits - 1, -1, -1)]
+
+    def _slot(self, block_ids: Sequence[int], position: int) -> int:
+        block, offset = divmod(position, self._info.block_size)
+        return block_ids[block] * self._info.block_size + offset
+
+
+def _places(item: SequenceInput) -> list[int]:
+    """Where its K/V go, counted like positions."""
+    if item.branches:
+        places = [row.place for row in item.branches]
+        assert places == sorted(set(places))
+        return places
+    return list(range(item.start, item.start + len(item.token_ids)))
+
+
+def engine_info(role: str, **changes: int) -> EngineInfo:
+    info = EngineInfo(
+        role=role,
+        model="toy",
+        vocab_size=VOCAB_SIZE,
+        tokenizer_fingerprint="toy",
+        block_size=4,
+        num_blocks=400,
+        max_model_len=96,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        protocol_version=1,
+    )
+    return replace(info, **changes)  # type: ignore[arg-type]
+
+
+def toy_target(**changes: int) -> tuple[TargetHead, SlotRunner]:
+    info = engine_info("target", **changes)
+    runner = SlotRunner(TARGET, info)
+    return TargetHead(runner, info, device=CPU), runner
+
+
+def toy_draft(rows: Tensor = CLOSE, **changes: int) -> tuple[DraftHead, SlotRunner]:
+    info = engine_info("draft", **changes)
+    runner = SlotRunner(rows, info)
+    return DraftHead(runner, info, device=CPU), runner
+
+
+def target_only(
+    logits: Callable[[Sequence[int]], Tensor],
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    num_tokens: int,
+) -> list[int]:
+    """The definition of greedy and coupled output: one token at a time, no engine, no draft, no cache."""
+    token_ids = list(prompt)
+    for _ in range(num_tokens):
+        row = logits(token_ids)[None]
+        group = RowGroup(sampling, token_ids, 1)
+        noise = NoiseSource(row.shape[1], CPU, max_cached_bytes=0)
+        token_ids.append(int(add_draw_noise(process_logits(row, [group]), [group], noise).argmax()))
+    return token_ids[len(prompt) :]
+
+
+Drafted = tuple[tuple[int, ...], tuple[SparseProbs, ...]]
+NOTHING: Drafted = ((), ())
+
+
+@dataclass
+class Session:
+    """What a router knows of one request."""
+
+    request_id: str
+    token_ids: list[int]
+    sampling: SamplingParams
+    target_len: int = 0
+    draft_len: int = 0
+    round_id: int = 0
+    accepted: list[int] = field(default_factory=list)
+    hits: list[bool] = field(default_factory=list)
+
+
+def verify_item(session: Session, drafted: Drafted) -> VerifyItem:
+    session.round_id += 1
+    return VerifyItem(
+        request_id=session.request_id,
+        round_id=session.round_id,
+        base_len=session.target_len,
+        token_ids=tuple(session.token_ids[session.target_len :]),
+        draft_token_ids=drafted[0],
+        draft_probs=drafted[1],
+        sampling=session.sampling if session.target_len == 0 else None,
+    )
+
+
+def commit(session: Session, drafted: Drafted, verdict: Verdict) -> None:
+    """Appends what is kept. Every other round the next base counts accepted draft tokens as held."""
+    num_accepted = verdict.num_accepted_tokens
+    assert verdict.next_token_id is not None and 0 <= num_accepted <= len(drafted[0])
+    held = num_accepted if session.round_id % 2 else 0
+    session.target_len = len(session.token_ids) + held
+    session.token_ids += [*drafted[0][:num_accepted], verdict.next_token_id]
+    session.accepted.append(num_accepted)
+
+
+def speculate_item(
+    session: Session, num_tokens: int, *, proposed: tuple[int, ...] = (), fanout: tuple[int, ...] = ()
+) -> SpeculateItem:
+    session.round_id += 1
+    item = SpeculateItem(
+        request_id=session.request_id,
+        round_id=session.round_id,
+        base_len=session.draft_len,
+        token_ids=tuple(session.token_ids[session.draft_len :]),
+        num_speculative_tokens=num_tokens,
+        proposed_token_ids=proposed,
+        fanout=fanout,
+        sampling=session.sampling if session.draft_len == 0 else None,
+    )
+    session.draft_len = len(session.token_ids)
+    return item
+
+
+def propose(draft: DraftHead, session: Session, num_tokens: int) -> Drafted:
+    [reply] = draft.speculate([speculate_item(session, num_tokens)]).replies
+    assert isinstance(reply, Proposal), reply
+    return reply.draft_token_ids, reply.draft_probs
+
+
+def outcomes(
+    draft: DraftHead, session: Session, drafted: Drafted, fanout: tuple[int, ...], num_tokens: int
+) -> Outcomes:
+    item = speculate_item(session, num_tokens, proposed=drafted[0], fanout=fanout)
+    [reply] = draft.speculate([item]).replies
+    assert isinstance(reply, Outcomes), reply
+    return reply
+
+
+def verify(target: TargetHead, session: Session, drafted: Drafted) -> Verdict:
+    [reply] = target.verify([verify_item(session, drafted)]).replies
+    assert isinstance(reply, Verdict), reply
+    commit(session, drafted, reply)
+    return reply
+
+
+Drafter = Callable[[Session, int], Drafted]
+
+
+def generate_serial(
+    target: TargetHead, drafter: Drafter, session: Session, num_output: int, num_drafts: int
+) -> list[int]:
+    """Propose, verify, in turns."""
+    num_prompt = len(session.token_ids)
+    while len(session.token_ids) < num_prompt + num_output:
+        verify(target, session, drafter(session, num_drafts))
+    return session.token_ids[num_prompt : num_prompt + num_output]
+
+
+def generate_overlapped(
+    target: TargetHead,
+    draft: DraftHead,
+    session: Session,
+    num_output: int,
+    num_drafts: int,
+    fanout: Callable[[int], tuple[int, ...]],
+) -> list[int]:
+    """Outcomes are drafted before the verdict is known; a miss is proposed afresh."""
+    num_prompt = len(session.token_ids)
+    drafted = propose(draft, session, num_drafts)
+    while len(session.token_ids) < num_prompt + num_output:
+        branches = outcomes(draft, session, drafted, fanout(len(drafted[0])), num_drafts).branches
+        verdict = verify(target, session, drafted)
+        found = {
+            (branch.num_accepted_tokens, branch.next_token_id): (branch.draft_token_ids, branch.draft_probs)
+            for branch in branches
+        }
+        outcome = (verdict.num_accepted_tokens, verdict.next_token_id)
+        session.hits.append(outcome in found)
+        drafted = found[outcome] if outcome in found else propose(draft, session, num_drafts)
+    return session.token_ids[num_prompt : num_prompt + num_output]
+
+
+def random_drafter(vocab_size: int) -> Drafter:
+    source = random.Random(0)
+    return lambda session, count: (tuple(source.randrange(vocab_size) for _ in range(count)), ())
+
+
+def adversarial_drafter(output: Sequence[int], num_prompt: int, vocab_size: int) -> Drafter:
+    """Knows what the target will say, and never says it."""
+
+    def wrong(session: Session, count: int) -> Drafted:
+        start = len(session.token_ids) - num_prompt
+        return tuple((token_id + 1) % vocab_size for token_id in output[start : start + count]), ()
+
+    return wrong
+
+
+def empty_drafter(session: Session, count: int) -> Drafted:
+    return NOTHING
+
+
+def engine_drafter(draft: DraftHead) -> Drafter:
+    return lambda session, count: propose(draft, session, count)
+
+
+def dying_drafter(draft: DraftHead, *, rounds: int) -> Drafter:
+    """A draft that is lost after a few rounds; the session goes on without it."""
+
+    def drafter(session: Session, count: int) -> Drafted:
+        return propose(draft, session, count) if len(session.accepted) < rounds else NOTHING
+
+    return drafter

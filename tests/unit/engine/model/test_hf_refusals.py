@@ -1,0 +1,65 @@
+"""A model that the block cache cannot serve is refused when it is loaded, not served wrongly."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+)
+
+from specray.config import EngineConfig
+from specray.engine.runner.assembly import build_runner
+from specray.errors import ConfigError
+from tests.unit.engine.model.checkpoints import write_tokenizer
+
+
+def refused(path: Path, model: Any) -> str:
+    model.save_pretrained(path)
+    write_tokenizer(path, 96)
+    config = EngineConfig(model=str(path), dtype="float32", device="cpu", num_threads=1)
+    with pytest.raises(ConfigError) as caught:
+        build_runner(config, role="target")
+    return str(caught.value)
+
+
+def test_state_space_model(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = MambaConfig(vocab_size=96, hidden_size=16, state_size=4, num_hidden_layers=2)
+    assert "MambaForCausalLM keeps [] per layer and token" in refused(tmp_path, MambaForCausalLM(config))
+
+
+def test_soft_capped_attention(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=96,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        max_position_embeddings=64,
+    )
+    assert "uses attention with softcap" in refused(tmp_path, Gemma2ForCausalLM(config))
+
+
+def test_attention_in_both_directions(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=96,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        is_decoder=False,
+    )
+    assert "is not supported" in refused(tmp_path, BertLMHeadModel(config))

@@ -1,0 +1,216 @@
+"""Two ranks over gloo compute what one process computes, and neither waits for ever for the other."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.queues import Queue
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specray.config import EngineConfig
+from specray.engine.model.loader import ModelArgs, load_model
+from specray.engine.runner.assembly import _group_choices, build_runner
+from specray.engine.runner.inputs import BranchRow, CopyInput, SequenceInput
+from specray.engine.runner.parallel import (
+    GroupArgs,
+    GroupStore,
+    ParallelContext,
+    check_same_choices,
+    decode_copy,
+    decode_inputs,
+    encode_copy,
+    encode_inputs,
+)
+from specray.engine.runner.runner import ModelRunner
+from specray.errors import ConfigError, EngineLostError
+from tests.unit.engine.model.checkpoints import (
+    reference_greedy,
+    reference_logits,
+    reference_model,
+    write_checkpoint,
+)
+from tests.unit.engine.runner.group_ranks import DEADLINE_S, hang_or_die, join, start_differently
+
+PROMPT = [5, 7, 9, 11, 13, 2, 4, 60, 33]
+NUM_TOKENS = 12
+SAME_ON_ALL = "allowed: the same on all ranks; set what works on all of them"
+LONG = [(7 * i) % 90 + 2 for i in range(120)]
+
+Ranks = list[multiprocessing.process.BaseProcess]
+
+
+def test_a_step_survives_the_wire() -> None:
+    branches = (BranchRow(5, 9, 10), BranchRow(4, 12, 12))
+    inputs = [
+        SequenceInput([1, 2, 3], 7, [4, 0], 2),
+        SequenceInput([7, 8], 0, [3, 2], 2, branches),
+        SequenceInput([9], 0, [1], 0),
+    ]
+    assert decode_inputs(encode_inputs(inputs)) == inputs
+    assert decode_inputs([]) == []
+
+
+def test_a_copy_survives_the_wire() -> None:
+    copy = CopyInput([3, 1], [4, 0, 2], 5, 30)
+    assert decode_copy(encode_copy(copy)) == copy
+
+
+def build(
+    rank: int, meeting: Queue[str], path: str, forward: Any, silence_timeout_s: float = 30
+) -> ModelRunner:
+    group = join(rank, meeting, silence_timeout_s=silence_timeout_s)
+    config = EngineConfig(
+        model=path, dtype="float32", device="cpu", num_threads=1, max_num_seqs=2, forward=forward
+    )
+    return build_runner(config, role="target", parallel=group)
+
+
+def serve_rank(rank: int, meeting: Queue[str], answers: Queue[Any], cases: list[tuple[str, str]]) -> None:
+    """One group per case, one after the other in the same processes."""
+    for path, forward in cases:
+        runner = build(rank, meeting, path, forward, silence_timeout_s=2)
+        if rank > 0:
+            runner.follow()
+        else:
+            answers.put(lead(runner))
+        runner.close()
+        runner.close()
+
+
+def lead(runner: ModelRunner) -> tuple[list[int], list[list[float]], list[list[float]]]:
+    """Greedy tokens, the prompt's logits, and those of a batch that does not fit the first broadcast.
+
+    The last rows of the batch belong to a prefix that was copied, on every rank, from another block.
+    """
+    prompt_logits = runner.run([SequenceInput(PROMPT, 0, [0], len(PROMPT))])
+    tokens = [*PROMPT, int(prompt_logits[-1].argmax())]
+    time.sleep(3)  # Longer than the silence that the follower allows: an idle leader is not a lost one.
+    while len(tokens) < len(PROMPT) + NUM_TOKENS:
+        logits = runner.run([SequenceInput(tokens[-1:], len(tokens) - 1, [0], 1)])
+        tokens.append(int(logits[0].argmax()))
+    batch = runner.run([SequenceInput(LONG, 0, [1], 1), SequenceInput(LONG, 0, [0], 1)])
+    runner.run([SequenceInput(PROMPT, 0, [0], 0)])
+    runner.copy_tokens([1], [0], 60)
+    runner.copy_tokens([1], [0], 100, first=60)
+    copied = runner.run([SequenceInput(LONG[100:], 100, [0], 1)])
+    return tokens, prompt_logits.tolist(), [*batch.tolist(), *copied.tolist()]
+
+
+@contextmanager
+def running_ranks(target: Callable[..., None], *args: Any) -> Iterator[tuple[Ranks, Queue[Any]]]:
+    context = multiprocessing.get_context("spawn")
+    meeting: Queue[str] = context.Queue()
+    answers: Queue[Any] = context.Queue()
+    ranks: Ranks = [context.Process(target=target, args=(r, meeting, answers, *args)) for r in range(2)]
+    for process in ranks:
+        process.start()
+    try:
+        yield ranks, answers
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join(DEADLINE_S)
+
+
+# 97 tokens do not divide into two equal shards.
+CASES = [("llama", "lowered", 96), ("llama-biased-scaled", "lowered", 97), ("qwen3", "generic", 96)]
+
+
+def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
+    paths = [write_checkpoint(tmp_path / name, name, vocab_size=size) for name, _, size in CASES]
+    cases = [(str(path), forward) for path, (_, forward, _) in zip(paths, CASES, strict=True)]
+    with running_ranks(serve_rank, cases) as (ranks, answers):
+        received = [answers.get(timeout=DEADLINE_S) for _ in cases]
+        for process in ranks:
+            process.join(DEADLINE_S)
+        assert [process.exitcode for process in ranks] == [0, 0]
+    for path, (tokens, logits, batch) in zip(paths, received, strict=True):
+        model = reference_model(path)
+        assert tokens[len(PROMPT) :] == reference_greedy(model, PROMPT, NUM_TOKENS)
+        torch.testing.assert_close(torch.tensor(logits), reference_logits(model, PROMPT), atol=1e-5, rtol=0)
+        expected = reference_logits(model, LONG)[-1:].expand(3, -1)
+        torch.testing.assert_close(torch.tensor(batch), expected, atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("verb", "survivor"), [("die", 0), ("hang", 1)])
+def test_a_lost_rank_is_noticed(verb: str, survivor: int) -> None:
+    with running_ranks(hang_or_die, verb) as (ranks, answers):
+        message = answers.get(timeout=DEADLINE_S)
+        ranks[survivor].join(DEADLINE_S)
+        assert ranks[survivor].exitcode == 0
+    assert message.startswith(f"rank {survivor}: rank {survivor} lost its group")
+
+
+def test_no_rank_starts_where_one_has_blocks_of_another_size() -> None:
+    """Its blocks would be other places of the cache than those that the leader means."""
+    with running_ranks(start_differently) as (ranks, answers):
+        messages = sorted(answers.get(timeout=DEADLINE_S) for _ in range(2))
+        for process in ranks:
+            process.join(DEADLINE_S)
+        assert [process.exitcode for process in ranks] == [0, 0]
+    expected = f"block_size is 256 on rank 0, 16 on rank 1; {SAME_ON_ALL}"
+    assert messages == [(0, expected), (1, expected)]
+
+
+def test_every_choice_in_which_ranks_differ_is_named() -> None:
+    same = {"forward": "lowered", "attention": "varlen", "block_size": 256}
+    check_same_choices([same, dict(same), dict(same)])
+    with pytest.raises(ConfigError) as caught:
+        check_same_choices([same, {**same, "attention": "triton", "block_size": 16}, same])
+    assert str(caught.value) == (
+        "attention is 'varlen' on ranks 0, 2, 'triton' on rank 1; block_size is 256 on ranks 0, 2, "
+        f"16 on rank 1; {SAME_ON_ALL}"
+    )
+
+
+def test_what_ranks_choose_is_all_that_places_their_tokens(tmp_path: Path) -> None:
+    config = EngineConfig(
+        model=str(write_checkpoint(tmp_path, "llama")),
+        dtype="float32",
+        device="cpu",
+        attention="gather",
+        block_size=4,
+        max_num_seqs=2,
+        num_threads=1,
+    )
+    info = build_runner(config, role="target").info
+    assert _group_choices(info) == {
+        "forward": "lowered",
+        "attention": "gather",
+        "block_size": 4,
+        "num_blocks": 2 * info.max_model_len // 4,
+        "dtype": "torch.float32",
+    }
+
+
+def test_a_rank_that_never_comes(tmp_path: Path) -> None:
+    store = GroupStore("127.0.0.1", timeout_s=1)
+    args = GroupArgs(0, 2, "cpu", start_timeout_s=1)
+    with pytest.raises(EngineLostError, match="rank 0 of 2 found no group"):
+        ParallelContext.join(args, store)
+
+
+@pytest.mark.parametrize(
+    ("size", "field"),
+    [(3, "num_key_value_heads of 2"), (4, "num_key_value_heads of 2")],
+)
+def test_size_that_does_not_divide_the_heads(tmp_path: Path, size: int, field: str) -> None:
+    path = write_checkpoint(tmp_path, "llama")
+    args = ModelArgs(str(path), torch.float32, torch.device("cpu"), tensor_parallel_size=size)
+    with pytest.raises(
+        ConfigError, match=f"tensor_parallel_size is {size}, which must divide the model's {field}"
+    ):
+        load_model(args)
+
+
+def test_architecture_that_cannot_be_sharded(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, "gpt2")
+    args = ModelArgs(str(path), torch.float32, torch.device("cpu"), tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 2; model type 'gpt2' allows only 1"):
+        load_model(args)

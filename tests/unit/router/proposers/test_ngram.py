@@ -1,0 +1,556 @@
+"""Drafts without a model in the router: of their own, as a filler, by request; never at the output's cost."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from specray.control.controller import PRIOR_ACCEPTANCE, Policy
+from specray.errors import EngineLostError, InvalidRequestError
+from specray.fakes import (
+    FakeDraft,
+    FakeTarget,
+    LocalDrafter,
+    NoisyGuesser,
+    PerfectGuesser,
+    ToyModel,
+    VirtualClock,
+)
+from specray.fakes.engines import fake_info
+from specray.interfaces import Drafter
+from specray.requests import GenerateRequest, OutputChunk, SpeculationParams
+from specray.router.proposers.ngram import LocalDraft, LocalDrafts
+from specray.router.session import Session
+from specray.types import DraftKind, Verification
+from tests.unit.router.harness import (
+    Pair,
+    fake_draft,
+    request,
+    router_config,
+    run,
+    serving,
+    speculation_config,
+)
+
+# Its output goes round in a circle after at most 8 tokens, so that lookups succeed.
+REPEATING = ToyModel(vocab_size=8, context_len=1)
+# Its output does not repeat itself: what is looked up is wrong.
+CHANGING = ToyModel()
+LOCAL = (DraftKind.NGRAM, DraftKind.SUFFIX)
+
+
+def target_of(model: ToyModel, rows_s: float = 0.0, max_num_seqs: int = 64) -> FakeTarget:
+    """A target of 20 ms per step and ``rows_s`` per row."""
+    info = fake_info("target", vocab_size=64, max_num_seqs=max_num_seqs)
+    return FakeTarget(model, info=info, cost=lambda rows: int((0.020 + rows_s * rows) * 1e9))
+
+
+def truth(model: ToyModel, given: GenerateRequest) -> tuple[int, ...]:
+    seed = 0 if given.sampling.is_greedy else given.sampling.seed
+    return model.generate(given.prompt_token_ids, given.max_tokens, seed)
+
+
+def of_source(pair: Pair, source: str) -> tuple[float, float, float]:
+    """(rounds with draft tokens, draft tokens, accepted ones) of a source."""
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    drafts, tokens, accepted = (
+        pair.counted(f"specray_spec_decode_{name}_by_source_total", source=source) for name in names
+    )
+    return drafts, tokens, accepted
+
+
+def by_request(draft: DraftKind, tenant: str = "", k: int | None = None) -> SpeculationParams:
+    return SpeculationParams(num_speculative_tokens=k, draft=draft, tenant=tenant)
+
+
+def serve_and_ask(
+    model: ToyModel, given: list[GenerateRequest], **options: Any
+) -> tuple[list[OutputChunk], Pair]:
+    """All requests at once on a router of their own."""
+    clock = VirtualClock()
+
+    async def main() -> tuple[list[OutputChunk], Pair]:
+        target = options.pop("target", None) or target_of(model)
+        async with serving(clock, target=target, **options) as pair:
+            outputs = list(await asyncio.gather(*(pair.router.complete(each) for each in given)))
+            await pair.settle()
+            return outputs, pair
+
+    return clock.run(main())
+
+
+# The theorem
+
+
+@pytest.mark.parametrize("overlap", ["serial", "ahead", "enumerate", "auto"])
+@pytest.mark.parametrize("kind", LOCAL)
+@pytest.mark.parametrize("k", [*range(9), "auto"])
+@pytest.mark.parametrize("model", [REPEATING, CHANGING], ids=["repeating", "changing"])
+def test_output_is_the_targets_alone(model: ToyModel, k: int | str, kind: DraftKind, overlap: str) -> None:
+    given = [
+        request("short", (7,), 1),
+        request("long", tuple(index % 8 for index in range(70)), 23),
+        request("greedy", (5, 5, 5), 40),
+        request("seeded", (4, 3, 2), 30, temperature=1.0, seed=1234),
+        request("rejection", (1, 2), 30, temperature=1.0, seed=9, verification=Verification.REJECTION),
+    ]
+    outputs, pair = serve_and_ask(
+        model,
+        given,
+        draft_kind=kind,
+        has_draft_model=False,
+        config=router_config(prefill_chunk_tokens=16),
+        overlap=overlap,
+        num_speculative_tokens=k,
+    )
+    for each, output in zip(given, outputs, strict=True):
+        assert output.token_ids == truth(model, each), each.request_id
+    drafts, drafted, accepted = of_source(pair, kind.value)
+    assert drafts == pair.counted("specray_spec_decode_num_drafts_total")
+    assert drafted == pair.counted("specray_spec_decode_num_draft_tokens_total")
+    assert accepted == pair.counted("specray_spec_decode_num_accepted_tokens_total")
+    assert accepted + pair.counted("specray_rounds_total") == sum(len(output.token_ids) for output in outputs)
+    assert (drafts > 0) == (k != 0 and model is REPEATING) or model is CHANGING
+    assert k != 0 or drafts == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("filler", ["ngram", "suffix"])
+@pytest.mark.parametrize("overlap", ["serial", "ahead", "enumerate"])
+@pytest.mark.parametrize("model", [REPEATING, CHANGING], ids=["repeating", "changing"])
+def test_fillers_change_no_token_while_drafts_are_lost(
+    model: ToyModel, overlap: str, filler: str, seed: int
+) -> None:
+    clock = VirtualClock()
+    rng = random.Random(seed)
+
+    async def main() -> None:
+        draft = fake_draft(PerfectGuesser(model))
+
+        def lease(number: int) -> Drafter:
+            if rng.random() < 0.3:
+                raise EngineLostError("no draft")
+            return LocalDrafter(draft, clock, dies_after=rng.randrange(1, 12))
+
+        async with serving(
+            clock,
+            target=target_of(model),
+            draft=draft,
+            make_drafter=lease,
+            config=router_config(prefill_chunk_tokens=16),
+            overlap=overlap,
+            filler=filler,
+            num_speculative_tokens=3,
+        ) as pair:
+            given = [
+                request(str(index), tuple(index % 8 for index in range(30 - index)), 60) for index in range(4)
+            ]
+            outputs = await asyncio.gather(*(pair.router.complete(each) for each in given))
+            assert [output.token_ids for output in outputs] == [truth(model, each) for each in given]
+            accepted = pair.counted("specray_spec_decode_num_accepted_tokens_total")
+            assert accepted + pair.counted("specray_rounds_total") == 4 * 60
+            of_model, of_filler = of_source(pair, "model"), of_source(pair, "filler")
+            assert of_model[2] + of_filler[2] == accepted
+            if model is REPEATING:
+                assert of_filler[2] > 0
+
+    run(clock, main())
+
+
+# A draft of its own
+
+
+@pytest.mark.parametrize("kind", LOCAL)
+def test_draft_of_its_own_adds_no_time_to_a_round(kind: DraftKind) -> None:
+    """60 tokens in circles: every step is a verify of 20 ms, and nothing else takes time."""
+    clock = VirtualClock()
+
+    async def main() -> None:
+        async with serving(
+            clock,
+            target=target_of(REPEATING),
+            draft_kind=kind,
+            has_draft_model=False,
+            num_speculative_tokens=4,
+        ) as pair:
+            await pair.router.complete(request("a", max_tokens=60))
+            assert clock.monotonic() == pytest.approx(0.020 * pair.target.num_steps)
+            assert pair.target.num_steps < 24
+            assert (await pair.router.service_info()).draft_model == kind.value
+
+    run(clock, main())
+
+
+def test_speculation_that_is_off_is_off() -> None:
+    wishes = [SpeculationParams(enabled=False), SpeculationParams(num_speculative_tokens=0)]
+    given = [request(str(index), speculation=wish) for index, wish in enumerate(wishes)]
+    _, pair = serve_and_ask(REPEATING, given, draft_kind=DraftKind.NGRAM, has_draft_model=False)
+    assert pair.counted("specray_spec_decode_num_drafts_total") == 0
+
+
+def test_wrong_lookups_are_left_off_when_rows_are_dear() -> None:
+    """Each row costs a tenth of a step: what is never accepted must not be paid for, but for a few tries."""
+    given = [request("a", tuple([1, 2, 3] * 20), 600)]
+    never, _ = _seconds(CHANGING, given, SpeculationParams(enabled=False))
+    tried, pair = _seconds(CHANGING, given, SpeculationParams())
+    assert tried <= never * 1.02
+    assert of_source(pair, "ngram")[1] > 0
+
+
+def _seconds(
+    model: ToyModel, given: list[GenerateRequest], speculation: SpeculationParams
+) -> tuple[float, Pair]:
+    clock = VirtualClock()
+
+    async def main() -> tuple[float, Pair]:
+        async with serving(
+            clock, target=target_of(model, 0.002), draft_kind=DraftKind.NGRAM, has_draft_model=False
+        ) as pair:
+            warm = request("warm", max_tokens=10, speculation=SpeculationParams(enabled=False))
+            await pair.router.complete(warm)
+            started = clock.monotonic()
+            for each in given:
+                wish = GenerateRequest(
+                    each.request_id,
+                    each.prompt_token_ids,
+                    each.sampling,
+                    each.max_tokens,
+                    speculation=speculation,
+                )
+                await pair.router.complete(wish)
+            return clock.monotonic() - started, pair
+
+    return clock.run(main())
+
+
+# As a filler
+
+
+def test_without_a_draft_the_filler_proposes() -> None:
+    def lease(number: int) -> Drafter:
+        raise EngineLostError("no draft")
+
+    given = [request("a", max_tokens=60)]
+    _, plain = serve_and_ask(REPEATING, given, make_drafter=lease)
+    _, filled = serve_and_ask(REPEATING, given, make_drafter=lease, filler="ngram")
+    assert plain.target.num_steps == 60
+    assert filled.target.num_steps < 30
+    assert of_source(filled, "filler")[2] == 60 - filled.target.num_steps
+    assert of_source(filled, "model") == (0, 0, 0)
+
+
+def test_first_round_carries_a_filler_with_the_prompt() -> None:
+    """The prompt goes round twice: the step that reads it verifies what follows as well."""
+    circle = (5, *REPEATING.generate((5,), 20))
+    _, pair = serve_and_ask(
+        REPEATING,
+        [request("a", circle, 4)],
+        draft=fake_draft(PerfectGuesser(REPEATING)),
+        filler="ngram",
+        num_speculative_tokens=3,
+        overlap="serial",
+    )
+    assert of_source(pair, "filler") == (1, 3, 3)
+    assert pair.target.num_steps == 1
+
+
+def only_short_matches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specray.router.proposers.ngram.LONG_MATCH_LEN", 1000)
+
+
+def test_models_first_proposal_holds_where_it_agrees_with_a_filler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft answers the prompt while the target verifies the filler; what goes beyond it is used.
+
+    6 tokens take the draft 24 ms and the verify 20, so that the answer comes after the verdict.
+    """
+    only_short_matches(monkeypatch)
+    circle = (5, *REPEATING.generate((5,), 20))
+    _, pair = serve_and_ask(
+        REPEATING,
+        [request("a", circle, 9)],
+        draft=fake_draft(PerfectGuesser(REPEATING)),
+        filler="ngram",
+        num_speculative_tokens=6,
+        overlap="serial",
+    )
+    # 3 of the filler (its first try) and one more; the model's first 4 are the same, its other 2 follow.
+    assert of_source(pair, "filler") == (1, 3, 3)
+    assert pair.counted("specray_outcomes_total", result="late_hit") == 1
+    assert of_source(pair, "model") == (2, 3, 3)
+
+
+def test_filler_that_is_never_right_is_left_off() -> None:
+    def lease(number: int) -> Drafter:
+        raise EngineLostError("no draft")
+
+    given = [request(str(index), tuple([1, 2, 3] * 20), 100) for index in range(3)]
+    _, plain = serve_and_ask(CHANGING, given, make_drafter=lease, target=target_of(CHANGING, 0.002))
+    _, filled = serve_and_ask(
+        CHANGING, given, make_drafter=lease, filler="ngram", target=target_of(CHANGING, 0.002)
+    )
+    rounds, tokens, accepted = of_source(filled, "filler")
+    assert 0 < rounds <= 12
+    assert filled.target.num_rows - plain.target.num_rows == tokens - accepted
+
+
+def test_working_draft_model_is_not_replaced_in_serial_rounds_for_a_short_match(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    only_short_matches(monkeypatch)
+    draft = fake_draft(PerfectGuesser(REPEATING))
+    given = [request("a", max_tokens=60)]
+    _, pair = serve_and_ask(
+        REPEATING, given, draft=draft, filler="ngram", overlap="serial", num_speculative_tokens=3
+    )
+    assert of_source(pair, "filler")[0] <= 1
+    assert of_source(pair, "model")[0] >= 14
+
+
+def test_filler_saves_asking_the_model_after_a_long_match() -> None:
+    """As many rounds, without the draft's time in those that a repetition fills."""
+    given = [request("a", max_tokens=60)]
+    options: dict[str, Any] = {"overlap": "serial", "num_speculative_tokens": 3}
+    asked, model = serve_and_ask(REPEATING, given, draft=fake_draft(PerfectGuesser(REPEATING)), **options)
+    filled, both = serve_and_ask(
+        REPEATING, given, draft=fake_draft(PerfectGuesser(REPEATING)), filler="ngram", **options
+    )
+    assert filled[0].token_ids == asked[0].token_ids == truth(REPEATING, given[0])
+    assert of_source(both, "filler") == (12, 36, 36)
+    assert of_source(both, "model")[0] + 12 == of_source(model, "model")[0]
+    assert both.draft.num_steps < model.draft.num_steps - 10
+
+
+def test_long_matches_are_believed_apart_from_short_ones() -> None:
+    policy = Policy(speculation_config(overlap="serial", filler="ngram"))
+    for rows in (1, 2, 4, 8, 16, 32, 64):
+        policy.measured.target.add(rows, 0.020, is_overlapped=False)
+    local = LocalDrafts(speculation_config(filler="ngram"), policy, has_model=True).of(
+        request(), DraftKind.MODEL
+    )
+    assert local is not None
+    short, long = (tokens_of(local, is_long=is_long) for is_long in (False, True))
+    assert short < 1.5 < 4.5 < long
+    for _ in range(200):
+        local.observe(5, 0)
+    assert tokens_of(local, is_long=True) < 1.1
+    assert tokens_of(local, is_long=False) == short
+
+
+def test_nothing_is_planned_for_a_session_that_repeats_nothing() -> None:
+    policy = Policy(speculation_config(overlap="serial"))
+    policy.measured.target.add(1, 0.020, is_overlapped=False)
+    drafts = LocalDrafts(speculation_config(filler="ngram"), policy, has_model=True)
+    for prompt, is_planned in (((1, 2, 3, 4), False), ((1, 2, 3, 1, 2), True)):
+        asked = request(prompt=prompt)
+        local = drafts.of(asked, DraftKind.MODEL)
+        assert local is not None
+        local.draft(Session(asked, None, vocab_size=64), num_running=1)
+        assert (local.short.pacing.plan is not None) is is_planned
+
+
+def tokens_of(local: LocalDraft, *, is_long: bool) -> float:
+    """Expected of a round with five of its draft tokens."""
+    local.is_long = is_long
+    return local.expect(5, num_running=1)[0]
+
+
+def test_models_acceptance_is_not_the_fillers() -> None:
+    """A filler that is always wrong in the first round leaves K of a perfect model alone."""
+    draft = fake_draft(PerfectGuesser(CHANGING))
+    given = [request(str(index), tuple([1, 2, 3] * 20), 40) for index in range(4)]
+    _, pair = serve_and_ask(
+        CHANGING, given, draft=draft, filler="ngram", overlap="serial", num_speculative_tokens=3
+    )
+    drafts, tokens, accepted = of_source(pair, "model")
+    assert drafts > 0
+    assert tokens == accepted
+    assert of_source(pair, "filler")[2] == 0
+
+
+def test_miss_is_filled_only_where_that_promises_more_than_a_fresh_proposal() -> None:
+    """A slow draft that is always wrong, in overlapped rounds over text that repeats itself."""
+    given = [request("a", max_tokens=120)]
+    wrong = fake_draft(PerfectGuesser(ToyModel(salt=3)))
+    options: dict[str, Any] = {"draft": wrong, "overlap": "enumerate", "num_speculative_tokens": 3}
+    _, asked = serve_and_ask(REPEATING, given, **options)
+    _, filled = serve_and_ask(REPEATING, given, filler="suffix", **options)
+    assert filled.target.num_steps < asked.target.num_steps / 2
+    assert of_source(filled, "filler")[2] > 60
+
+
+def test_miss_is_asked_for_where_a_fresh_proposal_promises_more() -> None:
+    """A fast draft that is often right, and lookups that are right once in four times."""
+    guessable = ToyModel(vocab_size=4)
+    draft = FakeDraft(NoisyGuesser(guessable), cost=lambda steps: int(steps * 0.0003 * 1e9))
+    _, pair = serve_and_ask(
+        guessable,
+        [request("a", (3, 1, 2), 300)],
+        draft=draft,
+        filler="suffix",
+        overlap="enumerate",
+        num_speculative_tokens=3,
+    )
+    misses = sum(
+        pair.counted("specray_outcomes_total", result=f"{when}miss{cause}")
+        for when, cause in (("", "_token"), ("", "_count"), ("late_", ""))
+    )
+    assert misses > 4
+    assert of_source(pair, "filler")[0] <= 1
+
+
+def test_draft_that_is_late_is_filled_in_for() -> None:
+    """From its fourth batch on the draft says nothing: no round after that is without draft tokens."""
+    clock = VirtualClock()
+
+    async def main() -> None:
+        draft = fake_draft(PerfectGuesser(REPEATING))
+        async with serving(
+            clock,
+            target=target_of(REPEATING),
+            make_drafter=lambda number: LocalDrafter(draft, clock, hangs_after=3),
+            config=router_config(round_timeout_s=5),
+            filler="ngram",
+            overlap="enumerate",
+            num_speculative_tokens=3,
+        ) as pair:
+            circle = (5, *REPEATING.generate((5,), 20))
+            await pair.router.complete(request("a", circle, 60))
+            assert of_source(pair, "filler")[0] > 8
+            assert pair.counted("specray_rounds_total") == pair.counted(
+                "specray_spec_decode_num_drafts_total"
+            )
+
+    run(clock, main())
+
+
+def test_fillers_say_nothing_about_the_draft_model() -> None:
+    def lease(number: int) -> Drafter:
+        raise EngineLostError("no draft")
+
+    given = [request("a", tuple([1, 2, 3] * 20), 200)]
+    _, pair = serve_and_ask(CHANGING, given, make_drafter=lease, filler="ngram")
+    assert of_source(pair, "filler")[0] > 0
+    assert pair.router._policy.pace(request("b")).acceptance.value == PRIOR_ACCEPTANCE
+
+
+# By request
+
+
+def test_requests_choose_what_drafts_for_them() -> None:
+    given = [
+        request("model", max_tokens=40, speculation=by_request(DraftKind.MODEL, k=3)),
+        request("ngram", max_tokens=40, speculation=by_request(DraftKind.NGRAM, k=3)),
+        request("suffix", max_tokens=40, speculation=by_request(DraftKind.SUFFIX, k=3)),
+    ]
+    for overlap in ("serial", "enumerate"):
+        draft = fake_draft(PerfectGuesser(REPEATING))
+        outputs, pair = serve_and_ask(REPEATING, given, draft=draft, overlap=overlap)
+        assert [output.token_ids for output in outputs] == [truth(REPEATING, each) for each in given]
+        for source, output in zip(("model", "ngram", "suffix"), outputs, strict=True):
+            assert output.stats is not None
+            assert of_source(pair, source)[:2] == (output.stats.num_spec_steps, output.stats.num_draft_tokens)
+            assert output.stats.num_accepted_draft_tokens > 10
+
+
+def test_model_is_not_asked_for_a_request_that_wants_none() -> None:
+    draft = fake_draft(PerfectGuesser(REPEATING))
+    given = [request("a", max_tokens=30, speculation=by_request(DraftKind.SUFFIX))]
+    _, pair = serve_and_ask(REPEATING, given, draft=draft, overlap="enumerate")
+    assert draft.num_steps == 0
+    assert of_source(pair, "suffix")[2] > 10
+
+
+def test_request_for_a_model_that_is_not_there_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="allowed: ngram, suffix") as caught:
+        serve_and_ask(
+            REPEATING,
+            [request(speculation=by_request(DraftKind.MODEL))],
+            has_draft_model=False,
+            draft_kind=DraftKind.NGRAM,
+        )
+    assert caught.value.field == "draft"
+
+
+def test_past_outputs_serve_the_same_tenant_alone() -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        async with serving(
+            clock,
+            target=target_of(CHANGING),
+            has_draft_model=False,
+            draft_kind=DraftKind.SUFFIX,
+            num_speculative_tokens=3,
+            past_output_tokens=1000,
+        ) as pair:
+
+            async def steps(request_id: str, tenant: str) -> int:
+                before = pair.target.num_steps
+                wish = by_request(DraftKind.SUFFIX, tenant)
+                output = await pair.router.complete(request(request_id, max_tokens=40, speculation=wish))
+                assert output.token_ids == CHANGING.generate((3, 1, 4, 1, 5), 40)
+                return pair.target.num_steps - before
+
+            first = await steps("first", "a")
+            # The same prompt gives the same output, which is known now.
+            assert await steps("again", "a") < first / 2
+            assert await steps("other", "b") == first
+            assert await steps("nobody", "") == first
+
+    run(clock, main())
+
+
+@pytest.mark.parametrize(
+    ("temperature", "verification", "is_kept"),
+    [
+        (1.0, Verification.REJECTION, False),
+        (1.0, Verification.COUPLED, True),
+        (0.0, Verification.REJECTION, True),
+    ],
+)
+def test_outputs_that_tests_of_acceptance_drew_are_no_drafts_for_the_same_tests(
+    temperature: float, verification: Verification, is_kept: bool
+) -> None:
+    """Of the same seed, so that they would know how the test of their own tokens ends."""
+    clock = VirtualClock()
+
+    async def main() -> None:
+        async with serving(
+            clock,
+            target=target_of(CHANGING),
+            has_draft_model=False,
+            draft_kind=DraftKind.SUFFIX,
+            num_speculative_tokens=3,
+            past_output_tokens=1000,
+        ) as pair:
+            for name in "ab":
+                given = request(
+                    name,
+                    max_tokens=40,
+                    temperature=temperature,
+                    seed=5,
+                    verification=verification,
+                    speculation=by_request(DraftKind.SUFFIX, "tenant"),
+                )
+                await pair.router.complete(given)
+            assert (of_source(pair, "suffix")[2] > 0) is is_kept
+
+    run(clock, main())
+
+
+def test_nothing_is_kept_by_default() -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        async with serving(
+            clock, target=target_of(CHANGING), has_draft_model=False, num_speculative_tokens=3
+        ) as pair:
+            for name in "ab":
+                wish = by_request(DraftKind.SUFFIX, "tenant")
+                await pair.router.complete(request(name, max_tokens=40, speculation=wish))
+            assert of_source(pair, "suffix")[2] == 0
+
+    run(clock, main())

@@ -1,0 +1,142 @@
+"""What a router counts of a request's life, and what it looks at in every round of a session."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specray.control.controller import Policy
+from specray.control.state import OFF
+from specray.fakes import NoisyGuesser, VirtualClock
+from specray.requests import SpeculationParams
+from specray.router.session import MAX_SPECULATIVE_TOKENS, Session
+from specray.types import Verdict
+from tests.unit.router.harness import (
+    Pair,
+    expected,
+    fake_draft,
+    fake_target,
+    request,
+    run,
+    serving,
+    speculation_config,
+)
+
+
+def total(pair: Pair, name: str) -> float:
+    """Of all samples of that name, whatever their labels."""
+    families = pair.router.metrics.registry.collect()
+    return sum(sample.value for family in families for sample in family.samples if sample.name == name)
+
+
+def test_every_token_is_counted_once_and_every_verdict_under_its_plan() -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        async with serving(clock, overlap="serial", num_speculative_tokens=3) as pair:
+            given = request(max_tokens=24)
+            output = await pair.router.complete(given)
+            assert output.token_ids == expected(given)
+            await pair.settle()
+            assert pair.counted("specray_output_tokens_total") == 24
+            assert pair.counted("specray_time_to_first_token_seconds_count") == 1
+            # The first verdict is of the prompt alone; all tokens after it wait for those before them.
+            assert pair.counted("specray_inter_token_latency_seconds_count") == 23
+            rounds = pair.counted("specray_rounds_total")
+            assert 6 < rounds < 24
+            assert total(pair, "specray_plans_total") == rounds
+            assert pair.counted("specray_plans_total", overlap="serial", num_speculative_tokens="3") == rounds
+            # The first verdict, of the prompt, is no round of draft and target.
+            assert pair.counted("specray_round_overhead_seconds_count") == rounds - 1
+
+    run(clock, main())
+
+
+def test_verdicts_without_speculation_are_counted_under_their_plan() -> None:
+    """Speculation that is never right is off soon."""
+    clock = VirtualClock()
+
+    async def main() -> None:
+        target = fake_target()
+        draft = fake_draft(NoisyGuesser(target.model, 0.0))
+        async with serving(clock, target=target, draft=draft, overlap="serial") as pair:
+            await pair.router.complete(request(max_tokens=100))
+            await pair.settle()
+            off = pair.counted("specray_plans_total", overlap="off", num_speculative_tokens="0")
+            assert off > 50
+            assert total(pair, "specray_plans_total") == pair.counted("specray_rounds_total")
+
+    run(clock, main())
+
+
+def test_a_review_is_prepared_with_what_the_session_has_before_it_and_the_draft_was_not_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = VirtualClock()
+    unread: list[int] = []
+
+    async def main() -> None:
+        async with serving(clock, overlap="serial") as pair:
+            policy, running = pair.router._policy, pair.router._sessions.running
+            prepare = policy.prepare
+
+            def record(pacing: Any, num_running: int, **options: Any) -> None:
+                live = running.get(pacing.request_id)
+                if live is not None:
+                    assert options["num_remaining"] == live.session.num_remaining
+                    assert options["num_unread"] == live.num_unread
+                    unread.append(options["num_unread"])
+                prepare(pacing, num_running, **options)
+
+            monkeypatch.setattr(policy, "prepare", record)
+            await pair.router.complete(request(max_tokens=60))
+
+    run(clock, main())
+    assert max(unread) > 0
+
+
+def test_requests_that_are_not_drafted_for_are_passed_by() -> None:
+    """Resting is asked in each round of each session, and a draft is neither told nor asked anything."""
+    clock = VirtualClock()
+
+    async def main() -> None:
+        async with serving(clock, overlap="serial") as pair:
+            given = request(speculation=SpeculationParams(enabled=False))
+            output = await pair.router.complete(given)
+            assert output.token_ids == expected(given)
+            assert pair.draft.num_steps == 0
+            pacing = pair.router._policy.pace(given)
+            assert pair.router._policy.is_resting(pacing)
+            assert not pair.router._policy.is_review_near(pacing, 1)
+
+    run(clock, main())
+
+
+def test_a_review_is_near_when_all_decided_otherwise_but_not_for_who_drafts_at_no_cost() -> None:
+    policy = Policy(speculation_config(overlap="serial"))
+    fillers = policy.beside("ngram", prior_acceptance=0.5)
+    for one in (policy, fillers):
+        pacing = one.pace(request())
+        pacing.plan, pacing.rounds_to_review = OFF, 9
+        one.together.decide(1.0, 1)
+        pacing.num_turns = one.together.num_turns
+        assert not one.is_review_near(pacing, 1)
+        one.together.num_turns += 1
+        assert one.is_review_near(pacing, 1) is (one is policy)
+
+
+def test_cache_is_being_filled_until_the_first_token_and_after_a_loss_and_a_long_way_behind() -> None:
+    session = Session(request(prompt=(1, 2, 3)), None, vocab_size=64)
+    assert session.is_prefilling, "nothing came yet"
+    item = session.verify_item(64)
+    session.on_verdict(Verdict("a", item.round_id, 0, 0, 7))
+    assert not session.is_prefilling
+    session.lose_target()
+    assert session.is_prefilling, "the target holds nothing"
+    session.target.synced_len = 1
+    session.committed += [5] * (MAX_SPECULATIVE_TOKENS - 2)
+    assert session.num_missing == 1 + MAX_SPECULATIVE_TOKENS
+    assert not session.is_prefilling, "as many as a round may have committed"
+    session.committed.append(5)
+    assert session.is_prefilling, "one more than any round commits"

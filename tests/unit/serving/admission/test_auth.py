@@ -1,0 +1,100 @@
+"""API keys apart from HTTP: the configuration, the command that makes them, and what a caller holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from specray.bench.load.client import key_header
+from specray.cli import main
+from specray.config import KeyConfig, parse_config
+from specray.environment import api_key
+from specray.errors import ConfigError, OverloadedError
+from specray.requests import GenerateRequest, SpeculationParams
+from specray.serving.admission.auth import Caller, Keyring, key_hash, new_key
+from specray.types import SamplingParams
+
+KEY, OTHER_KEY = new_key(), new_key()
+
+
+def key_entry(key: str = KEY, name: str = "team-a", **more: Any) -> dict[str, Any]:
+    return {"name": name, "sha256": key_hash(key), **more}
+
+
+def request_of(num_tokens: int) -> GenerateRequest:
+    return GenerateRequest("r", (5,) * num_tokens, SamplingParams(), 4, speculation=SpeculationParams())
+
+
+def test_prompt_tokens_wait_until_the_first_answer() -> None:
+    caller = Caller(KeyConfig(name="a", sha256="0" * 64, max_queued_tokens=10))
+    with caller.admit([request_of(30)]) as first:  # Alone it is let in, whatever its size.
+        with pytest.raises(OverloadedError, match="key 'a' has 30 prompt tokens waiting; allowed: 10"):
+            caller.admit([request_of(1)])
+        first.answered(0)
+        first.answered(0)
+        assert (caller.num_requests, caller.num_queued_tokens) == (1, 0)
+        with caller.admit([request_of(4), request_of(5)]) as second:
+            assert (caller.num_requests, caller.num_queued_tokens) == (3, 9)
+            with caller.admit([request_of(1)]):
+                pass
+            with pytest.raises(OverloadedError):
+                caller.admit([request_of(2)])
+            second.finished(1)
+            assert (caller.num_requests, caller.num_queued_tokens) == (2, 4)
+    assert (caller.num_requests, caller.num_queued_tokens) == (0, 0)
+
+
+BAD_KEYS: list[tuple[dict[str, Any], str]] = [
+    ({"keys": [{"name": "a"}]}, "auth.keys.0.sha256: Field required"),
+    ({"keys": [{"name": "a", "sha256": KEY}]}, "auth.keys.0.sha256: String should match pattern"),
+    ({"keys": [{"name": "a b", "sha256": "0" * 64}]}, "auth.keys.0.name: String should match pattern"),
+    ({"keys": [key_entry(), key_entry(OTHER_KEY)]}, "keys have the same name: team-a; allowed: one key each"),
+    ({"keys": [key_entry(), key_entry(name="b")]}, "keys have the same sha256: b, team-a"),
+    ({"keys": [key_entry(max_requests=0)]}, r"max_requests: .*greater than or equal to 1 \(got 0\)"),
+    ({"keys": [{**key_entry(), "key": KEY}]}, "auth.keys.0.key: Extra inputs"),
+    ({"keys": KEY}, "auth.keys"),
+    ({"keys": [KEY]}, "auth.keys.0"),
+    ({"open_paths": ["/v1/models"]}, "open_paths.0: .*'/metrics'.*got '/v1/models'"),
+]
+
+
+@pytest.mark.parametrize(("auth", "says"), BAD_KEYS, ids=lambda value: str(value)[-40:])
+def test_a_wrong_key_section_is_refused_without_showing_a_key(auth: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        parse_config({"auth": auth})
+    assert KEY not in str(caught.value)
+
+
+def test_keys_new_prints_a_key_and_the_line_that_lets_it_in(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["keys", "new", "team-b"], ["keys", "new", "team-b"]):
+        with pytest.raises(SystemExit) as end:
+            main(arguments)
+        assert end.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    keys = [line.rpartition(" ")[2] for line in lines if line.startswith("# For the caller")]
+    assert len(set(keys)) == 2 and all(len(key) >= 43 for key in keys)
+    (entry,) = yaml.safe_load("\n".join(lines[:3]))
+    assert entry == {"name": "team-b", "sha256": key_hash(keys[0])}
+    Keyring(parse_config({"auth": {"keys": [entry]}}).auth).identify([f"Bearer {keys[0]}"])
+
+
+def test_keys_new_refuses_a_wrong_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["keys", "new", "a b"])
+    assert end.value.code == 2
+    captured = capsys.readouterr()
+    assert "auth.keys.0.name" in captured.err and captured.out == ""
+
+
+def test_our_own_clients_take_their_key_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SPECRAY_API_KEY", raising=False)
+    assert key_header(api_key()) == {}
+    monkeypatch.setenv("SPECRAY_API_KEY", KEY)
+    assert key_header(api_key()) == {"Authorization": f"Bearer {KEY}"}
+
+
+def test_a_key_is_hashed_by_plain_sha256() -> None:
+    # As `printf %s KEY | sha256sum` gives it.
+    assert key_hash("abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"

@@ -1,0 +1,414 @@
+"""Refusals that cost next to nothing, deadlines as a header, and the ingress's own HTTP server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from specray.config import parse_config
+from specray.errors import ConfigError, EngineLostError, InvalidRequestError, OverloadedError
+from specray.fakes import FakeRouterClient
+from specray.requests import GenerateRequest, SpeculationParams
+from specray.serving.admission.refusals import PROBE_S, KnownRoom, RefusingClient
+from specray.serving.http.app import build_http_app
+from specray.serving.http.server import HttpServer
+from specray.serving.http.timeout_header import with_timeout
+from specray.serving.ingress import IngressReplica
+from specray.types import SamplingParams
+from tests.unit.serving.http.service import INFO, MODEL, REPLY, TOKENIZER, endless, say, serving, wait_until
+
+TEXT = {"prompt": "a", "max_tokens": 4}
+FULL = OverloadedError("256 requests wait; allowed: 256", retry_after_s=7.0)
+
+
+def request(tenant: str = "", priority: int = 0) -> GenerateRequest:
+    speculation = SpeculationParams(tenant=tenant)
+    return GenerateRequest("r", (1,), SamplingParams(), 4, speculation=speculation, priority=priority)
+
+
+class Times:
+    """Seconds that a test sets."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def is_let_through(room: KnownRoom, tenant: str = "", priority: int = 0) -> bool:
+    """Sends one to the router when the room allows it."""
+    try:
+        room.check(tenant, priority)
+    except OverloadedError:
+        return False
+    room.begin(tenant, priority)
+    return True
+
+
+def test_no_more_go_to_the_routers_than_they_hold() -> None:
+    room = KnownRoom(3, monotonic=Times())
+    assert [is_let_through(room) for _ in range(4)] == [True, True, True, False]
+    room.end("", 0, None)
+    assert [is_let_through(room) for _ in range(2)] == [True, False]
+
+
+def test_full_routers_are_asked_for_whoever_might_displace_another() -> None:
+    room = KnownRoom(4, monotonic=Times())
+    assert all(is_let_through(room, "many", priority=1) for _ in range(4))
+    assert not is_let_through(room, "many", 1)
+    assert is_let_through(room, "many", 0), "more urgent than what is there"
+    assert is_let_through(room, "few", 1) and is_let_through(room, "few", 1)
+    assert is_let_through(room, "few", 1), "five against two"
+    assert not is_let_through(room, "few", 2), "five against three, but the least urgent of all"
+
+
+def test_refused_tenant_gets_one_through_for_each_request_that_ends() -> None:
+    times = Times()
+    room = KnownRoom(100, monotonic=times)
+    for _ in range(5):
+        assert is_let_through(room)
+    room.end("", 0, FULL)
+    assert not is_let_through(room)
+    assert not is_let_through(room, priority=7)
+    assert is_let_through(room, priority=-1), "more urgent than what was refused"
+    assert is_let_through(room, tenant="other")
+    room.end("", 0, None)
+    room.end("other", 0, None)
+    assert [is_let_through(room) for _ in range(3)] == [True, True, False]
+    # What other ingresses have seen end is not known here.
+    times.now_s += PROBE_S
+    assert [is_let_through(room) for _ in range(2)] == [True, False]
+
+
+def test_refusal_here_says_what_the_router_said_and_when_to_come_back() -> None:
+    times = Times()
+    room = KnownRoom(100, monotonic=times)
+    for _ in range(41):
+        room.begin("", 0)
+    for _ in range(20):
+        times.now_s += 0.5
+        room.end("", 0, None)
+    room.end("", 0, FULL)  # Of 41 there are 20 now.
+    with pytest.raises(OverloadedError) as caught:
+        room.check("", 0)
+    assert caught.value.message == FULL.message
+    # 20 are under way, and one ends every half second; spread by up to a half.
+    assert 10.0 <= caught.value.retry_after_s <= 15.0
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_requests_are_counted_until_they_end_however_they_end(is_stream: bool) -> None:
+    room = KnownRoom(100)
+    router = FakeRouterClient(info=INFO, errors=[FULL, EngineLostError("lost")])
+    client = RefusingClient(router, room)
+    for number in range(3):
+        try:
+            if is_stream:
+                _ = [chunk async for chunk in client.stream(request("t"))]
+            else:
+                await client.complete(request("t"))
+        except OverloadedError:
+            # Something has ended, or the next would not be asked for.
+            room.begin("t", 0)
+            room.end("t", 0, None)
+        except EngineLostError:
+            assert number == 1
+    assert len(router.requests) == 3
+    stream = client.stream(request("t"))
+    await anext(stream)
+    assert room._num_requests == 1
+    await stream.aclose()
+    assert (room._num_requests, room._by_tenant, room._by_priority) == (0, {}, {})
+
+
+FULL_SIZES = {"target": {"max_num_seqs": 1}, "router": {"max_queued_requests": 1}}
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b'{"prompt": "a", "max_tokens": 4}', 429),
+        (b'{"prompt": "a", "priority": null, "speculation": null}', 429),
+        (b'{"prompt": "a", "priority": 3}', 429),
+        (b'{"prompt": 5, "speculation": {"tenant": ""}}', 429),
+        (b'{"prompt": "a", "priority": "x"}', 400),
+        (b'{"prompt": "a", "priority": true}', 400),
+        (b'{"prompt": "a", "speculation": 5}', 400),
+        (b'{"prompt": "a", "speculation": {"tenant": 5}}', 400),
+        (b"[1]", 400),
+        (b"{no json", 400),
+        (b"", 400),
+        (b'{"prompt": "a", "max_tokens": 4, "n": 0, "speculation": {"tenant": "few"}}', 400),
+    ],
+)
+async def test_full_service_refuses_what_it_understands_and_reads_the_rest_whole(
+    body: bytes, status: int
+) -> None:
+    router = endless()
+    config = parse_config({"served_model_name": MODEL, **FULL_SIZES})
+    async with serving(router, config=config) as service:
+        running = [asyncio.create_task(service.post("/v1/completions", TEXT)) for _ in range(2)]
+        await wait_until(lambda: len(router.requests) == 2)
+        headers = {"Content-Type": "application/json"}
+        async with service.http.post("/v1/completions", data=body, headers=headers) as response:
+            assert response.status == status
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def test_body_in_pieces_is_read_by_the_application_of_a_full_service() -> None:
+    router = endless()
+    config = parse_config({"served_model_name": MODEL, **FULL_SIZES})
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for piece in (b'{"prompt": "a", ', b'"priority": ', b"-1}"):
+            yield piece
+            await asyncio.sleep(0.02)
+
+    async with serving(router, config=config) as service:
+        tasks = [asyncio.create_task(service.post("/v1/completions", TEXT)) for _ in range(2)]
+        await wait_until(lambda: len(router.requests) == 2)
+        headers = {"Content-Type": "application/json"}
+        late = service.http.post("/v1/completions", data=pieces(), headers=headers)
+        tasks.append(asyncio.ensure_future(late))  # type: ignore[arg-type]
+        await wait_until(lambda: len(router.requests) == 3)
+        assert router.requests[-1].priority == -1
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_call_over_http_is_not_tokenised_when_the_routers_are_known_to_be_full() -> None:
+    router = endless()
+    config = parse_config({"served_model_name": MODEL, **FULL_SIZES})
+    async with serving(router, config=config) as service:
+        running = [asyncio.create_task(service.post("/v1/completions", TEXT)) for _ in range(2)]
+        await wait_until(lambda: len(router.requests) == 2)
+        # A prompt that is too long would be a 400, if anybody had looked.
+        status, answer = await service.post("/v1/completions", {**TEXT, "prompt": "x" * 500})
+        assert (status, answer["error"]["code"]) == (429, "overloaded")
+        assert answer["error"]["message"] == "2 requests are under way; allowed: 2"
+        more_urgent = asyncio.create_task(service.post("/v1/completions", {**TEXT, "priority": -1}))
+        await wait_until(lambda: len(router.requests) == 3)
+        for task in (*running, more_urgent):
+            task.cancel()
+        await asyncio.gather(*running, more_urgent, return_exceptions=True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_calls_in_hand_are_bounded_before_their_body_is_read(stream: bool) -> None:
+    router = endless()
+    config = parse_config({"served_model_name": MODEL, "ingress": {"max_ongoing_requests": 1}})
+    async with serving(router, config=config) as service:
+        running = asyncio.create_task(service.post("/v1/completions", {**TEXT, "stream": stream}))
+        await wait_until(lambda: len(router.requests) == 1)
+        async with service.http.post("/v1/completions", data=b"{no json" * 1000) as response:
+            assert (response.status, response.headers["Retry-After"]) == (429, "1")
+            assert (await response.json())["error"]["message"] == "1 calls are in hand; allowed: 1"
+        # The connection is still good, and a full service can be asked how it is.
+        assert (await service.http.get("/health")).status == 200
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await wait_until(lambda: len(router.aborted_request_ids) == 1)
+        # The place is free again: the body is read, and is found wrong.
+        assert (await service.post("/v1/completions", {"prompt": 5}))[0] == 400
+
+
+async def call_without_server(app: Any, body: dict[str, Any], *, reads: bool) -> list[Any]:
+    """What the application sends; a client that does not read takes the headers, as they fit a buffer."""
+    sent: list[Any] = []
+    received = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+    async def receive() -> Any:
+        if received:
+            return received.pop()
+        return await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        if not reads and sent:
+            await asyncio.Event().wait()
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b""}
+    await app({**scope, "headers": headers}, receive, send)
+    return sent
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_client_that_reads_nothing_loses_its_place_and_its_request_is_aborted(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specray.serving.http.events.SEND_TIMEOUT_S", 0.01)
+    router = FakeRouterClient(info=INFO)
+    client = RefusingClient(router, KnownRoom(1))
+    config = parse_config({"served_model_name": MODEL, "ingress": {"max_ongoing_requests": 1}})
+    app = build_http_app(client=client, tokenizer=TOKENIZER, config=config)
+    # The answer that has come as a whole is told the server as a failure, which closes the connection too.
+    with contextlib.nullcontext() if stream else pytest.raises(TimeoutError):
+        assert len(await call_without_server(app, {**TEXT, "stream": stream}, reads=False)) == 1
+    assert router.aborted_request_ids == ([router.requests[0].request_id] if stream else [])
+    assert client.room.num_requests == 0
+    start, *_ = await call_without_server(app, TEXT, reads=True)
+    assert start["status"] == 200
+
+
+@pytest.mark.parametrize(("max_replicas", "most"), [(None, 4), (2, 8)])
+async def test_call_for_more_than_all_routers_hold_is_wrong_and_not_early(
+    max_replicas: int | None, most: int
+) -> None:
+    scaling = None if max_replicas is None else {"min_replicas": 1, "max_replicas": max_replicas}
+    router = {"max_queued_requests": 3, "autoscaling": scaling}
+    sizes = {"served_model_name": MODEL, "target": {"max_num_seqs": 1}, "router": router}
+    client = FakeRouterClient(info=INFO)
+    async with serving(client, config=parse_config(sizes)) as service:
+        body = {**TEXT, "prompt": ["a", "b"]}
+        status, answer = await service.post("/v1/completions", {**body, "n": most // 2 + 1})
+        assert (status, answer["error"]["param"]) == (400, "n")
+        message = f"number of prompts times n is {most + 2}; allowed: 1..{most}"
+        assert answer["error"]["message"] == message
+        assert client.requests == []
+        assert (await service.post("/v1/completions", {**body, "n": most // 2}))[0] == 200
+        assert len(client.requests) == most
+
+
+# X-Request-Timeout-Seconds
+
+
+@pytest.mark.parametrize(
+    ("header", "own", "got"),
+    [
+        (None, 3, 3),
+        ("2.5", None, 2.5),
+        ("2.5", 3, 2.5),
+        ("2.5", 2, 2),
+        ("0", None, None),
+        ("-1", 3, 3),
+        ("inf", None, 86_400),
+        ("1e9", None, 86_400),
+        ("2.5", "x", "x"),
+    ],
+)
+def test_header_and_field_together_mean_the_shorter_time(header: str | None, own: Any, got: Any) -> None:
+    headers = {} if header is None else {"X-Request-Timeout-Seconds": header}
+    values = {"prompt": "a"} if own is None else {"prompt": "a", "timeout_s": own}
+    result = with_timeout(values, headers)
+    assert isinstance(result, dict)
+    assert result.get("timeout_s") == got
+
+
+@pytest.mark.parametrize("text", ["soon", "nan", ""])
+def test_header_that_is_no_number_is_named(text: str) -> None:
+    with pytest.raises(InvalidRequestError, match="X-Request-Timeout-Seconds") as caught:
+        with_timeout({}, {"X-Request-Timeout-Seconds": text})
+    assert caught.value.field == "X-Request-Timeout-Seconds"
+
+
+async def test_header_reaches_the_router() -> None:
+    router = say(REPLY)
+    async with serving(router) as service:
+        headers = {"X-Request-Timeout-Seconds": "12"}
+        async with service.http.post("/v1/completions", json=TEXT, headers=headers) as response:
+            assert response.status == 200
+    assert router.requests[0].timeout_s == 12.0
+
+
+# A server of its own
+
+
+def http_server(router: FakeRouterClient, port: int = 0, **options: Any) -> HttpServer:
+    config = parse_config({"served_model_name": MODEL})
+    app = build_http_app(client=router, tokenizer=TOKENIZER, config=config)
+    return HttpServer(app, host="127.0.0.1", port=port, **options)
+
+
+async def test_server_streams_and_ends_with_its_connections() -> None:
+    server = http_server(say(REPLY))
+    await server.start()
+    try:
+        url = f"http://127.0.0.1:{server.port}/v1/completions"
+        async with aiohttp.ClientSession() as http, http.post(url, json={**TEXT, "stream": True}) as response:
+            assert response.status == 200
+            lines = [line async for line in response.content if line.startswith(b"data: {")]
+    finally:
+        await server.stop()
+    assert json.loads(lines[-1][6:])["choices"][0]["finish_reason"] == "length"
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", server.port)
+    await server.stop()
+
+
+async def test_two_replicas_may_share_a_port() -> None:
+    first = http_server(say(REPLY), shares_port=True)
+    await first.start()
+    second = http_server(say(REPLY), first.port, shares_port=True)
+    await second.start()
+    await first.stop()
+    async with aiohttp.ClientSession() as http:
+        assert (await http.get(f"http://127.0.0.1:{second.port}/health")).status == 200
+    await second.stop()
+
+
+def sharing_socket(port: int = 0) -> socket.socket:
+    """Listens as Serve's proxy does, which shares its port with whoever shares it too."""
+    return socket.create_server(("127.0.0.1", port), reuse_port=True)
+
+
+async def test_port_is_not_shared_with_a_proxy_that_would_share_it() -> None:
+    with sharing_socket() as proxy, pytest.raises(ConfigError, match=r"http\.port: .*Address already in use"):
+        await http_server(say(REPLY), proxy.getsockname()[1], port_wait_s=0.0).start()
+
+
+@pytest.mark.parametrize(("num_replicas", "is_shared"), [(1, False), (2, True)])
+async def test_only_several_replicas_share_their_port(num_replicas: int, is_shared: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    replica = IngressReplica.__new__(IngressReplica)
+    replica._config = parse_config({"http": {"port": port}, "ingress": {"num_replicas": num_replicas}})
+    server = replica._http_server(build_http_app_stub())
+    await server.start()
+    try:
+        with contextlib.nullcontext() if is_shared else pytest.raises(OSError, match="in use"):
+            sharing_socket(port).close()
+    finally:
+        await server.stop()
+
+
+async def test_replica_waits_for_the_port_of_the_one_that_it_replaces() -> None:
+    first = http_server(say(REPLY))
+    await first.start()
+    second = http_server(say(REPLY), first.port, port_wait_s=20.0)
+    start = asyncio.create_task(second.start())
+    await asyncio.sleep(0)
+    assert not start.done()
+    await first.stop()
+    await start
+    async with aiohttp.ClientSession() as http:
+        assert (await http.get(f"http://127.0.0.1:{second.port}/health")).status == 200
+    await second.stop()
+
+
+async def test_port_of_another_program_is_a_config_error() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as other,
+        pytest.raises(ConfigError, match=r"http\.port: cannot listen on 127\.0\.0\.1"),
+    ):
+        await http_server(say(REPLY), other.getsockname()[1], port_wait_s=0.0).start()
+    with pytest.raises(ConfigError, match=r"http\.host"):
+        await HttpServer(build_http_app_stub(), host="no.such.host.invalid", port=0).start()
+
+
+def build_http_app_stub() -> Any:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("nobody calls")
+
+    return app

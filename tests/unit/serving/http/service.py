@@ -1,0 +1,97 @@
+"""A real HTTP server in front of a scripted router, on a port that the kernel chooses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import uvicorn
+
+from specray.config import Config, parse_config
+from specray.fakes import FakeRouterClient
+from specray.interfaces import RouterClient
+from specray.requests import GenerateRequest, ServiceInfo
+from specray.serving.http.app import build_http_app
+from specray.serving.observe import CallObserver
+from specray.tokenization import Tokenizer, make_stop_matcher
+from tests.unit.tokenization.tiny_tokenizer import tiny_tokenizer
+
+MODEL = "tiny"
+TOKENIZER = tiny_tokenizer()
+MAX_MODEL_LEN = 64
+INFO = ServiceInfo("target", "draft", TOKENIZER.vocab_size, MAX_MODEL_LEN, 1, "0")
+REPLY = "hello hello, a é\n"
+
+
+class RealClock:
+    """interfaces.Clock on the running loop."""
+
+    def monotonic(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+def say(text: str, *, then: tuple[int, ...] = ()) -> FakeRouterClient:
+    """A router that answers every request with this text, and then these tokens."""
+    tokens = (*TOKENIZER.encode(text), *then)
+
+    def reply(_: GenerateRequest) -> tuple[int, ...]:
+        return tokens
+
+    return FakeRouterClient(reply=reply, info=INFO, stop_matcher_factory=make_stop_matcher(TOKENIZER))
+
+
+def endless(**options: object) -> FakeRouterClient:
+    """A router whose streams take a thousand seconds a chunk."""
+    return FakeRouterClient(info=INFO, clock=RealClock(), chunk_interval_s=1000.0, **options)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    url: str
+    http: aiohttp.ClientSession
+
+    async def post(self, path: str, body: object) -> tuple[int, Any]:
+        """Status and decoded body."""
+        async with self.http.post(path, json=body) as response:
+            return response.status, await response.json()
+
+
+@asynccontextmanager
+async def serving(
+    client: RouterClient,
+    *,
+    tokenizer: Tokenizer = TOKENIZER,
+    config: Config | None = None,
+    observer: CallObserver | None = None,
+) -> AsyncIterator[Service]:
+    """Runs the application for the length of the block."""
+    config = config or parse_config({"served_model_name": MODEL})
+    app = build_http_app(client=client, tokenizer=tokenizer, config=config, observer=observer)
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off"))
+    # Signal handlers would outlive the test.
+    task = asyncio.create_task(server._serve())
+    try:
+        await wait_until(lambda: server.started)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        timeout = aiohttp.ClientTimeout(total=20)
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", timeout=timeout) as http:
+            yield Service(f"http://127.0.0.1:{port}", http)
+    finally:
+        server.should_exit = True
+        server.force_exit = True
+        async with asyncio.timeout(20):
+            await task
+
+
+async def wait_until(condition: Callable[[], bool]) -> None:
+    """Polls until the condition holds; fails after 20 s."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110  # What is watched has no event.
+            await asyncio.sleep(0.005)
