@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from specray.bench.soak.memory import anonymous_bytes
 from specray.engine.cache.blocks import BlockAllocator, BlockCache, BlockTable, bytes_per_token
-from specray.engine.runner.runner import device
+from specray.engine.runner import device
 from specray.errors import OutOfBlocksError
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_kernels import ALONE, MAX_LEN, empty_cache, expected, fused, random
+from tests.unit.engine.cpu.test_kernels import ALONE, MAX_LEN, empty_cache, expected, fused, random
 
 from specray.engine.attention.sdpa import AttentionStep, SequenceRows
 from specray.engine.cpu.attention import attend as single_attend
