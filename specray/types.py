@@ -51,6 +51,23 @@ class DraftKind(enum.StrEnum):
     """What followed them most often, there or in the tenant's past outputs; no model."""
 
 
+class GrammarKind(enum.StrEnum):
+    """The language in which a grammar is written."""
+
+    JSON_SCHEMA = "json_schema"
+    LARK = "lark"
+    REGEX = "regex"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A language that the output must belong to; its state is a function of the output's token ids."""
+
+    kind: GrammarKind
+    source: str
+    """A JSON schema as JSON text, a Lark grammar, or a regular expression; checked by the ingress."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the target's next token is drawn at every position; travels to an engine once per sequence.
