@@ -21,16 +21,6 @@ MAX_PROPERTIES = 1_000
 """Properties of a JSON schema, over all its objects; more are refused."""
 _MAX_ENTRIES = 64
 """Compiled grammars and refusals that are kept."""
-_LIMITS = {
-    "initial_lexer_fuel": 400_000,
-    "step_lexer_fuel": 100_000,
-    "step_max_items": 50_000,
-    "max_items_in_row": 20_000,
-    "max_lexer_states": 20_000,
-    "max_grammar_size": 150_000,
-    "verbose_errors": False,
-}
-"""Counted work that a grammar may cost, in llguidance's own units; a lexer state is one to two kilobytes."""
 
 
 @dataclass(slots=True)
@@ -61,7 +51,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids))
-        self._limits = LLParserLimits(**_LIMITS)
+        self._limits = _make_limits()
         self._kept: OrderedDict[Grammar, LLMatcher | str] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -121,6 +111,19 @@ class GrammarCompiler:
             # The first mask does work that building the matcher puts off; it may exceed the limits, too.
             matcher.deep_copy().compute_bitmask()
         return _reason(matcher.get_error()) if matcher.is_error() else matcher
+
+
+def _make_limits() -> LLParserLimits:
+    """Counted work that a grammar may cost, in llguidance's own units; a lexer state is 1 to 2 kilobytes."""
+    return LLParserLimits(
+        initial_lexer_fuel=400_000,
+        step_lexer_fuel=100_000,
+        step_max_items=50_000,
+        max_items_in_row=20_000,
+        max_lexer_states=20_000,
+        max_grammar_size=150_000,
+        verbose_errors=False,
+    )
 
 
 def _llguidance_source(grammar: Grammar) -> str:
