@@ -133,10 +133,10 @@ async def _from_own_pair(config: Config, prompt: str, sampling: Sampling) -> Asy
     from specray.serving.local.pair import local_router
     from specray.serving.prompts import encode_prompts, parse_prompt
     from specray.serving.validation import to_generate_requests
-    from specray.tokenization import Tokenizer, make_stop_matcher
+    from specray.tokenization import load_tokenizer, make_stop_matcher
 
     prompts = parse_prompt(prompt)
-    tokenizer = await asyncio.to_thread(Tokenizer.load, config.target.model)
+    tokenizer = await asyncio.to_thread(load_tokenizer, config.target.model)
     async with local_router(config, stop_matchers=make_stop_matcher(tokenizer)) as router:
         requests = to_generate_requests(
             await encode_prompts(prompts, tokenizer),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specray.bench.load.prompts import Dataset
+from specray.cli.bench.output import write_json
 from specray.cli.serve import Setting
 from specray.errors import ConfigError
 
@@ -143,7 +144,6 @@ def _plan(
 ) -> None:
     from rich.console import Console
 
-    from specray.cli.bench.app import write_json
     from specray.planning.hardware import make_offers, parse_costs
     from specray.planning.report import plan_json, plan_table, recommendation
     from specray.planning.search import make_plan
@@ -193,7 +193,6 @@ def _check(
 
     from specray.bench.load.prompts import load_prompts
     from specray.bench.plan_check import LoadRunner, compare, measure_loads
-    from specray.cli.bench.app import write_json
     from specray.planning.report import check_table
     from specray.planning.simulation.fleet import Kit
 

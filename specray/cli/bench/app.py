@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from enum import StrEnum
@@ -15,13 +14,13 @@ from typer.core import TyperGroup
 
 from specray.bench.load.prompts import Dataset
 from specray.cli.bench.compare import compare
+from specray.cli.bench.output import write_json
 from specray.cli.bench.overlap import overlap
 from specray.cli.bench.overload import overload
 from specray.cli.bench.plain import plain
 from specray.cli.bench.soak import soak
 from specray.cli.bench.trace import trace
 from specray.cli.worker import Role
-from specray.errors import ConfigError
 from specray.types import Overlap
 
 if TYPE_CHECKING:
@@ -270,16 +269,6 @@ def _print_rows(title: str, rows: Sequence[Any], json_path: Path | None) -> None
         table.add_row(*(f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()))
     Console().print(table)
     write_json(values, json_path)
-
-
-def write_json(values: object, path: Path | None) -> None:
-    """Writes the results where ``--json`` says, if it does. Raises ConfigError."""
-    if path is None:
-        return
-    try:
-        path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--json {path}: {error.strerror}") from None
 
 
 def _run(plan: Plan) -> Result:

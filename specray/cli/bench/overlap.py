@@ -12,6 +12,7 @@ import typer
 
 from specray.bench.load.prompts import Dataset
 from specray.bench.testbed.kinds import LinkKind
+from specray.cli.bench.output import write_json
 from specray.cli.serve import Setting
 from specray.errors import ConfigError
 from specray.types import Overlap
@@ -75,7 +76,6 @@ def overlap(
     from specray.bench.load.prompts import load_prompts
     from specray.bench.overlap.link import two_hosts
     from specray.bench.overlap.run import measure_overlap, num_prompts_of, overlap_table
-    from specray.cli.bench.app import write_json
     from specray.cli.settings import build_config
 
     if link is LinkKind.NAMESPACES and not delay_ms:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from specray.bench.load.prompts import Dataset
+from specray.cli.bench.output import write_json
 
 
 def overload(
@@ -55,7 +56,6 @@ def overload(
     from specray.bench.load.overload import OverloadPlan, measure_overload
     from specray.bench.load.overload_report import memory_table, overload_table
     from specray.bench.load.prompts import load_prompts
-    from specray.cli.bench.app import write_json
 
     plan = OverloadPlan(
         url=url,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specray.bench.load.prompts import Dataset
+from specray.cli.bench.output import write_json
 
 if TYPE_CHECKING:
     from specray.bench.load.serve import Plan
@@ -49,7 +50,6 @@ def plain(
     from specray.bench.load.prompts import load_prompts
     from specray.bench.load.serve import Plan
     from specray.bench.plain import PLAIN, plain_table
-    from specray.cli.bench.app import write_json
     from specray.cli.settings import NO_DRAFT, build_config, pair_options
 
     options = pair_options(target=target, draft=NO_DRAFT, dtype=dtype, num_threads=num_threads)

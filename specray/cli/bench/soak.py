@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specray.bench.testbed.kinds import BedKind
+from specray.cli.bench.output import write_json
 from specray.cli.ending import run_until_told
 from specray.cli.serve import Setting
 from specray.errors import ConfigError
@@ -119,7 +120,6 @@ def _report(result: SoakResult, max_growth: float, json_path: Path | None) -> in
     from rich.console import Console
 
     from specray.bench.soak.report import as_json, problems, soak_tables
-    from specray.cli.bench.app import write_json
 
     console = Console()
     if not console.is_terminal:
