@@ -26,7 +26,7 @@ from specray.router import Router
 from specray.router.trace import TraceEvent, decode_trace
 from specray.rpc.connections.drafter import GrpcDrafter
 from specray.serving.local.pair import CONNECT_TIMEOUT_S, WORKER_COMMAND, LocalPair, local_pair
-from specray.tokenization import Tokenizer
+from specray.tokenization import load_tokenizer
 from specray.types import Overlap, SamplingParams
 
 SERIAL_KS = (0, 1, 3, 6, 12)
@@ -92,7 +92,7 @@ async def measure_profile(
     """
     if config.draft.enabled and not config.draft.has_model:
         raise ConfigError(f"draft.model is {config.draft.model!r}; allowed here: a model, or no draft")
-    tokenizer = Tokenizer.load(config.target.model)
+    tokenizer = load_tokenizer(config.target.model)
     token_ids = [tuple(tokenizer.encode(prompt)) for prompt in prompts]
     progress("starting the pair")
     async with local_pair(without_cache(config), worker_command=worker_command) as pair:

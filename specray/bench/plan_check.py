@@ -22,7 +22,7 @@ from specray.planning.simulation.results import RunResult
 from specray.requests import GenerateRequest
 from specray.router import Router
 from specray.serving.local.pair import WORKER_COMMAND, LocalPair, local_pair
-from specray.tokenization import Tokenizer
+from specray.tokenization import load_tokenizer
 from specray.types import SamplingParams
 
 _REQUESTS_PER_CLIENT = 3
@@ -90,7 +90,7 @@ class LoadRunner:
         progress: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._config = config
-        tokenizer = Tokenizer.load(config.target.model)
+        tokenizer = load_tokenizer(config.target.model)
         self._prompts = [tuple(tokenizer.encode(prompt)) for prompt in prompts]
         self._max_tokens = max_tokens
         self._temperature = temperature

@@ -30,7 +30,7 @@ from specray.serving.grpc.handler import GrpcIngress, served
 from specray.serving.http.app import build_http_app
 from specray.serving.http.server import HttpServer
 from specray.serving.observe import CallObserver
-from specray.tokenization import Tokenizer
+from specray.tokenization import load_tokenizer
 
 STOP_MARGIN_S = 10.0
 PROXY_RETRY_S = 1.0
@@ -78,7 +78,7 @@ class IngressReplica:
             checkpoint=config.target.checkpoint,
         )
         self._client = refusing(client, config)
-        self._tokenizer = Tokenizer.load(config.target.model)
+        self._tokenizer = load_tokenizer(config.target.model)
         self._keyring = Keyring(config.auth)
         self._has_http_server = config.http.server == "ingress"
 

@@ -21,7 +21,7 @@ from specray.bench.load.client import ServerClient
 from specray.bench.load.run import MAX_KEPT_ERRORS, run_pass
 from specray.bench.load.stats import Percentiles, summarize
 from specray.errors import SpecrayError
-from specray.tokenization import Tokenizer
+from specray.tokenization import Tokenizer, load_tokenizer
 
 WARMUP_BURST_TOKENS = 16
 
@@ -83,7 +83,7 @@ async def compare(
         time_limit_s: after so long no further server is started; the next run goes on from there.
     """
     ends_at_s = time.monotonic() + time_limit_s
-    tokenizer = Tokenizer.load(setup.target)
+    tokenizer = load_tokenizer(setup.target)
     failed: dict[str, str] = {}
     for turn in range(plan.num_turns):
         for arm in plan.arms:

@@ -12,7 +12,7 @@ from specray.bench.load.prompts import Dataset, load_prompts
 from specray.bench.overlap.run import Arm, measure_arms
 from specray.config import Config
 from specray.serving.local.pair import local_pair
-from specray.tokenization import Tokenizer
+from specray.tokenization import load_tokenizer
 from specray.types import Overlap
 
 WORKER_COMMAND = (sys.executable, "-m", "specray.bench.gpu.worker")
@@ -102,7 +102,7 @@ def encoded_prompts(model: str, num_prompts: int) -> list[list[int]]:
     from specray.config import EMBEDDED
     from specray.demo.paths import demo_target_path
 
-    tokenizer = Tokenizer.load(str(demo_target_path()) if model == EMBEDDED else model)
+    tokenizer = load_tokenizer(str(demo_target_path()) if model == EMBEDDED else model)
     return [list(tokenizer.encode(prompt)) for prompt in load_prompts(Dataset.BUILTIN, None, num_prompts)]
 
 

@@ -20,7 +20,7 @@ from specray.metrics.router import RouterMetrics
 from specray.requests import GenerateRequest
 from specray.router import Router
 from specray.serving.local.pair import LocalPair
-from specray.tokenization import Tokenizer
+from specray.tokenization import load_tokenizer
 from specray.types import Overlap, SamplingParams
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ async def measure_overlap(
         ConfigError: a model or a setting is wrong.
         EngineLostError: a worker did not start or was lost.
     """
-    tokenizer = Tokenizer.load(config.target.model)
+    tokenizer = load_tokenizer(config.target.model)
     encoded = [tokenizer.encode(prompt) for prompt in prompts]
     async with linked_pair(config, delay_ms=delay_ms, hosts=hosts) as (pair, link):
         results: list[OverlapResult] = []

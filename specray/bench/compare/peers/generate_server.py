@@ -17,7 +17,7 @@ import torch
 from aiohttp import web
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from specray.tokenization import TextStream, Tokenizer
+from specray.tokenization import TextStream, Tokenizer, load_tokenizer
 
 LOOPBACK = "127.0.0.1"
 
@@ -91,7 +91,7 @@ def load_generator(arguments: argparse.Namespace) -> Generator:
         options["assistant_model"] = draft
     if arguments.prompt_lookup is not None:
         options["prompt_lookup_num_tokens"] = arguments.prompt_lookup
-    return Generator(target, Tokenizer.load(arguments.target), options)
+    return Generator(target, load_tokenizer(arguments.target), options)
 
 
 def _load(checkpoint: Path) -> Any:
