@@ -1,0 +1,286 @@
+"""How model families write tool calls: one row per format, from which calls are read and by which they are forced.
+
+One table gives both, so that what is forced can always be read back. Text between calls is content, text between
+reasoning markers is reasoning. Patterns are linear: nothing that a model writes makes them slow.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+MAX_CALL_LEN: Final = 262_144
+"""Characters of one call's text; a longer one stays content."""
+Schemas = Mapping[str, Mapping[str, Any]]
+"""JSON schema of the parameters by tool name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call as a model has written it."""
+
+    name: str
+    arguments: str
+    """JSON text of an object."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """One way of writing calls."""
+
+    name: str
+    signs: tuple[str, ...]
+    """Texts that a chat template of this format contains, all of them."""
+    open_pattern: str
+    """Regular expression after which the text of calls begins."""
+    close: str | None
+    """Text that ends it; None: the end of the answer."""
+    read: Callable[[str, Schemas], Iterator[ToolCall]]
+    """Reads the calls of one such text. Raises ValueError for what is malformed."""
+    begin: str
+    """Text before the first forced call."""
+    before_name: str
+    after_name: str
+    """Text between a forced call's name and its arguments."""
+    after: str
+    """Text after a forced call's arguments."""
+    between: str
+    """Text between two forced calls."""
+    end: str
+    """Text after the last forced call."""
+    allows_several: bool = True
+    """Chat templates of this format take several calls in one turn."""
+    writes_parameters: bool = False
+    """Arguments are written one by one between tags, and not as JSON."""
+
+
+def _json_calls(text: str, schemas: Schemas) -> Iterator[ToolCall]:
+    """Objects with ``name`` and ``arguments`` (or ``parameters``), one after the other or in a list."""
+    decoder, position = json.JSONDecoder(), 0
+    while position < len(text):
+        if text[position] in " \t\r\n;,":
+            position += 1
+            continue
+        value, position = decoder.raw_decode(text, position)
+        for entry in value if isinstance(value, list) else [value]:
+            yield _json_call(entry)
+
+
+def _json_call(value: object) -> ToolCall:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise ValueError("a call has no name")
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    return ToolCall(value["name"], _arguments(arguments))
+
+
+def _arguments(value: object) -> str:
+    if not isinstance(value, dict):
+        raise ValueError("the arguments of a call are no object")
+    return json.dumps(value, ensure_ascii=False)
+
+
+_MISTRAL_CALL: Final = re.compile(r"\s*(?:\[TOOL_CALLS\])?\s*([\w.-]{1,64})\s*\[ARGS\]\s*")
+
+
+def _mistral_calls(text: str, schemas: Schemas) -> Iterator[ToolCall]:
+    """A JSON list, or ``name[ARGS]{...}`` one after the other, as newer tokenizers have it."""
+    if "[ARGS]" not in text:
+        yield from _json_calls(text, schemas)
+        return
+    decoder, position = json.JSONDecoder(), 0
+    while text[position:].strip():
+        head = _MISTRAL_CALL.match(text, position)
+        if head is None:
+            raise ValueError("a call has no name")
+        arguments, position = decoder.raw_decode(text, head.end())
+        yield ToolCall(head[1], _arguments(arguments))
+
+
+_XML_FUNCTION: Final = re.compile(r"\s*<function=([^>\n]{1,64})>")
+_XML_PARAMETER: Final = re.compile(r"<parameter=([^>\n]{1,256})>")
+
+
+def _xml_call(text: str, schemas: Schemas) -> Iterator[ToolCall]:
+    """``<function=name>`` and a ``<parameter=key>`` for each argument, whose types the schema knows."""
+    head = _XML_FUNCTION.match(text)
+    if head is None:
+        raise ValueError("a call has no function")
+    properties = schemas.get(head[1], {}).get("properties", {})
+    arguments: dict[str, Any] = {}
+    pieces = _XML_PARAMETER.split(text[head.end() :])
+    for key, raw in zip(pieces[1::2], pieces[2::2], strict=True):
+        value, closing, _ = raw.partition("</parameter>")
+        if not closing:
+            raise ValueError(f"parameter {key} is not closed")
+        arguments[key] = _typed(value.removeprefix("\n").removesuffix("\n"), properties.get(key))
+    yield ToolCall(head[1].strip(), json.dumps(arguments, ensure_ascii=False))
+
+
+def _typed(text: str, schema: object) -> object:
+    """An argument written as text: as its schema's type where it can be read so, else as a string."""
+    kinds = schema.get("type") if isinstance(schema, dict) else None
+    if kinds == "string":
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {"True": True, "False": False, "None": None}.get(text.strip(), text)
+
+
+_DEEPSEEK_CALL: Final = re.compile(
+    r"\s*(?:<｜tool▁call▁begin｜>)?(?:function<｜tool▁sep｜>)?([\w.-]{1,64})<?(?:｜tool▁sep｜>|\n```json\n)\s*"
+)
+
+
+def _deepseek_calls(text: str, schemas: Schemas) -> Iterator[ToolCall]:
+    decoder, position = json.JSONDecoder(), 0
+    while text[position:].strip():
+        head = _DEEPSEEK_CALL.match(text, position)
+        if head is None:
+            raise ValueError("a call has no name")
+        arguments, position = decoder.raw_decode(text, head.end())
+        yield ToolCall(head[1], _arguments(arguments))
+        tail = re.compile(r"\s*(?:```)?\s*(?:<｜tool▁call▁end｜>)?").match(text, position)
+        position = position if tail is None else tail.end()
+
+
+def _python_calls(text: str, schemas: Schemas) -> Iterator[ToolCall]:
+    """A list of Python calls with keyword arguments that are literals."""
+    try:
+        tree = ast.parse("[" + text.strip().removeprefix("[").removesuffix("]") + "]", mode="eval").body
+        calls = tree.elts if isinstance(tree, ast.List) else [tree]
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError("not a list of calls") from error
+    for call in calls:
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError("not a call with keyword arguments")
+        name = ast.unparse(call.func)
+        values = {keyword.arg or "": ast.literal_eval(keyword.value) for keyword in call.keywords}
+        yield ToolCall(name, _arguments(values))
+
+
+FORMATS: Final = (
+    ToolFormat(
+        name="qwen3_coder",
+        signs=("<tool_call>", "<function="),
+        open_pattern=r"\s*<tool_call>",
+        close="</tool_call>",
+        read=_xml_call,
+        begin="",
+        before_name="<tool_call>\n<function=",
+        after_name=">\n",
+        after="</function>\n</tool_call>",
+        between="\n",
+        end="",
+        writes_parameters=True,
+    ),
+    ToolFormat(
+        name="hermes",
+        signs=("<tool_call>",),
+        open_pattern=r"\s*<tool_call>",
+        close="</tool_call>",
+        read=_json_calls,
+        begin="",
+        before_name='<tool_call>\n{"name": "',
+        after_name='", "arguments": ',
+        after="}\n</tool_call>",
+        between="\n",
+        end="",
+    ),
+    ToolFormat(
+        name="mistral_args",
+        signs=("[TOOL_CALLS]", "[ARGS]"),
+        open_pattern=r"\s*\[TOOL_CALLS\]",
+        close=None,
+        read=_mistral_calls,
+        begin="",
+        before_name="[TOOL_CALLS]",
+        after_name="[ARGS]",
+        after="",
+        between="",
+        end="",
+    ),
+    ToolFormat(
+        name="mistral",
+        signs=("[TOOL_CALLS]",),
+        open_pattern=r"\s*\[TOOL_CALLS\]",
+        close=None,
+        read=_mistral_calls,
+        begin="[TOOL_CALLS] [",
+        before_name='{"name": "',
+        after_name='", "arguments": ',
+        after="}",
+        between=", ",
+        end="]",
+    ),
+    ToolFormat(
+        name="deepseek_v31",
+        signs=("<｜tool▁calls▁begin｜>",),
+        open_pattern=r"\s*<｜tool▁calls▁begin｜>",
+        close="<｜tool▁calls▁end｜>",
+        read=_deepseek_calls,
+        begin="<｜tool▁calls▁begin｜>",
+        before_name="<｜tool▁call▁begin｜>",
+        after_name="<｜tool▁sep｜>",
+        after="<｜tool▁call▁end｜>",
+        between="",
+        end="<｜tool▁calls▁end｜>",
+    ),
+    ToolFormat(
+        name="llama3_json",
+        signs=("<|python_tag|>",),
+        open_pattern=r'<\|python_tag\|>|\A\s*(?=\{\s*"name"\s*:)',
+        close=None,
+        read=_json_calls,
+        begin="",
+        before_name='{"name": "',
+        after_name='", "parameters": ',
+        after="}",
+        between="; ",
+        end="",
+        allows_several=False,
+    ),
+    ToolFormat(
+        name="pythonic",
+        signs=("[func_name1(params_name1=params_value1",),
+        open_pattern=r"\A\s*\[(?=[A-Za-z_][\w.]{0,63}\()",
+        close=None,
+        read=_python_calls,
+        begin="[",
+        before_name="",
+        after_name="(",
+        after=")",
+        between=", ",
+        end="]",
+        writes_parameters=True,
+    ),
+)
+"""All formats; the first whose signs a template contains is the model's."""
+MARKERS: Final = (
+    "<tool_call>",
+    "</tool_call>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "<|python_tag|>",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁sep｜>",
+    "<think>",
+    "</think>",
+)
+"""Texts that may be special tokens of a vocabulary and are needed to read an answer."""
+
+
+def find_format(chat_template: str | None) -> ToolFormat | None:
+    """The format of calls that a chat template writes; None: it is not known."""
+    if chat_template is None:
+        return None
+    return next((row for row in FORMATS if all(sign in chat_template for sign in row.signs)), None)
