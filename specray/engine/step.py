@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from specray.engine.runner.inputs import BranchRow
+from specray.engine.attention.mask import Visibility
 
 Slots = slice | torch.Tensor
 """Slots of the cache: a slice, or an int64 tensor ``[num_tokens]``."""
@@ -65,39 +65,43 @@ class SequenceRows:
     first_row: int
     num_rows: int
     start: int
-    """Position of the first row; of branches, the lowest position."""
+    """Lowest position of a row; of a chain, that of the first."""
     block_ids: Sequence[int]
-    branches: Sequence[BranchRow] = ()
-    """One for each row, their places ascending; none: the rows follow each other from ``start`` on."""
+    visibility: Sequence[Visibility] = ()
+    """What each row sees, their KV indices ascending; empty: the rows are a chain from ``start`` on."""
 
     @property
     def end(self) -> int:
-        """Position, or place, after the last row."""
-        return self.branches[-1].place + 1 if self.branches else self.start + self.num_rows
+        """KV index after the last row."""
+        return self.visibility[-1].kv_index + 1 if self.visibility else self.start + self.num_rows
+
+    @property
+    def positions(self) -> Sequence[int]:
+        """The position of each row."""
+        if self.visibility:
+            return [row.position for row in self.visibility]
+        return range(self.start, self.start + self.num_rows)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockBatch:
-    """The rows of a step on the device; int32 but for the slots. Rows at the end may belong to nobody."""
+    """The rows of a step on the device; int32 but for slots and masks. Rows at the end may be padding."""
 
     first_rows: (
         torch.Tensor
     )  # [num_sequences + 1]: sequence i has the rows first_rows[i]..first_rows[i + 1] - 1
-    lengths: torch.Tensor  # [num_sequences]: places that are valid once the step has written
+    lengths: torch.Tensor  # [num_sequences]: KV indices that are valid once the step has written
     block_tables: torch.Tensor  # [num_sequences, max_num_blocks]
     slots: torch.Tensor  # [num_rows], int64: where each row is put
     positions: torch.Tensor  # [num_rows]
-    trunk_lens: torch.Tensor  # [num_rows]
-    first_places: torch.Tensor  # [num_rows]
+    kv_indices: torch.Tensor  # [num_rows]: of the rows themselves
+    prefix_lens: torch.Tensor  # [num_rows]: this and the next two: ``mask.Visibility``
+    first_indices: torch.Tensor  # [num_rows]
+    ancestors: torch.Tensor  # [num_rows], int64
     max_rows: int
     """Most rows of one sequence."""
-    has_branches: bool
-    """False: ``trunk_lens`` and ``first_places`` are zero, and a sequence's rows are its last."""
-
-    @property
-    def places(self) -> torch.Tensor:
-        """``[num_rows]``: each row's own, up to which it sees."""
-        return self.positions - self.trunk_lens + self.first_places
+    has_masks: bool
+    """False: every sequence's rows are a chain, its last tokens, and nobody reads their visibility."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ class FusedAttention:
                 rows.first_row,
                 rows.num_rows,
                 list(_runs(rows.block_ids, rows.end, block_size)),
-                rows.branches,
+                rows.visibility,
             )
             for rows in step.rows
         ]

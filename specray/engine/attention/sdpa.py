@@ -7,8 +7,7 @@ keys and values to their slots, then attends; so a row sees all that is before i
                                   valid in the cache     written by this step, causal inside
 
 Sequences whose blocks are consecutive (always so on CPU, where one block holds a whole sequence) are read as
-views; others are gathered. Rows of branches see a beginning of their sequence and what their branch has put
-behind it (``inputs.BranchRow``).
+views; others are gathered. Rows of branches and trees see what ``mask.Visibility`` says.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from specray.engine.runner.inputs import BranchRow
+from specray.engine.attention.mask import Visibility, is_visible
 from specray.engine.step import AttentionStep, SequenceRows, Slots
 
 
@@ -86,18 +85,18 @@ class SdpaStep:
             rows = self.rows[index]
             first = 0 if window is None else max(0, rows.start - window + 1)
             slots = sequence_slots(rows.block_ids, first, rows.end, self.cache.block_size, query.device)
-            needs_mask = rows.num_rows > 1 or rows.branches
+            needs_mask = rows.num_rows > 1 or rows.visibility
             mask = _mask(rows, first, window, group_size, query) if needs_mask else None
             context = self._contexts[index, window] = _Context(slots, mask)
         return context
 
 
 def _write_slots(rows: SequenceRows, block_size: int, device: torch.device) -> Slots:
-    if not rows.branches:
+    if not rows.visibility:
         return sequence_slots(rows.block_ids, rows.start, rows.end, block_size, device)
-    places = [row.place for row in rows.branches]
+    indices = [row.kv_index for row in rows.visibility]
     return torch.tensor(
-        [rows.block_ids[place // block_size] * block_size + place % block_size for place in places],
+        [rows.block_ids[index // block_size] * block_size + index % block_size for index in indices],
         device=device,
     )
 
@@ -123,8 +122,8 @@ def _mask(
 ) -> torch.Tensor:
     """Additive mask ``[num_rows * group_size, end - first]``: 0 where a row may look, -inf elsewhere."""
     keys = torch.arange(first, rows.end, device=like.device)
-    if rows.branches:
-        is_hidden = _is_hidden_of_branches(rows.branches, keys, window).repeat_interleave(group_size, 0)
+    if rows.visibility:
+        is_hidden = ~_dense(rows.visibility, keys, window).repeat_interleave(group_size, 0)
     else:
         queries = torch.arange(rows.start, rows.end, device=like.device)
         queries = queries.repeat_interleave(group_size)[:, None]
@@ -135,18 +134,12 @@ def _mask(
     return mask.masked_fill_(is_hidden, float("-inf"))
 
 
-def _is_hidden_of_branches(
-    branches: Sequence[BranchRow], keys: torch.Tensor, window: int | None
-) -> torch.Tensor:
-    """``[len(branches), len(keys)]``: which of the places ``keys`` a row does not see."""
-    table = torch.tensor([(*row, row.position) for row in branches], device=keys.device)
-    trunk_len, first_place, place, position = table[:, :, None].unbind(1)
-    is_trunk, is_own = keys < trunk_len, (keys >= first_place) & (keys <= place)
-    is_hidden = ~(is_trunk | is_own)
-    if window is not None:
-        positions = torch.where(is_trunk, keys, keys - first_place + trunk_len)
-        is_hidden |= positions <= position - window
-    return is_hidden
+def _dense(visibility: Sequence[Visibility], keys: torch.Tensor, window: int | None) -> torch.Tensor:
+    """``[len(visibility), len(keys)]``: which of the KV indices ``keys`` a row sees."""
+    table = torch.tensor(
+        [(row.prefix_len, row.first_index, row.signed_ancestors) for row in visibility], device=keys.device
+    )
+    return is_visible(keys, *table.unbind(1), window)
 
 
 def _attend_rows(

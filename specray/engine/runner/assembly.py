@@ -118,11 +118,9 @@ def _group_choices(info: RunnerInfo) -> dict[str, object]:
 
 
 def _prepared_buckets(role: str) -> list[Bucket]:
-    buckets = [Bucket(1, width, has_branches=False) for width in WIDTHS if width <= _MAX_PREPARED_WIDTH]
+    buckets = [Bucket(1, width, has_masks=False) for width in WIDTHS if width <= _MAX_PREPARED_WIDTH]
     if role == "draft":
-        buckets += [
-            Bucket(1, width, has_branches=True) for width in WIDTHS if width <= _MAX_PREPARED_BRANCHES
-        ]
+        buckets += [Bucket(1, width, has_masks=True) for width in WIDTHS if width <= _MAX_PREPARED_BRANCHES]
     return buckets
 
 

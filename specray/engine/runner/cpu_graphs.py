@@ -95,7 +95,7 @@ class TapedForward:
             attention = self._attention.prepare(step.attention, step.positions)
             taped.tape.run(attention.call)
             rows = step.attention.rows
-            if first == 0 and len(rows) == num_rows and not any(item.branches for item in rows):
+            if first == 0 and len(rows) == num_rows and not any(item.visibility for item in rows):
                 self._last = attention
         begin = shape[0] - shape[1]
         # A copy, since the next step overwrites them.

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from specray.engine.attention.mask import Visibility
 from specray.engine.draft import DraftHead
 from specray.engine.runner.inputs import SequenceInput
 from specray.engine.sampling.noise import NoiseSource
@@ -77,17 +78,17 @@ class SlotRunner:
         """Sequences may share what they read, never what one of them writes."""
         written: dict[int, int] = {}
         for index, item in enumerate(inputs):
-            for position in _places(item):
+            for position in _kv_indices(item):
                 assert written.setdefault(self._slot(item.block_ids, position), index) == index
         for item in inputs:
-            for position in range(max((row.trunk_len for row in item.branches), default=item.start)):
+            for position in range(max((row.prefix_len for row in item.visibility), default=item.start)):
                 assert self._slot(item.block_ids, position) not in written, (
                     "a sequence writes what others read"
                 )
 
     def advance(self, kept: Sequence[int], token_ids: Sequence[int]) -> Tensor | None:
         before = self.steps[-1]
-        if any(len(item.token_ids) != 1 or item.num_logits != 1 or item.branches for item in before):
+        if any(len(item.token_ids) != 1 or item.num_logits != 1 or item.visibility for item in before):
             return None
         items = [before[index] for index in kept]
         return self.run(
@@ -110,13 +111,16 @@ class SlotRunner:
         assert 0 <= item.num_logits <= len(item.token_ids) and len(item.token_ids) >= 1
         end = item.end
         assert end <= len(item.block_ids) * self._info.block_size, "the sequence outgrew its blocks"
-        for position, token_id in zip(_places(item), item.token_ids, strict=True):
+        for position, token_id in zip(_kv_indices(item), item.token_ids, strict=True):
             self.slots[self._slot(item.block_ids, position)] = token_id
         held = [self.slots[self._slot(item.block_ids, position)] for position in range(end)]
-        if item.branches:
+        if item.visibility:
             assert item.num_logits == len(item.token_ids)
-            assert all(row.position < self._info.max_model_len for row in item.branches)
-            seen = [held[: row.trunk_len] + held[row.first_place : row.place + 1] for row in item.branches]
+            assert all(row.position < self._info.max_model_len for row in item.visibility)
+            seen = [
+                held[: row.prefix_len] + [held[index] for index in range(end) if _is_ancestor(row, index)]
+                for row in item.visibility
+            ]
             return [model_logits(self._rows, tokens) for tokens in seen]
         return [model_logits(self._rows, held[: end - i]) for i in range(item.num_logits - 1, -1, -1)]
 
@@ -125,12 +129,16 @@ class SlotRunner:
         return block_ids[block] * self._info.block_size + offset
 
 
-def _places(item: SequenceInput) -> list[int]:
-    """Where its K/V go, counted like positions."""
-    if item.branches:
-        places = [row.place for row in item.branches]
-        assert places == sorted(set(places))
-        return places
+def _is_ancestor(row: Visibility, index: int) -> bool:
+    return index >= row.first_index and bool(row.ancestors >> (index - row.first_index) & 1)
+
+
+def _kv_indices(item: SequenceInput) -> list[int]:
+    """Where its K/V go."""
+    if item.visibility:
+        indices = [row.kv_index for row in item.visibility]
+        assert indices == sorted(set(indices))
+        return indices
     return list(range(item.start, item.start + len(item.token_ids)))
 
 

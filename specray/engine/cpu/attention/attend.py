@@ -28,25 +28,34 @@ def scratch_size(num_queries: int, num_kv_heads: int, head_dim: int, end: int) -
 
     Args:
         num_queries: of each kv head.
-        end: position, or place, after the last row.
+        end: KV index after the last row.
     """
     return num_queries * num_kv_heads * (end + 2 * TILE + head_dim) + TILE * head_dim
 
 
 @kernel()
-def seen(args: Any, span: Any, row: int) -> tuple[int, int, int, int]:
-    """What a row of a span sees: places from the first number to the second, from the third to the fourth."""
-    window, branch = args[fields.WINDOW], span[fields.FIRST_BRANCH]
+def seen(args: Any, span: Any, row: int) -> tuple[int, int, int, int, int]:
+    """What a row of a span sees: KV indices from the first number to the second, third to fourth.
+
+    The last number is a mask of those that it does not see from the third on.
+    """
+    window, mask = args[fields.WINDOW], span[fields.FIRST_MASK]
     position = span[fields.START] + row
-    highest = own_first = own_last = position + 1
-    if branch >= 0:
-        line = carray(as_pointer(args[fields.BRANCHES]), (branch + row + 1, 4), np.int64)[branch + row]
-        position, highest = line[fields.POSITION], line[fields.TRUNK_LEN]
-        own_first, own_last = line[fields.FIRST_PLACE], line[fields.PLACE] + 1
-    lowest = max(0, position - window + 1) if window else 0
-    if lowest > highest:
-        own_first, lowest = own_first + lowest - highest, highest
-    return lowest, highest, own_first, own_last
+    if mask < 0:
+        lowest = max(0, position - window + 1) if window else 0
+        return lowest, position + 1, position + 1, position + 1, 0
+    masks = carray(as_pointer(args[fields.MASKS]), (mask + row + 1, fields.NUM_MASK_COLUMNS), np.int64)
+    own = masks[mask + row]
+    first, last, highest, ancestors = (
+        own[fields.FIRST_INDEX], own[fields.KV_INDEX], own[fields.PREFIX_LEN], own[fields.ANCESTORS]
+    )  # fmt: skip
+    lowest = 0
+    if window:
+        lowest = min(highest, max(0, own[fields.POSITION] - window + 1))
+        # The farthest ancestors are the lowest bits.
+        for _ in range(own[fields.POSITION] + 1 - highest - window):
+            ancestors &= ancestors - 1
+    return lowest, highest, first, last + 1, ~ancestors & ((1 << (last - first)) - 1)
 
 
 def attend_kernel(head_dim: int, dtype: str) -> Any:
@@ -78,14 +87,16 @@ def attend_kernel(head_dim: int, dtype: str) -> Any:
         first_row, last_row = rows
         slot_size, num_heads = 2 * num_kv_heads * head_dim, num_kv_heads * group_size
         num_queries = (last_row - first_row) * group_size
-        start, end, branch = (
+        start, end, mask = (
             span[fields.START] + first_row,
             span[fields.START] + last_row,
-            span[fields.FIRST_BRANCH],
+            span[fields.FIRST_MASK],
         )
-        branches = carray(as_pointer(args[fields.BRANCHES]), (branch + last_row, 4), np.int64)
-        if branch >= 0:
-            start, end = span[fields.START], branches[branch + last_row - 1, fields.PLACE] + 1
+        if mask >= 0:
+            masks = carray(
+                as_pointer(args[fields.MASKS]), (mask + last_row, fields.NUM_MASK_COLUMNS), np.int64
+            )
+            start, end = span[fields.START], masks[mask + last_row - 1, fields.KV_INDEX] + 1
         first_position = max(0, start - window + 1) if window else 0
         stride = (end + TILE - 1) // TILE * TILE
         num_all = (last_head - first_head) * num_queries

@@ -59,23 +59,23 @@ class AttentionCall:
     ) -> None:
         group_size = num_heads // num_kv_heads
         runs = np.array([run for span in spans for run in span.runs], dtype=np.int64)
-        branches = np.array(
+        masks = np.array(
             [
-                (row.position, row.place, row.trunk_len, row.first_place)
+                (row.position, row.kv_index, row.prefix_len, row.first_index, row.signed_ancestors)
                 for span in spans
-                for row in span.branches
+                for row in span.visibility
             ],
             dtype=np.int64,
         )
-        columns, first_run, num_scratch, num_query_numbers, work, first_branch = [], 0, 0, 0, 0, 0
+        columns, first_run, num_scratch, num_query_numbers, work, first_mask = [], 0, 0, 0, 0, 0
         for span in spans:
             end, num_runs = span.end, len(span.runs)
             num_queries = span.num_rows * group_size
             cost = end * (2 + num_queries)
-            branch = first_branch if span.branches else -1
-            columns.append((span.start, span.first_row, span.num_rows, first_run, num_runs, cost, branch))
+            mask = first_mask if span.visibility else -1
+            columns.append((span.start, span.first_row, span.num_rows, first_run, num_runs, cost, mask))
             first_run += num_runs
-            first_branch += len(span.branches)
+            first_mask += len(span.visibility)
             work += cost * num_kv_heads
             num_query_numbers = max(num_query_numbers, num_queries * num_kv_heads * head_dim)
             # All heads of few rows, or one head of some of many.
@@ -104,7 +104,7 @@ class AttentionCall:
                 group_size,
                 num_query_numbers,
                 0,
-                branches.ctypes.data,
+                masks.ctypes.data,
                 *(0, 0, 0),
             ],
             dtype=np.int64,
@@ -113,7 +113,7 @@ class AttentionCall:
         self._scale_eps[0] = scale
         self._args_address = self._args.ctypes.data
         self._table, self._runs = table, runs
-        self._kept = (branches, scratch, tables)  # what the addresses point to, beside those
+        self._kept = (masks, scratch, tables)  # what the addresses point to, beside those
         self._max_end = max(span.end for span in spans) + _FURTHER_STEPS
         self._kernel = kernel
         self._num_heads = num_heads
@@ -205,7 +205,7 @@ class AttentionCall:
             The number of parts.
         """
         args[:, fields.SPANS : fields.SCALE_EPS] = self._args[fields.SPANS : fields.SCALE_EPS]
-        args[:, fields.BRANCHES] = self._args[fields.BRANCHES]
+        args[:, fields.MASKS] = self._args[fields.MASKS]
         return self._num_parts
 
 

@@ -52,22 +52,22 @@ def rotate_kernel(head_dim: int, dtype: str) -> Any:
         runs = carray(
             as_pointer(args[fields.RUNS]), (span[fields.FIRST_RUN] + span[fields.NUM_RUNS], 3), np.int64
         )
-        branches = carray(
-            as_pointer(args[fields.BRANCHES]),
-            (span[fields.FIRST_BRANCH] + span[fields.NUM_ROWS], 4),
+        masks = carray(
+            as_pointer(args[fields.MASKS]),
+            (span[fields.FIRST_MASK] + span[fields.NUM_ROWS], fields.NUM_MASK_COLUMNS),
             np.int64,
         )
         scale, factor = splat(scale_eps[0]), splat(_ONE)
         run = span[fields.FIRST_RUN]
         for index in range(span[fields.NUM_ROWS]):
             row = row_place(span[fields.FIRST_ROW] + index, row_size, args[fields.QKV_STEP])
-            place = position = span[fields.START] + index
-            if span[fields.FIRST_BRANCH] >= 0:
-                position = branches[span[fields.FIRST_BRANCH] + index, fields.POSITION]
-                place = branches[span[fields.FIRST_BRANCH] + index, fields.PLACE]
-            while runs[run, 1] <= place:
+            kv_index = position = span[fields.START] + index
+            if span[fields.FIRST_MASK] >= 0:
+                position = masks[span[fields.FIRST_MASK] + index, fields.POSITION]
+                kv_index = masks[span[fields.FIRST_MASK] + index, fields.KV_INDEX]
+            while runs[run, 1] <= kv_index:
                 run += 1
-            slot = (runs[run, 2] + place - runs[run, 0]) * slot_size
+            slot = (runs[run, 2] + kv_index - runs[run, 0]) * slot_size
             # The query heads of each kv head, then the kv head itself.
             for head in range(first_head, last_head):
                 for member in range(group_size + 1):

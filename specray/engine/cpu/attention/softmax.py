@@ -24,8 +24,10 @@ def softmax_kernel() -> Any:
     )  # fmt: skip
 
     @kernel()
-    def softmax(weights: Any, address: int, index: int, first: int, seen: tuple[int, int, int, int]) -> None:
-        """Of a row of scores: those seen, from one number to the next and from the third to the last.
+    def softmax(
+        weights: Any, address: int, index: int, first: int, seen: tuple[int, int, int, int, int]
+    ) -> None:
+        """Of a row of scores: those seen, as ``attend.seen`` says.
 
         The others become (next to) 0. What is left to multiply with lies behind them.
         """
@@ -35,6 +37,12 @@ def softmax_kernel() -> Any:
             weights[index, position] = _HIDDEN
         for position in range(seen[1], seen[2]):
             weights[index, position] = _HIDDEN
+        holes, position = seen[4], seen[2]
+        while holes:
+            if holes & 1:
+                weights[index, position] = _HIDDEN
+            holes >>= 1
+            position += 1
         for position in range(seen[3], stride):
             weights[index, position] = _HIDDEN
         most = load(address, begin)

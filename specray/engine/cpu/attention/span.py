@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specray.engine.runner.inputs import BranchRow
+from specray.engine.attention.mask import Visibility
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +17,10 @@ class Span:
     num_rows: int
     runs: Sequence[tuple[int, int, int]]
     """Where its tokens lie, in order: first position, last + 1, slot of the first."""
-    branches: Sequence[BranchRow] = ()
-    """For rows of branches instead of ``start``; their places ascend."""
+    visibility: Sequence[Visibility] = ()
+    """What each row sees, their KV indices ascending; empty: the rows are a chain from ``start`` on."""
 
     @property
     def end(self) -> int:
-        """Position, or place, after the last row."""
-        return self.branches[-1].place + 1 if self.branches else self.start + self.num_rows
+        """KV index after the last row."""
+        return self.visibility[-1].kv_index + 1 if self.visibility else self.start + self.num_rows

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from specray.engine.attention.mask import branch_visibility
 from specray.engine.cpu.attention import attend as single_attend
 from specray.engine.cpu.attention import kernel as attention_module
 from specray.engine.cpu.attention.amx import attend as flash_attend
@@ -11,7 +12,6 @@ from specray.engine.cpu.attention.kernel import attention_kernel
 from specray.engine.cpu.gemm import tiles
 from specray.engine.cpu.thread_pool import Team
 from specray.engine.model.decoder import HeadNorm
-from specray.engine.runner.inputs import BranchRow
 from specray.engine.step import AttentionStep, SequenceRows
 from tests.unit.engine.cpu.test_kernels import ALONE, MAX_LEN, empty_cache, expected, fused, random
 
@@ -95,9 +95,9 @@ def test_branches_see_their_trunk_and_themselves(monkeypatch: pytest.MonkeyPatch
     """As the kernel without AMX has it, which sees bfloat16 of the same cache."""
     qkv = random(75, 8, 32, dtype=torch.bfloat16)
     branches = tuple(
-        BranchRow(trunk_len, first_place, place)
-        for trunk_len, first_place, place in (
-            (66, 70, 70), (66, 70, 71), (61, 72, 72), (68, 73, 73), (68, 73, 74)
+        branch_visibility(prefix_len, first_index, num_rows)
+        for prefix_len, first_index, num_rows in (
+            (66, 70, 1), (66, 70, 2), (61, 72, 1), (68, 73, 1), (68, 73, 2)
         )
     )  # fmt: skip
     outputs = []
@@ -105,7 +105,7 @@ def test_branches_see_their_trunk_and_themselves(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(tiles, "is_usable", lambda has_amx=has_amx: has_amx)
         attention, cache = fused(4, 2, 32, torch.bfloat16), empty_cache(1, MAX_LEN, 2, 32, torch.bfloat16)
         for rows in (SequenceRows(0, 70, 0, [0]), SequenceRows(0, 5, 61, [0], branches)):
-            some = qkv[:70] if not rows.branches else qkv[70:]
+            some = qkv[:70] if not rows.visibility else qkv[70:]
             step = attention.prepare(AttentionStep((rows,), cache), slice(0, 0))
             out = step.attend(0, some.clone().flatten(1), None, window)
         outputs.append(out)

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from specray.config import EngineConfig
+from specray.engine.attention.mask import branch_visibility
 from specray.engine.runner.assembly import build_runner
-from specray.engine.runner.inputs import BranchRow, SequenceInput
+from specray.engine.runner.inputs import SequenceInput
 from specray.engine.runner.runner import ModelRunner
 
 pytest.importorskip("numba")
@@ -69,7 +70,11 @@ def steps() -> list[list[SequenceInput]]:
                 0,
                 first,
                 3,
-                (BranchRow(21, 21, 21 + step), BranchRow(4, 26, 26 + step), BranchRow(19, 31, 31 + step)),
+                (
+                    branch_visibility(21, 21, 1 + step),
+                    branch_visibility(4, 26, 1 + step),
+                    branch_visibility(19, 31, 1 + step),
+                ),
             )
         ]
         for step in range(3)
@@ -257,7 +262,7 @@ def test_what_cannot_go_on_is_planned_anew(runner: ModelRunner) -> None:
     # Of the second of two, which stays alone.
     assert runner.advance([1], [71]) is not None
     assert runner.advance([0], [72]) is None
-    branch = [SequenceInput([5], 0, BLOCKS[0], 1, (BranchRow(21, 21, 21),))]
+    branch = [SequenceInput([5], 0, BLOCKS[0], 1, (branch_visibility(21, 21, 1),))]
     for _ in range(4):
         runner.run(branch)
     assert runner.advance([0], [71]) is None

@@ -19,13 +19,19 @@ _HIDDEN, _ZERO, _ONE = np.float32(-1e30), np.float32(0.0), np.float32(1.0)
 
 
 @kernel()
-def _hide(scores: Any, column: int, places: tuple[int, int, int, int], chunk: int, value: float) -> None:
+def _hide(scores: Any, column: int, places: tuple[int, int, int, int, int], chunk: int, value: float) -> None:
     """Puts a value wherever a row does not see a token of the chunk."""
-    lowest, highest, own_first, own_last = places
+    lowest, highest, own_first, own_last, holes = places
     for token in range(min(len(scores), lowest - chunk)):
         scores[token, column] = value
     for token in range(max(0, highest - chunk), min(len(scores), own_first - chunk)):
         scores[token, column] = value
+    token = own_first - chunk
+    while holes:
+        if holes & 1 and 0 <= token < len(scores):
+            scores[token, column] = value
+        holes >>= 1
+        token += 1
     for token in range(max(0, own_last - chunk), len(scores)):
         scores[token, column] = value
 
@@ -47,7 +53,7 @@ def _hide_apart(
 @kernel()
 def _is_plain(args: Any, span: Any) -> bool:
     """Rows see all that is before them."""
-    return bool(args[fields.WINDOW] == 0 and span[fields.FIRST_BRANCH] < 0)
+    return bool(args[fields.WINDOW] == 0 and span[fields.FIRST_MASK] < 0)
 
 
 def _hide_kernel() -> Any:

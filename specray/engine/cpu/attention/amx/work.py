@@ -42,7 +42,7 @@ class Work(NamedTuple):
     sums: int  # float32 [groups, 16, head_dim]
     most: int  # float32 [groups, 16]: the largest score
     totals: int  # float32 [groups, 16]: of weights
-    last_seen: int  # float32 [groups, 16]: position of the last token that a query sees; without branches
+    last_seen: int  # float32 [groups, 16]: position of the last token that a query sees; without masks
     factors: int  # float32 [groups, 16]: on what was summed before this chunk
     scores: int  # float32 [groups, chunk, 16]
     weights: int  # bfloat16 [groups of a head, chunk / 32, 16, 32]
@@ -57,12 +57,14 @@ def plan_kernel(head_dim: int) -> Any:
     @kernel()
     def plan(args: Any, span: Any, heads: tuple[int, int], rows: tuple[int, int], thread: int) -> Work:
         first_row, last_row = rows
-        group_size, branch = args[fields.GROUP_SIZE], span[fields.FIRST_BRANCH]
+        group_size, mask = args[fields.GROUP_SIZE], span[fields.FIRST_MASK]
         num_heads, num_queries = heads[1] - heads[0], (last_row - first_row) * group_size
         start, end = span[fields.START] + first_row, span[fields.START] + last_row
-        if branch >= 0:
-            branches = carray(as_pointer(args[fields.BRANCHES]), (branch + last_row, 4), np.int64)
-            start, end = span[fields.START], branches[branch + last_row - 1, fields.PLACE] + 1
+        if mask >= 0:
+            masks = carray(
+                as_pointer(args[fields.MASKS]), (mask + last_row, fields.NUM_MASK_COLUMNS), np.int64
+            )
+            start, end = span[fields.START], masks[mask + last_row - 1, fields.KV_INDEX] + 1
         heads_per_group = max(1, COLUMNS // num_queries)
         groups_per_head = (num_queries + COLUMNS - 1) // COLUMNS
         num_groups = (num_heads + heads_per_group - 1) // heads_per_group * groups_per_head
