@@ -99,7 +99,7 @@ async def _read(drafter: Drafter, readings: list[_Reading]) -> list[_Reading]:
                     for reply in (await drafter.replies()).replies:
                         if not isinstance(reply, Proposal):
                             raise EngineLostError(f"the draft refused to propose: {type(reply).__name__}")
-                        still.pop(reply.request_id).take(reply.draft_token_ids)
+                        still.pop(reply.request_id).take(reply.draft.token_ids)
         except TimeoutError:
             raise EngineLostError(f"the draft was silent for {_ANSWER_TIMEOUT_S:g} s") from None
     await drafter.release([one.request_id for one in readings])

@@ -17,6 +17,7 @@ from specray.rpc.event_loop import new_event_loop
 from specray.rpc.workers.worker import serve_engine
 from specray.types import (
     PROTOCOL_VERSION,
+    DraftTokens,
     EngineInfo,
     SamplingParams,
     TargetReplies,
@@ -108,7 +109,9 @@ def _items(round_id: int, num_sessions: int, num_draft_tokens: int) -> list[Veri
     sampling = SamplingParams(num_prompt_tokens=num_draft_tokens) if round_id == 0 else None
     base_len = round_id * num_draft_tokens
     return [
-        VerifyItem(f"session-{index:04d}", round_id, base_len, token_ids, token_ids, sampling=sampling)
+        VerifyItem(
+            f"session-{index:04d}", round_id, base_len, token_ids, DraftTokens(token_ids), sampling=sampling
+        )
         for index in range(num_sessions)
     ]
 
@@ -132,7 +135,7 @@ class NoopTarget:
     def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
         return TargetReplies(
             tuple(
-                Verdict(item.request_id, item.round_id, item.base_len, len(item.draft_token_ids), 7)
+                Verdict(item.request_id, item.round_id, item.base_len, len(item.draft.token_ids), 7)
                 for item in items
             ),
             forward_ns=0,

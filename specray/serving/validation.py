@@ -15,7 +15,7 @@ from typing import Final
 
 from specray.errors import InvalidRequestError, ModelNotFoundError
 from specray.requests import GenerateRequest, SpeculationParams
-from specray.types import DraftKind, SamplingParams, Verification
+from specray.types import MAX_SPECULATIVE_TOKENS, DraftKind, SamplingParams, Verification
 
 _UINT64: Final = (1 << 64) - 1
 # Below these, float32 on the way to the engine or in its softmax would make them zero or infinite; the
@@ -76,7 +76,7 @@ RANGES: Final[Mapping[str, Range]] = MappingProxyType(
         "n": Range(1, 128),
         "logprobs": Range(0, 20),
         "top_logprobs": Range(0, 20),
-        "num_speculative_tokens": Range(0, 32),
+        "num_speculative_tokens": Range(0, MAX_SPECULATIVE_TOKENS),
         "priority": Range(-(1 << 63), (1 << 63) - 1),
         "timeout_s": Range(0, 86_400, is_low_open=True),
     }

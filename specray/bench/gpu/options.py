@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from specray.types import MAX_SPECULATIVE_TOKENS
+
 SHAPES = ("tiny", "1b", "8b")
 DTYPES = ("bfloat16", "float32")
 STAGES = ("forwards", "pair", "transformers")
-MAX_K = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +54,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
     parser.add_argument("--stage-timeout", type=_seconds, default=480.0, help="seconds for any one stage")
     parsed = parser.parse_args(arguments)
     ks = tuple(parsed.k or (2, 4))
-    if max(ks) > MAX_K:
-        parser.error(f"--k is {max(ks)}; allowed: 1..{MAX_K}")
+    if max(ks) > MAX_SPECULATIVE_TOKENS:
+        parser.error(f"--k is {max(ks)}; allowed: 1..{MAX_SPECULATIVE_TOKENS}")
     return Options(
         shapes=tuple(parsed.shape or ("1b", "8b")),
         stages=tuple(parsed.stage or STAGES),

@@ -12,9 +12,8 @@ import typer
 from specray.bench.load.prompts import Dataset
 from specray.bench.testbed.kinds import LinkKind
 from specray.cli import options
-from specray.cli.options import MAX_SPECULATIVE_TOKENS
 from specray.errors import ConfigError
-from specray.types import Overlap
+from specray.types import MAX_SPECULATIVE_TOKENS, Overlap
 
 if TYPE_CHECKING:
     from specray.bench.overlap.run import Arm

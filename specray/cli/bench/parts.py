@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from specray.cli import options
-from specray.types import Overlap
+from specray.types import MAX_SPECULATIVE_TOKENS, Overlap
 
 
 class Transport(StrEnum):
@@ -19,14 +19,10 @@ class Transport(StrEnum):
     TCP = "tcp"
 
 
-K = Annotated[
-    int, typer.Option(min=0, max=options.MAX_SPECULATIVE_TOKENS, help="Draft tokens per round (K).")
-]
-DraftedK = Annotated[
-    int, typer.Option(min=1, max=options.MAX_SPECULATIVE_TOKENS, help="Draft tokens per round (K).")
-]
+K = Annotated[int, typer.Option(min=0, max=MAX_SPECULATIVE_TOKENS, help="Draft tokens per round (K).")]
+DraftedK = Annotated[int, typer.Option(min=1, max=MAX_SPECULATIVE_TOKENS, help="Draft tokens per round (K).")]
 DraftTokensPerItem = Annotated[
-    int, typer.Option(min=0, max=options.MAX_SPECULATIVE_TOKENS, help="Draft tokens per item of the batch.")
+    int, typer.Option(min=0, max=MAX_SPECULATIVE_TOKENS, help="Draft tokens per item of the batch.")
 ]
 RouterMode = Annotated[
     Overlap, typer.Option("--overlap", help="What the draft does while the target verifies.")

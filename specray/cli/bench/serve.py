@@ -9,6 +9,7 @@ import typer
 
 from specray.bench.load.prompts import Dataset
 from specray.cli import options
+from specray.types import MAX_SPECULATIVE_TOKENS
 
 if TYPE_CHECKING:
     from specray.bench.load.serve import Plan, Result
@@ -17,7 +18,7 @@ NumRepeats = Annotated[int, typer.Option(min=1, help="Passes per arm, in turns."
 NumWarmup = Annotated[int, typer.Option(min=0, help="Requests per arm that are not counted.")]
 FixedK = Annotated[
     list[int] | None,
-    typer.Option(min=0, max=options.MAX_SPECULATIVE_TOKENS, help="Adds an arm with this K; may be repeated."),
+    typer.Option(min=0, max=MAX_SPECULATIVE_TOKENS, help="Adds an arm with this K; may be repeated."),
 ]
 IgnoreEos = Annotated[bool, typer.Option(help="Let every output have max-tokens tokens.")]
 Stream = Annotated[bool, typer.Option(help="Stream the outputs; without, TTFT and ITL are not measured.")]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from specray.errors import ConfigError
+from specray.types import MAX_SPECULATIVE_TOKENS
 
 PLAIN = "plain"
 """The mode without speculation, of every system."""
@@ -105,6 +106,6 @@ def parse_arm(text: str, systems: Mapping[str, System]) -> Arm:
         raise ConfigError(
             f"--arm {text}: {name} has no mode {mode!r}; allowed: {', '.join(systems[name].modes)}"
         )
-    if k and not (k.isdecimal() and 1 <= int(k) <= 32):
-        raise ConfigError(f"--arm {text}: K is {k!r}; allowed: 1..32")
+    if k and not (k.isdecimal() and 1 <= int(k) <= MAX_SPECULATIVE_TOKENS):
+        raise ConfigError(f"--arm {text}: K is {k!r}; allowed: 1..{MAX_SPECULATIVE_TOKENS}")
     return Arm(name, mode, int(k) if k else None)
