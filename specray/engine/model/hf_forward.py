@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
-from specray.engine.attention.sdpa import AttentionStep, SequenceRows
+from specray.engine.attention.sdpa import SdpaStep
 from specray.engine.cache.blocks import BlockCache
-from specray.engine.step import CacheShape, Step
+from specray.engine.step import AttentionStep, CacheShape, SequenceRows, Step
 from specray.errors import ConfigError
 
 ATTENTION_NAME = "specray_blocks"
@@ -105,7 +105,7 @@ class GenericForward:
             position_ids=positions[None],
             use_cache=False,
             logits_to_keep=rows,
-            attention_step=step.attention,
+            attention_step=SdpaStep(step.attention),
         )
         logits: torch.Tensor = output.logits[0]
         return logits.float()

@@ -14,14 +14,13 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from specray.engine.model.decoder import HeadNorm, Layer, LoweredForward
-from specray.engine.model.operators_torch import HeadShape
-from specray.engine.step import CacheShape
+from specray.engine.step import CacheShape, HeadShape
 
 if TYPE_CHECKING:
     from specray.engine.model.decoder import Attention, Embedding, Head, Norm, Projection
     from specray.engine.model.linear import Gate, Linear
     from specray.engine.model.loader import LoadedModel
-    from specray.engine.model.operators_torch import Operators
+    from specray.engine.model.operators import Operators
     from specray.engine.runner.parallel import ParallelContext
 
 _MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})

@@ -11,7 +11,7 @@ from specray.engine.cache.blocks import BlockCache, bytes_per_token
 from specray.engine.model.hf_forward import GenericForward
 from specray.engine.model.loader import LoadedModel, ModelArgs, load_model
 from specray.engine.model.lowering import can_lower, head_shape, lower
-from specray.engine.model.operators_torch import BlockOperators, Operators, cpu_operators, cuda_operators
+from specray.engine.model.operators import BlockOperators, Operators, cpu_operators, cuda_operators
 from specray.engine.runner.cuda_graphs import WIDTHS, Bucket, CudaCapture, GraphedForward
 from specray.engine.runner.device import (
     available_memory,
