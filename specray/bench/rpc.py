@@ -1,4 +1,4 @@
-"""What a round costs in the RPC layer itself: a worker process with an engine that does nothing."""
+"""Measures the RPC layer's own cost of a round: a worker process with an engine that does nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class RoundTrip:
-    """Times from before ``verify`` is called to after ``replies`` returned, in milliseconds."""
+    """Milliseconds from the call of ``verify`` to the return of ``replies``."""
 
     transport: str
     num_sessions: int
@@ -142,7 +142,7 @@ class NoopTarget:
         )
 
     def release(self, request_ids: Sequence[str]) -> None:
-        """Holds nothing."""
+        """Does nothing: it holds no sequences."""
 
     def check(self) -> None:
-        """Cannot break."""
+        """Does nothing: it cannot break."""

@@ -1,4 +1,4 @@
-"""What the command line says. Imports nothing heavy: a wrong option fails at once."""
+"""Parses the command line without heavy imports, so that a wrong option fails at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STAGES = ("forwards", "pair", "transformers")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """One run."""
+    """Options of one run."""
 
     shapes: tuple[str, ...]
     stages: tuple[str, ...]
@@ -28,15 +28,15 @@ class Options:
     max_tokens: int
     num_repeats: int
     ks: tuple[int, ...]
-    """Numbers of draft tokens that are measured."""
+    """Numbers of draft tokens (K) to measure."""
     report: Path
     models: Path | None
-    """Where inflated checkpoints are kept; None: in a temporary directory."""
+    """Directory for inflated checkpoints; None: a temporary one."""
     stage_timeout_s: float
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> Options:
-    """Reads the command line; a wrong one ends the process with a message."""
+    """Parses the command line; a wrong one ends the process with a message."""
     parser = argparse.ArgumentParser(prog="python -m specray.bench.gpu", description=__doc__)
     parser.add_argument("--shape", action="append", choices=SHAPES, help="may be repeated; default: 1b 8b")
     parser.add_argument("--stage", action="append", choices=STAGES, help="may be repeated; default: all")
