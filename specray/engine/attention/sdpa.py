@@ -49,8 +49,8 @@ class SequenceRows:
     block_ids: Sequence[int]
     branches: Sequence[BranchRow] = ()
     """One for each row, their places ascending; none: the rows follow each other from ``start`` on."""
-    contexts: dict[int | None, _Context] = field(default_factory=dict)
-    """By sliding window; layers share them."""
+    contexts: dict[tuple[int | None, int], _Context] = field(default_factory=dict)
+    """Contexts by sliding window and query heads per kv head; layers share them."""
 
     @property
     def end(self) -> int:
@@ -159,13 +159,13 @@ def sequence_slots(
 def _context(
     rows: SequenceRows, window: int | None, group_size: int, block_size: int, query: torch.Tensor
 ) -> _Context:
-    context = rows.contexts.get(window)
+    context = rows.contexts.get((window, group_size))
     if context is None:
         first = 0 if window is None else max(0, rows.start - window + 1)
         slots = sequence_slots(rows.block_ids, first, rows.end, block_size, query.device)
         needs_mask = rows.num_rows > 1 or rows.branches
         mask = _mask(rows, first, window, group_size, query) if needs_mask else None
-        context = rows.contexts[window] = _Context(slots, mask)
+        context = rows.contexts[window, group_size] = _Context(slots, mask)
     return context
 
 

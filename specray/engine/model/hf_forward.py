@@ -152,6 +152,8 @@ def _block_attention(
 ) -> tuple[torch.Tensor, None]:
     """The library's attention signature: ``[1, num_heads, num_rows, head_dim]`` in, rows before heads out."""
     layer = getattr(module, "layer_idx", None)
+    if sliding_window is None and layer is not None:
+        sliding_window = _window_of_kind(module, layer)
     if attention_step is None or layer is None or attention_mask is not None:
         raise ConfigError(f"{type(module).__name__} does not pass its arguments on to the attention function")
     for name in _UNSUPPORTED:
@@ -167,3 +169,13 @@ def _block_attention(
         window=sliding_window,
     )
     return output.view(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+def _window_of_kind(module: torch.nn.Module, layer: int) -> int | None:
+    """The window of a layer that leaves it to the mask, as Qwen2-MoE's do: by the kind of the layer."""
+    config = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    if layer >= len(kinds) or kinds[layer] != "sliding_attention":
+        return None
+    window: int | None = getattr(config, "sliding_window", None)
+    return window
