@@ -88,7 +88,9 @@ def _is_predictor(name: str, config: Any) -> bool:
     """Of layers behind the last one, which predict further tokens (MTP)."""
     if _PREDICTOR.search(name):
         return True
-    count = getattr(config, "num_nextn_predict_layers", None) or getattr(config, "mtp_num_hidden_layers", None)
+    count = getattr(config, "num_nextn_predict_layers", None) or getattr(
+        config, "mtp_num_hidden_layers", None
+    )
     match = _LAYER.search(name)
     if match is None or not count:
         return False

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from specray.engine.model.miniature import windows
+from specray.engine.model.checks.miniature import windows
 
-_RECURRENT_KINDS = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid_mamba", "gdn"})
+_RECURRENT_KINDS = frozenset(
+    {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid_mamba", "gdn"}
+)
 _RECURRENT_TYPES = frozenset(
     {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm", "recurrent_gemma", "zamba", "zamba2"}
     | {"bamba", "jamba", "nemotron_h", "kimi_linear", "olmo_hybrid", "minimax", "bailing_hybrid"}
 )
 _SPARSE_FIELDS = ("index_topk", "index_n_heads", "index_topk_blocks")
-_SPARSE_KINDS = frozenset({"indexed_attention", "heavily_compressed_attention", "compressed_sparse_attention"})
+_SPARSE_KINDS = frozenset(
+    {"indexed_attention", "heavily_compressed_attention", "compressed_sparse_attention"}
+)
 
 
 def layer_kinds(config: Any) -> frozenset[str]:
@@ -32,14 +36,16 @@ def known_refusal(config: Any, *, max_model_len: int) -> str | None:
     """
     kinds = layer_kinds(config)
     recurrent = sorted(kinds & _RECURRENT_KINDS)
-    if recurrent or config.model_type in _RECURRENT_TYPES and not _is_attention_only(kinds):
+    if recurrent or (config.model_type in _RECURRENT_TYPES and not _is_attention_only(kinds)):
         listed = f" ({', '.join(recurrent)})" if recurrent else ""
         return (
             f"it has recurrent layers{listed}, whose state cannot be taken back to an earlier token as a "
             "cache of keys and values can"
         )
     if kinds & _SPARSE_KINDS or any(getattr(config, name, None) for name in _SPARSE_FIELDS):
-        return "it has sparse attention, whose layers choose the tokens that they see by an index of their own"
+        return (
+            "it has sparse attention, whose layers choose the tokens that they see by an index of their own"
+        )
     if "chunked_attention" in kinds:
         chunk = windows(config).get("attention_chunk_size")
         if chunk is not None and chunk < max_model_len:
@@ -58,5 +64,3 @@ def refusal_of(config: Any, *, max_model_len: int) -> str | None:
     """:func:`known_refusal` as a sentence that names the model's type."""
     reason = known_refusal(config, max_model_len=max_model_len)
     return None if reason is None else f"model type {config.model_type!r} is not supported: {reason}"
-
-

@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from specray.engine.attention import AttentionStep, SequenceRows
-from specray.engine.cache import BlockCache
-from specray.engine.forward import CacheShape, Forward, Step
-from specray.engine.inputs import BranchRow
-from specray.engine.model.miniature import build_miniature, first_line, token_ids, windows
+from specray.engine.attention.sdpa import AttentionStep, SequenceRows
+from specray.engine.cache.blocks import BlockCache
+from specray.engine.model.checks.messages import first_line
+from specray.engine.model.checks.miniature import build_miniature, token_ids, windows
+from specray.engine.runner.inputs import BranchRow
+from specray.engine.step import CacheShape, Forward, Step
 from specray.errors import ConfigError
 
 ALLOWED_ERROR = 1e-3
@@ -30,15 +31,15 @@ _BRANCH_LEN = 3
 
 
 def check_architecture(
-    config: object, *, max_model_len: int, make_forward: Callable[[PreTrainedModel], Forward]
+    config: PreTrainedConfig, *, max_model_len: int, make_forward: Callable[[PreTrainedModel], Forward]
 ) -> None:
     """Raises ConfigError, with the reason, when a forward does not compute a miniature of the architecture.
 
     Args:
-        config: of the text part.
+        config: of the whole model.
         make_forward: from a model of the library, whose attention it may replace.
     """
-    model = build_miniature(config, max_model_len=max_model_len)  # type: ignore[arg-type]
+    model = build_miniature(config, max_model_len=max_model_len)
     name = type(model).__name__
     longest = max(windows(model.config.get_text_config()).values(), default=0)
     longest = longest if longest < max_model_len else 0
@@ -118,8 +119,7 @@ def _over_the_cache(forward: Forward, sample: _Sample) -> list[torch.Tensor]:
     # Tokens that were refused are overwritten, one by one.
     steps.run((0, num_first - 4, sample.rejected))
     singles = [
-        steps.run((0, position, [sample.first[position]]))[0]
-        for position in range(num_first - 4, num_first)
+        steps.run((0, position, [sample.first[position]]))[0] for position in range(num_first - 4, num_first)
     ]
     return [
         torch.cat([begun[0], went_on[1], *singles]),
@@ -159,9 +159,7 @@ class _Steps:
         logits = self._forward(tokens, positions, tuple(rows))
         return list(logits.split([len(new) for _, _, new in parts]))
 
-    def run_branches(
-        self, first_place: int, branches: Sequence[tuple[int, list[int]]]
-    ) -> list[torch.Tensor]:
+    def run_branches(self, first_place: int, branches: Sequence[tuple[int, list[int]]]) -> list[torch.Tensor]:
         """Logits of branches of sequence 0, which grow token by token beside each other."""
         grown: list[list[torch.Tensor]] = [[] for _ in branches]
         for depth in range(_BRANCH_LEN):

@@ -10,6 +10,7 @@ of them.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 from collections.abc import Iterator
@@ -17,7 +18,10 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging
 
+from specray.engine.model.checks.messages import first_line
 from specray.errors import ConfigError
 
 VOCAB_SIZE = 128
@@ -52,6 +56,7 @@ _SIZES: dict[str, int] = {
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": VOCAB_SIZE,
     "laurel_rank": 8,
+    "rotary_dim": 8,
 }
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
@@ -74,52 +79,71 @@ def build_miniature(config: PreTrainedConfig, *, max_model_len: int) -> PreTrain
     """A float32 model on the CPU with random weights; windows beyond ``max_model_len`` are left as they are.
 
     Args:
-        config: of the text part.
+        config: of the whole model.
 
     Raises:
         ConfigError: the library cannot build the architecture at a small size.
     """
-    errors = []
-    for shrunk in _candidates(config, max_model_len):
-        try:
-            with torch.device("meta"):
-                num_parameters = AutoModelForCausalLM.from_config(copy.deepcopy(shrunk)).num_parameters()
-            if num_parameters > _MAX_PARAMETERS:
-                errors.append(f"{num_parameters} parameters at the least")
-                continue
-            model = AutoModelForCausalLM.from_config(shrunk, dtype=torch.float32).eval()
-            _randomise(model)
-            with torch.inference_mode():
-                model(torch.arange(2, 5)[None], use_cache=False)
-        except Exception as error:  # A library's constructors and forwards raise all kinds.
-            errors.append(first_line(error))
-        else:
-            built: PreTrainedModel = model.requires_grad_(False)
-            return built
+    errors: list[str] = []
+    with _quiet_library(), torch.random.fork_rng(devices=[]):
+        for is_narrow in (True, False):
+            try:
+                return _build(_shrunk(config, max_model_len, is_narrow=is_narrow))
+            except (
+                Exception
+            ) as error:  # A library's configurations, constructors and forwards raise all kinds.
+                errors.append(first_line(error))
     raise ConfigError(
-        f"model type {config.model_type!r} is not supported: it cannot be checked at a small size ({errors[-1]})"
+        f"model type {config.model_type!r} is not supported: it cannot be checked at a small size "
+        f"({errors[0]}; with its own widths {errors[1]})"
     )
 
 
-def first_line(error: BaseException) -> str:
-    """What an exception of a library says, as a part of a sentence."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+@contextlib.contextmanager
+def _quiet_library() -> Iterator[None]:
+    """Without what the library logs of a model that nobody asked it for."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
-def _candidates(config: PreTrainedConfig, max_model_len: int) -> Iterator[PreTrainedConfig]:
-    """The smallest first; the last keeps the widths, for architectures that tie them in ways of their own."""
-    for is_narrow in (True, False):
-        shrunk = copy.deepcopy(config)
-        for name in ("quantization_config", "auto_map"):
-            if hasattr(shrunk, name):
-                delattr(shrunk, name)
-        _shrink_windows(shrunk, max_model_len)
-        _shrink_vocabulary(shrunk)
-        _cut_layers(shrunk, _MAX_LAYERS if is_narrow else 2)
-        if is_narrow:
-            _shrink_widths(shrunk)
-        yield shrunk
+def _build(config: PreTrainedConfig) -> PreTrainedModel:
+    with torch.device("meta"):
+        num_parameters = AutoModelForCausalLM.from_config(copy.deepcopy(config)).num_parameters()
+    if num_parameters > _MAX_PARAMETERS:
+        raise ValueError(f"it has {num_parameters} parameters, more than {_MAX_PARAMETERS}")
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    _randomise(model)
+    with torch.inference_mode():
+        model(torch.arange(2, 5)[None], use_cache=False)
+    return model.requires_grad_(False)
+
+
+def _shrunk(config: PreTrainedConfig, max_model_len: int, *, is_narrow: bool) -> PreTrainedConfig:
+    """A smaller copy; one that is not narrow keeps the widths, for architectures that tie them in their own way.
+
+    It is of the text part alone where the library has a model for that.
+    """
+    text = config.get_text_config()
+    shrunk = copy.deepcopy(text if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else config)
+    text = shrunk.get_text_config()
+    _shrink_windows(text, max_model_len)
+    _shrink_vocabulary(text)
+    _cut_layers(text, _MAX_LAYERS if is_narrow else 2)
+    if is_narrow:
+        _shrink_widths(text)
+    return shrunk
+
+
+def _own(config: PreTrainedConfig, name: str) -> Any:
+    """A field as it was set, under the name that the class gives it; None where there is none.
+
+    Properties are computed, and of some configurations raise where layers differ.
+    """
+    return vars(config).get(config.attribute_map.get(name, name))
 
 
 def _shrink_windows(config: PreTrainedConfig, max_model_len: int) -> None:
@@ -132,8 +156,8 @@ def _shrink_windows(config: PreTrainedConfig, max_model_len: int) -> None:
 def _shrink_vocabulary(config: PreTrainedConfig) -> None:
     config.vocab_size = min(config.vocab_size, VOCAB_SIZE)
     for name, value in list(vars(config).items()):
-        if name.endswith("_token_id") and value is not None:
-            setattr(config, name, None if name == "pad_token_id" else 0)
+        if name.endswith("_token_id") and isinstance(value, int) and value >= config.vocab_size:
+            setattr(config, name, 0)
 
 
 def _cut_layers(config: PreTrainedConfig, most: int) -> None:
@@ -150,13 +174,13 @@ def _cut_layers(config: PreTrainedConfig, most: int) -> None:
     for name, value in by_layer.items():
         setattr(config, name, value[:kept])
     config.num_hidden_layers = kept
-    if (shared := getattr(config, "num_kv_shared_layers", 0)) and kept < num_layers:
+    if (shared := _own(config, "num_kv_shared_layers")) and kept < num_layers:
         config.num_kv_shared_layers = max(0, shared - (num_layers - kept))
 
 
 def _shrink_widths(config: PreTrainedConfig) -> None:
     for name, size in _SIZES.items():
-        value = getattr(config, name, None)
+        value = _own(config, name)
         if isinstance(value, (list, tuple)):
             setattr(config, name, [min(size, item) for item in value])
         elif isinstance(value, int) and value > 0:
@@ -169,24 +193,24 @@ def _shrink_heads(config: PreTrainedConfig) -> None:
     num_heads = config.num_attention_heads
     if not isinstance(num_heads, int):
         return
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    num_kv_heads = _own(config, "num_key_value_heads") or num_heads
     is_shared = num_kv_heads < num_heads
     new_kv_heads = min(num_kv_heads, 2)
     new_heads = new_kv_heads * 2 if is_shared else new_kv_heads
-    head_dim = getattr(config, "head_dim", None)
-    is_latent = getattr(config, "kv_lora_rank", None) is not None
+    head_dim = _own(config, "head_dim")
+    is_latent = _own(config, "kv_lora_rank") is not None
     is_square = head_dim is None or is_latent or head_dim * num_heads == config.hidden_size
     config.num_attention_heads = new_heads
-    if getattr(config, "num_key_value_heads", None):
+    if _own(config, "num_key_value_heads"):
         config.num_key_value_heads = new_kv_heads
     config.hidden_size = new_heads * _HEAD_DIM * (1 if is_square else 2)
     if head_dim is not None and not is_latent:
         config.head_dim = _HEAD_DIM
     elif head_dim is not None:
         config.head_dim = config.qk_rope_head_dim
-    if getattr(config, "global_head_dim", None):
+    if _own(config, "global_head_dim"):
         config.global_head_dim = 2 * _HEAD_DIM
-    per_layer = getattr(config, "num_attention_heads_per_layer", None)
+    per_layer = _own(config, "num_attention_heads_per_layer")
     if isinstance(per_layer, (list, tuple)):
         most = max(per_layer)
         config.num_attention_heads_per_layer = [new_heads * 2 if n == most else new_heads for n in per_layer]
@@ -195,11 +219,11 @@ def _shrink_heads(config: PreTrainedConfig) -> None:
 
 def _shorten_rope_factors(config: PreTrainedConfig) -> None:
     """Factors by frequency, of which there are fewer now."""
-    rope = getattr(config, "rope_parameters", None)
+    rope = _own(config, "rope_parameters")
     if not isinstance(rope, dict):
         return
     for values in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        share = values.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
+        share = values.get("partial_rotary_factor") or _own(config, "partial_rotary_factor") or 1.0
         for name in ("short_factor", "long_factor"):
             if name in values:
                 values[name] = list(values[name])[: int(_HEAD_DIM * share) // 2]
@@ -207,13 +231,13 @@ def _shorten_rope_factors(config: PreTrainedConfig) -> None:
 
 def _shrink_experts(config: PreTrainedConfig) -> None:
     for name in _EXPERT_COUNTS:
-        if isinstance(value := getattr(config, name, None), int):
+        if isinstance(value := _own(config, name), int):
             setattr(config, name, min(value, 8))
     for name in _CHOSEN_EXPERTS:
-        if isinstance(value := getattr(config, name, None), int):
+        if isinstance(value := _own(config, name), int):
             setattr(config, name, min(value, 2))
     for name, most in (("n_group", 2), ("topk_group", 1)):
-        if isinstance(value := getattr(config, name, None), int):
+        if isinstance(value := _own(config, name), int):
             setattr(config, name, min(value, most))
 
 

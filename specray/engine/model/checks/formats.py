@@ -55,7 +55,7 @@ def check_format(path: str, directory: Path | None, config: Mapping[str, Any]) -
         config: what config.json holds.
     """
     if directory is not None:
-        _check_adapter(path, directory)
+        check_adapter(path, directory)
     method = _method_in_config(config)
     if method is None and directory is not None:
         method = _method_in_files(directory)
@@ -94,7 +94,8 @@ def read_headers(directory: Path) -> dict[str, TensorHeader]:
 _MERGED = "a model into which its adapter is merged, without adapter files"
 
 
-def _check_adapter(path: str, directory: Path) -> None:
+def check_adapter(path: str, directory: Path) -> None:
+    """Raises ConfigError where a LoRA adapter is all there is, or lies beside its base."""
     found = [name for name in _ADAPTER_FILES if (directory / name).exists()]
     if not found:
         return
@@ -144,7 +145,9 @@ def _method_name(values: Mapping[str, Any], where: str) -> str:
     method = values.get("quant_method") or values.get("quant_library")
     if method is None and (values.get("load_in_4bit") or values.get("load_in_8bit")):
         method = "bitsandbytes"
-    variant = next((values[key] for key in ("quant_algo", "format", "fmt", "quant_type") if values.get(key)), None)
+    variant = next(
+        (values[key] for key in ("quant_algo", "format", "fmt", "quant_type") if values.get(key)), None
+    )
     if variant is None and isinstance(bits := values.get("bits", values.get("w_bit")), int):
         variant = f"{bits} bits"
     named = "a method without a name" if method is None else repr(str(method))
