@@ -27,7 +27,7 @@ from specray.router.transport.clock import SystemClock
 from specray.rpc.channel import channel_options
 from specray.rpc.connections.verifier import GrpcVerifier
 from specray.rpc.loop_thread import LoopThread, run_on
-from specray.tokenization import Tokenizer, make_stop_matcher
+from specray.tokenization import load_tokenizer, make_stop_matcher
 
 T = TypeVar("T")
 
@@ -149,7 +149,7 @@ async def _connect(config: Config, address: str) -> GrpcVerifier:
 async def _start_router(
     config: Config, target: TargetSource, source: DrafterSource | None, tracer: RequestTracer | None
 ) -> Router:
-    tokenizer = await asyncio.to_thread(Tokenizer.load, config.target.model)
+    tokenizer = await asyncio.to_thread(load_tokenizer, config.target.model)
     router = Router(
         target.connect,
         source,

@@ -5,7 +5,8 @@ that they cannot disagree. ``tokenizers`` and ``transformers`` are imported when
 torch is not needed for a tokenizer whose ``tokenizer.json`` says all.
 """
 
+from specray.tokenization.loading import load_tokenizer
 from specray.tokenization.text import TextStream, make_stop_matcher
 from specray.tokenization.tokenizer import ChatMessage, Tokenizer
 
-__all__ = ["ChatMessage", "TextStream", "Tokenizer", "make_stop_matcher"]
+__all__ = ["ChatMessage", "TextStream", "Tokenizer", "load_tokenizer", "make_stop_matcher"]

@@ -19,7 +19,13 @@ _CHANGING_KEYS = ("add_bos_token", "add_eos_token", "added_tokens_decoder", "add
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """See :meth:`Tokenizer.load`."""
+    """Loads a tokenizer from a directory, or from the model hub when there is no such directory.
+
+    ``embedded`` means the tokenizer of the embedded pair. Runs no remote code.
+
+    Raises:
+        ConfigError: there is no tokenizer, or it cannot be read.
+    """
     path = demo_target_path() if path == EMBEDDED else path
     is_local = Path(path).is_dir()
     settings = _read_json(Path(path) / "tokenizer_config.json") if is_local else {}

@@ -7,7 +7,6 @@ import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specray.errors import InvalidRequestError
@@ -62,19 +61,6 @@ class Tokenizer:
         self._pieces: dict[int, bytes] = {}
         self._template_lock = threading.Lock()
         self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
-
-    @classmethod
-    def load(cls, path: str | Path) -> Tokenizer:
-        """Loads from a directory, or from the model hub when there is no such directory. Runs no remote code.
-
-        ``embedded`` is the tokenizer of the embedded pair.
-
-        Raises:
-            ConfigError: there is no tokenizer, or it cannot be read.
-        """
-        from specray.tokenization.loading import load_tokenizer
-
-        return load_tokenizer(path)
 
     @property
     def vocab_size(self) -> int:

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from specray.demo.paths import demo_target_path
 from specray.rpc.inference.client import SpecrayClient
 from specray.serving.launch import APP_NAME
-from specray.tokenization import Tokenizer
+from specray.tokenization import load_tokenizer
 from tests.e2e.service import DEADLINE_S, Service, complete, is_running, processes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
@@ -89,7 +89,7 @@ async def test_two_ranks_serve_the_tokens_of_one(service: Service, http: aiohttp
     answer = await complete(
         http, service, prompt=PROMPT, max_tokens=NUM_TOKENS, ignore_eos=True, return_speculation_metrics=True
     )
-    tokenizer = Tokenizer.load(demo_target_path())
+    tokenizer = load_tokenizer(demo_target_path())
     prompt = tokenizer.encode(PROMPT)
     model = AutoModelForCausalLM.from_pretrained(demo_target_path(), dtype=torch.float32)
     output = model.generate(

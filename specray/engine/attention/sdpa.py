@@ -36,8 +36,8 @@ class SdpaStep:
     def __init__(self, step: AttentionStep) -> None:
         self.rows = step.rows
         self.cache = step.cache
-        self._contexts: dict[tuple[int, int | None], _Context] = {}
-        """By index of the sequence, and sliding window."""
+        self._contexts: dict[tuple[int, int | None, int], _Context] = {}
+        """Contexts by index of the sequence, sliding window and query heads per kv head."""
 
     @cached_property
     def write_slots(self) -> Slots:
@@ -80,14 +80,14 @@ class SdpaStep:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _context(self, index: int, window: int | None, group_size: int, query: torch.Tensor) -> _Context:
-        context = self._contexts.get((index, window))
+        context = self._contexts.get((index, window, group_size))
         if context is None:
             rows = self.rows[index]
             first = 0 if window is None else max(0, rows.start - window + 1)
             slots = sequence_slots(rows.block_ids, first, rows.end, self.cache.block_size, query.device)
             needs_mask = rows.num_rows > 1 or rows.visibility
             mask = _mask(rows, first, window, group_size, query) if needs_mask else None
-            context = self._contexts[index, window] = _Context(slots, mask)
+            context = self._contexts[index, window, group_size] = _Context(slots, mask)
         return context
 
 

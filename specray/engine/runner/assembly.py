@@ -53,6 +53,7 @@ def build_runner(config: EngineConfig, *, role: str, parallel: ParallelContext |
             max_model_len=config.max_model_len,
             tensor_parallel_size=1 if parallel is None else parallel.world_size,
             role=role,
+            forward=config.forward,
         )
     )
     num_weight_bytes = sum(weight.nbytes for weight in loaded.model.parameters())
@@ -145,7 +146,7 @@ def _build_forward(
 
 
 def _is_lowered(config: EngineConfig, loaded: LoadedModel) -> bool:
-    return config.forward != "generic" and can_lower(loaded)
+    return config.forward != "generic" and can_lower(loaded.config)
 
 
 def _block_backend(

@@ -323,14 +323,14 @@ async def test_generate_server_streams_what_generate_makes(
 
     from specray.bench.compare.peers.generate_server import build_app, load_generator, parse_arguments
     from specray.bench.load.client import ServerClient
-    from specray.tokenization import Tokenizer
+    from specray.tokenization import load_tokenizer
 
     setup = Setup(*tiny_pair, 1, 64, 1, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(setup.target, dtype=torch.bfloat16)
     model.generation_config.eos_token_id = None
     prompt = [5, 6, 7, 5, 6]
     output = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :]
-    expected = Tokenizer.load(setup.target).decode(output.tolist())
+    expected = load_tokenizer(setup.target).decode(output.tolist())
     # What the request says of the end of sequence must win over the checkpoint.
     (setup.target / "generation_config.json").write_text(json.dumps({"eos_token_id": output[3].item()}))
     argv = Transformers().launch(Arm("transformers", mode, 3), setup, free_port()).argv
