@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from specray.engine.cache.blocks import BlockCache
     from specray.engine.cpu.attention.kernel import AttentionKernel
     from specray.engine.cpu.gemm.rows import PackedRows
-    from specray.engine.cpu.thread_pool import Team
+    from specray.engine.cpu.thread_pool import ThreadPool
     from specray.engine.model.decoder import HeadNorm
 
 
@@ -32,7 +32,7 @@ class FusedAttention:
     """
 
     kernel: AttentionKernel
-    team: Team
+    thread_pool: ThreadPool
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -55,7 +55,7 @@ class FusedAttention:
         ]
         call = AttentionCall(
             self.kernel,
-            self.team,
+            self.thread_pool,
             spans,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,

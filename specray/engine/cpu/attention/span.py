@@ -1,4 +1,4 @@
-"""The rows of one sequence in a step, as the attention kernel takes them."""
+"""Rows of one sequence in a step, as input of the attention kernel."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from specray.engine.runner.inputs import BranchRow
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The rows of one sequence: ``num_rows`` from ``first_row`` on, the first at position ``start``."""
+    """Rows of one sequence: ``num_rows`` from ``first_row`` on, the first at position ``start``."""
 
     start: int
     first_row: int
     num_rows: int
     runs: Sequence[tuple[int, int, int]]
-    """Where its tokens lie, in order: first position, last + 1, slot of the first."""
+    """Contiguous pieces of the sequence in the cache, in order: first position, last + 1, first slot."""
     branches: Sequence[BranchRow] = ()
-    """For rows of branches instead of ``start``; their places ascend."""
+    """Branch rows, which replace ``start``; their places ascend."""
 
     @property
     def end(self) -> int:
