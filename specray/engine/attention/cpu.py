@@ -15,7 +15,7 @@ from specray.engine.cpu.attention.span import Span
 if TYPE_CHECKING:
     from specray.engine.cpu.attention.kernel import AttentionKernel
     from specray.engine.cpu.gemm.rows import PackedRows
-    from specray.engine.cpu.thread_pool import Team
+    from specray.engine.cpu.thread_pool import ThreadPool
     from specray.engine.model.decoder import HeadNorm
     from specray.engine.step import AttentionStep, KVCache
 
@@ -31,7 +31,7 @@ class FusedAttention:
     """
 
     kernel: AttentionKernel
-    team: Team
+    thread_pool: ThreadPool
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -54,7 +54,7 @@ class FusedAttention:
         ]
         call = AttentionCall(
             self.kernel,
-            self.team,
+            self.thread_pool,
             spans,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,

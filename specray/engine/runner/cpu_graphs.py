@@ -16,8 +16,8 @@ import torch
 from specray.engine.attention.cpu import FusedAttention, FusedStep
 from specray.engine.cpu.gemm.linear import TiledGate, TiledLinear
 from specray.engine.cpu.gemm.rows import HEIGHT
-from specray.engine.cpu.graph import Tape
-from specray.engine.cpu.memory_pool import Arena
+from specray.engine.cpu.graph import CpuGraph
+from specray.engine.cpu.memory_pool import MemoryPool
 from specray.engine.cpu.norm import FusedRMSNorm
 from specray.engine.model.decoder import LoweredForward
 from specray.engine.model.decoder_amx import PackedForward, packed
@@ -41,7 +41,7 @@ _Shape = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class _Taped:
-    tape: Tape
+    tape: CpuGraph
     hidden: torch.Tensor
     logits: torch.Tensor
     """In the arena: they are there until another tape runs."""
@@ -62,7 +62,7 @@ class TapedForward:
         self._is_packed = isinstance(forward, PackedForward)
         self._attention = attention
         self._table = table
-        self._arena = Arena()
+        self._memory_pool = MemoryPool()
         # Least recently used first.
         self._tapes: OrderedDict[_Shape, _Taped] = OrderedDict()
         self._num_runs: Counter[_Shape] = Counter()
@@ -137,16 +137,16 @@ class TapedForward:
         return self._num_runs[shape] > _RUNS_BEFORE
 
     def _record(self, shape: _Shape, step: Step) -> _Taped:
-        team = self._attention.team
-        tape = Tape(team, self._attention.kernel, self._arena)
+        thread_pool = self._attention.thread_pool
+        tape = CpuGraph(thread_pool, self._attention.kernel, self._memory_pool)
         rows, wanted = shape
         further = step.token_ids.new_zeros(rows - len(step.token_ids))
         hidden = self._forward.embedding(torch.cat((step.token_ids, further)))
-        team.recorder = tape
+        thread_pool.recorder = tape
         try:
             logits = self._forward.decode(hidden, replace(step, logit_rows=slice(rows - wanted, None)))
         finally:
-            team.recorder = None
+            thread_pool.recorder = None
         tape.finish()
         taped = self._tapes[shape] = _Taped(tape, hidden, logits, step.attention.cache)
         if len(self._tapes) > _MAX_TAPES:

@@ -1,7 +1,6 @@
-"""Attention of some rows over keys and values in the cache, in float32: scores, softmax, weighted sum.
+"""Float32 attention of some rows over cached keys and values: scores, softmax, weighted sum.
 
-Keys and values are read once, token after token as they lie in the cache, and every query is served from the
-registers and the first cache.
+Keys and values are read once, token by token in cache order, and every query uses them from registers and L1.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from specray.engine.cpu.simd import kernel, prefetch, vectors
 from specray.engine.cpu.thread_pool import as_pointer
 
 MAX_QUERIES = 32
-"""Query heads times rows at once: their scores stay in the second cache."""
+"""Maximum query heads times rows at once, so that their scores stay in L2."""
 _LINE = 64
 """Bytes of a cache line."""
 
 
 def scratch_size(num_queries: int, num_kv_heads: int, head_dim: int, end: int) -> int:
-    """Float32 numbers that a thread needs.
+    """Scratch size of a thread, in float32.
 
     Args:
-        num_queries: of each kv head.
+        num_queries: queries per kv head.
         end: KV index after the last row.
     """
     return num_queries * num_kv_heads * (end + 2 * TILE + head_dim) + TILE * head_dim
@@ -35,9 +34,9 @@ def scratch_size(num_queries: int, num_kv_heads: int, head_dim: int, end: int) -
 
 @kernel()
 def seen(args: Any, span: Any, row: int) -> tuple[int, int, int, int, int]:
-    """What a row of a span sees: KV indices from the first number to the second, third to fourth.
+    """KV indices that a row of a span sees: two ranges, (first, last + 1, first, last + 1), and holes.
 
-    The last number is a mask of those that it does not see from the third on.
+    Holes are a mask of the indices from the start of the second range on that the row does not see.
     """
     window, mask = args[fields.WINDOW], span[fields.FIRST_MASK]
     position = span[fields.START] + row
@@ -74,12 +73,12 @@ def attend_kernel(head_dim: int, dtype: str) -> Any:
         queries: int,
         thread: int,
     ) -> None:
-        """Attends with some rows and heads of a span.
+        """Computes attention for some rows and heads of a span.
 
         Args:
             heads: first and last + 1 of the kv heads.
-            rows: of the span's rows.
-            queries: address of what ``rotate`` has left: float32, kv head after kv head, row after row.
+            rows: first and last + 1 of the span's rows.
+            queries: address of the queries from ``rope_cache``: float32, by kv head, then by row.
         """
         cache, window = args[fields.CACHE], args[fields.WINDOW]
         num_kv_heads, group_size = args[fields.NUM_KV_HEADS], args[fields.GROUP_SIZE]
@@ -105,7 +104,7 @@ def attend_kernel(head_dim: int, dtype: str) -> Any:
         )
         tile = sums + num_all * head_dim * 4
         weights_address = tile + TILE * head_dim * 4
-        # A tile may end behind the last token; a factor for the sum lies there afterwards.
+        # A tile may extend past the last token; softmax leaves its normalising factor there.
         weights_size = stride + TILE
         weights = carray(as_pointer(weights_address), (num_all, weights_size), np.float32)
         last_run = span[fields.FIRST_RUN] + span[fields.NUM_RUNS]
@@ -123,7 +122,7 @@ def attend_kernel(head_dim: int, dtype: str) -> Any:
                         ahead = cache + (key + (token + TILE) * slot_size) * item_size
                         for byte in range(0, head_dim * item_size, _LINE):
                             prefetch(ahead + byte)
-                    # Two queries for each look at a key.
+                    # Two queries per load of a key.
                     for index in range(head * num_queries, (head + 1) * num_queries, 2):
                         other = min(index + 1, (head + 1) * num_queries - 1)
                         query, other_query = queries + index * query_bytes, queries + other * query_bytes

@@ -1,4 +1,4 @@
-"""The rows of one sequence in a step, as the attention kernel takes them."""
+"""Rows of one sequence in a step, as input of the attention kernel."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from specray.engine.attention.mask import Visibility
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The rows of one sequence: ``num_rows`` from ``first_row`` on, the first at position ``start``."""
+    """Rows of one sequence: ``num_rows`` from ``first_row`` on, the first at position ``start``."""
 
     start: int
     first_row: int
     num_rows: int
     runs: Sequence[tuple[int, int, int]]
-    """Where its tokens lie, in order: first position, last + 1, slot of the first."""
+    """Contiguous pieces of the sequence in the cache, in order: first position, last + 1, first slot."""
     visibility: Sequence[Visibility] = ()
     """What each row sees, their KV indices ascending; empty: the rows are a chain from ``start`` on."""
 

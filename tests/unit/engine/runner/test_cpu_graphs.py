@@ -137,7 +137,7 @@ def test_a_failed_recording_leaves_nothing_behind() -> None:
     expected = eager(runner).run([SequenceInput([70], 21, list(range(8)), 1)])
     with pytest.raises((IndexError, AssertionError)):
         runner.run([SequenceInput([70], 21, [], 1)])
-    assert forward._attention.team.recorder is None
+    assert forward._attention.thread_pool.recorder is None
     for _ in range(2):
         assert torch.equal(runner.run([SequenceInput([70], 21, list(range(8)), 1)]), expected)
 
@@ -155,7 +155,7 @@ def test_tapes_share_the_room_of_their_tensors() -> None:
     sizes = []
     for num_rows in range(8, 0, -1):
         runner.run([SequenceInput([60] * num_rows, 0, list(range(8)), num_rows)])
-        sizes.append(forward._arena.num_bytes)
+        sizes.append(forward._memory_pool.num_bytes)
     assert len(set(sizes)) == 1
 
 
