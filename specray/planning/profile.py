@@ -1,7 +1,7 @@
-"""What `specray profile` measures of a pair and `specray plan` simulates from: one JSON file.
+"""The profile of a pair: one JSON file that `specray profile` measures and `specray plan` simulates from.
 
-Seconds everywhere. An engine's times are those it reports of its steps; what lies around them (transport, the
-router's own work) is apart, so that engines of several profiles can be combined.
+All times are in seconds. An engine's times are those it reports of its steps; transport and the router's own
+work are kept apart, so that engines of several profiles can be combined.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Part(BaseModel):
 
 
 class LinearTime(_Part):
-    """``fixed_s + per_item_s * items``."""
+    """A time that grows with the number of items: ``fixed_s + per_item_s * items``."""
 
     fixed_s: float = Field(0.0, ge=0)
     per_item_s: float = Field(0.0, ge=0)
@@ -33,14 +33,14 @@ class LinearTime(_Part):
 
 
 class VerifyPoint(_Part):
-    """A target step of running sequences, without what it takes for each of them."""
+    """Time of a target step with running sequences, without the time per sequence."""
 
     num_rows: float = Field(ge=1, description="Draft tokens and the one before them, of all sequences.")
     seconds: float = Field(gt=0)
 
 
 class ProposePoint(_Part):
-    """A draft step that answered proposals."""
+    """Time of a draft step that answered proposals."""
 
     num_sequences: float = Field(ge=1)
     num_tokens: int = Field(ge=1, description="Of each proposal.")
@@ -48,7 +48,7 @@ class ProposePoint(_Part):
 
 
 class OutcomesPoint(_Part):
-    """A draft step that answered outcomes."""
+    """Time of a draft step that answered outcomes."""
 
     num_branches: float = Field(ge=1, description="Of all sequences together.")
     num_tokens: int = Field(ge=1, description="Of each branch.")
@@ -56,14 +56,14 @@ class OutcomesPoint(_Part):
 
 
 class PrefillPoint(_Part):
-    """A step that computed the first tokens of a prompt and nothing else."""
+    """Time of a step that computed the first tokens of a prompt and nothing else."""
 
     num_tokens: int = Field(ge=1)
     seconds: float = Field(gt=0)
 
 
 class ContextPoint(_Part):
-    """What a step takes more for each of its sequences that has so many tokens before its rows."""
+    """Additional time of a step for each sequence with this many tokens before its rows."""
 
     num_tokens: float = Field(ge=0)
     rows_per_sequence: int = Field(1, ge=1, description="That look at them.")
@@ -71,14 +71,14 @@ class ContextPoint(_Part):
 
 
 class StepTimePoint(_Part):
-    """What the engine said of itself at its start; the router's first choices come from it."""
+    """A step time that the engine reported at its start, on which the router's first decisions rest."""
 
     num_rows: int = Field(ge=1)
     seconds: float = Field(gt=0)
 
 
 class EngineProfile(_Part):
-    """What both engines have in common."""
+    """Times that both engines have."""
 
     model: str
     hardware: str = Field(min_length=1, description="Of one device: what --cost names.")
@@ -111,7 +111,7 @@ class EngineProfile(_Part):
     )
 
     def info(self, role: str) -> EngineInfo:
-        """What a simulated engine of this kind says of itself."""
+        """Returns the info of a simulated engine of this kind."""
         return EngineInfo(
             role=role,
             model=self.model,
@@ -131,7 +131,7 @@ class EngineProfile(_Part):
 
 
 class TargetProfile(EngineProfile):
-    """One target group."""
+    """Times of one target group."""
 
     verify: tuple[VerifyPoint, ...] = Field(min_length=1)
     per_sequence_s: float = Field(0.0, ge=0, description="Of a step, for each sequence.")
@@ -153,7 +153,7 @@ class TargetProfile(EngineProfile):
 
 
 class DraftProfile(EngineProfile):
-    """One draft."""
+    """Times of one draft."""
 
     propose: tuple[ProposePoint, ...] = Field(min_length=1)
     outcomes: tuple[OutcomesPoint, ...] = ()
@@ -172,11 +172,11 @@ class RouterProfile(_Part):
 
 Agreements = Annotated[str, Field(pattern=r"^[01]+$")]
 LENGTH_DIGITS: Final = "0123456789abcdefghijklmnopqrstuvw"
-"""Of lengths up to 32, the most that a proposal can have."""
+"""Digits for lengths up to 32, the longest proposal."""
 
 
 class ProposalLengths(_Part):
-    """How far the draft goes under one bound."""
+    """Lengths of the draft's proposals under one bound."""
 
     min_acceptance: float = Field(gt=0, lt=1, description="As in what the router asks.")
     by_position: str = Field(
@@ -187,10 +187,10 @@ class ProposalLengths(_Part):
 
 
 class MeasuredOutput(_Part):
-    """One output that the target wrote, and what the draft would have proposed at each place of it.
+    """An output of the target, and what the draft would have proposed at each place of it.
 
-    Tokens are numbered in the order in which they first come in prompt and output, from 1: which ones are
-    equal is all that is kept of them.
+    Tokens are numbered from 1 in the order in which they first appear in prompt and output: only their
+    equality is kept.
     """
 
     prompt: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1)
@@ -214,7 +214,7 @@ class MeasuredOutput(_Part):
 
 
 class HitRate(_Part):
-    """Of enumerated outcomes."""
+    """Hit rate of enumerated outcomes."""
 
     width: int = Field(ge=1, le=3, description="Branches for each number of accepted tokens, on average.")
     rate: float = Field(ge=0, le=1)
@@ -222,7 +222,7 @@ class HitRate(_Part):
 
 
 class AcceptanceProfile(_Part):
-    """How good the draft is, at one temperature."""
+    """Quality of the draft at one temperature."""
 
     temperature: float = Field(ge=0, le=2)
     by_position: tuple[float, ...] = Field(
@@ -246,7 +246,7 @@ class AcceptanceProfile(_Part):
 
 
 class Profile(_Part):
-    """A pair as it was measured."""
+    """A measured pair."""
 
     schema_version: Literal[2] = SCHEMA_VERSION
     name: str = Field("", description="For tables; default: the hardware.")
@@ -270,7 +270,7 @@ class Profile(_Part):
         return self
 
     def acceptance_at(self, temperature: float) -> AcceptanceProfile | None:
-        """That of the nearest temperature that was measured; None without a draft."""
+        """Returns the acceptance at the nearest measured temperature; None without a draft."""
         return min(self.acceptance, key=lambda one: abs(one.temperature - temperature), default=None)
 
 

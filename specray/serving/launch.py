@@ -1,5 +1,4 @@
-"""Runs a whole service in the foreground for ``specray serve``, from the first check to the last process's
-end."""
+"""Runs a whole service in the foreground for ``specray serve``, and ends all its processes."""
 
 from __future__ import annotations
 
@@ -130,8 +129,7 @@ def check_ports_are_free(config: Config) -> None:
 
 
 def check_models(config: Config) -> None:
-    """Reads both models' configuration and tokenizer, so that a pair that cannot work fails before Ray
-    starts.
+    """Reads both models' configuration and tokenizer, so that a wrong pair fails before Ray starts.
 
     Raises:
         ConfigError: a file is missing, an architecture is not supported, or the tokenizers differ.

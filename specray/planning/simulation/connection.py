@@ -1,4 +1,4 @@
-"""What simulated engines have in common: replies on their way, and how long an engine has worked."""
+"""Time of simulated engines: how long they work, and how much they slow each other down."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specray.types import DraftReplies, TargetReplies
 RepliesT = TypeVar("RepliesT", DraftReplies, TargetReplies)
 
 _LEAST_S = 1e-6
-"""Less than this is not made up for."""
+"""Shortest delay in seconds that is made up for."""
 
 
 class Mailbox(Generic[RepliesT]):
@@ -43,7 +43,7 @@ class Mailbox(Generic[RepliesT]):
 
 @dataclass(slots=True)
 class Busy:
-    """How long an engine has worked, for its utilisation."""
+    """Working time of an engine, for its utilisation."""
 
     seconds: float = 0.0
     since_s: float = 0.0
@@ -51,41 +51,43 @@ class Busy:
     num_steps: int = 0
 
     def work(self, start_s: float, end_s: float) -> None:
-        """One step; steps of an engine do not overlap."""
+        """Adds one step; steps of an engine do not overlap."""
         self.seconds += end_s - start_s
         self.since_s, self.until_s = start_s, end_s
         self.num_steps += 1
 
     def worked_s(self, now: float) -> float:
-        """Of ``seconds``, those before ``now``: a step is counted when it is sent."""
+        """Returns the seconds worked before ``now``: a step is counted when it is sent."""
         return self.seconds - max(0.0, self.until_s - max(now, self.since_s))
 
     def lost_s(self, since_s: float, now: float, slowdown: float) -> float:
-        """What another engine on the same hardware is behind with, that has worked since this one had worked
-        ``since_s`` and gets on so many times slower beside it."""
+        """Returns the seconds that another engine on the same hardware is behind.
+
+        This engine had worked ``since_s`` seconds then; beside it the other is ``slowdown`` times slower.
+        """
         return (self.worked_s(now) - since_s) * (1 - 1 / slowdown)
 
     def extend(self, seconds: float) -> None:
-        """The last step takes so much longer."""
+        """Makes the last step longer by this many seconds."""
         self.seconds += seconds
         self.until_s += seconds
 
 
 @dataclass(slots=True)
 class SharedStep:
-    """A step that may be beside another engine's, on the same hardware."""
+    """A step that may run beside another engine's step, on the same hardware."""
 
     seconds: float
-    """What it takes, as far as is known."""
+    """Seconds of the step, as far as is known."""
     other_worked_s: float = 0.0
-    """What the other engine had worked when the step began, or was looked at last."""
+    """Seconds that the other engine had worked when the step began, or was last checked."""
     slowdown: float = 1.0
-    """While the other works."""
+    """Factor by which the step is slower while the other engine works."""
 
     def make_up(self, own: Busy, other: Busy, now: float) -> float:
-        """What the step takes longer for what the other did since it was looked at last; 0: it has ended.
+        """Returns by how many seconds the other engine's work since the last check delays the step.
 
-        What the other does in that time is known only then.
+        0 means that the step has ended. What the other does in the additional time is known only then.
         """
         lost_s = min(self.seconds, other.lost_s(self.other_worked_s, now, self.slowdown))
         self.other_worked_s = other.worked_s(now)

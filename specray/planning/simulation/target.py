@@ -1,8 +1,8 @@
-"""A target group that only takes time: interfaces.Verifier with times from a profile.
+"""A simulated target group, which only takes time: interfaces.Verifier with times from a profile.
 
-It keeps the lengths of sequences as the protocol says and answers *unknown sequence* or *no room* where a
-real engine would; its verdicts are those of a script (``scripts``). All times are on the running loop's
-clock, which is virtual in a plan.
+It keeps the lengths of sequences as the protocol says, and answers *unknown sequence* or *no room* where a
+real engine would; its verdicts come from a script (``scripts``). All times are on the running loop's clock,
+which is virtual in a plan.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from specray.types import (
 
 @dataclass(slots=True)
 class RequestTimes:
-    """What a request's client would see, as the target's verdicts arrive at the router."""
+    """The times that a request's client would see, taken when verdicts arrive at the router."""
 
     first_s: float | None = None
     last_s: float = 0.0
     num_tokens: int = 0
     gaps: list[tuple[float, int]] = field(default_factory=list)
-    """(seconds per token, tokens) of each later commit: the inter-token latencies."""
+    """Pairs (seconds per token, tokens) of each later commit: the inter-token latencies."""
 
     def commit(self, now: float, num_tokens: int) -> None:
         if self.first_s is None:
@@ -48,11 +48,11 @@ class RequestTimes:
 
 @dataclass(slots=True)
 class _Step:
-    """Of a target, on its way."""
+    """A step under way."""
 
     replies: tuple[TargetReply, ...]
     commits: Sequence[tuple[str, int]]
-    """(request id, tokens)."""
+    """Pairs (request id, tokens)."""
     num_rows: int
     shared: SharedStep
     way_back_s: float
@@ -62,12 +62,12 @@ class SimulatedTarget:
     """interfaces.Verifier over one target group.
 
     Args:
-        info: its limits.
-        times: of its steps.
+        info: limits.
+        times: times of its steps.
         router: the router's own time, which passes before a step.
         scripts: what becomes of draft tokens.
-        rng: of the draws.
-        requests: told of every commit, by request id.
+        rng: source of the draws.
+        requests: records of requests by id, which are told every commit.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class SimulatedTarget:
         self.info = info
         self.busy = Busy()
         self.beside: Busy | None = None
-        """The draft that shares its hardware; None: none does."""
+        """Working time of the draft that shares the hardware; None: none does."""
         self._times = times
         self._router = router
         self._scripts = scripts
@@ -91,7 +91,7 @@ class SimulatedTarget:
         self._requests = requests
         self._lengths: dict[str, int] = {}
         self._num_confirmed: dict[str, int] = {}
-        """Draft tokens of a sequence that were accepted in its last step, and are computed already."""
+        """Draft tokens of a sequence that were accepted in its last step, and so are computed already."""
         self._num_prompt_tokens: dict[str, int] = {}
         self._blocks: dict[str, int] = {}
         self._num_blocks = 0
@@ -102,7 +102,7 @@ class SimulatedTarget:
         return self.info
 
     async def verify(self, items: Sequence[VerifyItem], released: Sequence[str] = ()) -> None:
-        """One step; it begins when the router and the way there have had their time."""
+        """Sends one step, which begins when the router and the transport have had their time."""
         await self.release(released)
         loop = asyncio.get_running_loop()
         size, num_rows = StepSize(), 0
@@ -117,7 +117,7 @@ class SimulatedTarget:
             if reply.next_token_id is not None:
                 commits.append((item.request_id, reply.num_accepted_tokens + 1))
             size.add(item.base_len, taken, len(item.draft.token_ids))
-            # What starts over has nothing computed.
+            # A sequence that starts over has nothing computed.
             num_confirmed = self._num_confirmed.get(item.request_id, 0) if item.base_len else 0
             num_rows += taken + len(item.draft.token_ids) - num_confirmed
             self._num_confirmed[item.request_id] = reply.num_accepted_tokens
@@ -163,7 +163,7 @@ class SimulatedTarget:
         self._mailbox.put(TargetReplies(step.replies, round(1e9 * step.shared.seconds), step.num_rows))
 
     def _apply(self, item: VerifyItem) -> tuple[TargetReply, int]:
-        """The reply, and how many of the item's tokens are computed."""
+        """Returns the reply, and how many of the item's tokens are computed."""
         request_id, base_len = item.request_id, item.base_len
         held = self._lengths.get(request_id)
         if base_len > 0 and (held is None or base_len > held):
@@ -185,7 +185,7 @@ class SimulatedTarget:
         return Verdict(request_id, item.round_id, base_len, num_accepted, token), taken
 
     def _hold(self, request_id: str, length: int) -> bool:
-        """Takes the blocks for ``length`` tokens; False, and nothing changed, where they are not free."""
+        """Takes the blocks for ``length`` tokens; False, and nothing changed, if they are not free."""
         held = self._blocks.get(request_id)
         if held is None and len(self._blocks) >= self.info.max_num_seqs:
             return False
