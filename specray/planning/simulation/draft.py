@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specray.errors import EngineLostError
+from specray.fakes import ReplyQueue
 from specray.planning.profile import RouterProfile
-from specray.planning.simulation.connection import Busy, Mailbox, SharedStep
+from specray.planning.simulation.busy import Busy, SharedStep
 from specray.planning.simulation.scripts import Scripts
 from specray.planning.simulation.times import DraftTimes, drawn
 from specray.types import (
@@ -171,8 +172,7 @@ class SimulatedDrafter:
     def __init__(self, draft: SimulatedDraft) -> None:
         self.info = draft.info
         self._draft = draft
-        self._mailbox: Mailbox[DraftReplies] = Mailbox()
-        self._is_closed = False
+        self._replies: ReplyQueue[DraftReplies] = ReplyQueue()
 
     async def fetch_info(self) -> EngineInfo:
         await asyncio.sleep(self._draft.times.transport.of(1))
@@ -190,18 +190,17 @@ class SimulatedDrafter:
         self._draft.release(self, request_ids)
 
     async def replies(self) -> DraftReplies:
-        return await self._mailbox.get()
+        return await self._replies.get()
 
     async def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
+        if not self._replies.is_lost:
             self._draft.disconnect(self)
-            self._mailbox.close()
+            self._replies.lose()
 
     def answer(self, replies: DraftReplies) -> None:
         """Sends the replies of a step that has ended."""
         way_s = self._draft.transport_s(len(replies.replies)) / 2
-        asyncio.get_running_loop().call_later(way_s, self._mailbox.put, replies)
+        asyncio.get_running_loop().call_later(way_s, self._replies.put, replies)
 
 
 class SimulatedDrafterSource:

@@ -12,7 +12,7 @@ import pytest
 from specray.errors import EngineLostError
 from specray.fakes import VirtualClock
 from specray.planning.profile import AcceptanceProfile, RouterProfile
-from specray.planning.simulation.connection import Busy, SharedStep
+from specray.planning.simulation.busy import Busy, SharedStep
 from specray.planning.simulation.draft import SimulatedDraft, SimulatedDrafterSource
 from specray.planning.simulation.scripts import GUESS, Scripts
 from specray.planning.simulation.target import RequestTimes, SimulatedTarget

@@ -2,43 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
 from dataclasses import dataclass
-from typing import Generic, TypeVar
-
-from specray.errors import EngineLostError
-from specray.types import DraftReplies, TargetReplies
-
-RepliesT = TypeVar("RepliesT", DraftReplies, TargetReplies)
 
 _LEAST_S = 1e-6
 """Shortest delay in seconds that is made up for."""
-
-
-class Mailbox(Generic[RepliesT]):
-    """Replies that have arrived, and whether more can."""
-
-    def __init__(self) -> None:
-        self._arrived: deque[RepliesT] = deque()
-        self._wake = asyncio.Event()
-        self._is_closed = False
-
-    def put(self, replies: RepliesT) -> None:
-        self._arrived.append(replies)
-        self._wake.set()
-
-    async def get(self) -> RepliesT:
-        while not self._arrived:
-            if self._is_closed:
-                raise EngineLostError("the simulated connection was closed")
-            self._wake.clear()
-            await self._wake.wait()
-        return self._arrived.popleft()
-
-    def close(self) -> None:
-        self._is_closed = True
-        self._wake.set()
 
 
 @dataclass(slots=True)
