@@ -1,4 +1,4 @@
-"""Ray is started a second time when its processes do not come up; the first ones are ended."""
+"""Tests of the second attempt to start Ray when its processes do not come up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulated engines at the protocol: lengths, room, late sequences, and drafts that several routers share."""
+"""Tests of simulated engines at the protocol: lengths, room, late sequences, and shared drafts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run(main: Callable[[VirtualClock], Awaitable[None]]) -> None:
 
 
 def make_target(requests: dict[str, RequestTimes] | None = None, **changes: Any) -> SimulatedTarget:
-    """Every draft token is kept."""
+    """Makes a target that accepts every draft token."""
     profile = target(**changes)
     return SimulatedTarget(
         profile.info("target"),
