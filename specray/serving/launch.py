@@ -178,7 +178,7 @@ def _ray(config: Config) -> Iterator[None]:
             _node_ip_address=LOOPBACK if config.rpc.listen == "loopback" else None,
         )
         session = context.address_info["session_dir"]
-        print(f"specray: what its processes log is in {session}/logs", file=sys.stderr, flush=True)
+        print(f"specray: logs of all processes: {session}/logs", file=sys.stderr, flush=True)
     else:
         ray.init(logging_level=logging.WARNING, log_to_driver=True)
     _restore(handlers)
@@ -210,7 +210,7 @@ def _init_ray(**options: Any) -> Any:
             reason = " ".join(str(error).split())
             _end(_children() - before)
             if is_last:
-                raise ConfigError(f"Ray did not start, twice: {reason}") from error
+                raise ConfigError(f"Ray did not start after two attempts: {reason}") from error
         print(f"specray: Ray did not start, trying once more: {reason}", file=sys.stderr, flush=True)
     raise AssertionError("the last attempt returns or raises")
 

@@ -28,14 +28,14 @@ class IngressMetrics:
         )
         self._seconds = Histogram(
             "specray_ingress_call_seconds",
-            "From a call's arrival to the end of its answer.",
+            "Seconds from a call's arrival to the end of its answer.",
             labels,
             buckets=_SECONDS,
             registry=self.registry,
         )
         self._first_seconds = Histogram(
             "specray_ingress_time_to_first_token_seconds",
-            "From the arrival of a call that streams to its first tokens.",
+            "Seconds from the arrival of a streaming call to its first tokens.",
             labels,
             buckets=_SECONDS,
             registry=self.registry,

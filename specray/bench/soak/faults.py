@@ -186,7 +186,7 @@ def _signal(part: Part, number: signal.Signals) -> None:
     try:
         os.kill(part.pid, number)
     except ProcessLookupError:
-        raise EngineLostError(f"{part.role} {part.pid} was gone before") from None
+        raise EngineLostError(f"{part.role} {part.pid} had already ended") from None
 
 
 _INJECTORS: dict[FaultKind, Injector] = {
