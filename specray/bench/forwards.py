@@ -74,9 +74,7 @@ def measure_forwards(
     """
     forward = runner.forward
     if not isinstance(forward, LoweredForward):
-        raise ConfigError(
-            f"the forward of {runner.info.model_name} is {forward.name}; allowed: 'lowered'"
-        )
+        raise ConfigError(f"the forward of {runner.info.model_name} is {forward.name}; allowed: 'lowered'")
     longest = context_len + max(rows)
     if longest > runner.info.max_model_len:
         raise ConfigError(

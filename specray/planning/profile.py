@@ -146,8 +146,8 @@ class TargetProfile(EngineProfile):
     prompt_wait_s: float = Field(
         0.0,
         ge=0,
-        description="Seconds of a step with a prompt beyond its forward and transport: in the router, on its way, "
-        "and in the worker.",
+        description="Seconds of a step with a prompt beyond its forward and transport: in router, worker and "
+        "between.",
     )
     plain_transport: LinearTime | None = Field(
         None, description="Transport of steps without draft tokens; default: as transport."
@@ -228,13 +228,13 @@ class AcceptanceProfile(_Part):
     temperature: float = Field(ge=0, le=2)
     by_position: tuple[float, ...] = Field(
         min_length=1,
-        description="Entry i: share of the rounds that kept draft token i, among those that kept i and had one more.",
+        description="Entry i: share of the rounds that kept draft token i, among those that came so far.",
     )
     num_rounds: int = Field(ge=1)
     outputs: tuple[MeasuredOutput, ...] = Field(
         (),
-        description="Outputs, of which a simulated request has one; without any, by_position is drawn from, and "
-        "there is no n-gram fallback.",
+        description="Outputs, of which a simulated request has one; without any, by_position is drawn from, "
+        "without an n-gram fallback.",
     )
     hit_rates: tuple[HitRate, ...] = ()
 

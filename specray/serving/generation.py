@@ -15,7 +15,7 @@ from specray.types import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one choice has gained since its last delta; without streaming, all of it."""
+    """The part of one choice since its last delta; without streaming, all of it."""
 
     index: int
     """Index of the choice, counted over all prompts of the call."""

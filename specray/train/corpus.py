@@ -101,7 +101,7 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class SourceSummary:
-    """What one distribution contributed to the corpus."""
+    """Counts of one distribution in the corpus."""
 
     source: str
     version: str

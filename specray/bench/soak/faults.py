@@ -31,7 +31,7 @@ NEW_DRAFT_PERIOD_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What a fault has hit."""
+    """The processes that a fault has hit."""
 
     what: str
     killed: frozenset[int] = frozenset()

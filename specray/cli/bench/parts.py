@@ -13,7 +13,7 @@ from specray.types import MAX_SPECULATIVE_TOKENS, Overlap
 
 
 class Transport(StrEnum):
-    """What connects the router and a worker."""
+    """The connection of router and worker."""
 
     UNIX = "unix"
     TCP = "tcp"

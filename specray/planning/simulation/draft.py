@@ -61,7 +61,7 @@ class SimulatedDraft:
         info: limits; beyond ``max_num_seqs`` sequences the least recently used one is forgotten.
         times: times of its steps.
         router: the routers' own time, which passes before a question is sent.
-        scripts: what it proposes.
+        scripts: source of its proposals.
         seed: seed of the spread of step times.
     """
 

@@ -89,7 +89,7 @@ class ReplayedScript:
 
     Args:
         output: the measured output.
-        acceptance: what was measured with it.
+        acceptance: the measurement it belongs to.
         name: name of the request; draws differ by it.
     """
 

@@ -77,7 +77,7 @@ class SimulatedTarget:
         info: limits.
         times: times of its steps.
         router: the router's own time, which passes before a step.
-        scripts: what becomes of draft tokens.
+        scripts: source of its verdicts.
         rng: source of the draws.
         requests: records of requests by id, which are told every commit.
     """
