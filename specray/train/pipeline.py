@@ -53,7 +53,7 @@ def train_pair(
     command: str,
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> PairEvaluation:
-    """Trains, or goes on training, in `work_dir`; then writes `target/`, `draft/` and README.md to `output_dir`.
+    """Trains in `work_dir`, then writes `target/`, `draft/` and README.md to `output_dir`.
 
     Every stage keeps its state in `work_dir`; calling again with the same configuration resumes.
     `command` is what the model card says to have been run.
