@@ -74,9 +74,7 @@ def measure_forwards(
     """
     forward = runner.forward
     if not isinstance(forward, LoweredForward):
-        raise ConfigError(
-            f"the forward of {runner.info.model_name} is {forward.name}; measured is only 'lowered'"
-        )
+        raise ConfigError(f"the forward of {runner.info.model_name} is {forward.name}; allowed: 'lowered'")
     longest = context_len + max(rows)
     if longest > runner.info.max_model_len:
         raise ConfigError(
@@ -206,8 +204,7 @@ def _run_linears(linears: Sequence[Weights], inputs: Sequence[torch.Tensor]) -> 
 def _medians_ms(
     first: Callable[[], object], second: Callable[[], object], num_repeats: int, device: torch.device
 ) -> tuple[float, float]:
-    """Times both in turns, after a tenth as many repetitions to warm up; returns the medians in
-    milliseconds."""
+    """Times both in turns, after a warm-up of a tenth; returns the medians in milliseconds."""
     durations: tuple[list[float], list[float]] = ([], [])
     for repeat in range(-(num_repeats // 10) - 1, num_repeats):
         for call, kept in zip((first, second), durations, strict=True):

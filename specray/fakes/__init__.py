@@ -7,7 +7,7 @@ the test owns.
 
 from specray.fakes.client import FakeRouterClient
 from specray.fakes.clock import VirtualClock
-from specray.fakes.connections import FakeDrafterSource, LocalDrafter, LocalVerifier, Transport
+from specray.fakes.connections import FakeDrafterSource, LocalDrafter, LocalVerifier, ReplyQueue, Transport
 from specray.fakes.engines import FakeDraft, FakeTarget
 from specray.fakes.models import (
     AdversarialGuesser,
@@ -32,6 +32,7 @@ __all__ = [
     "NoisyGuesser",
     "PerfectGuesser",
     "RandomGuesser",
+    "ReplyQueue",
     "ToyModel",
     "Transport",
     "VirtualClock",

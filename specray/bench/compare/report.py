@@ -19,8 +19,7 @@ _DASH = "–"
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Medians over the turns of one arm at one temperature and concurrency; None: the system does not report
-    it."""
+    """Medians over the turns of one arm, temperature and concurrency; None: not reported."""
 
     system: str
     arm: str
@@ -83,8 +82,7 @@ def write_report(report: Report, directory: Path) -> None:
 
 
 def markdown(report: Report) -> str:
-    """Returns tables of throughput, of specray's best mode against each peer's, of latency and of
-    acceptance."""
+    """Returns tables of throughput, best modes against each peer's, latency and acceptance."""
     cells = report.cells
     parts = [f"# {report.title}", _conditions(report)]
     for temperature in _temperatures(cells):

@@ -60,7 +60,7 @@ class ComparePlan:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How far a run has come."""
+    """Progress of a run."""
 
     is_complete: bool
     failed: Mapping[str, str]
@@ -132,7 +132,7 @@ async def _run_turn(
 async def _warm_up(
     client: ServerClient, plan: ComparePlan, fields: dict[str, Any], tokenizer: Tokenizer, system: System
 ) -> None:
-    """At the first temperature; a server that cannot answer fails here. Raises SpecrayError."""
+    """Warms up at the first temperature; a server that cannot answer fails here. Raises SpecrayError."""
     temperature = plan.temperatures[0]
     body = {**fields, "temperature": temperature, **system.request_fields(temperature)}
     most = max(concurrency for _, concurrency in plan.cells(system))

@@ -1,5 +1,4 @@
-"""Runs draft and target as processes over gRPC: checks that speculation keeps the tokens, and measures its
-speed."""
+"""Runs draft and target as processes over gRPC: checks their tokens, and measures their speed."""
 
 from __future__ import annotations
 

@@ -160,8 +160,7 @@ async def measure_overlap(
 
 
 def num_prompts_of(num_prompts: int, concurrency: int) -> int:
-    """Returns the prompts per pass: with fewer than two per place, mainly the end of the pass would be
-    measured."""
+    """Returns the prompts per pass: at least two per place, or mainly its end would be measured."""
     return max(num_prompts, 2 * concurrency) if concurrency > 1 else num_prompts
 
 
@@ -225,8 +224,7 @@ async def _start(config: Config, arm: Arm, pair: LocalPair, stack: AsyncExitStac
 
 
 def lengths_of(num_prompts: int, max_tokens: int, concurrency: int) -> list[int]:
-    """Returns the output tokens of each prompt: with several at a time, half to one and a half times
-    ``max_tokens``.
+    """Returns the output tokens of each prompt: with several at a time, 0.5 to 1.5 times ``max_tokens``.
 
     With equal lengths and no speculation all outputs would end in the same step, and the next prompts would
     be prefilled together while nobody waits: not as in service, and not as with speculation.

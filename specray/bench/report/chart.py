@@ -64,8 +64,7 @@ def draw(title: str, panels: Sequence[Panel], *, num_columns: int) -> str:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Returns 1, 2 and 5 times powers of ten, from the last at or below ``low`` to the first at or above
-    ``high``."""
+    """Returns ticks at 1, 2 and 5 times powers of ten that cover ``low`` to ``high``."""
     first = math.floor(math.log10(low))
     candidates = [m * 10.0**e for e in range(first, math.ceil(math.log10(high)) + 1) for m in (1, 2, 5)]
     start = max(index for index, tick in enumerate(candidates) if tick <= low * (1 + 1e-9))

@@ -13,8 +13,7 @@ _DASH = "–"
 
 
 def serve_table(result: Result) -> Table:
-    """Makes a table with one column per arm, to fit a terminal; the others are compared with the first
-    arm."""
+    """Makes a table with one column per arm, which fits a terminal; the first arm is the base."""
     plan = result.plan
     table = Table(
         title=f"{result.model}: {len(plan.prompts)} prompts, {plan.max_tokens} new tokens, "

@@ -146,8 +146,7 @@ class Draw:
 
 
 def draw(cases: Sequence[Case], rng: random.Random, *, cancel_share: float, is_steady: bool) -> Draw:
-    """Draws a client's next request. ``is_steady``: a long stream that is not cancelled, so that one always
-    runs."""
+    """Draws a client's next request. ``is_steady``: a long stream that is not cancelled."""
     if is_steady:
         long = [case for case in cases if case.is_long]
         return Draw(rng.choice(long or list(cases)), rng.choice((Way.STREAM, Way.GRPC)), None)

@@ -31,7 +31,7 @@ NEW_DRAFT_PERIOD_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What a fault has hit."""
+    """The processes that a fault has hit."""
 
     what: str
     killed: frozenset[int] = frozenset()
@@ -186,7 +186,7 @@ def _signal(part: Part, number: signal.Signals) -> None:
     try:
         os.kill(part.pid, number)
     except ProcessLookupError:
-        raise EngineLostError(f"{part.role} {part.pid} was gone before") from None
+        raise EngineLostError(f"{part.role} {part.pid} had already ended") from None
 
 
 _INJECTORS: dict[FaultKind, Injector] = {

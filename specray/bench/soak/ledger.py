@@ -22,7 +22,7 @@ class End(StrEnum):
 
 
 class Verdict(StrEnum):
-    """What became of one request."""
+    """The verdict on one request."""
 
     OK = "ok"
     RETRIED = "retried"

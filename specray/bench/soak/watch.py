@@ -83,8 +83,7 @@ class Watch:
     async def wait_whole(
         self, *, killed: frozenset[int], timeout_s: float, ranks: int, drafts: int
     ) -> Whole | None:
-        """Waits until every part is back, and then until the draft's rounds are counted again; None: too
-        long.
+        """Waits until every part is back, and then for rounds of the draft; None: too long.
 
         Args:
             killed: ids of processes that are no parts any more, whatever the service says.
@@ -103,8 +102,7 @@ class Watch:
         return None
 
     async def blocks_when_idle(self) -> dict[str, float | None]:
-        """Returns the blocks that an idle service still holds, by engine; waits a minute for it to become
-        idle."""
+        """Returns the blocks that an idle service still holds, by engine; waits a minute for idleness."""
         blocks: dict[str, float | None] = dict.fromkeys(BLOCKS)
         end_s = self._now_s() + IDLE_TIMEOUT_S
         while self._now_s() < end_s:

@@ -52,8 +52,7 @@ def living_parts(actors: Mapping[str, Mapping[str, Any]]) -> tuple[Part, ...]:
 
 
 def role_of(class_name: str) -> Role | None:
-    """Returns the role of an actor's class; a Serve replica is called
-    ``ServeReplica:application:deployment``."""
+    """Returns the role of an actor's class; replicas are ``ServeReplica:application:deployment``."""
     return _ROLE_OF_CLASS.get(class_name.rsplit(":", 1)[-1].rsplit(".", 1)[-1])
 
 

@@ -13,7 +13,7 @@ from specray.types import MAX_SPECULATIVE_TOKENS, Overlap
 
 
 class Transport(StrEnum):
-    """What connects the router and a worker."""
+    """The connection of router and worker."""
 
     UNIX = "unix"
     TCP = "tcp"
@@ -33,6 +33,12 @@ RoleOption = Annotated[options.Role, typer.Option(help="Engine, and which model 
 NewTokens = Annotated[list[int] | None, typer.Option(min=1, help="New tokens per sequence; may be repeated.")]
 ContextLen = Annotated[int, typer.Option(min=0, help="Tokens of each sequence that are in the KV cache.")]
 NumRepeats = Annotated[int, typer.Option(min=1, help="Measurements per size.")]
+NumSessions = Annotated[
+    list[int] | None, typer.Option(min=1, help="Requests at a time; may be repeated. Default: 1 8 32.")
+]
+NumItems = Annotated[
+    list[int] | None, typer.Option(min=1, help="Items per batch; may be repeated. Default: 1 8 32.")
+]
 NumTokens = Annotated[int, typer.Option(min=1, help="Output tokens per request.")]
 NumRounds = Annotated[int, typer.Option(min=1, help="Round trips.")]
 
@@ -40,7 +46,7 @@ NumRounds = Annotated[int, typer.Option(min=1, help="Round trips.")]
 def router(
     mode: RouterMode = Overlap.ENUMERATE,
     num_speculative_tokens: K = 3,
-    num_sessions: options.NumSequences = None,
+    num_sessions: NumSessions = None,
     num_tokens: NumTokens = 1000,
     agreement: Agreement = 0.6,
     json_path: options.JsonPath = None,
@@ -64,7 +70,7 @@ def router(
 
 def rpc(
     transport: TransportOption = Transport.UNIX,
-    num_sessions: options.NumSequences = None,
+    num_sessions: NumItems = None,
     num_rounds: NumRounds = 2000,
     num_draft_tokens: DraftTokensPerItem = 4,
     json_path: options.JsonPath = None,

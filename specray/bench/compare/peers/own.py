@@ -13,8 +13,7 @@ _MODEL_FREE = ("ngram", "suffix")
 
 
 class Specray:
-    """specray. Serial, auto, ahead and enumerate are overlap modes; ngram and suffix draft without a
-    model."""
+    """specray: serial, auto, ahead and enumerate overlap; ngram and suffix draft without a model."""
 
     name = "specray"
     modes = (PLAIN, *_OVERLAPS, *_MODEL_FREE)

@@ -10,8 +10,7 @@ from specray.bench.compare.peers.process import LOOPBACK
 
 
 class Transformers:
-    """transformers: draft is ``assistant_model``, ngram is ``prompt_lookup_num_tokens``; neither takes a
-    batch."""
+    """transformers: draft is ``assistant_model``, ngram is ``prompt_lookup_num_tokens``, without batches."""
 
     name = "transformers"
     modes = (PLAIN, "draft", "ngram")

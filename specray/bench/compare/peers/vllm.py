@@ -14,8 +14,7 @@ _PROMPT_LOOKUP = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
 
 
 class Vllm:
-    """vLLM. Its draft is greedy by default; ``draft-probabilistic`` samples it, for rejection at temperature
-    > 0.
+    """vLLM: draft is greedy; draft-probabilistic samples it, for rejection at temperature > 0.
 
     Args:
         python: interpreter of the environment that has vLLM; None: not installed.

@@ -1,4 +1,5 @@
-"""A comparison run: turns, continuation, failures; over real HTTP servers in processes of their own."""
+"""Tests of a comparison: turns, continuation and failures, over real HTTP servers in processes of their
+own."""
 
 from __future__ import annotations
 
@@ -109,7 +110,7 @@ async def test_every_system_reads_the_same_token_ids_and_no_prompt_comes_twice(s
     bodies = {name: [e["body"] for e in events(setup) if e["event"] == "request" and e["name"] == name]
               for name in ("a plain", "b draft K=3")}  # fmt: skip
     a, b = bodies.values()
-    # Of several requests at once the order is nobody's.
+    # Several requests at once have no order.
     assert a[0]["prompt"] == b[0]["prompt"]
     assert sorted(body["prompt"] for body in a) == sorted(body["prompt"] for body in b)
     tokenizer = load_tokenizer(setup.target)
