@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "fakes": SEAMS,
     "tokenization": SEAMS | {"demo"},
     "demo": VOCABULARY,
-    "engine": SEAMS - {"requests"} | {"demo"},
+    "engine": SEAMS - {"requests"} | {"demo", "tokenization"},
     "drafting": SEAMS,
     "rpc": SEAMS,
     "router": SEAMS | {"drafting"},
