@@ -6,7 +6,7 @@ STAMP := $(VENV)/.specray-installed
 # Ray's token is off in tests: their clusters listen on loopback only.
 TEST_ENV := RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0
 
-.PHONY: setup serve test test-fast lint types protos protos-check schema check clean
+.PHONY: setup serve test test-fast zoo lint types protos protos-check schema check clean
 
 setup: $(STAMP)
 
@@ -24,6 +24,10 @@ test: setup
 
 test-fast: setup
 	$(BIN)/python -m pytest tests/unit tests/rpc
+
+# Tiny models of all families: each served with the tokens of the library's generate, or refused.
+zoo: setup
+	$(BIN)/python -m pytest tests/unit/engine/model/test_zoo.py -m 'zoo or not zoo'
 
 lint: setup
 	$(BIN)/ruff format --check .

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from specray.config.scaling import DraftScalingConfig
 from specray.config.section import Section
@@ -79,6 +80,15 @@ class EngineConfig(Section):
             raise ValueError(
                 f"ray_actor_options has {', '.join(unknown)}; allowed for ranks: {', '.join(RANK_OPTIONS)}"
             )
+
+    @field_validator("model")
+    @classmethod
+    def _absolute(cls, model: str) -> str:
+        """``~`` and relative paths of directories, which other processes would not find as they are."""
+        if model in ("", EMBEDDED, *MODEL_FREE_DRAFTS):
+            return model
+        path = Path(model).expanduser() if model.startswith("~") else Path(model)
+        return str(path.absolute()) if model.startswith("~") or path.is_dir() else model
 
 
 class TargetConfig(EngineConfig):

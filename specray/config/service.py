@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError
 
 from specray.config.access import AuthConfig, RpcConfig
 from specray.config.endpoints import GrpcConfig, HttpConfig, IngressConfig, LoggingConfig, TelemetryConfig
-from specray.config.engine import EMBEDDED, DraftConfig, TargetConfig
+from specray.config.engine import EMBEDDED, MODEL_FREE_DRAFTS, DraftConfig, TargetConfig
 from specray.config.router import RouterConfig
 from specray.config.section import Section
 from specray.config.speculation import SpeculationConfig
@@ -95,4 +95,16 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict):
         raise ConfigError(f"configuration file {path} must hold a mapping, not a {type(values).__name__}")
+    for role in ("target", "draft"):
+        _resolve_model(values.get(role), Path(path).parent)
     return values
+
+
+def _resolve_model(section: object, folder: Path) -> None:
+    """A relative path that is no directory here may be one beside the file."""
+    if not isinstance(section, dict) or not isinstance(model := section.get("model"), str):
+        return
+    if model in ("", EMBEDDED, *MODEL_FREE_DRAFTS):
+        return
+    if not Path(model).is_dir() and (folder / model).is_dir():
+        section["model"] = str((folder / model).absolute())

@@ -10,6 +10,7 @@ from typing import Any
 from specray.config import EMBEDDED
 from specray.demo.paths import demo_target_path
 from specray.errors import ConfigError
+from specray.tokenization.files import check_tokenizer_files
 from specray.tokenization.tokenizer import Tokenizer
 
 # Tokenizer classes that take tokenizer.json as it is, without a step of their own.
@@ -27,6 +28,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         ConfigError: there is no tokenizer, or it cannot be read.
     """
     path = demo_target_path() if path == EMBEDDED else path
+    check_tokenizer_files(path)
     is_local = Path(path).is_dir()
     settings = _read_json(Path(path) / "tokenizer_config.json") if is_local else {}
     if is_local and _is_verbatim(Path(path), settings):

@@ -23,11 +23,11 @@ from specray.engine.model.checks.architecture import check_architecture
 from specray.engine.model.checks.formats import check_adapter, check_format, check_tensors, read_headers
 from specray.engine.model.checks.messages import first_line, one_line
 from specray.engine.model.checks.refusals import refusal_of
-from specray.engine.model.checks.tokenizer_files import check_tokenizer_files
 from specray.engine.model.checks.weights import check_finite, check_report
 from specray.engine.model.hf_forward import GenericForward
 from specray.engine.model.lowering import can_lower
 from specray.errors import ConfigError
+from specray.tokenization.files import check_tokenizer_files
 
 DEFAULT_MAX_MODEL_LEN = 4096
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
@@ -86,8 +86,8 @@ def load_model(args: ModelArgs) -> LoadedModel:
     Raises:
         ConfigError: the path or hub id does not exist, holds no safetensors or quantised ones, is no
             decoder-only language model or one that is not computed rightly over the cache, wants remote code,
-            cannot serve ``max_model_len``, or has weights that are missing, unknown or not finite; the message
-            names the value and what is allowed.
+            cannot serve ``max_model_len``, or has weights that are missing, unknown or not finite; the
+            message names the value and what is allowed.
     """
     described = _describe(args)
     fingerprint = tokenizer_fingerprint(args.path)
