@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from specray.engine.attention.mask import branch_visibility
 from specray.engine.cache.blocks import BlockCache
 from specray.engine.model.checks.messages import first_line
 from specray.engine.model.checks.miniature import build_miniature, token_ids, windows
-from specray.engine.runner.inputs import BranchRow
 from specray.engine.step import AttentionStep, CacheShape, Forward, SequenceRows, Step
 from specray.errors import ConfigError
 
@@ -163,7 +163,7 @@ class _Steps:
         grown: list[list[torch.Tensor]] = [[] for _ in branches]
         for depth in range(_BRANCH_LEN):
             rows = [
-                BranchRow(trunk, first_place + i * _BRANCH_LEN, first_place + i * _BRANCH_LEN + depth)
+                branch_visibility(trunk, first_place + i * _BRANCH_LEN, depth + 1)
                 for i, (trunk, _) in enumerate(branches)
             ]
             positions = [row.position for row in rows]
