@@ -15,11 +15,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from specray.types import MAX_SPECULATIVE_TOKENS
+
 ROOT = 0
 """State of the empty string."""
 MAX_MATCH_LEN = 24
 """Maximum length in tokens of the suffix of a session that is searched."""
-MAX_PROPOSAL_LEN = 32
+MAX_PROPOSAL_LEN = MAX_SPECULATIVE_TOKENS
 MAX_DEPTH = MAX_MATCH_LEN + MAX_PROPOSAL_LEN
 
 

@@ -21,7 +21,7 @@ from specray.engine.sampling.draft import DraftToken, RankedRow
 from specray.engine.sampling.processors import RowGroup
 from specray.engine.schedule import BranchStep
 from specray.errors import OutOfBlocksError
-from specray.types import Branch, SamplingParams, SparseProbs, SpeculateItem
+from specray.types import Branch, DraftTokens, SamplingParams, SparseProbs, SpeculateItem
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +94,9 @@ class BranchLine(Line):
 
     @property
     def reply(self) -> Branch:
-        return Branch(self.num_accepted, self.next_token_id, self.draft_token_ids, self.draft_probs)
+        return Branch(
+            self.num_accepted, self.next_token_id, DraftTokens(self.draft_token_ids, probs=self.draft_probs)
+        )
 
 
 @dataclass(slots=True, eq=False)

@@ -34,6 +34,7 @@ from specray.errors import InvalidRequestError, SpecrayError
 from specray.types import (
     DraftReplies,
     DraftReply,
+    DraftTokens,
     EngineInfo,
     Outcomes,
     Proposal,
@@ -238,6 +239,11 @@ class DraftHead(EngineHead):
 def _reply(item: SpeculateItem, task: _Task) -> DraftReply:
     if isinstance(task, _Proposing):
         line = task.line
-        return Proposal(item.request_id, item.round_id, item.base_len, line.draft_token_ids, line.draft_probs)
+        return Proposal(
+            item.request_id,
+            item.round_id,
+            item.base_len,
+            DraftTokens(line.draft_token_ids, probs=line.draft_probs),
+        )
     branches = tuple(branch.reply for branch in task.branches)
     return Outcomes(item.request_id, item.round_id, item.base_len, branches)

@@ -11,6 +11,7 @@ from specray.types import (
     Branch,
     DraftReplies,
     DraftReply,
+    DraftTokens,
     EngineInfo,
     ItemFailed,
     Outcomes,
@@ -139,8 +140,10 @@ class FakeTarget:
         self._scripted.setdefault(request_id, []).append((message, is_retriable))
 
     def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
-        cut = [self._cut(item) for item in items]
-        rows = sum(len(item.token_ids) + len(item.draft_token_ids) - cached for item, cached in cut)
+        # As in the engine: the first chain of a tree.
+        chains = [replace(item, draft=item.draft.first_chain()) for item in items]
+        cut = [self._cut(item) for item in chains]
+        rows = sum(len(item.token_ids) + len(item.draft.token_ids) - cached for item, cached in cut)
         if rows > self._info.max_num_batched_tokens or len(items) > self._info.max_num_seqs:
             raise ProtocolError(f"a step of {len(items)} items and {rows} rows is over the limits")
         self.num_steps += 1
@@ -185,7 +188,7 @@ class FakeTarget:
             return Verdict(item.request_id, item.round_id, item.base_len, 0, None, (), held_len, cached)
         tokens = list(sequence.tokens)
         drawn: list[int] = []
-        for draft_token in (*item.draft_token_ids, None):
+        for draft_token in (*item.draft.token_ids, None):
             drawn.append(self.model.next_token(tokens, sequence.noise_key))
             if drawn[-1] != draft_token:
                 break
@@ -255,7 +258,7 @@ class FakeDraft:
             branches = tuple(self._branches(item, sequence))
             return Outcomes(item.request_id, item.round_id, item.base_len, branches)
         guesses = self._chain(sequence.tokens, item.num_speculative_tokens, sequence.noise_key)
-        return Proposal(item.request_id, item.round_id, item.base_len, guesses)
+        return Proposal(item.request_id, item.round_id, item.base_len, DraftTokens(guesses))
 
     def _branches(self, item: SpeculateItem, sequence: _Sequence) -> list[Branch]:
         if len(item.fanout) != len(item.proposed_token_ids) + 1:
@@ -267,7 +270,7 @@ class FakeDraft:
             likely = self.guesser.ranked(prefix, sequence.noise_key, width + 1)
             for rank, token in enumerate([token for token in likely if token not in rejected][:width]):
                 chain = self._chain([*prefix, token], item.num_speculative_tokens, sequence.noise_key)
-                branches.append((rank, Branch(num_accepted, token, chain)))
+                branches.append((rank, Branch(num_accepted, token, DraftTokens(chain))))
         # First guesses of all numbers of accepted tokens come first, then the second guesses.
         if item.max_branches:
             branches = sorted(branches, key=lambda branch: branch[0])[: item.max_branches]

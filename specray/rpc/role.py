@@ -139,7 +139,7 @@ def _num_draft_tokens(item: SpeculateItem) -> int:
 
 
 def _num_verified_tokens(item: VerifyItem) -> int:
-    return len(item.token_ids) + len(item.draft_token_ids)
+    return len(item.token_ids) + len(item.draft.token_ids)
 
 
 DRAFT: Final[DraftRole] = EngineRole(

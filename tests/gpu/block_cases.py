@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from specray.engine.attention.sdpa import AttentionStep, SequenceRows
 from specray.engine.cache.blocks import BlockCache
-from specray.engine.model.operators_torch import HeadShape
 from specray.engine.runner.inputs import BranchRow
+from specray.engine.step import AttentionStep, HeadShape, SequenceRows
 
 NUM_BLOCKS = 24
 BRANCHES = (*(BranchRow(5, 9, place) for place in (9, 10, 11)), BranchRow(7, 12, 12), BranchRow(9, 13, 13))

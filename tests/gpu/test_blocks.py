@@ -15,14 +15,12 @@ import torch
 from specray.engine.attention.paged import (
     BatchShape,
     BlockAttention,
-    BlockBatch,
     DeviceBatch,
     HostBatch,
     attend_gathered,
     make_batch,
     store_rows,
 )
-from specray.engine.attention.sdpa import SequenceRows
 from specray.engine.attention.select import (
     VARLEN_BLOCK_SIZE,
     Backend,
@@ -31,7 +29,8 @@ from specray.engine.attention.select import (
     check_backend,
 )
 from specray.engine.model.decoder import HeadNorm, PlainAttention
-from specray.engine.model.operators_torch import HeadShape, rotary_tables
+from specray.engine.model.operators_torch import rotary_tables
+from specray.engine.step import BlockBatch, HeadShape, SequenceRows
 from tests.gpu.block_cases import CASES, Case, attention_step, block_cache, row_positions, sequence_rows
 
 ATOL = 1e-5

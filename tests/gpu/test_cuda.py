@@ -10,11 +10,11 @@ import torch
 from specray.config import EngineConfig
 from specray.engine.attention.select import Model, choose_backend
 from specray.engine.cache.blocks import BlockAllocator, BlockTable
-from specray.engine.model.operators_torch import HeadShape
 from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.cuda_graphs import Bucket
 from specray.engine.runner.inputs import BranchRow, SequenceInput
 from specray.engine.runner.runner import ModelRunner
+from specray.engine.step import HeadShape
 from tests.unit.engine.model.checkpoints import write_checkpoint
 
 pytestmark = [

@@ -9,7 +9,7 @@ from specray.engine.attention.paged import attend_gathered, make_batch, store_ro
 from specray.engine.attention.select import Backend, Model, check_backend
 from specray.engine.attention.triton import TritonAttend
 from specray.engine.model import operators_triton as triton_layers
-from specray.engine.model.operators_torch import HeadShape
+from specray.engine.step import HeadShape
 from tests.gpu.block_cases import CASES, Case, block_cache, sequence_rows
 
 

@@ -13,12 +13,11 @@ from specray.engine.cpu.attention.kernel import AttentionCall
 from specray.engine.cpu.attention.span import Span
 
 if TYPE_CHECKING:
-    from specray.engine.attention.sdpa import AttentionStep
-    from specray.engine.cache.blocks import BlockCache
     from specray.engine.cpu.attention.kernel import AttentionKernel
     from specray.engine.cpu.gemm.rows import PackedRows
     from specray.engine.cpu.thread_pool import ThreadPool
     from specray.engine.model.decoder import HeadNorm
+    from specray.engine.step import AttentionStep, KVCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ class FusedAttention:
 class FusedStep:
     """Implements ``lowered.StepAttention``."""
 
-    cache: BlockCache
+    cache: KVCache
     call: AttentionCall
     head_dim: int
     block_ids: Sequence[Sequence[int]]

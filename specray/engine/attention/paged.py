@@ -12,43 +12,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from specray.engine.model.decoder import Rotary, rotate_heads
-
-if TYPE_CHECKING:
-    from specray.engine.attention.sdpa import AttentionStep, SequenceRows, Slots
-    from specray.engine.cache.blocks import BlockCache
-    from specray.engine.model.decoder import HeadNorm
-    from specray.engine.model.operators_torch import HeadShape
-
-
-@dataclass(frozen=True, slots=True)
-class BlockBatch:
-    """The rows of a step on the device; int32 but for the slots. Rows at the end may belong to nobody."""
-
-    first_rows: (
-        torch.Tensor
-    )  # [num_sequences + 1]: sequence i has the rows first_rows[i]..first_rows[i + 1] - 1
-    lengths: torch.Tensor  # [num_sequences]: places that are valid once the step has written
-    block_tables: torch.Tensor  # [num_sequences, max_num_blocks]
-    slots: torch.Tensor  # [num_rows], int64: where each row is put
-    positions: torch.Tensor  # [num_rows]
-    trunk_lens: torch.Tensor  # [num_rows]
-    first_places: torch.Tensor  # [num_rows]
-    max_rows: int
-    """Most rows of one sequence."""
-    has_branches: bool
-    """False: ``trunk_lens`` and ``first_places`` are zero, and a sequence's rows are its last."""
-
-    @property
-    def places(self) -> torch.Tensor:
-        """``[num_rows]``: each row's own, up to which it sees."""
-        return self.positions - self.trunk_lens + self.first_places
+from specray.engine.model.decoder import HeadNorm, Rotary, rotate_heads
+from specray.engine.step import AttentionStep, BlockBatch, HeadShape, KVCache, SequenceRows, Slots
 
 
 class AttendBlocks(Protocol):
@@ -266,7 +237,7 @@ class BlockAttention:
 @dataclass(frozen=True, slots=True)
 class _BlockStep:
     attention: BlockAttention
-    cache: BlockCache
+    cache: KVCache
     batch: BlockBatch
     cos: torch.Tensor
     sin: torch.Tensor

@@ -17,15 +17,13 @@ import torch
 
 from specray.engine.attention.paged import (
     AttendBlocks,
-    BlockBatch,
     StoreRows,
     attend_gathered,
     make_batch,
     store_rows,
 )
-from specray.engine.attention.sdpa import SequenceRows
-from specray.engine.model.operators_torch import HeadShape
 from specray.engine.runner.inputs import BranchRow
+from specray.engine.step import BlockBatch, HeadShape, SequenceRows
 from specray.errors import ConfigError
 
 _log = logging.getLogger(__name__)

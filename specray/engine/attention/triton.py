@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specray.engine.attention.paged import BlockBatch
+from specray.engine.step import BlockBatch
 
 _MAX_SPLITS = 16
 """A power of two."""

@@ -16,7 +16,7 @@ from specray.engine.model.operators_torch import TorchOperators
 if TYPE_CHECKING:
     from specray.engine.model.decoder import Attention, Norm
     from specray.engine.model.linear import Gate, Linear
-    from specray.engine.model.operators_torch import HeadShape
+    from specray.engine.step import HeadShape
 
 
 class KernelOperators(TorchOperators):

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,10 +22,7 @@ from specray.engine.cpu.norm import FusedRMSNorm
 from specray.engine.model.decoder import LoweredForward
 from specray.engine.model.decoder_amx import PackedForward, packed
 from specray.engine.model.lowering import TableEmbedding
-from specray.engine.step import CacheShape, Forward, Step
-
-if TYPE_CHECKING:
-    from specray.engine.cache.blocks import BlockCache
+from specray.engine.step import CacheShape, Forward, KVCache, Step
 
 _MAX_ROWS = 320
 """With more, Python between the kernels is a small part."""
@@ -49,7 +45,7 @@ class _Taped:
     hidden: torch.Tensor
     logits: torch.Tensor
     """In the arena: they are there until another tape runs."""
-    cache: BlockCache
+    cache: KVCache
 
 
 class TapedForward:

@@ -19,10 +19,9 @@ from typing import NamedTuple
 import torch
 
 from specray.engine.attention.paged import BatchShape, DeviceBatch, HostBatch
-from specray.engine.attention.sdpa import AttentionStep, SequenceRows
 from specray.engine.cache.blocks import BlockCache
 from specray.engine.runner.inputs import SequenceInput
-from specray.engine.step import Forward, Step
+from specray.engine.step import AttentionStep, Forward, SequenceRows, Step
 
 _log = logging.getLogger(__name__)
 

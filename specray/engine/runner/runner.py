@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specray.engine.attention.sdpa import AttentionStep, SequenceRows, sequence_slots
+from specray.engine.attention.sdpa import sequence_slots
 from specray.engine.cache.blocks import BlockCache
 from specray.engine.runner.cuda_graphs import Bucket, GraphedForward
 from specray.engine.runner.inputs import CopyInput, SequenceInput
 from specray.engine.runner.parallel import ParallelContext
-from specray.engine.step import Forward, Step
+from specray.engine.step import AttentionStep, Forward, SequenceRows, Step
 
 if TYPE_CHECKING:
     from specray.engine.runner.cpu_graphs import TapedForward

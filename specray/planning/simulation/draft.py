@@ -22,6 +22,7 @@ from specray.planning.simulation.times import DraftTimes, drawn
 from specray.types import (
     DraftReplies,
     DraftReply,
+    DraftTokens,
     EngineInfo,
     Outcomes,
     Proposal,
@@ -161,7 +162,7 @@ class SimulatedDraft:
             branches = script.branches(position, item)
             return Outcomes(item.request_id, item.round_id, item.base_len, branches)
         tokens = script.proposal(position, item.num_speculative_tokens, item.min_acceptance)
-        return Proposal(item.request_id, item.round_id, item.base_len, tokens)
+        return Proposal(item.request_id, item.round_id, item.base_len, DraftTokens(tokens))
 
 
 class SimulatedDrafter:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 from specray.planning.profile import LENGTH_DIGITS, AcceptanceProfile, MeasuredOutput, ProposalLengths
-from specray.types import Branch, SpeculateItem
+from specray.types import Branch, DraftTokens, SpeculateItem
 
 GUESS: Final = 1
 """Without outputs: the draft's first choice."""
@@ -71,7 +71,7 @@ class DrawnScript:
 
     def branches(self, position: int, item: SpeculateItem) -> tuple[Branch, ...]:
         tokens = (GUESS,) * item.num_speculative_tokens
-        return tuple(Branch(accepted, rank, tokens) for accepted, rank in _places(item))
+        return tuple(Branch(accepted, rank, DraftTokens(tokens)) for accepted, rank in _places(item))
 
     def verdict(self, rng: random.Random, position: int, drafts: Sequence[int]) -> tuple[int, int]:
         for index in range(len(drafts) + 1):
@@ -113,10 +113,7 @@ class ReplayedScript:
     def branches(self, position: int, item: SpeculateItem) -> tuple[Branch, ...]:
         proposed = item.proposed_token_ids
         return tuple(
-            Branch(
-                accepted,
-                *self._branch(position, accepted, rank, item.num_speculative_tokens, proposed),
-            )
+            self._branch(position, accepted, rank, item.num_speculative_tokens, proposed)
             for accepted, rank in _places(item)
         )
 
@@ -160,15 +157,15 @@ class ReplayedScript:
 
     def _branch(
         self, position: int, accepted: int, rank: int, num_tokens: int, proposed: Sequence[int]
-    ) -> tuple[int, tuple[int, ...]]:
-        """(next token, draft tokens) of the outcome with so many accepted and the token of this rank."""
+    ) -> Branch:
+        """Outcome with so many accepted and the token of this rank."""
         place = position + accepted
         is_possible = all(
             token == self._token(position + index) for index, token in enumerate(proposed[:accepted])
         )
         if not is_possible or rank != self._rank_of(place, is_last=accepted == len(proposed)):
-            return _FIRST_UNKNOWN + rank, (WRONG,) * num_tokens
-        return self._token(place), self._chain(place + 1, num_tokens)
+            return Branch(accepted, _FIRST_UNKNOWN + rank, DraftTokens((WRONG,) * num_tokens))
+        return Branch(accepted, self._token(place), DraftTokens(self._chain(place + 1, num_tokens)))
 
     def _rank_of(self, place: int, *, is_last: bool) -> int:
         """Where the draft lists the token of a place."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from specray.planning.profile import RouterProfile
 from specray.planning.simulation.connection import Busy, Mailbox, SharedStep
@@ -109,16 +109,17 @@ class SimulatedTarget:
         replies: list[TargetReply] = []
         commits: list[tuple[str, int]] = []
         for item in items:
+            item = replace(item, draft=item.draft.first_chain())
             reply, taken = self._apply(item)
             replies.append(reply)
             if not isinstance(reply, Verdict):
                 continue
             if reply.next_token_id is not None:
                 commits.append((item.request_id, reply.num_accepted_tokens + 1))
-            size.add(item.base_len, taken, len(item.draft_token_ids))
+            size.add(item.base_len, taken, len(item.draft.token_ids))
             # What starts over has nothing computed.
             num_confirmed = self._num_confirmed.get(item.request_id, 0) if item.base_len else 0
-            num_rows += taken + len(item.draft_token_ids) - num_confirmed
+            num_rows += taken + len(item.draft.token_ids) - num_confirmed
             self._num_confirmed[item.request_id] = reply.num_accepted_tokens
         if size.has_drafts:
             own, transport = self._router.verify_after_proposal, self._times.transport
@@ -171,7 +172,7 @@ class SimulatedTarget:
         if item.max_new_tokens is not None:
             taken = min(taken, item.max_new_tokens)
         end = base_len + taken
-        if not self._hold(request_id, end + len(item.draft_token_ids) + 1):
+        if not self._hold(request_id, end + len(item.draft.token_ids) + 1):
             failed = ItemFailed(request_id, item.round_id, base_len, "no free block", is_retriable=True)
             return failed, 0
         if item.sampling is not None:
@@ -180,7 +181,7 @@ class SimulatedTarget:
         if not item.sample:
             return Verdict(request_id, item.round_id, base_len, 0, None, held_len=end), taken
         position = end - self._num_prompt_tokens[request_id]
-        num_accepted, token = self._scripts.of(request_id).verdict(self._rng, position, item.draft_token_ids)
+        num_accepted, token = self._scripts.of(request_id).verdict(self._rng, position, item.draft.token_ids)
         return Verdict(request_id, item.round_id, base_len, num_accepted, token), taken
 
     def _hold(self, request_id: str, length: int) -> bool:

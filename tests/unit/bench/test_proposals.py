@@ -14,6 +14,7 @@ from specray.fakes import FakeDraft, NoisyGuesser, ToyModel
 from specray.fakes.engines import fake_info
 from specray.types import (
     DraftReplies,
+    DraftTokens,
     EngineInfo,
     ItemFailed,
     Proposal,
@@ -55,7 +56,9 @@ class UnsureDrafter:
         length = 1
         while length < item.num_speculative_tokens and CHANCE ** (length + 1) >= item.min_acceptance:
             length += 1
-        return Proposal(reply.request_id, reply.round_id, reply.base_len, reply.draft_token_ids[:length])
+        return Proposal(
+            reply.request_id, reply.round_id, reply.base_len, DraftTokens(reply.draft.token_ids[:length])
+        )
 
     async def replies(self) -> DraftReplies:
         return self._replies.popleft()

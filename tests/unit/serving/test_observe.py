@@ -20,7 +20,7 @@ from specray.fakes import FakeRouterClient
 from specray.interfaces import RouterClient
 from specray.requests import GenerateRequest, OutputChunk
 from specray.rpc.inference.types import GenerateParams
-from specray.serving.admission.auth import Caller, Keyring, key_hash, new_key
+from specray.serving.admission.api_keys import Caller, Keyring, key_hash, new_key
 from specray.serving.grpc.handler import GrpcIngress
 from specray.serving.metrics import IngressMetrics
 from specray.serving.observe import CallObserver

@@ -13,7 +13,6 @@ import torch
 from numba import carray
 
 from specray.engine.attention.cpu import FusedAttention
-from specray.engine.attention.sdpa import AttentionStep, SequenceRows
 from specray.engine.cache.blocks import BlockCache
 from specray.engine.cpu import norm as norm_module
 from specray.engine.cpu.attention import kernel as attention_module
@@ -29,6 +28,7 @@ from specray.engine.cpu.norm import FusedRMSNorm
 from specray.engine.cpu.simd import vectors
 from specray.engine.cpu.thread_pool import Kernel, ThreadPool, as_pointer
 from specray.engine.model.decoder import HeadNorm
+from specray.engine.step import AttentionStep, SequenceRows
 
 needs_instruction = pytest.mark.skipif(
     not can_tile(torch.empty(64, 32, dtype=torch.bfloat16)), reason="no AVX-512 here"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specray.engine.attention.sdpa import AttentionStep, SequenceRows
 from specray.engine.cache.blocks import BlockCache
 from specray.engine.model.decoder import HeadNorm
+from specray.engine.step import AttentionStep, SequenceRows
 
 pytest.importorskip("numba")
 

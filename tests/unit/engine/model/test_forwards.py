@@ -219,7 +219,7 @@ def test_copied_tokens_serve_another_sequence(checkpoint: Callable[[str], Path])
 def test_lowering_leaves_no_weight_behind(checkpoint: Callable[[str], Path]) -> None:
     from specray.engine.model.loader import ModelArgs, load_model
     from specray.engine.model.lowering import lower
-    from specray.engine.model.operators_torch import cpu_operators
+    from specray.engine.model.operators import cpu_operators
 
     args = ModelArgs(str(checkpoint("qwen3")), torch.float32, torch.device("cpu"))
     loaded = load_model(args)

@@ -13,7 +13,7 @@ from specray.config import KeyConfig, parse_config
 from specray.environment import api_key
 from specray.errors import ConfigError, OverloadedError
 from specray.requests import GenerateRequest, SpeculationParams
-from specray.serving.admission.auth import Caller, Keyring, key_hash, new_key
+from specray.serving.admission.api_keys import Caller, Keyring, key_hash, new_key
 from specray.types import SamplingParams
 
 KEY, OTHER_KEY = new_key(), new_key()
