@@ -14,7 +14,7 @@ from specray.errors import EngineLostError
 from specray.types import EngineInfo
 
 
-class EngineHead:
+class EngineBase:
     """An engine over a runner, but for its steps.
 
     Args:

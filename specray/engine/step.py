@@ -84,7 +84,7 @@ class SequenceRows:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockBatch:
+class PagedBatch:
     """The rows of a step on the device; int32 but for slots and masks. Rows at the end may be padding."""
 
     first_rows: (
@@ -113,7 +113,7 @@ class AttentionStep:
 
     rows: tuple[SequenceRows, ...]
     cache: KVCache
-    batch: BlockBatch | None = None
+    batch: PagedBatch | None = None
     """The same as tensors of a fixed shape, where a captured forward reads them; ``rows`` are empty then."""
 
 
@@ -132,7 +132,7 @@ class Forward(Protocol):
 
     @property
     def name(self) -> str:
-        """``lowered`` or ``generic``."""
+        """``decoder`` or ``hf``."""
         ...
 
     @property

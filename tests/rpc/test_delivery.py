@@ -12,9 +12,9 @@ import pytest
 from grpc import aio
 from hypothesis import given
 from hypothesis import strategies as st
+from specray.actors.outlets import Outlets
 
 from specray.actors.mailbox import Mailbox
-from specray.actors.outlets import Outlets
 from specray.errors import EngineLostError, ProtocolError
 from specray.requests import FinishReason, OutputChunk, SpeculationStats
 from specray.router.transport.clock import SystemClock

@@ -172,7 +172,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class LoweredForward:
+class DecoderForward:
     """The decoder."""
 
     embedding: Embedding
@@ -184,7 +184,7 @@ class LoweredForward:
 
     @property
     def name(self) -> str:
-        return "lowered"
+        return "decoder"
 
     def linears(self) -> list[Weights]:
         """Every linear layer of this rank that is not part of a group, in the order of the forward."""

@@ -45,7 +45,7 @@ class _Attention(Protocol):
     ) -> torch.Tensor: ...
 
 
-class GenericForward:
+class HfForward:
     """Runs a transformers model as it is, attention excepted.
 
     Raises:
@@ -53,7 +53,7 @@ class GenericForward:
             it keeps more than keys and values.
     """
 
-    name = "generic"
+    name = "hf"
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model

@@ -20,7 +20,7 @@ from specray.engine.runner.parallel import ParallelContext
 from specray.engine.step import AttentionStep, Forward, SequenceRows, Step
 
 if TYPE_CHECKING:
-    from specray.engine.runner.cpu_graphs import TapedForward
+    from specray.engine.runner.cpu_graphs import CpuGraphForward
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class RunnerInfo:
     device: torch.device
     tensor_parallel_size: int
     forward: str
-    """``lowered`` or ``generic``."""
+    """``decoder`` or ``hf``."""
     attention: str = ""
     """How it attends from tensors that describe the step; empty: it does not."""
 
@@ -63,13 +63,13 @@ class ModelRunner:
         self.forward = forward
         self.graphs = graphs
         self._parallel = parallel
-        self._taped = None if parallel is not None else _taped(forward, info.device)
-        self._forward: Forward = self._taped or forward
+        self._cpu_graphs = None if parallel is not None else _with_cpu_graphs(forward, info.device)
+        self._forward: Forward = self._cpu_graphs or forward
 
     @property
-    def is_taped(self) -> bool:
+    def has_cpu_graphs(self) -> bool:
         """Between its tokens and its logits, a step is kernels alone, which have threads of their own."""
-        return self._taped is not None
+        return self._cpu_graphs is not None
 
     @torch.inference_mode()
     def run(self, inputs: Sequence[SequenceInput]) -> torch.Tensor:
@@ -99,7 +99,7 @@ class ModelRunner:
             Logits ``[len(kept), vocab_size]``, float32, there until the next step; None where ``run`` has to
             be told everything.
         """
-        return None if self._taped is None else self._taped.advance(kept, token_ids)
+        return None if self._cpu_graphs is None else self._cpu_graphs.advance(kept, token_ids)
 
     def follow(self) -> None:
         """Ranks other than the leader: runs what the leader runs until it closes.
@@ -188,14 +188,14 @@ class ModelRunner:
         return logits[torch.tensor(wanted, dtype=torch.int64, device=logits.device)]
 
 
-def _taped(forward: Forward, device: torch.device) -> TapedForward | None:
+def _with_cpu_graphs(forward: Forward, device: torch.device) -> CpuGraphForward | None:
     if device.type != "cpu":
         return None
     try:
-        from specray.engine.runner.cpu_graphs import taped
+        from specray.engine.runner.cpu_graphs import with_cpu_graphs
     except ImportError:  # Without numba there are no kernels.
         return None
-    return taped(forward)
+    return with_cpu_graphs(forward)
 
 
 def _sequence_rows(inputs: Sequence[SequenceInput]) -> list[SequenceRows]:

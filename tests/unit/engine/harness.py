@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from specray.engine.attention.mask import Visibility
-from specray.engine.draft import DraftHead
+from specray.engine.draft import DraftEngine
 from specray.engine.runner.inputs import SequenceInput
 from specray.engine.sampling.noise import NoiseSource
 from specray.engine.sampling.processors import RowGroup, process_logits
 from specray.engine.sampling.verify import add_draw_noise
-from specray.engine.target import TargetHead
+from specray.engine.target import TargetEngine
 from specray.types import (
     NO_DRAFT,
     DraftTokens,
@@ -159,16 +159,16 @@ def engine_info(role: str, **changes: int) -> EngineInfo:
     return replace(info, **changes)  # type: ignore[arg-type]
 
 
-def toy_target(**changes: int) -> tuple[TargetHead, SlotRunner]:
+def toy_target(**changes: int) -> tuple[TargetEngine, SlotRunner]:
     info = engine_info("target", **changes)
     runner = SlotRunner(TARGET, info)
-    return TargetHead(runner, info, device=CPU), runner
+    return TargetEngine(runner, info, device=CPU), runner
 
 
-def toy_draft(rows: Tensor = CLOSE, **changes: int) -> tuple[DraftHead, SlotRunner]:
+def toy_draft(rows: Tensor = CLOSE, **changes: int) -> tuple[DraftEngine, SlotRunner]:
     info = engine_info("draft", **changes)
     runner = SlotRunner(rows, info)
-    return DraftHead(runner, info, device=CPU), runner
+    return DraftEngine(runner, info, device=CPU), runner
 
 
 def target_only(
@@ -241,14 +241,14 @@ def speculate_item(
     return item
 
 
-def propose(draft: DraftHead, session: Session, num_tokens: int) -> DraftTokens:
+def propose(draft: DraftEngine, session: Session, num_tokens: int) -> DraftTokens:
     [reply] = draft.speculate([speculate_item(session, num_tokens)]).replies
     assert isinstance(reply, Proposal), reply
     return reply.draft
 
 
 def outcomes(
-    draft: DraftHead, session: Session, drafted: DraftTokens, fanout: tuple[int, ...], num_tokens: int
+    draft: DraftEngine, session: Session, drafted: DraftTokens, fanout: tuple[int, ...], num_tokens: int
 ) -> Outcomes:
     item = speculate_item(session, num_tokens, proposed=drafted.token_ids, fanout=fanout)
     [reply] = draft.speculate([item]).replies
@@ -256,7 +256,7 @@ def outcomes(
     return reply
 
 
-def verify(target: TargetHead, session: Session, drafted: DraftTokens) -> Verdict:
+def verify(target: TargetEngine, session: Session, drafted: DraftTokens) -> Verdict:
     [reply] = target.verify([verify_item(session, drafted)]).replies
     assert isinstance(reply, Verdict), reply
     commit(session, drafted, reply)
@@ -267,7 +267,7 @@ Drafter = Callable[[Session, int], DraftTokens]
 
 
 def generate_serial(
-    target: TargetHead, drafter: Drafter, session: Session, num_output: int, num_drafts: int
+    target: TargetEngine, drafter: Drafter, session: Session, num_output: int, num_drafts: int
 ) -> list[int]:
     """Propose, verify, in turns."""
     num_prompt = len(session.token_ids)
@@ -277,8 +277,8 @@ def generate_serial(
 
 
 def generate_overlapped(
-    target: TargetHead,
-    draft: DraftHead,
+    target: TargetEngine,
+    draft: DraftEngine,
     session: Session,
     num_output: int,
     num_drafts: int,
@@ -330,11 +330,11 @@ def empty_drafter(session: Session, count: int) -> DraftTokens:
     return NO_DRAFT
 
 
-def engine_drafter(draft: DraftHead) -> Drafter:
+def engine_drafter(draft: DraftEngine) -> Drafter:
     return lambda session, count: propose(draft, session, count)
 
 
-def dying_drafter(draft: DraftHead, *, rounds: int) -> Drafter:
+def dying_drafter(draft: DraftEngine, *, rounds: int) -> Drafter:
     """A draft that is lost after a few rounds; the session goes on without it."""
 
     def drafter(session: Session, count: int) -> DraftTokens:

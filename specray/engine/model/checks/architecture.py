@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from specray.engine.attention.mask import branch_visibility
 from specray.engine.cache.blocks import BlockCache
 from specray.engine.model.checks.messages import first_line
 from specray.engine.model.checks.miniature import build_miniature, token_ids, windows
-from specray.engine.runner.inputs import BranchRow
 from specray.engine.step import AttentionStep, CacheShape, Forward, SequenceRows, Step
 from specray.errors import ConfigError
 
@@ -158,13 +158,13 @@ class _Steps:
         logits = self._forward(tokens, positions, tuple(rows))
         return list(logits.split([len(new) for _, _, new in parts]))
 
-    def run_branches(self, first_place: int, branches: Sequence[tuple[int, list[int]]]) -> list[torch.Tensor]:
+    def run_branches(self, first_index: int, branches: Sequence[tuple[int, list[int]]]) -> list[torch.Tensor]:
         """Logits of branches of sequence 0, which grow token by token beside each other."""
         grown: list[list[torch.Tensor]] = [[] for _ in branches]
         for depth in range(_BRANCH_LEN):
             rows = [
-                BranchRow(trunk, first_place + i * _BRANCH_LEN, first_place + i * _BRANCH_LEN + depth)
-                for i, (trunk, _) in enumerate(branches)
+                branch_visibility(prefix_len, first_index + i * _BRANCH_LEN, 1 + depth)
+                for i, (prefix_len, _) in enumerate(branches)
             ]
             positions = [row.position for row in rows]
             sequence = SequenceRows(0, len(rows), min(positions), [0], tuple(rows))

@@ -13,8 +13,8 @@ from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.inputs import SequenceInput
 from specray.engine.runner.runner import ModelRunner
 from tests.unit.engine.model.checkpoints import (
-    GENERIC,
-    LOWERED,
+    DECODER,
+    HF,
     reference_greedy,
     reference_logits,
     reference_model,
@@ -41,11 +41,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return make
 
 
-@pytest.fixture(params=[*LOWERED, *GENERIC, "llama/generic", "mistral-windowed/generic"])
+@pytest.fixture(params=[*DECODER, *HF, "llama/hf", "mistral-windowed/hf"])
 def case(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> tuple[Path, str]:
     """A checkpoint, and the forward that is expected to run it."""
     name, _, forced = request.param.partition("/")
-    return checkpoint(name), forced or ("lowered" if name in LOWERED else "generic")
+    return checkpoint(name), forced or ("decoder" if name in DECODER else "hf")
 
 
 def make_runner(case: tuple[Path, str], block_size: int | None = None, dtype: str = "float32") -> ModelRunner:
@@ -197,7 +197,7 @@ def test_the_last_token_of_the_longest_sequence(checkpoint: Callable[[str], Path
     """Position max_model_len - 1 has a rotary row and a slot of its own."""
     path = checkpoint("llama")
     tokens = [(7 * i) % 90 + 2 for i in range(128)]
-    runner = make_runner((path, "lowered"))
+    runner = make_runner((path, "decoder"))
     assert runner.info.max_model_len == 128
     logits = run_one(runner, new_table(runner), tokens, 0, 1)
     expected = reference_logits(reference_model(path), tokens)[-1:]
@@ -206,7 +206,7 @@ def test_the_last_token_of_the_longest_sequence(checkpoint: Callable[[str], Path
 
 def test_copied_tokens_serve_another_sequence(checkpoint: Callable[[str], Path]) -> None:
     path = checkpoint("llama")
-    runner = make_runner((path, "lowered"))
+    runner = make_runner((path, "decoder"))
     allocator = BlockAllocator(runner.info.num_blocks, runner.info.block_size)
     first, second = BlockTable(allocator), BlockTable(allocator)
     run_one(runner, first, PROMPT, 0)
