@@ -48,7 +48,8 @@ class EngineConfig(Section):
     )
     forward: Literal["auto", "decoder", "hf"] = Field(
         "auto",
-        description="auto: specray's own decoder where it covers the architecture, else hf, through transformers.",
+        description="auto: specray's own decoder where it covers the architecture, else hf, through "
+        "transformers.",
     )
     attention: Literal["auto", "varlen", "triton", "gather"] = Field(
         "auto",

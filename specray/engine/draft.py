@@ -190,7 +190,8 @@ class DraftEngine(EngineBase):
     # ---- run
 
     def _catch_up(self, work: Sequence[CatchUp | BranchStep]) -> Tensor | None:
-        return catch_up(self._runner, work, self._info.max_num_batched_tokens)
+        output = catch_up(self._runner, work, self._info.max_num_batched_tokens)
+        return None if output is None or not len(output.logits) else output.logits
 
     def _branch(self, logits: Tensor, outcomes: Sequence[OutcomeBranches]) -> None:
         """Ranks the next tokens of every outcome and makes a branch of each."""
@@ -230,11 +231,12 @@ class DraftEngine(EngineBase):
         """The step after that of these chains, of those that go on; None where it is to be planned anew."""
         kept = [index for index, task in enumerate(before) if not task.chain.is_full]
         sequences = [before[index].sequence for index in kept]
-        logits = self._runner.advance(kept, [sequence.token_ids[-1] for sequence in sequences])
-        if logits is not None:
-            for sequence in sequences:
-                sequence.num_computed_tokens = len(sequence.token_ids)
-        return logits
+        output = self._runner.advance(kept, [sequence.token_ids[-1] for sequence in sequences])
+        if output is None:
+            return None
+        for sequence in sequences:
+            sequence.num_computed_tokens = len(sequence.token_ids)
+        return output.logits
 
     def _draw(self, logits: Tensor, chains: Sequence[Chain]) -> None:
         is_judged = any(chain.is_judged for chain in chains)

@@ -129,11 +129,11 @@ class TargetEngine(EngineBase):
 
     def _run(self, scheduled: Sequence[_Scheduled]) -> Tensor | None:
         work = [CatchUp(entry.sequence, entry.num_logits) for entry in scheduled]
-        logits = catch_up(self._runner, work, self._info.max_num_batched_tokens)
+        output = catch_up(self._runner, work, self._info.max_num_batched_tokens)
         for entry in scheduled:
             if len(entry.item.token_ids) >= UNIT_TOKENS:
                 self._table.publish(entry.sequence)
-        return logits
+        return None if output is None or not len(output.logits) else output.logits
 
     def _postprocess(self, scheduled: Sequence[_Scheduled], logits: Tensor | None) -> Iterator[Answer]:
         sampled = [entry for entry in scheduled if entry.item.sample]

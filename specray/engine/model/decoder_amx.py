@@ -14,7 +14,7 @@ from specray.engine.cpu.gemm.rows import PackedRows
 from specray.engine.cpu.norm import FusedRMSNorm
 from specray.engine.cpu.thread_pool import ThreadPool
 from specray.engine.model.decoder import DecoderForward, Embedding, HeadNorm
-from specray.engine.step import CacheShape, Step
+from specray.engine.step import CacheShape, ForwardOutput, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class AmxDecoderForward:
     head: TiledLinear
     attention: CpuAttention
 
-    def __call__(self, step: Step) -> torch.Tensor:
+    def __call__(self, step: Step) -> ForwardOutput:
         return self.decode(self.embedding(step.token_ids), step)
 
-    def decode(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
-        """From the embedded tokens, ``[num_rows, hidden_size]``, to the logits."""
+    def decode(self, hidden: torch.Tensor, step: Step) -> ForwardOutput:
+        """From the embedded tokens, ``[num_rows, hidden_size]``, to the output, which has no features."""
         attention, thread_pool = (
             self.attention.prepare(step.attention, step.positions),
             self.attention.thread_pool,
@@ -61,7 +61,7 @@ class AmxDecoderForward:
             rows = layer.output.packed_plus(attended, rows)
             gated = layer.gate.packed(layer.post_attention_norm.packed(rows))
             rows = layer.down.packed_plus(gated, rows)
-        return self.head.packed_precise(self.final_norm.packed(rows))
+        return ForwardOutput(self.head.packed_precise(self.final_norm.packed(rows)))
 
 
 def _take(rows: PackedRows, step: Step, thread_pool: ThreadPool) -> PackedRows:
@@ -81,7 +81,7 @@ def packed(forward: DecoderForward) -> AmxDecoderForward | None:
     """
     attention = forward.attention
     assert isinstance(attention, CpuAttention), "attention is a kernel"
-    if not attention.kernel.can_be_packed:
+    if not attention.kernel.can_be_packed or forward.feature_layers:
         return None
     layers = tuple(
         _Layer(

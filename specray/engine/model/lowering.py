@@ -41,13 +41,17 @@ def head_shape(config: Any, parallel: ParallelContext | None) -> HeadShape:
 
 
 def lower(
-    loaded: LoadedModel, operators: Operators, parallel: ParallelContext | None = None
+    loaded: LoadedModel,
+    operators: Operators,
+    parallel: ParallelContext | None = None,
+    feature_layers: tuple[int, ...] = (),
 ) -> DecoderForward:
     """Builds the decoder. The model's modules are empty afterwards.
 
     Args:
         operators: what it is made of, on the model's device and in its data type.
         parallel: the group over which the model was sharded when it was loaded.
+        feature_layers: layers whose input is part of the output.
     """
     model, config = loaded.model, loaded.config
     base: Any = model.base_model
@@ -62,6 +66,7 @@ def lower(
         head=head,
         attention=attention,
         cache_shape=CacheShape(len(layers), shape.num_kv_heads, shape.head_dim),
+        feature_layers=feature_layers,
     )
 
 

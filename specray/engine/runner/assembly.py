@@ -34,12 +34,19 @@ _MAX_PREPARED_WIDTH = 8
 _MAX_PREPARED_BRANCHES = 16
 
 
-def build_runner(config: EngineConfig, *, role: str, parallel: ParallelContext | None = None) -> ModelRunner:
+def build_runner(
+    config: EngineConfig,
+    *,
+    role: str,
+    parallel: ParallelContext | None = None,
+    feature_layers: tuple[int, ...] = (),
+) -> ModelRunner:
     """Loads the model and prepares everything that a first step needs.
 
     Args:
         role: ``draft`` or ``target``: which of the embedded pair ``embedded`` means.
         parallel: this process's place in a tensor-parallel group; every rank calls this with the same config.
+        feature_layers: layers whose input every forward gives beside its logits.
 
     Raises:
         ConfigError: names the setting, its value and what is allowed.
@@ -60,7 +67,7 @@ def build_runner(config: EngineConfig, *, role: str, parallel: ParallelContext |
     num_weight_bytes = sum(weight.nbytes for weight in loaded.model.parameters())
     torch.set_num_threads(config.num_threads or num_threads_for(num_weight_bytes))
     backend = _attention_backend(config, loaded, parallel)
-    forward = _build_forward(config, loaded, parallel, backend)
+    forward = _build_forward(config, loaded, parallel, backend, feature_layers)
     shape = forward.cache_shape
     block_size = _block_size(config, loaded, backend)
     num_blocks = _num_blocks(config, loaded, shape, block_size)
@@ -134,16 +141,20 @@ def model_path(config: EngineConfig, role: str) -> str:
 
 
 def _build_forward(
-    config: EngineConfig, loaded: LoadedModel, parallel: ParallelContext | None, backend: Backend | None
+    config: EngineConfig,
+    loaded: LoadedModel,
+    parallel: ParallelContext | None,
+    backend: Backend | None,
+    feature_layers: tuple[int, ...],
 ) -> Forward:
     if _uses_decoder(config, loaded):
-        return lower(loaded, _operators(loaded, backend), parallel)
+        return lower(loaded, _operators(loaded, backend), parallel, feature_layers)
     if config.forward == "decoder":
         raise ConfigError(
             f"forward is 'decoder', which does not cover this {loaded.config.model_type!r} model; "
             "allowed: 'auto' or 'hf'"
         )
-    return HfForward(loaded.model)
+    return HfForward(loaded.model, feature_layers)
 
 
 def _uses_decoder(config: EngineConfig, loaded: LoadedModel) -> bool:

@@ -22,7 +22,7 @@ from specray.engine.cpu.norm import FusedRMSNorm
 from specray.engine.model.decoder import DecoderForward
 from specray.engine.model.decoder_amx import AmxDecoderForward, packed
 from specray.engine.model.lowering import TableEmbedding
-from specray.engine.step import CacheShape, Forward, KVCache, Step
+from specray.engine.step import CacheShape, Forward, ForwardOutput, KVCache, Step
 
 _MAX_ROWS = 320
 """With more, Python between the kernels is a small part."""
@@ -43,7 +43,7 @@ _Shape = tuple[int, int]
 class _Captured:
     graph: CpuGraph
     hidden: torch.Tensor
-    logits: torch.Tensor
+    output: ForwardOutput
     """In the memory pool: valid until another graph runs."""
     cache: KVCache
 
@@ -78,7 +78,7 @@ class CpuGraphForward:
     def cache_shape(self) -> CacheShape:
         return self._forward.cache_shape
 
-    def __call__(self, step: Step) -> torch.Tensor:
+    def __call__(self, step: Step) -> ForwardOutput:
         num_rows, self._last = len(step.token_ids), None
         if num_rows > _MAX_ROWS or isinstance(step.logit_rows, torch.Tensor):
             return self._forward(step)
@@ -99,13 +99,16 @@ class CpuGraphForward:
                 self._last = attention
         begin = shape[0] - shape[1]
         # A copy, since the next step overwrites them.
-        return captured.logits[first - begin : num_rows - begin].clone()
+        logits, features = captured.output
+        if features is not None:
+            features = {layer: rows[:num_rows].clone() for layer, rows in features.items()}
+        return ForwardOutput(logits[first - begin : num_rows - begin].clone(), features)
 
-    def advance(self, kept: Sequence[int], token_ids: Sequence[int]) -> torch.Tensor | None:
+    def advance(self, kept: Sequence[int], token_ids: Sequence[int]) -> ForwardOutput | None:
         """The step after the one before: a further token of some of its sequences, which had one row each.
 
         Returns:
-            Logits ``[len(kept), vocab_size]``, there until the next step; None where ``run`` has to plan it.
+            The output, there until the next step; None where ``run`` has to plan it.
         """
         before, self._last = self._last, None
         captured = self._graphs.get(self._shape(len(kept), 0))
@@ -117,7 +120,10 @@ class CpuGraphForward:
         torch.index_select(self._table, 0, torch.tensor(token_ids), out=captured.hidden[: len(kept)])
         captured.graph.run(attention.call)
         self._last = attention
-        return captured.logits[: len(kept)]
+        logits, features = captured.output
+        if features is not None:
+            features = {layer: rows[: len(kept)] for layer, rows in features.items()}
+        return ForwardOutput(logits[: len(kept)], features)
 
     def _shape(self, num_rows: int, first: int) -> _Shape:
         """Of the graph for so many rows, of which those from ``first`` on want logits."""
@@ -144,11 +150,11 @@ class CpuGraphForward:
         hidden = self._forward.embedding(torch.cat((step.token_ids, further)))
         thread_pool.recorder = graph
         try:
-            logits = self._forward.decode(hidden, replace(step, logit_rows=slice(rows - wanted, None)))
+            output = self._forward.decode(hidden, replace(step, logit_rows=slice(rows - wanted, None)))
         finally:
             thread_pool.recorder = None
         graph.finish()
-        captured = self._graphs[shape] = _Captured(graph, hidden, logits, step.attention.cache)
+        captured = self._graphs[shape] = _Captured(graph, hidden, output, step.attention.cache)
         if len(self._graphs) > _MAX_GRAPHS:
             self._graphs.popitem(last=False)
         return captured
@@ -173,4 +179,6 @@ def with_cpu_graphs(forward: Forward) -> CpuGraphForward | None:
     )
     if not is_kernels or not isinstance(forward.embedding, TableEmbedding):
         return None
+    # Kernels write to tensors of their own; those of features stay until the next graph runs.
+    forward = replace(forward, keeps_residuals=True)
     return CpuGraphForward(packed(forward) or forward, forward.attention, forward.embedding.table)

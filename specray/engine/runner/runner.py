@@ -17,7 +17,7 @@ from specray.engine.cache.blocks import BlockCache
 from specray.engine.runner.cuda_graphs import Bucket, GraphedForward
 from specray.engine.runner.inputs import CopyInput, SequenceInput
 from specray.engine.runner.parallel import ParallelContext
-from specray.engine.step import AttentionStep, Forward, SequenceRows, Step
+from specray.engine.step import AttentionStep, Forward, ForwardOutput, SequenceRows, Step
 
 if TYPE_CHECKING:
     from specray.engine.runner.cpu_graphs import CpuGraphForward
@@ -72,11 +72,11 @@ class ModelRunner:
         return self._cpu_graphs is not None
 
     @torch.inference_mode()
-    def run(self, inputs: Sequence[SequenceInput]) -> torch.Tensor:
+    def run(self, inputs: Sequence[SequenceInput]) -> ForwardOutput:
         """One forward over the new tokens of all ``inputs``; every sequence appears at most once.
 
         Returns:
-            Logits ``[sum(num_logits), vocab_size]``, float32, in the order of ``inputs``.
+            Logits ``[sum(num_logits), vocab_size]`` in the order of ``inputs``, and features of all rows.
 
         Raises:
             EngineLostError: a rank of the group is gone.
@@ -88,7 +88,7 @@ class ModelRunner:
         return self._forward(self._plan(inputs))
 
     @torch.inference_mode()
-    def advance(self, kept: Sequence[int], token_ids: Sequence[int]) -> torch.Tensor | None:
+    def advance(self, kept: Sequence[int], token_ids: Sequence[int]) -> ForwardOutput | None:
         """The step after the last one, in which each sequence had one row: with a further token of each.
 
         Args:
@@ -96,8 +96,8 @@ class ModelRunner:
             token_ids: of each, the token that follows; its sequence has a block for it.
 
         Returns:
-            Logits ``[len(kept), vocab_size]``, float32, there until the next step; None where ``run`` has to
-            be told everything.
+            Logits ``[len(kept), vocab_size]`` and features, there until the next step; None where ``run`` has
+            to be told everything.
         """
         return None if self._cpu_graphs is None else self._cpu_graphs.advance(kept, token_ids)
 
@@ -178,14 +178,17 @@ class ModelRunner:
 
     def _run_captured(
         self, graphs: GraphedForward, bucket: Bucket, inputs: Sequence[SequenceInput]
-    ) -> torch.Tensor:
+    ) -> ForwardOutput:
         rows = _sequence_rows(inputs)
-        logits = graphs.run(bucket, rows, [token for item in inputs for token in item.token_ids])
+        logits, features = graphs.run(bucket, rows, [token for item in inputs for token in item.token_ids])
         wanted = _logit_rows(inputs, rows)
-        # A copy, since the next step overwrites them.
+        # Copies, since the next step overwrites them.
+        if features is not None:
+            features = {layer: each.clone() for layer, each in features.items()}
         if wanted and wanted[-1] - wanted[0] == len(wanted) - 1:
-            return logits[wanted[0] : wanted[-1] + 1].clone()
-        return logits[torch.tensor(wanted, dtype=torch.int64, device=logits.device)]
+            return ForwardOutput(logits[wanted[0] : wanted[-1] + 1].clone(), features)
+        index = torch.tensor(wanted, dtype=torch.int64, device=logits.device)
+        return ForwardOutput(logits[index], features)
 
 
 def _with_cpu_graphs(forward: Forward, device: torch.device) -> CpuGraphForward | None:

@@ -19,6 +19,7 @@ from specray.engine.runner.inputs import SequenceInput
 from specray.engine.sampling.noise import NoiseSource
 from specray.engine.sampling.processors import RowGroup, process_logits
 from specray.engine.sampling.verify import add_draw_noise
+from specray.engine.step import ForwardOutput
 from specray.engine.target import TargetEngine
 from specray.types import (
     NO_DRAFT,
@@ -67,13 +68,13 @@ class SlotRunner:
         """Tokens computed so far."""
         return sum(len(item.token_ids) for step in self.steps for item in step)
 
-    def run(self, inputs: Sequence[SequenceInput]) -> Tensor:
+    def run(self, inputs: Sequence[SequenceInput]) -> ForwardOutput:
         self.steps.append(list(inputs))
         assert inputs
         self._check_writes(inputs)
         assert sum(len(item.token_ids) for item in inputs) <= self._info.max_num_batched_tokens
         logits = [row for item in inputs for row in self._run_sequence(item)]
-        return torch.stack(logits) if logits else torch.empty(0, VOCAB_SIZE)
+        return ForwardOutput(torch.stack(logits) if logits else torch.empty(0, VOCAB_SIZE))
 
     def _check_writes(self, inputs: Sequence[SequenceInput]) -> None:
         """Sequences may share what they read, never what one of them writes."""
@@ -87,7 +88,7 @@ class SlotRunner:
                     "a sequence writes what others read"
                 )
 
-    def advance(self, kept: Sequence[int], token_ids: Sequence[int]) -> Tensor | None:
+    def advance(self, kept: Sequence[int], token_ids: Sequence[int]) -> ForwardOutput | None:
         before = self.steps[-1]
         if any(len(item.token_ids) != 1 or item.num_logits != 1 or item.visibility for item in before):
             return None

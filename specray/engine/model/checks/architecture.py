@@ -178,4 +178,5 @@ class _Steps:
         self, tokens: list[int], positions: list[int], rows: tuple[SequenceRows, ...]
     ) -> torch.Tensor:
         attention = AttentionStep(rows, self.cache)
-        return self.forward(Step(torch.tensor(tokens), torch.tensor(positions), attention, None))
+        step = Step(torch.tensor(tokens), torch.tensor(positions), attention, None)
+        return self.forward(step).logits

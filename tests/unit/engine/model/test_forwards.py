@@ -73,7 +73,7 @@ def run_one(
 ) -> torch.Tensor:
     table.reserve(start + len(token_ids))
     wanted = len(token_ids) if num_logits is None else num_logits
-    return runner.run([SequenceInput(token_ids, start, table.block_ids, wanted)])
+    return runner.run([SequenceInput(token_ids, start, table.block_ids, wanted)]).logits
 
 
 def new_table(runner: ModelRunner) -> BlockTable:
@@ -126,13 +126,13 @@ def test_ragged_batch_equals_single_sequences(case: tuple[Path, str], block_size
             SequenceInput(OTHER, 0, tables[1].block_ids, 4),
             SequenceInput([17, 18], 0, tables[2].block_ids, 0),
         ]
-    )
+    ).logits
     expected = torch.cat([reference_logits(model, PROMPT)[-2:], reference_logits(model, OTHER)])
     torch.testing.assert_close(logits, expected, atol=ATOL, rtol=0)
     # The sequence without logits filled its cache all the same.
     after = runner.run(
         [SequenceInput([40], 2, tables[2].block_ids, 1), SequenceInput([41], 4, tables[1].block_ids, 1)]
-    )
+    ).logits
     expected = torch.stack(
         [reference_logits(model, [17, 18, 40])[-1], reference_logits(model, [*OTHER, 41])[-1]]
     )
@@ -161,7 +161,7 @@ def test_branches_equal_sequences_of_their_own(case: tuple[Path, str], block_siz
             inputs.append(SequenceInput([70], len(OTHER), other.block_ids, 1))
             sequences.append([*OTHER, 70])
         expected = torch.stack([reference_logits(model, tokens)[-1] for tokens in sequences])
-        torch.testing.assert_close(runner.run(inputs), expected, atol=ATOL, rtol=0)
+        torch.testing.assert_close(runner.run(inputs).logits, expected, atol=ATOL, rtol=0)
     after = run_one(runner, table, [40], length)
     torch.testing.assert_close(after[-1], reference_logits(model, [*PROMPT, 40])[-1], atol=ATOL, rtol=0)
 

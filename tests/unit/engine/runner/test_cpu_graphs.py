@@ -89,7 +89,7 @@ def fill(runner: ModelRunner) -> None:
 
 def run_all(runner: ModelRunner, inputs: Sequence[Sequence[SequenceInput]]) -> list[torch.Tensor]:
     fill(runner)
-    return [runner.run(step) for step in inputs]
+    return [runner.run(step).logits for step in inputs]
 
 
 def test_every_shape_gives_again_what_the_forward_gives(runner: ModelRunner) -> None:
@@ -134,12 +134,12 @@ def test_a_failed_recording_leaves_nothing_behind() -> None:
     fill(runner)
     forward = runner._forward
     assert isinstance(forward, CpuGraphForward)
-    expected = eager(runner).run([SequenceInput([70], 21, list(range(8)), 1)])
+    expected = eager(runner).run([SequenceInput([70], 21, list(range(8)), 1)]).logits
     with pytest.raises((IndexError, AssertionError)):
         runner.run([SequenceInput([70], 21, [], 1)])
     assert forward._attention.thread_pool.recorder is None
     for _ in range(2):
-        assert torch.equal(runner.run([SequenceInput([70], 21, list(range(8)), 1)]), expected)
+        assert torch.equal(runner.run([SequenceInput([70], 21, list(range(8)), 1)]).logits, expected)
 
 
 def test_a_forward_of_other_operators_is_not_recorded() -> None:
@@ -189,9 +189,9 @@ def test_numbers_of_rows_that_cost_the_same_share_a_recording() -> None:
     ]
     for group in groups:
         for step in group:
-            expected = plain.run(step)
+            expected = plain.run(step).logits
             for _ in range(3):
-                assert torch.equal(runner.run(step), expected)
+                assert torch.equal(runner.run(step).logits, expected)
     assert sorted(forward._graphs) == [(48, 48), (64, 8), (64, 16), (64, 24), (64, 48)]
 
 
@@ -210,9 +210,9 @@ def continued(
             SequenceInput([token], inputs[index].start + 1, inputs[index].block_ids, 1)
             for token, index in zip(tokens, indexes, strict=True)
         ]
-        logits = runner.advance(indexes, tokens)
-        assert logits is not None, step
-        done.append((logits.clone(), inputs))
+        output = runner.advance(indexes, tokens)
+        assert output is not None, step
+        done.append((output.logits.clone(), inputs))
     return done
 
 
@@ -238,7 +238,7 @@ def test_a_step_that_goes_on_gives_what_a_planned_one_gives(
     fill(plain)
     plain.run([SequenceInput([70 + index], start, BLOCKS[index], 1) for index, start in enumerate(starts)])
     for logits, inputs in done:
-        assert torch.equal(logits, plain.run(inputs))
+        assert torch.equal(logits, plain.run(inputs).logits)
 
 
 def test_what_cannot_go_on_is_planned_anew(runner: ModelRunner) -> None:

@@ -89,17 +89,17 @@ def lead(runner: ModelRunner) -> tuple[list[int], list[list[float]], list[list[f
 
     The last rows of the batch belong to a prefix that was copied, on every rank, from another block.
     """
-    prompt_logits = runner.run([SequenceInput(PROMPT, 0, [0], len(PROMPT))])
+    prompt_logits = runner.run([SequenceInput(PROMPT, 0, [0], len(PROMPT))]).logits
     tokens = [*PROMPT, int(prompt_logits[-1].argmax())]
     time.sleep(3)  # Longer than the silence that the follower allows: an idle leader is not a lost one.
     while len(tokens) < len(PROMPT) + NUM_TOKENS:
-        logits = runner.run([SequenceInput(tokens[-1:], len(tokens) - 1, [0], 1)])
+        logits = runner.run([SequenceInput(tokens[-1:], len(tokens) - 1, [0], 1)]).logits
         tokens.append(int(logits[0].argmax()))
-    batch = runner.run([SequenceInput(LONG, 0, [1], 1), SequenceInput(LONG, 0, [0], 1)])
+    batch = runner.run([SequenceInput(LONG, 0, [1], 1), SequenceInput(LONG, 0, [0], 1)]).logits
     runner.run([SequenceInput(PROMPT, 0, [0], 0)])
     runner.copy_tokens([1], [0], 60)
     runner.copy_tokens([1], [0], 100, first=60)
-    copied = runner.run([SequenceInput(LONG[100:], 100, [0], 1)])
+    copied = runner.run([SequenceInput(LONG[100:], 100, [0], 1)]).logits
     return tokens, prompt_logits.tolist(), [*batch.tolist(), *copied.tolist()]
 
 
