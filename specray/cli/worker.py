@@ -12,9 +12,9 @@ from specray.rpc.workers.parent import end_with_parent
 
 if TYPE_CHECKING:
     from specray.config import Config
-    from specray.engine.draft import DraftHead
+    from specray.engine.draft import DraftEngine
     from specray.engine.runner.parallel import ParallelContext
-    from specray.engine.target import TargetHead
+    from specray.engine.target import TargetEngine
     from specray.rpc.role import RoleName
 
 
@@ -110,10 +110,10 @@ def _serve_engine(
     from specray.rpc.channel import channel_options
     from specray.rpc.workers.worker import serve_engine
 
-    def draft() -> DraftHead:
+    def draft() -> DraftEngine:
         return build_draft_engine(config, parallel=join())
 
-    def target() -> TargetHead:
+    def target() -> TargetEngine:
         return build_target_engine(config, parallel=join())
 
     serve_engine(

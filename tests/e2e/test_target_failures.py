@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 TENSOR_PARALLEL_SIZE = 2
 OVERLAP = "serial"
 # Ranks are started many times here: without a compiler and measurements that is half the time.
-TARGET = {"forward": "generic", "profile_s": 0}
+TARGET = {"forward": "hf", "profile_s": 0}
 ROUTER = {"verify_timeout_s": 3.0, "drain_timeout_s": 60.0}
 DEADLINE_S = 120.0
 PROMPT = "def fibonacci(n):\n"

@@ -11,10 +11,10 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from specray.engine.draft import DraftHead
+from specray.engine.draft import DraftEngine
 from specray.engine.sampling.logprobs import token_logprobs
 from specray.engine.sampling.processors import RowGroup, process_logits
-from specray.engine.target import TargetHead
+from specray.engine.target import TargetEngine
 from specray.errors import EngineLostError
 from specray.types import (
     NO_DRAFT,
@@ -92,7 +92,7 @@ def expected_output(sampling: SamplingParams, num_output: int = NUM_OUTPUT) -> l
     return target_only(lambda prefix: model_logits(TARGET, prefix), PROMPT, sampling, num_output)
 
 
-def make_drafter(name: str, sampling: SamplingParams) -> tuple[Drafter, DraftHead | None]:
+def make_drafter(name: str, sampling: SamplingParams) -> tuple[Drafter, DraftEngine | None]:
     match name:
         case "perfect" | "close":
             draft, _ = toy_draft(TARGET if name == "perfect" else CLOSE)
@@ -110,7 +110,7 @@ def make_drafter(name: str, sampling: SamplingParams) -> tuple[Drafter, DraftHea
     return empty_drafter, None
 
 
-def assert_all_free(head: TargetHead | DraftHead) -> None:
+def assert_all_free(head: TargetEngine | DraftEngine) -> None:
     head.release(["a", "b", "c", "d"])
     head.check_integrity()
     assert head.num_free_blocks == head.info.num_blocks - 1
@@ -452,7 +452,7 @@ def test_check_works_with_a_full_cache_and_finds_broken_logits() -> None:
         def run(self, inputs: Sequence[object]) -> Tensor:
             return torch.full((1, VOCAB_SIZE), torch.nan)
 
-    broken = TargetHead(Broken(TARGET, target.info), target.info, device=torch.device("cpu"))
+    broken = TargetEngine(Broken(TARGET, target.info), target.info, device=torch.device("cpu"))
     with pytest.raises(EngineLostError, match="not numbers"):
         broken.check()
 

@@ -89,17 +89,17 @@ def lead(runner: ModelRunner) -> tuple[list[int], list[list[float]], list[list[f
 
     The last rows of the batch belong to a prefix that was copied, on every rank, from another block.
     """
-    prompt_logits = runner.run([SequenceInput(PROMPT, 0, [0], len(PROMPT))])
+    prompt_logits = runner.run([SequenceInput(PROMPT, 0, [0], len(PROMPT))]).logits
     tokens = [*PROMPT, int(prompt_logits[-1].argmax())]
     time.sleep(3)  # Longer than the silence that the follower allows: an idle leader is not a lost one.
     while len(tokens) < len(PROMPT) + NUM_TOKENS:
-        logits = runner.run([SequenceInput(tokens[-1:], len(tokens) - 1, [0], 1)])
+        logits = runner.run([SequenceInput(tokens[-1:], len(tokens) - 1, [0], 1)]).logits
         tokens.append(int(logits[0].argmax()))
-    batch = runner.run([SequenceInput(LONG, 0, [1], 1), SequenceInput(LONG, 0, [0], 1)])
+    batch = runner.run([SequenceInput(LONG, 0, [1], 1), SequenceInput(LONG, 0, [0], 1)]).logits
     runner.run([SequenceInput(PROMPT, 0, [0], 0)])
     runner.copy_tokens([1], [0], 60)
     runner.copy_tokens([1], [0], 100, first=60)
-    copied = runner.run([SequenceInput(LONG[100:], 100, [0], 1)])
+    copied = runner.run([SequenceInput(LONG[100:], 100, [0], 1)]).logits
     return tokens, prompt_logits.tolist(), [*batch.tolist(), *copied.tolist()]
 
 
@@ -120,7 +120,7 @@ def running_ranks(target: Callable[..., None], *args: Any) -> Iterator[tuple[Ran
 
 
 # 97 tokens do not divide into two equal shards.
-CASES = [("llama", "lowered", 96), ("llama-biased-scaled", "lowered", 97), ("qwen3", "generic", 96)]
+CASES = [("llama", "decoder", 96), ("llama-biased-scaled", "decoder", 97), ("qwen3", "hf", 96)]
 
 
 def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_no_rank_starts_where_one_has_blocks_of_another_size() -> None:
 
 
 def test_every_choice_in_which_ranks_differ_is_named() -> None:
-    same = {"forward": "lowered", "attention": "varlen", "block_size": 256}
+    same = {"forward": "decoder", "attention": "varlen", "block_size": 256}
     check_same_choices([same, dict(same), dict(same)])
     with pytest.raises(ConfigError) as caught:
         check_same_choices([same, {**same, "attention": "triton", "block_size": 16}, same])
@@ -182,7 +182,7 @@ def test_what_ranks_choose_is_all_that_places_their_tokens(tmp_path: Path) -> No
     )
     info = build_runner(config, role="target").info
     assert _group_choices(info) == {
-        "forward": "lowered",
+        "forward": "decoder",
         "attention": "gather",
         "block_size": 4,
         "num_blocks": 2 * info.max_model_len // 4,
