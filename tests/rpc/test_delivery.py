@@ -12,7 +12,6 @@ import pytest
 from grpc import aio
 from hypothesis import given
 from hypothesis import strategies as st
-from specray.actors.outlets import Outlets
 
 from specray.actors.mailbox import Mailbox
 from specray.actors.stream_sinks import StreamSinks
