@@ -1,4 +1,4 @@
-"""What a round costs in the router itself: real event loop, engines without tensors, no network."""
+"""Measures the router's own cost of a round: real event loop, engines without tensors, no network."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from specray.config import SpeculationConfig
 from specray.fakes import FakeDraft, FakeDrafterSource, FakeTarget, LocalDrafter, LocalVerifier, NoisyGuesser
-from specray.interfaces import DraftEngine, TargetEngine
+from specray.interfaces import SyncDraftEngine, SyncTargetEngine
 from specray.requests import GenerateRequest
 from specray.router import Router, SystemClock
 from specray.types import Overlap, SamplingParams
@@ -27,13 +27,13 @@ class RouterCost:
     num_speculative_tokens: int
     num_sessions: int
     num_steps: int
-    """Target steps that were measured."""
+    """Target steps measured."""
     step_us: float
-    """Microseconds of Python per target step, both directions and both engines' traffic."""
+    """Microseconds of Python per target step, both directions and both engines included."""
 
     @property
     def session_us(self) -> float:
-        """Per target step and session."""
+        """Microseconds per target step and session."""
         return self.step_us / self.num_sessions
 
 
@@ -101,7 +101,7 @@ class _Watch:
 
 
 class _TimedTarget:
-    def __init__(self, engine: TargetEngine, watch: _Watch) -> None:
+    def __init__(self, engine: SyncTargetEngine, watch: _Watch) -> None:
         self.info = engine.info
         self.release = engine.release
         self.check = engine.check
@@ -109,7 +109,7 @@ class _TimedTarget:
 
 
 class _TimedDraft:
-    def __init__(self, engine: DraftEngine, watch: _Watch) -> None:
+    def __init__(self, engine: SyncDraftEngine, watch: _Watch) -> None:
         self.info = engine.info
         self.release = engine.release
         self.check = engine.check

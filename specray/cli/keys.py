@@ -15,7 +15,7 @@ def new(
 ) -> None:
     """Make a key: it is shown only once; the configuration gets its SHA-256."""
     from specray.config import parse_config
-    from specray.serving.admission.auth import key_hash, new_key
+    from specray.serving.admission.api_keys import key_hash, new_key
 
     key = new_key()
     entry = {"name": name, "sha256": key_hash(key)}

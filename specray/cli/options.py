@@ -9,17 +9,14 @@ from typing import Annotated
 import typer
 
 from specray.bench.load.prompts import Dataset
+from specray.types import MAX_SPECULATIVE_TOKENS
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-MAX_SPECULATIVE_TOKENS = 32
-"""Largest number of draft tokens of a round (K)."""
-
-
 NUM_PROFILE_PROMPTS = 48
 """Number of prompts on which ``profile``, and ``plan --check``, measure acceptance."""
 
 
-class Role(StrEnum):
+class EngineRole(StrEnum):
     """The two engines of a pair."""
 
     DRAFT = "draft"
@@ -50,7 +47,8 @@ NumDraftReplicas = Annotated[int | None, typer.Option(help="Number of draft acto
 
 # How the pair speculates.
 NumSpeculativeTokens = Annotated[
-    str | None, typer.Option(help="Maximum draft tokens per round (K): 0..32, or auto.")
+    str | None,
+    typer.Option(help=f"Maximum draft tokens per round (K): 0..{MAX_SPECULATIVE_TOKENS}, or auto."),
 ]
 Verification = Annotated[
     str | None, typer.Option(help="How draft tokens are verified: coupled or rejection.")

@@ -24,10 +24,9 @@ from specray.control.prospects import ANY_K, HYSTERESIS, Prospects
 from specray.control.state import OFF, OFF_REVIEW_ROUNDS, REVIEW_ROUNDS, Judged, Pacing, Plan
 from specray.metrics.router import RouterMetrics
 from specray.requests import GenerateRequest
-from specray.router.session import MAX_SPECULATIVE_TOKENS
 from specray.router.session_values import Lookup
 from specray.router.trace import Trace
-from specray.types import DraftKind, Overlap
+from specray.types import MAX_SPECULATIVE_TOKENS, DraftKind, Overlap
 
 PRIOR_ACCEPTANCE = 0.7
 ACCEPTANCE_FADING = 0.998

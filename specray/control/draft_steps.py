@@ -36,4 +36,4 @@ def learn_step(
 def num_draft_steps(item: SpeculateItem, reply: DraftReply) -> int:
     """Of the draft for this answer: the token before which it ended its proposal was drafted too."""
     asked = item.num_speculative_tokens
-    return min(asked, len(reply.draft_token_ids) + 1) if isinstance(reply, Proposal) else asked
+    return min(asked, len(reply.draft.token_ids) + 1) if isinstance(reply, Proposal) else asked

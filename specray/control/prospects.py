@@ -11,8 +11,7 @@ from specray.control.cost_model import Measured
 from specray.control.expected import Round, expected_drafts, expected_tokens
 from specray.control.mode import MIN_GAIN, mean_of
 from specray.control.state import OFF, Pacing, Plan
-from specray.router.session import MAX_SPECULATIVE_TOKENS
-from specray.types import DraftKind, Overlap
+from specray.types import MAX_SPECULATIVE_TOKENS, DraftKind, Overlap
 
 AUTO_K = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 """What ``num_speculative_tokens: auto`` chooses from, besides 0 and ANY_K."""

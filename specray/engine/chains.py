@@ -15,17 +15,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from specray.engine.attention.mask import Visibility, branch_visibility
 from specray.engine.cache.sequences import EngineSequence
-from specray.engine.runner.inputs import BranchRow
 from specray.engine.sampling.draft import DraftToken, RankedRow
 from specray.engine.sampling.processors import RowGroup
 from specray.engine.schedule import BranchStep
 from specray.errors import OutOfBlocksError
-from specray.types import Branch, SamplingParams, SparseProbs, SpeculateItem
+from specray.types import Branch, DraftTokens, SamplingParams, SparseProbs, SpeculateItem
 
 
 @dataclass(slots=True, eq=False)
-class Line:
+class Chain:
     """Tokens to continue by ``num_wanted`` draft tokens."""
 
     token_ids: list[int]
@@ -33,7 +33,7 @@ class Line:
     sampling: SamplingParams
     num_wanted: int
     min_logprob: float = field(default=-math.inf, kw_only=True)
-    """Of the acceptance of all draft tokens together; the line ends before it would fall below."""
+    """Of the acceptance of all draft tokens together; the chain ends before it would fall below."""
     drawn: list[DraftToken] = field(default_factory=list, init=False)
     _logprob: float = field(default=0.0, init=False)
 
@@ -60,7 +60,7 @@ class Line:
         return tuple(token.probs for token in self.drawn if token.probs is not None)
 
     def take(self, token: DraftToken) -> None:
-        """Appends a draft token, or ends the line before it."""
+        """Appends a draft token, or ends the chain before it."""
         self._logprob += token.logprob
         if self.drawn and self._logprob < self.min_logprob:
             self.num_wanted = len(self.drawn)
@@ -70,35 +70,37 @@ class Line:
 
 
 @dataclass(slots=True, eq=False)
-class BranchLine(Line):
+class BranchChain(Chain):
     """One outcome: so many tokens under verification accepted, then a next token, then draft tokens."""
 
     num_accepted: int
-    trunk_len: int
+    prefix_len: int
     """Tokens of the sequence that it begins with."""
-    first_place: int
+    first_index: int
 
     @property
     def next_token_id(self) -> int:
-        return self.token_ids[self.trunk_len]
+        return self.token_ids[self.prefix_len]
 
     @property
-    def row(self) -> BranchRow:
-        """Of its last token."""
-        return BranchRow(self.trunk_len, self.first_place, self.first_place + len(self.drawn))
+    def visibility(self) -> Visibility:
+        """What its last token sees."""
+        return branch_visibility(self.prefix_len, self.first_index, 1 + len(self.drawn))
 
     @property
-    def end_place(self) -> int:
+    def end_index(self) -> int:
         """Its last draft token is never computed."""
-        return self.first_place + self.num_wanted
+        return self.first_index + self.num_wanted
 
     @property
     def reply(self) -> Branch:
-        return Branch(self.num_accepted, self.next_token_id, self.draft_token_ids, self.draft_probs)
+        return Branch(
+            self.num_accepted, self.next_token_id, DraftTokens(self.draft_token_ids, probs=self.draft_probs)
+        )
 
 
 @dataclass(slots=True, eq=False)
-class Branching:
+class OutcomeBranches:
     """An item that asks for outcomes.
 
     Rows are wanted for ``first..last`` accepted tokens; none when no branch fits the model's length.
@@ -109,9 +111,9 @@ class Branching:
     first: int
     last: int
     max_model_len: int
-    branches: list[BranchLine] = field(default_factory=list)
+    branches: list[BranchChain] = field(default_factory=list)
     """By number accepted, the likeliest next token of each first."""
-    _own: BranchLine | None = None
+    _own: BranchChain | None = None
 
     @property
     def num_rows(self) -> int:
@@ -143,44 +145,44 @@ class Branching:
         chosen = sorted(logprobs, key=lambda outcome: -logprobs[outcome])[: self.item.max_branches or None]
         own = next((outcome for outcome in chosen if outcome[0] == self.last), None)
         place = len(self.sequence.token_ids)
-        branches: dict[tuple[int, int], BranchLine] = {}
+        branches: dict[tuple[int, int], BranchChain] = {}
         for outcome in sorted(chosen, key=lambda outcome: outcome != own):
             branch = self._branch(*outcome, place)
             try:
-                self.sequence.block_table.reserve(branch.end_place)
+                self.sequence.block_table.reserve(branch.end_index)
             except OutOfBlocksError:
                 continue
             branches[outcome] = branch
-            place = branch.end_place
+            place = branch.end_index
         self.branches = [branches[outcome] for outcome in logprobs if outcome in branches]
         self._own = branches.get(own) if own is not None else None
 
-    def step(self) -> tuple[list[BranchLine], BranchStep | None]:
+    def step(self) -> tuple[list[BranchChain], BranchStep | None]:
         """The branches that are not full, and the rows that continue them."""
         growing = sorted(
-            (branch for branch in self.branches if not branch.is_full), key=lambda branch: branch.first_place
+            (branch for branch in self.branches if not branch.is_full), key=lambda branch: branch.first_index
         )
         if not growing:
             return [], None
         token_ids = [branch.token_ids[-1] for branch in growing]
-        return growing, BranchStep(self.sequence, token_ids, [branch.row for branch in growing])
+        return growing, BranchStep(self.sequence, token_ids, [branch.visibility for branch in growing])
 
     def settle(self) -> None:
         """When all is drawn: the own branch becomes the sequence's tail, the others' room is free again."""
         sequence, own = self.sequence, self._own
         if own is not None:
-            num_computed = own.end_place
-            sequence.token_ids[own.trunk_len :] = own.token_ids[own.trunk_len :]
+            num_computed = own.end_index
+            sequence.token_ids[own.prefix_len :] = own.token_ids[own.prefix_len :]
             sequence.num_computed_tokens = num_computed
         sequence.block_table.truncate(len(sequence.token_ids))
 
-    def _branch(self, num_accepted: int, token_id: int, place: int) -> BranchLine:
-        trunk_len = self.sequence.num_tokens + num_accepted
-        return BranchLine(
-            [*self.sequence.token_ids[:trunk_len], token_id],
+    def _branch(self, num_accepted: int, token_id: int, place: int) -> BranchChain:
+        prefix_len = self.sequence.num_tokens + num_accepted
+        return BranchChain(
+            [*self.sequence.token_ids[:prefix_len], token_id],
             self.sequence.sampling,
-            min(self.item.num_speculative_tokens, self.max_model_len - trunk_len - 1),
+            min(self.item.num_speculative_tokens, self.max_model_len - prefix_len - 1),
             num_accepted,
-            trunk_len,
+            prefix_len,
             place,
         )

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
-from torch import Tensor
 
+from specray.engine.attention.mask import Visibility
 from specray.engine.cache.sequences import EngineSequence, UnknownSequenceError
-from specray.engine.runner.inputs import BranchRow, SequenceInput
+from specray.engine.runner.inputs import SequenceInput
+from specray.engine.step import ForwardOutput
 from specray.errors import InvalidRequestError, OutOfBlocksError, OverloadedError, SpecrayError
 from specray.types import ItemFailed, SpeculateItem, UnknownSequence, VerifyItem
 
@@ -18,15 +19,15 @@ from specray.types import ItemFailed, SpeculateItem, UnknownSequence, VerifyItem
 class Runner(Protocol):
     """What a head needs of ``runner.ModelRunner``."""
 
-    def run(self, inputs: Sequence[SequenceInput]) -> Tensor:
+    def run(self, inputs: Sequence[SequenceInput]) -> ForwardOutput:
         """One ragged forward; logits ``[sum of num_logits, vocab_size]`` in the order of ``inputs``."""
         ...
 
-    def advance(self, kept: Sequence[int], token_ids: Sequence[int]) -> Tensor | None:
+    def advance(self, kept: Sequence[int], token_ids: Sequence[int]) -> ForwardOutput | None:
         """The step after the last one, in which each sequence had one row: with a further token of some.
 
         Returns:
-            Logits ``[len(kept), vocab_size]``, there until the next step; None where it takes a ``run``.
+            The output of ``len(kept)`` rows, there until the next step; None where it takes a ``run``.
         """
         ...
 
@@ -58,8 +59,8 @@ class BranchStep:
 
     sequence: EngineSequence
     token_ids: Sequence[int]
-    rows: Sequence[BranchRow]
-    """One for each token, their places ascending."""
+    visibility: Sequence[Visibility]
+    """What each token sees, their KV indices ascending."""
 
 
 Item = TypeVar("Item", SpeculateItem, VerifyItem)
@@ -122,22 +123,25 @@ def check_length(base_len: int, length: int, max_model_len: int) -> None:
 
 def catch_up(
     runner: Runner, work: Sequence[CatchUp | BranchStep], max_num_batched_tokens: int
-) -> Tensor | None:
+) -> ForwardOutput | None:
     """Brings every sequence's computed length up to its tokens, in one forward where the budget allows.
 
     Returns:
-        ``[sum of num_logits, vocab_size]`` in the order of ``work``, a row for each branch's token; None
-        when no logits are wanted.
+        Logits ``[sum of num_logits, vocab_size]`` in the order of ``work``, with a row for each branch's
+        token, and features of all rows that were computed; None when nothing was.
     """
     # Sequences are cut in order, so the pieces of the logits come in the order of ``work`` too.
     pieces = [runner.run(inputs) for inputs in _plan_steps(work, max_num_batched_tokens) if inputs]
     for item in work:
         if isinstance(item, CatchUp):
             item.sequence.num_computed_tokens = len(item.sequence.token_ids)
-    wanted = [piece for piece in pieces if len(piece)]
-    if not wanted:
-        return None
-    return wanted[0] if len(wanted) == 1 else torch.cat(wanted)
+    if len(pieces) < 2:
+        return pieces[0] if pieces else None
+    logits = torch.cat([piece.logits for piece in pieces])
+    parts = [piece.features for piece in pieces if piece.features is not None]
+    if not parts:
+        return ForwardOutput(logits)
+    return ForwardOutput(logits, {layer: torch.cat([part[layer] for part in parts]) for layer in parts[0]})
 
 
 def _plan_steps(work: Iterable[CatchUp | BranchStep], budget: int) -> Iterator[list[SequenceInput]]:
@@ -153,7 +157,7 @@ def _plan_steps(work: Iterable[CatchUp | BranchStep], budget: int) -> Iterator[l
                     yield inputs
                     inputs, left = [], budget
                 last = min(len(item.token_ids), first + left)
-                block_ids, rows = sequence.block_table.block_ids, item.rows[first:last]
+                block_ids, rows = sequence.block_table.block_ids, item.visibility[first:last]
                 inputs.append(SequenceInput(item.token_ids[first:last], 0, block_ids, last - first, rows))
                 left -= last - first
                 first = last

@@ -1,4 +1,4 @@
-"""A target of two ranks and a draft of two, served by Ray, give the tokens of the whole model alone."""
+"""Tests of a target and a draft of two ranks each, served by Ray: the tokens are those of the whole model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DRAFT_REPLICA = "ray::ServeReplica:specray:Draft"
 async def streamed(
     http: aiohttp.ClientSession, service: Service, disturb: Callable[[], Awaitable[None]]
 ) -> str:
-    """The text of a stream that is disturbed at its second chunk."""
+    """Returns the text of a stream that is disturbed at its second chunk."""
     pieces: list[str] = []
     task = None
     async with http.post(

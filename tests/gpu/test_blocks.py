@@ -14,15 +14,13 @@ import torch
 
 from specray.engine.attention.paged import (
     BatchShape,
-    BlockAttention,
-    BlockBatch,
     DeviceBatch,
     HostBatch,
+    PagedAttention,
     attend_gathered,
     make_batch,
     store_rows,
 )
-from specray.engine.attention.sdpa import SequenceRows
 from specray.engine.attention.select import (
     VARLEN_BLOCK_SIZE,
     Backend,
@@ -31,8 +29,17 @@ from specray.engine.attention.select import (
     check_backend,
 )
 from specray.engine.model.decoder import HeadNorm, PlainAttention
-from specray.engine.model.operators_torch import HeadShape, rotary_tables
-from tests.gpu.block_cases import CASES, Case, attention_step, block_cache, row_positions, sequence_rows
+from specray.engine.model.operators_torch import rotary_tables
+from specray.engine.step import HeadShape, PagedBatch, SequenceRows
+from tests.gpu.block_cases import (
+    CASES,
+    SOME_TREES,
+    Case,
+    attention_step,
+    block_cache,
+    row_positions,
+    sequence_rows,
+)
 
 ATOL = 1e-5
 
@@ -49,7 +56,7 @@ def test_gathered_blocks_equal_plain_attention(case: Case, has_head_norm: bool) 
     shape = case.shape
     rotary = rotary_tables(*tables(shape.head_dim), torch.float32)
     plain = PlainAttention(rotary, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.scale)
-    blocks = BlockAttention(rotary, shape, attend_gathered)
+    blocks = PagedAttention(rotary, shape, attend_gathered)
     weight = torch.rand(shape.num_heads + shape.num_kv_heads, shape.head_dim) + 0.5
     head_norm = HeadNorm(weight, 1e-6) if has_head_norm else None
     rows = sequence_rows(case)
@@ -89,7 +96,7 @@ def test_padding_changes_no_row_and_writes_to_the_spare_slot_only(case: Case) ->
         num_rows=(len(rows) + 2) * (max_rows + 1) if max_rows > 1 else len(rows) + 2,
         max_num_blocks=16,
         max_rows=max_rows + (max_rows > 1),
-        has_branches=case.with_branches,
+        has_masks=case.with_branches,
     )
     spare_slot = 24 * case.block_size
     host = HostBatch(padded, block_size=case.block_size, spare_slot=spare_slot)
@@ -102,7 +109,7 @@ def test_padding_changes_no_row_and_writes_to_the_spare_slot_only(case: Case) ->
     assert larger.slots[:num_rows].tolist() == batch.slots.tolist()
     assert set(larger.slots[num_rows:].tolist()) == {spare_slot}
     assert larger.lengths.tolist() == [*batch.lengths.tolist(), 1, 1]
-    for numbers in (larger.positions, larger.trunk_lens, larger.first_places):
+    for numbers in (larger.positions, larger.kv_indices, larger.prefix_lens, larger.first_indices):
         assert set(numbers[num_rows:].tolist()) == {0}
     assert on_device.token_ids.tolist() == [7] * num_rows + [0] * (padded.num_rows - num_rows)
     long_query = torch.cat((query, torch.randn(padded.num_rows - num_rows, *query.shape[1:])))
@@ -125,7 +132,7 @@ def test_triton_kernel_equals_gathered_blocks() -> None:
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == ["agreed"] * (len(CASES) + 2)
+    assert result.stdout.split() == ["agreed"] * (len(CASES) + len(SOME_TREES) + 2)
 
 
 @pytest.mark.parametrize("broken", ["attend", "store"])
@@ -169,7 +176,7 @@ def test_torch_takes_what_varlen_is_given(window: int | None) -> None:
     on_cpu = make_batch(rows, size, torch.device("cpu"))
     numbers = {
         field.name: getattr(on_cpu, field.name)
-        for field in fields(BlockBatch)
+        for field in fields(PagedBatch)
         if isinstance(getattr(on_cpu, field.name), torch.Tensor)
     }
     batch = replace(on_cpu, **{name: tensor.to("meta") for name, tensor in numbers.items()})

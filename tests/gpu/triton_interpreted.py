@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from specray.engine.attention import triton as triton_blocks
-from specray.engine.attention.paged import attend_gathered, make_batch, store_rows
+from specray.engine.attention import triton as triton_attention
+from specray.engine.attention.paged import PagedAttention, attend_gathered, make_batch, store_rows
 from specray.engine.attention.select import Backend, Model, check_backend
 from specray.engine.attention.triton import TritonAttend
-from specray.engine.model import operators_triton as triton_layers
-from specray.engine.model.operators_torch import HeadShape
-from tests.gpu.block_cases import CASES, Case, block_cache, sequence_rows
+from specray.engine.model import operators_triton as operators_triton
+from specray.engine.model.operators_torch import rotary_tables
+from specray.engine.step import HeadShape
+from tests.gpu.block_cases import CASES, SOME_TREES, Case, block_cache, sequence_rows
+from tests.unit.engine.attention.test_trees import SHAPE, torch_tables
+from tests.unit.engine.attention.test_trees import attend as attend_tree
+from tests.unit.engine.attention.trees import Tree, random_rows
+from tests.unit.engine.attention.trees import expected as expected_of_tree
 
 
 def check(case: Case, num_processors: int, dtype: torch.dtype, atol: float) -> None:
@@ -27,6 +32,14 @@ def check(case: Case, num_processors: int, dtype: torch.dtype, atol: float) -> N
     torch.testing.assert_close(output, expected, atol=atol, rtol=0)
 
 
+def check_tree(tree: Tree, num_processors: int) -> None:
+    rotary = rotary_tables(*torch_tables(), torch.float32)
+    attention = PagedAttention(rotary, SHAPE, TritonAttend(num_processors))
+    output = attend_tree(attention, tree, torch.float32, 16)[:-1]
+    reference = expected_of_tree(tree, random_rows(tree, SHAPE), SHAPE)
+    torch.testing.assert_close(output.double(), reference, atol=1e-5, rtol=0)
+
+
 def check_store(case: Case) -> None:
     shape = case.shape
     num_rows = 3
@@ -36,7 +49,7 @@ def check_store(case: Case) -> None:
     caches = [block_cache(case).layers[0] for _ in range(2)]
     queries = [
         store(heads.clone(), cache, slots, cos, sin)
-        for store, cache in zip((store_rows, triton_layers.store_rows), caches, strict=True)
+        for store, cache in zip((store_rows, operators_triton.store_rows), caches, strict=True)
     ]
     torch.testing.assert_close(queries[1], queries[0], atol=1e-5, rtol=0)
     torch.testing.assert_close(caches[1], caches[0], atol=1e-5, rtol=0)
@@ -44,16 +57,20 @@ def check_store(case: Case) -> None:
 
 if __name__ == "__main__":
     # So few places are split as in long sequences.
-    triton_blocks._MIN_SPLIT_PLACES = 32
+    triton_attention._MIN_SPLIT_PLACES = 32
     for each in CASES:
         check(each, 1, torch.float32, 1e-5)
         check(each, 64, torch.float32, 1e-5)
         check_store(each)
         print("agreed")
+    for tree in SOME_TREES:
+        check_tree(tree, 1)
+        check_tree(tree, 64)
+        print("agreed")
     # The interpreter cannot compute with bfloat16.
     for dtype in (torch.float32, torch.float16):
         # What an engine does at its start before it trusts the kernels.
-        triton_layers.check_gate(torch.device("cpu"), dtype)
+        operators_triton.check_gate(torch.device("cpu"), dtype)
         model = Model(HeadShape(6, 2, 32), dtype, torch.device("cpu"))
-        check_backend(Backend("triton", TritonAttend(64), triton_layers.store_rows, 16), model)
+        check_backend(Backend("triton", TritonAttend(64), operators_triton.store_rows, 16), model)
         print("agreed")

@@ -1,8 +1,8 @@
-"""specray and its peers over the same prompts, in turns: A B C, A B C, ...
+"""Measures specray and its peers over the same prompts, in turns: A B C, A B C, ...
 
 Each turn starts an arm's server, warms it up, measures every temperature and concurrency, and stops it. Only
-one server runs at a time: one idle vLLM of a 200M model was measured to take a tenth of a core and 6.5 GB, so
-that all arms kept alive would neither leave the measured one alone nor fit into a small machine.
+one server runs at a time: an idle vLLM with a 200M model took a tenth of a core and 6.5 GB, so all servers at
+once would disturb the measured one and not fit into a small machine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from specray.bench.compare.journal import Journal, PassRow
-from specray.bench.compare.peers import Arm, Setup, System, running
+from specray.bench.compare.peers import PeerArm, Setup, System, running
 from specray.bench.compare.peers.process import free_port
 from specray.bench.load.client import ServerClient
 from specray.bench.load.run import MAX_KEPT_ERRORS, run_pass
@@ -28,26 +28,27 @@ WARMUP_BURST_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class ComparePlan:
-    """What to measure."""
+    """The arms, prompts and loads of a comparison."""
 
-    arms: tuple[Arm, ...]
+    arms: tuple[PeerArm, ...]
     prompts: Sequence[str]
-    """At least as many as the highest concurrency."""
+    """Prompts; at least as many as the highest concurrency."""
     concurrencies: tuple[int, ...] = (1, 4, 8, 16, 32)
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
     num_turns: int = 2
     num_prompts: int = 4
-    """Requests of a pass, or as many as its concurrency when that is more."""
+    """Requests per pass; at least the pass's concurrency are sent."""
     max_tokens: int = 128
     num_warmup: int = 2
-    """Requests after each start, one at a time, that are not counted; a short burst follows them."""
+    """Uncounted requests after each start, one at a time; a short burst follows them."""
     has_fresh_prompts: bool = True
-    """No prompt comes twice to a server; False: every pass has the same ones, for prefix caches to know."""
+    """True: no prompt comes twice to a server. False: every pass repeats them, so that prefix caches know
+    them."""
     start_timeout_s: float = 600.0
     request_timeout_s: float = 600.0
 
     def cells(self, system: System) -> list[tuple[float, int]]:
-        """(temperature, concurrency) of the passes of one turn of this system."""
+        """Returns (temperature, concurrency) of the passes in one turn of this system."""
         limit = system.max_concurrency
         return [
             (temperature, concurrency)
@@ -58,12 +59,12 @@ class ComparePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """How far a run has come."""
+class Progress:
+    """Progress of a run."""
 
     is_complete: bool
     failed: Mapping[str, str]
-    """Why an arm could not be measured, by its name."""
+    """Reasons why arms could not be measured, by arm."""
 
 
 async def compare(
@@ -74,13 +75,13 @@ async def compare(
     *,
     on_progress: Callable[[str], None] = lambda text: None,
     time_limit_s: float = float("inf"),
-) -> Outcome:
-    """Measures what the journal does not have yet.
+) -> Progress:
+    """Measures the passes that are not in the journal yet.
 
     Args:
-        systems: by name; those of the plan's arms, all of them present.
-        on_progress: told what is being done.
-        time_limit_s: after so long no further server is started; the next run goes on from there.
+        systems: systems of the plan's arms by name, all installed.
+        on_progress: called with a line of text.
+        time_limit_s: seconds after which no server is started any more; the next run goes on from there.
     """
     ends_at_s = time.monotonic() + time_limit_s
     tokenizer = load_tokenizer(setup.target)
@@ -93,19 +94,19 @@ async def compare(
             if not missing or arm.name in failed:
                 continue
             if time.monotonic() >= ends_at_s:
-                return Outcome(False, failed)
+                return Progress(False, failed)
             on_progress(f"turn {turn + 1} of {plan.num_turns}: {arm.name}")
             try:
                 await _run_turn(plan, systems[arm.system], arm, setup, tokenizer, journal, turn, missing)
             except SpecrayError as error:
                 failed[arm.name] = str(error)
-    return Outcome(True, failed)
+    return Progress(True, failed)
 
 
 async def _run_turn(
     plan: ComparePlan,
     system: System,
-    arm: Arm,
+    arm: PeerArm,
     setup: Setup,
     tokenizer: Tokenizer,
     journal: Journal,
@@ -131,7 +132,7 @@ async def _run_turn(
 async def _warm_up(
     client: ServerClient, plan: ComparePlan, fields: dict[str, Any], tokenizer: Tokenizer, system: System
 ) -> None:
-    """At the first temperature; a server that cannot answer fails here. Raises SpecrayError."""
+    """Warms up at the first temperature; a server that cannot answer fails here. Raises SpecrayError."""
     temperature = plan.temperatures[0]
     body = {**fields, "temperature": temperature, **system.request_fields(temperature)}
     most = max(concurrency for _, concurrency in plan.cells(system))
@@ -159,7 +160,7 @@ def cell_prompts(plan: ComparePlan, tokenizer: Tokenizer, label: str, concurrenc
 async def _measure(
     client: ServerClient,
     plan: ComparePlan,
-    arm: Arm,
+    arm: PeerArm,
     bodies: Sequence[Mapping[str, Any]],
     key: tuple[int, float, int],
 ) -> PassRow:

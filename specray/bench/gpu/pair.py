@@ -1,4 +1,4 @@
-"""Draft and target as processes of their own over gRPC: the same tokens with speculation, and how fast."""
+"""Runs draft and target as processes over gRPC: checks their tokens, and measures their speed."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from specray.bench.load.prompts import Dataset, load_prompts
-from specray.bench.overlap.run import Arm, measure_arms
+from specray.bench.overlap.run import OverlapArm, measure_arms
 from specray.config import Config
 from specray.serving.local.pair import local_pair
 from specray.tokenization import load_tokenizer
 from specray.types import Overlap
 
 WORKER_COMMAND = (sys.executable, "-m", "specray.bench.gpu.worker")
-PLAIN = Arm(0, Overlap.SERIAL)
+PLAIN = OverlapArm(0, Overlap.SERIAL)
 Outputs = dict[tuple[str, float, int], tuple[int, ...]]
 """Token ids by arm, temperature and prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Outputs of one arm beside those of plain decoding with the same prompts, seeds and temperature."""
+    """Outputs of one arm, compared with plain decoding of the same prompts, seeds and temperature."""
 
     arm: str
     temperature: float
     num_outputs: int
     num_equal: int
     num_tokens: int
-    """Compared: up to the first difference of each output, that one included."""
+    """Tokens compared: up to the first difference of each output, which is included."""
     num_divergences: int
 
     @property
@@ -39,10 +39,10 @@ class Agreement:
         return self.num_divergences / self.num_tokens if self.num_tokens else 0.0
 
 
-def arms_of(ks: Sequence[int], *, with_auto: bool) -> list[Arm]:
-    """Plain, serial and overlapped with each K, and what the policy chooses by itself."""
-    arms = [PLAIN, *(Arm(k, overlap) for overlap in (Overlap.SERIAL, Overlap.ENUMERATE) for k in ks)]
-    return [*arms, Arm("auto", "auto")] if with_auto else arms
+def arms_of(ks: Sequence[int], *, with_auto: bool) -> list[OverlapArm]:
+    """Returns plain, serial and overlapped arms with each K, and one where the controller chooses."""
+    arms = [PLAIN, *(OverlapArm(k, overlap) for overlap in (Overlap.SERIAL, Overlap.ENUMERATE) for k in ks)]
+    return [*arms, OverlapArm("auto", "auto")] if with_auto else arms
 
 
 def measure(
@@ -65,7 +65,7 @@ def measure(
     prompts = encoded_prompts(config.target.model, num_prompts)
     outputs: Outputs = {}
 
-    def keep(arm: Arm, temperature: float, index: int, output: Sequence[int]) -> None:
+    def keep(arm: OverlapArm, temperature: float, index: int, output: Sequence[int]) -> None:
         outputs.setdefault((arm.name, temperature, index), tuple(output))
 
     async def run() -> list[dict[str, Any]]:
@@ -98,7 +98,7 @@ def measure(
 
 
 def encoded_prompts(model: str, num_prompts: int) -> list[list[int]]:
-    """The built-in prompts as token ids."""
+    """Returns the built-in prompts as token ids."""
     from specray.config import EMBEDDED
     from specray.demo.paths import demo_target_path
 
@@ -109,7 +109,7 @@ def encoded_prompts(model: str, num_prompts: int) -> list[list[int]]:
 def compare(
     outputs: Mapping[tuple[str, float, int], tuple[int, ...]], arm: str, temperature: float, num_prompts: int
 ) -> Agreement:
-    """An arm beside plain decoding."""
+    """Compares an arm with plain decoding."""
     num_equal = num_tokens = 0
     for index in range(num_prompts):
         ours, plain = outputs[arm, temperature, index], outputs[PLAIN.name, temperature, index]
@@ -119,7 +119,7 @@ def compare(
 
 
 def num_compared(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """Tokens up to the first difference, that one included."""
+    """Counts the tokens up to the first difference, which is included."""
     for index, (mine, other) in enumerate(zip(ours, theirs, strict=False)):
         if mine != other:
             return index + 1

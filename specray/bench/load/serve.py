@@ -1,6 +1,6 @@
-"""A running server over HTTP, with speculation on and off in one run.
+"""Measures a running server over HTTP, with speculation on and off in one run.
 
-The arms take turns (A B A B ...), so that what changes on the machine in the meantime touches both.
+The arms take turns (A B A B ...), so that changes of the machine's speed touch both.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ from specray.environment import api_key
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class ServeArm:
     """One way to serve the same prompts."""
 
     name: str
     speculation: dict[str, Any]
-    """The request's ``speculation`` object."""
+    """``speculation`` object of the request."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What to measure."""
+class ServePlan:
+    """The arms, prompts and load of a run."""
 
     url: str
     prompts: Sequence[str]
-    arms: Sequence[Arm]
+    arms: Sequence[ServeArm]
     num_repeats: int = 2
     concurrency: int = 1
     max_tokens: int = 128
     temperature: float = 0.0
     seed: int = 0
     ignore_eos: bool = True
-    """All outputs have max_tokens tokens, so that the arms do equal work."""
+    """True if all outputs have max_tokens tokens, so that the arms do equal work."""
     is_stream: bool = True
-    """False: one response per request; no time to the first token then."""
+    """False: one response per request, and no time to the first token."""
     num_warmup: int = 2
-    """Requests per arm before anything is counted."""
+    """Uncounted requests per arm before the first pass."""
     has_fresh_prompts: bool = True
-    """No prompt comes twice to the server: a prefix cache would favour the later arms."""
+    """True if no prompt comes twice to the server: a prefix cache would favour the later arms."""
     timeout_s: float = 600.0
 
 
 @dataclass(slots=True)
 class ArmResult:
-    """What one arm's passes gave."""
+    """Results of one arm's passes."""
 
-    arm: Arm
+    arm: ServeArm
     passes: list[Pass] = field(default_factory=list)
     server: list[ServerStats] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
@@ -63,15 +63,15 @@ class ArmResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """A whole run."""
+class ServeResult:
+    """Results of a whole run."""
 
-    plan: Plan
+    plan: ServePlan
     model: str
     arms: tuple[ArmResult, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """Everything but the prompts, for ``--json``."""
+        """Returns everything but the prompts, for ``--json``."""
         plan = {key: value for key, value in asdict(self.plan).items() if key not in ("prompts", "arms")}
         return {
             "model": self.model,
@@ -88,16 +88,16 @@ class Result:
         }
 
 
-def default_arms(num_speculative_tokens: Sequence[int] = ()) -> list[Arm]:
-    """Speculation off, as the server chooses, and with each given K."""
+def default_arms(num_speculative_tokens: Sequence[int] = ()) -> list[ServeArm]:
+    """Returns the arms: speculation off, as the server chooses, and with each given K."""
     return [
-        Arm("off", {"enabled": False}),
-        Arm("on", {"enabled": True}),
-        *(Arm(f"K={k}", {"enabled": True, "num_speculative_tokens": k}) for k in num_speculative_tokens),
+        ServeArm("off", {"enabled": False}),
+        ServeArm("on", {"enabled": True}),
+        *(ServeArm(f"K={k}", {"enabled": True, "num_speculative_tokens": k}) for k in num_speculative_tokens),
     ]
 
 
-async def measure(plan: Plan, on_progress: Callable[[str, int, int], None]) -> Result:
+async def measure(plan: ServePlan, on_progress: Callable[[str, int, int], None]) -> ServeResult:
     """Runs the plan.
 
     Args:
@@ -122,11 +122,11 @@ async def measure(plan: Plan, on_progress: Callable[[str, int, int], None]) -> R
                     on_progress(name, num_done, num_all)
 
                 await _run_pass(client, plan, result, f"pass {repeat + 1}", advance)
-    return Result(plan, model, results)
+    return ServeResult(plan, model, results)
 
 
 async def _run_pass(
-    client: ServerClient, plan: Plan, result: ArmResult, label: str, advance: Callable[[], None]
+    client: ServerClient, plan: ServePlan, result: ArmResult, label: str, advance: Callable[[], None]
 ) -> None:
     before = parse_samples(await client.metrics_text())
     one = await run_pass(
@@ -141,8 +141,8 @@ async def _run_pass(
     result.server.append(server_stats(difference(before, parse_samples(await client.metrics_text()))))
 
 
-def request_body(plan: Plan, arm: Arm, prompt: str, label: str) -> dict[str, Any]:
-    """What one prompt is sent as; with fresh prompts, ``label`` tells the passes of an arm apart."""
+def request_body(plan: ServePlan, arm: ServeArm, prompt: str, label: str) -> dict[str, Any]:
+    """Makes the body for one prompt; with fresh prompts, ``label`` tells the passes of an arm apart."""
     first_line = f"# {arm.name}, {label}\n" if plan.has_fresh_prompts else ""
     return {
         "prompt": first_line + prompt,

@@ -1,7 +1,7 @@
-"""Ways of working against each other: one pair of workers without Ray, a router per arm, in turns.
+"""Compares overlap modes and K: one pair of workers without Ray, a router per arm, in turns.
 
-The engines may be kept on cores of their own, so that on one machine they disturb each other only through the
-memory that they share. Every arm produces the same tokens, in float32; what differs is the time.
+The engines may have cores of their own, so that on one machine they share nothing but the memory. Every arm
+produces the same tokens, in float32; only the time differs.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from specray.types import Overlap, SamplingParams
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from specray.bench.overlap.link import Hosts, Link
+    from specray.bench.overlap.link import CountedLink, Hosts
 
 HITS = ("hit", "late_hit")
 _STRIDE = 37
-"""Lengths that follow each other are not near each other."""
+"""Stride of output lengths, so that neighbours are not alike."""
 MISSES = ("miss_token", "miss_count", "late_miss")
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
-    """One way of working: K and how the engines take turns; K = 0 is plain decoding."""
+class OverlapArm:
+    """One mode: K, and how the engines take turns. K = 0 is plain decoding."""
 
     num_speculative_tokens: int | str
     overlap: Overlap | str
@@ -50,7 +50,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class OverlapResult:
-    """One arm at one temperature, over all its passes. Times are means, in milliseconds."""
+    """Results of one arm at one temperature, over all its passes. Times are means, in milliseconds."""
 
     arm: str
     temperature: float
@@ -61,25 +61,27 @@ class OverlapResult:
     verify_ms: float
     draft_ms: float | None
     idle_ms: float
-    """The target, between a verdict and the next Verify."""
+    """Milliseconds for which the target waits between a verdict and the next Verify."""
     concurrency: int = 1
-    """Prompts at a time."""
+    """Requests at a time."""
     delay_ms: float | None = None
-    """Added between router and draft, each way."""
+    """Delay added between router and draft, each way, in milliseconds."""
     bytes_per_round: float | None = None
-    """Between router and draft, both ways: of a relay without the headers of TCP, of a cable whole frames."""
+    """Bytes between router and draft per round, both ways: without TCP headers for a relay, whole frames for
+    a cable."""
     speedup: tuple[float, float] | None = None
-    """Over plain decoding, pass by pass, and its standard error; None: no arm is off, or too few passes."""
+    """Speedup over plain decoding, pass by pass, and its standard error; None: no plain arm, or too few
+    passes."""
 
     def is_like(self, other: OverlapResult) -> bool:
-        """The two differ in nothing but the arm."""
+        """True if the two differ in nothing but the arm."""
         mine, others = ((result.concurrency, result.temperature, result.delay_ms) for result in (self, other))
         return mine == others
 
 
 @dataclass(slots=True)
 class _Running:
-    arm: Arm
+    arm: OverlapArm
     router: Router
     num_tokens: int = 0
     seconds: float = 0.0
@@ -95,8 +97,8 @@ class _Running:
         self.num_rounds = self.router.metrics.value("specray_rounds_total")
 
 
-def with_arm(config: Config, arm: Arm) -> Config:
-    """The configuration under which an arm's router runs."""
+def with_arm(config: Config, arm: OverlapArm) -> Config:
+    """Returns the configuration of an arm's router."""
     values = config.model_dump(mode="json")
     values["speculation"]["num_speculative_tokens"] = arm.num_speculative_tokens
     values["speculation"]["overlap"] = str(arm.overlap)
@@ -105,7 +107,7 @@ def with_arm(config: Config, arm: Arm) -> Config:
 
 async def measure_overlap(
     config: Config,
-    arms: Sequence[Arm],
+    arms: Sequence[OverlapArm],
     prompts: Sequence[str],
     *,
     temperatures: Sequence[float] = (0.0,),
@@ -117,17 +119,20 @@ async def measure_overlap(
     concurrencies: Sequence[int] = (1,),
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[OverlapResult]:
-    """Serves the prompts, arm after arm, ``num_repeats`` times; arms take turns.
+    """Serves the prompts with each arm in turn, ``num_repeats`` times.
 
     Args:
-        config: the pair, its cores and threads.
-        arms: what is compared.
-        prompts: of which each pass takes the first ones.
-        num_prompts: of a pass, which has no fewer than two for each that is served at a time.
-        delay_ms: between router and draft, each way; None: they are joined directly.
-        hosts: of router and draft, with a cable that is so slow; None: a relay is.
-        concurrencies: prompts at a time; each is measured by itself.
-        progress: told what comes next.
+        config: configuration of the pair, its cores and threads.
+        arms: the arms to compare.
+        prompts: prompts, of which each pass takes the first ones.
+        temperatures: sampling temperatures; each is measured by itself.
+        max_tokens: output tokens per prompt.
+        num_prompts: prompts per pass; at least two for each request at a time are taken.
+        num_repeats: passes per arm.
+        delay_ms: delay between router and draft, each way; None: a direct connection.
+        hosts: hosts of router and draft whose cable delays; None: a relay does.
+        concurrencies: requests at a time; each is measured by itself.
+        progress: called with the name of the next part.
 
     Raises:
         ConfigError: a model or a setting is wrong.
@@ -155,33 +160,33 @@ async def measure_overlap(
 
 
 def num_prompts_of(num_prompts: int, concurrency: int) -> int:
-    """Of a pass: places that only part of the prompts fill would measure how it ends."""
+    """Returns the prompts per pass: at least two per place, or mainly its end would be measured."""
     return max(num_prompts, 2 * concurrency) if concurrency > 1 else num_prompts
 
 
 async def measure_arms(
     config: Config,
     pair: LocalPair,
-    arms: Sequence[Arm],
+    arms: Sequence[OverlapArm],
     prompts: Sequence[Sequence[int]],
     *,
     temperatures: Sequence[float],
     max_tokens: int,
     num_repeats: int,
-    link: Link | None = None,
+    link: CountedLink | None = None,
     delay_ms: float | None = None,
     concurrency: int = 1,
     progress: Callable[[str], None] = lambda text: None,
-    on_output: Callable[[Arm, float, int, Sequence[int]], None] = lambda arm, temperature, index, output: (
-        None
-    ),
+    on_output: Callable[
+        [OverlapArm, float, int, Sequence[int]], None
+    ] = lambda arm, temperature, index, output: None,
 ) -> list[OverlapResult]:
-    """Serves the prompts with a pair that runs already; as :func:`measure_overlap`.
+    """Serves the prompts with a pair that runs already; see :func:`measure_overlap`.
 
     Args:
-        prompts: as token ids.
-        link: what lies between router and draft.
-        on_output: told of each output but those of the warm-up: arm, temperature, prompt's index, token ids.
+        prompts: prompts as token ids.
+        link: connection of router and draft.
+        on_output: called for each output after the warm-up: arm, temperature, prompt's index, token ids.
     """
     results: list[OverlapResult] = []
     for temperature in temperatures:
@@ -191,7 +196,7 @@ async def measure_arms(
                 for one in running:
                     at = f"{concurrency} at a time, temperature {temperature:g}"
                     progress(f"{at}, {one.arm.name}, pass {max(repeat, 0) + 1}")
-                    # The first pass warms up: caches, threads, and what the policy has to learn.
+                    # The first pass warms up caches and threads, and lets the controller learn.
                     batch = prompts[:concurrency] if repeat < 0 else prompts
                     before = 0 if link is None else link.num_bytes
                     lengths = lengths_of(len(batch), max_tokens, concurrency)
@@ -211,7 +216,7 @@ async def measure_arms(
     return results
 
 
-async def _start(config: Config, arm: Arm, pair: LocalPair, stack: AsyncExitStack) -> _Running:
+async def _start(config: Config, arm: OverlapArm, pair: LocalPair, stack: AsyncExitStack) -> _Running:
     router = pair.router(with_arm(config, arm))
     await router.start()
     stack.push_async_callback(router.stop)
@@ -219,10 +224,10 @@ async def _start(config: Config, arm: Arm, pair: LocalPair, stack: AsyncExitStac
 
 
 def lengths_of(num_prompts: int, max_tokens: int, concurrency: int) -> list[int]:
-    """New tokens of each prompt: of several at a time from half to one and a half times as many as asked for.
+    """Returns the output tokens of each prompt: with several at a time, 0.5 to 1.5 times ``max_tokens``.
 
-    Of one length they would all end in the same step without speculation, and their successors' prompts be
-    filled in together while nobody waits: as never happens in service, and at other moments with it.
+    With equal lengths and no speculation all outputs would end in the same step, and the next prompts would
+    be prefilled together while nobody waits: not as in service, and not as with speculation.
     """
     if concurrency == 1:
         return [max_tokens] * num_prompts
@@ -231,7 +236,7 @@ def lengths_of(num_prompts: int, max_tokens: int, concurrency: int) -> list[int]
 
 
 def _requests(
-    arm: Arm, prompts: Sequence[Sequence[int]], temperature: float, lengths: Sequence[int], repeat: int
+    arm: OverlapArm, prompts: Sequence[Sequence[int]], temperature: float, lengths: Sequence[int], repeat: int
 ) -> list[GenerateRequest]:
     return [
         GenerateRequest(
@@ -305,7 +310,7 @@ _LINK_CAPTION = "; delay: ms each way; bytes: a round's, to and from the draft"
 
 
 def overlap_table(results: Sequence[OverlapResult]) -> Table:
-    """For the terminal; the last column compares with the fastest serial arm of the same temperature."""
+    """Makes a table; the column "ratio" compares with the fastest serial arm of the same temperature."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Column, Table
 

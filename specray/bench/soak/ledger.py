@@ -1,4 +1,4 @@
-"""What became of every request, and whose fault it was."""
+"""Judges every request of a soak: what became of it, and whether a fault excuses that."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from specray.bench.soak.cases import Output, Way, difference
 
 
 class End(StrEnum):
-    """How one attempt ended."""
+    """The end of one attempt."""
 
     DONE = "done"
     CANCELLED = "cancelled"
-    """By the client, as planned."""
+    """Cancelled by the client, as planned."""
     RETRIABLE = "retriable"
-    """The service said that it may be sent again."""
+    """Failed with an error that says the request may be sent again."""
     ERROR = "error"
 
 
-class Verdict(StrEnum):
-    """What became of one request."""
+class Judgement(StrEnum):
+    """The verdict on one request."""
 
     OK = "ok"
     RETRIED = "retried"
-    """Its Router died, and its second attempt was right."""
+    """Right at the second attempt, after its Router died."""
     CANCELLED = "cancelled"
     FAILED = "failed"
     WRONG = "wrong"
@@ -34,7 +34,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One time that a request was sent; times in seconds, from the load's beginning."""
+    """One attempt to send a request; times in seconds from the load's beginning."""
 
     end: End
     output: Output
@@ -49,7 +49,7 @@ class Entry:
 
     case_index: int
     way: Way
-    verdict: Verdict
+    verdict: Judgement
     reason: str
     started_s: float
     ended_s: float
@@ -57,48 +57,48 @@ class Entry:
 
 def judge(
     attempts: Sequence[Attempt], reference: Output, *, router_deaths_s: Sequence[float], window_s: float
-) -> tuple[Verdict, str]:
-    """The verdict on a request, and its reason when it is a bad one.
+) -> tuple[Judgement, str]:
+    """Returns the verdict on a request, and the reason for a bad one.
 
-    A retriable error is excused once, and only when it came within ``window_s`` after a Router's death. What
-    was received must be the reference's beginning, whatever ended it.
+    A retriable error is excused once, and only within ``window_s`` seconds after a Router's death. What was
+    received must be the reference's beginning, however it ended.
     """
     for attempt in attempts:
         if (what := difference(attempt.output, reference)) is not None:
-            return Verdict.WRONG, what
+            return Judgement.WRONG, what
     last = attempts[-1]
     for attempt in attempts:
         if attempt.end is End.ERROR:
-            return Verdict.FAILED, attempt.reason
+            return Judgement.FAILED, attempt.reason
         if attempt.end is End.RETRIABLE and not is_excused(attempt.ended_s, router_deaths_s, window_s):
-            return Verdict.FAILED, f"no Router had died: {attempt.reason}"
+            return Judgement.FAILED, f"no Router had died: {attempt.reason}"
     if last.end is End.RETRIABLE:
-        return Verdict.FAILED, f"the second attempt too: {last.reason}"
+        return Judgement.FAILED, f"the second attempt too: {last.reason}"
     if last.end is End.CANCELLED:
-        return Verdict.CANCELLED, ""
-    return (Verdict.OK if len(attempts) == 1 else Verdict.RETRIED), ""
+        return Judgement.CANCELLED, ""
+    return (Judgement.OK if len(attempts) == 1 else Judgement.RETRIED), ""
 
 
 def is_excused(at_s: float, router_deaths_s: Sequence[float], window_s: float) -> bool:
-    """A Router died at most ``window_s`` before."""
+    """True if a Router died at most ``window_s`` seconds before."""
     return any(0 <= at_s - death_s <= window_s for death_s in router_deaths_s)
 
 
 class Ledger:
-    """All requests of a soak; failures are kept, the others counted."""
+    """All requests of a soak: failures are kept, the others counted."""
 
     def __init__(self) -> None:
-        self._counts: Counter[Verdict] = Counter()
+        self._counts: Counter[Judgement] = Counter()
         self._ways: Counter[Way] = Counter()
         self._bad: list[Entry] = []
 
     def add(self, entry: Entry) -> None:
         self._counts[entry.verdict] += 1
         self._ways[entry.way] += 1
-        if entry.verdict in (Verdict.FAILED, Verdict.WRONG):
+        if entry.verdict in (Judgement.FAILED, Judgement.WRONG):
             self._bad.append(entry)
 
-    def count(self, verdict: Verdict) -> int:
+    def count(self, verdict: Judgement) -> int:
         return self._counts[verdict]
 
     @property
@@ -107,8 +107,8 @@ class Ledger:
 
     @property
     def counts(self) -> dict[str, int]:
-        """By verdict."""
-        return {verdict.value: self._counts[verdict] for verdict in Verdict}
+        """Returns the number of requests by verdict."""
+        return {verdict.value: self._counts[verdict] for verdict in Judgement}
 
     @property
     def ways(self) -> dict[str, int]:
@@ -116,5 +116,5 @@ class Ledger:
 
     @property
     def bad(self) -> tuple[Entry, ...]:
-        """Failed and wrong requests, in the order of their ends."""
+        """Returns failed and wrong requests in the order of their ends."""
         return tuple(self._bad)

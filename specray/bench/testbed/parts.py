@@ -1,4 +1,4 @@
-"""What a service says its processes are; nothing is looked up by the name of a program."""
+"""Finds the processes of a service by what Ray says of its actors, never by the name of a program."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from enum import StrEnum
 from typing import Any
 
 
-class Role(StrEnum):
-    """A part of the service that may be hurt."""
+class PartRole(StrEnum):
+    """A part of the service that may be hit by a fault."""
 
     INGRESS = "ingress"
     ROUTER = "router"
@@ -18,12 +18,12 @@ class Role(StrEnum):
 
 
 _ROLE_OF_CLASS = {
-    "TargetRank": Role.TARGET,
-    "DraftReplica": Role.DRAFT,
-    "RouterReplica": Role.ROUTER,
-    "Draft": Role.DRAFT,
-    "Router": Role.ROUTER,
-    "Ingress": Role.INGRESS,
+    "TargetRank": PartRole.TARGET,
+    "DraftReplica": PartRole.DRAFT,
+    "RouterReplica": PartRole.ROUTER,
+    "Draft": PartRole.DRAFT,
+    "Router": PartRole.ROUTER,
+    "Ingress": PartRole.INGRESS,
 }
 
 
@@ -31,18 +31,18 @@ _ROLE_OF_CLASS = {
 class Part:
     """One living actor of the service."""
 
-    role: Role
+    role: PartRole
     actor_id: str
     pid: int
     node_id: str
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Part:
-        return cls(Role(values["role"]), values["actor_id"], values["pid"], values["node_id"])
+        return cls(PartRole(values["role"]), values["actor_id"], values["pid"], values["node_id"])
 
 
 def living_parts(actors: Mapping[str, Mapping[str, Any]]) -> tuple[Part, ...]:
-    """The parts among Ray's actors (its actor table by actor id) that are alive, oldest first."""
+    """Returns the living parts among Ray's actors (its actor table by actor id), oldest first."""
     found = [
         (actor["StartTime"], Part(role, actor_id, actor["Pid"], actor["Address"]["NodeID"]))
         for actor_id, actor in actors.items()
@@ -51,11 +51,11 @@ def living_parts(actors: Mapping[str, Mapping[str, Any]]) -> tuple[Part, ...]:
     return tuple(part for _, part in sorted(found, key=lambda entry: (entry[0], entry[1].actor_id)))
 
 
-def role_of(class_name: str) -> Role | None:
-    """The role of an actor's class; a Serve replica is called ``ServeReplica:application:deployment``."""
+def role_of(class_name: str) -> PartRole | None:
+    """Returns the role of an actor's class; replicas are ``ServeReplica:application:deployment``."""
     return _ROLE_OF_CLASS.get(class_name.rsplit(":", 1)[-1].rsplit(".", 1)[-1])
 
 
-def of_role(parts: Iterable[Part], role: Role) -> tuple[Part, ...]:
-    """Those of one role, in their order."""
+def of_role(parts: Iterable[Part], role: PartRole) -> tuple[Part, ...]:
+    """Returns the parts of one role, in their order."""
     return tuple(part for part in parts if part.role is role)

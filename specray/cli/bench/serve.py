@@ -9,15 +9,16 @@ import typer
 
 from specray.bench.load.prompts import Dataset
 from specray.cli import options
+from specray.types import MAX_SPECULATIVE_TOKENS
 
 if TYPE_CHECKING:
-    from specray.bench.load.serve import Plan, Result
+    from specray.bench.load.serve import ServePlan, ServeResult
 
 NumRepeats = Annotated[int, typer.Option(min=1, help="Passes per arm, in turns.")]
 NumWarmup = Annotated[int, typer.Option(min=0, help="Requests per arm that are not counted.")]
 FixedK = Annotated[
     list[int] | None,
-    typer.Option(min=0, max=options.MAX_SPECULATIVE_TOKENS, help="Adds an arm with this K; may be repeated."),
+    typer.Option(min=0, max=MAX_SPECULATIVE_TOKENS, help="Adds an arm with this K; may be repeated."),
 ]
 IgnoreEos = Annotated[bool, typer.Option(help="Let every output have max-tokens tokens.")]
 Stream = Annotated[bool, typer.Option(help="Stream the outputs; without, TTFT and ITL are not measured.")]
@@ -48,11 +49,11 @@ def serve(
     from rich.console import Console
 
     from specray.bench.load.prompts import load_prompts
-    from specray.bench.load.serve import Plan, default_arms
+    from specray.bench.load.serve import ServePlan, default_arms
     from specray.bench.report.table import serve_table
     from specray.cli.output import report_failures, write_json
 
-    plan = Plan(
+    plan = ServePlan(
         url=url,
         prompts=load_prompts(dataset, dataset_path, num_prompts),
         arms=default_arms(num_speculative_tokens or ()),
@@ -73,7 +74,7 @@ def serve(
     raise typer.Exit(report_failures([text for arm in result.arms for text in arm.errors]))
 
 
-def _measure(plan: Plan) -> Result:
+def _measure(plan: ServePlan) -> ServeResult:
     from specray.bench.load.serve import measure
     from specray.cli.output import counted_progress
 

@@ -1,4 +1,4 @@
-"""The lowered decoder's attention on CPU: all between the qkv and the output projection in one kernel."""
+"""The decoder's attention on CPU: one kernel from the qkv to the output projection."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from specray.engine.cpu.attention.kernel import AttentionCall
 from specray.engine.cpu.attention.span import Span
 
 if TYPE_CHECKING:
-    from specray.engine.attention.sdpa import AttentionStep
-    from specray.engine.cache.blocks import BlockCache
     from specray.engine.cpu.attention.kernel import AttentionKernel
     from specray.engine.cpu.gemm.rows import PackedRows
-    from specray.engine.cpu.thread_pool import Team
+    from specray.engine.cpu.thread_pool import ThreadPool
     from specray.engine.model.decoder import HeadNorm
+    from specray.engine.step import AttentionStep, KVCache
 
 
 @dataclass(frozen=True, slots=True)
-class FusedAttention:
-    """Implements ``lowered.Attention``.
+class CpuAttention:
+    """Implements ``decoder.Attention``.
 
     Args:
         kernel: ``attention_kernel`` of the heads' size and data type.
@@ -32,7 +31,7 @@ class FusedAttention:
     """
 
     kernel: AttentionKernel
-    team: Team
+    thread_pool: ThreadPool
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -40,7 +39,7 @@ class FusedAttention:
     sin: torch.Tensor
     scale: float
 
-    def prepare(self, step: AttentionStep, positions: object) -> FusedStep:
+    def prepare(self, step: AttentionStep, positions: object) -> CpuAttentionStep:
         """What the layers of one step share."""
         block_size = step.cache.block_size
         spans = [
@@ -49,13 +48,13 @@ class FusedAttention:
                 rows.first_row,
                 rows.num_rows,
                 list(_runs(rows.block_ids, rows.end, block_size)),
-                rows.branches,
+                rows.visibility,
             )
             for rows in step.rows
         ]
         call = AttentionCall(
             self.kernel,
-            self.team,
+            self.thread_pool,
             spans,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -63,20 +62,20 @@ class FusedAttention:
             tables=(self.cos, self.sin),
             scale=self.scale,
         )
-        return FusedStep(step.cache, call, self.head_dim, [rows.block_ids for rows in step.rows])
+        return CpuAttentionStep(step.cache, call, self.head_dim, [rows.block_ids for rows in step.rows])
 
 
 @dataclass(frozen=True, slots=True)
-class FusedStep:
-    """Implements ``lowered.StepAttention``."""
+class CpuAttentionStep:
+    """Implements ``decoder.StepAttention``."""
 
-    cache: BlockCache
+    cache: KVCache
     call: AttentionCall
     head_dim: int
     block_ids: Sequence[Sequence[int]]
     """Of each sequence."""
 
-    def advanced(self, kept: Sequence[int]) -> FusedStep | None:
+    def advanced(self, kept: Sequence[int]) -> CpuAttentionStep | None:
         """The step after, of some of the sequences (``AttentionCall.advance``); this one is no more then.
 
         Returns:

@@ -20,9 +20,9 @@ from specray.control.prospects import MAX_ACCEPTANCE
 from specray.control.state import Pacing
 from specray.drafting import LONG_MATCH_LEN, OutputStore, OutputStores, SessionProposer, make_proposer
 from specray.requests import GenerateRequest
-from specray.router.session import MAX_SPECULATIVE_TOKENS, Session
-from specray.router.session_values import FILLER, Drafted
-from specray.types import DraftKind
+from specray.router.session import Session
+from specray.router.session_values import FILLER
+from specray.types import MAX_SPECULATIVE_TOKENS, NO_DRAFT, DraftKind, DraftTokens
 
 PRIOR_ACCEPTANCE: Final[Mapping[str, float]] = MappingProxyType(
     {DraftKind.NGRAM: 0.5, DraftKind.SUFFIX: 0.5, FILLER: 0.3}
@@ -71,7 +71,7 @@ class LocalDraft:
     def is_filler(self) -> bool:
         return self.source == FILLER
 
-    def draft(self, session: Session, *, num_running: int) -> Drafted:
+    def draft(self, session: Session, *, num_running: int) -> DraftTokens:
         """What to verify after all committed tokens; empty when nothing was found, or when it would not pay.
 
         Args:
@@ -81,15 +81,14 @@ class LocalDraft:
         match_len = self.proposer.match_len
         self.is_long = match_len >= LONG_MATCH_LEN
         if match_len == 0 and self.store is None:
-            return Drafted(source=self.source)
+            return NO_DRAFT
         policy, pacing = self._track.policy, self._track.pacing
         if policy.is_resting(pacing):
-            return Drafted(source=self.source)
+            return NO_DRAFT
         plan = policy.plan(pacing, num_remaining=session.num_remaining, num_running=num_running)
         if plan.is_off:
-            return Drafted(source=self.source)
-        tokens = self.proposer.propose(min(plan.num_speculative_tokens, self.max_tokens))
-        return Drafted(tokens, source=self.source)
+            return NO_DRAFT
+        return DraftTokens(self.proposer.propose(min(plan.num_speculative_tokens, self.max_tokens)))
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
         """One verdict on what it drafted."""

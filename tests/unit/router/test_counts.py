@@ -10,8 +10,8 @@ from specray.control.controller import Policy
 from specray.control.state import OFF
 from specray.fakes import NoisyGuesser, VirtualClock
 from specray.requests import SpeculationParams
-from specray.router.session import MAX_SPECULATIVE_TOKENS, Session
-from specray.types import Verdict
+from specray.router.session import Session
+from specray.types import MAX_SPECULATIVE_TOKENS, Verdict
 from tests.unit.router.harness import (
     Pair,
     expected,

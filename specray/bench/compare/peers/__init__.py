@@ -1,10 +1,10 @@
-"""The systems that ``specray bench compare`` measures: specray itself and its peers, one adapter each.
+"""Adapters of the servers that ``specray bench compare`` measures: specray itself and its peers.
 
-An adapter only says how its server is started and what it wants in a request; starting, waiting for it and
-stopping are the same for all (``process``).
+An adapter knows how its server is started and which fields its requests need; ``process`` starts, awaits and
+stops all of them.
 """
 
-from specray.bench.compare.peers.base import Arm, Launch, Setup, System, parse_arm
+from specray.bench.compare.peers.base import Launch, PeerArm, Setup, System, parse_arm
 from specray.bench.compare.peers.process import running
 
-__all__ = ["Arm", "Launch", "Setup", "System", "parse_arm", "running"]
+__all__ = ["Launch", "PeerArm", "Setup", "System", "parse_arm", "running"]

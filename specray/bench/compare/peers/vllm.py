@@ -1,4 +1,4 @@
-"""vLLM on CPU, from a virtual environment of its own."""
+"""vLLM on the CPU, from a virtual environment of its own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specray.bench.compare.peers.base import PLAIN, Arm, Launch, Setup
+from specray.bench.compare.peers.base import PLAIN, Launch, PeerArm, Setup
 from specray.bench.compare.peers.process import LOOPBACK
 
 KV_CACHE_GIB = 4
@@ -14,10 +14,10 @@ _PROMPT_LOOKUP = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
 
 
 class Vllm:
-    """Its draft is greedy by default; ``draft-probabilistic`` samples it, for rejection at temperature > 0.
+    """vLLM: draft is greedy; draft-probabilistic samples it, for rejection at temperature > 0.
 
     Args:
-        python: the interpreter of the environment that vLLM is installed in; None: it is not.
+        python: interpreter of the environment that has vLLM; None: not installed.
     """
 
     name = "vllm"
@@ -35,14 +35,14 @@ class Vllm:
         return None
 
     def prepare(self, setup: Setup) -> None:
-        """Nothing."""
+        """Does nothing."""
 
-    def launch(self, arm: Arm, setup: Setup, port: int) -> Launch:
+    def launch(self, arm: PeerArm, setup: Setup, port: int) -> Launch:
         command = [str(self._python), "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(setup.target), "--dtype", "bfloat16"]
         command += ["--host", LOOPBACK, "--port", str(port)]
         command += ["--max-model-len", str(setup.max_model_len), "--max-num-seqs", str(setup.max_num_seqs)]
-        # Else the checkpoint's own sampling defaults would come over the request's.
+        # Otherwise the checkpoint's sampling defaults would override the request's.
         command += ["--generation-config", "vllm"]
         if arm.mode != PLAIN:
             command += ["--speculative-config", json.dumps(_speculation(arm, setup))]
@@ -59,7 +59,7 @@ class Vllm:
         return {"top_p": 1.0, "top_k": 0}
 
 
-def _speculation(arm: Arm, setup: Setup) -> dict[str, object]:
+def _speculation(arm: PeerArm, setup: Setup) -> dict[str, object]:
     if arm.mode == "ngram":
         return {"method": "ngram", "num_speculative_tokens": arm.k, **_PROMPT_LOOKUP}
     config = {"method": "draft_model", "model": str(setup.draft), "num_speculative_tokens": arm.k}

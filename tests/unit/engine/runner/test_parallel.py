@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from specray.config import EngineConfig
+from specray.engine.attention.mask import Visibility
 from specray.engine.model.loader import ModelArgs, load_model
 from specray.engine.runner.assembly import _group_choices, build_runner
-from specray.engine.runner.inputs import BranchRow, CopyInput, SequenceInput
+from specray.engine.runner.inputs import CopyInput, SequenceInput
 from specray.engine.runner.parallel import (
     GroupArgs,
     GroupStore,
@@ -35,6 +36,7 @@ from tests.unit.engine.model.checkpoints import (
     reference_model,
     write_checkpoint,
 )
+from tests.unit.engine.processes import preloaded_context
 from tests.unit.engine.runner.group_ranks import DEADLINE_S, hang_or_die, join, start_differently
 
 PROMPT = [5, 7, 9, 11, 13, 2, 4, 60, 33]
@@ -46,7 +48,7 @@ Ranks = list[multiprocessing.process.BaseProcess]
 
 
 def test_a_step_survives_the_wire() -> None:
-    branches = (BranchRow(5, 9, 10), BranchRow(4, 12, 12))
+    branches = (Visibility(5, 9, 0b11), Visibility(4, 12, 1 << 63 | 0b101))
     inputs = [
         SequenceInput([1, 2, 3], 7, [4, 0], 2),
         SequenceInput([7, 8], 0, [3, 2], 2, branches),
@@ -73,38 +75,39 @@ def build(
 
 def serve_rank(rank: int, meeting: Queue[str], answers: Queue[Any], cases: list[tuple[str, str]]) -> None:
     """One group per case, one after the other in the same processes."""
-    for path, forward in cases:
+    for number, (path, forward) in enumerate(cases):
         runner = build(rank, meeting, path, forward, silence_timeout_s=2)
         if rank > 0:
             runner.follow()
         else:
-            answers.put(lead(runner))
+            # Longer than the silence that the follower allows: an idle leader is not a lost one.
+            answers.put(lead(runner, idle_s=3 if number == 0 else 0))
         runner.close()
         runner.close()
 
 
-def lead(runner: ModelRunner) -> tuple[list[int], list[list[float]], list[list[float]]]:
+def lead(runner: ModelRunner, *, idle_s: float) -> tuple[list[int], list[list[float]], list[list[float]]]:
     """Greedy tokens, the prompt's logits, and those of a batch that does not fit the first broadcast.
 
     The last rows of the batch belong to a prefix that was copied, on every rank, from another block.
     """
-    prompt_logits = runner.run([SequenceInput(PROMPT, 0, [0], len(PROMPT))])
+    prompt_logits = runner.run([SequenceInput(PROMPT, 0, [0], len(PROMPT))]).logits
     tokens = [*PROMPT, int(prompt_logits[-1].argmax())]
-    time.sleep(3)  # Longer than the silence that the follower allows: an idle leader is not a lost one.
+    time.sleep(idle_s)
     while len(tokens) < len(PROMPT) + NUM_TOKENS:
-        logits = runner.run([SequenceInput(tokens[-1:], len(tokens) - 1, [0], 1)])
+        logits = runner.run([SequenceInput(tokens[-1:], len(tokens) - 1, [0], 1)]).logits
         tokens.append(int(logits[0].argmax()))
-    batch = runner.run([SequenceInput(LONG, 0, [1], 1), SequenceInput(LONG, 0, [0], 1)])
+    batch = runner.run([SequenceInput(LONG, 0, [1], 1), SequenceInput(LONG, 0, [0], 1)]).logits
     runner.run([SequenceInput(PROMPT, 0, [0], 0)])
     runner.copy_tokens([1], [0], 60)
     runner.copy_tokens([1], [0], 100, first=60)
-    copied = runner.run([SequenceInput(LONG[100:], 100, [0], 1)])
+    copied = runner.run([SequenceInput(LONG[100:], 100, [0], 1)]).logits
     return tokens, prompt_logits.tolist(), [*batch.tolist(), *copied.tolist()]
 
 
 @contextmanager
 def running_ranks(target: Callable[..., None], *args: Any) -> Iterator[tuple[Ranks, Queue[Any]]]:
-    context = multiprocessing.get_context("spawn")
+    context = preloaded_context()
     meeting: Queue[str] = context.Queue()
     answers: Queue[Any] = context.Queue()
     ranks: Ranks = [context.Process(target=target, args=(r, meeting, answers, *args)) for r in range(2)]
@@ -119,7 +122,7 @@ def running_ranks(target: Callable[..., None], *args: Any) -> Iterator[tuple[Ran
 
 
 # 97 tokens do not divide into two equal shards.
-CASES = [("llama", "lowered", 96), ("llama-biased-scaled", "lowered", 97), ("qwen3", "generic", 96)]
+CASES = [("llama", "decoder", 96), ("llama-biased-scaled", "decoder", 97), ("qwen3", "hf", 96)]
 
 
 def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
@@ -159,7 +162,7 @@ def test_no_rank_starts_where_one_has_blocks_of_another_size() -> None:
 
 
 def test_every_choice_in_which_ranks_differ_is_named() -> None:
-    same = {"forward": "lowered", "attention": "varlen", "block_size": 256}
+    same = {"forward": "decoder", "attention": "varlen", "block_size": 256}
     check_same_choices([same, dict(same), dict(same)])
     with pytest.raises(ConfigError) as caught:
         check_same_choices([same, {**same, "attention": "triton", "block_size": 16}, same])
@@ -181,7 +184,7 @@ def test_what_ranks_choose_is_all_that_places_their_tokens(tmp_path: Path) -> No
     )
     info = build_runner(config, role="target").info
     assert _group_choices(info) == {
-        "forward": "lowered",
+        "forward": "decoder",
         "attention": "gather",
         "block_size": 4,
         "num_blocks": 2 * info.max_model_len // 4,

@@ -14,13 +14,13 @@ from itertools import product
 
 import pytest
 import torch
-from scipy import stats
 
 from specray.engine.sampling.draft import DraftSampler
 from specray.engine.sampling.noise import NoiseKey, NoiseSource, Purpose
 from specray.engine.sampling.processors import RowGroup, process_logits
 from specray.engine.sampling.verify import Round, Verified, verify_rejection, verify_rounds
 from specray.types import SamplingParams, SparseProbs, Verification
+from tests.unit.engine.p_values import chi_square_p_value
 
 VOCAB_SIZE = 5
 NUM_SAMPLES = 2500
@@ -100,7 +100,7 @@ def p_value(
         observed.append(num_samples - sum(observed))
         wanted.append(rest)
     scale = sum(observed) / sum(wanted)
-    return float(stats.chisquare(observed, [value * scale for value in wanted]).pvalue)
+    return chi_square_p_value(observed, [value * scale for value in wanted])
 
 
 def sampled_draft(
@@ -173,7 +173,7 @@ def test_residual_rule_on_coupled_drafts_would_fail(noise: NoiseSource) -> None:
         group = item.group
         verified = verify_rejection(
             processed,
-            item.draft_token_ids,
+            item.draft.token_ids,
             (),
             noise=noise,
             seed=group.sampling.seed,
@@ -181,8 +181,8 @@ def test_residual_rule_on_coupled_drafts_would_fail(noise: NoiseSource) -> None:
         )
         position = group.first_position + verified.num_accepted_tokens
         weights = processed[verified.num_accepted_tokens].double().softmax(-1)
-        if verified.num_accepted_tokens < len(item.draft_token_ids):
-            weights[item.draft_token_ids[verified.num_accepted_tokens]] = 0.0
+        if verified.num_accepted_tokens < len(item.draft.token_ids):
+            weights[item.draft.token_ids[verified.num_accepted_tokens]] = 0.0
         gumbel = noise.gumbel([NoiseKey(group.sampling.seed, position, Purpose.COUPLED_DRAW)])[0]
         return verified._replace(next_token_id=int((weights.log() + gumbel).argmax()))
 
