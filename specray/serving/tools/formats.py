@@ -1,7 +1,7 @@
-"""How model families write tool calls: one row per format, from which calls are read and by which they are forced.
+"""How model families write tool calls: one row per format, from which calls are read and are forced.
 
-One table gives both, so that what is forced can always be read back. Text between calls is content, text between
-reasoning markers is reasoning. Patterns are linear: nothing that a model writes makes them slow.
+One table gives both, so that what is forced can always be read back. Text between calls is content, text
+between reasoning markers is reasoning. Patterns are linear: nothing that a model writes makes them slow.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class ToolFormat:
     """Texts that a chat template of this format contains, all of them."""
     open_pattern: str
     """Regular expression after which the text of calls begins."""
+    opening: str
+    """Text that the pattern takes away, to be given back when what follows is no call."""
     close: str | None
     """Text that ends it; None: the end of the answer."""
     read: Callable[[str, Schemas], Iterator[ToolCall]]
@@ -54,6 +56,8 @@ class ToolFormat:
     """Text after the last forced call."""
     allows_several: bool = True
     """Chat templates of this format take several calls in one turn."""
+    can_be_forced: bool = True
+    """A grammar of this format can be written."""
     writes_parameters: bool = False
     """Arguments are written one by one between tags, and not as JSON."""
 
@@ -170,6 +174,7 @@ FORMATS: Final = (
         name="qwen3_coder",
         signs=("<tool_call>", "<function="),
         open_pattern=r"\s*<tool_call>",
+        opening="<tool_call>",
         close="</tool_call>",
         read=_xml_call,
         begin="",
@@ -184,6 +189,7 @@ FORMATS: Final = (
         name="hermes",
         signs=("<tool_call>",),
         open_pattern=r"\s*<tool_call>",
+        opening="<tool_call>",
         close="</tool_call>",
         read=_json_calls,
         begin="",
@@ -197,6 +203,7 @@ FORMATS: Final = (
         name="mistral_args",
         signs=("[TOOL_CALLS]", "[ARGS]"),
         open_pattern=r"\s*\[TOOL_CALLS\]",
+        opening="[TOOL_CALLS]",
         close=None,
         read=_mistral_calls,
         begin="",
@@ -210,6 +217,7 @@ FORMATS: Final = (
         name="mistral",
         signs=("[TOOL_CALLS]",),
         open_pattern=r"\s*\[TOOL_CALLS\]",
+        opening="[TOOL_CALLS]",
         close=None,
         read=_mistral_calls,
         begin="[TOOL_CALLS] [",
@@ -223,6 +231,7 @@ FORMATS: Final = (
         name="deepseek_v31",
         signs=("<｜tool▁calls▁begin｜>",),
         open_pattern=r"\s*<｜tool▁calls▁begin｜>",
+        opening="<｜tool▁calls▁begin｜>",
         close="<｜tool▁calls▁end｜>",
         read=_deepseek_calls,
         begin="<｜tool▁calls▁begin｜>",
@@ -236,6 +245,7 @@ FORMATS: Final = (
         name="llama3_json",
         signs=("<|python_tag|>",),
         open_pattern=r'<\|python_tag\|>|\A\s*(?=\{\s*"name"\s*:)',
+        opening="",
         close=None,
         read=_json_calls,
         begin="",
@@ -250,6 +260,7 @@ FORMATS: Final = (
         name="pythonic",
         signs=("[func_name1(params_name1=params_value1",),
         open_pattern=r"\A\s*\[(?=[A-Za-z_][\w.]{0,63}\()",
+        opening="[",
         close=None,
         read=_python_calls,
         begin="[",
@@ -258,7 +269,7 @@ FORMATS: Final = (
         after=")",
         between=", ",
         end="]",
-        writes_parameters=True,
+        can_be_forced=False,
     ),
 )
 """All formats; the first whose signs a template contains is the model's."""

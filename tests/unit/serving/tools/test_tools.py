@@ -1,0 +1,255 @@
+"""Tools: fields of requests, calls read from text in pieces of any size, and forced calls that read back."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import pytest
+
+from specray.errors import InvalidRequestError
+from specray.serving.tools.answer import AnswerParser
+from specray.serving.tools.forced import forced_calls
+from specray.serving.tools.formats import FORMATS, ToolCall, ToolFormat, find_format
+from specray.serving.tools.request import ToolMode, ToolUse, parse_tools
+from tests.unit.grammar.test_matcher import ENDS, backend, compiler, legal, piece
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Tells the weather.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"enum": ["Paris", "Rome"]},
+                "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            },
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock", "strict": True}}
+TEXTS: dict[str, tuple[str, list[ToolCall]]] = {
+    "hermes": (
+        'Sure.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>',
+        [ToolCall("get_weather", '{"city": "Rome"}'), ToolCall("clock", "{}")],
+    ),
+    "qwen3_coder": (
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n3\n"
+        "</parameter>\n</function>\n</tool_call>",
+        [ToolCall("get_weather", '{"city": "Rome", "days": 3}')],
+    ),
+    "mistral": (
+        '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Rome"}}, '
+        '{"name": "clock", "arguments": {}}]',
+        [ToolCall("get_weather", '{"city": "Rome"}'), ToolCall("clock", "{}")],
+    ),
+    "mistral_args": (
+        '[TOOL_CALLS]get_weather[ARGS]{"city": "Rome"}[TOOL_CALLS]clock[ARGS]{}',
+        [ToolCall("get_weather", '{"city": "Rome"}'), ToolCall("clock", "{}")],
+    ),
+    "llama3_json": (
+        '{"name": "get_weather", "parameters": {"city": "Rome"}}',
+        [ToolCall("get_weather", '{"city": "Rome"}')],
+    ),
+    "deepseek_v31": (
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Rome"}'
+        "<｜tool▁call▁end｜><｜tool▁call▁begin｜>clock<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        [ToolCall("get_weather", '{"city": "Rome"}'), ToolCall("clock", "{}")],
+    ),
+    "pythonic": (
+        '[get_weather(city="Rome", days=2), clock()]',
+        [ToolCall("get_weather", '{"city": "Rome", "days": 2}'), ToolCall("clock", "{}")],
+    ),
+}
+
+
+def row(name: str) -> ToolFormat:
+    return next(entry for entry in FORMATS if entry.name == name)
+
+
+def use(choice: Any = None, tools: Any = (WEATHER, CLOCK), is_parallel: bool | None = None) -> ToolUse:
+    found = parse_tools(list(tools), choice, is_parallel)
+    assert found is not None
+    return found
+
+
+def read(parser: AnswerParser, text: str, size: int) -> tuple[str, str, list[ToolCall]]:
+    deltas = [parser.push(text[start : start + size]) for start in range(0, len(text), size)]
+    deltas.append(parser.finish())
+    calls = [delta for each in deltas for delta in each.calls]
+    assert [call.index for call in calls] == list(range(len(calls)))
+    assert len({call.call_id for call in calls}) == len(calls)
+    content = "".join(delta.content for delta in deltas)
+    return content, "".join(delta.reasoning for delta in deltas), [call.call for call in calls]
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_calls_are_read_from_pieces_of_any_size(name: str, size: int) -> None:
+    text, calls = TEXTS[name]
+    content, _, read_calls = read(AnswerParser(use(), row(name)), text, size)
+    assert read_calls == calls
+    assert content.strip() in ("", "Sure.")
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+def test_reasoning_stands_apart_also_where_the_prompt_opened_it(size: int) -> None:
+    tail = 'Hm.\n</think>\n\nYes.<tool_call>{"name": "clock"}</tool_call>'
+    for begins, text in ((False, "<think>\n" + tail), (True, tail)):
+        parser = AnswerParser(use(), row("hermes"), reads_reasoning=True, begins_in_reasoning=begins)
+        content, reasoning, calls = read(parser, text, size)
+        assert (content.strip(), reasoning.strip(), calls) == ("Yes.", "Hm.", [ToolCall("clock", "{}")])
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"name": "clock", "arguments": {</tool_call> after',
+        '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
+        "<tool_call>[]</tool_call>",
+        '<tool_call>{"name": "clock", "arguments": [1]}',
+        "a < b and <tool_",
+    ],
+)
+def test_malformed_calls_are_content_and_nothing_is_lost(text: str, size: int) -> None:
+    content, _, calls = read(AnswerParser(use(), row("hermes")), text, size)
+    assert calls == []
+    assert content.removesuffix("</tool_call>") == text.removesuffix("</tool_call>")
+
+
+def test_nothing_is_read_when_calls_are_switched_off() -> None:
+    text = TEXTS["hermes"][0]
+    assert read(AnswerParser(use("none"), row("hermes")), text, 3) == (text, "", [])
+    assert read(AnswerParser(None, row("hermes")), text, 3) == (text, "", [])
+
+
+def test_a_tool_outside_the_allowed_ones_is_not_called() -> None:
+    choice = {
+        "type": "allowed_tools",
+        "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "clock"}}]},
+    }
+    _, _, calls = read(AnswerParser(use(choice), row("hermes")), TEXTS["hermes"][0], 9)
+    assert calls == [ToolCall("clock", "{}")]
+
+
+def random_answer(tool_use: ToolUse, name: str, seed: int) -> str | None:
+    grammar = forced_calls(tool_use, row(name), lambda text: False)
+    assert grammar is not None
+    compiler().check(grammar, field="tool_choice")
+    chance, matcher, output = random.Random(seed), compiler().matcher(grammar), list[int]()
+    for _ in range(300):
+        choices = legal(matcher.masks(output)[0])
+        if choices & ENDS and (choices <= ENDS or chance.random() < 0.5):
+            return str(backend().decode(output))
+        pool = sorted(choices - ENDS)
+        short = [token for token in pool if not piece(token).isspace()] or pool
+        output.append(chance.choice(short))
+    return None
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in FORMATS if entry.can_be_forced])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_what_is_forced_reads_back_as_valid_calls(name: str, choice: Any) -> None:
+    tool_use = use(choice)
+    answers = [text for seed in range(4) if (text := random_answer(tool_use, name, seed)) is not None]
+    assert answers
+    for text in answers:
+        content, _, calls = read(AnswerParser(tool_use, row(name)), text, 5)
+        assert calls and not content.strip(), text
+        for call in calls:
+            assert choice == "required" or call.name == "get_weather"
+            schemas = {tool.name: tool.parameters for tool in tool_use.tools}
+            jsonschema.validate(json.loads(call.arguments), schemas[call.name])
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in FORMATS if entry.can_be_forced])
+def test_one_call_at_most_without_parallel_calls(name: str) -> None:
+    tool_use = use("required", is_parallel=False)
+    for seed in range(4):
+        text = random_answer(tool_use, name, seed)
+        if text is not None:
+            assert len(read(AnswerParser(tool_use, row(name)), text, 5)[2]) == 1
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral"])
+def test_a_strict_tool_leaves_text_free_and_calls_valid(name: str) -> None:
+    grammar = forced_calls(use("auto"), row(name), lambda text: False)
+    assert grammar is not None
+    matcher = compiler().matcher(grammar)
+    free = tuple(backend().encode("Hello, I am free.", add_special_tokens=False).ids)
+    assert matcher.count_legal((), free) == len(free) and ENDS & legal(matcher.masks(free)[0])
+    call = tuple(backend().encode(TEXTS[name][0].removeprefix("Sure.\n"), add_special_tokens=False).ids)
+    assert matcher.count_legal((), call) == len(call)
+    wrong = TEXTS[name][0].removeprefix("Sure.\n").replace("Rome", "Oslo")
+    broken = tuple(backend().encode(wrong, add_special_tokens=False).ids)
+    assert matcher.count_legal((), broken) < len(broken)
+
+
+def test_free_answers_have_no_grammar() -> None:
+    assert forced_calls(use("auto", tools=[WEATHER]), row("hermes"), lambda text: False) is None
+    assert forced_calls(use("none"), row("hermes"), lambda text: False) is None
+
+
+@pytest.mark.parametrize("tool_format", [None, row("pythonic")])
+def test_an_unknown_format_cannot_be_forced(tool_format: ToolFormat | None) -> None:
+    with pytest.raises(InvalidRequestError, match="cannot be enforced"):
+        forced_calls(use("required"), tool_format, lambda text: False)
+
+
+def test_the_format_is_told_by_the_chat_template() -> None:
+    def name(template: str) -> str | None:
+        found = find_format(template)
+        return None if found is None else found.name
+
+    assert name("... <tool_call> ... <function=...") == "qwen3_coder"
+    assert name("... <tool_call> {{ tool }}") == "hermes"
+    assert name("[TOOL_CALLS]") == "mistral"
+    assert name("[TOOL_CALLS] [ARGS]") == "mistral_args"
+    assert name("<|python_tag|>") == "llama3_json"
+    assert name("no tools here") is None
+    assert find_format(None) is None
+
+
+def test_choices_of_tools() -> None:
+    assert (use(None).mode, use("none").mode, use("required").mode) == (
+        ToolMode.AUTO,
+        ToolMode.NONE,
+        ToolMode.REQUIRED,
+    )
+    named = use({"type": "function", "function": {"name": "clock"}})
+    assert (named.mode, named.allowed, named.is_named) == (ToolMode.REQUIRED, {"clock"}, True)
+    assert [tool.name for tool in named.callable_tools] == ["clock"]
+    assert parse_tools(None, None, None) is None and parse_tools([], "none", True) is None
+    assert not use(None, is_parallel=False).is_parallel
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "field"),
+    [
+        ("x", None, "tools"),
+        ([{"type": "custom"}], None, "tools[0].type"),
+        ([{"type": "function"}], None, "tools[0].function"),
+        ([{"type": "function", "function": {"name": "a b"}}], None, "tools[0].function.name"),
+        ([WEATHER, WEATHER], None, "tools[1].function.name"),
+        (
+            [{"type": "function", "function": {"name": "a", "parameters": []}}],
+            None,
+            "tools[0].function.parameters",
+        ),
+        ([WEATHER], "any", "tool_choice"),
+        ([WEATHER], {"type": "function", "function": {"name": "clock"}}, "tool_choice.function.name"),
+        (None, "required", "tool_choice"),
+        ([WEATHER], {"type": "allowed_tools", "allowed_tools": {"mode": "x"}}, "tool_choice.allowed_tools"),
+    ],
+)
+def test_wrong_tools_name_their_field(tools: Any, choice: Any, field: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        parse_tools(tools, choice, None)
+    assert caught.value.field == field
