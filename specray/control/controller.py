@@ -222,6 +222,15 @@ class Policy:
             step_s -= self.measured.slowest_outcomes_s
         return self.measured.reading_room(most, step_s=step_s, most_s=most_s)
 
+    def rest(self, pacing: Pacing, num_rounds: int) -> None:
+        """Plans no draft for the session's next rounds: the draft refused it, or was lost with it."""
+        pacing.rest_rounds = num_rounds
+
+    def put_off_probe(self, pacing: Pacing) -> None:
+        """A probe of the session could not begin in this round; it loses none of its rounds."""
+        if pacing.is_probing:
+            pacing.rounds_to_review += 1
+
     # Measurements
 
     def observe_round(

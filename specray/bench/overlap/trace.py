@@ -17,7 +17,7 @@ from specray.config import Config
 from specray.environment import api_key
 from specray.errors import ConfigError, EngineLostError
 from specray.requests import GenerateRequest
-from specray.router.session_values import FILLER
+from specray.router.session_values import FALLBACK
 from specray.router.trace import Decided, TraceEvent, decode_trace
 from specray.serving.local.pair import local_router
 from specray.tokenization import load_tokenizer
@@ -111,7 +111,7 @@ def summary_table(summary: Summary) -> Table:
 def plans_table(timeline: Timeline, *, max_rows: int = 16) -> Table:
     """When a session's plan changed, and what had been predicted for each way of working."""
     ways = ("off", "serial", "ahead", "enumerate")
-    changes = [plan for plan in changed_plans(timeline) if plan.source != FILLER]
+    changes = [plan for plan in changed_plans(timeline) if plan.source != FALLBACK]
     hidden = len(changes) - max_rows
     table = Table(
         title="changes of plan, and the tokens/s predicted for the best plan of each way",

@@ -20,12 +20,13 @@ from specray.control.prospects import MAX_ACCEPTANCE
 from specray.control.state import Pacing
 from specray.drafting import LONG_MATCH_LEN, OutputStore, OutputStores, SessionProposer, make_proposer
 from specray.requests import GenerateRequest
+from specray.router.proposers.base import Budget
 from specray.router.session import Session
-from specray.router.session_values import FILLER
+from specray.router.session_values import FALLBACK, Commit
 from specray.types import MAX_SPECULATIVE_TOKENS, NO_DRAFT, DraftKind, DraftTokens
 
 PRIOR_ACCEPTANCE: Final[Mapping[str, float]] = MappingProxyType(
-    {DraftKind.NGRAM: 0.5, DraftKind.SUFFIX: 0.5, FILLER: 0.3}
+    {DraftKind.NGRAM: 0.5, DraftKind.SUFFIX: 0.5, FALLBACK: 0.3}
 )
 PRIOR_LONG_MATCH_ACCEPTANCE = 0.9
 LOOK_S: Final = 12e-6
@@ -50,11 +51,11 @@ class Track:
 
 
 @dataclass(slots=True, eq=False)
-class LocalDraft:
+class LocalProposer:
     """One session's proposer and its own part in the policy, apart from that of a draft model."""
 
     source: str
-    """ngram, suffix or FILLER."""
+    """ngram, suffix or FALLBACK."""
     proposer: SessionProposer
     short: Track
     long: Track
@@ -68,15 +69,11 @@ class LocalDraft:
     """So was the match of the last proposal."""
 
     @property
-    def is_filler(self) -> bool:
-        return self.source == FILLER
+    def is_fallback(self) -> bool:
+        return self.source == FALLBACK
 
-    def draft(self, session: Session, *, num_running: int) -> DraftTokens:
-        """What to verify after all committed tokens; empty when nothing was found, or when it would not pay.
-
-        Args:
-            num_running: sessions that share the target's steps.
-        """
+    def propose(self, session: Session, budget: Budget) -> DraftTokens:
+        """See Proposer; none when nothing was found, or when it would not pay."""
         self.proposer.extend(session.committed[self.proposer.num_tokens :])
         match_len = self.proposer.match_len
         self.is_long = match_len >= LONG_MATCH_LEN
@@ -85,17 +82,19 @@ class LocalDraft:
         policy, pacing = self._track.policy, self._track.pacing
         if policy.is_resting(pacing):
             return NO_DRAFT
-        plan = policy.plan(pacing, num_remaining=session.num_remaining, num_running=num_running)
+        plan = policy.plan(pacing, num_remaining=session.num_remaining, num_running=budget.num_running)
         if plan.is_off:
             return NO_DRAFT
         return DraftTokens(self.proposer.propose(min(plan.num_speculative_tokens, self.max_tokens)))
 
-    def observe(self, num_drafts: int, num_accepted: int) -> None:
-        """One verdict on what it drafted."""
+    def observe(self, session: Session, commit: Commit) -> None:
+        """Learns from a verdict on its own draft tokens, none included; others' are not its own."""
+        if commit.source != self.source:
+            return
         track = self._track
-        track.policy.observe_round(track.pacing, num_drafts, num_accepted)
+        track.policy.observe_round(track.pacing, commit.num_draft_tokens, commit.num_accepted_tokens)
         if self.looks is not None:
-            self.looks.add(num_accepted, 1)
+            self.looks.add(commit.num_accepted_tokens, 1)
 
     def pass_over(self) -> None:
         """What it found, if anything, is not verified: a look that brought nothing."""
@@ -123,7 +122,7 @@ class LocalDraft:
         return self.long if self.is_long else self.short
 
 
-class LocalDrafts:
+class LocalProposers:
     """Makes each session's local draft.
 
     Args:
@@ -147,8 +146,10 @@ class LocalDrafts:
         self._num_without = 0
         """Sessions that had no filler, since it did not pay."""
 
-    def of(self, request: GenerateRequest, draft: DraftKind, *, num_sessions: int = 1) -> LocalDraft | None:
-        """The local draft of a new session.
+    def of(
+        self, request: GenerateRequest, draft: DraftKind, *, num_sessions: int = 1
+    ) -> LocalProposer | None:
+        """The local proposer of a new session.
 
         Args:
             draft: what drafts for the request.
@@ -160,20 +161,20 @@ class LocalDrafts:
         kind = self._filler if draft is DraftKind.MODEL else draft
         if kind is None:
             return None
-        source = FILLER if draft is DraftKind.MODEL else kind.value
+        source = FALLBACK if draft is DraftKind.MODEL else kind.value
         short, long = (Track(policy, policy.pace(request)) for policy in self._policies[source])
         fixed_k = short.pacing.fixed_k
         if fixed_k == 0:
             return None
-        if source == FILLER and not self._may_pay(num_sessions):
+        if source == FALLBACK and not self._may_pay(num_sessions):
             return None
-        if source == FILLER:
+        if source == FALLBACK:
             # A filler is there to add speed, so it must be free to propose nothing, whatever K is configured.
             short.pacing.fixed_k = long.pacing.fixed_k = None
         store = self._stores.of(request.speculation.tenant) if kind is DraftKind.SUFFIX else None
         most = fixed_k or MAX_SPECULATIVE_TOKENS
-        looks = self._looks if source == FILLER else None
-        return LocalDraft(source, make_proposer(kind, store), short, long, most, store, looks)
+        looks = self._looks if source == FALLBACK else None
+        return LocalProposer(source, make_proposer(kind, store), short, long, most, store, looks)
 
     def _may_pay(self, num_sessions: int) -> bool:
         """What fillers brought lately is worth more than looking for them takes, or it is time to look again.
