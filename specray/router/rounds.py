@@ -23,11 +23,11 @@ from specray.router.trace import Trace
 from specray.router.transport.clock import Alarm
 from specray.router.transport.links import (
     DraftMoved,
-    DraftReplied,
+    DraftRepliesArrived,
     Inbox,
     LinkLost,
     TargetLink,
-    TargetReplied,
+    TargetRepliesArrived,
 )
 from specray.types import ItemFailed, TargetReplies, TargetReply, UnknownSequence, Verdict
 
@@ -147,10 +147,10 @@ class Rounds:
         self._now = now = self._clock.monotonic()
         for event in self._inbox.drain():
             match event:
-                case TargetReplied():
+                case TargetRepliesArrived():
                     if event.link is self.target:
                         self._on_target_replies(event.replies, verifying)
-                case DraftReplied():
+                case DraftRepliesArrived():
                     self.proposers.on_replies(event.link, event.replies, now)
                 case DraftMoved():
                     self.proposers.model.on_moved()

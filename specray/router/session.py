@@ -293,7 +293,7 @@ class Session:
         """Takes a proposal. False: a late reply.
 
         While the target verifies something else after the same prefix (nothing for the first token, or a
-        filler), a proposal is one branch: as many tokens as both have in common, then its next one.
+        fallback), a proposal is one branch: as many tokens as both have in common, then its next one.
         """
         item = self.draft.accept(proposal)
         if item is None or item.fanout:

@@ -1,8 +1,8 @@
-"""Drafts that need no model: a proposer per session, here in the router's process.
+"""Local proposers, which need no draft model: one per session, in the router's process.
 
-What it proposes is there in microseconds, so nothing is asked, sent or waited for. A session has one when its
-request is drafted for by ``ngram`` or ``suffix``; with a draft model it may have one as its *filler*, which
-proposes where the model has nothing to offer.
+Their draft tokens are there in microseconds, so nothing is asked, sent or waited for. A session has one when
+its request is drafted for by ``ngram`` or ``suffix``; with a draft model it may have one as its *fallback*,
+which proposes where the model has nothing to offer.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ PRIOR_ACCEPTANCE: Final[Mapping[str, float]] = MappingProxyType(
 )
 PRIOR_LONG_MATCH_ACCEPTANCE = 0.9
 LOOK_S: Final = 12e-6
-"""Of a router's time, to look for a repetition in one round of a session. A round of 64 sessions that do not
-speculate takes 20 us each without fillers, and 31 to 36 with them (2 cores, Zen 4; engines of no cost)."""
+"""Seconds of the router to look for a repetition in one round of a session.
+
+A round of 64 sessions that do not speculate takes 20 us each without fallbacks, and 31 to 36 with them (2
+cores, Zen 4; engines of no cost)."""
 PRIOR_ACCEPTED, PRIOR_LOOKS = 0.1, 200.0
 LOOKS_FADING = 0.9998
-"""Some thousand looks, so that what is believed is of many sessions."""
+"""Weight that is left of earlier looks with each one: some thousand count, of many sessions."""
 PROBE_EVERY = 32
-"""Where fillers do not pay every so many sessions have one, to see whether that has changed: of 64 sessions
-two, whose looks take a few thousandths of a small target's step."""
+"""Number of sessions of which one has a fallback where it does not pay, to see whether that has changed.
+
+Of 64 sessions two have one, whose looks take a few thousandths of a small target's step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +48,9 @@ class Track:
     """What is known of one kind of match, and the plan that follows from it."""
 
     policy: Policy
-    """Of all sessions."""
+    """Policy of all sessions for this kind of match."""
     pacing: Pacing
-    """Of this one."""
+    """This session's record in it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +67,7 @@ class LocalProposer:
     """Per proposal."""
     store: OutputStore | None = None
     looks: Rate | None = None
-    """Draft tokens accepted for each round in which something was looked for, of all sessions; of fillers."""
+    """Draft tokens accepted per round with a look, of all sessions; None: it is no fallback."""
     is_long: bool = False
     """So was the match of the last proposal."""
 
@@ -123,16 +126,16 @@ class LocalProposer:
 
 
 class LocalProposers:
-    """Makes each session's local draft.
+    """Makes each session's local proposer.
 
     Args:
         config: the ``speculation`` section.
         policy: of the draft model; target times are shared with it.
-        has_model: there is a draft model, and fillers stand in for it.
+        has_model: there is a draft model, and fallbacks stand in for it.
     """
 
     def __init__(self, config: SpeculationConfig, policy: Policy, *, has_model: bool) -> None:
-        self._filler = None if config.filler == "none" or not has_model else DraftKind(config.filler)
+        self._fallback = None if config.filler == "none" or not has_model else DraftKind(config.filler)
         self._policies = {
             source: tuple(
                 policy.beside(source, prior_acceptance=acceptance)
@@ -144,7 +147,7 @@ class LocalProposers:
         self._policy = policy
         self._looks = Rate(PRIOR_ACCEPTED, PRIOR_LOOKS, fading=LOOKS_FADING)
         self._num_without = 0
-        """Sessions that had no filler, since it did not pay."""
+        """Number of sessions without a fallback, since it did not pay."""
 
     def of(
         self, request: GenerateRequest, draft: DraftKind, *, num_sessions: int = 1
@@ -158,7 +161,7 @@ class LocalProposers:
         Returns:
             None when only a model drafts for it, or nothing does.
         """
-        kind = self._filler if draft is DraftKind.MODEL else draft
+        kind = self._fallback if draft is DraftKind.MODEL else draft
         if kind is None:
             return None
         source = FALLBACK if draft is DraftKind.MODEL else kind.value
@@ -169,7 +172,7 @@ class LocalProposers:
         if source == FALLBACK and not self._may_pay(num_sessions):
             return None
         if source == FALLBACK:
-            # A filler is there to add speed, so it must be free to propose nothing, whatever K is configured.
+            # A fallback is there to add speed, so it is free to propose nothing, whatever K is configured.
             short.pacing.fixed_k = long.pacing.fixed_k = None
         store = self._stores.of(request.speculation.tenant) if kind is DraftKind.SUFFIX else None
         most = fixed_k or MAX_SPECULATIVE_TOKENS
@@ -177,7 +180,7 @@ class LocalProposers:
         return LocalProposer(source, make_proposer(kind, store), short, long, most, store, looks)
 
     def _may_pay(self, num_sessions: int) -> bool:
-        """What fillers brought lately is worth more than looking for them takes, or it is time to look again.
+        """What fallbacks brought lately is worth more than their looks take, or it is time to look again.
 
         With many sessions a token of one is little of a step's time, and there are as many looks as sessions.
         """

@@ -46,7 +46,7 @@ class Connection(Protocol[RepliesT_co]):
 
 
 @dataclass(frozen=True, slots=True)
-class TargetReplied:
+class TargetRepliesArrived:
     """A batch of replies of a target."""
 
     link: TargetLink
@@ -54,7 +54,7 @@ class TargetReplied:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftReplied:
+class DraftRepliesArrived:
     """A batch of replies of a draft."""
 
     link: DraftLink
@@ -77,7 +77,7 @@ class LinkLost:
     error: Exception
 
 
-Event = TargetReplied | DraftReplied | DraftMoved | LinkLost
+Event = TargetRepliesArrived | DraftRepliesArrived | DraftMoved | LinkLost
 
 
 class Inbox:
@@ -222,7 +222,7 @@ class TargetLink(Link[VerifyItem, TargetReplies]):
         super().__init__(
             verifier,
             verifier.verify,
-            lambda replies: inbox.put(TargetReplied(self, replies)),
+            lambda replies: inbox.put(TargetRepliesArrived(self, replies)),
             lambda error: inbox.put(LinkLost(self, error)),
         )
 
@@ -234,7 +234,7 @@ class DraftLink(Link[SpeculateItem, DraftReplies]):
         super().__init__(
             drafter,
             drafter.speculate,
-            lambda replies: inbox.put(DraftReplied(self, replies)),
+            lambda replies: inbox.put(DraftRepliesArrived(self, replies)),
             lambda error: inbox.put(LinkLost(self, error)),
         )
 
