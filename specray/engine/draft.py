@@ -152,7 +152,7 @@ class DraftEngine(EngineBase):
         sequence.recompute_last(min(1, num_wanted))
         # Log of 0 is minus infinity: no bound.
         min_logprob = math.log(item.min_acceptance) if item.min_acceptance > 0 else -math.inf
-        chain = Chain(sequence.token_ids, sequence.sampling, num_wanted, min_logprob=min_logprob)
+        chain = Chain(sequence.told_state.fork(), sequence.token_ids, num_wanted, min_logprob=min_logprob)
         return _Proposing(sequence, chain)
 
     def _admit_outcomes(self, item: SpeculateItem, length: int) -> OutcomeBranches:

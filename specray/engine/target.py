@@ -20,7 +20,8 @@ from specray.engine.cache.prefix import UNIT_TOKENS
 from specray.engine.cache.sequences import EngineSequence
 from specray.engine.sampling.logprobs import token_logprobs
 from specray.engine.sampling.noise import NoiseSource
-from specray.engine.sampling.processors import RowGroup, process_logits
+from specray.engine.sampling.processors import process_logits
+from specray.engine.sampling.state import chain_rows
 from specray.engine.sampling.verify import Round, Verified, verify_rounds
 from specray.engine.schedule import (
     CatchUp,
@@ -162,7 +163,7 @@ class TargetEngine(EngineBase):
     def _verify(self, sampled: Sequence[_Scheduled], logits: Tensor) -> list[Verified]:
         rounds = [
             Round(
-                RowGroup(entry.sequence.sampling, entry.sequence.token_ids, entry.num_logits),
+                chain_rows(entry.sequence.told_state, entry.item.draft.token_ids),
                 entry.item.draft.token_ids,
                 entry.item.draft.probs,
             )
