@@ -36,6 +36,7 @@ from tests.unit.engine.model.checkpoints import (
     reference_model,
     write_checkpoint,
 )
+from tests.unit.engine.processes import preloaded_context
 from tests.unit.engine.runner.group_ranks import DEADLINE_S, hang_or_die, join, start_differently
 
 PROMPT = [5, 7, 9, 11, 13, 2, 4, 60, 33]
@@ -74,24 +75,25 @@ def build(
 
 def serve_rank(rank: int, meeting: Queue[str], answers: Queue[Any], cases: list[tuple[str, str]]) -> None:
     """One group per case, one after the other in the same processes."""
-    for path, forward in cases:
+    for number, (path, forward) in enumerate(cases):
         runner = build(rank, meeting, path, forward, silence_timeout_s=2)
         if rank > 0:
             runner.follow()
         else:
-            answers.put(lead(runner))
+            # Longer than the silence that the follower allows: an idle leader is not a lost one.
+            answers.put(lead(runner, idle_s=3 if number == 0 else 0))
         runner.close()
         runner.close()
 
 
-def lead(runner: ModelRunner) -> tuple[list[int], list[list[float]], list[list[float]]]:
+def lead(runner: ModelRunner, *, idle_s: float) -> tuple[list[int], list[list[float]], list[list[float]]]:
     """Greedy tokens, the prompt's logits, and those of a batch that does not fit the first broadcast.
 
     The last rows of the batch belong to a prefix that was copied, on every rank, from another block.
     """
     prompt_logits = runner.run([SequenceInput(PROMPT, 0, [0], len(PROMPT))])
     tokens = [*PROMPT, int(prompt_logits[-1].argmax())]
-    time.sleep(3)  # Longer than the silence that the follower allows: an idle leader is not a lost one.
+    time.sleep(idle_s)
     while len(tokens) < len(PROMPT) + NUM_TOKENS:
         logits = runner.run([SequenceInput(tokens[-1:], len(tokens) - 1, [0], 1)])
         tokens.append(int(logits[0].argmax()))
@@ -105,7 +107,7 @@ def lead(runner: ModelRunner) -> tuple[list[int], list[list[float]], list[list[f
 
 @contextmanager
 def running_ranks(target: Callable[..., None], *args: Any) -> Iterator[tuple[Ranks, Queue[Any]]]:
-    context = multiprocessing.get_context("spawn")
+    context = preloaded_context()
     meeting: Queue[str] = context.Queue()
     answers: Queue[Any] = context.Queue()
     ranks: Ranks = [context.Process(target=target, args=(r, meeting, answers, *args)) for r in range(2)]
