@@ -21,6 +21,8 @@ from typing import Final
 
 PROTOCOL_VERSION: Final = 1
 """Of the engines' wire protocol; ``EngineInfo`` carries it, and peers with another one are refused."""
+MAX_SPECULATIVE_TOKENS: Final = 32
+"""Largest K that a configuration or a request may ask for."""
 
 
 class Verification(enum.StrEnum):

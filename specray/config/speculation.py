@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from specray.config.section import Section
-from specray.types import Overlap, Verification
+from specray.types import MAX_SPECULATIVE_TOKENS, Overlap, Verification
 
 
 class SpeculationConfig(Section):
@@ -16,11 +16,15 @@ class SpeculationConfig(Section):
     num_speculative_tokens: int | Literal["auto"] = Field(
         "auto", description="K: most draft tokens per round, 0..32; auto: chosen by measurement."
     )
+    control: Literal["measured", "simple"] = Field(
+        "measured",
+        description="How K auto is chosen: from measured times, or one K with an on/off experiment.",
+    )
     verification: Verification = Verification.COUPLED
     # Measured on 2 cores that both engines share, tokens/s: a 193M target 164 serial, 168 auto; the embedded
     # pair 876 and 829. Where the draft is behind a network, overlap hides the way: choose auto.
     overlap: Overlap | Literal["auto"] = Overlap.SERIAL
-    filler: Literal["none", "ngram", "suffix"] = Field(
+    fallback: Literal["none", "ngram", "suffix"] = Field(
         "ngram",
         description="What is verified where the draft model has nothing to offer, while its acceptance pays.",
     )
@@ -37,6 +41,6 @@ class SpeculationConfig(Section):
     @model_validator(mode="after")
     def _check_k(self) -> SpeculationConfig:
         k = self.num_speculative_tokens
-        if k != "auto" and not 0 <= k <= 32:
-            raise ValueError(f"num_speculative_tokens is {k}; allowed: 0..32 or auto")
+        if k != "auto" and not 0 <= k <= MAX_SPECULATIVE_TOKENS:
+            raise ValueError(f"num_speculative_tokens is {k}; allowed: 0..{MAX_SPECULATIVE_TOKENS} or auto")
         return self

@@ -13,7 +13,7 @@ MIN_MATCH_LEN = 2
 MAX_MATCH_LEN = 4
 LONG_MATCH_LEN = 8
 """A match of so many tokens is taken for a repetition that goes on. Of HumanEval at temperature 0, 85 % of
-what fillers proposed after one was accepted (the counters by source, ``overlap`` serial)."""
+what the fallback proposed after one was accepted (the counters by source, ``overlap`` serial)."""
 
 
 class NgramProposer:

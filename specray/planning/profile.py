@@ -233,7 +233,7 @@ class AcceptanceProfile(_Part):
     outputs: tuple[MeasuredOutput, ...] = Field(
         (),
         description="A simulated request has one of them; without any, by_position is drawn from, and there "
-        "are no fillers.",
+        "is no fallback.",
     )
     hit_rates: tuple[HitRate, ...] = ()
 

@@ -30,6 +30,7 @@ from specray.router.session_values import (
     usable_drafts,
 )
 from specray.types import (
+    MAX_SPECULATIVE_TOKENS,
     Branch,
     ItemFailed,
     Outcomes,
@@ -39,9 +40,6 @@ from specray.types import (
     Verdict,
     VerifyItem,
 )
-
-MAX_SPECULATIVE_TOKENS = 32
-"""The largest K that a configuration or a request may ask for."""
 
 
 class Session:
@@ -288,7 +286,7 @@ class Session:
         """Takes a proposal. False: a late reply.
 
         While the target verifies something else after the same prefix (nothing for the first token, or a
-        filler), a proposal is one branch: as many tokens as both have in common, then its next one.
+        fallback), a proposal is one branch: as many tokens as both have in common, then its next one.
         """
         item = self.draft.accept(proposal)
         if item is None or item.fanout:

@@ -21,8 +21,8 @@ from specray.types import (
 ItemT = TypeVar("ItemT", SpeculateItem, VerifyItem)
 
 
-FILLER = "filler"
-"""Source of draft tokens that stand in for those of a draft model."""
+FALLBACK = "fallback"
+"""Source of draft tokens that the n-gram fallback proposed in place of a draft model."""
 
 
 class Drafted(NamedTuple):
@@ -31,7 +31,7 @@ class Drafted(NamedTuple):
     token_ids: tuple[int, ...] = ()
     probs: tuple[SparseProbs, ...] = ()
     source: str = DraftKind.MODEL.value
-    """A DraftKind's value, or FILLER."""
+    """A DraftKind's value, or FALLBACK."""
 
 
 NOTHING_DRAFTED = Drafted()

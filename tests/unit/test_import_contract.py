@@ -30,12 +30,14 @@ ALLOWED: dict[str, set[str]] = {
     "engine": SEAMS - {"requests"} | {"demo"},
     "drafting": SEAMS,
     "rpc": SEAMS,
-    "router": SEAMS | {"drafting"},
-    "planning": SEAMS | {"router", "fakes"},
+    "control": VOCABULARY | {"config"},
+    "router": SEAMS | {"control", "drafting"},
+    "planning": SEAMS | {"control", "router", "fakes"},
     "actors": SEAMS | {"engine", "rpc", "router", "drafting", "tokenization", "demo", "telemetry"},
     "serving": SEAMS | {"engine", "rpc", "router", "drafting", "tokenization", "demo", "actors", "telemetry"},
     "bench": SEAMS
     | {
+        "control",
         "engine",
         "rpc",
         "router",

@@ -100,6 +100,8 @@ def trace(
     if not console.is_terminal:
         console.width = _FILE_WIDTH
     console.print(traces.summary_table(summary))
+    if summary.reasons:
+        console.print(traces.reasons_table(summary))
     console.print(traces.plans_table(timeline))
     if timeline.decisions:
         console.print(traces.decisions_table(timeline))

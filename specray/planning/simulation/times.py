@@ -6,11 +6,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from specray.control.draft_steps import num_draft_steps
+from specray.control.cost_model import num_draft_steps
 from specray.planning.curves import Surface, interpolate
 from specray.planning.profile import DraftProfile, EngineProfile, LinearTime, TargetProfile
-from specray.router.session import MAX_SPECULATIVE_TOKENS
-from specray.types import DraftReply, SpeculateItem
+from specray.types import MAX_SPECULATIVE_TOKENS, DraftReply, SpeculateItem
 
 _LONG_ITEM = 64
 """A question that brings more tokens is a prompt; fewer are in the measured times of a round."""

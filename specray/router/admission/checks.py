@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from specray.errors import InvalidRequestError
 from specray.requests import GenerateRequest, SpeculationParams
-from specray.router.session import MAX_SPECULATIVE_TOKENS
-from specray.types import DraftKind, EngineInfo, SamplingParams
+from specray.types import MAX_SPECULATIVE_TOKENS, DraftKind, EngineInfo, SamplingParams
 
 
 def check_request(
