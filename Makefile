@@ -1,12 +1,12 @@
-# Two commands for newcomers: `make serve` and `make test`. Both set everything up first.
+# Start with `make serve` or `make test`: both set everything up first.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.specray-installed
-# Ray asks for it in every process that it starts; a local test cluster listens on loopback only.
+# Ray's token is off in tests: their clusters listen on loopback only.
 TEST_ENV := RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0
 
-.PHONY: setup serve test test-fast lint types protos protos-check schema check clean
+.PHONY: setup serve test test-fast zoo lint types protos protos-check schema check clean
 
 setup: $(STAMP)
 
@@ -25,6 +25,10 @@ test: setup
 test-fast: setup
 	$(BIN)/python -m pytest tests/unit tests/rpc
 
+# Tiny models of all families: each served with the tokens of the library's generate, or refused.
+zoo: setup
+	$(BIN)/python -m pytest tests/unit/engine/model/test_zoo.py -m 'zoo or not zoo'
+
 lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -40,7 +44,7 @@ protos-check: protos
 	git diff --exit-code -- specray/rpc/pb
 	test -z "$$(git status --porcelain -- specray/rpc/pb)"
 
-# After a change of specray/config/service.py: the chart's schema says the same.
+# Run after a change of specray/config/: it updates the chart's schema.
 schema: setup
 	$(BIN)/python helm/generate_schema.py
 

@@ -19,6 +19,10 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+MAX_SPECULATIVE_TOKENS: Final = 32
+"""Largest K: most draft tokens per round that a configuration or a request may ask for."""
+MAX_DRAFT_NODES: Final = 64
+"""Most nodes of one tree of draft tokens: the ancestors of a node are one 64-bit mask."""
 PROTOCOL_VERSION: Final = 1
 """Of the engines' wire protocol; ``EngineInfo`` carries it, and peers with another one are refused."""
 MAX_SPECULATIVE_TOKENS: Final = 32
@@ -122,6 +126,87 @@ class SparseProbs:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftTokens:
+    """A chain or a tree of draft tokens: the one form in which they go from a proposer to the verdict.
+
+    Node ``i`` is the token ``token_ids[i]``; its parent comes before it. A chain has one form only: parents
+    that say the same as none are dropped.
+
+    Raises:
+        ValueError: names the field, the value and what is allowed.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    parents: tuple[int, ...] | None = None
+    """Index of each node's parent, -1 for the root, which is the last committed token. None: a chain."""
+    probs: tuple[SparseProbs, ...] = ()
+    """Distribution from which each node was sampled, under rejection verification at temperature > 0; else
+    empty."""
+
+    def __post_init__(self) -> None:
+        num_nodes = len(self.token_ids)
+        if num_nodes > MAX_DRAFT_NODES:
+            raise ValueError(f"draft.token_ids has {num_nodes} entries; allowed: at most {MAX_DRAFT_NODES}")
+        if self.probs and len(self.probs) != num_nodes:
+            raise ValueError(
+                f"draft.probs has {len(self.probs)} entries for {num_nodes} draft tokens; "
+                f"allowed: none or {num_nodes}"
+            )
+        if self.parents is None:
+            return
+        if len(self.parents) != num_nodes:
+            raise ValueError(
+                f"draft.parents has {len(self.parents)} entries for {num_nodes} draft tokens; "
+                f"allowed: none or {num_nodes}"
+            )
+        for index, parent in enumerate(self.parents):
+            if not -1 <= parent < index:
+                raise ValueError(f"draft.parents[{index}] is {parent}; allowed: -1..{index - 1}")
+        if self.parents == tuple(range(-1, num_nodes - 1)):
+            object.__setattr__(self, "parents", None)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def is_chain(self) -> bool:
+        """True when each node follows the one before it."""
+        return self.parents is None
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Nodes between each node and the root: its position is the number of committed tokens plus this."""
+        if self.parents is None:
+            return tuple(range(len(self.token_ids)))
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        return tuple(depths)
+
+    def first_chain(self) -> DraftTokens:
+        """The chain that takes the first child of every node, from the root on."""
+        if self.parents is None:
+            return self
+        nodes: list[int] = []
+        for index, parent in enumerate(self.parents):
+            if parent == (nodes[-1] if nodes else -1):
+                nodes.append(index)
+        token_ids = tuple(self.token_ids[node] for node in nodes)
+        return DraftTokens(token_ids, probs=tuple(self.probs[node] for node in nodes) if self.probs else ())
+
+    def first(self, num_nodes: int) -> DraftTokens:
+        """The first so many nodes; all of them where there are fewer."""
+        if num_nodes >= len(self.token_ids):
+            return self
+        parents = None if self.parents is None else self.parents[:num_nodes]
+        return DraftTokens(self.token_ids[:num_nodes], parents, self.probs[:num_nodes])
+
+
+NO_DRAFT: Final = DraftTokens()
+"""No draft tokens."""
+
+
+@dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Logprobs (natural log, of the model's distribution before processors) of one output position."""
 
@@ -172,9 +257,7 @@ class Proposal:
     request_id: str
     round_id: int
     base_len: int
-    draft_token_ids: tuple[int, ...]
-    draft_probs: tuple[SparseProbs, ...] = ()
-    """One per draft token under rejection verification at temperature > 0, else empty."""
+    draft: DraftTokens = NO_DRAFT
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +266,7 @@ class Branch:
 
     num_accepted_tokens: int
     next_token_id: int
-    draft_token_ids: tuple[int, ...]
-    draft_probs: tuple[SparseProbs, ...] = ()
+    draft: DraftTokens = NO_DRAFT
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,14 +305,16 @@ class ItemFailed:
 
 @dataclass(frozen=True, slots=True)
 class VerifyItem:
-    """Router to target: keep, append, then verify ``draft_token_ids`` and draw the token after them."""
+    """Router to target: keep, append, then verify ``draft`` and draw the token after what is accepted.
+
+    Of a tree, engines verify the first chain for now; the other nodes count as rejected.
+    """
 
     request_id: str
     round_id: int
     base_len: int
     token_ids: tuple[int, ...]
-    draft_token_ids: tuple[int, ...] = ()
-    draft_probs: tuple[SparseProbs, ...] = ()
+    draft: DraftTokens = NO_DRAFT
     sample: bool = True
     """False: a chunk of a prefill; only the cache is filled, and the verdict carries no token."""
     sampling: SamplingParams | None = None
@@ -248,6 +332,7 @@ class Verdict:
     round_id: int
     base_len: int
     num_accepted_tokens: int
+    """Draft tokens kept, of the draft's first chain."""
     next_token_id: int | None
     """The recovered or bonus token; None for a prefill chunk (``sample`` was False)."""
     logprobs: tuple[TokenLogprobs, ...] = ()

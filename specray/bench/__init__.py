@@ -1,1 +1,1 @@
-"""Measuring: a running server, and the parts of one."""
+"""Benchmarks of a running server, of the parts of one, and comparisons with other servers."""

@@ -1,7 +1,7 @@
-"""Measures a pair for `specray plan`: a sweep of short loads through real routers, read from their traces.
+"""Measures a pair for `specray plan`: short loads through real routers, read from their traces.
 
-Everything is measured where it happens in service: behind gRPC, with the router's work in between, and the
-draft's steps between the target's. An engine alone in a tight loop is faster than it ever is in service.
+Everything is measured as it runs in service: behind gRPC, with the router's work in between, and draft steps
+between target steps. An engine alone in a tight loop is faster than it ever is in service.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from specray.router import Router
 from specray.router.trace import TraceEvent, decode_trace
 from specray.rpc.connections.drafter import GrpcDrafter
 from specray.serving.local.pair import CONNECT_TIMEOUT_S, WORKER_COMMAND, LocalPair, local_pair
-from specray.tokenization import Tokenizer
+from specray.tokenization import load_tokenizer
 from specray.types import Overlap, SamplingParams
 
 SERIAL_KS = (0, 1, 3, 6, 12)
@@ -37,13 +37,13 @@ PREFILL_LENS = (32, 64, 128, 256, 512, 1024)
 LONG_CONTEXTS = (256, 1024)
 NUM_PASSES = 3
 _NUM_STEPS = 24
-"""Of each load, about: rounds commit more than one token each."""
+"""Approximate number of steps per load; a round commits more than one token."""
 _MAX_DRAFT_TOKENS = 200
-"""Of a step: with many sequences a router does not choose a large K."""
+"""Largest number of draft tokens in a step: with many sequences a router does not choose a large K."""
 _SHORT_PROMPT = 32
-"""Where steps are measured, prompts are to take no time."""
+"""Prompt tokens of loads that time steps; short, so that prefill takes no time."""
 _NUM_ALONE = 3
-"""Loads of few sequences have few samples per step, so they are served so many times."""
+"""Repetitions of a load with few sequences, which has few samples per step."""
 _PREFILL_REPEATS = 2
 _ACCEPTANCE_SEQUENCES = 8
 _MAX_TRACE_EVENTS = 1_000_000
@@ -51,19 +51,19 @@ _MAX_TRACE_EVENTS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class SweepPlan:
-    """What is measured."""
+    """The loads to measure."""
 
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
     num_sequences: tuple[int, ...] = NUM_SEQUENCES
     ks: tuple[int, ...] = SERIAL_KS
     has_overlap: bool = False
-    """Outcomes are measured too, and engines beside each other."""
+    """True if draft-ahead outcomes are measured, too, and both engines at work at once."""
     step_temperature: float = 0.0
-    """At which steps are measured: drawing tokens takes time of its own."""
+    """Temperature at which steps are timed; sampling takes time of its own."""
     num_acceptance_tokens: int = 128
-    """Output tokens of each prompt whose acceptance is measured."""
+    """Output tokens per prompt on which acceptance is measured."""
     num_passes: int = NUM_PASSES
-    """Over everything but acceptance; the median of each size counts."""
+    """Passes over all loads but acceptance; the median of each size counts."""
     dataset: str = "builtin"
 
 
@@ -80,11 +80,11 @@ async def measure_profile(
     """Starts the pair without Ray and measures it.
 
     Args:
-        config: of the pair; how it speculates is the sweep's to choose.
-        prompts: what acceptance is measured on, and what fills the contexts.
-        in_turn: measures something else on the pair after each pass, so that what changes on the machine in
-            the meantime touches both.
-        progress: told what comes next.
+        config: configuration of the pair; the sweep chooses how it speculates.
+        prompts: prompts on which acceptance is measured, and with which contexts are filled.
+        in_turn: measures something else on the pair after each pass, so that both see the same state of the
+            machine.
+        progress: called with the name of the next part.
 
     Raises:
         ConfigError: a model or a setting is wrong.
@@ -92,7 +92,7 @@ async def measure_profile(
     """
     if config.draft.enabled and not config.draft.has_model:
         raise ConfigError(f"draft.model is {config.draft.model!r}; allowed here: a model, or no draft")
-    tokenizer = Tokenizer.load(config.target.model)
+    tokenizer = load_tokenizer(config.target.model)
     token_ids = [tuple(tokenizer.encode(prompt)) for prompt in prompts]
     progress("starting the pair")
     async with local_pair(without_cache(config), worker_command=worker_command) as pair:
@@ -119,7 +119,7 @@ async def measure_profile(
 
 
 def without_cache(config: Config) -> Config:
-    """Passes repeat prompts: a cached prompt would be no prefill."""
+    """Turns the prefix caches off: passes repeat prompts, and a cached prompt would be no prefill."""
     values = config.model_dump(mode="json")
     for role in ("target", "draft"):
         values[role]["prefix_cache"] = False
@@ -127,7 +127,7 @@ def without_cache(config: Config) -> Config:
 
 
 async def _measure_acceptance(loads: _Loads, plan: SweepPlan) -> Sweep:
-    """Begins the sweep; it warms up caches, threads, and kernels for new sizes too."""
+    """Begins the sweep; this also warms up caches, threads and kernels for new sizes."""
     sweep = Sweep()
     await loads.rounds(Overlap.SERIAL, max(_ks(loads, plan)), _counts(loads, plan)[:3])
     if not loads.has_draft:
@@ -145,7 +145,7 @@ async def _measure_acceptance(loads: _Loads, plan: SweepPlan) -> Sweep:
 
 
 async def _measure_pass(loads: _Loads, plan: SweepPlan, sweep: Sweep) -> None:
-    """Every time once."""
+    """Measures every load once."""
     rounds, counts = Samples(), _counts(loads, plan)
     for k in _ks(loads, plan):
         fitting = [count for count in counts if count * k <= _MAX_DRAFT_TOKENS]
@@ -172,7 +172,7 @@ def _counts(loads: _Loads, plan: SweepPlan) -> list[int]:
 
 
 class _Loads:
-    """Short loads on one pair; each through a router of its own, whose trace it returns."""
+    """Short loads on one pair. Each has a router of its own and returns its trace."""
 
     def __init__(
         self,
@@ -203,7 +203,7 @@ class _Loads:
         return min(config.target.max_num_seqs, config.draft.max_num_seqs if self.has_draft else 4096)
 
     async def rounds(self, overlap: Overlap, k: int, counts: Sequence[int]) -> list[TraceEvent]:
-        """``count`` sessions at once with K draft tokens, for each count."""
+        """Runs ``count`` sessions at once with K draft tokens, for each count."""
         max_tokens = _NUM_STEPS * (1 if k == 0 else 2 if k < 6 else 3)
         async with self._serving(overlap) as serving:
             for count in counts:
@@ -215,9 +215,9 @@ class _Loads:
             return await serving.events()
 
     async def prefills(self, *, k: int) -> list[TraceEvent]:
-        """Prompts of many lengths, one at a time; with K > 0 the draft gets them too.
+        """Runs prompts of many lengths, one at a time; with K > 0 the draft reads them too.
 
-        No length comes twice: a step of a new size takes longer, and prompts are of all sizes.
+        No length comes twice: a step of a new size takes longer, and prompts in service have all sizes.
         """
         self._progress(f"prompts, K = {k}")
         longest = min(PREFILL_LENS[-1], self._max_model_len - 8)
@@ -231,7 +231,7 @@ class _Loads:
             return await serving.events()
 
     async def long_context(self, wanted: int, *, k: int) -> list[TraceEvent]:
-        """A few sessions with so many tokens before the measured ones, where there is room."""
+        """Runs a few sessions with ``wanted`` tokens before the measured ones, as far as they fit."""
         self._progress(f"contexts of {wanted}, K = {k}")
         max_tokens = 2 * _NUM_STEPS
         length = max(1, min(wanted, self._max_model_len - max_tokens - 8))
@@ -243,7 +243,7 @@ class _Loads:
     async def acceptance(
         self, overlap: Overlap, temperature: float, max_tokens: int, *, k: int = ACCEPTANCE_K
     ) -> tuple[list[TraceEvent], list[WrittenOutput]]:
-        """All prompts, a few at a time; and what was written."""
+        """Runs all prompts, a few at a time; returns the traces and the outputs."""
         self._progress(f"acceptance at temperature {temperature:g}, {overlap}")
         outputs: list[WrittenOutput] = []
         async with self._serving(overlap) as serving:
@@ -255,7 +255,7 @@ class _Loads:
             return await serving.events(), outputs
 
     async def proposals(self, outputs: Sequence[WrittenOutput]) -> list[MeasuredOutput]:
-        """What the draft would have proposed."""
+        """Asks the draft what it would have proposed at each place of the outputs."""
         self._progress("proposals at each place of the outputs")
         assert self._pair.draft is not None, "there is a draft"
         drafter = await GrpcDrafter.connect(self._pair.draft, timeout_s=CONNECT_TIMEOUT_S)
@@ -296,7 +296,7 @@ class _Serving:
         temperature: float = 0.0,
         first_seed: int = 0,
     ) -> list[WrittenOutput]:
-        """All at once, each to ``max_tokens`` or its end; each with a seed of its own."""
+        """Runs all prompts at once, each to ``max_tokens`` or its end, each with a seed of its own."""
 
         async def one(prompt: tuple[int, ...], seed: int) -> WrittenOutput:
             sampling = SamplingParams(temperature=temperature, seed=seed, num_prompt_tokens=len(prompt))
@@ -310,5 +310,5 @@ class _Serving:
         return await asyncio.gather(*(one(prompt, first_seed + n) for n, prompt in enumerate(prompts)))
 
     async def events(self) -> list[TraceEvent]:
-        """Everything since the start."""
+        """Returns all trace events since the start."""
         return decode_trace(await self._router.trace_text() or "")

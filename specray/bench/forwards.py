@@ -1,8 +1,8 @@
-"""How far a forward is from the least it can cost, reading every weight once; and what a draft token costs.
+"""Measures how far a forward is from the least it can cost, and what a draft token costs.
 
-The bound is measured, not computed from a data sheet: the decoder's linear layers alone, in the same process,
-in turns with the whole forward, so that a busy machine slows both. What is above the bound is attention,
-norms, rotary positions and the interpreter.
+The bound is reading every weight once. It is measured, not computed from a data sheet: the decoder's linear
+layers alone, in the same process, in turns with the whole forward, so that a busy machine slows both. The
+rest of a forward is attention, norms, rotary positions and the interpreter.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ ROWS = (1, 2, 4, 6, 8, 16, 64, 256)
 
 @dataclass(frozen=True, slots=True)
 class ForwardCost:
-    """One width of a forward. Medians over the repetitions."""
+    """Times of forwards of one width; medians over the repetitions."""
 
     num_sequences: int
     num_rows: int
-    """Of each sequence."""
+    """Rows per sequence."""
     forward_ms: float
     bound_ms: float
-    """The linear layers alone."""
+    """Milliseconds of the linear layers alone."""
     weight_bytes: int
 
     @property
     def share(self) -> float:
-        """Bound over forward: the part of the time in which weights are read; 1 is unreachable."""
+        """Bound over forward: the share of the time in which weights are read; 1 is unreachable."""
         return self.bound_ms / self.forward_ms
 
     @property
     def bandwidth_gb_s(self) -> float:
-        """10^9 bytes of weights per second that the linear layers alone read."""
+        """Speed in 10^9 bytes/s at which the linear layers alone read their weights."""
         return self.weight_bytes / self.bound_ms / 1e6
 
 
@@ -61,9 +61,12 @@ def measure_forwards(
     """Measures a forward of each width after ``context_len`` tokens.
 
     Args:
-        rows: of each sequence.
-        num_sequences: equal ones, side by side.
-        progress: told after each width how many of how many are done.
+        runner: the runner of the model.
+        rows: rows per sequence, one number for each width.
+        num_sequences: equal sequences in the batch.
+        context_len: tokens of each sequence in the KV cache.
+        num_repeats: measurements per width.
+        progress: called after each width with how many of how many are done.
 
     Raises:
         ConfigError: the runner's forward is not the lowered one, a sequence would be too long, or the cache
@@ -71,9 +74,7 @@ def measure_forwards(
     """
     forward = runner.forward
     if not isinstance(forward, LoweredForward):
-        raise ConfigError(
-            f"the forward of {runner.info.model_name} is {forward.name}; measured is only 'lowered'"
-        )
+        raise ConfigError(f"the forward of {runner.info.model_name} is {forward.name}; allowed: 'lowered'")
     longest = context_len + max(rows)
     if longest > runner.info.max_model_len:
         raise ConfigError(
@@ -110,18 +111,18 @@ def measure_forwards(
 
 @dataclass(frozen=True, slots=True)
 class DraftCost:
-    """A whole draft engine at work: what one draft token costs with all that is around its forward."""
+    """Cost of one draft token in a whole draft engine."""
 
     num_sequences: int
     num_tokens: int
-    """Drafted in a round, K."""
+    """Draft tokens per round, K."""
     temperature: float
     round_ms: float
-    """Median: keep, append two tokens, draft K."""
+    """Median milliseconds of a round: keep, append two tokens, draft K."""
 
     @property
     def step_ms(self) -> float:
-        """Per forward of the round."""
+        """Milliseconds per forward of the round."""
         return self.round_ms / self.num_tokens
 
 
@@ -134,7 +135,7 @@ def measure_drafting(
     context_len: int = 256,
     num_repeats: int = 50,
 ) -> DraftCost:
-    """Measures rounds of a draft engine after ``context_len`` tokens: each keeps two tokens more.
+    """Measures rounds of a draft engine after ``context_len`` tokens; each round appends two tokens.
 
     Raises:
         ConfigError: the sequences would become too long.
@@ -162,7 +163,7 @@ def measure_drafting(
 
 
 def drafting_table(costs: Sequence[DraftCost], *, title: str) -> Table:
-    """The costs for people."""
+    """Makes a table of the costs."""
     table = Table(title=title, caption="rounds of a whole draft engine")
     for heading in ("sequences", "temperature", "draft tokens", "round ms", "ms per token"):
         table.add_column(heading, justify="right")
@@ -178,7 +179,7 @@ def drafting_table(costs: Sequence[DraftCost], *, title: str) -> Table:
 
 
 def forwards_table(costs: Sequence[ForwardCost], *, title: str) -> Table:
-    """The costs for people."""
+    """Makes a table of the costs."""
     table = Table(title=title, caption="bound: the linear layers alone, in the same run")
     for heading in ("sequences", "rows each", "forward ms", "bound ms", "bound share", "weights GB/s"):
         table.add_column(heading, justify="right")
@@ -203,7 +204,7 @@ def _run_linears(linears: Sequence[Weights], inputs: Sequence[torch.Tensor]) -> 
 def _medians_ms(
     first: Callable[[], object], second: Callable[[], object], num_repeats: int, device: torch.device
 ) -> tuple[float, float]:
-    """Both in turns, after a tenth as many repetitions to warm up."""
+    """Times both in turns, after a warm-up of a tenth; returns the medians in milliseconds."""
     durations: tuple[list[float], list[float]] = ([], [])
     for repeat in range(-(num_repeats // 10) - 1, num_repeats):
         for call, kept in zip((first, second), durations, strict=True):

@@ -1,7 +1,7 @@
-"""Plain decoding over HTTP against the least that it can cost: reading the target's weights once per token.
+"""Measures plain decoding over HTTP against its bound: reading the target's weights once per token.
 
-A running server is asked for one output at a time with speculation off, and the bound is measured in this
-process between its outputs, while it is idle: passes in turns, so that a busy machine slows both.
+A running server gives one output at a time with speculation off; between its outputs, while it is idle, the
+bound is measured in this process. They take turns, so that a busy machine slows both.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from specray.errors import ConfigError, SpecrayError
 
 PLAIN: Final = Arm("plain", {"enabled": False})
 ROWS: Final = (1, 6)
-"""A token of plain decoding, and a round of speculation with K = 5."""
+"""Rows of the forwards: a token of plain decoding, and a round of speculation with K = 5."""
 STREAM_OPTIONS: Final = {"include_usage": True, "continuous_usage_stats": True}
-"""Each event tells how many tokens there are: the first one may bring several."""
+"""Stream options with token counts in each event: the first event may bring several tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +33,15 @@ class Turn:
     """One pass over the prompts, and the forwards measured before it."""
 
     tokens_per_s: float
-    """Of whole requests, with their prompts and first tokens."""
+    """Tokens/s of whole requests, with their prompts and first tokens."""
     token_ms: float
-    """Median over the requests, per output token after the first event."""
+    """Median over the requests of milliseconds per output token after the first event."""
     one_row: ForwardCost
     six_rows: ForwardCost
 
     @property
     def figures(self) -> dict[str, float]:
-        """By name, in the order of the report."""
+        """Returns the figures by name, in the order of the report."""
         return {
             "tokens_per_s": self.tokens_per_s,
             "token_ms": self.token_ms,
@@ -56,23 +56,23 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class PlainResult:
-    """A whole run."""
+    """Results of a whole run."""
 
     plan: Plan
     model: str
-    """As the server calls it."""
+    """Name of the model at the server."""
     turns: tuple[Turn, ...]
     errors: tuple[str, ...]
-    """Why requests failed, of which nothing else is counted."""
+    """Reasons why requests failed, which are not counted otherwise."""
 
     @property
     def medians(self) -> dict[str, float]:
-        """Of each figure over the turns; that of a share is the median of the shares."""
+        """Medians of each figure over the turns; for a share, the median of the shares."""
         names = self.turns[0].figures
         return {name: statistics.median(turn.figures[name] for turn in self.turns) for name in names}
 
     def as_json(self) -> dict[str, Any]:
-        """Everything but the prompts, for ``--json``."""
+        """Returns everything but the prompts, for ``--json``."""
         plan = {key: value for key, value in asdict(self.plan).items() if key not in ("prompts", "arms")}
         return {
             "model": self.model,
@@ -84,10 +84,10 @@ class PlainResult:
 
 
 def token_ms(record: RequestRecord) -> float:
-    """Milliseconds per output token after the first event, to the end of the stream.
+    """Returns the milliseconds per output token after the first event, to the end of the stream.
 
-    Over the whole request: events bring the tokens of some milliseconds each, so the gaps between them say
-    nothing of a token.
+    Computed over the whole request: an event brings the tokens of some milliseconds, so the gaps between
+    events say nothing of a token.
 
     Raises:
         SpecrayError: there was no text, or the server does not tell how many tokens the first event brought.
@@ -107,7 +107,7 @@ def token_ms(record: RequestRecord) -> float:
 
 
 def make_turn(one: Pass, costs: Sequence[ForwardCost]) -> Turn:
-    """Puts a pass and the forwards of ``ROWS`` together. Raises like ``token_ms``."""
+    """Combines a pass with the forwards of ``ROWS``. Raises like ``token_ms``."""
     one_row, six_rows = costs
     num_tokens = sum(record.num_output_tokens for record in one.records)
     return Turn(
@@ -119,7 +119,7 @@ def make_turn(one: Pass, costs: Sequence[ForwardCost]) -> Turn:
 
 
 async def served_model(url: str) -> str:
-    """The name of the one model that the server serves.
+    """Returns the name of the one model that the server serves.
 
     Raises:
         ConfigError: there is no server, it does not say, or it serves several models.
@@ -145,15 +145,15 @@ async def measure_plain(
     """Runs the plan's passes, one request at a time, each after a measurement of the target's forwards.
 
     Args:
-        plan: its arms and concurrency do not matter.
-        model: as the server calls it.
-        measure_forwards: of ``ROWS``, in this process; the server has nothing to do meanwhile.
+        plan: the requests; its arms and concurrency are ignored.
+        model: name of the model at the server.
+        measure_forwards: measures forwards of ``ROWS`` in this process, while the server is idle.
         on_progress: called before each part with its name, and how many parts of how many are done.
 
     Raises:
-        ConfigError: outputs are too short, or as ``measure_forwards``.
+        ConfigError: outputs are too short, or ``measure_forwards`` raised it.
         InvalidRequestError: the server refuses a warm-up request.
-        EngineLostError: it is away.
+        EngineLostError: the server is away.
         SpecrayError: no request of a turn was answered.
     """
     turns: list[Turn] = []
@@ -162,7 +162,7 @@ async def measure_plain(
     for turn in range(plan.num_repeats):
         num_done = turn * (1 + len(plan.prompts))
         on_progress("forwards", num_done, num_all)
-        # First, since it is what a wrong context length or checkpoint shows in.
+        # Measured first: a wrong context length or checkpoint shows here.
         costs = measure_forwards()
 
         def advance() -> None:
@@ -178,7 +178,7 @@ async def measure_plain(
 
 
 def plain_table(result: PlainResult, *, title: str) -> Table:
-    """One column per turn and their medians."""
+    """Makes a table with one column per turn, and their medians."""
     table = Table(title=title, caption="bound: the linear layers alone at one row, in this process, in turns")
     table.add_column("")
     for turn in range(len(result.turns)):
@@ -193,7 +193,7 @@ def plain_table(result: PlainResult, *, title: str) -> Table:
 async def _run_pass(
     plan: Plan, model: str, turn: int, advance: Callable[[], None]
 ) -> tuple[Pass, Sequence[str]]:
-    """One pass over a connection of its own: servers close those that were idle during the forwards."""
+    """Runs one pass on a new connection: servers close those that were idle during the forwards."""
     async with ServerClient(plan.url, timeout_s=plan.timeout_s, key=api_key()) as client:
         for prompt in plan.prompts[: plan.num_warmup]:
             await send(client, _body(plan, model, prompt, f"turn {turn + 1}, warm-up"))

@@ -1,7 +1,7 @@
-"""Holds what `specray plan` predicts against what is measured: the same pair, requests and clients.
+"""Compares what `specray plan` predicts with what is measured: the same pair, requests and clients.
 
-Measured through a router in this process with the workers beside it, so without HTTP and Serve, which a
-profile does not know of.
+Measured through a router in this process with the workers beside it, without HTTP and Serve, which a profile
+does not include.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from specray.planning.simulation.results import RunResult
 from specray.requests import GenerateRequest
 from specray.router import Router
 from specray.serving.local.pair import WORKER_COMMAND, LocalPair, local_pair
-from specray.tokenization import Tokenizer
+from specray.tokenization import load_tokenizer
 from specray.types import SamplingParams
 
 _REQUESTS_PER_CLIENT = 3
@@ -31,12 +31,12 @@ _NUM_SIMULATIONS = 5
 
 @dataclass(frozen=True, slots=True)
 class CheckRow:
-    """One load. Rates are output tokens per second; times milliseconds, medians."""
+    """One load. Rates are output tokens per second; times are medians in milliseconds."""
 
     concurrency: int
     num_requests: int
     measured_tokens_per_s: float
-    """The median of the passes, as in a profile."""
+    """Median rate over the passes, as in a profile."""
     measured_of_passes: tuple[float, ...]
     predicted_tokens_per_s: float
     measured_ttft_ms: float
@@ -44,7 +44,7 @@ class CheckRow:
 
     @property
     def error(self) -> float:
-        """Of the prediction, as part of what was measured."""
+        """Error of the prediction, relative to the measurement."""
         return self.predicted_tokens_per_s / self.measured_tokens_per_s - 1
 
 
@@ -54,29 +54,30 @@ class Pass:
 
     tokens_per_s: float
     ttft_ms: float
-    """Median."""
+    """Median time to first token in milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a pair did."""
+    """Measurements of a pair."""
 
     prompt_lens: tuple[int, ...]
     max_tokens: int
     temperature: float
     passes: Mapping[int, Sequence[Pass]]
-    """By clients at once."""
+    """Passes by number of clients."""
 
 
 class LoadRunner:
-    """Serves prompts with a pair, so many clients at a time; each load through a fresh router.
+    """Serves prompts with a pair, a number of clients at a time; each load has a fresh router.
 
     Args:
-        config: the pair and how it speculates.
-        prompts: served again from the first when there are fewer than requests.
-        concurrency: clients at once; each load is one of these.
-        max_tokens: of every output.
-        progress: told what comes next.
+        config: configuration of the pair, and how it speculates.
+        prompts: prompts, repeated from the first if there are more requests.
+        concurrency: numbers of clients; each makes one load.
+        max_tokens: output tokens per request.
+        temperature: sampling temperature.
+        progress: called with the name of the next part.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class LoadRunner:
         progress: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._config = config
-        tokenizer = Tokenizer.load(config.target.model)
+        tokenizer = load_tokenizer(config.target.model)
         self._prompts = [tuple(tokenizer.encode(prompt)) for prompt in prompts]
         self._max_tokens = max_tokens
         self._temperature = temperature
@@ -99,7 +100,7 @@ class LoadRunner:
 
     @property
     def measured(self) -> Measured:
-        """Everything so far."""
+        """Everything measured so far."""
         return Measured(tuple(map(len, self._prompts)), self._max_tokens, self._temperature, self._passes)
 
     async def run_pass(self, pair: LocalPair) -> None:
@@ -135,19 +136,19 @@ async def measure_loads(
 
 
 def compare(kit: Kit, measured: Measured) -> list[CheckRow]:
-    """Simulates what was measured; one row for each number of clients."""
+    """Simulates what was measured; one row per number of clients."""
     return [_row(kit, measured, count, passes) for count, passes in measured.passes.items()]
 
 
 def _num_requests(concurrency: int, num_prompts: int) -> int:
-    """Each prompt at least once: how well the draft does differs much between outputs."""
+    """Returns the requests of a load; at least each prompt once: acceptance differs much between outputs."""
     return max(num_prompts, _REQUESTS_PER_CLIENT * concurrency)
 
 
 async def _measure(
     router: Router, prompts: Sequence[tuple[int, ...]], concurrency: int, max_tokens: int, temperature: float
 ) -> Pass:
-    """A pass; without stop tokens, so that every output has ``max_tokens``."""
+    """Runs a pass without stop tokens, so that every output has ``max_tokens``."""
     count = _num_requests(concurrency, len(prompts))
     waiting = iter(list(enumerate(itertools.islice(itertools.cycle(prompts), count))))
     num_tokens = 0
@@ -157,7 +158,7 @@ async def _measure(
         nonlocal num_tokens
         for index, prompt in waiting:
             sampling = SamplingParams(temperature=temperature, seed=index, num_prompt_tokens=len(prompt))
-            # Whole outputs: handing out chunks is work of the Ingress, which a profile does not know of.
+            # Whole outputs: passing chunks on is the Ingress's work, which a profile does not include.
             output = await router.complete(GenerateRequest(f"check-{index}", prompt, sampling, max_tokens))
             num_tokens += len(output.token_ids)
             if output.ttft_s is not None:
@@ -195,5 +196,5 @@ def _row(kit: Kit, measured: Measured, concurrency: int, passes: Sequence[Pass])
 
 
 def _mean_rate(runs: Sequence[RunResult]) -> float:
-    """All tokens over all seconds."""
+    """Returns all tokens over all seconds."""
     return sum(run.tokens_per_s * run.window_s for run in runs) / sum(run.window_s for run in runs)

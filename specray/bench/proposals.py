@@ -1,8 +1,8 @@
-"""What a draft proposes at each place of outputs that the target has written, and where it would stop.
+"""Measures what a draft proposes at each place of given outputs, and where it would stop.
 
 The draft is told an output token by token, as if each had been committed alone, and asked after each. So it
-is known of every token whether the draft would have had it, whatever rounds the output was written in; and
-how far the draft goes from there under several bounds, of which a router may ask any.
+is known for every token whether the draft would have proposed it, whatever the rounds were; and how far the
+draft goes from there under several bounds, of which a router may use any.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from specray.planning.profile import LENGTH_DIGITS, MeasuredOutput, ProposalLeng
 from specray.types import Proposal, SamplingParams, SpeculateItem
 
 BOUNDS: Final = (0.05, 0.12, 0.25, 0.45, 0.7, 0.9)
-"""Lengths are interpolated between them."""
+"""Bounds of acceptance at which the draft is asked; lengths are interpolated between them."""
 LONGEST: Final = ANY_K
 _SIDE_BY_SIDE = 16
 _ANSWER_TIMEOUT_S = 30.0
@@ -27,7 +27,7 @@ _ANSWER_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class WrittenOutput:
-    """What the target wrote, and under which parameters; not empty."""
+    """An output of the target, not empty, and its sampling parameters."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -49,7 +49,7 @@ class _Reading:
         return len(self.lengths) < len(self.output.tokens)
 
     def item(self) -> SpeculateItem:
-        """The question of the next place."""
+        """Returns the question for the next place."""
         place, output = len(self.lengths), self.output
         base_len = len(output.prompt) + place - 1 if place else 0
         new = output.tokens[place - 1 : place] if place else output.prompt
@@ -66,15 +66,16 @@ class _Reading:
 
     def take(self, drafts: Sequence[int]) -> None:
         self.agreements.append(drafts[:1] == self.output.tokens[len(self.lengths) : len(self.lengths) + 1])
-        # A draft at the end of its length proposes nothing.
+        # At its maximum length a draft proposes nothing.
         self.lengths.append(max(1, len(drafts)))
 
 
 async def read_proposals(drafter: Drafter, outputs: Sequence[WrittenOutput]) -> list[MeasuredOutput]:
-    """Asks the draft at each place of each output; in the order of ``outputs``.
+    """Asks the draft at each place of each output; returns results in the order of ``outputs``.
 
     Args:
-        drafter: nobody else's; its draft is asked nothing else meanwhile.
+        drafter: a connection to a draft that serves nobody else meanwhile.
+        outputs: outputs of the target.
 
     Raises:
         EngineLostError: the draft was lost, took too long, or refused a question.
@@ -99,7 +100,7 @@ async def _read(drafter: Drafter, readings: list[_Reading]) -> list[_Reading]:
                     for reply in (await drafter.replies()).replies:
                         if not isinstance(reply, Proposal):
                             raise EngineLostError(f"the draft refused to propose: {type(reply).__name__}")
-                        still.pop(reply.request_id).take(reply.draft_token_ids)
+                        still.pop(reply.request_id).take(reply.draft.token_ids)
         except TimeoutError:
             raise EngineLostError(f"the draft was silent for {_ANSWER_TIMEOUT_S:g} s") from None
     await drafter.release([one.request_id for one in readings])
@@ -107,7 +108,7 @@ async def _read(drafter: Drafter, readings: list[_Reading]) -> list[_Reading]:
 
 
 def _measured(readings: Sequence[_Reading]) -> MeasuredOutput:
-    """Args: ``readings``: of one output, by increasing bound."""
+    """Combines the readings of one output, which come by increasing bound."""
     output = readings[0].output
     prompt, tokens = _numbered(output.prompt, output.tokens)
     return MeasuredOutput(
@@ -125,7 +126,7 @@ def _measured(readings: Sequence[_Reading]) -> MeasuredOutput:
 
 
 def _numbered(prompt: Sequence[int], tokens: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Names that say which tokens are equal, and nothing else."""
+    """Numbers the tokens, so that equal tokens have equal numbers and nothing else is told."""
     names: dict[int, int] = {}
     named = tuple(names.setdefault(token, len(names) + 1) for token in (*prompt, *tokens))
     return named[: len(prompt)], named[len(prompt) :]

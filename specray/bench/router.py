@@ -1,4 +1,4 @@
-"""What a round costs in the router itself: real event loop, engines without tensors, no network."""
+"""Measures the router's own cost of a round: real event loop, engines without tensors, no network."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class RouterCost:
     num_speculative_tokens: int
     num_sessions: int
     num_steps: int
-    """Target steps that were measured."""
+    """Target steps measured."""
     step_us: float
-    """Microseconds of Python per target step, both directions and both engines' traffic."""
+    """Microseconds of Python per target step, both directions and both engines included."""
 
     @property
     def session_us(self) -> float:
-        """Per target step and session."""
+        """Microseconds per target step and session."""
         return self.step_us / self.num_sessions
 
 

@@ -1,4 +1,4 @@
-"""What a round costs in the RPC layer itself: a worker process with an engine that does nothing."""
+"""Measures the RPC layer's own cost of a round: a worker process with an engine that does nothing."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from specray.rpc.event_loop import new_event_loop
 from specray.rpc.workers.worker import serve_engine
 from specray.types import (
     PROTOCOL_VERSION,
+    DraftTokens,
     EngineInfo,
     SamplingParams,
     TargetReplies,
@@ -31,7 +32,7 @@ TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class RoundTrip:
-    """Times from before ``verify`` is called to after ``replies`` returned, in milliseconds."""
+    """Milliseconds from the call of ``verify`` to the return of ``replies``."""
 
     transport: str
     num_sessions: int
@@ -55,8 +56,8 @@ def measure_rpc(
         transport: a unix socket, or TCP on the loopback.
         num_sessions: items of each batch.
         num_rounds: round trips that are measured.
-        num_draft_tokens: of each item; as many tokens are appended.
-        pause_s: between round trips; a pause lets processes and threads fall asleep, as a real step does.
+        num_draft_tokens: draft tokens per item; as many tokens are appended.
+        pause_s: seconds between round trips; in a pause, as in a real step, threads fall asleep.
     """
     with tempfile.TemporaryDirectory(prefix="specray-") as directory:
         address = f"unix:{directory}/target" if transport == "unix" else "127.0.0.1:0"
@@ -108,7 +109,9 @@ def _items(round_id: int, num_sessions: int, num_draft_tokens: int) -> list[Veri
     sampling = SamplingParams(num_prompt_tokens=num_draft_tokens) if round_id == 0 else None
     base_len = round_id * num_draft_tokens
     return [
-        VerifyItem(f"session-{index:04d}", round_id, base_len, token_ids, token_ids, sampling=sampling)
+        VerifyItem(
+            f"session-{index:04d}", round_id, base_len, token_ids, DraftTokens(token_ids), sampling=sampling
+        )
         for index in range(num_sessions)
     ]
 
@@ -132,14 +135,14 @@ class NoopTarget:
     def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
         return TargetReplies(
             tuple(
-                Verdict(item.request_id, item.round_id, item.base_len, len(item.draft_token_ids), 7)
+                Verdict(item.request_id, item.round_id, item.base_len, len(item.draft.token_ids), 7)
                 for item in items
             ),
             forward_ns=0,
         )
 
     def release(self, request_ids: Sequence[str]) -> None:
-        """Holds nothing."""
+        """Does nothing: it holds no sequences."""
 
     def check(self) -> None:
-        """Cannot break."""
+        """Does nothing: it cannot break."""

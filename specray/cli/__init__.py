@@ -1,4 +1,4 @@
-"""The command line. Every command imports what it needs when it runs, so that ``--help`` is quick."""
+"""The command line. A command imports what it needs when it runs, so that ``--help`` is quick."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The ``specray`` program; ends the process with its exit code.
+    """Runs the ``specray`` program and ends the process with its exit code.
 
     Args:
-        arguments: instead of the process's own.
+        arguments: the command line without the program's name; default: the process's own.
     """
     from specray.cli.app import run
 

@@ -1,4 +1,4 @@
-"""``python -m specray.cli``."""
+"""Entry point of ``python -m specray.cli``."""
 
 from specray.cli import main
 

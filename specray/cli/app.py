@@ -1,4 +1,4 @@
-"""The commands together, and what their errors look like."""
+"""The ``specray`` program: all its commands, and how it reports their errors."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 from specray import __version__
-from specray.cli import keys, models
 from specray.cli.bench.app import app as bench_app
 from specray.cli.generate import generate
+from specray.cli.keys import app as keys_app
+from specray.cli.models import app as models_app
 from specray.cli.plan import plan
 from specray.cli.profile import profile
 from specray.cli.serve import serve
@@ -33,8 +34,8 @@ app.command()(generate)
 app.command()(worker)
 app.command()(profile)
 app.command()(plan)
-app.add_typer(keys.app, name="keys")
-app.add_typer(models.app, name="models")
+app.add_typer(keys_app, name="keys")
+app.add_typer(models_app, name="models")
 app.add_typer(bench_app, name="bench")
 
 
@@ -54,10 +55,10 @@ def _root(
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; errors become one line on stderr.
+    """Runs a command and prints its error, if any, as one line on stderr.
 
     Returns:
-        0; 2 when the user's input is wrong; 1 for another failure; 130 after an interrupt.
+        The exit code: 0, 2 for wrong input, 1 for another failure, 130 after an interrupt.
     """
     try:
         app(args=None if arguments is None else list(arguments))

@@ -1,4 +1,4 @@
-"""Commands that start processes: however they are asked to end, they end those first."""
+"""The end of commands that start processes: a signal cancels them, so that they end those first."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ ResultT = TypeVar("ResultT")
 
 
 def run_until_told(main: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """As ``asyncio.run``; SIGINT and SIGTERM cancel it, also where a shell had SIGINT ignored.
+    """Runs a coroutine as ``asyncio.run`` does; SIGINT and SIGTERM cancel it, even if SIGINT was ignored.
 
     Raises:
-        typer.Exit: it was cancelled, and has ended what it had started.
+        typer.Exit: the coroutine was cancelled, and has ended what it had started.
     """
 
     async def run() -> ResultT:

@@ -1,4 +1,4 @@
-"""``specray generate``: one prompt, from a server or from a pair started for it."""
+"""``specray generate``: the continuation of one prompt, by a running server or by a pair started for it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import sys
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specray.cli.serve import Setting
+from specray.cli import options
 from specray.requests import SpeculationStats
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ EXIT_TERMINATED = 143
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of the output; the last one has the counts."""
+    """A part of the output text; the last part carries the counts."""
 
     text: str
     num_output_tokens: int | None = None
@@ -35,7 +34,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """What the command's options ask for."""
+    """Sampling options of the command line."""
 
     max_tokens: int
     temperature: float
@@ -48,27 +47,25 @@ class Sampling:
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from stdin.")],
     server: Annotated[
-        str | None, typer.Option(help="URL of a running server; default: a pair of its own.")
+        str | None, typer.Option(help="URL of a running server; default: start a pair for this prompt.")
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="Configuration file (YAML) of that pair.")] = None,
-    target: Annotated[str | None, typer.Option(help="Target model: path or hub id.")] = None,
-    draft: Annotated[
-        str | None, typer.Option(help="Draft model: path or hub id; or ngram, suffix, none.")
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32, of both models.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Most output tokens.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="In (0, 1].")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Of all draws; default: drawn.")] = None,
+    config: options.ConfigPath = None,
+    target: options.TargetModel = None,
+    draft: options.Draft = None,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    max_tokens: Annotated[int, typer.Option(help="Maximum output tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling: share of probability, in (0, 1].")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Seed of sampling; default: random.")] = None,
     stop: Annotated[
-        list[str] | None, typer.Option(help="A string that ends the output; may be repeated.")
+        list[str] | None, typer.Option(help="String that ends the output; may be repeated.")
     ] = None,
-    speculation: Annotated[bool, typer.Option(help="Draft and verify, or decode plainly.")] = True,
-    num_speculative_tokens: Annotated[str | None, typer.Option(help="0..32 or auto.")] = None,
-    verification: Annotated[str | None, typer.Option(help="coupled or rejection.")] = None,
-    overlap: Annotated[str | None, typer.Option(help="auto, serial, ahead or enumerate.")] = None,
-    settings: Setting = None,
+    speculation: Annotated[bool, typer.Option(help="Use the draft, or let the target decode alone.")] = True,
+    num_speculative_tokens: options.NumSpeculativeTokens = None,
+    verification: options.Verification = None,
+    overlap: options.OverlapMode = None,
+    settings: options.Settings = None,
 ) -> None:
     """Print the continuation of a prompt as it is generated, and what speculation did (on stderr)."""
     from specray.cli.settings import build_config, pair_options
@@ -78,7 +75,7 @@ def generate(
     if server is not None:
         pieces = _from_server(server, text, sampling)
     else:
-        options = pair_options(
+        values = pair_options(
             target=target,
             draft=draft,
             dtype=dtype,
@@ -87,7 +84,7 @@ def generate(
             verification=verification,
             overlap=overlap,
         )
-        pieces = _from_own_pair(build_config(config, options, settings or []), text, sampling)
+        pieces = _from_own_pair(build_config(config, values, settings or []), text, sampling)
 
     from specray.rpc.event_loop import new_event_loop
 
@@ -99,7 +96,7 @@ def generate(
 
 
 async def _print_all(pieces: AsyncGenerator[Piece, None]) -> None:
-    """Prints the pieces; SIGTERM ends the generator, and with it the processes that it started."""
+    """Prints the pieces as they come. SIGTERM closes the generator, which ends the processes it started."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -115,7 +112,7 @@ async def _print_all(pieces: AsyncGenerator[Piece, None]) -> None:
 
 
 def _summary(last: Piece, seconds: float) -> str:
-    """Counts of one output; ``seconds`` from its first piece to its last."""
+    """Describes one output; ``seconds`` is the time from its first piece to its last."""
     line = f"{last.num_output_tokens} tokens, {seconds:.2f} s after the first"
     stats = last.stats
     if stats is None or stats.mean_acceptance_length is None:
@@ -133,10 +130,10 @@ async def _from_own_pair(config: Config, prompt: str, sampling: Sampling) -> Asy
     from specray.serving.local.pair import local_router
     from specray.serving.prompts import encode_prompts, parse_prompt
     from specray.serving.validation import to_generate_requests
-    from specray.tokenization import Tokenizer, make_stop_matcher
+    from specray.tokenization import load_tokenizer, make_stop_matcher
 
     prompts = parse_prompt(prompt)
-    tokenizer = await asyncio.to_thread(Tokenizer.load, config.target.model)
+    tokenizer = await asyncio.to_thread(load_tokenizer, config.target.model)
     async with local_router(config, stop_matchers=make_stop_matcher(tokenizer)) as router:
         requests = to_generate_requests(
             await encode_prompts(prompts, tokenizer),

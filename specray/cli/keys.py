@@ -1,4 +1,4 @@
-"""``specray keys``: API keys for the HTTP and gRPC endpoints."""
+"""``specray keys``: makes API keys for the HTTP and gRPC endpoints."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="API keys of the HTTP and gRPC endpoints.")
+app = typer.Typer(no_args_is_help=True, help="Make API keys for the HTTP and gRPC endpoints.")
 
 
 @app.command()
-def new(name: Annotated[str, typer.Argument(help="Of the key, in the configuration.")] = "default") -> None:
-    """Make a key. It is shown once; the configuration gets its SHA-256."""
+def new(
+    name: Annotated[str, typer.Argument(help="Name in the configuration.")] = "default",
+) -> None:
+    """Make a key: it is shown only once; the configuration gets its SHA-256."""
     from specray.config import parse_config
-    from specray.serving.admission.auth import key_hash, new_key
+    from specray.serving.admission.api_keys import key_hash, new_key
 
     key = new_key()
     entry = {"name": name, "sha256": key_hash(key)}
@@ -25,4 +27,4 @@ def new(name: Annotated[str, typer.Argument(help="Of the key, in the configurati
 
 @app.callback()
 def _root() -> None:
-    """Without it a single command would be the whole application."""
+    """Makes ``new`` a subcommand; typer would make a single command the whole application."""

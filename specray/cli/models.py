@@ -1,6 +1,5 @@
-"""`specray models`: train and evaluate the embedded pair, inflate checkpoints."""
+"""``specray models``: trains and evaluates the embedded pair, and inflates checkpoints."""
 
-import json
 import shlex
 import sys
 from dataclasses import asdict
@@ -8,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from specray.cli import options
 
 if TYPE_CHECKING:
     from specray.train.evaluate import PairEvaluation
@@ -20,24 +21,33 @@ EMBEDDED = "embedded"
 @app.command()
 def train(
     work_dir: Annotated[
-        Path, typer.Option(help="State of the run; calling again with the same options goes on from here.")
+        Path,
+        typer.Option(help="Directory of the run; the same command again goes on from there."),
     ] = Path("specray-training"),
     output_dir: Annotated[
-        Path | None, typer.Option(help="Gets target/, draft/ and README.md (default: WORK_DIR/pair).")
+        Path | None, typer.Option(help="Directory for target/, draft/ and README.md; default: WORK_DIR/pair.")
     ] = None,
     target_time_budget: Annotated[
-        float | None, typer.Option(help="Seconds for the target (4500 unless steps are given).")
+        float | None,
+        typer.Option(help="Seconds of training; default: 4500, unless --target-steps is given."),
     ] = None,
     draft_time_budget: Annotated[
-        float | None, typer.Option(help="Seconds for the draft (2000 unless steps are given).")
+        float | None,
+        typer.Option(help="Seconds of training; default: 2000, unless --draft-steps is given."),
     ] = None,
-    sample_time_budget: Annotated[float, typer.Option(help="Seconds for sampling from the target.")] = 300,
-    target_steps: Annotated[int | None, typer.Option(help="Instead of a time budget: repeatable.")] = None,
-    draft_steps: Annotated[int | None, typer.Option(help="Instead of a time budget: repeatable.")] = None,
-    seed: Annotated[int, typer.Option(help="Of initial weights, order of data and samples.")] = 0,
+    sample_time_budget: Annotated[
+        float, typer.Option(help="Seconds of sampling from the target: the draft learns from it.")
+    ] = 300,
+    target_steps: Annotated[
+        int | None, typer.Option(help="Training steps of the target, instead of a time: reproducible.")
+    ] = None,
+    draft_steps: Annotated[
+        int | None, typer.Option(help="Training steps of the draft, instead of a time: reproducible.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of initial weights, data order and samples.")] = 0,
     num_workers: Annotated[int, typer.Option(min=1, help="Threads that compute gradients.")] = 2,
 ) -> None:
-    """Train target and draft on the Python source that this environment offers."""
+    """Train target and draft on the Python source files that are installed here."""
     from specray.train.loop import RunLimit
     from specray.train.pipeline import pair_config, train_pair
 
@@ -60,12 +70,13 @@ def train(
 
 @app.command()
 def evaluate(
-    target: Annotated[str, typer.Option(help="Checkpoint directory.")] = EMBEDDED,
-    draft: Annotated[str, typer.Option(help="Checkpoint directory with the same tokenizer.")] = EMBEDDED,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures here.")] = None,
-    num_workers: Annotated[int, typer.Option(min=1, help="Threads.")] = 2,
+    target: Annotated[str, typer.Option(help="Checkpoint directory, or embedded.")] = EMBEDDED,
+    draft: Annotated[str, typer.Option(help="Checkpoint directory, or embedded; same tokenizer.")] = EMBEDDED,
+    json_path: options.JsonPath = None,
+    num_workers: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
 ) -> None:
-    """Measure a pair on held-out files: losses, and how often the draft agrees with the target."""
+    """Measure a pair on held-out files: its losses, and how often draft and target agree."""
+    from specray.cli.output import write_json
     from specray.demo.paths import demo_draft_path, demo_target_path
     from specray.train.evaluate import EvaluateConfig, evaluate_pair
 
@@ -76,23 +87,26 @@ def evaluate(
         on_stage=_show_stage,
     )
     _print_evaluation(evaluation)
-    if json_file is not None:
-        json_file.write_text(json.dumps(asdict(evaluation), indent=1) + "\n")
+    write_json(asdict(evaluation), json_path)
 
 
 @app.command()
 def inflate(
-    source: Annotated[str, typer.Argument(help="Llama checkpoint directory, or 'embedded' for the target.")],
-    destination: Annotated[Path, typer.Argument(help="Directory to write; must not exist or be empty.")],
+    source: Annotated[
+        str,
+        typer.Argument(help="Checkpoint directory of a Llama model, or embedded (its target)."),
+    ],
+    destination: Annotated[Path, typer.Argument(help="Directory for the new checkpoint; empty or new.")],
     hidden_size: Annotated[int, typer.Option(help="Width of the residual stream.")],
     num_layers: Annotated[int, typer.Option(help="Decoder layers.")],
     intermediate_size: Annotated[int, typer.Option(help="Width of the MLP.")],
     num_heads: Annotated[int, typer.Option(help="Query heads.")],
     num_kv_heads: Annotated[int, typer.Option(help="Key/value heads; divides --num-heads.")],
     dtype: Annotated[
-        str | None, typer.Option(help="bfloat16, float16 or float32 (default: as SOURCE).")
+        str | None,
+        typer.Option(help="bfloat16, float16 or float32; default: as SOURCE."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the random weights in what is added.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random weights that are added.")] = 0,
 ) -> None:
     """Write a bigger checkpoint that computes the same function as SOURCE."""
     from specray.demo.paths import demo_target_path

@@ -1,4 +1,4 @@
-"""``specray plan``: how many groups and drafts a load needs, by simulation."""
+"""``specray plan``: how many target groups and drafts a load needs, found by simulation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specray.bench.load.prompts import Dataset
-from specray.cli.serve import Setting
+from specray.cli import options
 from specray.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,73 +23,91 @@ if TYPE_CHECKING:
     from specray.planning.profile import Profile
     from specray.planning.search import Demand
 
-NUM_PROFILE_PROMPTS = 48
 MAX_RATIO = 8
+"""Largest number of drafts per target group that is tried."""
 DEFAULT_RATIOS = "0,0.25,0.5,1"
+
+ConfigPath = Annotated[
+    Path | None,
+    typer.Argument(metavar="[CONFIG.yaml]", help="Configuration whose speculation and router are simulated."),
+]
+ProfilePaths = Annotated[
+    list[Path] | None,
+    typer.Option(help="Profile that `specray profile` wrote; repeat it to choose between kinds of hardware."),
+]
+Rate = Annotated[float | None, typer.Option(min=0.001, help="Requests per second.")]
+PromptLength = Annotated[
+    str, typer.Option(help="Prompt tokens: a number, lognormal:MEAN,P95, or @FILE with one number per line.")
+]
+OutputLength = Annotated[str, typer.Option(help="Output tokens, in the same form.")]
+SloTtft = Annotated[float | None, typer.Option(min=0.001, help="Target for the time to first token, in ms.")]
+SloItl = Annotated[
+    float | None, typer.Option(min=0.001, help="Target for a request's mean inter-token latency, in ms.")
+]
+SloShare = Annotated[
+    float, typer.Option(min=0.01, max=1, help="Share of the requests that must meet both targets.")
+]
+Ratios = Annotated[
+    str,
+    typer.Option(help="Drafts per target group to try: numbers or fractions with commas; 0 is no draft."),
+]
+MaxGroups = Annotated[int, typer.Option(min=1, max=4096, help="Maximum number of target groups.")]
+Costs = Annotated[
+    list[str] | None,
+    typer.Option(help="NAME=USD_PER_HOUR of one device; NAME is a part of its name. May be repeated."),
+]
+NetworkMs = Annotated[
+    float, typer.Option(min=0, help="Round trip between router and draft in ms, on top of the measured one.")
+]
+NumRequests = Annotated[
+    int, typer.Option(min=20, max=100_000, help="Approximate number of requests in a simulation.")
+]
+Check = Annotated[
+    bool,
+    typer.Option(
+        "--check",
+        help="Start the configured pair here, load it, and compare with the prediction; without --profile, "
+        "measure its profile too.",
+    ),
+]
+Concurrencies = Annotated[
+    list[int] | None, typer.Option(min=1, help="With --check: requests at a time; may be repeated.")
+]
+NumPasses = Annotated[
+    int, typer.Option(min=1, max=50, help="With --check: passes over all loads; the median counts.")
+]
+PromptSource = Annotated[Dataset, typer.Option(help="With --check: source of the prompts.")]
+PromptPath = Annotated[Path | None, typer.Option(help="With --check: file of the data set.")]
 
 
 def plan(
-    config_path: Annotated[
-        Path | None,
-        typer.Argument(metavar="[CONFIG.yaml]", help="Its speculation and router sections count."),
-    ] = None,
-    profile: Annotated[
-        list[Path] | None,
-        typer.Option(help="From `specray profile`; may be repeated: hardware to choose from."),
-    ] = None,
-    rate: Annotated[float | None, typer.Option(min=0.001, help="Requests per second.")] = None,
-    prompt: Annotated[
-        str, typer.Option(help="Prompt tokens: a number, lognormal:MEAN,P95, or @FILE with one per line.")
-    ] = "512",
-    output: Annotated[str, typer.Option(help="Output tokens, likewise.")] = "128",
-    temperature: Annotated[float, typer.Option(min=0, max=2, help="Of the requests.")] = 0.0,
-    slo_ttft_ms: Annotated[float | None, typer.Option(min=0.001, help="Time to the first token.")] = None,
-    slo_itl_ms: Annotated[
-        float | None, typer.Option(min=0.001, help="A request's mean time between tokens.")
-    ] = None,
-    slo_share: Annotated[
-        float, typer.Option(min=0.01, max=1, help="Of the requests, how many must meet both.")
-    ] = 0.95,
-    drafts_per_group: Annotated[
-        str, typer.Option(help="What is tried: numbers or fractions with commas between; 0: no draft.")
-    ] = DEFAULT_RATIOS,
-    max_groups: Annotated[int, typer.Option(min=1, max=4096, help="Target groups.")] = 256,
-    cost: Annotated[
-        list[str] | None,
-        typer.Option(help="NAME=USD_PER_HOUR of one device, NAME a part of its name; may be repeated."),
-    ] = None,
-    network_ms: Annotated[
-        float, typer.Option(min=0, help="Round trip between router and draft beyond the measured one.")
-    ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of all draws.")] = 0,
-    num_requests: Annotated[
-        int, typer.Option(min=20, max=100_000, help="Of each simulated window, about.")
-    ] = 200,
-    check: Annotated[
-        bool,
-        typer.Option(
-            "--check",
-            help="Measure the configured pair here and compare; without --profile, its profile too, in turns "
-            "with the loads.",
-        ),
-    ] = False,
-    concurrency: Annotated[
-        list[int] | None, typer.Option(min=1, help="With --check: clients at once; may be repeated.")
-    ] = None,
-    num_passes: Annotated[
-        int, typer.Option(min=1, max=50, help="With --check: over all loads; the median counts.")
-    ] = 3,
-    dataset: Annotated[
-        Dataset, typer.Option(help="With --check: where prompts come from.")
-    ] = Dataset.BUILTIN,
-    dataset_path: Annotated[Path | None, typer.Option(help="With --check: the data set's file.")] = None,
-    settings: Setting = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the results there.")] = None,
+    config_path: ConfigPath = None,
+    profile: ProfilePaths = None,
+    rate: Rate = None,
+    prompt: PromptLength = "512",
+    output: OutputLength = "128",
+    temperature: options.Temperature = 0.0,
+    slo_ttft_ms: SloTtft = None,
+    slo_itl_ms: SloItl = None,
+    slo_share: SloShare = 0.95,
+    drafts_per_group: Ratios = DEFAULT_RATIOS,
+    max_groups: MaxGroups = 256,
+    cost: Costs = None,
+    network_ms: NetworkMs = 0.0,
+    seed: options.Seed = 0,
+    num_requests: NumRequests = 200,
+    check: Check = False,
+    concurrency: Concurrencies = None,
+    num_passes: NumPasses = 3,
+    dataset: PromptSource = Dataset.BUILTIN,
+    dataset_path: PromptPath = None,
+    settings: options.Settings = None,
+    json_path: options.JsonPath = None,
 ) -> None:
-    """Say how many target groups and drafts a load needs, from profiles, by simulation.
+    """Find how many target groups and drafts a load needs, by simulation from measured profiles.
 
     The real router runs against simulated engines in virtual time. With --check the configured pair is
-    started here, loaded, and held against what the first profile predicts.
+    started here, loaded, and compared with what the first profile predicts.
     """
     from specray.cli.settings import build_config
     from specray.planning.load import OpenLoad, parse_lengths
@@ -119,7 +137,7 @@ def plan(
 
 
 def parse_ratios(text: str) -> list[Fraction]:
-    """Reads ``0,0.25,1/3,2``. Raises ConfigError."""
+    """Reads drafts per target group such as ``0,0.25,1/3,2``. Raises ConfigError."""
     try:
         ratios = [Fraction(part.strip()).limit_denominator(64) for part in text.split(",")]
     except (ValueError, ZeroDivisionError):
@@ -143,7 +161,7 @@ def _plan(
 ) -> None:
     from rich.console import Console
 
-    from specray.cli.bench.app import write_json
+    from specray.cli.output import write_json
     from specray.planning.hardware import make_offers, parse_costs
     from specray.planning.report import plan_json, plan_table, recommendation
     from specray.planning.search import make_plan
@@ -168,7 +186,7 @@ def _plan(
 
 @contextmanager
 def _routers_silent() -> Iterator[None]:
-    """Simulated routers warn of what a fleet that is too small does to them; the table says it."""
+    """Silences the warnings of simulated routers: a fleet that is too small shows in the table."""
     logger = logging.getLogger("specray.router")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -193,7 +211,7 @@ def _check(
 
     from specray.bench.load.prompts import load_prompts
     from specray.bench.plan_check import LoadRunner, compare, measure_loads
-    from specray.cli.bench.app import write_json
+    from specray.cli.output import write_json
     from specray.planning.report import check_table
     from specray.planning.simulation.fleet import Kit
 
@@ -204,8 +222,8 @@ def _check(
             f"the configuration has {'a' if config.draft.has_model else 'no'} draft model and the profile"
             f" {'none' if profile.draft is None else 'one'}; allowed with --check: a profile of this pair"
         )
-    # Those that `specray profile` measures acceptance on.
-    prompts = load_prompts(dataset, dataset_path, NUM_PROFILE_PROMPTS)
+    # The prompts on which `specray profile` measures acceptance.
+    prompts = load_prompts(dataset, dataset_path, options.NUM_PROFILE_PROMPTS)
     with Console(stderr=True).status("starting the pair") as status:
         runner = LoadRunner(
             config,

@@ -1,4 +1,4 @@
-"""``specray profile``: measure a pair for ``specray plan``."""
+"""``specray profile``: the measurement of a pair from which ``specray plan`` simulates."""
 
 from __future__ import annotations
 
@@ -9,43 +9,48 @@ from typing import Annotated
 import typer
 
 from specray.bench.load.prompts import Dataset
-from specray.cli.plan import NUM_PROFILE_PROMPTS
-from specray.cli.serve import Setting
+from specray.cli import options
+
+ConfigPath = Annotated[
+    Path | None,
+    typer.Argument(metavar="[CONFIG.yaml]", help="Configuration of the pair; default: the embedded pair."),
+]
+Output = Annotated[Path, typer.Option(help="File for the profile.")]
+Name = Annotated[str, typer.Option(help="Name in the tables of `specray plan`; default: the hardware.")]
+Temperatures = Annotated[
+    list[float] | None,
+    typer.Option(
+        min=0,
+        max=2,
+        help="Temperature at which acceptance is measured; may be repeated. Steps are timed at the first. "
+        "Default: 0 0.7 1.",
+    ),
+]
+NumPrompts = Annotated[int, typer.Option(min=1, help="Prompts on which acceptance is measured.")]
+HasOverlap = Annotated[
+    bool | None,
+    typer.Option(
+        "--overlap/--no-overlap",
+        help="Measure draft-ahead outcomes, and both engines at work at once; default: unless "
+        "speculation.overlap is serial.",
+    ),
+]
 
 
 def profile(
-    config_path: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG.yaml]", help="Default: the embedded pair.")
-    ] = None,
-    output: Annotated[Path, typer.Option(help="The profile is written there.")] = Path("profile.json"),
-    name: Annotated[str, typer.Option(help="For the tables of plan; default: the hardware.")] = "",
-    temperature: Annotated[
-        list[float] | None,
-        typer.Option(min=0, max=2, help="Of acceptance; may be repeated. Steps are measured at the first."),
-    ] = None,
-    dataset: Annotated[Dataset, typer.Option(help="Where prompts come from.")] = Dataset.BUILTIN,
-    dataset_path: Annotated[
-        Path | None, typer.Option(help="The data set's file (JSON lines, .gz too).")
-    ] = None,
-    num_prompts: Annotated[
-        int, typer.Option(min=1, help="Prompts that acceptance is measured on.")
-    ] = NUM_PROFILE_PROMPTS,
-    num_sequences: Annotated[
-        list[int] | None, typer.Option(min=1, help="Sequences side by side; may be repeated.")
-    ] = None,
-    num_passes: Annotated[
-        int, typer.Option(min=1, max=50, help="Over all loads; for each size the median counts.")
-    ] = 3,
-    overlap: Annotated[
-        bool | None,
-        typer.Option(
-            "--overlap/--no-overlap",
-            help="Measure outcomes, and both engines at work; default: unless speculation.overlap is serial.",
-        ),
-    ] = None,
-    settings: Setting = None,
+    config_path: ConfigPath = None,
+    output: Output = Path("profile.json"),
+    name: Name = "",
+    temperature: Temperatures = None,
+    dataset: options.PromptSource = Dataset.BUILTIN,
+    dataset_path: options.PromptPath = None,
+    num_prompts: NumPrompts = options.NUM_PROFILE_PROMPTS,
+    num_sequences: options.NumSequences = None,
+    num_passes: options.NumPasses = 3,
+    overlap: HasOverlap = None,
+    settings: options.Settings = None,
 ) -> None:
-    """Measure what a pair's steps take and how good its draft is; `specray plan` simulates from it."""
+    """Measure how long a pair's steps take and how good its draft is, for `specray plan`."""
     from rich.console import Console
 
     from specray.bench.capacity import NUM_SEQUENCES, SweepPlan, measure_profile

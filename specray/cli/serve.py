@@ -1,4 +1,4 @@
-"""``specray serve``."""
+"""``specray serve``: a pair served over HTTP and gRPC, with Ray."""
 
 from __future__ import annotations
 
@@ -7,39 +7,36 @@ from typing import Annotated
 
 import typer
 
-Setting = Annotated[
-    list[str] | None, typer.Option("--set", help="Any key of the configuration: dotted.key=value.")
+from specray.cli import options
+
+ConfigPath = Annotated[
+    Path | None,
+    typer.Argument(help="Configuration file (YAML); options on the command line take precedence."),
 ]
 
 
 def serve(
-    config: Annotated[
-        Path | None, typer.Argument(help="Configuration file (YAML); options come over it.")
-    ] = None,
-    target: Annotated[str | None, typer.Option(help="Target model: path or hub id.")] = None,
-    draft: Annotated[
-        str | None, typer.Option(help="Draft model: path or hub id; or ngram, suffix, none.")
-    ] = None,
-    tensor_parallel_size: Annotated[int | None, typer.Option(help="Ranks of the target.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32, of both models.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Most tokens of one sequence.")] = None,
-    num_speculative_tokens: Annotated[
-        str | None, typer.Option(help="Most draft tokens per round: 0..32 or auto.")
-    ] = None,
-    verification: Annotated[str | None, typer.Option(help="coupled or rejection.")] = None,
-    overlap: Annotated[str | None, typer.Option(help="auto, serial, ahead or enumerate.")] = None,
-    num_draft_replicas: Annotated[int | None, typer.Option(help="Draft actors.")] = None,
-    served_model_name: Annotated[str | None, typer.Option(help="The model's name in the API.")] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on, HTTP and gRPC.")] = None,
-    port: Annotated[int | None, typer.Option(help="HTTP port (8000).")] = None,
-    grpc_port: Annotated[int | None, typer.Option(help="gRPC port (9000); 0: no gRPC.")] = None,
-    settings: Setting = None,
+    config: ConfigPath = None,
+    target: options.TargetModel = None,
+    draft: options.Draft = None,
+    tensor_parallel_size: options.TensorParallelSize = None,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    max_model_len: options.MaxModelLen = None,
+    num_speculative_tokens: options.NumSpeculativeTokens = None,
+    verification: options.Verification = None,
+    overlap: options.OverlapMode = None,
+    num_draft_replicas: options.NumDraftReplicas = None,
+    served_model_name: Annotated[str | None, typer.Option(help="Name of the model in the API.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address on which HTTP and gRPC listen.")] = None,
+    port: Annotated[int | None, typer.Option(help="HTTP port; default: 8000.")] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="gRPC port; 0 turns gRPC off. Default: 9000.")] = None,
+    settings: options.Settings = None,
 ) -> None:
     """Serve a pair over HTTP (OpenAI-compatible) and gRPC until Ctrl-C; by default the embedded pair."""
     from specray.cli.settings import build_config, pair_options
 
-    options = pair_options(
+    values = pair_options(
         target=target,
         draft=draft,
         dtype=dtype,
@@ -57,7 +54,7 @@ def serve(
         "grpc.host": host,
         "grpc.port": grpc_port,
     }
-    merged = build_config(config, options, settings or [])
+    merged = build_config(config, values, settings or [])
 
     from specray.serving.launch import run_service
 

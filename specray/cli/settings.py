@@ -1,4 +1,4 @@
-"""Options of the command line, merged over a configuration file."""
+"""Merges the options of the command line with a configuration file."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ NO_DRAFT = "none"
 
 
 def build_config(path: Path | None, options: Mapping[str, object], assignments: Sequence[str] = ()) -> Config:
-    """The configuration file with options and assignments over it.
+    """Reads the configuration file and applies options, then assignments.
 
     Args:
-        path: of the file; None starts from the defaults.
-        options: dotted keys; those with value None say nothing.
-        assignments: ``dotted.key=value`` with a YAML value, as ``--set`` takes them; they come last.
+        path: the file; None starts from the defaults.
+        options: values by dotted key; None leaves the key as it is.
+        assignments: ``dotted.key=value`` with a YAML value, as ``--set`` takes them.
 
     Raises:
-        ConfigError: names every wrong key, its value and what is allowed.
+        ConfigError: a key or a value is wrong; names each, and what is allowed.
     """
     values = {} if path is None else read_config_file(path)
     for key, value in options.items():
@@ -48,7 +48,7 @@ def pair_options(
     verification: str | None = None,
     overlap: str | None = None,
 ) -> dict[str, object]:
-    """Dotted keys of the options that say what the pair is and how it works together."""
+    """Translates the options about the pair, and how it speculates, to dotted keys of the configuration."""
     has_no_draft = draft == NO_DRAFT
     return {
         "target.model": target,
@@ -102,7 +102,7 @@ def _assign(values: dict[str, Any], key: str, value: object) -> None:
 
 
 def _check_pair(values: Mapping[str, Any]) -> None:
-    """What can be said of the pair before anything is loaded: the embedded draft fits its target only."""
+    """Refuses a pair that cannot work, before anything is loaded: the embedded draft fits its target only."""
     target, draft = values.get("target") or {}, values.get("draft") or {}
     if not isinstance(target, dict) or not isinstance(draft, dict):
         return
@@ -117,7 +117,7 @@ def _check_pair(values: Mapping[str, Any]) -> None:
 
 
 def _check_draft_name(name: object) -> None:
-    """A word that is no directory here is a misspelt name: hub ids have an owner."""
+    """Refuses a single word that is neither a directory nor a known name: hub ids have an owner."""
     known = (EMBEDDED, *MODEL_FREE_DRAFTS)
     if isinstance(name, str) and name not in known and "/" not in name and not Path(name).exists():
         raise ConfigError(

@@ -1,15 +1,13 @@
-"""``specray worker``: an engine as a plain process, without Ray."""
+"""``specray worker``: one engine as a gRPC server in a plain process, without Ray."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specray.cli.serve import Setting
+from specray.cli import options
 from specray.rpc.workers.parent import end_with_parent
 
 if TYPE_CHECKING:
@@ -20,32 +18,33 @@ if TYPE_CHECKING:
     from specray.rpc.role import RoleName
 
 
-class Role(StrEnum):
-    DRAFT = "draft"
-    TARGET = "target"
+Listen = Annotated[
+    str | None, typer.Option(help="Address to listen on: unix:/path or host:port; port 0 takes any free one.")
+]
+ParentPid = Annotated[
+    int | None, typer.Option(help="Process id of the parent; the worker ends when that process has ended.")
+]
+Rank = Annotated[
+    int, typer.Option(min=0, hidden=True, help="Tensor-parallel rank; rank 0 starts the others.")
+]
+Meeting = Annotated[
+    str | None, typer.Option(hidden=True, help="Address of rank 0's store (host:port), for the other ranks.")
+]
 
 
 def worker(
-    role: Annotated[Role, typer.Argument(help="Which engine.")],
-    listen: Annotated[
-        str | None, typer.Option(help="Where to listen: unix:/path or host:port (port 0: any).")
-    ] = None,
-    config: Annotated[Path | None, typer.Option(help="Configuration file (YAML).")] = None,
-    model: Annotated[str | None, typer.Option(help="Path, hub id, or embedded.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Most tokens of one sequence.")] = None,
-    num_threads: Annotated[int | None, typer.Option(help="CPU threads; default: by cores.")] = None,
-    settings: Setting = None,
-    parent_pid: Annotated[
-        int | None, typer.Option(help="End when this process, which started this one, has ended.")
-    ] = None,
-    rank: Annotated[
-        int, typer.Option(min=0, hidden=True, help="Of a group; 0 leads it and starts the others.")
-    ] = 0,
-    meeting: Annotated[
-        str | None, typer.Option(hidden=True, help="Of the other ranks: host:port of the leader's store.")
-    ] = None,
+    role: Annotated[options.Role, typer.Argument(help="Engine to serve.")],
+    listen: Listen = None,
+    config: options.ConfigPath = None,
+    model: Annotated[str | None, typer.Option(help="Model: path, hub id, or embedded.")] = None,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    max_model_len: options.MaxModelLen = None,
+    num_threads: options.NumThreads = None,
+    settings: options.Settings = None,
+    parent_pid: ParentPid = None,
+    rank: Rank = 0,
+    meeting: Meeting = None,
 ) -> None:
     """Serve one engine over gRPC until Ctrl-C, with all its ranks on this machine."""
     from specray.cli.settings import build_config
@@ -56,18 +55,20 @@ def worker(
 
     apply_thread_environment()
 
-    options = {
+    values = {
         "model": model,
         "dtype": dtype,
         "device": device,
         "max_model_len": max_model_len,
         "num_threads": num_threads,
     }
-    own = {f"{role}.{key}": value for key, value in options.items()}
-    # Of a pair this process knows one half only.
-    other: dict[str, object] = {"draft.enabled": False} if role is Role.TARGET and config is None else {}
+    own = {f"{role}.{key}": value for key, value in values.items()}
+    # Without a configuration, this process knows one engine of the pair only.
+    other: dict[str, object] = (
+        {"draft.enabled": False} if role is options.Role.TARGET and config is None else {}
+    )
     merged = build_config(config, own | other, settings or [])
-    if role is Role.DRAFT and merged.draft.model in MODEL_FREE_DRAFTS:
+    if role is options.Role.DRAFT and merged.draft.model in MODEL_FREE_DRAFTS:
         raise ConfigError(
             f"draft.model is {merged.draft.model!r}, which drafts in the Router and has no worker; "
             "allowed: a model"
@@ -79,7 +80,7 @@ def worker(
     if rank > 0:
         from specray.serving.local.ranks import follow
 
-        assert meeting is not None, "the leader says where it is"
+        assert meeting is not None, "rank 0 passes its address on"
         follow(merged, role.value, rank, meeting)
     elif listen is None:
         raise ConfigError("--listen is missing; allowed: unix:/path or host:port")
@@ -88,7 +89,7 @@ def worker(
 
 
 def _serve(config: Config, role: RoleName, address: str) -> None:
-    """Until a signal comes, the engine is broken or a rank is lost."""
+    """Serves the engine, and its ranks, until a signal comes, the engine breaks or a rank is lost."""
     engine = config.draft if role == "draft" else config.target
     if engine.tensor_parallel_size == 1:
         _serve_engine(config, role, address, lambda: None)
@@ -104,7 +105,7 @@ def _serve(config: Config, role: RoleName, address: str) -> None:
 def _serve_engine(
     config: Config, role: RoleName, address: str, join: Callable[[], ParallelContext | None]
 ) -> None:
-    """With the group that ``join`` meets, where the engine is loaded."""
+    """Serves the engine of this process; ``join`` makes its tensor-parallel group before it is loaded."""
     from specray.engine.build import build_draft_engine, build_target_engine
     from specray.rpc.channel import channel_options
     from specray.rpc.workers.worker import serve_engine

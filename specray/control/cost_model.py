@@ -309,4 +309,4 @@ def first_rows(num_proposals: int, num_tokens: float) -> int:
 def num_draft_steps(item: SpeculateItem, reply: DraftReply) -> int:
     """Draft steps of an answer: the token before which a proposal was ended had been drafted too."""
     asked = item.num_speculative_tokens
-    return min(asked, len(reply.draft_token_ids) + 1) if isinstance(reply, Proposal) else asked
+    return min(asked, len(reply.draft.token_ids) + 1) if isinstance(reply, Proposal) else asked

@@ -15,13 +15,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from specray.engine.attention.mask import Visibility, branch_visibility
 from specray.engine.cache.sequences import EngineSequence
-from specray.engine.runner.inputs import BranchRow
 from specray.engine.sampling.draft import DraftToken, RankedRow
 from specray.engine.sampling.processors import RowGroup
 from specray.engine.schedule import BranchStep
 from specray.errors import OutOfBlocksError
-from specray.types import Branch, SamplingParams, SparseProbs, SpeculateItem
+from specray.types import Branch, DraftTokens, SamplingParams, SparseProbs, SpeculateItem
 
 
 @dataclass(slots=True, eq=False)
@@ -83,9 +83,9 @@ class BranchLine(Line):
         return self.token_ids[self.trunk_len]
 
     @property
-    def row(self) -> BranchRow:
-        """Of its last token."""
-        return BranchRow(self.trunk_len, self.first_place, self.first_place + len(self.drawn))
+    def visibility(self) -> Visibility:
+        """What its last token sees."""
+        return branch_visibility(self.trunk_len, self.first_place, 1 + len(self.drawn))
 
     @property
     def end_place(self) -> int:
@@ -94,7 +94,9 @@ class BranchLine(Line):
 
     @property
     def reply(self) -> Branch:
-        return Branch(self.num_accepted, self.next_token_id, self.draft_token_ids, self.draft_probs)
+        return Branch(
+            self.num_accepted, self.next_token_id, DraftTokens(self.draft_token_ids, probs=self.draft_probs)
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -163,7 +165,7 @@ class Branching:
         if not growing:
             return [], None
         token_ids = [branch.token_ids[-1] for branch in growing]
-        return growing, BranchStep(self.sequence, token_ids, [branch.row for branch in growing])
+        return growing, BranchStep(self.sequence, token_ids, [branch.visibility for branch in growing])
 
     def settle(self) -> None:
         """When all is drawn: the own branch becomes the sequence's tail, the others' room is free again."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specray.engine.attention.mask import MAX_TREE_ROWS
 from specray.engine.base import EngineHead
 from specray.engine.cache.sequences import EngineSequence
 from specray.engine.chains import Branching, Line
@@ -34,6 +35,7 @@ from specray.errors import InvalidRequestError, SpecrayError
 from specray.types import (
     DraftReplies,
     DraftReply,
+    DraftTokens,
     EngineInfo,
     Outcomes,
     Proposal,
@@ -133,6 +135,12 @@ class DraftHead(EngineHead):
         if item.num_speculative_tokens < 0:
             raise InvalidRequestError(
                 f"num_speculative_tokens is {item.num_speculative_tokens}; allowed: 0 or more",
+                field="num_speculative_tokens",
+            )
+        if item.fanout and item.num_speculative_tokens > MAX_TREE_ROWS:
+            raise InvalidRequestError(
+                f"num_speculative_tokens is {item.num_speculative_tokens}; allowed with fanout: at most "
+                f"{MAX_TREE_ROWS}",
                 field="num_speculative_tokens",
             )
         return self._admit_branching(item, length) if item.fanout else self._admit_line(item, length)
@@ -238,6 +246,11 @@ class DraftHead(EngineHead):
 def _reply(item: SpeculateItem, task: _Task) -> DraftReply:
     if isinstance(task, _Proposing):
         line = task.line
-        return Proposal(item.request_id, item.round_id, item.base_len, line.draft_token_ids, line.draft_probs)
+        return Proposal(
+            item.request_id,
+            item.round_id,
+            item.base_len,
+            DraftTokens(line.draft_token_ids, probs=line.draft_probs),
+        )
     branches = tuple(branch.reply for branch in task.branches)
     return Outcomes(item.request_id, item.round_id, item.base_len, branches)

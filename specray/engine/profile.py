@@ -15,6 +15,7 @@ from typing import Final, NamedTuple, Protocol
 from specray.interfaces import DraftEngine, TargetEngine
 from specray.types import (
     DraftReply,
+    DraftTokens,
     EngineInfo,
     ItemFailed,
     SamplingParams,
@@ -261,7 +262,7 @@ class _TargetWorkload:
     def _verify(self, request_ids: Sequence[str], base_len: int, each: int) -> float | None:
         """``each`` rows of every sequence; seconds, or None when an item failed."""
         token, *drafts = _tokens(base_len, each, self._info)
-        items = [VerifyItem(name, 0, base_len, (token,), tuple(drafts)) for name in request_ids]
+        items = [VerifyItem(name, 0, base_len, (token,), DraftTokens(tuple(drafts))) for name in request_ids]
         replies = self._engine.verify(items)
         return replies.forward_ns / 1e9 if _is_answered(replies.replies) else None
 

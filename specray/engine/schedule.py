@@ -9,8 +9,9 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from specray.engine.attention.mask import Visibility
 from specray.engine.cache.sequences import EngineSequence, UnknownSequenceError
-from specray.engine.runner.inputs import BranchRow, SequenceInput
+from specray.engine.runner.inputs import SequenceInput
 from specray.errors import InvalidRequestError, OutOfBlocksError, OverloadedError, SpecrayError
 from specray.types import ItemFailed, SpeculateItem, UnknownSequence, VerifyItem
 
@@ -58,8 +59,8 @@ class BranchStep:
 
     sequence: EngineSequence
     token_ids: Sequence[int]
-    rows: Sequence[BranchRow]
-    """One for each token, their places ascending."""
+    visibility: Sequence[Visibility]
+    """What each token sees, their KV indices ascending."""
 
 
 Item = TypeVar("Item", SpeculateItem, VerifyItem)
@@ -153,7 +154,7 @@ def _plan_steps(work: Iterable[CatchUp | BranchStep], budget: int) -> Iterator[l
                     yield inputs
                     inputs, left = [], budget
                 last = min(len(item.token_ids), first + left)
-                block_ids, rows = sequence.block_table.block_ids, item.rows[first:last]
+                block_ids, rows = sequence.block_table.block_ids, item.visibility[first:last]
                 inputs.append(SequenceInput(item.token_ids[first:last], 0, block_ids, last - first, rows))
                 left -= last - first
                 first = last

@@ -1,13 +1,120 @@
-"""What a forward pass is given: the rows of one step."""
+"""What a forward pass is given: the rows of one step, and the shapes of a model.
+
+These types are shared by runners, forwards and attention, so this file imports none of them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from specray.engine.attention.sdpa import AttentionStep, Slots
+from specray.engine.attention.mask import Visibility
+
+Slots = slice | torch.Tensor
+"""Slots of the cache: a slice, or an int64 tensor ``[num_tokens]``."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """The attention heads of one rank."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def scale(self) -> float:
+        """Factor on the dot products."""
+        return float(self.head_dim**-0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """What a model keeps per token on this rank."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class KVCache(Protocol):
+    """What attention needs of ``cache.blocks.BlockCache``, where the tensors are described."""
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def layers(self) -> Sequence[torch.Tensor]: ...
+
+    @property
+    def keys(self) -> Sequence[torch.Tensor]: ...
+
+    @property
+    def values(self) -> Sequence[torch.Tensor]: ...
+
+    def write(self, layer: int, slots: Slots, keys_values: torch.Tensor) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRows:
+    """The rows of one sequence in a step."""
+
+    first_row: int
+    num_rows: int
+    start: int
+    """Lowest position of a row; of a chain, that of the first."""
+    block_ids: Sequence[int]
+    visibility: Sequence[Visibility] = ()
+    """What each row sees, their KV indices ascending; empty: the rows are a chain from ``start`` on."""
+
+    @property
+    def end(self) -> int:
+        """KV index after the last row."""
+        return self.visibility[-1].kv_index + 1 if self.visibility else self.start + self.num_rows
+
+    @property
+    def positions(self) -> Sequence[int]:
+        """The position of each row."""
+        if self.visibility:
+            return [row.position for row in self.visibility]
+        return range(self.start, self.start + self.num_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockBatch:
+    """The rows of a step on the device; int32 but for slots and masks. Rows at the end may be padding."""
+
+    first_rows: (
+        torch.Tensor
+    )  # [num_sequences + 1]: sequence i has the rows first_rows[i]..first_rows[i + 1] - 1
+    lengths: torch.Tensor  # [num_sequences]: KV indices that are valid once the step has written
+    block_tables: torch.Tensor  # [num_sequences, max_num_blocks]
+    slots: torch.Tensor  # [num_rows], int64: where each row is put
+    positions: torch.Tensor  # [num_rows]
+    kv_indices: torch.Tensor  # [num_rows]: of the rows themselves
+    prefix_lens: torch.Tensor  # [num_rows]: this and the next two: ``mask.Visibility``
+    first_indices: torch.Tensor  # [num_rows]
+    ancestors: torch.Tensor  # [num_rows], int64
+    max_rows: int
+    """Most rows of one sequence."""
+    has_masks: bool
+    """False: every sequence's rows are a chain, its last tokens, and nobody reads their visibility."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionStep:
+    """Where the rows of one step are written, and what each sequence may see.
+
+    Each sequence must hold blocks for ``rows.end`` tokens.
+    """
+
+    rows: tuple[SequenceRows, ...]
+    cache: KVCache
+    batch: BlockBatch | None = None
+    """The same as tensors of a fixed shape, where a captured forward reads them; ``rows`` are empty then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,15 +125,6 @@ class Step:
     positions: Slots  # of each row in its sequence; a slice for a single sequence
     attention: AttentionStep
     logit_rows: Slots | None  # the rows whose logits are wanted, in order; None: all
-
-
-@dataclass(frozen=True, slots=True)
-class CacheShape:
-    """What a model keeps per token on this rank."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
 
 
 class Forward(Protocol):

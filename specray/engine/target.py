@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -53,7 +53,7 @@ class _Scheduled:
 
     @property
     def num_logits(self) -> int:
-        return len(self.item.draft_token_ids) + 1 if self.item.sample else 0
+        return len(self.item.draft.token_ids) + 1 if self.item.sample else 0
 
 
 class TargetHead(EngineHead):
@@ -75,6 +75,7 @@ class TargetHead(EngineHead):
     def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
         """One step: one ragged forward, or several when the items exceed ``max_num_batched_tokens``."""
         started_ns = time.perf_counter_ns()
+        items = [_chain_only(item) for item in items]
         answers: dict[int, TargetReply] = {}
         num_rows = 0
         for wave in split_waves(items, num_shared_tokens=self._num_shared_tokens):
@@ -99,12 +100,12 @@ class TargetHead(EngineHead):
 
     def _admit(self, item: VerifyItem) -> EngineSequence:
         """Gives the sequence its tokens and its room; raises before anything changed."""
-        num_drafts = len(item.draft_token_ids)
+        num_drafts = len(item.draft.token_ids)
         length = item.base_len + len(item.token_ids) + num_drafts
         check_length(item.base_len, length - num_drafts, self._info.max_model_len)
         check_length(item.base_len, length, self._info.max_model_len)
         check_token_ids("token_ids", item.token_ids, self._info.vocab_size)
-        check_token_ids("draft_token_ids", item.draft_token_ids, self._info.vocab_size)
+        check_token_ids("draft.token_ids", item.draft.token_ids, self._info.vocab_size)
         if num_drafts and not item.sample:
             raise InvalidRequestError("a prefill chunk has draft tokens; allowed: none", field="sample")
         if item.max_new_tokens is not None and (item.sample or item.max_new_tokens < 1):
@@ -121,7 +122,7 @@ class TargetHead(EngineHead):
             num_extra_tokens=num_drafts,
             max_new_tokens=item.max_new_tokens,
         )
-        sequence.set_tail(item.draft_token_ids)
+        sequence.set_tail(item.draft.token_ids)
         if item.sample:
             sequence.recompute_last(num_drafts + 1)
         return sequence
@@ -162,8 +163,8 @@ class TargetHead(EngineHead):
         rounds = [
             Round(
                 RowGroup(entry.sequence.sampling, entry.sequence.token_ids, entry.num_logits),
-                entry.item.draft_token_ids,
-                entry.item.draft_probs,
+                entry.item.draft.token_ids,
+                entry.item.draft.probs,
             )
             for entry in sampled
         ]
@@ -199,7 +200,7 @@ def _commit(entry: _Scheduled, logits: Tensor, verified: Verified) -> Verdict:
     num_logprobs = entry.sequence.sampling.num_logprobs
     logprobs: tuple[TokenLogprobs, ...] = ()
     if num_logprobs is not None:
-        committed = (*item.draft_token_ids[:num_accepted], next_token_id)
+        committed = (*item.draft.token_ids[:num_accepted], next_token_id)
         logprobs = token_logprobs(logits[: num_accepted + 1], committed, num_logprobs)
     entry.sequence.accept_tail(num_accepted)
     return Verdict(
@@ -213,19 +214,19 @@ def _commit(entry: _Scheduled, logits: Tensor, verified: Verified) -> Verdict:
     )
 
 
+def _chain_only(item: VerifyItem) -> VerifyItem:
+    """The item with the first chain of its tree.
+
+    Exact, as any chain is: what is cut off is not verified, and a first child is drawn as if it were alone.
+    """
+    return item if item.draft.is_chain else replace(item, draft=item.draft.first_chain())
+
+
 def _check_draft_probs(item: VerifyItem, vocab_size: int) -> None:
-    if not item.draft_probs:
-        return
-    if len(item.draft_probs) != len(item.draft_token_ids):
-        raise InvalidRequestError(
-            f"{len(item.draft_probs)} draft_probs for {len(item.draft_token_ids)} draft tokens; "
-            "allowed: none, or one for each",
-            field="draft_probs",
-        )
-    for row in item.draft_probs:
-        check_token_ids("draft_probs", row.token_ids, vocab_size)
+    for row in item.draft.probs:
+        check_token_ids("draft.probs", row.token_ids, vocab_size)
         if not row.is_distribution(vocab_size):
             raise InvalidRequestError(
-                "draft_probs is no distribution; allowed: distinct token ids, a finite probability for each",
-                field="draft_probs",
+                "draft.probs is no distribution; allowed: distinct token ids, a finite probability for each",
+                field="draft.probs",
             )

@@ -1,4 +1,4 @@
-"""The two engines without tensors: they keep sequences exactly as the protocol says and guess with a toy."""
+"""Fake engines without tensors: they follow the protocol exactly and get tokens from a toy model."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from specray.types import (
     Branch,
     DraftReplies,
     DraftReply,
+    DraftTokens,
     EngineInfo,
     ItemFailed,
     Outcomes,
@@ -26,7 +27,7 @@ from specray.types import (
 )
 
 Cost = Callable[[int], int]
-"""Nanoseconds of a step over so many rows."""
+"""Function from a step's rows to its nanoseconds."""
 
 
 def fake_info(
@@ -38,7 +39,7 @@ def fake_info(
     max_num_batched_tokens: int = 2048,
     tokenizer_fingerprint: str = "toy",
 ) -> EngineInfo:
-    """What a fake worker says of itself."""
+    """Info of a fake worker."""
     return EngineInfo(
         role=role,
         model=f"toy-{role}",
@@ -65,7 +66,7 @@ class _Sequence:
 
 
 class _Sequences:
-    """Exactly what items have said, nothing of what was drafted: a router that claims too much is caught."""
+    """Sequences exactly as items gave them, without drafted tokens: a router that assumes more is caught."""
 
     def __init__(self, info: EngineInfo) -> None:
         self._info = info
@@ -98,10 +99,10 @@ class FakeTarget:
     """interfaces.TargetEngine over a toy model.
 
     Args:
-        model: whose tokens are authoritative.
-        info: limits that it enforces; a step beyond them raises ProtocolError.
+        model: toy model whose tokens are authoritative.
+        info: enforced limits; a step beyond them raises ProtocolError.
         cost: nanoseconds of a step by rows, reported as ``forward_ns``.
-        prefix_cache: what it has been told once, in whole blocks, is not computed again.
+        prefix_cache: whether whole blocks seen before are not computed again.
     """
 
     def __init__(
@@ -127,20 +128,22 @@ class FakeTarget:
 
     @property
     def held_request_ids(self) -> frozenset[str]:
-        """Sequences that have not been released."""
+        """Request ids of sequences that have not been released."""
         return frozenset(self._sequences.held)
 
     def forget(self, request_id: str | None = None) -> None:
-        """Loses one sequence, or all: what a restart or an eviction does."""
+        """Forgets one sequence, or all, like an eviction or a restart."""
         self._sequences.release([request_id] if request_id else list(self._sequences.held))
 
     def fail_next(self, request_id: str, message: str, *, is_retriable: bool) -> None:
-        """The next item of this request is answered by ItemFailed and not applied."""
+        """Answers the next item of this request with ItemFailed, without applying it."""
         self._scripted.setdefault(request_id, []).append((message, is_retriable))
 
     def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
-        cut = [self._cut(item) for item in items]
-        rows = sum(len(item.token_ids) + len(item.draft_token_ids) - cached for item, cached in cut)
+        # As in the engine: the first chain of a tree.
+        chains = [replace(item, draft=item.draft.first_chain()) for item in items]
+        cut = [self._cut(item) for item in chains]
+        rows = sum(len(item.token_ids) + len(item.draft.token_ids) - cached for item, cached in cut)
         if rows > self._info.max_num_batched_tokens or len(items) > self._info.max_num_seqs:
             raise ProtocolError(f"a step of {len(items)} items and {rows} rows is over the limits")
         self.num_steps += 1
@@ -158,7 +161,7 @@ class FakeTarget:
         self.model.next_token([0], 0)
 
     def _cut(self, item: VerifyItem) -> tuple[VerifyItem, int]:
-        """What of the item is taken on in this step, and how many of its tokens are known already."""
+        """Returns the part of the item that this step computes, and the number of its cached tokens."""
         sequence = self._sequences.held.get(item.request_id)
         told = [*(sequence.tokens[: item.base_len] if sequence is not None else ()), *item.token_ids]
         known_len = 0
@@ -185,7 +188,7 @@ class FakeTarget:
             return Verdict(item.request_id, item.round_id, item.base_len, 0, None, (), held_len, cached)
         tokens = list(sequence.tokens)
         drawn: list[int] = []
-        for draft_token in (*item.draft_token_ids, None):
+        for draft_token in (*item.draft.token_ids, None):
             drawn.append(self.model.next_token(tokens, sequence.noise_key))
             if drawn[-1] != draft_token:
                 break
@@ -206,11 +209,11 @@ class FakeTarget:
 
 
 class FakeDraft:
-    """interfaces.DraftEngine that guesses; answers proposals and general fan-outs.
+    """interfaces.DraftEngine with a guesser; answers proposals and general fan-outs.
 
     Args:
-        guesser: what it thinks comes next.
-        info: what it says of itself.
+        guesser: guesses next tokens.
+        info: info that it reports.
         cost: nanoseconds of a step by sequential draft steps times rows.
     """
 
@@ -229,11 +232,11 @@ class FakeDraft:
 
     @property
     def held_request_ids(self) -> frozenset[str]:
-        """Sequences that have not been released."""
+        """Request ids of sequences that have not been released."""
         return frozenset(self._sequences.held)
 
     def forget(self, request_id: str | None = None) -> None:
-        """Loses one sequence, or all."""
+        """Forgets one sequence, or all."""
         self._sequences.release([request_id] if request_id else list(self._sequences.held))
 
     def speculate(self, items: Sequence[SpeculateItem]) -> DraftReplies:
@@ -255,7 +258,7 @@ class FakeDraft:
             branches = tuple(self._branches(item, sequence))
             return Outcomes(item.request_id, item.round_id, item.base_len, branches)
         guesses = self._chain(sequence.tokens, item.num_speculative_tokens, sequence.noise_key)
-        return Proposal(item.request_id, item.round_id, item.base_len, guesses)
+        return Proposal(item.request_id, item.round_id, item.base_len, DraftTokens(guesses))
 
     def _branches(self, item: SpeculateItem, sequence: _Sequence) -> list[Branch]:
         if len(item.fanout) != len(item.proposed_token_ids) + 1:
@@ -267,8 +270,8 @@ class FakeDraft:
             likely = self.guesser.ranked(prefix, sequence.noise_key, width + 1)
             for rank, token in enumerate([token for token in likely if token not in rejected][:width]):
                 chain = self._chain([*prefix, token], item.num_speculative_tokens, sequence.noise_key)
-                branches.append((rank, Branch(num_accepted, token, chain)))
-        # The first guesses for all numbers are the likeliest, then the second ones.
+                branches.append((rank, Branch(num_accepted, token, DraftTokens(chain))))
+        # First guesses of all numbers of accepted tokens come first, then the second guesses.
         if item.max_branches:
             branches = sorted(branches, key=lambda branch: branch[0])[: item.max_branches]
         return [branch for _, branch in branches]

@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from specray.metrics import counters as counts
-from specray.types import EngineInfo
+from specray.types import MAX_SPECULATIVE_TOKENS, EngineInfo
 
 _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 _OVERHEAD_S = (
     *(0.0001, 0.0002, 0.0003, 0.0004, 0.0005, 0.0006, 0.0008, 0.001, 0.0012, 0.0014, 0.0016, 0.0018, 0.002),
     *(0.0022, 0.0024, 0.0026, 0.0028, 0.003, 0.004, 0.005, 0.01, 0.02, 0.05, 0.1, 1),
 )
-_NUM_POSITIONS = 32
 
 
 class _Total:
@@ -68,7 +67,9 @@ class RouterMetrics:
             ["position"],
             registry=registry,
         )
-        self._per_position = [per_position.labels(str(position)) for position in range(_NUM_POSITIONS)]
+        self._per_position = [
+            per_position.labels(str(position)) for position in range(MAX_SPECULATIVE_TOKENS)
+        ]
         self._by_source = tuple(
             counts.LabelledCounter(f"{prefix}{name}_by_source", text, ["source"], registry=registry)
             for name, text in (

@@ -1,4 +1,4 @@
-"""Profiles, plans and checks as tables for people."""
+"""Tables of profiles, plans and checks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PLAN_CAPTION = (
 
 
 class Comparison(Protocol):
-    """One load, predicted and measured."""
+    """Prediction and measurement of one load."""
 
     @property
     def concurrency(self) -> int: ...
@@ -48,7 +48,7 @@ class Comparison(Protocol):
 
 
 def profile_table(profile: Profile) -> Table:
-    """What was measured, at a few sizes."""
+    """Makes a table of what was measured, at a few sizes."""
     from rich.table import Table
 
     target, draft = profile.target, profile.draft
@@ -86,7 +86,7 @@ def _ms(seconds: float) -> str:
 
 
 def plan_table(plan: Plan, *, has_prices: bool) -> Table:
-    """One row for each kind of fleet; the recommended one is marked."""
+    """Makes a table with one row per kind of fleet; the recommended one is marked."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Column, Table
 
@@ -125,7 +125,7 @@ def plan_table(plan: Plan, *, has_prices: bool) -> Table:
 
 
 def recommendation(plan: Plan, *, has_prices: bool) -> str:
-    """One sentence: what to buy, or that nothing that was tried is enough."""
+    """Says in one sentence what to buy, or that nothing that was tried is enough."""
     best, demand = plan.best, plan.demand
     fleet = _fleet_text(best)
     slo = _slo_text(demand.slo)
@@ -152,7 +152,7 @@ def recommendation(plan: Plan, *, has_prices: bool) -> str:
 
 
 def check_table(rows: Sequence[Comparison], *, temperature: float) -> Table:
-    """Predicted beside measured."""
+    """Makes a table of predictions beside measurements."""
     from rich.table import Table
 
     table = Table(
@@ -179,7 +179,7 @@ def check_table(rows: Sequence[Comparison], *, temperature: float) -> Table:
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """Everything that was found, for ``--json``."""
+    """Returns everything that was found, for ``--json``."""
     demand = plan.demand
     return {
         "rate_per_s": demand.load.rate_per_s,
@@ -216,7 +216,7 @@ def _candidate_json(one: Candidate) -> dict[str, Any]:
 
 
 def _letters(plan: Plan) -> dict[str, str]:
-    """A letter for each kind of hardware, as its name fills a table."""
+    """Returns a letter for each kind of hardware, whose name would fill the table."""
     names = [
         name
         for one in plan.candidates

@@ -366,7 +366,7 @@ class Rounds:
         for live, room in batch:
             item = live.session.verify_item(room)
             pending.add((item.request_id, item.round_id))
-            num_new = min(room, len(item.token_ids) + len(item.draft_token_ids))
+            num_new = min(room, len(item.token_ids) + len(item.draft.token_ids))
             num_rows += num_new
             num_context_tokens += item.base_len + num_new
             if self._trace is not None:

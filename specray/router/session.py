@@ -19,19 +19,20 @@ from specray.interfaces import StopMatcher
 from specray.requests import FinishReason, GenerateRequest
 from specray.router.output.stops import StopConditions
 from specray.router.session_values import (
-    NOTHING_DRAFTED,
     Commit,
-    Drafted,
     DraftView,
     EngineView,
     Lookup,
     Tally,
     num_common,
-    usable_drafts,
+    usable_draft,
 )
 from specray.types import (
     MAX_SPECULATIVE_TOKENS,
+    NO_DRAFT,
     Branch,
+    DraftKind,
+    DraftTokens,
     ItemFailed,
     Outcomes,
     Proposal,
@@ -58,8 +59,8 @@ class Session:
         self.num_prompt_tokens = len(self.committed)
         self.target: EngineView[VerifyItem] = EngineView()
         self.draft = DraftView()
-        self.drafted: Drafted | None = None
-        """What the next Verify carries; None: not decided yet."""
+        self.drafted: DraftTokens | None = None
+        """Draft tokens of the next Verify; None: not decided yet. Set by ``take_draft`` and by replies."""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.message = ""
@@ -72,11 +73,14 @@ class Session:
         # A model's draft tokens are samples; those of anything else were chosen without randomness.
         self._needs_probs = request.sampling.draws_by_rejection
         self._vocab_size = vocab_size
-        self._branches: dict[tuple[int, int], Drafted] = {}
+        self._source = DraftKind.MODEL.value
+        """Source of ``drafted``: a DraftKind's value, or FILLER."""
+        self._branches: dict[tuple[int, int], DraftTokens] = {}
         self._has_outcomes = False
         self._open_verdict: tuple[int, int] | None = None
-        self._verified = NOTHING_DRAFTED
-        """What the last sampled round carried; its verdict may be known already."""
+        self._verified = NO_DRAFT
+        """Draft tokens of the last sampled round; its verdict may be known already."""
+        self._verified_source = self._source
 
     def _resume(self, token_ids: Sequence[int]) -> None:
         """Begins where another router's session ended; that may have been the end of the output itself."""
@@ -144,19 +148,18 @@ class Session:
         if is_first_chunk:
             # It tells all but the last token: what the target has in its prefix cache takes no room.
             end = len(self.committed) - 1
-        drafted = NOTHING_DRAFTED if is_chunk or self.drafted is None else self.drafted
+        drafted = NO_DRAFT if is_chunk or self.drafted is None else self.drafted
         if drafted.probs and not all(row.is_distribution(self._vocab_size) for row in drafted.probs):
             # The target would refuse them, and the request would end for its draft's fault.
-            drafted = NOTHING_DRAFTED
-        num_drafts = max(0, min(len(drafted.token_ids), max_new_tokens - missing, self.num_remaining - 1))
-        self._verified = Drafted(drafted.token_ids[:num_drafts], drafted.probs[:num_drafts], drafted.source)
+            drafted = NO_DRAFT
+        self._verified = drafted.first(max(0, min(max_new_tokens - missing, self.num_remaining - 1)))
+        self._verified_source = self._source
         item = VerifyItem(
             self.request_id,
             view.round_id,
             start,
             tuple(self.committed[start:end]),
-            self._verified.token_ids,
-            self._verified.probs,
+            self._verified,
             sample=not is_chunk,
             sampling=self.request.sampling if start == 0 else None,
             max_new_tokens=max_new_tokens if is_first_chunk else None,
@@ -176,10 +179,11 @@ class Session:
         """Asks the draft for continuations of the round that the target is verifying now."""
         verifying = self.target.in_flight
         assert verifying is not None and verifying.sample
-        assert len(fanout) == len(verifying.draft_token_ids) + 1
+        proposed = verifying.draft.first_chain().token_ids
+        assert len(fanout) == len(proposed) + 1
         self._branches.clear()
         self._has_outcomes = False
-        return self._speculate_item(num_speculative_tokens, verifying.draft_token_ids, fanout, max_branches)
+        return self._speculate_item(num_speculative_tokens, proposed, fanout, max_branches)
 
     def piece_item(self, num_tokens: int) -> SpeculateItem:
         """Lets the draft read the next tokens of those that it was not told; it is asked nothing."""
@@ -234,20 +238,22 @@ class Session:
             self.target.synced_len = held_len
             return Commit((), (), 0, 0, Lookup.NOT_ASKED)
         num_accepted, next_token_id = verdict.num_accepted_tokens, verdict.next_token_id
-        num_drafts = len(item.draft_token_ids)
+        # Of a tree, the target verifies the first chain.
+        draft_token_ids = item.draft.first_chain().token_ids
+        num_drafts = len(draft_token_ids)
         if next_token_id is None or not 0 <= num_accepted <= num_drafts:
             raise ProtocolError(
                 f"verdict with {num_accepted} of {num_drafts} draft tokens and next token {next_token_id}"
             )
         self.target.synced_len = told_len
-        token_ids = (*item.draft_token_ids[:num_accepted], next_token_id)
+        token_ids = (*draft_token_ids[:num_accepted], next_token_id)
         self.tally.observe(num_drafts, num_accepted)
         cut = self._stops.cut(token_ids, self.num_output_tokens)
         token_ids = token_ids[: cut.num_kept]
         self.committed.extend(token_ids)
         self.finish_reason, self.stop_reason = cut.finish_reason, cut.stop_reason
         lookup = self._look_up(num_accepted, next_token_id)
-        logprobs, source = verdict.logprobs[: cut.num_kept], self._verified.source
+        logprobs, source = verdict.logprobs[: cut.num_kept], self._verified_source
         return Commit(token_ids, logprobs, num_drafts, num_accepted, lookup, source)
 
     def on_target_unknown(self, reply: UnknownSequence) -> bool:
@@ -300,11 +306,12 @@ class Session:
         verifying = self.target.in_flight
         if is_current and (verifying is None or not verifying.sample):
             self.draft.in_flight = None
-            self.drafted = drafted
+            self.take_draft(drafted)
             return True
-        agreed = num_common(drafted.token_ids, self._verified.token_ids)
-        if len(drafted.token_ids) > agreed + 1:
-            rest = Drafted(drafted.token_ids[agreed + 1 :], drafted.probs[agreed + 1 :])
+        drafted = drafted.first_chain()
+        agreed = num_common(drafted.token_ids, self._verified.first_chain().token_ids)
+        if len(drafted) > agreed + 1:
+            rest = DraftTokens(drafted.token_ids[agreed + 1 :], probs=drafted.probs[agreed + 1 :])
             self._branches[agreed, drafted.token_ids[agreed]] = rest
         self._take_branches()
         return True
@@ -336,11 +343,17 @@ class Session:
         self.draft.lose()
         self._open_verdict = None
 
-    def skip_draft(self, instead: Drafted = NOTHING_DRAFTED) -> None:
-        """Goes on without the draft in this round, with what is given; what it was asked is forgotten."""
+    # What to verify next
+
+    def take_draft(self, drafted: DraftTokens, source: str = DraftKind.MODEL.value) -> None:
+        """Decides what the next Verify carries after all committed tokens."""
+        self.drafted, self._source = drafted, source
+
+    def skip_draft(self) -> None:
+        """Goes on without the draft in this round: what it was asked is forgotten."""
         self.draft.in_flight = None
         self._open_verdict = None
-        self.drafted = instead
+        self.take_draft(NO_DRAFT)
 
     # Ends
 
@@ -360,7 +373,7 @@ class Session:
         """Finds what to verify next; empties the branches, which belong to the round that just ended."""
         key = (num_accepted, next_token_id)
         asked = self.draft.asked
-        self.drafted = self._branches.get(key)
+        self.drafted, self._source = self._branches.get(key), DraftKind.MODEL.value
         is_foreseen = any(count == num_accepted for count, _ in self._branches)
         self._branches.clear()
         if self.drafted is None and asked is None:
@@ -379,12 +392,15 @@ class Session:
         if self._open_verdict is None:
             self._has_outcomes = True
             return
-        self.drafted = self._branches.get(self._open_verdict)
+        self.drafted, self._source = self._branches.get(self._open_verdict), DraftKind.MODEL.value
         self._branches.clear()
         self._open_verdict = None
         self.draft.in_flight = None
 
-    def _usable(self, answer: Proposal | Branch, item: SpeculateItem) -> Drafted:
-        tokens, most = answer.draft_token_ids, item.num_speculative_tokens
-        probs = answer.draft_probs if self._needs_probs else None
-        return usable_drafts(tokens, probs, most=most, vocab_size=self._vocab_size)
+    def _usable(self, answer: Proposal | Branch, item: SpeculateItem) -> DraftTokens:
+        return usable_draft(
+            answer.draft,
+            most=item.num_speculative_tokens,
+            vocab_size=self._vocab_size,
+            needs_probs=self._needs_probs,
+        )

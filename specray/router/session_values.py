@@ -9,9 +9,10 @@ from typing import Generic, NamedTuple, TypeVar
 
 from specray.requests import SpeculationStats
 from specray.types import (
+    NO_DRAFT,
     DraftKind,
     DraftReply,
-    SparseProbs,
+    DraftTokens,
     SpeculateItem,
     TargetReply,
     TokenLogprobs,
@@ -23,18 +24,6 @@ ItemT = TypeVar("ItemT", SpeculateItem, VerifyItem)
 
 FALLBACK = "fallback"
 """Source of draft tokens that the n-gram fallback proposed in place of a draft model."""
-
-
-class Drafted(NamedTuple):
-    """Draft tokens in hand, to be verified after all committed tokens."""
-
-    token_ids: tuple[int, ...] = ()
-    probs: tuple[SparseProbs, ...] = ()
-    source: str = DraftKind.MODEL.value
-    """A DraftKind's value, or FALLBACK."""
-
-
-NOTHING_DRAFTED = Drafted()
 
 
 class Lookup(enum.Enum):
@@ -149,18 +138,17 @@ def num_common(ours: Sequence[int], others: Sequence[int]) -> int:
     return count
 
 
-def usable_drafts(
-    token_ids: Sequence[int], probs: Sequence[SparseProbs] | None, *, most: int, vocab_size: int
-) -> Drafted:
+def usable_draft(draft: DraftTokens, *, most: int, vocab_size: int, needs_probs: bool) -> DraftTokens:
     """Cuts what a broken draft must not do to the target: foreign tokens, missing distributions.
 
     Args:
-        probs: None: they are not needed.
         most: draft tokens that were asked for.
+        needs_probs: the request is verified by rejection; otherwise distributions are dropped.
     """
-    tokens = tuple(token_ids[:most])
+    draft = draft.first(most)
+    tokens = draft.token_ids
     if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
-        return NOTHING_DRAFTED
-    if probs is None:
-        return Drafted(tokens)
-    return Drafted(tokens, tuple(probs[: len(tokens)])) if len(probs) >= len(tokens) else NOTHING_DRAFTED
+        return NO_DRAFT
+    if needs_probs:
+        return draft if draft.probs else NO_DRAFT
+    return DraftTokens(tokens, draft.parents) if draft.probs else draft

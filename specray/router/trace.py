@@ -241,10 +241,10 @@ class Trace:
         num_branches = 0
         match reply:
             case Proposal():
-                kind, num_tokens = "proposal", len(reply.draft_token_ids)
+                kind, num_tokens = "proposal", len(reply.draft.token_ids)
             case Outcomes():
                 kind, num_branches = "outcomes", len(reply.branches)
-                num_tokens = sum(len(branch.draft_token_ids) for branch in reply.branches)
+                num_tokens = sum(len(branch.draft.token_ids) for branch in reply.branches)
             case _:
                 kind, num_tokens = _name_of(reply), 0
         self._events.append(
@@ -265,7 +265,7 @@ class Trace:
 
     def verify_sent(self, item: VerifyItem, *, step: int, num_rows: int) -> None:
         """``num_rows``: of its tokens, those that this step has room for."""
-        num_drafts = len(item.draft_token_ids)
+        num_drafts = len(item.draft.token_ids)
         self._events.append(
             VerifySent(
                 self._ns(),

@@ -1,4 +1,4 @@
-"""The application: the only place that binds deployments to each other.
+"""Builds the Ray Serve application: the only place that binds deployments to each other.
 
 ``build_app`` is what ``serve run``, ``serve deploy`` and ``specray serve`` all call, with the same
 configuration::
@@ -28,7 +28,7 @@ from specray.serving.ingress import ingress_deployment
 NUM_CPUS_PER_INGRESS = 0.1
 NUM_CPUS_PER_ROUTER = 0.1
 STOP_MARGIN_S = 5.0
-"""For what a Router does once its requests have ended, or their time has."""
+"""Seconds that a Router needs to stop once its requests have ended, or their time is over."""
 
 
 def build_app(args: dict[str, Any] | Config) -> Application:
@@ -45,7 +45,7 @@ def build_app(args: dict[str, Any] | Config) -> Application:
 
 
 def num_cpus(config: Config) -> float:
-    """Logical CPUs that all replicas ask of Ray, at most."""
+    """Returns the most logical CPUs that all replicas together ask Ray for."""
     draft = rank_bundle(config.draft)["CPU"] * config.draft.tensor_parallel_size * config.draft.most_replicas
     scaling = config.router.autoscaling
     num_routers = config.router.num_replicas if scaling is None else scaling.max_replicas
@@ -61,12 +61,14 @@ def _draft_deployment(config: Config) -> serve.Deployment:
     return serve.deployment(
         name="Draft",
         **draft_replicas(config.draft),
-        # A rolling upgrade of the draft gives this deployment another user_config, and leaves the rest alone.
+        # A rolling upgrade of the draft changes the user_config of this deployment, and leaves the others
+        # alone.
         user_config={"draft": {}},
         **_draft_placement(config),
         max_ongoing_requests=64,
         health_check_period_s=1,
-        # Three in a row: a process that hangs is replaced after 18 s. Its loop has nothing else to do.
+        # After three failures in a row a replica is replaced: 18 s for one that hangs. Its loop has nothing
+        # else to do.
         health_check_timeout_s=5,
         graceful_shutdown_timeout_s=DRAIN_S + STOP_MARGIN_S,
         graceful_shutdown_wait_loop_s=0.1,
@@ -75,7 +77,7 @@ def _draft_deployment(config: Config) -> serve.Deployment:
 
 
 def _draft_placement(config: Config) -> dict[str, Any]:
-    """Options of the Draft deployment that say where a replica is, and what it reserves."""
+    """Returns the options of the Draft deployment for a replica's place and resources."""
     if config.draft.tensor_parallel_size == 1:
         num_cpus = rank_bundle(config.draft)["CPU"]
         options = {"num_cpus": num_cpus, **config.draft.ray_actor_options}
@@ -84,7 +86,7 @@ def _draft_placement(config: Config) -> dict[str, Any]:
     group = place_draft(config.draft, nodes=ray_nodes())
     environment = {"env_vars": rank_environment(config.rpc)}
     return {
-        # The replica is rank 0.
+        # The replica itself is rank 0.
         "ray_actor_options": {**actor_options(group.bundles[0]), "runtime_env": environment},
         "placement_group_bundles": group.bundles,
         "placement_group_strategy": group.strategy,
@@ -93,9 +95,9 @@ def _draft_placement(config: Config) -> dict[str, Any]:
 
 
 def _with_thread_environment(runtime_env: dict[str, Any]) -> dict[str, Any]:
-    """The user's runtime environment, and what an engine needs where it says nothing of it."""
+    """Adds an engine's thread settings to the user's runtime environment, which takes precedence."""
     given = runtime_env.get("env_vars") or {}
-    # OMP_WAIT_POLICY decides the same, and GOMP_SPINCOUNT would win over it.
+    # OMP_WAIT_POLICY decides the same thing, and GOMP_SPINCOUNT would override it.
     own = {} if "OMP_WAIT_POLICY" in given else thread_environment()
     return {**runtime_env, "env_vars": {**own, **given}}
 
@@ -110,10 +112,10 @@ def _router_deployment(config: Config) -> serve.Deployment:
         placement_group_bundles=group.bundles,
         placement_group_strategy=group.strategy,
         placement_group_bundle_label_selector=group.label_selectors,
-        # The Router's own bounded queue decides what is refused, with a reason and a Retry-After.
+        # The Router's own bounded queue refuses requests, with a reason and a Retry-After.
         max_ongoing_requests=100_000,
         health_check_period_s=1,
-        # Three in a row: a process that hangs is replaced after 30 s.
+        # After three failures in a row a replica is replaced: 30 s for one that hangs.
         health_check_timeout_s=10,
         graceful_shutdown_timeout_s=drain_s + STOP_MARGIN_S,
         graceful_shutdown_wait_loop_s=0.1,

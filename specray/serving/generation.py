@@ -1,4 +1,4 @@
-"""From the router's chunks to what users see: text, logprobs, finish reasons; many choices at once."""
+"""Turns the router's chunks into what users see: text, logprobs and finish reasons of one or many choices."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from specray.types import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one choice has gained; the whole of it when nothing is streamed."""
+    """The part of one choice since its last delta; without streaming, all of it."""
 
     index: int
-    """Of the choice, counted over all prompts of the call."""
+    """Index of the choice, counted over all prompts of the call."""
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     text_offsets: tuple[int, ...] = ()
-    """Per logprob: where in the output's text its token begins, in characters."""
+    """Offset in characters, in the output's text, at which the token of each logprob begins."""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     stats: SpeculationStats | None = None
     num_cached_tokens: int = 0
-    """With the finish reason: prompt tokens that were not computed but found in the prefix cache."""
+    """Prompt tokens found in the prefix cache; comes with the finish reason."""
     ttft_s: float | None = None
-    """With the finish reason: how long the router took to the first tokens."""
+    """Seconds that the router took to the first tokens; comes with the finish reason."""
 
     @property
     def is_visible(self) -> bool:
-        """False for tokens that have not completed a text yet."""
+        """False for tokens that do not complete a text yet."""
         return bool(self.text or self.logprobs or self.finish_reason)
 
 
 class Choice:
-    """One output being detokenised."""
+    """One output that is being detokenised."""
 
     def __init__(self, index: int, request: GenerateRequest, tokenizer: Tokenizer) -> None:
         self._index = index
@@ -51,7 +51,7 @@ class Choice:
         )
 
     def advance(self, chunk: OutputChunk) -> Delta:
-        """The chunk in the user's terms.
+        """Turns a chunk into a delta.
 
         Raises:
             EngineLostError: the router aborted the request.
@@ -85,11 +85,13 @@ class Choice:
 async def complete(
     client: RouterClient, requests: Sequence[GenerateRequest], tokenizer: Tokenizer, *, timeout_s: float
 ) -> list[Delta]:
-    """All outputs, in the order of the requests. The first failure, or a cancellation, aborts the others.
+    """Returns all outputs, in the order of the requests.
+
+    The first failure, or a cancellation, aborts the others.
 
     Raises:
         EngineLostError: the target was lost, or the answer took longer than ``timeout_s``.
-        OverloadedError, InvalidRequestError: as the router says.
+        OverloadedError, InvalidRequestError: the router refused a request.
     """
     tasks = [asyncio.create_task(client.complete(request)) for request in requests]
     try:
@@ -108,17 +110,17 @@ async def complete(
 async def stream(
     client: RouterClient, requests: Sequence[GenerateRequest], tokenizer: Tokenizer, *, timeout_s: float
 ) -> AsyncIterator[Delta]:
-    """The outputs as they grow, mixed; closing the iterator aborts what is not finished.
+    """Yields the outputs as they grow, interleaved; closing the iterator aborts what is not finished.
 
-    Raises like ``complete``. The deadline holds from the first step of the iterator to the last.
+    Raises what ``complete`` raises. The deadline holds from the first step of the iterator to the last.
     """
     choices = [_choice_stream(client, index, request, tokenizer) for index, request in enumerate(requests)]
-    # One needs no queue and no task of its own: with many streams they cost the cores that compute.
+    # A single stream needs no queue and no task: with many calls they would take cores from the engines.
     deltas = choices[0] if len(choices) == 1 else _merge(choices)
     deadline = asyncio.get_running_loop().time() + timeout_s
     try:
         while True:
-            # A timeout that spans a yield would cancel whichever task happens to be running then.
+            # A timeout that spans a yield would cancel whichever task happens to run then.
             async with asyncio.timeout_at(deadline):
                 delta = await anext(deltas, None)
             if delta is None:
@@ -131,7 +133,7 @@ async def stream(
 
 
 async def close(iterator: AsyncIterator[object]) -> None:
-    """Closes an async generator now, not when it is collected; other iterators are left as they are."""
+    """Closes an async generator at once, not when it is garbage-collected; leaves other iterators alone."""
     aclose = getattr(iterator, "aclose", None)
     if aclose is not None:
         await aclose()
@@ -144,7 +146,7 @@ async def _choice_stream(
     chunks = client.stream(request)
     is_finished = False
     try:
-        # To its own end, though the last chunk is known: closing it earlier would be an abort.
+        # Read to its own end, though the last chunk is known: closing it earlier would be an abort.
         async for chunk in chunks:
             is_finished = chunk.finish_reason is not None
             yield choice.advance(chunk)
@@ -155,8 +157,8 @@ async def _choice_stream(
 
 
 async def _merge(streams: Sequence[AsyncIterator[Delta]]) -> AsyncIterator[Delta]:
-    """What any of the streams yields, as it comes; the first exception ends all of them."""
-    # One entry per stream is enough: a slow reader holds the streams up, not this process's memory.
+    """Yields what any of the streams yields, as it comes; the first exception ends all of them."""
+    # One entry per stream is enough: a slow reader holds up the streams, and this process needs no memory.
     queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue(maxsize=len(streams))
     tasks = [asyncio.create_task(_pump(source, queue)) for source in streams]
     num_running = len(tasks)
@@ -174,7 +176,7 @@ async def _merge(streams: Sequence[AsyncIterator[Delta]]) -> AsyncIterator[Delta
 
 
 async def _pump(source: AsyncIterator[Delta], queue: asyncio.Queue[Delta | Exception | None]) -> None:
-    """Moves a stream into the queue; then None, or the exception that ended it."""
+    """Moves a stream into the queue, and then None or the exception that ended it."""
     end: Exception | None = None
     try:
         async for delta in source:
@@ -193,7 +195,7 @@ async def _cancel(tasks: Sequence[asyncio.Task[object]] | Sequence[asyncio.Task[
 
 
 def _is_stop_token(chunk: OutputChunk, position: int) -> bool:
-    """A stop token is the last of the output, and no part of its text; a stop string is cut by TextStream."""
+    """True for a stop token, which ends the output without text. TextStream cuts stop strings."""
     return (
         chunk.finish_reason is FinishReason.STOP
         and not isinstance(chunk.stop_reason, str)

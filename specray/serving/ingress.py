@@ -1,7 +1,7 @@
-"""The Ingress deployment: HTTP through Serve's proxy or a server of its own, gRPC always through its own.
+"""The Ingress deployment: HTTP through Serve's proxy or its own server, gRPC through its own server.
 
-Serve's gRPC proxy has neither TLS nor interceptors nor the standard health service, and turns bytes that do
-not parse into INTERNAL; the server in ``specray.rpc.inference.server`` has all of them.
+Serve's gRPC proxy has no TLS, no interceptors and no standard health service, and reports bytes that do not
+parse as INTERNAL. The server in ``specray.rpc.inference.server`` has all of them.
 """
 
 from __future__ import annotations
@@ -23,34 +23,35 @@ from specray.actors.telemetry import AllMetrics, begin_logs, begin_traces, with_
 from specray.config import Config, parse_config
 from specray.rpc.channel import ChannelOptions, channel_options
 from specray.rpc.inference.server import InferenceServer
-from specray.serving.admission.auth import Keyring
-from specray.serving.admission.refusals import refusing
+from specray.serving.admission.api_keys import Keyring
+from specray.serving.admission.capacity import with_admission
 from specray.serving.collector import Collector
 from specray.serving.grpc.handler import GrpcIngress, served
 from specray.serving.http.app import build_http_app
 from specray.serving.http.server import HttpServer
 from specray.serving.observe import CallObserver
-from specray.tokenization import Tokenizer
+from specray.tokenization import load_tokenizer
 
 STOP_MARGIN_S = 10.0
 PROXY_RETRY_S = 1.0
 ROUTER_CALL_MARGIN_S = 10.0
-"""A call to the router outlives the router's own request deadline by this, so that its message arrives."""
+"""Seconds by which a call to the router outlives the router's own request deadline, so that its message
+arrives."""
 
 
 def ingress_deployment(config: Config, *, num_cpus: float) -> serve.Deployment:
-    """The deployment whose replicas serve both endpoints; bound to the configuration and the Router."""
+    """Returns the deployment whose replicas serve both endpoints; not yet bound to its arguments."""
     deployment: serve.Deployment = serve.deployment(
         name="Ingress",
         num_replicas=config.ingress.num_replicas,
         ray_actor_options={"num_cpus": num_cpus, **config.ingress.ray_actor_options},
         max_ongoing_requests=config.ingress.max_ongoing_requests,
-        # What waits in a proxy is seen by nobody: it is refused there as it is here.
+        # A call that waits in a proxy is invisible; so the proxy refuses it, as this process would.
         max_queued_requests=config.ingress.max_queued_requests,
         backpressure_config={"status_code": 429, "retry_after_s": PROXY_RETRY_S},
         health_check_period_s=2,
         health_check_timeout_s=30,
-        # Longer than the Router, which ends what it does not finish with a message.
+        # Longer than the Router's, which ends what it does not finish with a message.
         graceful_shutdown_timeout_s=config.router.drain_timeout_s + STOP_MARGIN_S,
         graceful_shutdown_wait_loop_s=0.1,
         max_constructor_retry_count=3,
@@ -77,13 +78,13 @@ class IngressReplica:
             mailbox=self._mailbox,
             checkpoint=config.target.checkpoint,
         )
-        self._client = refusing(client, config)
-        self._tokenizer = Tokenizer.load(config.target.model)
+        self._client = with_admission(client, config)
+        self._tokenizer = load_tokenizer(config.target.model)
         self._keyring = Keyring(config.auth)
         self._has_http_server = config.http.server == "ingress"
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """Called by Serve, once."""
+        """Builds the application; Serve calls it once."""
         return build_http_app(
             client=self._client,
             tokenizer=self._tokenizer,
@@ -92,12 +93,12 @@ class IngressReplica:
             lifespan=self._lifespan,
             observer=self._observer,
             metrics_text=self._all_metrics.text,
-            # Serve's proxy does, where there is one.
+            # Serve's proxy sets the header, where there is one.
             names_answers=self._has_http_server,
         )
 
     async def metrics_text(self) -> str:
-        """This replica's metrics, with its labels."""
+        """Returns this replica's metrics, with its labels."""
         return with_labels(self._observer.metrics.text())
 
     @asynccontextmanager
@@ -108,13 +109,13 @@ class IngressReplica:
             stack.push_async_callback(self._mailbox.stop)
             await self._mailbox.start()
             await stack.enter_async_context(self._servers(app))
-            collector = asyncio.create_task(Collector(lambda: self._client.room.num_requests).run())
+            collector = asyncio.create_task(Collector(lambda: self._client.capacity.num_requests).run())
             stack.callback(collector.cancel)
             yield
 
     @asynccontextmanager
     async def _servers(self, app: FastAPI) -> AsyncIterator[None]:
-        """What listens; at the end the calls of both protocols have their grace side by side."""
+        """Runs the servers; at the end the calls of both protocols have their grace at the same time."""
         grpc, http = AsyncExitStack(), AsyncExitStack()
         grace_s = self._config.router.drain_timeout_s
         try:
@@ -147,7 +148,7 @@ class IngressReplica:
         return InferenceServer(
             handler,
             address=f"{config.grpc.host}:{config.grpc.port}",
-            # A replica that replaces another may start before the other has ended.
+            # A replica may start before the one it replaces has ended.
             options=ChannelOptions(max_receive_bytes=config.grpc.max_message_bytes, reuse_port=True),
             admit=handler.admitter(self._keyring),
             on_refused=handler.refused,

@@ -1,4 +1,4 @@
-"""``specray serve``: a whole service in the foreground, from the first check to the last process ended."""
+"""Runs a whole service in the foreground for ``specray serve``, and ends all its processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ START_MARGIN_S = 60.0
 POLL_INTERVAL_S = 0.1
 _END_S = 5.0
 SERVE_LOGS: Final = {"log_level": "WARNING", "enable_access_log": False}
-"""Of Serve's own logger. A line for each call in each deployment would cost more than some calls."""
+"""Logging of Serve itself: a line for each call in each deployment would cost more than some calls."""
 _OWN_ERROR = re.compile(r"^specray\.errors\.(\w+): (.+)$", re.MULTILINE)
 
 
@@ -60,10 +60,12 @@ def running_service(
     stop: threading.Event | None = None,
     deploy: Callable[[Config], None] | None = None,
 ) -> Iterator[None]:
-    """The service, ready, for as long as the context lasts; then every process it started has ended.
+    """Runs the service while the block runs; it is ready when the block starts.
+
+    Every process that it started has ended when this returns.
 
     Args:
-        stop: when set, a start in progress is given up and the context is entered at once.
+        stop: event that gives up a start in progress; the block is entered at once then.
         deploy: gives the application to Serve, under ``APP_NAME``; default: as ``serve run`` does.
 
     Raises:
@@ -93,14 +95,14 @@ def running_service(
             wait_running(stop, timeout_s=config.router.start_timeout_s + START_MARGIN_S)
             yield
         finally:
-            # Of a cluster that was there before, other applications stay.
+            # In a cluster that was there before, other applications stay.
             serve.delete(APP_NAME)
 
 
 def _with_own_server(config: Config) -> Config:
-    """On one machine the Ingress listens itself, unless the configuration says otherwise.
+    """Lets the Ingress listen itself, unless the configuration says otherwise or a cluster is joined.
 
-    In a cluster that is joined it may be on any node, where nobody looks for it; a proxy is on the head.
+    In a cluster the Ingress may be on any node, where nobody looks for it; a proxy is on the head.
     """
     if config.http.server != "auto":
         return config
@@ -109,7 +111,7 @@ def _with_own_server(config: Config) -> Config:
 
 
 def check_ports_are_free(config: Config) -> None:
-    """Raises ConfigError naming the port that somebody else listens on."""
+    """Raises ConfigError, naming the port, if another process listens on it."""
     ports = [("http.port", config.http.host, config.http.port)]
     if config.grpc.port:
         ports.append(("grpc.port", config.grpc.host, config.grpc.port))
@@ -117,7 +119,7 @@ def check_ports_are_free(config: Config) -> None:
         try:
             family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             with socket.socket(family, kind) as probe:
-                # A socket in TIME_WAIT is no obstacle for the servers either; a listener is.
+                # A socket in TIME_WAIT does not stop the servers; a listener does.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
         except OSError as error:
@@ -127,7 +129,7 @@ def check_ports_are_free(config: Config) -> None:
 
 
 def check_models(config: Config) -> None:
-    """Reads both models' configuration and tokenizer, so that what cannot work fails before Ray starts.
+    """Reads both models' configuration and tokenizer, so that a wrong pair fails before Ray starts.
 
     Raises:
         ConfigError: a file is missing, an architecture is not supported, or the tokenizers differ.
@@ -139,7 +141,7 @@ def check_models(config: Config) -> None:
 
 @contextmanager
 def _stop_signals() -> Iterator[threading.Event]:
-    """An event that SIGINT and SIGTERM set; a second signal changes nothing, the stop is under way."""
+    """Yields an event that SIGINT and SIGTERM set; further signals change nothing."""
     stop = threading.Event()
     previous = {
         number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)
@@ -166,9 +168,9 @@ def _ray(config: Config) -> Iterator[None]:
     end_without_destructors()
     if is_own:
         context = _init_ray(
-            # Without this, the last cluster that `ray start` left a note of would be joined.
+            # Without this, Ray would join the last cluster for which `ray start` left a note.
             address="local",
-            # Logical CPUs: on a laptop the parts share what there is.
+            # Logical CPUs: on a laptop the parts share the cores.
             num_cpus=max(os.cpu_count() or 1, math.ceil(num_cpus(config))),
             include_dashboard=False,
             logging_level=logging.WARNING,
@@ -176,7 +178,7 @@ def _ray(config: Config) -> Iterator[None]:
             _node_ip_address=LOOPBACK if config.rpc.listen == "loopback" else None,
         )
         session = context.address_info["session_dir"]
-        print(f"specray: what its processes log is in {session}/logs", file=sys.stderr, flush=True)
+        print(f"specray: logs of all processes: {session}/logs", file=sys.stderr, flush=True)
     else:
         ray.init(logging_level=logging.WARNING, log_to_driver=True)
     _restore(handlers)
@@ -187,10 +189,10 @@ def _ray(config: Config) -> Iterator[None]:
 
 
 def _init_ray(**options: Any) -> Any:
-    """``ray.init`` for a Ray of our own, tried once more when not all of its processes have come up.
+    """Starts a Ray of our own; tries once more if not all of its processes have come up.
 
-    Seen on a busy machine: the node's own process ended before its first line of log. What the first attempt
-    has started is ended before the second, which would otherwise wait for our own end.
+    Seen on a busy machine: the node's process ended before its first log line. Processes of the first attempt
+    are ended before the second, which would otherwise wait until this process ends.
 
     Raises:
         ConfigError: neither attempt succeeded.
@@ -201,26 +203,26 @@ def _init_ray(**options: Any) -> Any:
         before = _children()
         try:
             return ray.init(**options)
-        # Ray says so with Exception itself; what has a meaning of its own is not about processes.
+        # Ray raises a plain Exception for this; its subclasses are about something else.
         except Exception as error:
             if type(error) is not Exception and not isinstance(error, (RuntimeError, TimeoutError)):
                 raise
             reason = " ".join(str(error).split())
             _end(_children() - before)
             if is_last:
-                raise ConfigError(f"Ray did not start, twice: {reason}") from error
+                raise ConfigError(f"Ray did not start after two attempts: {reason}") from error
         print(f"specray: Ray did not start, trying once more: {reason}", file=sys.stderr, flush=True)
     raise AssertionError("the last attempt returns or raises")
 
 
 def _children() -> set[int]:
-    """Of this process; none where the system does not tell."""
+    """Returns the children of this process; none where the system does not tell."""
     lists = Path("/proc/self/task").glob("*/children")
     return {int(pid) for children in lists for pid in children.read_text().split()}
 
 
 def _end(pids: set[int]) -> None:
-    """Ends children of this process: they may clean up, for a while."""
+    """Ends children of this process, after some time to clean up."""
     for number, patience_s in ((signal.SIGTERM, _END_S), (signal.SIGKILL, _END_S)):
         for pid in pids:
             with suppress(ProcessLookupError):
@@ -243,7 +245,7 @@ def _handlers() -> dict[int, Any]:
 
 
 def _restore(handlers: dict[int, Any]) -> None:
-    """Undoes what ``ray.init`` does: its handlers of SIGTERM print a stack and exit with 15."""
+    """Undoes what ``ray.init`` does: its SIGTERM handler prints a stack and exits with 15."""
     if threading.current_thread() is threading.main_thread():
         for number, handler in handlers.items():
             if handler is not None:
@@ -255,16 +257,16 @@ def _run(config: Config) -> None:
 
     from specray.serving.app import build_app
 
-    # serve.run would wait without looking at the stop event.
+    # serve.run would wait and never look at the stop event.
     target = serve.RunTarget(build_app(config), name=APP_NAME, route_prefix="/", logging_config=SERVE_LOGS)
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
 def wait_running(stop: threading.Event, *, timeout_s: float) -> None:
-    """Returns when every part of what was deployed is ready, or a stop is asked for.
+    """Waits until every deployment is ready, or a stop is asked for.
 
     Raises:
-        ConfigError: a part could not start, or not in time.
+        ConfigError: a deployment could not start, or not in time.
     """
     from ray import serve
     from ray.serve.schema import ApplicationStatus
@@ -286,10 +288,10 @@ def wait_running(stop: threading.Event, *, timeout_s: float) -> None:
 
 
 def root_cause(messages: Sequence[str]) -> str:
-    """What a person needs of Serve's messages, which hold the tracebacks of every process on the way.
+    """Finds the cause in Serve's messages, which hold the tracebacks of every process on the way.
 
-    Our own errors end such a traceback with their class and text; a ConfigError says most. Without any of
-    them it is the messages' last line. All of it is in the logs of Serve's controller.
+    Each traceback of one of our errors ends with its class and text; a ConfigError says most. Without any of
+    them it is the last line. Serve's controller logs all of it.
     """
     text = "\n".join(filter(None, messages))
     errors = _OWN_ERROR.findall(text)

@@ -1,11 +1,11 @@
-"""What the served model allows, and what the router says of itself."""
+"""Limits of the served model, as the router reports them."""
 
 from __future__ import annotations
 
 from specray.config import Config
 from specray.interfaces import RouterClient
 from specray.requests import ServiceInfo
-from specray.serving.admission.refusals import max_requests
+from specray.serving.admission.capacity import max_requests
 from specray.serving.readiness import answer_within
 from specray.serving.validation import MAX_CHOICES, Limits
 from specray.tokenization import Tokenizer
@@ -14,7 +14,7 @@ INFO_TIMEOUT_S = 30.0
 
 
 class ServiceLimits:
-    """The limits of the service behind ``client``, asked of the router once: they do not change."""
+    """The limits of the service behind ``client``; the router is asked once, since they do not change."""
 
     def __init__(self, client: RouterClient, tokenizer: Tokenizer, config: Config) -> None:
         self._client = client
@@ -23,7 +23,7 @@ class ServiceLimits:
         self._info: ServiceInfo | None = None
 
     async def info(self) -> ServiceInfo:
-        """What the router says of itself now: its draft may have become another.
+        """Asks the router again: its draft may have changed. Raises EngineLostError after a timeout.
 
         Raises EngineLostError when it does not answer in time.
         """
@@ -32,7 +32,7 @@ class ServiceLimits:
         return self._info
 
     async def get(self) -> Limits:
-        """Raises EngineLostError when the router does not answer in time."""
+        """Returns the limits. Raises EngineLostError if the router does not answer in time."""
         info = self._info or await self.info()
         return Limits(
             model_name=self._config.model_name,

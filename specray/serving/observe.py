@@ -1,4 +1,4 @@
-"""What an Ingress tells of each call: one log line, counters, a span. Never what was said in it."""
+"""Observes the calls of an Ingress: one log line, counters and a span for each, without its texts."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _CLIENT_ID: Final = re.compile(r"[A-Za-z0-9._:/@+=-]{1,128}")
 
 @dataclass(slots=True, eq=False)
 class CallRecord:
-    """One call, from its first byte to its last."""
+    """Record of one call, from its first byte to its last."""
 
     protocol: str
     name: str
-    """``POST /v1/completions``, ``Generate``."""
+    """Name of the endpoint: ``POST /v1/completions``, ``Generate``."""
     started_s: float
     client_request_id: str | None
-    """What the caller named the request; not unique."""
+    """Id that the caller gave the request; not unique."""
     now: Callable[[], float]
     span: RequestSpan | None = None
     request_id: str = field(default_factory=lambda: f"call-{uuid.uuid4().hex}")
-    """Ours. Of a call that generates it is the answer's id, and the ids of its requests begin with it."""
+    """Id that this service gave the call: the id of its answer, and the prefix of its requests' ids."""
     tenant: str = ""
     is_stream: bool = False
     num_choices: int = 0
@@ -48,16 +48,16 @@ class CallRecord:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     first_s: float | None = None
-    """When the first tokens of a stream were there."""
+    """Time of a stream's first tokens in seconds, on the clock ``now``."""
     router_ttft_s: float | None = None
-    """The first tokens' time as the router has it, for answers that come as a whole."""
+    """Seconds to the first tokens as the router reports them, for answers that come as a whole."""
     finish_reasons: list[FinishReason] = field(default_factory=list)
     error: str | None = None
 
     def describe(
         self, request_id: str, requests: Sequence[GenerateRequest], *, tenant: str, is_stream: bool
     ) -> list[GenerateRequest]:
-        """The call generates: takes in what it asks, and returns its requests under the call's trace."""
+        """Records what a generating call asks for, and returns its requests with the call's trace."""
         self.request_id = request_id
         self.tenant = tenant
         self.is_stream = is_stream
@@ -69,7 +69,7 @@ class CallRecord:
         return [replace(request, traceparent=traceparent) for request in requests]
 
     def observe(self, delta: Delta) -> None:
-        """One choice has gained something."""
+        """Records what one choice has gained."""
         self.num_output_tokens += len(delta.token_ids)
         if self.is_stream and self.first_s is None:
             self.first_s = self.now()
@@ -87,23 +87,23 @@ class CallRecord:
             self.num_accepted_tokens += delta.stats.num_accepted_draft_tokens
 
     def failed(self, error: Exception) -> None:
-        """The call ends with this, or goes on to tell it its caller."""
+        """Records the error that ends the call."""
         self.error = problem_code(error)
 
     @property
     def trace_id(self) -> str | None:
-        """Under which the call's spans are found; None: it is not traced."""
+        """Id of the trace that has the call's spans; None: it is not traced."""
         traceparent = "" if self.span is None else self.span.traceparent
         return traceparent.split("-")[1] if traceparent else None
 
     @property
     def ttft_s(self) -> float | None:
-        """Of a stream since the call arrived; otherwise since the router had the request."""
+        """Seconds to the first tokens: of a stream since the call arrived, else as the router reports."""
         return self.router_ttft_s if self.first_s is None else self.first_s - self.started_s
 
     @property
     def finish_reason(self) -> str | None:
-        """One word for all choices; None: the call generates nothing, or failed before it began."""
+        """Finish reasons of all choices as one word; None: the call generates nothing."""
         if not self.num_choices:
             return None
         if self.error is not None:
@@ -117,10 +117,10 @@ class CallObserver:
     """Begins and ends the records of one Ingress's calls.
 
     Args:
-        config: whether calls are logged.
+        config: logging options; they say whether calls are logged.
         metrics: default: a fresh registry.
         tracing: makes the spans; None: there are none.
-        now: seconds from an arbitrary origin.
+        now: clock in seconds.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class CallObserver:
         traceparent: str = "",
         is_traced: bool = True,
     ) -> CallRecord:
-        """A call arrived; ``end`` must follow."""
+        """Begins the record of a call that arrived; ``end`` must follow."""
         self.metrics.begin(protocol)
         record = CallRecord(
             protocol,
@@ -159,7 +159,7 @@ class CallObserver:
         return record
 
     def end(self, record: CallRecord, code: str) -> None:
-        """The call is over, with an HTTP status or a gRPC code."""
+        """Ends the record with an HTTP status or a gRPC code."""
         seconds = self._now() - record.started_s
         first_s = None if record.first_s is None else record.first_s - record.started_s
         self.metrics.end(record.protocol, record.name, code, seconds, first_s)
@@ -176,7 +176,7 @@ class CallObserver:
 
 
 def _fields(record: CallRecord, code: str, seconds: float) -> dict[str, object]:
-    """None where nothing is to be told; the formatters leave those out."""
+    """Returns the fields of the log line; the formatters leave out those that are None."""
     fields: dict[str, object] = {
         "request_id": record.request_id,
         "client_request_id": record.client_request_id,

@@ -1,4 +1,4 @@
-"""Prompts as users send them, and their tokens."""
+"""Prompts as users send them, and their tokenization."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from specray.tokenization import ChatMessage, Tokenizer
 
 Prompt = str | tuple[int, ...]
 
-# Above this many characters the tokenizer works in a thread, so that other requests are not held up.
+# Number of characters above which the tokenizer runs in a thread, so that it does not hold up other requests.
 _INLINE_CHARS = 4096
 
 
 def parse_prompt(value: object) -> list[Prompt]:
-    """The ``prompt`` of the completions API: a string, a list of strings, token ids, or lists of token ids.
+    """Reads the ``prompt`` of the completions API: one or many strings or lists of token ids.
 
     Raises:
         InvalidRequestError: it is none of these, or empty.
@@ -38,12 +38,12 @@ def parse_prompt(value: object) -> list[Prompt]:
 
 
 async def encode_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[tuple[int, ...]]:
-    """The token ids of each prompt; those that are token ids already stay as they are."""
+    """Returns the token ids of each prompt; token ids stay as they are."""
     return [await _encode(prompt, tokenizer) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
 async def encode_chat(messages: Sequence[ChatMessage], tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The token ids of a conversation. Raises InvalidRequestError where the template refuses it."""
+    """Returns the token ids of a conversation. Raises InvalidRequestError if the template refuses it."""
     return await asyncio.to_thread(tokenizer.encode_chat, messages)
 
 

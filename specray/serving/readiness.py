@@ -1,4 +1,4 @@
-"""Whether the service can answer: what /ready says, and what the gRPC health service is told of it."""
+"""Tells whether the service can answer, for /ready and the gRPC health service."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ logger = logging.getLogger(__name__)
 
 READY_TIMEOUT_S: Final = 30.0
 WATCH_INTERVAL_S: Final = 5.0
-"""Who balances load by the health service sees a lost target this much later. A router that has work answers
-from its last verdicts; one that has none does a step of one token, which costs some milliseconds."""
+"""Seconds between checks for the gRPC health service: the delay until a load balancer sees a lost target. A
+router with work answers from its last verdicts; one without runs a step of one token, which takes some
+milliseconds."""
 
 
 async def check_ready(client: RouterClient) -> None:
-    """Raises EngineLostError unless the target does a step, or did one in the last seconds."""
+    """Raises EngineLostError unless the target runs a step, or ran one in the last seconds."""
     async with answer_within(READY_TIMEOUT_S, "step of the target"):
         await client.check_ready()
 
 
 async def watch_ready(client: RouterClient, set_ready: Callable[[bool], Awaitable[None]]) -> None:
-    """Tells what ``check_ready`` finds, until it is cancelled; whoever is told begins as not ready."""
+    """Reports what ``check_ready`` finds until it is cancelled; the first state is not ready."""
     was_ready = False
     while True:
         try:
             await check_ready(client)
             is_ready = True
         except Exception as error:
-            # Whatever it is: nothing may end the watch, or the last word would be believed for ever.
+            # Any error counts: if it ended the watch, the last report would stand for ever.
             is_ready = False
             if was_ready:
                 logger.warning("not ready: %s", error)
@@ -45,7 +46,7 @@ async def watch_ready(client: RouterClient, set_ready: Callable[[bool], Awaitabl
 
 @asynccontextmanager
 async def answer_within(timeout_s: float, what: str) -> AsyncIterator[None]:
-    """Raises EngineLostError, naming what did not come, when the block takes longer."""
+    """Raises EngineLostError, naming what did not come, if the block takes longer than ``timeout_s``."""
     try:
         async with asyncio.timeout(timeout_s):
             yield

@@ -1,7 +1,7 @@
-"""What a request may ask for: every range in one place, for HTTP and gRPC alike.
+"""Checks what a request may ask for: every range in one place, for HTTP and gRPC alike.
 
-Values arrive here with the right types; they leave as the router's GenerateRequests. Nothing that is out of
-range reaches an engine.
+Values arrive here with the right types and leave as the router's GenerateRequests. Nothing out of range
+reaches an engine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final
 
 from specray.errors import InvalidRequestError, ModelNotFoundError
 from specray.requests import GenerateRequest, SpeculationParams
-from specray.types import DraftKind, SamplingParams, Verification
+from specray.types import MAX_SPECULATIVE_TOKENS, DraftKind, SamplingParams, Verification
 
 _UINT64: Final = (1 << 64) - 1
 # Below these, float32 on the way to the engine or in its softmax would make them zero or infinite; the
@@ -30,11 +30,11 @@ MAX_LOGIT_BIAS_ENTRIES: Final = 1024
 MAX_TENANT_LEN: Final = 64
 MAX_PROMPTS: Final = 128
 MAX_CHOICES: Final = 1024
-"""Prompts times n of one call, whatever the routers hold."""
+"""Largest number of prompts times n in one call, whatever the routers hold."""
 
 
 class ContextLengthError(InvalidRequestError):
-    """A prompt, or it and its output, is longer than the model's context. Clients know it by its code."""
+    """A prompt, alone or with its output, is longer than the context. Clients know it by its code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,11 @@ class Range:
         )
 
     def contains(self, value: float) -> bool:
-        """False for NaN too."""
+        """True if the value is in the range; False for NaN."""
         return (self.low < value if self.is_low_open else self.low <= value) and value <= self.high
 
     def check(self, field: str, value: float, *, what: str | None = None) -> None:
-        """Raises InvalidRequestError for a value outside, naming the field (and ``what`` of it is meant)."""
+        """Raises InvalidRequestError, naming the field (and ``what`` of it is meant), for a value outside."""
         if not self.contains(value):
             raise out_of_range(field, value, str(self), what=what)
 
@@ -65,7 +65,7 @@ class Range:
 RANGES: Final[Mapping[str, Range]] = MappingProxyType(
     {
         "temperature": Range(0, 2),
-        "top_k": Range(-1, 2**31 - 1),  # 0: all; -1 too, as in vLLM.
+        "top_k": Range(-1, 2**31 - 1),  # 0 means all tokens; -1 too, as in vLLM.
         "top_p": Range(0, 1, is_low_open=True),
         "min_p": Range(0, 1),
         "repetition_penalty": Range(1 / 64, 64),
@@ -76,7 +76,7 @@ RANGES: Final[Mapping[str, Range]] = MappingProxyType(
         "n": Range(1, 128),
         "logprobs": Range(0, 20),
         "top_logprobs": Range(0, 20),
-        "num_speculative_tokens": Range(0, 32),
+        "num_speculative_tokens": Range(0, MAX_SPECULATIVE_TOKENS),
         "priority": Range(-(1 << 63), (1 << 63) - 1),
         "timeout_s": Range(0, 86_400, is_low_open=True),
     }
@@ -85,30 +85,30 @@ RANGES: Final[Mapping[str, Range]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the served model allows."""
+    """Limits of the served model."""
 
     model_name: str
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     verification: Verification = Verification.COUPLED
-    """What a request gets that asks for none."""
+    """Verification of a request that asks for none."""
     has_draft_model: bool = True
-    """A request may ask for it."""
+    """True if a request may ask for a draft model."""
     max_choices: int = MAX_CHOICES
-    """Prompts times n of one call. More than the routers hold would never be let in."""
+    """Largest number of prompts times n in one call; more than the routers hold would never be admitted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationOptions:
-    """What one call asks for, whatever API it came through; None is the default.
+    """Options of one call, whatever API it came through; None is the default.
 
-    Ranges are checked by :func:`to_generate_requests`, not here.
+    :func:`to_generate_requests` checks their ranges.
     """
 
     max_tokens: int | None = None
     default_max_tokens: int | None = None
-    """Used without ``max_tokens``, cut to the room that is left; None: all of that room."""
+    """Output tokens without ``max_tokens``, cut to the context that is left; None: all that is left."""
     min_tokens: int | None = None
     temperature: float | None = None
     top_k: int | None = None
@@ -131,22 +131,22 @@ class GenerationOptions:
     tenant: str = ""
     priority: int | None = None
     timeout_s: float | None = None
-    """Cut to what the service allows."""
+    """Seconds allowed for the request, cut to what the service allows."""
     names: Mapping[str, str] = dataclass_field(default_factory=dict)
-    """Names of fields as this API's users write them, where they differ (for errors)."""
+    """Names of fields in this API where they differ, for error messages."""
 
     def name(self, own_name: str) -> str:
-        """The field's name in the user's API."""
+        """Returns the field's name in the user's API."""
         return self.names.get(own_name, own_name)
 
 
 def out_of_range(field: str, value: object, allowed: str, *, what: str | None = None) -> InvalidRequestError:
-    """The error that names the field, its value (or that of ``what`` about it) and what is allowed."""
+    """Makes the error that names the field, its value (or that of ``what`` about it) and what is allowed."""
     return InvalidRequestError(f"{what or field} is {shown(value)}; allowed: {allowed}", field=field)
 
 
 def shown(value: object) -> str:
-    """The value for an error message, cut to a readable length."""
+    """Returns the value for an error message, cut to a readable length."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -219,14 +219,14 @@ def to_generate_requests(
     request_id: str,
     draw_seed: Callable[[], int] | None = None,
 ) -> list[GenerateRequest]:
-    """One request per prompt and choice, the choices of the first prompt first.
+    """Makes one request per prompt and choice, the choices of the first prompt first.
 
-    Choice 0 uses the given seed itself, so that ``n`` changes nothing for it. Without a seed each prompt has
-    one of its own: of the same one, outputs of equal prompts would be equal.
+    Choice 0 uses the given seed itself, so that ``n`` changes nothing for it. Without a seed each prompt
+    draws its own: with a common one, equal prompts would get equal outputs.
 
     Args:
         request_id: prefix of the requests' ids; unique.
-        draw_seed: gives 64 random bits for each prompt when the call has no seed; default: the system's
+        draw_seed: returns 64 random bits, for each prompt of a call without a seed; default: the system's
             generator.
 
     Raises:
@@ -246,7 +246,7 @@ def to_generate_requests(
 
 
 def mix_seed(seed: int, choice: int) -> int:
-    """The 64-bit seed of one choice: the seed itself for choice 0, else splitmix64 (Steele et al., 2014)."""
+    """Returns the 64-bit seed of a choice: the seed itself for 0, else splitmix64 (Steele et al., 2014)."""
     if choice == 0:
         return seed & _UINT64
     mixed = (seed + choice * 0x9E3779B97F4A7C15) & _UINT64
@@ -304,7 +304,7 @@ def _too_long(
     field: str, value: int, allowed: str, limits: Limits, *, what: str | None = None
 ) -> ContextLengthError:
     problem = out_of_range(field, value, allowed, what=what)
-    # OpenAI's words, for clients that look into the message and not at the code.
+    # OpenAI's words, for clients that look at the message and not at the code.
     maximum = f"this model's maximum context length is {limits.max_model_len} tokens"
     return ContextLengthError(f"{problem}; {maximum}", field=field)
 

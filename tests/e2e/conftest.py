@@ -1,4 +1,5 @@
-"""A real service for each module of end-to-end tests: Ray, Serve, HTTP, gRPC, and the embedded pair."""
+"""Starts a real service for each module of end-to-end tests: Ray, Serve, HTTP, gRPC, and the embedded
+pair."""
 
 from __future__ import annotations
 

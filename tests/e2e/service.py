@@ -1,4 +1,4 @@
-"""The service that end-to-end tests talk to, as they see it."""
+"""The service that end-to-end tests talk to."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEADLINE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """Where the service under test listens."""
+    """Addresses of the service under test."""
 
     config: Config
     url: str
@@ -29,7 +29,7 @@ class Service:
 
 
 def family() -> list[int]:
-    """This process and all that descend from it."""
+    """Returns this process and all its descendants."""
     parents: dict[int, int] = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -41,7 +41,7 @@ def family() -> list[int]:
 
 
 def processes(name: str) -> list[int]:
-    """Those of this service whose title begins with ``name``, as Ray titles its workers."""
+    """Returns this service's processes whose title begins with ``name``; Ray titles its workers."""
     found = []
     for process in family():
         with contextlib.suppress(OSError):
@@ -51,7 +51,7 @@ def processes(name: str) -> list[int]:
 
 
 def is_running(process: int) -> bool:
-    """Neither gone nor waiting to be buried."""
+    """True for a process that has not ended."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -39,7 +39,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def peer(directory: Path, certificates: str | None, *, has_secret: bool = True) -> RpcConfig:
-    """What one end is configured with."""
+    """Returns the RPC configuration of one end."""
     tls = None
     if certificates is not None:
         files = {name: str(directory / certificates / f"{name}.pem") for name in ("ca", "cert", "key")}
@@ -118,7 +118,7 @@ async def test_a_stranger_learns_nothing_of_the_engines(
 
 
 async def is_target(address: str, options: object) -> bool:
-    """A target says there what it is."""
+    """True if a target answers at the address."""
     try:
         verifier = await GrpcVerifier.connect(address, timeout_s=CONNECT_S, options=options)  # type: ignore[arg-type]
     except SpecrayError:

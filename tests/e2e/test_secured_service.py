@@ -14,7 +14,7 @@ from specray.config import Config, parse_config
 from specray.errors import UnauthenticatedError
 from specray.rpc.inference.client import SpecrayClient
 from specray.rpc.inference.types import GenerateParams
-from specray.serving.admission.auth import key_hash, new_key
+from specray.serving.admission.api_keys import key_hash, new_key
 from specray.serving.launch import running_service
 from tests.e2e.service import DEADLINE_S, family
 

@@ -1,4 +1,4 @@
-"""Ranks and Routers that die or hang under load: users see a pause, and no other token."""
+"""Tests of ranks and Routers that die or hang under load: users see a pause, and the same tokens."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def patient(service: Service) -> Any:
 async def streamed(
     http: aiohttp.ClientSession, service: Service, *, midway: Callable[[], object] = lambda: None
 ) -> tuple[str, dict[str, Any] | None]:
-    """The text, and the error that ended it; ``midway`` is called after the second piece."""
+    """Returns the text, and the error that ended it; ``midway`` is called after the second chunk."""
     pieces: list[str] = []
     body = {"model": service.model, "stream": True, **FIELDS}
     async with http.post("/v1/completions", json=body) as response:
@@ -80,7 +80,7 @@ async def whole(http: aiohttp.ClientSession, service: Service) -> str:
 
 
 def leader_first(ranks: list[int]) -> list[int]:
-    """The leader has a socket where it listens for its Router."""
+    """Sorts the leader first: it has a socket where it listens for its Router."""
     listening = {
         line.split()[6]
         for line in Path("/proc/net/unix").read_text().splitlines()

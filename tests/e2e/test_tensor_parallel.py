@@ -1,4 +1,4 @@
-"""A target of two ranks and a draft of two, served by Ray, give the tokens of the whole model alone."""
+"""Tests of a target and a draft of two ranks each, served by Ray: the tokens are those of the whole model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from specray.demo.paths import demo_target_path
 from specray.rpc.inference.client import SpecrayClient
 from specray.serving.launch import APP_NAME
-from specray.tokenization import Tokenizer
+from specray.tokenization import load_tokenizer
 from tests.e2e.service import DEADLINE_S, Service, complete, is_running, processes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
@@ -42,7 +42,7 @@ DRAFT_REPLICA = "ray::ServeReplica:specray:Draft"
 async def streamed(
     http: aiohttp.ClientSession, service: Service, disturb: Callable[[], Awaitable[None]]
 ) -> str:
-    """The text of a stream that is disturbed at its second chunk."""
+    """Returns the text of a stream that is disturbed at its second chunk."""
     pieces: list[str] = []
     task = None
     async with http.post(
@@ -89,7 +89,7 @@ async def test_two_ranks_serve_the_tokens_of_one(service: Service, http: aiohttp
     answer = await complete(
         http, service, prompt=PROMPT, max_tokens=NUM_TOKENS, ignore_eos=True, return_speculation_metrics=True
     )
-    tokenizer = Tokenizer.load(demo_target_path())
+    tokenizer = load_tokenizer(demo_target_path())
     prompt = tokenizer.encode(PROMPT)
     model = AutoModelForCausalLM.from_pretrained(demo_target_path(), dtype=torch.float32)
     output = model.generate(

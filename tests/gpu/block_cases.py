@@ -6,13 +6,17 @@ from dataclasses import dataclass
 
 import torch
 
-from specray.engine.attention.sdpa import AttentionStep, SequenceRows
+from specray.engine.attention.mask import branch_visibility
 from specray.engine.cache.blocks import BlockCache
-from specray.engine.model.operators_torch import HeadShape
-from specray.engine.runner.inputs import BranchRow
+from specray.engine.step import AttentionStep, HeadShape, SequenceRows
+from tests.unit.engine.attention.trees import TREES
 
 NUM_BLOCKS = 24
-BRANCHES = (*(BranchRow(5, 9, place) for place in (9, 10, 11)), BranchRow(7, 12, 12), BranchRow(9, 13, 13))
+BRANCHES = (
+    *(branch_visibility(5, 9, count) for count in (1, 2, 3)),
+    branch_visibility(7, 12, 1),
+    branch_visibility(9, 13, 1),
+)
 """Three rows of one branch, one of another, and one that continues the whole sequence."""
 
 
@@ -44,6 +48,9 @@ CASES = [
     Case("branches longer than the window", ((6, 2),), 4, GQA, window=2, with_branches=True),
 ]
 
+SOME_TREES = TREES[::3]
+"""For what takes seconds each."""
+
 
 def block_cache(case: Case, dtype: torch.dtype = torch.float32) -> BlockCache:
     """A cache full of numbers, in one more block than is used, as captured forwards want it."""
@@ -71,18 +78,14 @@ def sequence_rows(case: Case) -> tuple[SequenceRows, ...]:
         rows.append(SequenceRows(first, count, start, blocks))
         first += count
     if case.with_branches:
-        blocks = [free.pop() for _ in range(-(-(BRANCHES[-1].place + 1) // case.block_size))]
+        blocks = [free.pop() for _ in range(-(-(BRANCHES[-1].kv_index + 1) // case.block_size))]
         lowest = min(row.position for row in BRANCHES)
         rows.append(SequenceRows(first, len(BRANCHES), lowest, blocks, BRANCHES))
     return tuple(rows)
 
 
 def row_positions(rows: tuple[SequenceRows, ...]) -> torch.Tensor:
-    positions: list[int] = []
-    for item in rows:
-        branch = [row.position for row in item.branches]
-        positions += branch or range(item.start, item.end)
-    return torch.tensor(positions)
+    return torch.tensor([position for item in rows for position in item.positions])
 
 
 def attention_step(case: Case, cache: BlockCache) -> AttentionStep:

@@ -15,14 +15,12 @@ import torch
 from specray.engine.attention.paged import (
     BatchShape,
     BlockAttention,
-    BlockBatch,
     DeviceBatch,
     HostBatch,
     attend_gathered,
     make_batch,
     store_rows,
 )
-from specray.engine.attention.sdpa import SequenceRows
 from specray.engine.attention.select import (
     VARLEN_BLOCK_SIZE,
     Backend,
@@ -31,8 +29,17 @@ from specray.engine.attention.select import (
     check_backend,
 )
 from specray.engine.model.decoder import HeadNorm, PlainAttention
-from specray.engine.model.operators_torch import HeadShape, rotary_tables
-from tests.gpu.block_cases import CASES, Case, attention_step, block_cache, row_positions, sequence_rows
+from specray.engine.model.operators_torch import rotary_tables
+from specray.engine.step import BlockBatch, HeadShape, SequenceRows
+from tests.gpu.block_cases import (
+    CASES,
+    SOME_TREES,
+    Case,
+    attention_step,
+    block_cache,
+    row_positions,
+    sequence_rows,
+)
 
 ATOL = 1e-5
 
@@ -89,7 +96,7 @@ def test_padding_changes_no_row_and_writes_to_the_spare_slot_only(case: Case) ->
         num_rows=(len(rows) + 2) * (max_rows + 1) if max_rows > 1 else len(rows) + 2,
         max_num_blocks=16,
         max_rows=max_rows + (max_rows > 1),
-        has_branches=case.with_branches,
+        has_masks=case.with_branches,
     )
     spare_slot = 24 * case.block_size
     host = HostBatch(padded, block_size=case.block_size, spare_slot=spare_slot)
@@ -102,7 +109,7 @@ def test_padding_changes_no_row_and_writes_to_the_spare_slot_only(case: Case) ->
     assert larger.slots[:num_rows].tolist() == batch.slots.tolist()
     assert set(larger.slots[num_rows:].tolist()) == {spare_slot}
     assert larger.lengths.tolist() == [*batch.lengths.tolist(), 1, 1]
-    for numbers in (larger.positions, larger.trunk_lens, larger.first_places):
+    for numbers in (larger.positions, larger.kv_indices, larger.prefix_lens, larger.first_indices):
         assert set(numbers[num_rows:].tolist()) == {0}
     assert on_device.token_ids.tolist() == [7] * num_rows + [0] * (padded.num_rows - num_rows)
     long_query = torch.cat((query, torch.randn(padded.num_rows - num_rows, *query.shape[1:])))
@@ -125,7 +132,7 @@ def test_triton_kernel_equals_gathered_blocks() -> None:
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == ["agreed"] * (len(CASES) + 2)
+    assert result.stdout.split() == ["agreed"] * (len(CASES) + len(SOME_TREES) + 2)
 
 
 @pytest.mark.parametrize("broken", ["attend", "store"])

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from specray.config import EngineConfig
+from specray.engine.attention.mask import branch_visibility
 from specray.engine.attention.select import Model, choose_backend
 from specray.engine.cache.blocks import BlockAllocator, BlockTable
-from specray.engine.model.operators_torch import HeadShape
 from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.cuda_graphs import Bucket
-from specray.engine.runner.inputs import BranchRow, SequenceInput
+from specray.engine.runner.inputs import SequenceInput
 from specray.engine.runner.runner import ModelRunner
+from specray.engine.step import HeadShape
 from tests.unit.engine.model.checkpoints import write_checkpoint
 
 pytestmark = [
@@ -50,9 +51,9 @@ def steps(runner: ModelRunner) -> list[torch.Tensor]:
     ]
     logits.append(runner.run(inputs))
     branches = (
-        BranchRow(30, start, start),
-        BranchRow(30, start, start + 1),
-        BranchRow(36, start + 2, start + 2),
+        branch_visibility(30, start, 1),
+        branch_visibility(30, start, 2),
+        branch_visibility(36, start + 2, 1),
     )
     logits.append(runner.run([SequenceInput([41, 42, 43], 0, tables[2].block_ids, 3, branches)]))
     return [piece.cpu() for piece in logits]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from specray.config import EngineConfig
+from specray.engine.attention.mask import branch_visibility
 from specray.engine.cache.blocks import BlockAllocator, BlockTable
 from specray.engine.runner.assembly import _prepared_buckets, build_runner
 from specray.engine.runner.cuda_graphs import (
@@ -21,7 +22,7 @@ from specray.engine.runner.cuda_graphs import (
     bucket_for,
     run_again,
 )
-from specray.engine.runner.inputs import BranchRow, SequenceInput
+from specray.engine.runner.inputs import SequenceInput
 from specray.engine.runner.runner import ModelRunner
 from specray.errors import ConfigError
 from tests.unit.engine.model.checkpoints import reference_logits, reference_model, write_checkpoint
@@ -106,7 +107,11 @@ def test_captured_branches_equal_the_plain_forward(eager: ModelRunner, checkpoin
     eager.run([SequenceInput(CONTEXT, 0, table.block_ids, 0)])
     # Two rows of one branch behind seven tokens, then one that continues them all.
     end = len(CONTEXT)
-    branches = (BranchRow(7, end, end), BranchRow(7, end, end + 1), BranchRow(end, end + 2, end + 2))
+    branches = (
+        branch_visibility(7, end, 1),
+        branch_visibility(7, end, 2),
+        branch_visibility(end, end + 2, 1),
+    )
     runner = graphed(eager)
     logits = runner.run([SequenceInput([41, 42, 43], 0, table.block_ids, 3, branches)])
     model = reference_model(checkpoint)
@@ -245,8 +250,8 @@ def test_branches_behind_the_longest_sequence_run_as_they_are(eager: ModelRunner
     tokens = [(7 * index) % 90 + 2 for index in range(max_model_len - 1)]
     eager.run([SequenceInput(tokens, 0, table.block_ids, 0)])
     branches = (
-        BranchRow(5, max_model_len, max_model_len),
-        BranchRow(9, max_model_len + 1, max_model_len + 1),
+        branch_visibility(5, max_model_len, 1),
+        branch_visibility(9, max_model_len + 1, 1),
     )
     inputs = [SequenceInput([41, 42], 0, table.block_ids, 2, branches)]
     runner = graphed(eager)

@@ -5,12 +5,17 @@ from __future__ import annotations
 import torch
 
 from specray.engine.attention import triton as triton_blocks
-from specray.engine.attention.paged import attend_gathered, make_batch, store_rows
+from specray.engine.attention.paged import BlockAttention, attend_gathered, make_batch, store_rows
 from specray.engine.attention.select import Backend, Model, check_backend
 from specray.engine.attention.triton import TritonAttend
 from specray.engine.model import operators_triton as triton_layers
-from specray.engine.model.operators_torch import HeadShape
-from tests.gpu.block_cases import CASES, Case, block_cache, sequence_rows
+from specray.engine.model.operators_torch import rotary_tables
+from specray.engine.step import HeadShape
+from tests.gpu.block_cases import CASES, SOME_TREES, Case, block_cache, sequence_rows
+from tests.unit.engine.attention.test_trees import SHAPE, torch_tables
+from tests.unit.engine.attention.test_trees import attend as attend_tree
+from tests.unit.engine.attention.trees import Tree, random_rows
+from tests.unit.engine.attention.trees import expected as expected_of_tree
 
 
 def check(case: Case, num_processors: int, dtype: torch.dtype, atol: float) -> None:
@@ -25,6 +30,14 @@ def check(case: Case, num_processors: int, dtype: torch.dtype, atol: float) -> N
     attend = TritonAttend(num_processors)
     output = attend(*arguments, **options)  # type: ignore[arg-type]
     torch.testing.assert_close(output, expected, atol=atol, rtol=0)
+
+
+def check_tree(tree: Tree, num_processors: int) -> None:
+    rotary = rotary_tables(*torch_tables(), torch.float32)
+    attention = BlockAttention(rotary, SHAPE, TritonAttend(num_processors))
+    output = attend_tree(attention, tree, torch.float32, 16)[:-1]
+    reference = expected_of_tree(tree, random_rows(tree, SHAPE), SHAPE)
+    torch.testing.assert_close(output.double(), reference, atol=1e-5, rtol=0)
 
 
 def check_store(case: Case) -> None:
@@ -49,6 +62,10 @@ if __name__ == "__main__":
         check(each, 1, torch.float32, 1e-5)
         check(each, 64, torch.float32, 1e-5)
         check_store(each)
+        print("agreed")
+    for tree in SOME_TREES:
+        check_tree(tree, 1)
+        check_tree(tree, 64)
         print("agreed")
     # The interpreter cannot compute with bfloat16.
     for dtype in (torch.float32, torch.float16):

@@ -14,6 +14,7 @@ from specray.types import (
     PROTOCOL_VERSION,
     DraftReplies,
     DraftReply,
+    DraftTokens,
     EngineInfo,
     ItemFailed,
     Proposal,
@@ -119,7 +120,7 @@ class ScriptedDraft(ScriptedEngine):
                 continue
             last = self.sequences[item.request_id][-1]
             proposed = tuple(last + 1 + i for i in range(item.num_speculative_tokens))
-            replies.append(Proposal(item.request_id, item.round_id, item.base_len, proposed))
+            replies.append(Proposal(item.request_id, item.round_id, item.base_len, DraftTokens(proposed)))
         return DraftReplies(tuple(replies), forward_ns=1000 + len(items))
 
 
@@ -142,7 +143,7 @@ class ScriptedTarget(ScriptedEngine):
     def _verdict(self, item: VerifyItem) -> Verdict:
         last = self.sequences[item.request_id][-1]
         num_accepted = 0
-        for token_id in item.draft_token_ids:
+        for token_id in item.draft.token_ids:
             if token_id != last + 1 + num_accepted:
                 break
             num_accepted += 1
@@ -184,7 +185,7 @@ def verify(
 ) -> VerifyItem:
     """A short item; with its sampling parameters when it starts a sequence."""
     sampling = SAMPLING if base_len == 0 else None
-    return VerifyItem(request_id, round_id, base_len, token_ids, draft, sampling=sampling)
+    return VerifyItem(request_id, round_id, base_len, token_ids, DraftTokens(draft), sampling=sampling)
 
 
 SERVICE_INFO = ServiceInfo("tiny", "tiny-draft", 1000, 128, PROTOCOL_VERSION, "0.1.0")

@@ -18,9 +18,11 @@ from specray.rpc.codec.engine import RequestBatch
 from specray.rpc.inference.server import GenerateEvent, GenerateParams, Usage
 from specray.rpc.pb import draft_pb2, inference_pb2, target_pb2, types_pb2
 from specray.types import (
+    NO_DRAFT,
     Branch,
     DraftKind,
     DraftReplies,
+    DraftTokens,
     EngineInfo,
     ItemFailed,
     Outcomes,
@@ -60,11 +62,12 @@ def sparse_probs(draw: st.DrawFn) -> SparseProbs:
 
 
 @st.composite
-def draft_tokens(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[SparseProbs, ...]]:
-    """Draft tokens with their distributions, or without any."""
+def draft_tokens(draw: st.DrawFn) -> DraftTokens:
+    """A chain or a tree, with distributions or without any."""
     token_ids = draw(IDS)
-    has_probs = draw(st.booleans())
-    return token_ids, draw(tuples_of(sparse_probs(), size=len(token_ids))) if has_probs else ()
+    parents = tuple(draw(st.integers(-1, index - 1)) for index in range(len(token_ids)))
+    probs = draw(tuples_of(sparse_probs(), size=len(token_ids)))
+    return DraftTokens(token_ids, draw(st.sampled_from((None, parents))), draw(st.sampled_from(((), probs))))
 
 
 @st.composite
@@ -105,16 +108,15 @@ def speculate_items(draw: st.DrawFn) -> SpeculateItem:
 
 @st.composite
 def verify_items(draw: st.DrawFn) -> VerifyItem:
-    tokens, probs = draw(draft_tokens())
     head = [draw(part) for part in HEAD]
     sampling, limit = draw(st.none() | SAMPLING), draw(st.none() | U32)
-    return VerifyItem(*head, draw(IDS), tokens, probs, draw(st.booleans()), sampling, limit)
+    return VerifyItem(*head, draw(IDS), draw(draft_tokens()), draw(st.booleans()), sampling, limit)
 
 
 UNKNOWN = st.builds(UnknownSequence, *HEAD)
 FAILED = st.builds(ItemFailed, *HEAD, TEXT, st.booleans())
-PROPOSALS = st.builds(lambda head, draft: Proposal(*head, *draft), st.tuples(*HEAD), draft_tokens())
-BRANCHES = st.builds(lambda n, token, draft: Branch(n, token, *draft), U32, U32, draft_tokens())
+PROPOSALS = st.builds(Proposal, *HEAD, draft_tokens())
+BRANCHES = st.builds(Branch, U32, U32, draft_tokens())
 OUTCOMES = st.builds(Outcomes, *HEAD, tuples_of(BRANCHES))
 VERDICTS = st.builds(Verdict, *HEAD, U32, st.none() | U32, tuples_of(token_logprobs()), st.none() | U32, U32)
 INFOS = st.builds(
@@ -139,7 +141,7 @@ def test_speculate_request_round_trip(items: tuple[SpeculateItem, ...], releases
     assert codec.decode_speculate_request(data) == RequestBatch(items, releases)
 
 
-@example((Proposal("", 0, 0, ()), Outcomes("", 0, 0, ()), UnknownSequence("", 0, 0)), 0)
+@example((Proposal("", 0, 0, NO_DRAFT), Outcomes("", 0, 0, ()), UnknownSequence("", 0, 0)), 0)
 @given(tuples_of(PROPOSALS | OUTCOMES | UNKNOWN | FAILED), U64)
 def test_draft_replies_round_trip(replies: tuple, forward_ns: int) -> None:
     batch = DraftReplies(replies, forward_ns)
@@ -273,7 +275,7 @@ UNPAIRED_LOGPROBS = types_pb2.TokenLogprobs(top_token_ids=[1], top_logprobs=[-0.
         (
             codec.decode_verify_request,
             verify_item(draft_token_ids=[1, 2], draft_probs=[PROBS]),
-            "draft_probs has 1 entries for 2 draft tokens",
+            "draft.probs has 1 entries for 2 draft tokens",
         ),
         (
             codec.decode_verify_request,
@@ -283,12 +285,27 @@ UNPAIRED_LOGPROBS = types_pb2.TokenLogprobs(top_token_ids=[1], top_logprobs=[-0.
         (
             codec.decode_draft_replies,
             draft_reply(proposal=draft_pb2.Proposal(draft_token_ids=[1], draft_probs=[PROBS, PROBS])),
-            "draft_probs has 2 entries for 1 draft tokens",
+            "draft.probs has 2 entries for 1 draft tokens",
         ),
         (
             codec.decode_draft_replies,
             draft_reply(outcomes=draft_pb2.Outcomes(branches=[draft_pb2.Branch(draft_probs=[PROBS])])),
-            "draft_probs has 1 entries for 0 draft tokens",
+            "draft.probs has 1 entries for 0 draft tokens",
+        ),
+        (
+            codec.decode_verify_request,
+            verify_item(draft_token_ids=[1, 2, 3], draft_parents=[-1, 0]),
+            "draft.parents has 2 entries for 3 draft tokens; allowed: none or 3",
+        ),
+        (
+            codec.decode_draft_replies,
+            draft_reply(proposal=draft_pb2.Proposal(draft_token_ids=[1, 2, 3], draft_parents=[-1, 2, 0])),
+            "draft.parents[1] is 2; allowed: -1..0",
+        ),
+        (
+            codec.decode_draft_replies,
+            draft_reply(proposal=draft_pb2.Proposal(draft_token_ids=[1] * 65)),
+            "draft.token_ids has 65 entries; allowed: at most 64",
         ),
         (
             codec.decode_target_replies,
@@ -338,12 +355,34 @@ def test_what_the_wire_cannot_carry_is_refused_by_the_client(params: GeneratePar
 
 
 def test_a_round_of_one_coupled_session_fits_the_network_budget() -> None:
-    item = VerifyItem("r" * 36, 1000, 4000, tuple(range(4000, 4009)), tuple(range(8)))
+    item = VerifyItem("r" * 36, 1000, 4000, tuple(range(4000, 4009)), DraftTokens(tuple(range(8))))
     reply = Verdict("r" * 36, 1000, 4000, 8, 4009)
     size = len(codec.encode_verify_request([item], ())) + len(
         codec.encode_target_replies(TargetReplies((reply,), 20_000_000))
     )
     assert size < 1024
+
+
+@given(draft_tokens(), st.integers(), st.data())
+def test_invalid_parents_are_refused_by_name(draft: DraftTokens, foreign: int, data: st.DataObject) -> None:
+    """Whichever node has a parent that does not come before it."""
+    index = data.draw(st.integers(0, len(draft)))
+    parents = [*(draft.parents or range(-1, len(draft) - 1)), -1]
+    parents[index] = foreign if not -1 <= foreign < index else index
+    with pytest.raises(ValueError, match=rf"draft\.parents\[{index}\] is {parents[index]}; allowed: -1"):
+        DraftTokens((*draft.token_ids, 1), tuple(parents))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 8])
+def test_a_chain_costs_no_bytes_for_its_parents(num_tokens: int) -> None:
+    """A message of a peer that knows no parents is the same, byte by byte."""
+    token_ids = tuple(range(num_tokens))
+    chain = DraftTokens(token_ids, tuple(range(-1, num_tokens - 1)))
+    item = VerifyItem("a", 1, 4, (9,), chain)
+    known = verify_item(
+        request_id="a", round_id=1, base_len=4, token_ids=[9], draft_token_ids=token_ids, sample=True
+    )
+    assert codec.encode_verify_request([item], ()) == known
 
 
 def test_not_a_number_reaches_the_handler_who_refuses_it() -> None:

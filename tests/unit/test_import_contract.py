@@ -1,68 +1,45 @@
-"""The layers of the package, enforced by parsing imports."""
+"""The layout of the package, enforced by parsing imports: layers, no import circles, small folders."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[2] / "specray"
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGE = REPOSITORY / "specray"
+MAX_FILES_IN_FOLDER = 16
 
 # Layer -> layers of specray that it may import. A layer may always import itself.
 VOCABULARY = {"types", "requests", "errors"}
-SEAMS = VOCABULARY | {"interfaces", "config", "environment", "sections", "metrics"}
+SEAMS = VOCABULARY | {"interfaces", "config", "environment", "metrics"}
+SERVICE = {"engine", "rpc", "router", "drafting", "tokenization", "demo"}
 ALLOWED: dict[str, set[str]] = {
     "types": set(),
     "requests": {"types"},
     "errors": set(),
-    "sections": set(),
-    "config": VOCABULARY | {"sections"},
-    "environment": VOCABULARY | {"sections"},
+    "config": VOCABULARY,
+    "environment": VOCABULARY | {"config"},
     "interfaces": VOCABULARY,
-    "counts": set(),
-    "metrics": VOCABULARY | {"interfaces", "counts"},
+    "metrics": VOCABULARY | {"interfaces"},
     "telemetry": SEAMS,
     "fakes": SEAMS,
     "tokenization": SEAMS | {"demo"},
     "demo": VOCABULARY,
-    "engine": SEAMS - {"requests"} | {"demo"},
+    "train": VOCABULARY,
+    "engine": SEAMS - {"requests"} | {"demo", "tokenization"},
     "drafting": SEAMS,
-    "rpc": SEAMS,
     "control": VOCABULARY | {"config"},
+    "rpc": SEAMS,
     "router": SEAMS | {"control", "drafting"},
     "planning": SEAMS | {"control", "router", "fakes"},
-    "actors": SEAMS | {"engine", "rpc", "router", "drafting", "tokenization", "demo", "telemetry"},
-    "serving": SEAMS | {"engine", "rpc", "router", "drafting", "tokenization", "demo", "actors", "telemetry"},
-    "bench": SEAMS
-    | {
-        "control",
-        "engine",
-        "rpc",
-        "router",
-        "drafting",
-        "tokenization",
-        "demo",
-        "fakes",
-        "actors",
-        "serving",
-        "planning",
-    },
-    "cli": SEAMS
-    | {
-        "engine",
-        "rpc",
-        "router",
-        "drafting",
-        "tokenization",
-        "demo",
-        "actors",
-        "serving",
-        "bench",
-        "planning",
-        "telemetry",
-    },
+    "actors": SEAMS | SERVICE | {"telemetry"},
+    "serving": SEAMS | SERVICE | {"actors", "telemetry"},
+    "bench": SEAMS | SERVICE | {"control", "fakes", "actors", "serving", "planning", "train"},
+    "cli": SEAMS | SERVICE | {"actors", "serving", "bench", "planning", "telemetry", "train"},
     "__init__": set(),
 }
 
@@ -72,15 +49,15 @@ OWNERS: dict[str, set[str]] = {
     "grpc_health": {"rpc"},
     "google": {"rpc"},
     "ray": {"actors", "serving", "bench"},
-    "torch": {"engine", "demo", "bench"},
+    "torch": {"engine", "train", "bench"},
     "numba": {"engine"},
     "llvmlite": {"engine"},
     "triton": {"engine"},
-    "transformers": {"engine", "demo", "tokenization", "bench"},
+    "transformers": {"engine", "train", "tokenization", "bench"},
     "fastapi": {"serving"},
     "starlette": {"serving"},
     "typer": {"cli"},
-    "prometheus_client": {"counts", "metrics", "serving"},
+    "prometheus_client": {"metrics", "serving"},
     "opentelemetry": {"telemetry"},
 }
 
@@ -124,3 +101,115 @@ def test_contract_sees_a_forbidden_import(tmp_path: Path) -> None:
     bad = tmp_path / "bad.py"
     bad.write_text("from specray import engine\nimport torch.nn\n", encoding="utf-8")
     assert list(_imports(bad)) == ["specray", "specray.engine", "torch.nn"]
+
+
+def _run_by_import(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Import statements that run when the module is imported: not those in functions or for type checkers."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        yield node
+    is_for_types = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+    children: Iterable[ast.AST] = node.orelse if is_for_types else ast.iter_child_nodes(node)
+    for child in children:
+        yield from _run_by_import(child)
+
+
+def _import_graph(files: Mapping[str, Path]) -> dict[str, set[str]]:
+    """By module name: the modules that its import runs, the ``__init__`` of packages around them included."""
+    graph: dict[str, set[str]] = {}
+    for name, path in files.items():
+        found: set[str] = set()
+        for node in _run_by_import(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found.update(alias.name for alias in node.names)
+                continue
+            for alias in node.names:
+                child = f"{node.module}.{alias.name}"
+                found.add(child if child in files else node.module or "")
+        # A package around both files is being imported already.
+        outer = {".".join(parts[:end]) for parts in map(_parts, found) for end in range(1, len(parts))}
+        found |= {package for package in outer if not name.startswith(f"{package}.")}
+        graph[name] = {module for module in found if module in files and module != name}
+    return graph
+
+
+def _parts(module: str) -> list[str]:
+    return module.split(".")
+
+
+def _circle(graph: Mapping[str, set[str]]) -> list[str]:
+    """Modules each of which imports the next one, the last of them the first again; empty: there is none."""
+    path: list[str] = []
+    finished: set[str] = set()
+
+    def visit(module: str) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in finished:
+            return []
+        path.append(module)
+        for other in sorted(graph[module]):
+            if circle := visit(other):
+                return circle
+        finished.add(path.pop())
+        return []
+
+    return next((circle for module in sorted(graph) if (circle := visit(module))), [])
+
+
+def _named(files: Iterable[Path], root: Path) -> dict[str, Path]:
+    """The files by module name."""
+    return {
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in files
+    }
+
+
+def test_no_file_imports_itself_through_others() -> None:
+    circle = _circle(_import_graph(_named(_modules(), REPOSITORY)))
+    assert not circle, "import circle: " + " -> ".join(circle)
+
+
+CIRCLES = {
+    "direct": ({"a": "import p.b", "b": "from p import a"}, ["p.a", "p.b", "p.a"]),
+    "long": (
+        {"a": "from p.b import x", "b": "try:\n    from p.c import x\nfinally:\n    pass", "c": "import p.a"},
+        ["p.a", "p.b", "p.c", "p.a"],
+    ),
+    "through a package": (
+        {"a": "from p.q.b import x", "q.__init__": "from p.a import x", "q.b": "x = 1"},
+        ["p.a", "p.q", "p.a"],
+    ),
+    "for types only": ({"a": "import p.b", "b": "if typing.TYPE_CHECKING:\n    import p.a"}, []),
+    "in a function": ({"a": "import p.b", "b": "def f():\n    import p.a"}, []),
+    "none": ({"a": "import p.b, p.c", "b": "from p.c import x", "c": "import json"}, []),
+}
+
+
+@pytest.mark.parametrize("name", CIRCLES)
+def test_circles_are_found(name: str, tmp_path: Path) -> None:
+    sources, expected = CIRCLES[name]
+    for module, source in {"__init__": "", **sources}.items():
+        path = (tmp_path / "p").joinpath(*module.split(".")).with_suffix(".py")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(source, encoding="utf-8")
+    assert _circle(_import_graph(_named(tmp_path.rglob("*.py"), tmp_path))) == expected
+
+
+def _crowded(folders: Iterable[Path]) -> list[str]:
+    """Folders, however deep, that hold more Python files than a reader takes in at once."""
+    numbers = Counter(path.parent for folder in folders for path in folder.rglob("*.py"))
+    return sorted(f"{folder}: {number}" for folder, number in numbers.items() if number > MAX_FILES_IN_FOLDER)
+
+
+def test_no_folder_holds_more_than_sixteen_files() -> None:
+    assert _crowded([PACKAGE, REPOSITORY / "tests"]) == []
+
+
+def test_crowded_folders_are_found(tmp_path: Path) -> None:
+    for folder, number in (("full", 16), ("crowded", 17)):
+        (tmp_path / "in" / folder).mkdir(parents=True)
+        for index in range(number):
+            (tmp_path / "in" / folder / f"f{index}.py").touch()
+    assert _crowded([tmp_path]) == [f"{tmp_path / 'in' / 'crowded'}: 17"]

@@ -1,1 +1,1 @@
-"""specray and its peers over the same prompts, in turns."""
+"""Comparison of specray with other inference servers over the same prompts, in turns."""

@@ -1,4 +1,4 @@
-"""What a comparison has measured so far, in a file: one line per pass, so that a run can be continued."""
+"""A comparison's results so far, in a file with one line per pass, so that a run can be continued."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ class PassRow:
     tokens_per_s: float
     ttft_ms: float | None
     itl_ms: float | None
-    """Between events that bring text; one event may bring several tokens."""
+    """Milliseconds between events that bring text; one event may bring several tokens."""
     tpot_ms: float | None
-    """Per output token after the first."""
+    """Milliseconds per output token after the first."""
     acceptance_rate: float | None
     mean_acceptance_length: float | None
     num_requests: int
     num_failed: int
     num_short: int
-    """Outputs with fewer tokens than were asked for."""
+    """Number of outputs with fewer tokens than were asked for."""
     errors: tuple[str, ...] = ()
 
     @property
     def key(self) -> tuple[int, str, float, int]:
-        """What is measured once."""
+        """Key of the pass; each is measured once."""
         return self.turn, self.arm, self.temperature, self.concurrency
 
 
 class Journal:
-    """The passes of one run. The first line says under which conditions all of them were measured.
+    """The passes of one run. The first line holds the conditions under which all of them were measured.
 
     Args:
-        path: of the file, made when it is not there.
-        conditions: what must not change within a run; plain JSON.
+        path: the file; made if it does not exist.
+        conditions: settings that must not change within a run; plain JSON.
 
     Raises:
         ConfigError: the file was made under other conditions, or is not a journal.
@@ -61,12 +61,12 @@ class Journal:
             self._append({"conditions": self.conditions})
 
     def add(self, row: PassRow) -> None:
-        """Keeps the pass, on disk too."""
+        """Adds a pass, and writes it to the disk."""
         self.rows.append(row)
         self._append(asdict(row))
 
     def has(self, turn: int, arm: str, temperature: float, concurrency: int) -> bool:
-        """This pass has been measured."""
+        """True if this pass has been measured."""
         return any(row.key == (turn, arm, temperature, concurrency) for row in self.rows)
 
     def _read(self, conditions: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""One report of a comparison: Markdown, JSON and two plots."""
+"""Writes the report of a comparison: Markdown, JSON and two plots."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DASH = "–"
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Medians over the turns of one arm at one temperature and concurrency; None where it does not tell."""
+    """Medians over the turns of one arm, temperature and concurrency; None: not reported."""
 
     system: str
     arm: str
@@ -38,27 +38,27 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A comparison, however far it has come."""
+    """A comparison, as far as it has come."""
 
     title: str
     conditions: Mapping[str, Any]
-    """Plain JSON: models, data, numbers of threads and tokens."""
+    """Models, data, threads and token counts of the run, as plain JSON."""
     rows: Sequence[PassRow]
     absent: Mapping[str, str]
-    """Why a system could not be measured, by its name."""
+    """Reasons why systems could not be measured, by system."""
     failed: Mapping[str, str]
-    """Why an arm could not be measured, by its name."""
+    """Reasons why arms could not be measured, by arm."""
 
     @property
     def cells(self) -> list[Cell]:
-        """One per arm, temperature and concurrency, in the order in which they were first measured."""
+        """One cell per arm, temperature and concurrency, in the order of the first measurement."""
         groups: dict[tuple[str, float, int], list[PassRow]] = {}
         for row in self.rows:
             groups.setdefault((row.arm, row.temperature, row.concurrency), []).append(row)
         return [_cell(group) for group in groups.values()]
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, the single passes included."""
+        """Returns everything, single passes included."""
         return {
             "title": self.title,
             "conditions": dict(self.conditions),
@@ -82,7 +82,7 @@ def write_report(report: Report, directory: Path) -> None:
 
 
 def markdown(report: Report) -> str:
-    """Tables of throughput, of specray's best mode against each peer's, of latency and of acceptance."""
+    """Returns tables of throughput, best modes against each peer's, latency and acceptance."""
     cells = report.cells
     parts = [f"# {report.title}", _conditions(report)]
     for temperature in _temperatures(cells):
@@ -102,13 +102,13 @@ def markdown(report: Report) -> str:
 
 
 def throughput_chart(report: Report) -> str:
-    """Tokens/s against concurrency, a panel per temperature."""
+    """Plots tokens/s over concurrency, one panel per temperature."""
     panels = _panels(report, "tokens/s", lambda cell: cell.tokens_per_s)
     return draw(f"{report.title}: tokens/s", panels, num_columns=max(1, len(panels)))
 
 
 def latency_chart(report: Report) -> str:
-    """Mean TTFT and mean time per output token against concurrency, a column per temperature."""
+    """Plots mean TTFT and mean time per output token over concurrency, one column per temperature."""
     rows = (
         _panels(report, "mean TTFT, ms", lambda cell: cell.ttft_ms, is_log=True),
         _panels(report, "mean time per output token, ms", lambda cell: cell.tpot_ms, is_log=True),
@@ -152,7 +152,7 @@ def _concurrencies(cells: Sequence[Cell]) -> list[int]:
 
 
 def _table(cells: Sequence[Cell], text: Callable[[Cell], str]) -> str:
-    """One line per arm, one column per concurrency."""
+    """Makes a table with one line per arm and one column per concurrency."""
     columns = _concurrencies(cells)
     by_key = {(cell.arm, cell.concurrency): text(cell) for cell in cells}
     lines = [
@@ -163,7 +163,7 @@ def _table(cells: Sequence[Cell], text: Callable[[Cell], str]) -> str:
 
 
 def _best_table(cells: Sequence[Cell]) -> str:
-    """Of every system its fastest mode; empty without specray or without a peer."""
+    """Compares the fastest mode of every system; empty without specray or without a peer."""
     systems = list(dict.fromkeys(cell.system for cell in cells))
     if OWN not in systems or len(systems) < 2:
         return ""
@@ -250,7 +250,7 @@ def _panels(
 
 
 def _styles(cells: Sequence[Cell]) -> dict[str, tuple[str, bool]]:
-    """Colour and dashes of every arm: a family of colours per system, plain decoding dashed."""
+    """Picks the colour and dashes of every arm: one family of colours per system, plain decoding dashed."""
     styles: dict[str, tuple[str, bool]] = {}
     counts: dict[str, int] = {}
     for cell in cells:

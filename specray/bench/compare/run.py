@@ -1,8 +1,8 @@
-"""specray and its peers over the same prompts, in turns: A B C, A B C, ...
+"""Measures specray and its peers over the same prompts, in turns: A B C, A B C, ...
 
 Each turn starts an arm's server, warms it up, measures every temperature and concurrency, and stops it. Only
-one server runs at a time: one idle vLLM of a 200M model was measured to take a tenth of a core and 6.5 GB, so
-that all arms kept alive would neither leave the measured one alone nor fit into a small machine.
+one server runs at a time: an idle vLLM with a 200M model took a tenth of a core and 6.5 GB, so all servers at
+once would disturb the measured one and not fit into a small machine.
 """
 
 from __future__ import annotations
@@ -21,33 +21,34 @@ from specray.bench.load.client import ServerClient
 from specray.bench.load.run import MAX_KEPT_ERRORS, run_pass
 from specray.bench.load.stats import Percentiles, summarize
 from specray.errors import SpecrayError
-from specray.tokenization import Tokenizer
+from specray.tokenization import Tokenizer, load_tokenizer
 
 WARMUP_BURST_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class ComparePlan:
-    """What to measure."""
+    """The arms, prompts and loads of a comparison."""
 
     arms: tuple[Arm, ...]
     prompts: Sequence[str]
-    """At least as many as the highest concurrency."""
+    """Prompts; at least as many as the highest concurrency."""
     concurrencies: tuple[int, ...] = (1, 4, 8, 16, 32)
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
     num_turns: int = 2
     num_prompts: int = 4
-    """Requests of a pass, or as many as its concurrency when that is more."""
+    """Requests per pass; at least the pass's concurrency are sent."""
     max_tokens: int = 128
     num_warmup: int = 2
-    """Requests after each start, one at a time, that are not counted; a short burst follows them."""
+    """Uncounted requests after each start, one at a time; a short burst follows them."""
     has_fresh_prompts: bool = True
-    """No prompt comes twice to a server; False: every pass has the same ones, for prefix caches to know."""
+    """True: no prompt comes twice to a server. False: every pass repeats them, so that prefix caches know
+    them."""
     start_timeout_s: float = 600.0
     request_timeout_s: float = 600.0
 
     def cells(self, system: System) -> list[tuple[float, int]]:
-        """(temperature, concurrency) of the passes of one turn of this system."""
+        """Returns (temperature, concurrency) of the passes in one turn of this system."""
         limit = system.max_concurrency
         return [
             (temperature, concurrency)
@@ -59,11 +60,11 @@ class ComparePlan:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How far a run has come."""
+    """Progress of a run."""
 
     is_complete: bool
     failed: Mapping[str, str]
-    """Why an arm could not be measured, by its name."""
+    """Reasons why arms could not be measured, by arm."""
 
 
 async def compare(
@@ -75,15 +76,15 @@ async def compare(
     on_progress: Callable[[str], None] = lambda text: None,
     time_limit_s: float = float("inf"),
 ) -> Outcome:
-    """Measures what the journal does not have yet.
+    """Measures the passes that are not in the journal yet.
 
     Args:
-        systems: by name; those of the plan's arms, all of them present.
-        on_progress: told what is being done.
-        time_limit_s: after so long no further server is started; the next run goes on from there.
+        systems: systems of the plan's arms by name, all installed.
+        on_progress: called with a line of text.
+        time_limit_s: seconds after which no server is started any more; the next run goes on from there.
     """
     ends_at_s = time.monotonic() + time_limit_s
-    tokenizer = Tokenizer.load(setup.target)
+    tokenizer = load_tokenizer(setup.target)
     failed: dict[str, str] = {}
     for turn in range(plan.num_turns):
         for arm in plan.arms:
@@ -131,7 +132,7 @@ async def _run_turn(
 async def _warm_up(
     client: ServerClient, plan: ComparePlan, fields: dict[str, Any], tokenizer: Tokenizer, system: System
 ) -> None:
-    """At the first temperature; a server that cannot answer fails here. Raises SpecrayError."""
+    """Warms up at the first temperature; a server that cannot answer fails here. Raises SpecrayError."""
     temperature = plan.temperatures[0]
     body = {**fields, "temperature": temperature, **system.request_fields(temperature)}
     most = max(concurrency for _, concurrency in plan.cells(system))

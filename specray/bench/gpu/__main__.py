@@ -33,8 +33,8 @@ class Stages:
     """Starts stages and waits for them.
 
     Args:
-        directory: for their results and logs.
-        timeout_s: of each.
+        directory: directory for their results and logs.
+        timeout_s: seconds allowed for each.
     """
 
     def __init__(self, directory: Path, timeout_s: float) -> None:
@@ -42,7 +42,7 @@ class Stages:
         self._timeout_s = timeout_s
 
     def run(self, label: str, name: str, **arguments: Any) -> dict[str, Any]:
-        """One stage's result. Raises Failure: it ended without one, or took too long."""
+        """Runs one stage and returns its result. Raises Failure if it ended without one, or took too long."""
         print(f"{label}: {name} ...", file=sys.stderr, flush=True)
         began = time.perf_counter()
         result = self._directory / "result.json"
@@ -74,7 +74,7 @@ class Stages:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends what still runs of a stage; its workers end when it has."""
+    """Ends what still runs of a stage; its workers end when it has ended."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -82,7 +82,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def measure_shape(shape: str, options: Options, stages: Stages, models: Path, report: Report) -> None:
-    """All stages of a shape; one that fails is noted, and the others go on."""
+    """Runs all stages of a shape; one that fails is noted, and the others go on."""
     results: dict[str, Any] = report["shapes"].setdefault(shape, {})
 
     def stage(key: str, name: str, **arguments: Any) -> None:
@@ -116,7 +116,7 @@ def measure_shape(shape: str, options: Options, stages: Stages, models: Path, re
 
 
 def main() -> int:
-    """The exit status is 1 where a stage failed or float32 outputs differ."""
+    """Runs everything. Returns 1 if a stage failed or float32 outputs differ, else 0."""
     options = parse_options()
     try:
         options.report.mkdir(parents=True, exist_ok=True)

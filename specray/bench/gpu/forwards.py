@@ -1,7 +1,7 @@
-"""Forwards of one engine in this process: each way to attend, as it is and captured, against the least time.
+"""Measures forwards of one engine in this process: each attention path, eager and captured, against a bound.
 
 The bound is the decoder's linear layers alone, in the same process: reading every weight once, at the speed
-that the device's matrix products really reach. Beside it stands what a plain copy moves per second.
+that the device's matrix products really reach. A plain copy is measured beside it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ BACKENDS = ("varlen", "triton", "gather")
 
 @dataclass(frozen=True, slots=True)
 class ForwardTime:
-    """One way and width. Times are medians, in milliseconds, from the call to the logits."""
+    """Times of one attention path and width: medians, in milliseconds, from the call to the logits."""
 
     attention: str
     is_captured: bool
     num_sequences: int
     width: int
-    """Rows of each sequence."""
+    """Rows per sequence."""
     forward_ms: float
     bound_ms: float
-    """The linear layers alone, on as many rows."""
+    """Milliseconds of the linear layers alone, on as many rows."""
 
     @property
     def share(self) -> float:
@@ -49,7 +49,7 @@ class ForwardTime:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is measured."""
+    """Sizes and repetitions to measure."""
 
     batches: tuple[int, ...] = (1, 4, 16)
     widths: tuple[int, ...] = (1, 2, 4, 6, 8)
@@ -62,10 +62,10 @@ TINY = Workload(batches=(1, 2), widths=(1, 3), context_len=24, num_repeats=2, co
 
 
 def measure(config: EngineConfig, workload: Workload) -> dict[str, Any]:
-    """Measures everything and returns it as the report wants it.
+    """Measures everything and returns it in the report's form.
 
     Raises:
-        ConfigError: the model cannot be loaded or its forward is not the lowered one.
+        ConfigError: the model cannot be loaded, or its forward is not the lowered one.
     """
     runner = build_runner(config, role="target")
     forward = runner.forward
@@ -145,7 +145,7 @@ def _capture(device: torch.device) -> Callable[[Work], Work]:
 
 @torch.inference_mode()
 def _bounds_ms(forward: LoweredForward, runner: ModelRunner, workload: Workload) -> dict[int, float]:
-    """By rows of a step, what the linear layers alone take; captured where forwards are."""
+    """Times the linear layers alone, by rows of a step; captured where forwards are."""
     linears: list[Weights] = forward.linears()
     device, bounds = runner.info.device, {}
     for num_rows in sorted({1, *(b * w for b in workload.batches for w in workload.widths)}):
@@ -164,7 +164,7 @@ def _bounds_ms(forward: LoweredForward, runner: ModelRunner, workload: Workload)
 
 
 def _copy_gb_per_s(device: torch.device, workload: Workload) -> float:
-    """10^9 bytes per second that a copy reads and writes, both counted."""
+    """Speed in 10^9 bytes/s at which a copy reads and writes, both counted."""
     source = torch.ones(workload.copied_bytes, dtype=torch.uint8, device=device)
     destination = torch.empty_like(source)
     ms = _median_ms(lambda: destination.copy_(source), device, workload.num_repeats)

@@ -1,4 +1,4 @@
-"""The checkpoints that are measured: the embedded pair's function at the cost of a real target."""
+"""Makes the checkpoints to measure: the embedded pair's function at the cost of a real target."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from specray.demo.paths import demo_target_path
 from specray.errors import ConfigError
 from specray.train.inflate import InflatedShape, inflate_model
 
-# Layers beyond those of models with these names make up for the embedded pair's small vocabulary; heads are
-# of 64 numbers, as the embedded target's.
+# Additional layers make up for the embedded pair's small vocabulary; a head has 64 dimensions, as in the
+# embedded target.
 _SHAPES: Final = {
     "1b": InflatedShape(
         hidden_size=2048, num_layers=20, intermediate_size=8192, num_heads=32, num_kv_heads=8
@@ -27,7 +27,7 @@ _WEIGHT_FILES: Final = (".safetensors", ".safetensors.index.json")
 
 
 def make_checkpoint(shape: str, directory: Path, device: str) -> Path:
-    """The checkpoint of a shape, in bfloat16; made below ``directory`` unless it is there.
+    """Makes the checkpoint of a shape in bfloat16 below ``directory``, unless it is there.
 
     Random numbers are drawn, and weights rounded, on ``device``: on a CPU that takes minutes for ``8b``.
 
@@ -56,7 +56,7 @@ def make_checkpoint(shape: str, directory: Path, device: str) -> Path:
 
 
 def num_weights(shape: InflatedShape) -> int:
-    """Of all layers, without the vocabulary's."""
+    """Returns the number of weights of all layers, without the vocabulary's."""
     head_dim = 64
     attention = 2 * shape.hidden_size * head_dim * (shape.num_heads + shape.num_kv_heads)
     return shape.num_layers * (attention + 3 * shape.hidden_size * shape.intermediate_size)

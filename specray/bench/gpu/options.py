@@ -1,4 +1,4 @@
-"""What the command line says. Imports nothing heavy: a wrong option fails at once."""
+"""Parses the command line without heavy imports, so that a wrong option fails at once."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from specray.types import MAX_SPECULATIVE_TOKENS
+
 SHAPES = ("tiny", "1b", "8b")
 DTYPES = ("bfloat16", "float32")
 STAGES = ("forwards", "pair", "transformers")
-MAX_K = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """One run."""
+    """Options of one run."""
 
     shapes: tuple[str, ...]
     stages: tuple[str, ...]
@@ -27,15 +28,15 @@ class Options:
     max_tokens: int
     num_repeats: int
     ks: tuple[int, ...]
-    """Numbers of draft tokens that are measured."""
+    """Numbers of draft tokens (K) to measure."""
     report: Path
     models: Path | None
-    """Where inflated checkpoints are kept; None: in a temporary directory."""
+    """Directory for inflated checkpoints; None: a temporary one."""
     stage_timeout_s: float
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> Options:
-    """Reads the command line; a wrong one ends the process with a message."""
+    """Parses the command line; a wrong one ends the process with a message."""
     parser = argparse.ArgumentParser(prog="python -m specray.bench.gpu", description=__doc__)
     parser.add_argument("--shape", action="append", choices=SHAPES, help="may be repeated; default: 1b 8b")
     parser.add_argument("--stage", action="append", choices=STAGES, help="may be repeated; default: all")
@@ -53,8 +54,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
     parser.add_argument("--stage-timeout", type=_seconds, default=480.0, help="seconds for any one stage")
     parsed = parser.parse_args(arguments)
     ks = tuple(parsed.k or (2, 4))
-    if max(ks) > MAX_K:
-        parser.error(f"--k is {max(ks)}; allowed: 1..{MAX_K}")
+    if max(ks) > MAX_SPECULATIVE_TOKENS:
+        parser.error(f"--k is {max(ks)}; allowed: 1..{MAX_SPECULATIVE_TOKENS}")
     return Options(
         shapes=tuple(parsed.shape or ("1b", "8b")),
         stages=tuple(parsed.stage or STAGES),

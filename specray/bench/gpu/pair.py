@@ -1,4 +1,4 @@
-"""Draft and target as processes of their own over gRPC: the same tokens with speculation, and how fast."""
+"""Runs draft and target as processes over gRPC: checks their tokens, and measures their speed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specray.bench.load.prompts import Dataset, load_prompts
 from specray.bench.overlap.run import Arm, measure_arms
 from specray.config import Config
 from specray.serving.local.pair import local_pair
-from specray.tokenization import Tokenizer
+from specray.tokenization import load_tokenizer
 from specray.types import Overlap
 
 WORKER_COMMAND = (sys.executable, "-m", "specray.bench.gpu.worker")
@@ -23,14 +23,14 @@ Outputs = dict[tuple[str, float, int], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Outputs of one arm beside those of plain decoding with the same prompts, seeds and temperature."""
+    """Outputs of one arm, compared with plain decoding of the same prompts, seeds and temperature."""
 
     arm: str
     temperature: float
     num_outputs: int
     num_equal: int
     num_tokens: int
-    """Compared: up to the first difference of each output, that one included."""
+    """Tokens compared: up to the first difference of each output, which is included."""
     num_divergences: int
 
     @property
@@ -40,7 +40,7 @@ class Agreement:
 
 
 def arms_of(ks: Sequence[int], *, with_auto: bool) -> list[Arm]:
-    """Plain, serial and overlapped with each K, and what the policy chooses by itself."""
+    """Returns plain, serial and overlapped arms with each K, and one where the controller chooses."""
     arms = [PLAIN, *(Arm(k, overlap) for overlap in (Overlap.SERIAL, Overlap.ENUMERATE) for k in ks)]
     return [*arms, Arm("auto", "auto")] if with_auto else arms
 
@@ -98,18 +98,18 @@ def measure(
 
 
 def encoded_prompts(model: str, num_prompts: int) -> list[list[int]]:
-    """The built-in prompts as token ids."""
+    """Returns the built-in prompts as token ids."""
     from specray.config import EMBEDDED
     from specray.demo.paths import demo_target_path
 
-    tokenizer = Tokenizer.load(str(demo_target_path()) if model == EMBEDDED else model)
+    tokenizer = load_tokenizer(str(demo_target_path()) if model == EMBEDDED else model)
     return [list(tokenizer.encode(prompt)) for prompt in load_prompts(Dataset.BUILTIN, None, num_prompts)]
 
 
 def compare(
     outputs: Mapping[tuple[str, float, int], tuple[int, ...]], arm: str, temperature: float, num_prompts: int
 ) -> Agreement:
-    """An arm beside plain decoding."""
+    """Compares an arm with plain decoding."""
     num_equal = num_tokens = 0
     for index in range(num_prompts):
         ours, plain = outputs[arm, temperature, index], outputs[PLAIN.name, temperature, index]
@@ -119,7 +119,7 @@ def compare(
 
 
 def num_compared(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """Tokens up to the first difference, that one included."""
+    """Counts the tokens up to the first difference, which is included."""
     for index, (mine, other) in enumerate(zip(ours, theirs, strict=False)):
         if mine != other:
             return index + 1

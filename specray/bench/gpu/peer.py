@@ -1,4 +1,4 @@
-"""transformers' own ``generate`` on the same checkpoints and prompts: plain, and with an assistant."""
+"""Runs ``generate`` of transformers on the same checkpoints and prompts: plain, and with an assistant."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def measure(
     """Generates greedily, one prompt after another.
 
     Args:
-        prompts: token ids.
-        ks: assistant tokens of the assisted arms.
+        prompts: prompts as token ids.
+        ks: numbers of assistant tokens, one for each assisted arm.
     """
     model, assistant = _load(target, device, dtype), _load(draft, device, dtype)
     arms, outputs = [], []
@@ -55,13 +55,13 @@ def measure(
 def _load(path: str, device: str, dtype: str) -> Any:
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=_DTYPES[dtype])
     model.to(device).eval()
-    # What a call leaves out is taken from the model's own: no end of sequence there.
+    # generate() takes missing options from the model's configuration: no end of sequence there.
     model.generation_config.eos_token_id = None
     return model
 
 
 def _generate(model: Any, prompt: Sequence[int], max_tokens: int, options: dict[str, Any]) -> list[int]:
-    """The new token ids; the copy of them to the host waits for the device."""
+    """Returns the new token ids; copying them to the host waits for the device."""
     token_ids = torch.tensor([list(prompt)], device=model.device)
     output = model.generate(
         token_ids,

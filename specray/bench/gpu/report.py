@@ -1,4 +1,4 @@
-"""The report of a run: JSON with everything, Markdown with what people compare."""
+"""Writes the report of a run: all of it as JSON, and the comparisons as Markdown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def write_report(report: Report, directory: Path) -> None:
 
 
 def problems(report: Report) -> list[str]:
-    """What must not be: a stage without a result, or float32 outputs that differ."""
+    """Lists stages without a result, and float32 outputs that differ."""
     found = [f"{failure['stage']} failed: {failure['reason']}" for failure in report["failures"]]
     for shape, results in report["shapes"].items():
         pair = results.get("pair float32")
@@ -73,7 +73,7 @@ def _checkpoint(results: dict[str, Any]) -> Iterator[str]:
 
 
 def _summary(results: dict[str, Any], dtype: str | None) -> Iterator[str]:
-    """Greedy decoding of one request: against the bound, against plain, against transformers."""
+    """Summarizes greedy decoding of one request: against the bound, plain decoding and transformers."""
     pair, peer = results.get(f"pair {dtype}"), results.get(f"transformers {dtype}")
     if pair is None:
         return

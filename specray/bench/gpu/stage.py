@@ -1,4 +1,4 @@
-"""One stage of a run, as a process: reads its arguments from stdin and writes its result to a file."""
+"""Runs one stage as a process: reads its arguments from stdin and writes its result to a file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CACHE_GIB: Final = 8.0
 
 
 def models(shape: str, directory: str, device: str) -> dict[str, Any]:
-    """Makes the checkpoint of a shape, and says what the device is."""
+    """Makes the checkpoint of a shape, and describes the device."""
     import torch
     import transformers
 
@@ -96,7 +96,7 @@ def peer(
 
 
 def pair_config(path: str, device: str, draft_device: str, dtype: str) -> Config:
-    """The pair whose target is the checkpoint; prompts come again, so none is kept."""
+    """Makes the configuration of a pair for the checkpoint; prefix caches are off: prompts repeat."""
     target = {**_engine(path, device, dtype), "max_num_seqs": _NUM_SEQUENCES}
     draft = {**_engine(EMBEDDED, draft_device, dtype), "max_num_seqs": _NUM_SEQUENCES}
     return parse_config({"target": target, "draft": draft})
@@ -110,7 +110,7 @@ def _engine(path: str, device: str, dtype: str) -> dict[str, Any]:
         "max_model_len": MAX_MODEL_LEN,
         "cache_memory_gib": _CACHE_GIB,
         "prefix_cache": False,
-        # On CPU the same path as on CUDA, so that it can be tried without one.
+        # On a CPU it takes the same path as on CUDA, so that it can be tried without one.
         "attention": "auto" if device == "cuda" else "gather",
     }
 
@@ -121,7 +121,7 @@ _STAGES: Final[dict[str, Callable[..., dict[str, Any]]]] = {
 
 
 def main() -> int:
-    """``stage.py NAME RESULT``: the exit status says whether there is a result."""
+    """Runs ``stage.py NAME RESULT``; returns 0 if there is a result."""
     name, result = sys.argv[1:]
     apply_thread_environment()
     try:

@@ -1,4 +1,4 @@
-"""One engine as a process, like ``specray worker``, without what a command line for people needs."""
+"""Runs one engine as a process: ``specray worker`` without a command line for people."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Load on a running server, and what came back when."""
+"""Load generators for a running server, and the times of what came back."""

@@ -1,4 +1,4 @@
-"""A small OpenAI client that remembers when everything arrived. Every wait has a deadline."""
+"""A small OpenAI client that records when everything arrived. Every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class StreamEvent:
     """One server-sent event, decoded."""
 
     arrived_s: float
-    """On the monotonic clock."""
+    """Arrival in seconds, on the monotonic clock."""
     body: Mapping[str, Any]
 
     @property
     def text(self) -> str:
-        """What all choices of the event add to their texts."""
+        """Text that all choices of the event add."""
         return "".join(choice.get("text") or "" for choice in self.body.get("choices") or ())
 
 
 def key_header(key: str | None) -> dict[str, str]:
-    """What a server that asks for an API key wants to see; nothing without one."""
+    """Returns the header with the API key; empty without a key."""
     return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
@@ -40,12 +40,12 @@ class ServerClient:
     """Calls one server; an async context manager.
 
     Args:
-        url: without ``/v1``.
-        timeout_s: for one call, from its start to its last byte.
-        max_connections: at a time; 0: as many as there are calls.
-        keep_alive: use connections again. Not with a server that closes them without saying so: a call that
-            meets such a connection fails.
-        key: an API key, for a server that asks for one.
+        url: URL of the server without ``/v1``.
+        timeout_s: seconds allowed for one call, from its start to its last byte.
+        max_connections: connections at a time; 0: one for each call.
+        keep_alive: reuses connections. Not for a server that closes them without notice: a call on such a
+            connection fails.
+        key: API key, for a server that asks for one.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ServerClient:
             await self._session.close()
 
     async def stream_completion(self, body: Mapping[str, Any]) -> AsyncGenerator[StreamEvent, None]:
-        """POSTs /v1/completions with ``stream`` and yields its events.
+        """POSTs /v1/completions with ``stream`` and yields the events.
 
         Raises:
             InvalidRequestError, OverloadedError: as the server says.
@@ -114,7 +114,7 @@ class ServerClient:
         return await self._get("/metrics")
 
     async def models(self) -> list[str]:
-        """The served models' names. Raises like ``stream_completion``."""
+        """Returns the served models' names. Raises like ``stream_completion``."""
         text = await self._get("/v1/models")
         try:
             return [str(model["id"]) for model in json.loads(text)["data"]]
@@ -122,7 +122,7 @@ class ServerClient:
             raise SpecrayError(f"server {self._url}: /v1/models is no list of models") from None
 
     async def model(self) -> str:
-        """The first served model's name. Raises like ``stream_completion``."""
+        """Returns the first served model's name. Raises like ``stream_completion``."""
         names = await self.models()
         if not names:
             raise SpecrayError(f"server {self._url}: /v1/models lists no model")
@@ -143,10 +143,10 @@ class ServerClient:
 
 
 def _event(line: bytes) -> StreamEvent | None:
-    """One line of the stream; None for what is no event. Raises SpecrayError for an error."""
+    """Decodes one line of the stream; None if it is no event. Raises SpecrayError for an error."""
     field, _, data = line.strip().partition(b":")
     data = data.strip()
-    # Comments keep a quiet connection open; llama.cpp has errors in a field of their own.
+    # Comments keep a quiet connection open; llama.cpp reports errors in a field of their own.
     if field not in (b"data", b"error") or not data or data == b"[DONE]":
         return None
     try:

@@ -1,4 +1,4 @@
-"""Resident memory of a service's processes, where they run on this machine. Linux only; elsewhere: none."""
+"""Resident memory of a service's processes, if they run on this machine, which needs Linux."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PROC = Path("/proc")
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """One process at one moment."""
+    """Memory of one process at one moment."""
 
     pid: int
     name: str
@@ -24,11 +24,10 @@ class ProcessMemory:
 
 
 def service_pids(port: int) -> tuple[int, ...]:
-    """The processes of the service that listens on ``port``; empty when it is not on this machine.
+    """Returns the processes of the service that listens on ``port``; empty if it is not on this machine.
 
-    With Ray, the listener is a worker of a raylet, and the service is whatever has started that raylet with
-    all that descends from it (or the raylet alone, where nobody waits for it). Otherwise the service is the
-    listener and its descendants.
+    With Ray, the listener is a worker of a raylet; the service is the process that started the raylet, if
+    that still lives, and all descendants. Without Ray it is the listener and its descendants.
     """
     listener = _listener(port)
     if listener is None:
@@ -42,7 +41,7 @@ def service_pids(port: int) -> tuple[int, ...]:
 
 
 def read_memory(pids: Iterable[int]) -> list[ProcessMemory]:
-    """Of those that still live, the largest first."""
+    """Reads the memory of those processes that still live, the largest first."""
     page_bytes = os.sysconf("SC_PAGE_SIZE")
     found = []
     for pid in pids:
@@ -73,7 +72,7 @@ def _listener(port: int) -> int | None:
             if str(path.readlink()) in inodes:
                 return int(path.parts[2])
         except OSError:
-            # Not ours to look at, or gone.
+            # Another user's process, or one that has ended.
             continue
     return None
 
@@ -86,7 +85,7 @@ def _parent(pid: int) -> int:
 
 
 def _name(pid: int) -> str:
-    """What a person knows the process by: Ray's title of it, or its program."""
+    """Returns the name that a person knows: Ray's title of the process, or its program."""
     try:
         words = (_PROC / str(pid) / "cmdline").read_bytes().split(b"\0")
     except OSError:

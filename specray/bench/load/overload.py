@@ -1,9 +1,9 @@
-"""A running service at its capacity, and then at a multiple of it: what happens to whom.
+"""Measures a running service at its capacity, and then at a multiple of it.
 
-First a closed loop of ``concurrency`` requests finds the rate that the service keeps up with; then requests
-arrive at ``factor`` times that rate whatever the service does (Poisson, seeded; nobody comes again). Nothing
-is parsed but status lines and the marks between events, since the generator shares its machine with the
-service.
+First a closed loop of ``concurrency`` requests finds the rate that the service keeps up with. Then requests
+arrive at ``factor`` times that rate whatever the service does: a Poisson process with a seed, without
+retries. Only status lines and the marks between events are parsed, since the generator shares its machine
+with the service.
 """
 
 from __future__ import annotations
@@ -29,71 +29,72 @@ PATH: Final = "/v1/completions"
 REFUSED: Final = 429
 REFUSAL_GOAL_S: Final = 0.1
 SETTLE_S: Final = 2.0
-"""Between the last answer and the last look at the service's memory."""
+"""Seconds between the last answer and the last reading of the service's memory."""
 _MAX_KINDS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class OverloadPlan:
-    """What to do to the service."""
+    """The two loads and their requests."""
 
     url: str
     prompts: Sequence[str]
     concurrency: int = 64
-    """Of the closed loop that measures capacity."""
+    """Requests at a time in the closed loop that measures capacity."""
     warmup_s: float = 20.0
-    """Of that loop, before it is measured: a service that has just started has yet to learn what pays."""
+    """Seconds of that loop before it is measured: a service that has just started has yet to learn what
+    pays."""
     capacity_duration_s: float = 20.0
     rate_per_s: float | None = None
-    """The capacity, where it is known: then the closed loop only measures latencies."""
+    """Capacity in requests/s if it is known; the closed loop then only measures latencies."""
     factor: float = 10.0
     duration_s: float = 60.0
     max_requests: int = 100_000
-    """Of the overload."""
+    """Largest number of requests during the overload."""
     max_in_flight: int = 4096
-    """Of the overload; an arrival beyond it is not sent, and counted."""
+    """Largest number of requests under way; an arrival beyond it is counted, but not sent."""
     max_tokens: int = 128
     temperature: float = 0.0
     tenants: Sequence[str] = ()
-    """Requests go round among them; empty: none is named."""
+    """Tenants to which the requests belong in turn; empty: none."""
     seed: int = 0
     timeout_s: float = 120.0
-    """For one request."""
+    """Seconds allowed for one request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One of the two loads."""
+    """Results of one of the two loads."""
 
     duration_s: float
-    """Until the last request was sent."""
+    """Seconds until the last request was sent."""
     num_sent: int
     num_admitted: int
-    """Answered to their end."""
+    """Requests that were answered to their end."""
     num_refused: int
-    """429."""
+    """Requests that were answered with 429."""
     num_refused_with_retry_after: int
     num_refused_in_time: int
-    """Within 100 ms."""
+    """Refusals within 100 ms."""
     errors: dict[str, int]
-    """Everything else, by what it was."""
+    """Other failures, by kind."""
     num_not_sent: int
     latest_ms: float
-    """How much later than planned the generator has sent a request, at worst."""
+    """Longest delay in milliseconds with which the generator sent a request after its planned time."""
     itl_ms: Percentiles | None
-    """Between events of a stream; one event may bring several tokens."""
+    """Milliseconds between events of a stream; one event may bring several tokens."""
     tpot_ms: Percentiles | None
-    """Per output token after the first event, of whole requests."""
+    """Milliseconds per output token after the first event, of whole requests."""
     ttft_ms: Percentiles | None
     latency_ms: Percentiles | None
     refusal_ms: Percentiles | None
-    """From sending to the last byte of the 429."""
+    """Milliseconds from sending to the last byte of the 429."""
     slowest_refusal_ms: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class OverloadResult:
-    """A whole run."""
+    """Results of a whole run."""
 
     plan: OverloadPlan
     model: str
@@ -102,14 +103,14 @@ class OverloadResult:
     capacity: Phase
     overload: Phase
     memory_before: tuple[ProcessMemory, ...]
-    """After the first phase; empty: the service is not on this machine."""
+    """Memory after the first phase; empty: the service is not on this machine."""
     memory_early: tuple[ProcessMemory, ...]
-    """After the first quarter of the overload, when everything has been as full as it gets."""
+    """Memory after the first quarter of the overload, when everything has been as full as it gets."""
     memory_after: tuple[ProcessMemory, ...]
 
     @property
     def itl_ratio(self) -> float | None:
-        """Median ITL of admitted requests under overload, as a multiple of that at capacity."""
+        """Median ITL of admitted requests under overload, over that at capacity."""
         return _ratio(self.overload.itl_ms, self.capacity.itl_ms)
 
     @property
@@ -117,7 +118,7 @@ class OverloadResult:
         return _ratio(self.overload.tpot_ms, self.capacity.tpot_ms)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything but the prompts, for ``--output``."""
+        """Returns everything but the prompts, for ``--output``."""
         values = asdict(self)
         values["plan"]["num_prompts"] = len(values["plan"].pop("prompts"))
         return {**values, "itl_ratio": self.itl_ratio, "tpot_ratio": self.tpot_ratio}
@@ -127,7 +128,7 @@ async def measure_overload(plan: OverloadPlan, on_progress: Callable[[str, float
     """Runs both phases, after a warm-up.
 
     Args:
-        on_progress: called now and then with the phase's name and how much of it is over, in [0, 1].
+        on_progress: called now and then with the phase's name and the share of it that is over, in [0, 1].
 
     Raises:
         EngineLostError: there is no server.
@@ -145,7 +146,7 @@ async def measure_overload(plan: OverloadPlan, on_progress: Callable[[str, float
         capacity = _phase(plan, answers, time.monotonic() - started_s)
         if capacity.latency_ms is None:
             raise SpecrayError(f"no request was answered at capacity: {capacity.errors or 'all refused'}")
-        # By Little's law: requests under way by the mean time that each takes.
+        # Little's law: requests under way divided by the mean time that each takes.
         rate_per_s = plan.rate_per_s or 1e3 * plan.concurrency / capacity.latency_ms.mean
         pids = service_pids(urlsplit(plan.url).port or 80)
         before = read_memory(pids)
@@ -174,7 +175,7 @@ async def _read_later(pids: Sequence[int], seconds: float) -> list[ProcessMemory
 
 
 def arrivals(rate_per_s: float, duration_s: float, max_requests: int, seed: int) -> Iterator[float]:
-    """Seconds from the start at which requests arrive: a Poisson process, bounded in time and count."""
+    """Yields the arrivals in seconds from the start: a Poisson process, bounded in time and number."""
     rng = random.Random(seed)
     now_s = 0.0
     for _ in range(max_requests):
@@ -185,7 +186,7 @@ def arrivals(rate_per_s: float, duration_s: float, max_requests: int, seed: int)
 
 
 def _bodies(plan: OverloadPlan) -> Iterator[bytes]:
-    """Requests without end; no prompt comes twice, so that no cache knows it."""
+    """Yields requests without end; no prompt comes twice, so that no cache knows it."""
     index = 0
     while True:
         for prompt in plan.prompts:
@@ -222,7 +223,7 @@ async def _closed_loop(
             answer = await client.post(next(bodies))
             answers.append(answer)
             if answer.status != 200:
-                # Whoever is refused at once would come back at once.
+                # A client that is refused at once would come back at once.
                 await asyncio.sleep(min(1.0, duration_s / 10))
 
     await asyncio.gather(*(work() for _ in range(plan.concurrency)))

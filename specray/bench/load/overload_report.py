@@ -1,4 +1,4 @@
-"""A run of ``specray bench overload`` as tables for people."""
+"""Tables of a run of ``specray bench overload``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MIN_SHOWN_BYTES = 32 * _MIB
 
 
 def overload_table(result: OverloadResult) -> Table:
-    """Both phases side by side."""
+    """Makes a table of both phases side by side."""
     plan = result.plan
     table = Table(
         title=f"{result.model}: capacity {result.capacity_per_s:.2f} requests/s of {plan.max_tokens} tokens "
@@ -41,7 +41,7 @@ def overload_table(result: OverloadResult) -> Table:
 
 
 def memory_table(result: OverloadResult) -> Table | None:
-    """Each process of the service around the overload; None when they are elsewhere."""
+    """Makes a table of each process's memory around the overload; None if they are on another machine."""
     if not result.memory_before:
         return None
     table = Table(title="resident memory, MiB")

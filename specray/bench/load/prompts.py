@@ -1,4 +1,4 @@
-"""Prompts to measure with: the data sets that papers use, from files, or a few of our own."""
+"""Prompts for the benchmarks: data sets that papers use, read from files, and a few built in."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specray.errors import ConfigError
 
 
 class Dataset(StrEnum):
-    """Where prompts come from."""
+    """Source of the prompts."""
 
     BUILTIN = "builtin"
     HUMANEVAL = "humaneval"
@@ -40,13 +40,15 @@ BUILTIN_PROMPTS = (
 
 
 def load_prompts(dataset: Dataset, path: Path | None, num_prompts: int) -> list[str]:
-    """The first prompts of a data set, from its beginning again when it has fewer.
+    """Returns the first prompts of a data set; starts again from its beginning if it has fewer.
 
     Args:
-        path: of the data set's file, plain or gzip.
+        dataset: the data set.
+        path: file of the data set, plain or gzip.
+        num_prompts: number of prompts.
 
     Raises:
-        ConfigError: the file is missing or is not of that data set.
+        ConfigError: the file is missing, or is not of that data set.
     """
     if dataset is Dataset.BUILTIN:
         prompts = list(BUILTIN_PROMPTS)

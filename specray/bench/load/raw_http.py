@@ -1,7 +1,7 @@
-"""A client that costs a load generator as little as it can: POST, status, when events arrived, and no JSON.
+"""An HTTP client that costs a load generator as little as possible: POST, status and event times, no JSON.
 
-It shares its cores with the service that it measures, so it does no more than look for the marks that divide
-events. Nothing of an answer is kept but times and the beginning of an error.
+It shares its cores with the service that it measures, so it only looks for the marks between events. It keeps
+times and the beginning of an error, and nothing else of an answer.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class RawAnswer:
     started_s: float
     ended_s: float
     status: int = 0
-    """Of HTTP; 0: the call failed before there was one."""
+    """HTTP status; 0: the call failed before there was one."""
     event_times_s: tuple[float, ...] = ()
-    """One per event of a stream: those that arrived together have the same time."""
+    """Arrival of each event of a stream in seconds; those that arrived together have the same time."""
     has_retry_after: bool = False
     error: str = ""
-    """Why a call failed, or what was wrong with its stream; empty: nothing."""
+    """Reason why the call failed, or what was wrong with its stream; empty: none."""
 
     @property
     def seconds(self) -> float:
@@ -46,16 +46,16 @@ class RawAnswer:
 
 
 class RawClient:
-    """Sends JSON bodies to one path of one server, over connections that are used again.
+    """Sends JSON bodies to one path of one server, and reuses connections.
 
     Args:
-        url: of the server, ``http`` only.
-        path: of every call.
-        headers: of every call, beside those of HTTP itself.
-        timeout_s: for one call, from its start to its last byte.
+        url: URL of the server, ``http`` only.
+        path: path of every call.
+        headers: additional headers of every call.
+        timeout_s: seconds allowed for one call, from its start to its last byte.
 
     Raises:
-        ConfigError: the URL is none of HTTP's.
+        ConfigError: the URL is not an HTTP URL.
     """
 
     def __init__(self, url: str, path: str, *, headers: dict[str, str], timeout_s: float) -> None:
@@ -70,7 +70,7 @@ class RawClient:
         self._idle: deque[_Connection] = deque()
 
     async def post(self, body: bytes) -> RawAnswer:
-        """One call. Never raises for what the server or the network does."""
+        """Makes one call. Never raises for what the server or the network does."""
         started_s = time.monotonic()
         request = b"%b%d\r\n\r\n%b" % (self._head, len(body), body)
         try:
@@ -86,7 +86,7 @@ class RawClient:
             connection = self._idle.pop()
             if connection.is_open:
                 answer = await connection.exchange(request, started_s)
-                # A server may close a connection that was idle just when it is used again.
+                # A server may close an idle connection just when it is used again.
                 if answer is not None:
                     self._keep(connection)
                     return answer
@@ -111,13 +111,13 @@ class RawClient:
             connection.close()
 
     def close(self) -> None:
-        """Closes what is idle."""
+        """Closes idle connections."""
         while self._idle:
             self._idle.pop().close()
 
 
 class _Connection(asyncio.Protocol):
-    """One call at a time."""
+    """A connection; one call at a time."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
@@ -125,7 +125,7 @@ class _Connection(asyncio.Protocol):
         self.is_open = True
 
     async def exchange(self, request: bytes, started_s: float) -> RawAnswer | None:
-        """None when the server closed the connection before the first byte."""
+        """Sends the request and reads the answer; None if the server closed the connection at once."""
         assert self._transport is not None and self._answer is None
         answer = self._answer = _Answer(started_s, asyncio.get_running_loop().create_future)
         try:
@@ -159,18 +159,18 @@ class _Connection(asyncio.Protocol):
 
 
 class _Answer:
-    """What is read of one answer."""
+    """The part of one answer that has been read."""
 
     def __init__(self, started_s: float, new_future: Callable[[], asyncio.Future[None]]) -> None:
         self.ended = new_future()
         self.is_complete = False
-        """The connection may be used again."""
+        """True if the connection may be used again."""
         self._started_s = started_s
         self._ended_s = started_s
         self._head = b""
         self._status = 0
         self._num_missing: int | None = None
-        """Bytes of a body of known length; None: it comes in chunks."""
+        """Missing bytes of a body of known length; None: it comes in chunks."""
         self._tail = b""
         self._event_times_s: list[float] = []
         self._is_done = False
@@ -201,14 +201,14 @@ class _Answer:
             self._event_times_s.extend([time.monotonic()] * num_events)
             if _ERROR_EVENT in data:
                 self._error = data[data.index(_ERROR_EVENT) :][:MAX_KEPT_CHARS].decode("utf-8", "replace")
-        # The marks of the end may come in pieces.
+        # The end mark may come in parts.
         self._tail = (self._tail + data)[-64:]
         self._is_done = self._is_done or _DONE in self._tail
         if self._tail.endswith(_LAST_CHUNK):
             self._finish()
 
     def cut(self) -> None:
-        """The connection ended."""
+        """Notes that the connection ended."""
         if not self.is_complete and self._status:
             self._error = self._error or "the connection ended in the middle of the answer"
         self._end()

@@ -1,4 +1,4 @@
-"""Requests against one server, a given number at a time, and what came back when."""
+"""Sends requests to one server, a given number at a time, and records what came back when."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from specray.bench.load.stats import Pass, RequestRecord
 from specray.errors import SpecrayError
 
 MAX_KEPT_ERRORS = 5
-"""Of one arm: the first ones tell what is wrong."""
+"""Largest number of errors kept per arm; the first ones tell what is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class PassResult:
-    """A pass, and why requests of it failed."""
+    """A pass, and the reasons why requests of it failed."""
 
     measured: Pass
     errors: tuple[str, ...]
@@ -32,7 +32,7 @@ async def run_pass(
     is_stream: bool = True,
     on_done: Callable[[], None] = lambda: None,
 ) -> PassResult:
-    """Sends every body once, ``concurrency`` at a time; a request that fails is counted and told.
+    """Sends every body once, ``concurrency`` at a time; counts and reports requests that fail.
 
     Args:
         on_done: called after each request.
@@ -58,10 +58,10 @@ async def run_pass(
 
 
 async def send(client: ServerClient, body: Mapping[str, Any], *, is_stream: bool = True) -> RequestRecord:
-    """One request, timed. Raises like ``ServerClient.stream_completion``.
+    """Sends one request and times it. Raises like ``ServerClient.stream_completion``.
 
     Args:
-        body: its ``stream_options`` may ask for more than usage at the end.
+        body: the request; its ``stream_options`` may ask for more than usage at the end.
     """
     started_s = time.monotonic()
     if not is_stream:
@@ -104,7 +104,7 @@ def _record(
 
 
 def _counters(answer: Mapping[str, Any]) -> Mapping[str, int]:
-    """What the server tells of the request's speculation: in vLLM's form, ours too, or in llama.cpp's."""
+    """Reads the request's speculation counters, in vLLM's form, which is also ours, or in llama.cpp's."""
     timings = answer.get("timings") or {}
     if "draft_n" in timings:
         return {

@@ -1,4 +1,4 @@
-"""What a server's /metrics say about a stretch of time: differences of two readings."""
+"""Reads a server's /metrics, and computes figures from the difference of two readings."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ Samples = Mapping[tuple[str, Labels], float]
 
 @dataclass(frozen=True, slots=True)
 class ServerStats:
-    """The server's own view of one pass; None where it does not tell."""
+    """The server's own figures of one pass; None: the server does not report it."""
 
     round_overhead_ms_p50: float | None
     verify_forward_ms_mean: float | None
     draft_forward_ms_mean: float | None
     num_rounds: float
     hit_rate: float | None
-    """Verdicts whose continuation was ready, among those looked up."""
+    """Share of looked-up verdicts whose continuation was ready."""
 
 
 def parse_samples(text: str) -> Samples:
-    """The samples of Prometheus text format by name and sorted labels, summed over all replicas."""
+    """Parses Prometheus text format: values by name and sorted labels, summed over all replicas."""
     samples: dict[tuple[str, Labels], float] = {}
     for line in text.splitlines():
         match = None if line.startswith("#") else _SAMPLE.match(line)
@@ -40,12 +40,12 @@ def parse_samples(text: str) -> Samples:
 
 
 def difference(before: Samples, after: Samples) -> Samples:
-    """What was counted in between; a sample that is new started at 0."""
+    """Subtracts two readings; a sample that is new started at 0."""
     return {key: value - before.get(key, 0.0) for key, value in after.items()}
 
 
 def server_stats(samples: Samples) -> ServerStats:
-    """The figures of a stretch, from the difference of two readings."""
+    """Computes the figures of a pass from the difference of two readings."""
     hits, lookups = 0.0, 0.0
     for (name, labels), value in samples.items():
         if name == "specray_outcomes_total":
@@ -62,7 +62,7 @@ def server_stats(samples: Samples) -> ServerStats:
 
 
 def histogram_quantile(samples: Samples, name: str, quantile: float) -> float | None:
-    """The quantile, linear within its bucket as PromQL has it; None without observations."""
+    """Returns the quantile, linear within its bucket as in PromQL; None without observations."""
     buckets = sorted(
         (math.inf if bound == "+Inf" else float(bound), value)
         for (sample, labels), value in samples.items()
@@ -76,7 +76,7 @@ def histogram_quantile(samples: Samples, name: str, quantile: float) -> float | 
     low, num_below = 0.0, 0.0
     for bound, count in buckets:
         if count >= rank and count > num_below:
-            # The last bucket has no upper end: its lower one is all that is known.
+            # The last bucket has no upper end; its lower end is all that is known.
             return (
                 low if math.isinf(bound) else low + (bound - low) * (rank - num_below) / (count - num_below)
             )

@@ -1,6 +1,6 @@
-"""A running server over HTTP, with speculation on and off in one run.
+"""Measures a running server over HTTP, with speculation on and off in one run.
 
-The arms take turns (A B A B ...), so that what changes on the machine in the meantime touches both.
+The arms take turns (A B A B ...), so that changes of the machine's speed touch both.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Arm:
 
     name: str
     speculation: dict[str, Any]
-    """The request's ``speculation`` object."""
+    """``speculation`` object of the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure."""
+    """The arms, prompts and load of a run."""
 
     url: str
     prompts: Sequence[str]
@@ -38,19 +38,19 @@ class Plan:
     temperature: float = 0.0
     seed: int = 0
     ignore_eos: bool = True
-    """All outputs have max_tokens tokens, so that the arms do equal work."""
+    """True if all outputs have max_tokens tokens, so that the arms do equal work."""
     is_stream: bool = True
-    """False: one response per request; no time to the first token then."""
+    """False: one response per request, and no time to the first token."""
     num_warmup: int = 2
-    """Requests per arm before anything is counted."""
+    """Uncounted requests per arm before the first pass."""
     has_fresh_prompts: bool = True
-    """No prompt comes twice to the server: a prefix cache would favour the later arms."""
+    """True if no prompt comes twice to the server: a prefix cache would favour the later arms."""
     timeout_s: float = 600.0
 
 
 @dataclass(slots=True)
 class ArmResult:
-    """What one arm's passes gave."""
+    """Results of one arm's passes."""
 
     arm: Arm
     passes: list[Pass] = field(default_factory=list)
@@ -64,14 +64,14 @@ class ArmResult:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A whole run."""
+    """Results of a whole run."""
 
     plan: Plan
     model: str
     arms: tuple[ArmResult, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """Everything but the prompts, for ``--json``."""
+        """Returns everything but the prompts, for ``--json``."""
         plan = {key: value for key, value in asdict(self.plan).items() if key not in ("prompts", "arms")}
         return {
             "model": self.model,
@@ -89,7 +89,7 @@ class Result:
 
 
 def default_arms(num_speculative_tokens: Sequence[int] = ()) -> list[Arm]:
-    """Speculation off, as the server chooses, and with each given K."""
+    """Returns the arms: speculation off, as the server chooses, and with each given K."""
     return [
         Arm("off", {"enabled": False}),
         Arm("on", {"enabled": True}),
@@ -142,7 +142,7 @@ async def _run_pass(
 
 
 def request_body(plan: Plan, arm: Arm, prompt: str, label: str) -> dict[str, Any]:
-    """What one prompt is sent as; with fresh prompts, ``label`` tells the passes of an arm apart."""
+    """Makes the body for one prompt; with fresh prompts, ``label`` tells the passes of an arm apart."""
     first_line = f"# {arm.name}, {label}\n" if plan.has_fresh_prompts else ""
     return {
         "prompt": first_line + prompt,

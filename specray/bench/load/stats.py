@@ -1,4 +1,4 @@
-"""What a benchmark computes from its records; plain arithmetic, so that it can be tested exactly."""
+"""Statistics of a benchmark's records: plain arithmetic, so that it can be tested exactly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from statistics import mean, stdev
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of one kind of duration, in milliseconds."""
+    """Percentiles of one kind of duration, in milliseconds."""
 
     p50: float
     p90: float
@@ -25,7 +25,7 @@ class RequestRecord:
 
     started_s: float
     event_times_s: tuple[float, ...]
-    """Arrivals of the events that brought text; the first is the first token's."""
+    """Arrivals of the events that brought text, in seconds; the first is the first token's."""
     ended_s: float
     num_prompt_tokens: int
     num_output_tokens: int
@@ -33,22 +33,22 @@ class RequestRecord:
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     num_first_tokens: int | None = None
-    """Output tokens there were with the first event that brought text; None where events do not tell."""
+    """Output tokens up to the first event that brought text; None if events do not tell."""
 
     @property
     def ttft_ms(self) -> float | None:
-        """Time to the first token; None when no text came."""
+        """Milliseconds to the first token; None if no text came."""
         return 1e3 * (self.event_times_s[0] - self.started_s) if self.event_times_s else None
 
     @property
     def itl_ms(self) -> tuple[float, ...]:
-        """Gaps between events; one event may bring several tokens."""
+        """Milliseconds between events; one event may bring several tokens."""
         pairs = zip(self.event_times_s, self.event_times_s[1:], strict=False)
         return tuple(1e3 * (later - earlier) for earlier, later in pairs)
 
     @property
     def tpot_ms(self) -> float | None:
-        """Time per output token after the first; None for a single token."""
+        """Milliseconds per output token after the first; None for a single token."""
         if self.num_output_tokens < 2 or not self.event_times_s:
             return None
         return 1e3 * (self.event_times_s[-1] - self.event_times_s[0]) / (self.num_output_tokens - 1)
@@ -64,7 +64,7 @@ class ArmSummary:
     num_prompt_tokens: int
     num_output_tokens: int
     duration_s: float
-    """Sum of the passes' wall times."""
+    """Sum of the passes' wall times in seconds."""
     tokens_per_s: float
     tokens_per_s_of_passes: tuple[float, ...]
     ttft_ms: Percentiles | None
@@ -85,7 +85,7 @@ class Pass:
 
 
 def percentile(values: Sequence[float], q: float) -> float:
-    """The q-th percentile (0..100), linear between neighbours, as numpy's default."""
+    """Returns the q-th percentile (0..100), linear between neighbours, as numpy does by default."""
     ordered = sorted(values)
     position = (len(ordered) - 1) * q / 100
     low = math.floor(position)
@@ -94,7 +94,7 @@ def percentile(values: Sequence[float], q: float) -> float:
 
 
 def percentiles(values: Sequence[float]) -> Percentiles | None:
-    """None without values."""
+    """Returns the percentiles; None without values."""
     if not values:
         return None
     p50, p90, p99 = (percentile(values, q) for q in (50, 90, 99))
@@ -102,14 +102,14 @@ def percentiles(values: Sequence[float]) -> Percentiles | None:
 
 
 def speedup_in_turns(rates: Sequence[float], base: Sequence[float]) -> tuple[float, float] | None:
-    """How many times faster an arm was than the base in the pass before or after it, and the standard error.
+    """Returns how many times faster an arm was than the base, and the standard error, from passes in turns.
 
-    Where a machine's own speed changes from minute to minute, passes that follow each other saw the same
-    of it; what all passes came to has not.
+    Each pass is compared with the base's pass beside it: on a machine whose speed changes from minute to
+    minute, the two saw the same speed, but the sums of all passes did not.
 
     Args:
-        rates: of the arm's passes.
-        base: of the base's, as many, in the same order.
+        rates: tokens/s of the arm's passes.
+        base: tokens/s of the base's passes, as many, in the same order.
 
     Returns:
         None with fewer than three passes.
@@ -121,7 +121,7 @@ def speedup_in_turns(rates: Sequence[float], base: Sequence[float]) -> tuple[flo
 
 
 def summarize(name: str, passes: Sequence[Pass]) -> ArmSummary:
-    """Puts the passes of one arm together."""
+    """Summarizes the passes of one arm."""
     records = [record for one in passes for record in one.records]
     duration_s = sum(one.duration_s for one in passes)
     num_output_tokens = sum(record.num_output_tokens for record in records)

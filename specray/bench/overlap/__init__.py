@@ -1,1 +1,1 @@
-"""Serial, overlapped and plain rounds against each other, and timelines of what happened."""
+"""Comparison of serial, overlapped and plain rounds, and timelines of what happened."""

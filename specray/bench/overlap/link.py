@@ -1,4 +1,4 @@
-"""What lies between router and draft when ``specray bench overlap`` makes it longer."""
+"""The connection of router and draft, which ``specray bench overlap`` can make slow."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from specray.serving.local.pair import DraftHost, LocalPair, local_pair
 DRAFT_PORT = 7000
 _DEVICE = "eth0"
 _RECEIVED, _SENT = 0, 8
-"""Columns of /proc/net/dev behind a device's name."""
+"""Columns of /proc/net/dev after a device's name."""
 
 
 class Link(Protocol):
-    """Counts what passes between router and draft."""
+    """A connection of router and draft that counts its bytes."""
 
     @property
     def num_bytes(self) -> int:
-        """So far, both ways; a relay's without the headers of IP and TCP, a cable's whole frames."""
+        """Bytes so far, both ways: without IP and TCP headers for a relay, whole frames for a cable."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """Two hosts with a cable between them; the router's is the calling thread's."""
+    """Two hosts with a cable between them; the calling thread is on the router's."""
 
     network: Network
 
     @property
     def draft(self) -> DraftHost:
-        """Where the draft is to run."""
+        """Place of the draft."""
         host = self.network.hosts["draft"]
         return DraftHost(f"{host.address}:{DRAFT_PORT}", host.command())
 
     @property
     def num_bytes(self) -> int:
-        """See Link; on the thread that entered the router's host."""
+        """See Link. Must be read on the thread that entered the router's host."""
         return bytes_of(Path("/proc/thread-self/net/dev").read_text(encoding="ascii"), _DEVICE)
 
 
 def bytes_of(devices: str, name: str) -> int:
-    """Bytes that a device received and sent, by the text of /proc/net/dev."""
+    """Returns the bytes that a device received and sent, from the text of /proc/net/dev."""
     counts = next(
         line.partition(":")[2].split() for line in devices.splitlines() if line.strip().startswith(f"{name}:")
     )
@@ -56,12 +56,12 @@ def bytes_of(devices: str, name: str) -> int:
 
 @contextmanager
 def two_hosts() -> Iterator[Hosts]:
-    """Two hosts; for the length of the block this thread, and those that it starts, are on the router's.
+    """Makes two hosts; while the block runs, this thread and those that it starts are on the router's.
 
     A process enters before gRPC starts its threads, which would stay where they are.
 
     Raises:
-        ConfigError: the machine cannot; the message says what it lacks.
+        ConfigError: the machine cannot do it; the message says what is missing.
     """
     with (
         Network(("router", "draft"), impairable="draft") as network,
@@ -74,14 +74,15 @@ def two_hosts() -> Iterator[Hosts]:
 async def linked_pair(
     config: Config, *, delay_ms: float | None, hosts: Hosts | None = None
 ) -> AsyncIterator[tuple[LocalPair, Link | None]]:
-    """A pair and what lies between its draft and the router, for the length of the block.
+    """Starts a pair, and the link between its draft and the router, while the block runs.
 
     Args:
-        delay_ms: each way, >= 0; None: the two are joined directly, and there is no link.
-        hosts: the draft's is delayed; None: a relay does it.
+        config: configuration of the pair.
+        delay_ms: delay each way, >= 0; None: a direct connection, and no link.
+        hosts: hosts whose cable delays; None: a relay does.
 
     Raises:
-        ConfigError, EngineLostError: as ``local_pair`` and ``relay``.
+        ConfigError, EngineLostError: see ``local_pair`` and ``relay``.
     """
     if delay_ms is None or not config.draft.has_model:
         async with local_pair(config) as pair:

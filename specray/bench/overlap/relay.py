@@ -1,7 +1,7 @@
 """A slow network on one machine: a TCP relay that passes everything on after a fixed time, each way.
 
-A process of its own, so that its work is nobody's delay. Bytes keep their order and their spacing: what is
-added is latency alone, as distance adds it.
+It is a process of its own, so that its work delays nobody. Bytes keep their order and their spacing: it adds
+latency alone, as distance does.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ class Relay:
     """A running relay."""
 
     address: str
-    """What connects here reaches the address behind, later."""
+    """Address that leads to the server behind the relay, later."""
     _num_bytes: Any
 
     @property
     def num_bytes(self) -> int:
-        """Bytes passed on so far, both ways; without the headers of IP and TCP."""
+        """Bytes passed on so far, both ways, without IP and TCP headers."""
         return int(self._num_bytes.value)
 
 
 @contextmanager
 def relay(unix_path: str, *, delay_ms: float) -> Iterator[Relay]:
-    """Relays to a unix socket for the length of the block.
+    """Relays to a unix socket while the block runs.
 
     Args:
-        unix_path: of the socket behind.
-        delay_ms: each way, >= 0.
+        unix_path: path of the socket.
+        delay_ms: delay each way, >= 0.
 
     Raises:
         EngineLostError: the process did not start in time.

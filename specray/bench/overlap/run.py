@@ -1,7 +1,7 @@
-"""Ways of working against each other: one pair of workers without Ray, a router per arm, in turns.
+"""Compares overlap modes and K: one pair of workers without Ray, a router per arm, in turns.
 
-The engines may be kept on cores of their own, so that on one machine they disturb each other only through the
-memory that they share. Every arm produces the same tokens, in float32; what differs is the time.
+The engines may have cores of their own, so that on one machine they share nothing but the memory. Every arm
+produces the same tokens, in float32; only the time differs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from specray.metrics.router import RouterMetrics
 from specray.requests import GenerateRequest
 from specray.router import Router
 from specray.serving.local.pair import LocalPair
-from specray.tokenization import Tokenizer
+from specray.tokenization import load_tokenizer
 from specray.types import Overlap, SamplingParams
 
 if TYPE_CHECKING:
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 HITS = ("hit", "late_hit")
 _STRIDE = 37
-"""Lengths that follow each other are not near each other."""
+"""Stride of output lengths, so that neighbours are not alike."""
 MISSES = ("miss_token", "miss_count", "late_miss")
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way of working: K and how the engines take turns; K = 0 is plain decoding."""
+    """One mode: K, and how the engines take turns. K = 0 is plain decoding."""
 
     num_speculative_tokens: int | str
     overlap: Overlap | str
@@ -50,7 +50,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class OverlapResult:
-    """One arm at one temperature, over all its passes. Times are means, in milliseconds."""
+    """Results of one arm at one temperature, over all its passes. Times are means, in milliseconds."""
 
     arm: str
     temperature: float
@@ -61,18 +61,20 @@ class OverlapResult:
     verify_ms: float
     draft_ms: float | None
     idle_ms: float
-    """The target, between a verdict and the next Verify."""
+    """Milliseconds for which the target waits between a verdict and the next Verify."""
     concurrency: int = 1
-    """Prompts at a time."""
+    """Requests at a time."""
     delay_ms: float | None = None
-    """Added between router and draft, each way."""
+    """Delay added between router and draft, each way, in milliseconds."""
     bytes_per_round: float | None = None
-    """Between router and draft, both ways: of a relay without the headers of TCP, of a cable whole frames."""
+    """Bytes between router and draft per round, both ways: without TCP headers for a relay, whole frames for
+    a cable."""
     speedup: tuple[float, float] | None = None
-    """Over plain decoding, pass by pass, and its standard error; None: no arm is off, or too few passes."""
+    """Speedup over plain decoding, pass by pass, and its standard error; None: no plain arm, or too few
+    passes."""
 
     def is_like(self, other: OverlapResult) -> bool:
-        """The two differ in nothing but the arm."""
+        """True if the two differ in nothing but the arm."""
         mine, others = ((result.concurrency, result.temperature, result.delay_ms) for result in (self, other))
         return mine == others
 
@@ -96,7 +98,7 @@ class _Running:
 
 
 def with_arm(config: Config, arm: Arm) -> Config:
-    """The configuration under which an arm's router runs."""
+    """Returns the configuration of an arm's router."""
     values = config.model_dump(mode="json")
     values["speculation"]["num_speculative_tokens"] = arm.num_speculative_tokens
     values["speculation"]["overlap"] = str(arm.overlap)
@@ -117,23 +119,26 @@ async def measure_overlap(
     concurrencies: Sequence[int] = (1,),
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[OverlapResult]:
-    """Serves the prompts, arm after arm, ``num_repeats`` times; arms take turns.
+    """Serves the prompts with each arm in turn, ``num_repeats`` times.
 
     Args:
-        config: the pair, its cores and threads.
-        arms: what is compared.
-        prompts: of which each pass takes the first ones.
-        num_prompts: of a pass, which has no fewer than two for each that is served at a time.
-        delay_ms: between router and draft, each way; None: they are joined directly.
-        hosts: of router and draft, with a cable that is so slow; None: a relay is.
-        concurrencies: prompts at a time; each is measured by itself.
-        progress: told what comes next.
+        config: configuration of the pair, its cores and threads.
+        arms: the arms to compare.
+        prompts: prompts, of which each pass takes the first ones.
+        temperatures: sampling temperatures; each is measured by itself.
+        max_tokens: output tokens per prompt.
+        num_prompts: prompts per pass; at least two for each request at a time are taken.
+        num_repeats: passes per arm.
+        delay_ms: delay between router and draft, each way; None: a direct connection.
+        hosts: hosts of router and draft whose cable delays; None: a relay does.
+        concurrencies: requests at a time; each is measured by itself.
+        progress: called with the name of the next part.
 
     Raises:
         ConfigError: a model or a setting is wrong.
         EngineLostError: a worker did not start or was lost.
     """
-    tokenizer = Tokenizer.load(config.target.model)
+    tokenizer = load_tokenizer(config.target.model)
     encoded = [tokenizer.encode(prompt) for prompt in prompts]
     async with linked_pair(config, delay_ms=delay_ms, hosts=hosts) as (pair, link):
         results: list[OverlapResult] = []
@@ -155,7 +160,7 @@ async def measure_overlap(
 
 
 def num_prompts_of(num_prompts: int, concurrency: int) -> int:
-    """Of a pass: places that only part of the prompts fill would measure how it ends."""
+    """Returns the prompts per pass: at least two per place, or mainly its end would be measured."""
     return max(num_prompts, 2 * concurrency) if concurrency > 1 else num_prompts
 
 
@@ -176,12 +181,12 @@ async def measure_arms(
         None
     ),
 ) -> list[OverlapResult]:
-    """Serves the prompts with a pair that runs already; as :func:`measure_overlap`.
+    """Serves the prompts with a pair that runs already; see :func:`measure_overlap`.
 
     Args:
-        prompts: as token ids.
-        link: what lies between router and draft.
-        on_output: told of each output but those of the warm-up: arm, temperature, prompt's index, token ids.
+        prompts: prompts as token ids.
+        link: connection of router and draft.
+        on_output: called for each output after the warm-up: arm, temperature, prompt's index, token ids.
     """
     results: list[OverlapResult] = []
     for temperature in temperatures:
@@ -191,7 +196,7 @@ async def measure_arms(
                 for one in running:
                     at = f"{concurrency} at a time, temperature {temperature:g}"
                     progress(f"{at}, {one.arm.name}, pass {max(repeat, 0) + 1}")
-                    # The first pass warms up: caches, threads, and what the policy has to learn.
+                    # The first pass warms up caches and threads, and lets the controller learn.
                     batch = prompts[:concurrency] if repeat < 0 else prompts
                     before = 0 if link is None else link.num_bytes
                     lengths = lengths_of(len(batch), max_tokens, concurrency)
@@ -219,10 +224,10 @@ async def _start(config: Config, arm: Arm, pair: LocalPair, stack: AsyncExitStac
 
 
 def lengths_of(num_prompts: int, max_tokens: int, concurrency: int) -> list[int]:
-    """New tokens of each prompt: of several at a time from half to one and a half times as many as asked for.
+    """Returns the output tokens of each prompt: with several at a time, 0.5 to 1.5 times ``max_tokens``.
 
-    Of one length they would all end in the same step without speculation, and their successors' prompts be
-    filled in together while nobody waits: as never happens in service, and at other moments with it.
+    With equal lengths and no speculation all outputs would end in the same step, and the next prompts would
+    be prefilled together while nobody waits: not as in service, and not as with speculation.
     """
     if concurrency == 1:
         return [max_tokens] * num_prompts
@@ -305,7 +310,7 @@ _LINK_CAPTION = "; delay: ms each way; bytes: a round's, to and from the draft"
 
 
 def overlap_table(results: Sequence[OverlapResult]) -> Table:
-    """For the terminal; the last column compares with the fastest serial arm of the same temperature."""
+    """Makes a table; the column "ratio" compares with the fastest serial arm of the same temperature."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Column, Table
 

@@ -20,7 +20,7 @@ from specray.requests import GenerateRequest
 from specray.router.session_values import FALLBACK
 from specray.router.trace import Decided, TraceEvent, decode_trace
 from specray.serving.local.pair import local_router
-from specray.tokenization import Tokenizer
+from specray.tokenization import load_tokenizer
 from specray.types import SamplingParams
 
 FETCH_TIMEOUT_S = 30.0
@@ -36,7 +36,7 @@ async def record(
         ConfigError: a model or a setting is wrong.
         EngineLostError: a worker did not start or was lost.
     """
-    tokenizer = Tokenizer.load(config.target.model)
+    tokenizer = load_tokenizer(config.target.model)
     places = asyncio.Semaphore(num_sessions)
     async with local_router(config) as router:
 

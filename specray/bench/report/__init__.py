@@ -1,1 +1,1 @@
-"""Results as tables, charts and timelines."""
+"""Results of benchmarks as tables, charts and timelines."""

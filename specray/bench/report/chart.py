@@ -1,4 +1,4 @@
-"""Line charts as SVG text: panels side by side over one legend. Nothing but the standard library."""
+"""Draws line charts as SVG text: panels over one legend, with the standard library alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from html import escape
 
 PANEL_WIDTH, PANEL_HEIGHT = 380, 300
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 34, 46
-"""Margins of a panel around its axes."""
+"""Margins of a panel around its axes in pixels."""
 TITLE_HEIGHT, LEGEND_LINE_HEIGHT, LEGEND_WIDTH = 34, 20, 230
 _NUM_TICKS = 5
 
@@ -22,13 +22,13 @@ class Line:
     color: str
     is_dashed: bool
     points: tuple[tuple[float, float], ...]
-    """(x, y), by increasing x; all positive."""
+    """Points (x, y) by increasing x; all positive."""
     is_bold: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One pair of axes; x is logarithmic to base 2 with a tick at every x that occurs."""
+    """One pair of axes; x is logarithmic to base 2, with a tick at every x that occurs."""
 
     title: str
     x_label: str
@@ -38,7 +38,7 @@ class Panel:
 
 
 def draw(title: str, panels: Sequence[Panel], *, num_columns: int) -> str:
-    """The panels row by row, and below them what the lines mean, once for all panels."""
+    """Draws the panels row by row, and one legend for all below them."""
     num_rows = math.ceil(len(panels) / num_columns)
     width = max(num_columns * PANEL_WIDTH, 2 * LEGEND_WIDTH)
     legend = {line.label: line for panel in panels for line in panel.lines}
@@ -64,7 +64,7 @@ def draw(title: str, panels: Sequence[Panel], *, num_columns: int) -> str:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten: the last one at or below ``low`` to the first at or above ``high``."""
+    """Returns ticks at 1, 2 and 5 times powers of ten that cover ``low`` to ``high``."""
     first = math.floor(math.log10(low))
     candidates = [m * 10.0**e for e in range(first, math.ceil(math.log10(high)) + 1) for m in (1, 2, 5)]
     start = max(index for index, tick in enumerate(candidates) if tick <= low * (1 + 1e-9))
@@ -73,7 +73,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def linear_ticks(high: float) -> list[float]:
-    """From 0 in round steps to the first at or above ``high``."""
+    """Returns round steps from 0 to the first at or above ``high``."""
     rough = high / _NUM_TICKS
     magnitude = 10.0 ** math.floor(math.log10(rough))
     step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= rough * (1 - 1e-9))

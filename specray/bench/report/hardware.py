@@ -1,4 +1,4 @@
-"""What an engine runs on, by name."""
+"""Names the hardware that an engine runs on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CPU_INFO = Path("/proc/cpuinfo")
 
 
 def hardware_name(config: EngineConfig) -> str:
-    """Of one device: the GPU's name, or the CPU's with the cores that a rank has."""
+    """Returns the name of one device: the GPU, or the CPU with the cores of a rank."""
     device = choose_device(config)
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)

@@ -1,4 +1,4 @@
-"""Results as a table for people."""
+"""The table of ``specray bench serve``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DASH = "–"
 
 
 def serve_table(result: Result) -> Table:
-    """One column per arm, so that it fits a terminal; the first arm is what the others are compared with."""
+    """Makes a table with one column per arm, which fits a terminal; the first arm is the base."""
     plan = result.plan
     table = Table(
         title=f"{result.model}: {len(plan.prompts)} prompts, {plan.max_tokens} new tokens, "
@@ -48,7 +48,7 @@ def _speedup_in_turns(summary: ArmSummary, base: ArmSummary) -> str:
 
 
 def _last_server(arm: ArmResult, name: str) -> float | None:
-    """Median over the passes of one of the server's own figures."""
+    """Returns the median over the passes of one of the server's own figures."""
     values = sorted(value for stats in arm.server if (value := getattr(stats, name)) is not None)
     return values[len(values) // 2] if values else None
 

@@ -1,4 +1,4 @@
-"""A timeline as SVG text: a draft and a target lane per session. Nothing but the standard library."""
+"""Draws a timeline as SVG text: a draft and a target lane per session, with the standard library alone."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from specray.router.trace import Planned
 WIDTH, LEFT, RIGHT = 1480, 78, 26
 HEADER, AXIS, LEGEND_LINE, FOOT = 74, 46, 26, 12
 SESSION_HEAD, LANE, GAP, SESSION_GAP = 26, 34, 22, 16
-"""Heights: a session's title, one lane, the space between both lanes, that after a session."""
+"""Heights in pixels: a session's title, one lane, the space between the lanes, the space after a session."""
 STRIP, STRIP_GAP = 18, 12
-"""Heights: what all sessions decided, the space below it."""
+"""Heights in pixels: the strip of decisions for all sessions, the space below it."""
 MAX_SESSIONS: Final = 8
 _CHAR: Final = 6.3
-"""Width of a character at font size 11."""
+"""Width of a character at font size 11, in pixels."""
 _INK, _MUTED, _GRID, _LANE_COLOR = "#1f2937", "#6b7280", "#e5e7eb", "#f8fafc"
 _COLORS: Final[Mapping[Kind, tuple[str, str]]] = MappingProxyType(
     {
@@ -42,34 +42,34 @@ _COLORS: Final[Mapping[Kind, tuple[str, str]]] = MappingProxyType(
         Kind.VERIFY: ("#3b82f6", "white"),
     }
 )
-"""Fill, and text on it."""
+"""Colours by kind: of the bar, and of the text on it."""
 _HIT, _MISS = "#059669", "#dc2626"
 _MODES: Final[Mapping[str, str]] = MappingProxyType(
     {"plain": "#cbd5e1", "ngram": "#ddd6fe", "model": "#a5b4fc"}
 )
-"""What fills the strip; a mode of another version is grey."""
+"""Colours of the strip by mode; an unknown mode is grey."""
 _EXPERIMENT_BORDER: Final = f'stroke="{_INK}" stroke-dasharray="4 3"'
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What is drawn of a timeline."""
+    """The part of a timeline to draw."""
 
     start_ns: int
     end_ns: int
 
     def x(self, ns: int) -> float:
-        """Where a time is, in pixels; times outside are at the edges."""
+        """Returns the x of a time in pixels; times outside are at the edges."""
         inside = min(max(ns, self.start_ns), self.end_ns)
         return LEFT + (WIDTH - LEFT - RIGHT) * (inside - self.start_ns) / (self.end_ns - self.start_ns)
 
     def shows(self, start_ns: int, end_ns: int) -> bool:
-        """Whether some of it is inside."""
+        """True if a part of the interval is inside."""
         return end_ns > self.start_ns and start_ns < self.end_ns
 
 
 def draw_timeline(timeline: Timeline, summary: Summary, window: Window, *, title: str) -> str:
-    """The sessions of the window below each other, over one axis in milliseconds since the first item."""
+    """Draws the window's sessions below each other, over one axis in milliseconds since the first item."""
     spans = [span for span in timeline.spans if window.shows(span.asked_ns, span.replied_ns)]
     names = list(dict.fromkeys(span.request_id for span in spans))
     shown = names[:MAX_SESSIONS]
@@ -139,7 +139,7 @@ def _axis(window: Window, origin_ns: int, bottom: float) -> list[str]:
 
 
 def _strip(window: Window, decided: Sequence[Stretch]) -> list[str]:
-    """What all sessions decided, or tried, above them."""
+    """Draws what was decided, or tried, for all sessions, above them."""
     parts = [_text(LEFT - 12, HEADER + 13, "decided", anchor="end")] if decided else []
     for stretch in decided:
         label = f"{stretch.mode}, experiment" if stretch.is_experiment else stretch.mode
@@ -182,14 +182,14 @@ def _session(timeline: Timeline, window: Window, request_id: str, top: float) ->
 
 
 def _plan_at(plans: Sequence[Planned], request_id: str, window: Window) -> str:
-    """The plan that the window begins with."""
+    """Returns the plan with which the window begins."""
     mine = [plan for plan in plans if plan.request_id == request_id and plan.source != FALLBACK]
     before = [plan for plan in mine if plan.ns <= window.start_ns] or mine[:1]
     return plan_text(before[-1]) if before else ""
 
 
 def plan_text(plan: Planned) -> str:
-    """For people: ``enumerate, K = 3, F = 2``."""
+    """Describes a plan: ``enumerate, K = 3, F = 2``."""
     if plan.overlap == "off":
         return "off"
     text = f"{plan.overlap}, K = {plan.num_speculative_tokens}"
@@ -197,12 +197,12 @@ def plan_text(plan: Planned) -> str:
 
 
 def shortened(request_id: str, length: int) -> str:
-    """At most ``length`` characters."""
+    """Shortens an id to at most ``length`` characters."""
     return request_id if len(request_id) <= length else f"{request_id[: length - 1]}…"
 
 
 def _span(window: Window, span: Span, top: float) -> list[str]:
-    """A line from question to answer, and on it the work."""
+    """Draws a line from question to answer, and the work on it."""
     fill, ink = _COLORS[span.kind]
     left, right = window.x(span.asked_ns), window.x(span.replied_ns)
     middle = top + LANE / 2
@@ -219,7 +219,7 @@ def _span(window: Window, span: Span, top: float) -> list[str]:
 
 
 def _labels(span: Span) -> list[str]:
-    """What may be written on a span, the longest first."""
+    """Returns the texts that fit on a span, the longest first."""
     if span.lane is Lane.TARGET:
         told = [f"{span.num_accepted_tokens}/{span.num_draft_tokens}"] if span.num_draft_tokens else []
         return ["prefill", *told] if span.kind is Kind.PREFILL else told
@@ -256,7 +256,7 @@ def _rect(window: Window, start_ns: int, end_ns: int, y: float, height: float, f
 
 
 def _legend(top: float) -> list[str]:
-    """Two lines: what the bars mean, what the signs mean."""
+    """Draws two lines that explain the bars and the signs."""
     parts = []
     x, y = float(LEFT), top + 6
     for kind, (fill, _) in _COLORS.items():

@@ -1,1 +1,1 @@
-"""A mixed load on a service that is being hurt on a schedule, and what came of it."""
+"""A mixed load on a service whose parts fail on a schedule, and a check of every output."""

@@ -18,14 +18,14 @@ _NUM_JOINED = 6
 
 
 class Way(StrEnum):
-    """How a request is sent."""
+    """The way a request is sent."""
 
     STREAM = "stream"
-    """HTTP, server-sent events."""
+    """Server-sent events over HTTP."""
     WHOLE = "whole"
-    """HTTP, one response."""
+    """One response over HTTP."""
     GRPC = "grpc"
-    """The gRPC service, which tells token ids."""
+    """The gRPC service, which returns token ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Case:
         return self.max_tokens >= _LONG_TOKENS[0]
 
     def body(self, model: str) -> dict[str, Any]:
-        """For /v1/completions."""
+        """Returns the body for /v1/completions."""
         return {
             "model": model,
             "prompt": self.prompt,
@@ -58,7 +58,7 @@ class Case:
         }
 
     def params(self, *, has_speculation: bool = True) -> GenerateParams:
-        """For Generate; without speculation it is the reference."""
+        """Returns the parameters for Generate; without speculation it gives the reference."""
         return GenerateParams(
             text=self.prompt,
             max_tokens=self.max_tokens,
@@ -73,13 +73,13 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a client got of one request, all of it or what came before the end."""
+    """The output of one request at its client: all of it, or the part before the end."""
 
     text: str
     token_ids: tuple[int, ...] | None
-    """None where the way does not tell them."""
+    """Token ids; None where the way does not return them."""
     num_tokens: int | None
-    """None before the end."""
+    """Number of tokens; None before the end."""
 
     @property
     def is_whole(self) -> bool:
@@ -87,13 +87,13 @@ class Output:
 
 
 def make_cases(num_cases: int, *, seed: int) -> tuple[Case, ...]:
-    """Short and long prompts and outputs, greedy and drawn with seeds, with and without processors."""
+    """Makes short and long requests, greedy and with seeds, with and without processors."""
     rng = random.Random(seed)
     return tuple(_case(index, rng) for index in range(num_cases))
 
 
 def difference(output: Output, reference: Output) -> str | None:
-    """Where an output, or the beginning of one, is not the reference's; None: it is."""
+    """Describes where an output, or the beginning of one, differs from the reference; None: nowhere."""
     if output.token_ids is not None and reference.token_ids is not None:
         place = _first_difference(output.token_ids, reference.token_ids)
         if place is not None:
@@ -107,7 +107,7 @@ def difference(output: Output, reference: Output) -> str | None:
 
 
 def _first_difference(values: Sequence[object], wanted: Sequence[object]) -> int | None:
-    """The first place where ``values`` is no beginning of ``wanted``."""
+    """Returns the first place at which ``values`` differs from the beginning of ``wanted``."""
     if values == wanted[: len(values)]:
         return None
     pairs = zip(values, wanted, strict=False)

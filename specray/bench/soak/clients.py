@@ -1,4 +1,4 @@
-"""Clients of a soak: they send one request after the other, cancel some, and remember when text came."""
+"""The clients of a soak: they send requests one after another, cancel some, and record when text came."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from specray.rpc.inference.client import SpecrayClient
 
 CANCEL_AFTER_S = (0.05, 1.0)
 RETRY_PAUSE_S = 1.0
-"""What a service that is away asks for (Retry-After)."""
+"""Seconds before a retry, as a service that is away asks for (Retry-After)."""
 
 
 @dataclass(slots=True)
 class Received:
-    """What has come of one attempt so far."""
+    """The output of one attempt so far."""
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] | None = None
@@ -37,8 +37,8 @@ class Caller:
     """Sends cases in any way.
 
     Args:
-        now_s: the soak's clock.
-        timeout_s: for one attempt.
+        now_s: the soak's clock in seconds.
+        timeout_s: seconds allowed for one attempt.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Caller:
         self._now_s = now_s
 
     async def reference(self, case: Case) -> Output:
-        """The case's answer without speculation. Raises SpecrayError."""
+        """Returns the case's answer without speculation. Raises SpecrayError."""
         received = Received()
         await self._over_grpc(case, received, [], has_speculation=False)
         return received.output()
@@ -65,11 +65,11 @@ class Caller:
     async def request(
         self, case: Case, way: Way, times: list[float], *, cancel_after_s: float | None = None
     ) -> list[Attempt]:
-        """One request, sent a second time when the service says so.
+        """Sends one request, and a second time if the service says so.
 
         Args:
-            times: gets the time of the start and of each event with text.
-            cancel_after_s: the client leaves then; None: it waits for the end.
+            times: list for the times of the start and of each event with text.
+            cancel_after_s: seconds after which the client leaves; None: it waits for the end.
         """
         times.append(self._now_s())
         attempts = [await self._attempt(case, way, times, cancel_after_s)]
@@ -138,7 +138,7 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What one client sends next."""
+    """The next request of a client."""
 
     case: Case
     way: Way
@@ -146,7 +146,7 @@ class Draw:
 
 
 def draw(cases: Sequence[Case], rng: random.Random, *, cancel_share: float, is_steady: bool) -> Draw:
-    """``is_steady``: a long stream that is not cancelled, so that there is always one to watch."""
+    """Draws a client's next request. ``is_steady``: a long stream that is not cancelled."""
     if is_steady:
         long = [case for case in cases if case.is_long]
         return Draw(rng.choice(long or list(cases)), rng.choice((Way.STREAM, Way.GRPC)), None)

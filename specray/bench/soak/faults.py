@@ -1,4 +1,4 @@
-"""Doing harm: one function per kind of fault; each undoes what does not undo itself."""
+"""Injects faults: one function per kind, which also ends the fault where it does not end by itself."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from specray.errors import EngineLostError, SpecrayError
 from specray.rpc.inference.client import SpecrayClient
 
 DELAY_MS = 40.0
-"""Each way, for a slow cable."""
+"""Delay of a slow cable in milliseconds, each way."""
 LOSS = 0.1
-"""Of frames, for a bad one."""
+"""Share of the frames that a bad cable loses."""
 OTHER_DRAFT = "other-draft"
 NEW_DRAFT_TIMEOUT_S = 30.0
-"""For the Router to use a draft's new model."""
+"""Seconds for the Router to use a draft's new model."""
 NEW_DRAFT_PERIOD_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What was hurt."""
+    """The processes that a fault has hit."""
 
     what: str
     killed: frozenset[int] = frozenset()
-    """Processes that do not come back, though the service may not have noticed yet."""
+    """Ids of processes that do not come back, though the service may not have noticed yet."""
 
 
 Injector = Callable[[Bed, PlannedFault, random.Random], Awaitable[Done]]
 
 
 async def prepare(bed: Bed, kinds: Collection[FaultKind]) -> None:
-    """What these kinds need, and would keep this process's clients waiting later.
+    """Prepares what these kinds need and what would hold up this process's clients later.
 
     Raises:
         EngineLostError: it could not be made.
@@ -52,7 +52,7 @@ async def prepare(bed: Bed, kinds: Collection[FaultKind]) -> None:
 
 
 async def inject(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
-    """Does it, and undoes it when its time is over; after ``prepare``.
+    """Injects a fault, and ends it when its time is over. ``prepare`` must have run.
 
     Raises:
         EngineLostError: there was nobody to do it to, or it could not be done.
@@ -72,7 +72,7 @@ async def _stop(bed: Bed, role: Role, rng: random.Random, hold_s: float, last: s
     try:
         await asyncio.sleep(hold_s)
     finally:
-        # It may have been ended in the meantime.
+        # The process may have ended in the meantime.
         with contextlib.suppress(EngineLostError):
             _signal(part, last)
     return Done(f"{role} {part.pid}", frozenset({part.pid} if last is signal.SIGKILL else ()))
@@ -169,7 +169,7 @@ def _other_draft(bed: Bed) -> Path:
 
 
 async def _draft_in_use(client: SpecrayClient) -> str | None:
-    """The name of its model; None: there is none now."""
+    """Returns the name of the draft's model; None: there is no draft now."""
     with contextlib.suppress(SpecrayError):
         return (await client.info()).draft_model
     return None
@@ -186,7 +186,7 @@ def _signal(part: Part, number: signal.Signals) -> None:
     try:
         os.kill(part.pid, number)
     except ProcessLookupError:
-        raise EngineLostError(f"{part.role} {part.pid} was gone before") from None
+        raise EngineLostError(f"{part.role} {part.pid} had already ended") from None
 
 
 _INJECTORS: dict[FaultKind, Injector] = {

@@ -1,4 +1,4 @@
-"""What became of every request, and whose fault it was."""
+"""Judges every request of a soak: what became of it, and whether a fault excuses that."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from specray.bench.soak.cases import Output, Way, difference
 
 
 class End(StrEnum):
-    """How one attempt ended."""
+    """The end of one attempt."""
 
     DONE = "done"
     CANCELLED = "cancelled"
-    """By the client, as planned."""
+    """Cancelled by the client, as planned."""
     RETRIABLE = "retriable"
-    """The service said that it may be sent again."""
+    """Failed with an error that says the request may be sent again."""
     ERROR = "error"
 
 
 class Verdict(StrEnum):
-    """What became of one request."""
+    """The verdict on one request."""
 
     OK = "ok"
     RETRIED = "retried"
-    """Its Router died, and its second attempt was right."""
+    """Right at the second attempt, after its Router died."""
     CANCELLED = "cancelled"
     FAILED = "failed"
     WRONG = "wrong"
@@ -34,7 +34,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One time that a request was sent; times in seconds, from the load's beginning."""
+    """One attempt to send a request; times in seconds from the load's beginning."""
 
     end: End
     output: Output
@@ -58,10 +58,10 @@ class Entry:
 def judge(
     attempts: Sequence[Attempt], reference: Output, *, router_deaths_s: Sequence[float], window_s: float
 ) -> tuple[Verdict, str]:
-    """The verdict on a request, and its reason when it is a bad one.
+    """Returns the verdict on a request, and the reason for a bad one.
 
-    A retriable error is excused once, and only when it came within ``window_s`` after a Router's death. What
-    was received must be the reference's beginning, whatever ended it.
+    A retriable error is excused once, and only within ``window_s`` seconds after a Router's death. What was
+    received must be the reference's beginning, however it ended.
     """
     for attempt in attempts:
         if (what := difference(attempt.output, reference)) is not None:
@@ -80,12 +80,12 @@ def judge(
 
 
 def is_excused(at_s: float, router_deaths_s: Sequence[float], window_s: float) -> bool:
-    """A Router died at most ``window_s`` before."""
+    """True if a Router died at most ``window_s`` seconds before."""
     return any(0 <= at_s - death_s <= window_s for death_s in router_deaths_s)
 
 
 class Ledger:
-    """All requests of a soak; failures are kept, the others counted."""
+    """All requests of a soak: failures are kept, the others counted."""
 
     def __init__(self) -> None:
         self._counts: Counter[Verdict] = Counter()
@@ -107,7 +107,7 @@ class Ledger:
 
     @property
     def counts(self) -> dict[str, int]:
-        """By verdict."""
+        """Returns the number of requests by verdict."""
         return {verdict.value: self._counts[verdict] for verdict in Verdict}
 
     @property
@@ -116,5 +116,5 @@ class Ledger:
 
     @property
     def bad(self) -> tuple[Entry, ...]:
-        """Failed and wrong requests, in the order of their ends."""
+        """Returns failed and wrong requests in the order of their ends."""
         return tuple(self._bad)

@@ -1,6 +1,6 @@
-"""What each process holds, over its life: anonymous memory from /proc, where leaks show.
+"""Records each process's anonymous memory from /proc over its life, where leaks show.
 
-Pages of files and shared memory come and go with other processes, so they are no part of it.
+Pages of files and shared memory are left out: they come and go with other processes.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NUM_COMPARED = 3
-"""Samples at either end of what is judged, of which the medians are compared."""
+"""Samples at either end whose medians are compared."""
 MAX_COURSE = 40
 _KIB = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One look at one process."""
+    """Memory of one process at one moment."""
 
     at_s: float
     num_bytes: int
@@ -27,7 +27,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """One process after its warm-up."""
+    """Memory of one process after its warm-up."""
 
     pid: int
     name: str
@@ -35,16 +35,16 @@ class Growth:
     first_bytes: int
     last_bytes: int
     course_bytes: tuple[int, ...] = ()
-    """All its samples, warm-up included, at most as many as ``MAX_COURSE``."""
+    """All samples in bytes, warm-up included, at most ``MAX_COURSE``."""
 
     @property
     def num_bytes(self) -> int:
-        """By which it grew."""
+        """Bytes by which it grew."""
         return self.last_bytes - self.first_bytes
 
     @property
     def share(self) -> float:
-        """0.02: it holds 2 % more at the end."""
+        """Growth as a share: 0.02 means 2 % more at the end."""
         return self.last_bytes / self.first_bytes - 1 if self.first_bytes else 0.0
 
 
@@ -52,8 +52,8 @@ class MemoryRecord:
     """Samples of all processes by id.
 
     Args:
-        warmup_s: of each process; what it holds earlier is not compared.
-        min_span_s: how long it must have been watched after that.
+        warmup_s: age of a process in seconds from which its memory is compared.
+        min_span_s: seconds for which it must have been watched after that.
     """
 
     def __init__(self, *, warmup_s: float, min_span_s: float) -> None:
@@ -68,7 +68,7 @@ class MemoryRecord:
         self._names[pid] = name
 
     def warm_from(self, at_s: float) -> None:
-        """Compares no process with what it held before this time."""
+        """Compares no process with its memory before this time."""
         self._warm_s = at_s
 
     @property
@@ -76,12 +76,12 @@ class MemoryRecord:
         return len(self._samples)
 
     def growths(self) -> tuple[Growth, ...]:
-        """Processes that lived long enough to be judged, those that grew most first."""
+        """Returns processes that lived long enough to be judged, those that grew most first."""
         found = (self._growth(pid, samples) for pid, samples in self._samples.items())
         return tuple(sorted((one for one in found if one is not None), key=lambda one: -one.share))
 
     def unjudged(self) -> tuple[str, ...]:
-        """Names that no process bore for long enough."""
+        """Returns names of which no process lived long enough."""
         judged = {growth.name for growth in self.growths()}
         return tuple(sorted(set(self._names.values()) - judged))
 
@@ -101,7 +101,7 @@ class MemoryRecord:
 
 
 def anonymous_bytes(pid: int) -> int | None:
-    """What a process holds now; None: it is gone."""
+    """Returns the bytes that a process holds now; None: it has ended."""
     try:
         text = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -113,7 +113,7 @@ def anonymous_bytes(pid: int) -> int | None:
 
 
 def process_name(pid: int, roles: Mapping[int, str]) -> str:
-    """Its role in the service, else what it calls itself."""
+    """Returns the process's role in the service, or else its own name."""
     if pid in roles:
         return roles[pid]
     try:
@@ -122,7 +122,7 @@ def process_name(pid: int, roles: Mapping[int, str]) -> str:
         return "?"
     names = [Path(word.decode("utf-8", "replace")).name[:40] for word in words[:4]]
     if names[0].startswith("python"):
-        # The script or the module that it runs, behind its options.
+        # The script or module that it runs comes after its options.
         names = [name for name in names[1:] if not name.startswith("-")] or names
     return names[0] or "?"
 

@@ -1,4 +1,4 @@
-"""How long clients waited after a fault; plain arithmetic on times of arrival."""
+"""Computes how long clients waited after a fault: plain arithmetic on times of arrival."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import itertools
 from collections.abc import Sequence
 
 Times = Sequence[float]
-"""In seconds and ascending; a stream's first is its request's start, each other one an event with text."""
+"""Times in seconds, ascending: the request's start, then an arrival for each event with text."""
 
 INTERRUPTED_S = 1.0
-"""Speculation that pauses for less has not been away: readings of the counter are this far apart at most."""
+"""Seconds of a pause that counts as an interruption; readings of the counter are at most this far apart."""
 
 
 def longest_wait_s(streams: Sequence[Times], fault_s: float, until_s: float) -> float | None:
-    """The longest time for which a stream that ran at the fault waited for its next text, in seconds.
+    """Returns the longest time in seconds for which a stream that ran at the fault waited for its next text.
 
-    Counted from the fault or the text before, whichever came later, to ``until_s`` at most, when the next
-    fault comes. None: no stream ran that got more text.
+    Counted from the fault, or the text before if that is later, to ``until_s`` at most, when the next fault
+    comes. None: no stream that ran then got more text.
     """
     waits = [
         min(later, until_s) - max(earlier, fault_s)
@@ -29,14 +29,14 @@ def longest_wait_s(streams: Sequence[Times], fault_s: float, until_s: float) -> 
 
 
 def back_after_s(changes: Times, fault_s: float, until_s: float) -> float | None:
-    """When a counter went on after its longest stand, in seconds from the fault.
+    """Returns when a counter went on after its longest stop, in seconds from the fault.
 
     Args:
-        changes: when the counter was seen to have changed.
-        until_s: when the next fault comes; how long the counter stood after that does not count.
+        changes: times at which the counter was seen to have changed.
+        until_s: time of the next fault; later stops do not count.
 
     Returns:
-        0 when it never stood for long; None when it did not go on.
+        0 if it never stopped for long; None if it did not go on.
     """
     before = [time for time in changes if time <= fault_s]
     after = [time for time in changes if time > fault_s]
@@ -55,6 +55,6 @@ def back_after_s(changes: Times, fault_s: float, until_s: float) -> float | None
 
 
 def changes_of(readings: Sequence[tuple[float, float]]) -> list[float]:
-    """When a counter was seen with a new value; readings are (seconds, value)."""
+    """Returns the times at which a counter was seen with a new value; readings are (seconds, value)."""
     pairs = itertools.pairwise(readings)
     return [at_s for (_, before), (at_s, value) in pairs if value != before]

@@ -1,4 +1,4 @@
-"""A soak's result: tables for people, JSON for machines, and whether it held."""
+"""Reports a soak: tables for people, JSON for machines, and what did not hold."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from specray.bench.soak.run import Fault, SoakResult
 from specray.bench.soak.schedule import FaultKind
 
 MAX_GROWTH = 0.02
-"""Of any process after its warm-up."""
+"""Share by which any process may grow after its warm-up."""
 MIN_GROWTH_BYTES = 2 * 1024 * 1024
-"""A heap's arenas come and go in steps of this size: less is no growth, however small the process."""
+"""Bytes of growth that count: a heap's arenas come and go in steps of this size."""
 _PAUSING = frozenset({FaultKind.TARGET_KILL, FaultKind.TARGET_STOP, FaultKind.ROUTER_KILL})
-"""After which there is nothing that could go on at once."""
+"""Faults after which nothing can go on at once."""
 MAX_WAIT_S, MAX_PAUSE_S = 2.0, 20.0
-"""For which a running stream may wait after a fault of a draft, and after one of a target or Router."""
+"""Seconds for which a running stream may wait after a fault of a draft, and of a target or Router."""
 MAX_UNUSED_S = 15.0
-"""From when all parts are there again until the draft's tokens are verified again."""
+"""Seconds from when all parts are back until the draft's tokens are verified again."""
 MAX_LINES = 12
 _MIB = 1024 * 1024
 _DASH = "–"
 
 
 def problems(result: SoakResult, *, max_growth: float = MAX_GROWTH) -> tuple[str, ...]:
-    """What did not hold; empty: all did."""
+    """Lists what did not hold; empty: everything held."""
     found = []
     for verdict, what in ((Verdict.FAILED, "failed requests"), (Verdict.WRONG, "requests with wrong tokens")):
         if number := result.ledger.count(verdict):
@@ -61,7 +61,7 @@ def problems(result: SoakResult, *, max_growth: float = MAX_GROWTH) -> tuple[str
 
 
 def _slowness(fault: Fault) -> list[str]:
-    """What took longer after the fault than it may."""
+    """Lists what took longer after the fault than allowed."""
     found, what = [], f"{fault.kind.value} at {fault.at_s:.0f} s"
     allowed_s = MAX_PAUSE_S if fault.kind in _PAUSING else MAX_WAIT_S
     if fault.wait_s is not None and fault.wait_s > allowed_s:
@@ -74,13 +74,13 @@ def _slowness(fault: Fault) -> list[str]:
 
 
 def soak_tables(result: SoakResult) -> Group:
-    """Requests, faults by kind, and processes by growth."""
+    """Makes tables of requests, faults by kind, and processes by growth."""
     tables = (_requests(result), _faults(result.faults), _memory(result), _failures(result))
     return Group(*(table for table in tables if table.row_count))
 
 
 def as_json(result: SoakResult, *, max_growth: float = MAX_GROWTH) -> dict[str, Any]:
-    """Everything that the tables say, and every fault and bad request by itself."""
+    """Returns everything in the tables, and every fault and bad request by itself."""
     plan = result.plan
     return {
         "testbed": plan.bed.value,

@@ -1,4 +1,4 @@
-"""One soak from its reference to its report."""
+"""Runs one soak, from its reference outputs to its result."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from specray.errors import SpecrayError
 from specray.rpc.inference.client import SpecrayClient
 
 TAIL_S = 15.0
-"""Before the planned end, without new faults."""
+"""Seconds without new faults before the planned end."""
 MAX_STRETCH = 2.0
-"""Recoveries that take longer than the schedule has for them may stretch the load by so much."""
+"""Factor by which recoveries that take longer than planned may stretch the load."""
 MEMORY_SPAN_S = 60.0
 FAILED_PAUSE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a soak is."""
+    """The service, load and faults of a soak."""
 
     bed: BedKind
     config: Config
@@ -46,45 +46,46 @@ class Plan:
     num_cases: int = 24
     cancel_share: float = 0.15
     calm_s: float = 20.0
-    """Before the first fault."""
+    """Seconds of load before the first fault."""
     warmup_s: float = 120.0
-    """Of each process, before its memory is compared; see also ``rehearsal``."""
+    """Age in seconds from which a process's memory is compared; see also ``rehearsal``."""
     max_requests: int = 20_000
     request_timeout_s: float = 90.0
     recovery_timeout_s: float = 60.0
-    """For the service to be whole again after a fault; a Router's death excuses errors for so long."""
+    """Seconds for the service to be whole again after a fault; a Router's death excuses errors for as
+    long."""
     directory: Path | None = None
 
     @property
     def rehearsal(self) -> int:
-        """Faults before memory is compared: every kind once, where each comes again.
+        """Number of faults before memory is compared: each kind once, if each comes again.
 
-        What a process loads at its first fault of a kind stays: classes, and source lines for tracebacks,
-        of which Serve's controller reads a megabyte. What grows with every fault shows after it.
+        What a process loads at its first fault of a kind stays: classes, and source lines for tracebacks, of
+        which Serve's controller reads a megabyte. Memory that grows with every fault shows after it.
         """
         return len(self.kinds) if self.num_faults >= 2 * len(self.kinds) else 0
 
 
 @dataclass(slots=True)
 class Fault:
-    """One fault that was done."""
+    """A fault that was injected, and the recovery from it."""
 
     kind: FaultKind
     at_s: float
     hold_s: float
     detail: str = ""
     parts_after_s: float | None = None
-    """When all processes were there and had loaded their models."""
+    """Seconds until all processes were back and had loaded their models."""
     whole_after_s: float | None = None
-    """When, after that, tokens of the draft were verified; None: not in time."""
+    """Seconds until, after that, draft tokens were verified; None: not in time."""
     wait_s: float | None = None
-    """The longest that a running stream waited for its next text."""
+    """Longest wait of a running stream for its next text, in seconds."""
     speculation_after_s: float | None = None
 
 
 @dataclass(slots=True)
 class SoakResult:
-    """What came of it."""
+    """Results of a soak."""
 
     plan: Plan
     duration_s: float = 0.0
@@ -94,10 +95,11 @@ class SoakResult:
     blocks: dict[str, float | None] = field(default_factory=dict)
     growths: tuple[Growth, ...] = ()
     warm_s: float | None = None
-    """When every kind of fault was over for the first time; memory is not compared before; None: any time."""
+    """Time when every kind of fault had been over once, in seconds; memory is not compared before. None: any
+    time."""
     num_processes: int = 0
     unjudged: tuple[str, ...] = ()
-    """Names of processes none of which lived long enough for its growth to be judged."""
+    """Names of processes none of which lived long enough to be judged."""
     num_tokens: int = 0
 
 
@@ -105,11 +107,11 @@ Progress = Callable[[str], None]
 
 
 async def soak(plan: Plan, progress: Progress = lambda text: None) -> SoakResult:
-    """Starts the service, learns the right answers, runs the load under faults, and ends everything.
+    """Starts the service, gets the reference outputs, runs the load under faults, and ends everything.
 
     Raises:
-        ConfigError: the machine cannot, or the configuration is wrong.
-        EngineLostError: the service did not start, or not give the reference.
+        ConfigError: the machine cannot do it, or the configuration is wrong.
+        EngineLostError: the service did not start, or did not give the reference.
     """
     progress("starting the service")
     async with open_bed(plan.bed, plan.config, seed=plan.seed, directory=plan.directory) as bed:
@@ -141,7 +143,7 @@ class _Soak:
 
     @property
     def _is_on(self) -> bool:
-        """The last fault and its recovery need a load, too."""
+        """True while a load is needed, also for the last fault and its recovery."""
         return self._now_s() < self._plan.duration_s or not self._has_hurt
 
     def _now_s(self) -> float:

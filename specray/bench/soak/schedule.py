@@ -1,4 +1,4 @@
-"""Which fault comes when; decided before the first, by a seed."""
+"""Plans which fault comes when, from a seed, before the first."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from specray.errors import ConfigError
 
 
 class FaultKind(StrEnum):
-    """What is done to the service."""
+    """The kinds of faults."""
 
     DRAFT_KILL = "draft-kill"
     DRAFT_STOP = "draft-stop"
-    """Stopped for a while (SIGSTOP), then let go on."""
+    """Stopped for a while (SIGSTOP), then continued."""
     DRAFT_HANG = "draft-hang"
     """Stopped for a while, then killed."""
     DRAFT_PARTITION = "draft-partition"
-    """The cable of the draft's host is out for a while."""
+    """The cable of the draft's host is pulled for a while."""
     DRAFT_DELAY = "draft-delay"
     DRAFT_LOSS = "draft-loss"
     TARGET_KILL = "target-kill"
     TARGET_STOP = "target-stop"
-    """A rank is stopped for a while, then let go on, if it is still there."""
+    """A rank is stopped for a while, then continued, if it still exists."""
     ROUTER_KILL = "router-kill"
     NODE_REMOVE = "node-remove"
-    """The draft's node is lost with all its processes; another comes."""
+    """The draft's node is lost with all its processes; another one joins."""
     NODE_DRAIN = "node-drain"
-    """The draft's node is drained; another is there before."""
+    """The draft's node is drained; another one joins first."""
     DRAFT_UPGRADE = "draft-upgrade"
     """The draft gets another model while it serves."""
 
 
 ALL_FAULTS = "all"
 CLUSTER_FAULTS = frozenset({FaultKind.NODE_REMOVE, FaultKind.NODE_DRAIN, FaultKind.DRAFT_UPGRADE})
-"""They need a second node, or a service that is deployed as on a cluster."""
+"""Faults that need a second node, or a service that is deployed as on a cluster."""
 LINK_FAULTS = frozenset({FaultKind.DRAFT_PARTITION, FaultKind.DRAFT_DELAY, FaultKind.DRAFT_LOSS})
 HOLD_S = {
     FaultKind.DRAFT_STOP: (2.0, 5.0),
@@ -48,12 +48,12 @@ HOLD_S = {
     FaultKind.TARGET_STOP: (6.0, 8.0),
     FaultKind.NODE_REMOVE: (3.0, 5.0),
 }
-"""For how long a fault lasts; those that are not here are over at once."""
+"""Range of a fault's length in seconds, by kind; kinds that are missing are over at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedFault:
-    """One entry of the schedule; times in seconds, from the load's beginning."""
+    """One entry of the schedule; times in seconds from the load's beginning."""
 
     kind: FaultKind
     at_s: float
@@ -61,7 +61,7 @@ class PlannedFault:
 
 
 def possible_faults(bed: BedKind) -> tuple[FaultKind, ...]:
-    """What can be done on a bed."""
+    """Returns the kinds that a bed can have."""
     return tuple(
         kind
         for kind in FaultKind
@@ -71,7 +71,7 @@ def possible_faults(bed: BedKind) -> tuple[FaultKind, ...]:
 
 
 def parse_faults(text: str, bed: BedKind) -> tuple[FaultKind, ...]:
-    """``all``, or kinds with commas between. Raises ConfigError for one that the bed cannot have."""
+    """Reads ``all``, or kinds separated by commas. Raises ConfigError for one that the bed cannot have."""
     possible = possible_faults(bed)
     if text == ALL_FAULTS:
         return possible
@@ -87,7 +87,7 @@ def parse_faults(text: str, bed: BedKind) -> tuple[FaultKind, ...]:
 def plan_faults(
     kinds: Sequence[FaultKind], *, num_faults: int, first_s: float, last_s: float, seed: int
 ) -> tuple[PlannedFault, ...]:
-    """Faults at equal distances from ``first_s`` to ``last_s``; no kind comes twice more than another."""
+    """Plans faults at equal distances from ``first_s`` to ``last_s``; kinds come equally often, up to one."""
     if not kinds or not num_faults:
         return ()
     rng = random.Random(seed)

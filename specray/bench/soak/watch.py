@@ -1,4 +1,4 @@
-"""What is read from the outside while a soak runs: the service's metrics, its parts, its memory."""
+"""Watches a service from outside during a soak: its metrics, its parts, its memory."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ BUSY = ("specray_running_sessions", "specray_queue_depth")
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A service that is as it was."""
+    """A service that has recovered."""
 
     parts_s: float
-    """When all its processes were there and had loaded their models."""
+    """Time in seconds at which all its processes were back and had loaded their models."""
     speculation_s: float
-    """When, after that, tokens of the draft were seen to be verified."""
+    """Time in seconds at which, after that, draft tokens were seen to be verified."""
 
 
 def total(samples: Samples, name: str, **labels: str) -> float | None:
-    """The sum over all samples of a name with these labels; None: there is none."""
+    """Returns the sum over all samples of a name with these labels; None: there is none."""
     wanted = set(labels.items())
     values = [value for (sample, found), value in samples.items() if sample == name and wanted <= set(found)]
     return sum(values) if values else None
@@ -46,7 +46,7 @@ class Watch:
     """Readings of a whole soak.
 
     Args:
-        now_s: the soak's clock.
+        now_s: the soak's clock in seconds.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Watch:
 
     @property
     def draft_changes_s(self) -> list[float]:
-        """When rounds with tokens of the draft model were counted."""
+        """Times at which rounds with tokens of the draft model were counted."""
         return changes_of(self._drafts)
 
     async def metrics_for_ever(self) -> None:
@@ -75,7 +75,7 @@ class Watch:
             await asyncio.sleep(MEMORY_PERIOD_S)
 
     async def parts(self) -> tuple[Part, ...]:
-        """The service's living parts; what is known of them names their processes."""
+        """Returns the service's living parts, and learns the names of their processes."""
         parts = await self._bed.control.parts()
         self._roles |= {part.pid: part.role.value for part in parts}
         return parts
@@ -83,11 +83,13 @@ class Watch:
     async def wait_whole(
         self, *, killed: frozenset[int], timeout_s: float, ranks: int, drafts: int
     ) -> Whole | None:
-        """Until every part is there, and then the draft's rounds are counted again; None: too long.
+        """Waits until every part is back, and then for rounds of the draft; None: too long.
 
         Args:
-            killed: processes that are no parts any more, whatever the service says.
-            ranks: of the target.
+            killed: ids of processes that are no parts any more, whatever the service says.
+            timeout_s: longest wait in seconds.
+            ranks: tensor-parallel ranks of the target.
+            drafts: number of draft replicas.
         """
         end_s = self._now_s() + timeout_s
         parts_s: float | None = None
@@ -100,7 +102,7 @@ class Watch:
         return None
 
     async def blocks_when_idle(self) -> dict[str, float | None]:
-        """Blocks that an idle service still holds, by engine; it has a minute to become idle."""
+        """Returns the blocks that an idle service still holds, by engine; waits a minute for idleness."""
         blocks: dict[str, float | None] = dict.fromkeys(BLOCKS)
         end_s = self._now_s() + IDLE_TIMEOUT_S
         while self._now_s() < end_s:

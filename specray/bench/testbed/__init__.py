@@ -1,1 +1,1 @@
-"""Services on machines of their own making, to be hurt: Ray nodes as processes or as network namespaces."""
+"""Services to inject faults into, on Ray nodes of their own: processes or network namespaces."""

@@ -1,4 +1,4 @@
-"""Where a service under test lives, and what can be done to it there.
+"""Starts a service under test on a test bed, and offers the faults that are possible there.
 
 - ``processes``: one Ray node, as ``specray serve`` starts it; its processes can be killed and stopped.
 - ``cluster``: two Ray nodes that share this machine's address; the draft's can be removed too.
@@ -39,16 +39,17 @@ _SMALL = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """The draft's node can be lost whole and come back, or be replaced with notice."""
+    """The draft's nodes, which can be lost and replaced, or drained and replaced."""
 
     remove: Callable[[], Awaitable[None]]
-    """The oldest of them, with all its processes at once."""
+    """Removes the oldest node, with all its processes at once."""
     add: Callable[[], Awaitable[None]]
 
     async def replace(self, control: Control, node_id: str) -> None:
-        """Adds a node, drains the one with this id, and removes it when no part is left there.
+        """Adds a node, drains the one with this id, and removes it when no part is left on it.
 
-        Raises EngineLostError when parts stay there.
+        Raises:
+            EngineLostError: parts stay there.
         """
         await self.add()
         await control.call("drain", node_id)
@@ -62,22 +63,22 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The draft's cable."""
+    """The cable of the draft's host."""
 
     set_up: Callable[[bool], Awaitable[None]]
     impair: Callable[[float, float], Awaitable[None]]
-    """With the delay in milliseconds, each way, and the probability that a frame is lost; 0 and 0: sound."""
+    """Sets the delay in milliseconds, each way, and the probability that a frame is lost; 0 and 0: sound."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bed:
-    """A service that is ready to be hurt."""
+    """A service that is ready for faults."""
 
     kind: BedKind
     config: Config
     control: Control
     directory: Path
-    """Holds its configuration, what it printed, and Ray's own logs."""
+    """Directory of its configuration, its output and Ray's own logs."""
     nodes: Nodes | None = None
     link: Link | None = None
 
@@ -94,26 +95,27 @@ class Bed:
 async def open_bed(
     kind: BedKind, config: Config, *, seed: int = 0, directory: Path | None = None
 ) -> AsyncIterator[Bed]:
-    """The service, ready, for the length of the block; then every process that it started has ended.
+    """Runs the service while the block runs; then ends every process that it started.
 
     Args:
-        config: of the service; hosts, ports and placement are the bed's own.
-        seed: of the frames that a lossy cable loses.
-        directory: kept afterwards; default: a temporary one.
+        kind: kind of the bed.
+        config: configuration of the service; hosts, ports and placement are set by the bed.
+        seed: seed of the frames that a lossy cable loses.
+        directory: directory to keep; default: a temporary one.
 
     Raises:
-        ConfigError: this machine cannot, or the configuration is wrong.
+        ConfigError: this machine cannot do it, or the configuration is wrong.
         EngineLostError: the service did not start.
     """
     with contextlib.ExitStack() as stack:
         if directory is None:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="srb-")))
         stack.enter_context(adopting())
-        # A short path: sockets below it have names of at most 107 bytes.
+        # A short path: names of sockets below it may have 107 bytes.
         ray_directory = Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="srb-", ignore_cleanup_errors=True))
         )
-        # Away from whatever other Ray this machine runs.
+        # Separate from any other Ray on this machine.
         environment = {
             "RAY_TMPDIR": str(ray_directory),
             "RAY_ADDRESS": "",
@@ -125,7 +127,7 @@ async def open_bed(
             "GRPC_ENABLE_FORK_SUPPORT": "0",
             # Ray's agent keeps its metrics of every worker that has ever died; nobody reads them here.
             "RAY_enable_metrics_collection": "0",
-            # A line per call is in Serve's own files; it need not come through Ray as well.
+            # Serve's own files have a line per call; it need not come through Ray as well.
             "RAY_SERVE_LOG_TO_STDERR": "0",
         }
         if kind is BedKind.NAMESPACES:
@@ -204,7 +206,7 @@ def _with_ports(config: Config, host: str, http_port: int, grpc_port: int) -> Co
 
 
 def _placed(config: Config, *, listen: str = "loopback") -> Config:
-    """Drafts on the draft's node, everything else on the other."""
+    """Places drafts on the draft's node, and everything else on the other."""
 
     def on(options: dict[str, Any], resource: str) -> dict[str, Any]:
         return {**options, "resources": {resource: _SMALL}}

@@ -1,4 +1,4 @@
-"""The process that owns a service under test: its Ray driver, on whichever host that runs.
+"""The process that owns a service under test: the Ray driver, on whichever host it runs.
 
 Run as ``python -m specray.bench.testbed.control CONFIG --mode local|join|cluster``. It starts the service,
 writes one line of JSON when that is ready, and then answers lines of JSON until its standard input is closed;
@@ -25,10 +25,10 @@ from specray.errors import EngineLostError, SpecrayError
 from specray.rpc.workers.parent import end_with_parent
 
 DRAFT_RESOURCE = "specray_draft_node"
-"""What a node offers on which drafts may live, where there are several nodes."""
+"""Ray resource of nodes on which drafts may live, where there are several nodes."""
 TARGET_RESOURCE = "specray_target_node"
 NUM_CPUS_PER_NODE = 8
-"""Logical ones: on a laptop the parts share what there is."""
+"""Logical CPUs per node: on a laptop the parts share the cores."""
 DRAIN_DEADLINE_S = 60
 _NODE_MEMORY_BYTES = 100 * 1024 * 1024
 
@@ -37,7 +37,7 @@ Handler = Callable[..., Any]
 
 @contextmanager
 def serving(config: Config, mode: str) -> Iterator[dict[str, Handler]]:
-    """The service, ready; yields what can be asked of it."""
+    """Runs the service; yields the operations that can be asked for."""
     from specray.serving.launch import running_service
 
     if mode == "local":
@@ -57,10 +57,10 @@ def serving(config: Config, mode: str) -> Iterator[dict[str, Handler]]:
 
 @contextmanager
 def _cluster() -> Iterator[dict[str, Handler]]:
-    """A head node and one node for the draft, as processes that share this machine's address."""
+    """Starts a head node and one node for the draft, as processes that share this machine's address."""
     from ray.cluster_utils import Cluster
 
-    # Ray takes 127.0.0.1 for the machine's own address when it joins, so that is where these nodes are.
+    # Ray takes 127.0.0.1 for the machine's own address when it joins; so these nodes are there.
     shared: dict[str, Any] = {
         "num_cpus": NUM_CPUS_PER_NODE,
         "object_store_memory": _NODE_MEMORY_BYTES,
@@ -90,14 +90,14 @@ def _cluster() -> Iterator[dict[str, Handler]]:
 
 
 def _parts() -> list[dict[str, Any]]:
-    # The state API would need Ray's dashboard, whose processes are none of the service's.
+    # The state API would need Ray's dashboard, whose processes are not the service's.
     from ray._private.state import actors
 
     return [asdict(part) for part in living_parts(actors())]
 
 
 def _running() -> dict[str, int]:
-    """By deployment, replicas whose constructors have ended: they can be used."""
+    """Returns the number of replicas that are ready, by deployment."""
     from ray import serve
 
     from specray.serving.launch import APP_NAME
@@ -110,7 +110,7 @@ def _running() -> dict[str, int]:
 
 
 def _drain(node_id: str) -> None:
-    """Says that a node will go away: Ray puts nothing more there, and Serve moves its replicas."""
+    """Announces that a node will leave: Ray puts nothing more there, and Serve moves its replicas."""
     import ray
     from ray.core.generated import autoscaler_pb2
 
@@ -132,9 +132,9 @@ _HANDLERS: dict[str, Handler] = {"parts": _parts, "running": _running, "drain": 
 
 
 def answer(handlers: dict[str, Handler], lines: Iterator[str], write: Callable[[str], None]) -> None:
-    """Answers lines ``{"op": NAME, "arguments": [...]}``, until the last.
+    """Answers lines ``{"op": NAME, "arguments": [...]}`` until the last.
 
-    With ``{"value": ...}`` or ``{"error": TEXT}``, one line each.
+    An answer is one line, ``{"value": ...}`` or ``{"error": TEXT}``.
     """
     for line in lines:
         asked = json.loads(line)
@@ -152,7 +152,7 @@ def main() -> int:
     parser.add_argument("--mode", choices=("local", "join", "cluster"), required=True)
     arguments = parser.parse_args()
     end_with_parent(os.getppid())
-    # What libraries print must not get between the answers.
+    # Output of libraries must not mix with the answers.
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     lock = threading.Lock()

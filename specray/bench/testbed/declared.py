@@ -1,4 +1,4 @@
-"""An application as ``serve deploy`` gives it to Serve: one deployment of it can be changed while it runs."""
+"""Deploys an application as ``serve deploy`` does, so that a deployment can change while it runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Declaration:
         self._config: Config | None = None
 
     def deploy(self, config: Config) -> None:
-        """Returns before the service is ready."""
+        """Deploys the application; returns before it is ready."""
         self._config = config
         self._declare({})
 
@@ -53,6 +53,6 @@ class Declaration:
         }
         if draft:
             application["deployments"] = [{"name": "Draft", "user_config": {"draft": draft}}]
-        # As `serve deploy` does, which needs Ray's dashboard.
+        # As `serve deploy` does, but without Ray's dashboard, which that needs.
         client: Any = _get_global_client()
         client.deploy_apps(ServeDeploySchema.model_validate({"applications": [application]}))

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class BedKind(StrEnum):
-    """Where the service under test lives."""
+    """The place of the service under test."""
 
     PROCESSES = "processes"
     CLUSTER = "cluster"
@@ -14,9 +14,9 @@ class BedKind(StrEnum):
 
 
 class LinkKind(StrEnum):
-    """Of what a slow link between router and draft is made."""
+    """The way a link between router and draft is made slow."""
 
     RELAY = "relay"
-    """A process that passes bytes on, anywhere."""
+    """A process that passes bytes on; works anywhere."""
     NAMESPACES = "namespaces"
-    """The draft on a host of its own, whose cable is slow."""
+    """A host for the draft, with a slow cable."""

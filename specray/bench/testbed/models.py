@@ -1,4 +1,4 @@
-"""Another draft for a service under test."""
+"""Makes another draft for a service under test."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from specray.config import EngineConfig
 from specray.errors import EngineLostError
 
 NOISE = 0.02
-"""Of each weight's spread: what it drafts differs, and most of it is still accepted."""
+"""Noise as a share of each weight's spread: the draft differs, and most of its tokens are still accepted."""
 _SEED = 7
 
 
 def draft_path(draft: EngineConfig) -> Path:
-    """Where the service's own draft is. Raises EngineLostError: in no directory of this machine."""
+    """Returns the path of the service's own draft. Raises EngineLostError if it is not on this machine."""
     from specray.engine.runner.assembly import model_path
 
     path = Path(model_path(draft, "draft"))
@@ -24,7 +24,7 @@ def draft_path(draft: EngineConfig) -> Path:
 
 
 def make_other_draft(source: Path, destination: Path) -> Path:
-    """A draft of the same shape and tokenizer with other weights, made once; returns ``destination``.
+    """Makes a draft of the same shape and tokenizer with other weights, unless it exists.
 
     Raises:
         EngineLostError: it cannot be read or written.

@@ -1,4 +1,4 @@
-"""Network namespaces as hosts: one bridge, one cable per host, nothing that leads out of it.
+"""Network namespaces as hosts: one bridge, one cable per host, and no way out.
 
 All names carry this process's id, and everything is removed at the end. The hub, where the bridge lives, has
 no address and no route to the machine's own network: traffic cannot leave.
@@ -43,12 +43,12 @@ class Host:
     address: str
 
     def command(self, *arguments: str) -> tuple[str, ...]:
-        """What runs a command on this host."""
+        """Prefix of a command that runs it on this host."""
         return ("ip", "netns", "exec", self.namespace, *arguments)
 
 
 def obstacles() -> tuple[str, ...]:
-    """What this machine lacks for namespaces as hosts; empty: nothing."""
+    """Lists what this machine lacks for namespaces as hosts; empty: nothing."""
     if not sys.platform.startswith("linux"):
         return (f"Linux (this is {sys.platform})",)
     lacking = [name for name, bit in _CAPABILITIES.items() if not _capabilities() >> bit & 1]
@@ -61,7 +61,7 @@ def obstacles() -> tuple[str, ...]:
 
 
 def has_netem() -> bool:
-    """The kernel can delay and lose packets by itself."""
+    """True if the kernel can delay and lose packets by itself."""
     if shutil.which("tc") is None:
         return False
     with _namespace(f"{PREFIX}-{os.getpid()}-netem{next(_counter)}") as name:
@@ -69,7 +69,7 @@ def has_netem() -> bool:
 
 
 def impairment_obstacles() -> tuple[str, ...]:
-    """What lacks for delay and loss on a host's cable, besides what namespaces need; empty: nothing."""
+    """Lists what delay and loss on a cable need beyond namespaces and this machine lacks; empty: nothing."""
     if has_netem() or os.access("/dev/net/tun", os.R_OK | os.W_OK):
         return ()
     return ("the kernel's netem (module sch_netem) or /dev/net/tun",)
@@ -77,7 +77,7 @@ def impairment_obstacles() -> tuple[str, ...]:
 
 @contextmanager
 def entered(namespace: str) -> Iterator[None]:
-    """This thread, and those that it starts, are in a namespace for the length of the block."""
+    """Moves this thread, and those that it starts, into a namespace while the block runs."""
     libc = ctypes.CDLL(None, use_errno=True)
 
     def enter(descriptor: int) -> None:
@@ -104,12 +104,12 @@ class Network:
     """Hosts behind one bridge; a context manager that removes them with all their processes.
 
     Args:
-        names: of the hosts, in the order of their addresses.
-        impairable: the host whose cable can be slow and lossy.
-        seed: of the losses.
+        names: names of the hosts, in the order of their addresses.
+        impairable: host whose cable can be slow and lossy.
+        seed: seed of the losses.
 
     Raises:
-        ConfigError: the machine cannot; the message says what it lacks.
+        ConfigError: the machine cannot do it; the message says what is missing.
     """
 
     def __init__(self, names: Sequence[str], *, impairable: str | None = None, seed: int = 0) -> None:
@@ -199,13 +199,13 @@ class Network:
 
 
 def process_ids(namespace: str) -> tuple[int, ...]:
-    """Every process in a namespace, but not this one."""
+    """Returns every process in a namespace except this one."""
     listed = _run("ip", "netns", "pids", namespace)
     return tuple(int(word) for word in listed.split() if int(word) != os.getpid())
 
 
 def end_processes(namespace: str, *, timeout_s: float = 10.0) -> None:
-    """Kills every process of a host, as losing its power would; returns when they are gone."""
+    """Kills every process of a host, as a power failure would; returns when they have ended."""
     end_s = time.monotonic() + timeout_s
     while (pids := process_ids(namespace)) and time.monotonic() < end_s:
         for pid in pids:
@@ -215,7 +215,7 @@ def end_processes(namespace: str, *, timeout_s: float = 10.0) -> None:
 
 
 def remove_leftovers() -> None:
-    """Removes the namespaces of earlier runs that were killed before they could."""
+    """Removes namespaces of earlier runs that were killed before they could do so."""
     for path in Path("/run/netns").glob(f"{PREFIX}-*"):
         owner = path.name.split("-")[1]
         if owner.isdecimal() and not Path(f"/proc/{owner}").exists():
@@ -264,7 +264,7 @@ def _succeeds(*command: str) -> bool:
 
 
 def _run(*command: str) -> str:
-    """What a command prints. Raises EngineLostError with what it says when it fails."""
+    """Runs a command and returns its output. Raises EngineLostError with its message if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

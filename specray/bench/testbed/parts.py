@@ -1,4 +1,4 @@
-"""What a service says its processes are; nothing is looked up by the name of a program."""
+"""Finds the processes of a service by what Ray says of its actors, never by the name of a program."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Role(StrEnum):
-    """A part of the service that may be hurt."""
+    """A part of the service that may be hit by a fault."""
 
     INGRESS = "ingress"
     ROUTER = "router"
@@ -42,7 +42,7 @@ class Part:
 
 
 def living_parts(actors: Mapping[str, Mapping[str, Any]]) -> tuple[Part, ...]:
-    """The parts among Ray's actors (its actor table by actor id) that are alive, oldest first."""
+    """Returns the living parts among Ray's actors (its actor table by actor id), oldest first."""
     found = [
         (actor["StartTime"], Part(role, actor_id, actor["Pid"], actor["Address"]["NodeID"]))
         for actor_id, actor in actors.items()
@@ -52,10 +52,10 @@ def living_parts(actors: Mapping[str, Mapping[str, Any]]) -> tuple[Part, ...]:
 
 
 def role_of(class_name: str) -> Role | None:
-    """The role of an actor's class; a Serve replica is called ``ServeReplica:application:deployment``."""
+    """Returns the role of an actor's class; replicas are ``ServeReplica:application:deployment``."""
     return _ROLE_OF_CLASS.get(class_name.rsplit(":", 1)[-1].rsplit(".", 1)[-1])
 
 
 def of_role(parts: Iterable[Part], role: Role) -> tuple[Part, ...]:
-    """Those of one role, in their order."""
+    """Returns the parts of one role, in their order."""
     return tuple(part for part in parts if part.role is role)

@@ -1,4 +1,4 @@
-"""A Ray node on a host of its own, in the foreground of a process that ends with it."""
+"""Runs a Ray node on a host of its own, in the foreground of a process that ends with it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _OBJECT_STORE_BYTES = 100 * 1024 * 1024
 
 
 class RayHost:
-    """Starts Ray on one host, again after the host was lost.
+    """Starts Ray on one host, and again after the host was lost.
 
     Args:
-        resources: custom ones that the node offers.
-        head_port: this node is the head, and its GCS listens there; None: it joins ``head_address``.
-        environment: on top of this process's.
-        directory: for what Ray prints.
-        ray_directory: under it, each start has a directory of its own: hosts share no files.
+        resources: custom resources that the node offers.
+        head_port: port of the GCS, for a head node; None: this node joins ``head_address``.
+        environment: additional environment variables.
+        directory: directory for Ray's output.
+        ray_directory: directory with one below it for each start: hosts share no files.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class RayHost:
         )
 
     async def start(self) -> None:
-        """Returns when the node runs. Raises EngineLostError when it does not."""
+        """Starts the node; returns when it runs. Raises EngineLostError if it does not."""
         self._num_starts += 1
         own = self._ray_directory / f"{self._host.name}{self._num_starts}"
         own.mkdir()

@@ -1,4 +1,4 @@
-"""A service under test, wherever it runs: started, asked for its parts, and ended with all it started."""
+"""Runs a service under test, wherever it lives: starts it, asks for its parts, and ends everything."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LINE_BYTES = 1 << 20
 
 
 class Control:
-    """The other end of ``specray.bench.testbed.control``: one question at a time."""
+    """Client of ``specray.bench.testbed.control``: one question at a time."""
 
     def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
         self._process = process
@@ -37,16 +37,16 @@ class Control:
         return self._process.pid
 
     async def parts(self) -> tuple[Part, ...]:
-        """The living actors of the service, oldest first. Raises EngineLostError."""
+        """Returns the living actors of the service, oldest first. Raises EngineLostError."""
         return tuple(Part.from_json(values) for values in await self.call("parts"))
 
     async def running(self) -> dict[str, int]:
-        """Replicas by deployment that can be used. Raises EngineLostError."""
+        """Returns the number of ready replicas by deployment. Raises EngineLostError."""
         counts: dict[str, int] = await self.call("running")
         return counts
 
     async def call(self, operation: str, *arguments: str) -> Any:
-        """Raises EngineLostError when the operation fails, or is not done within a minute."""
+        """Runs an operation. Raises EngineLostError if it fails, or is not done within a minute."""
         assert self._process.stdin is not None
         async with self._lock:
             try:
@@ -59,7 +59,7 @@ class Control:
                 raise EngineLostError(f"the service's control process: {error}") from None
 
     async def read(self, timeout_s: float) -> Any:
-        """The next answer."""
+        """Reads the next answer."""
         assert self._process.stdout is not None
         try:
             async with asyncio.timeout(timeout_s):
@@ -91,9 +91,9 @@ async def controlled(
 
     Args:
         mode: local (a Ray of its own), cluster (two nodes of one) or join (``RAY_ADDRESS``).
-        directory: for its configuration and what it prints.
-        environment: on top of this process's.
-        prefix: what runs a command where the service is to be started.
+        directory: directory for its configuration and output.
+        environment: additional environment variables.
+        prefix: prefix of a command that runs it where the service is to be.
 
     Raises:
         EngineLostError: it did not start, or not in time.
@@ -122,7 +122,7 @@ async def controlled(
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Lets it end what it started, and ends it when it does not."""
+    """Lets it end what it started, and kills it if it does not."""
     assert process.stdin is not None
     process.stdin.close()
     try:

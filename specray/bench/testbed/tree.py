@@ -1,4 +1,4 @@
-"""Every process that descends from this one, also when those between have died; found by parentage alone."""
+"""Finds every descendant of this process by parentage, even if those in between have died."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ END_TIMEOUT_S = 10.0
 
 @contextmanager
 def adopting() -> Iterator[None]:
-    """For the length of the block, orphans among this process's descendants become its children.
+    """Adopts orphans among this process's descendants while the block runs.
 
-    So none of them can get away: :func:`descendants` sees all. Children that are there at the end and were
-    not at the beginning are killed, with all of theirs.
+    So none of them can get away: :func:`descendants` sees all. Children that were started in the block and
+    are left at its end are killed, with all of theirs.
     """
     libc = ctypes.CDLL(None)
     before = set(descendants(os.getpid()))
@@ -34,7 +34,7 @@ def adopting() -> Iterator[None]:
 
 
 def end_all(spared: set[int]) -> None:
-    """Kills every descendant of this process except those spared; returns when they are gone."""
+    """Kills every descendant of this process except those spared; returns when they have ended."""
     end_s = time.monotonic() + END_TIMEOUT_S
     while (left := set(descendants(os.getpid())) - spared) and time.monotonic() < end_s:
         for pid in left:
@@ -52,10 +52,10 @@ def reap(pids: set[int]) -> None:
 
 
 def reap_orphans() -> None:
-    """Collects dead processes that became this one's children when theirs had died.
+    """Collects dead processes that became this one's children when their parents died.
 
-    A dead process that nobody collects still has its id, and whoever waits for it to be gone waits for ever.
-    Children that this process started itself are left to it: they lead a session of their own.
+    A dead process that nobody collects keeps its id, and whoever waits for its end waits for ever. Children
+    that this process started itself are left alone: they lead a session of their own.
     """
     for path in Path("/proc").iterdir():
         if path.name.isdecimal() and (found := _stat(path)) is not None:
@@ -65,7 +65,7 @@ def reap_orphans() -> None:
 
 
 def descendants(pid: int) -> tuple[int, ...]:
-    """The ids of all living processes under ``pid``, which is not among them."""
+    """Returns the ids of all living processes below ``pid``, without ``pid``."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").iterdir():
         if path.name.isdecimal() and (found := _stat(path)) is not None:
@@ -91,6 +91,6 @@ def _stat(path: Path) -> _Stat | None:
         text = (path / "stat").read_text(encoding="ascii", errors="replace")
     except OSError:
         return None
-    # The name, in parentheses, may hold anything.
+    # The name, in parentheses, may contain anything.
     state, parent, _, session = text.rpartition(")")[2].split()[:4]
     return _Stat(int(parent), int(session), state == "Z")

@@ -1,10 +1,9 @@
 """A cable between two network namespaces that can be slow and lose frames, where the kernel has no netem.
 
-A process of its own with one TAP device in either namespace: what the kernel sends into one comes out of the
-other, late or not at all. It is a real cable to everything above it: TCP sees the loss and retransmits.
-
-Run as ``python -m specray.bench.testbed.wire``; lines of JSON on its standard input change it, and it ends
-when that is closed, as it is when its parent dies.
+A process with one TAP device in either namespace: what the kernel sends into one comes out of the other, late
+or not at all. To everything above it is a real cable: TCP sees the loss and retransmits. Run as ``python -m
+specray.bench.testbed.wire``; lines of JSON on its standard input change it, and it ends when that is closed,
+as when its parent dies.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _IFF_NO_PI = 0x1000
 
 @dataclass(frozen=True, slots=True)
 class Impairment:
-    """What a cable does to every frame, each way."""
+    """Effect of a cable on every frame, each way."""
 
     delay_ms: float = 0.0
     loss: float = 0.0
@@ -40,10 +39,10 @@ class Impairment:
 
 
 class Cable:
-    """Which frame leaves when; no I/O and no clock of its own.
+    """Schedule of the frames; no I/O and no clock of its own.
 
     Args:
-        seed: of the losses.
+        seed: seed of the losses.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -53,7 +52,7 @@ class Cable:
         self._num_frames = 0
 
     def send(self, end: int, frame: bytes, now_s: float) -> None:
-        """A frame came in at one end (0 or 1)."""
+        """Takes a frame that came in at one end (0 or 1)."""
         if self._random.random() < self.impairment.loss:
             return
         self._num_frames += 1
@@ -61,7 +60,7 @@ class Cable:
         heapq.heappush(self._waiting, (due_s, self._num_frames, 1 - end, frame))
 
     def due(self, now_s: float) -> list[tuple[int, bytes]]:
-        """What leaves now: the end where it comes out, and the frame; oldest first."""
+        """Returns what leaves now: the end where it comes out, and the frame; oldest first."""
         frames = []
         while self._waiting and self._waiting[0][0] <= now_s:
             _, _, end, frame = heapq.heappop(self._waiting)
@@ -69,12 +68,12 @@ class Cable:
         return frames
 
     def next_due_s(self) -> float | None:
-        """When the next frame leaves; None: none waits."""
+        """Returns the time in seconds when the next frame leaves; None: none waits."""
         return self._waiting[0][0] if self._waiting else None
 
 
 def open_tap(namespace: str, device: str) -> int:
-    """A descriptor of a new TAP device in a namespace; the device lives as long as it. Raises OSError."""
+    """Opens a new TAP device in a namespace; it lives as long as the returned descriptor. Raises OSError."""
     with entered(namespace):
         descriptor = os.open(_TUN_DEVICE, os.O_RDWR | os.O_NONBLOCK)
         try:

@@ -1,4 +1,4 @@
-"""``specray bench compare``: specray and its peers in one run."""
+"""``specray bench compare``: specray and other inference servers over the same prompts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specray.bench.load.prompts import Dataset
+from specray.cli import options
 from specray.cli.ending import run_until_told
 from specray.errors import ConfigError
 
@@ -30,35 +31,33 @@ _ARM_HELP = (
 )
 
 
-Out = Annotated[
-    Path, typer.Option(help="Directory for the report; a run that is there already is continued.")
-]
+Out = Annotated[Path, typer.Option(help="Directory for the report; a run that is there is continued.")]
 Checkpoint = Annotated[str, typer.Option(help="Checkpoint directory, or embedded.")]
-VllmPython = Annotated[Path | None, typer.Option(help="Interpreter of the environment with vLLM in it.")]
-LlamaCppSource = Annotated[Path | None, typer.Option(help="llama.cpp's source, built in build/.")]
+VllmPython = Annotated[Path | None, typer.Option(help="Python interpreter of an environment with vLLM.")]
+LlamaCppSource = Annotated[
+    Path | None, typer.Option(help="Source directory of llama.cpp, which is built in its build/.")
+]
 Arms = Annotated[list[str] | None, typer.Option(help=_ARM_HELP)]
-PromptSource = Annotated[Dataset, typer.Option(help="Where prompts come from.")]
-PromptPath = Annotated[Path | None, typer.Option(help="The data set's file (JSON lines, .gz too).")]
 Concurrencies = Annotated[
     list[int] | None, typer.Option(min=1, help="Requests at a time; may be repeated. Default: 1 4 8 16 32.")
 ]
 Temperatures = Annotated[
-    list[float] | None, typer.Option(min=0, max=2, help="May be repeated. Default: 0 0.7 1.")
+    list[float] | None,
+    typer.Option(min=0, max=2, help="Sampling temperature; may be repeated. Default: 0 0.7 1."),
 ]
-Turns = Annotated[int, typer.Option(min=1, help="Passes of every arm, in turns.")]
-Prompts = Annotated[int, typer.Option(min=1, help="Least requests of a pass.")]
-MaxTokens = Annotated[int, typer.Option(min=2, help="New tokens per prompt.")]
-Warmup = Annotated[int, typer.Option(min=1, help="Requests after each start, not counted.")]
+Turns = Annotated[int, typer.Option(min=1, help="Passes per arm, in turns.")]
+Prompts = Annotated[int, typer.Option(min=1, help="Minimum requests per pass.")]
+MaxTokens = Annotated[int, typer.Option(min=2, help="Output tokens per prompt.")]
+Warmup = Annotated[int, typer.Option(min=1, help="Requests after each start that are not counted.")]
 FreshPrompts = Annotated[
-    bool, typer.Option(help="No prompt comes twice to a server; without, prefix caches know them all.")
+    bool, typer.Option(help="Send no prompt to a server twice, so that no prefix cache knows it.")
 ]
-Threads = Annotated[int | None, typer.Option(min=1, help="Of every target; default: cores.")]
-MaxModelLen = Annotated[int, typer.Option(min=32, help="Most tokens of one sequence.")]
-StartTimeout = Annotated[float, typer.Option(min=1, help="For a server to be ready.")]
-RequestTimeout = Annotated[float, typer.Option(min=1, help="For one request.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads of every target; default: all cores.")]
+MaxModelLen = Annotated[int, typer.Option(min=32, help="Maximum tokens of a sequence.")]
+StartTimeout = Annotated[float, typer.Option(min=1, help="Seconds allowed for the start of a server.")]
 TimeLimit = Annotated[
     float | None,
-    typer.Option(min=0, help="After so long start no more servers; run again to go on from there."),
+    typer.Option(min=0, help="Seconds after which no server is started any more; run again to go on."),
 ]
 
 
@@ -69,8 +68,8 @@ def compare(
     vllm_python: VllmPython = None,
     llama_cpp: LlamaCppSource = None,
     arm: Arms = None,
-    dataset: PromptSource = Dataset.BUILTIN,
-    dataset_path: PromptPath = None,
+    dataset: options.PromptSource = Dataset.BUILTIN,
+    dataset_path: options.PromptPath = None,
     concurrency: Concurrencies = None,
     temperature: Temperatures = None,
     num_turns: Turns = 2,
@@ -81,12 +80,12 @@ def compare(
     num_threads: Threads = None,
     max_model_len: MaxModelLen = 1024,
     start_timeout_s: StartTimeout = 600.0,
-    timeout_s: RequestTimeout = 600.0,
+    timeout_s: options.RequestTimeout = 600.0,
     time_limit_s: TimeLimit = None,
 ) -> None:
-    """Measure specray and the peers that are installed over the same prompts, in turns, in one report.
+    """Compare specray with the other inference servers that are installed, over the same prompts.
 
-    Every arm's server is started, measured and stopped, one after another, in every turn.
+    In every turn the server of each arm is started, measured and stopped, one after another.
     """
     from specray.bench.compare.peers import Setup, parse_arm
     from specray.bench.compare.run import ComparePlan
@@ -128,15 +127,12 @@ def _systems(vllm_python: Path | None, llama_cpp: Path | None) -> dict[str, Syst
     return {system.name: system for system in systems}
 
 
-def _make_directory(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {out}: {error.strerror}") from None
-
-
 def _checkpoint(name: str, option: str) -> Path:
-    """The directory; peers read it themselves, so a name of a hub does not do."""
+    """Finds the checkpoint's directory. A hub id is refused: the other servers read the files themselves.
+
+    Raises:
+        ConfigError: the directory has no config.json.
+    """
     from specray.config import EMBEDDED
     from specray.demo.paths import demo_draft_path, demo_target_path
 
@@ -149,7 +145,7 @@ def _checkpoint(name: str, option: str) -> Path:
 
 
 def _conditions(plan: ComparePlan, setup: Setup, dataset: Dataset) -> dict[str, object]:
-    """What all passes of a run have in common, for the journal and the report."""
+    """Collects what all passes of a run have in common, for the journal and the report."""
     from specray.bench.compare.run import checkpoint_digest
 
     return {
@@ -173,17 +169,18 @@ def _run_and_report(
     conditions: dict[str, object],
     time_limit_s: float | None,
 ) -> int:
-    """Measures the arms whose systems are there; returns the exit code."""
+    """Measures the arms whose systems are installed; returns the exit code."""
     from rich.console import Console
 
     from specray.bench.compare.journal import Journal
     from specray.bench.compare.report import Report, markdown, write_report
     from specray.bench.compare.run import compare as measure
+    from specray.cli.output import make_directory
 
     out, console = setup.work_dir, Console(stderr=True)
     wanted = dict.fromkeys(arm.system for arm in plan.arms)
     absent = {name: reason for name in wanted if (reason := systems[name].absence()) is not None}
-    _make_directory(out)
+    make_directory(out, "--out")
     journal = Journal(out / "passes.jsonl", conditions)
     for name in wanted:
         if name not in absent:

@@ -1,61 +1,71 @@
-"""``specray bench overload``: a running server at a multiple of what it can do."""
+"""``specray bench overload``: a running server under more load than it can serve."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from specray.bench.load.prompts import Dataset
+from specray.cli import options
+
+if TYPE_CHECKING:
+    from specray.bench.load.overload import OverloadPlan, OverloadResult
+
+HttpUrl = Annotated[str, typer.Option(help="URL of the running server, http only.")]
+Concurrency = Annotated[int, typer.Option(min=1, help="Requests at a time while the capacity is measured.")]
+Warmup = Annotated[float, typer.Option(min=0, max=3600, help="Seconds of load before anything counts.")]
+CapacityDuration = Annotated[
+    float, typer.Option(min=1, max=3600, help="Seconds for which the capacity is measured, in a closed loop.")
+]
+Rate = Annotated[
+    float | None, typer.Option(min=0.001, help="Capacity in requests per second; default: as measured.")
+]
+Factor = Annotated[
+    float, typer.Option(min=0.1, max=1000, help="Arrival rate, as a multiple of the capacity.")
+]
+Duration = Annotated[float, typer.Option(min=1, max=3600, help="Seconds of overload.")]
+MaxRequests = Annotated[int, typer.Option(min=1, help="Maximum requests during the overload.")]
+MaxTokens = Annotated[int, typer.Option(min=2, help="Output tokens per request.")]
+Tenants = Annotated[
+    list[str] | None, typer.Option(help="Tenant that sends requests, in turn with others; may be repeated.")
+]
+Output = Annotated[Path | None, typer.Option("--output", "--json", help="File for the results (JSON).")]
 
 
 def overload(
-    url: Annotated[str, typer.Option(help="The server, http only.")] = "http://127.0.0.1:8000",
-    dataset: Annotated[Dataset, typer.Option(help="Where prompts come from.")] = Dataset.BUILTIN,
-    dataset_path: Annotated[
-        Path | None, typer.Option(help="The data set's file (JSON lines, .gz too).")
-    ] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Different ones.")] = 12,
-    concurrency: Annotated[
-        int, typer.Option(min=1, help="Requests at a time that make up its capacity.")
-    ] = 64,
-    warmup: Annotated[
-        float, typer.Option(min=0, max=3600, help="Seconds of the same loop before, which do not count.")
-    ] = 20.0,
-    capacity_duration: Annotated[
-        float, typer.Option(min=1, max=3600, help="Seconds at capacity, in a closed loop.")
-    ] = 20.0,
-    rate: Annotated[
-        float | None, typer.Option(min=0.001, help="Requests/s that are its capacity; default: as measured.")
-    ] = None,
-    factor: Annotated[float, typer.Option(min=0.1, max=1000, help="Arrivals, as a multiple of it.")] = 10.0,
-    duration: Annotated[float, typer.Option(min=1, max=3600, help="Seconds of overload.")] = 60.0,
-    max_requests: Annotated[int, typer.Option(min=1, help="Of the overload, at most.")] = 100_000,
-    max_tokens: Annotated[int, typer.Option(min=2, help="New tokens per request.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
-    tenant: Annotated[
-        list[str] | None, typer.Option(help="Requests go round among these tenants; may be repeated.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of arrivals and requests.")] = 0,
-    timeout_s: Annotated[float, typer.Option(min=1, help="For one request.")] = 120.0,
-    output: Annotated[
-        Path | None, typer.Option("--output", "--json", help="Write the results there.")
-    ] = None,
+    url: HttpUrl = options.DEFAULT_URL,
+    dataset: options.PromptSource = Dataset.BUILTIN,
+    dataset_path: options.PromptPath = None,
+    num_prompts: options.NumPrompts = 12,
+    concurrency: Concurrency = 64,
+    warmup: Warmup = 20.0,
+    capacity_duration: CapacityDuration = 20.0,
+    rate: Rate = None,
+    factor: Factor = 10.0,
+    duration: Duration = 60.0,
+    max_requests: MaxRequests = 100_000,
+    max_tokens: MaxTokens = 128,
+    temperature: options.Temperature = 0.0,
+    tenant: Tenants = None,
+    seed: options.Seed = 0,
+    timeout_s: options.RequestTimeout = 120.0,
+    output: Output = None,
 ) -> None:
-    """Measure what a running server does with ten times more than it can: who is served, who is refused.
+    """Measure a running server at ten times its capacity: who is served, and who is refused.
 
-    First its capacity in a closed loop, then a multiple of that rate, whatever it answers. Run it on another
-    machine where there is one: the load is generated on the same cores otherwise.
+    The capacity is measured first, in a closed loop; then requests arrive at a multiple of that rate,
+    whatever the server answers. Run it on another machine than the server's, if you can: the load takes
+    cores of its own.
     """
     from rich.console import Console
-    from rich.progress import Progress
 
-    from specray.bench.load.overload import OverloadPlan, measure_overload
+    from specray.bench.load.overload import OverloadPlan
     from specray.bench.load.overload_report import memory_table, overload_table
     from specray.bench.load.prompts import load_prompts
-    from specray.cli.bench.app import write_json
+    from specray.cli.output import write_json
 
     plan = OverloadPlan(
         url=url,
@@ -73,16 +83,25 @@ def overload(
         seed=seed,
         timeout_s=timeout_s,
     )
+    result = _measure(plan)
     console = Console()
+    console.print(overload_table(result))
+    memory = memory_table(result)
+    if memory is not None:
+        console.print(memory)
+    write_json(result.as_json(), output)
+
+
+def _measure(plan: OverloadPlan) -> OverloadResult:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from specray.bench.load.overload import measure_overload
+
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("capacity", total=1.0)
 
         def show(name: str, share: float) -> None:
             progress.update(task, description=name, completed=share)
 
-        result = asyncio.run(measure_overload(plan, show))
-    console.print(overload_table(result))
-    memory = memory_table(result)
-    if memory is not None:
-        console.print(memory)
-    write_json(result.as_json(), output)
+        return asyncio.run(measure_overload(plan, show))

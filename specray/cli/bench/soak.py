@@ -1,4 +1,4 @@
-"""``specray bench soak``: a mixed load on a service of its own, which is hurt on a schedule."""
+"""``specray bench soak``: a mixed load on a service whose parts fail on a schedule."""
 
 from __future__ import annotations
 
@@ -8,84 +8,84 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specray.bench.testbed.kinds import BedKind
+from specray.cli import options
 from specray.cli.ending import run_until_told
-from specray.cli.serve import Setting
-from specray.errors import ConfigError
 
 if TYPE_CHECKING:
     from specray.bench.soak.run import Plan, SoakResult
+    from specray.config import Config
 
-_FILE_WIDTH = 120
-"""Of the tables where no terminal says how wide it is."""
+Duration = Annotated[
+    float, typer.Option(min=10, max=86_400, help="Seconds of load; it goes on until the last fault is over.")
+]
+Faults = Annotated[str, typer.Option(help="Kinds of faults, separated by commas; or all, none.")]
+NumFaults = Annotated[int, typer.Option(min=0, max=10_000, help="Number of faults in all.")]
+Testbed = Annotated[
+    BedKind,
+    typer.Option(help="processes: one node; cluster: two nodes; namespaces: two hosts (needs root)."),
+]
+Ranks = Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks of the target.")]
+Replicas = Annotated[int, typer.Option(min=1, help="Number of draft actors.")]
+NumClients = Annotated[int, typer.Option(min=1, max=256, help="Requests at a time.")]
+NumCases = Annotated[int, typer.Option(min=1, max=1000, help="Number of different requests.")]
+CancelShare = Annotated[
+    float, typer.Option(min=0, max=1, help="Share of the requests that their clients cancel.")
+]
+Calm = Annotated[float, typer.Option(min=0, help="Seconds of load before the first fault.")]
+Warmup = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        help="Age of a process in seconds from which its memory is compared. If every kind of fault comes at "
+        "least twice, each kind must have come once before, too.",
+    ),
+]
+RecoveryTimeout = Annotated[
+    float, typer.Option(min=1, help="Seconds in which the service must be whole again after a fault.")
+]
+MaxRequests = Annotated[int, typer.Option(min=1, help="Maximum requests in all.")]
+MaxGrowth = Annotated[float, typer.Option(min=0, help="Share of its memory by which a process may grow.")]
+Logs = Annotated[Path | None, typer.Option(help="Directory for the logs of the service.")]
 
 
 def soak(
-    duration: Annotated[
-        float,
-        typer.Option(min=10, max=86_400, help="Seconds of load, and more until the last fault is over."),
-    ] = 600.0,
-    faults: Annotated[str, typer.Option(help="all, or kinds with commas between; none: no faults.")] = "all",
-    num_faults: Annotated[int, typer.Option(min=0, max=10_000, help="Over the whole time.")] = 30,
-    seed: Annotated[int, typer.Option(help="Of the requests and of the schedule.")] = 0,
-    testbed: Annotated[
-        BedKind, typer.Option(help="processes: one node; cluster: two; namespaces: two hosts (needs root).")
-    ] = BedKind.PROCESSES,
-    target: Annotated[str | None, typer.Option(help="Target model: path or hub id.")] = None,
-    draft: Annotated[str | None, typer.Option(help="Draft model: path or hub id.")] = None,
-    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Ranks of the target.")] = 1,
-    num_draft_replicas: Annotated[int, typer.Option(min=1, help="Draft actors.")] = 1,
-    num_clients: Annotated[int, typer.Option(min=1, max=256, help="Requests at a time.")] = 4,
-    num_cases: Annotated[int, typer.Option(min=1, max=1000, help="Different requests.")] = 24,
-    cancel_share: Annotated[
-        float, typer.Option(min=0, max=1, help="Of the requests, left by their clients.")
-    ] = 0.15,
-    calm: Annotated[float, typer.Option(min=0, help="Seconds of load before the first fault.")] = 20.0,
-    warmup: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            help="Seconds of a process's life before its memory is compared. Where every kind of fault comes "
-            "twice or more, it is not compared before the first of each, either.",
-        ),
-    ] = 120.0,
-    recovery_timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds for the service to be whole again after a fault.")
-    ] = 60.0,
-    max_requests: Annotated[int, typer.Option(min=1, help="No more are sent.")] = 20_000,
-    max_growth: Annotated[float, typer.Option(min=0, help="Share by which no process may grow.")] = 0.02,
-    logs: Annotated[Path | None, typer.Option(help="Directory for what the service prints.")] = None,
-    settings: Setting = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the results there.")] = None,
+    duration: Duration = 600.0,
+    faults: Faults = "all",
+    num_faults: NumFaults = 30,
+    seed: options.Seed = 0,
+    testbed: Testbed = BedKind.PROCESSES,
+    target: options.TargetModel = None,
+    draft: options.DraftModel = None,
+    tensor_parallel_size: Ranks = 1,
+    num_draft_replicas: Replicas = 1,
+    num_clients: NumClients = 4,
+    num_cases: NumCases = 24,
+    cancel_share: CancelShare = 0.15,
+    calm: Calm = 20.0,
+    warmup: Warmup = 120.0,
+    recovery_timeout: RecoveryTimeout = 60.0,
+    max_requests: MaxRequests = 20_000,
+    max_growth: MaxGrowth = 0.02,
+    logs: Logs = None,
+    settings: options.Settings = None,
+    json_path: options.JsonPath = None,
 ) -> None:
     """Hold a mixed load on a service of its own while its parts are killed, stopped and cut off.
 
-    Every output is compared with that of a run without faults and without speculation. Exits with 1 when a
-    request failed for which no Router's death is an excuse, a token was wrong, a block was not freed, a
-    process grew, or the service did not recover.
+    Every output is compared with the output of a run without faults and without speculation. Exits with 1
+    if a request failed that no Router's death excuses, a token was wrong, a block was not freed, a process
+    grew, or the service did not recover.
     """
     from specray.bench.soak.run import Plan
     from specray.bench.soak.schedule import parse_faults
-    from specray.cli.settings import build_config, pair_options
+    from specray.cli.output import make_directory
 
     kinds = () if faults == "none" else parse_faults(faults, testbed)
-    options = pair_options(
-        target=target, draft=draft, dtype="float32", max_model_len=512, num_threads=1,
-        num_speculative_tokens="4", overlap="auto",
-    ) | {
-        "target.tensor_parallel_size": tensor_parallel_size,
-        "draft.num_replicas": num_draft_replicas,
-        # Caches of a size that the load fills in its first minute: memory is not flat before.
-        "target.max_num_seqs": 2 * num_clients,
-        "draft.max_num_seqs": 2 * num_clients,
-        "router.round_timeout_s": 2.0,
-        "router.verify_timeout_s": 5.0,
-        "router.start_timeout_s": 120.0,
-    }  # fmt: skip
     if logs is not None:
-        _make_directory(logs)
+        make_directory(logs, "--logs")
     plan = Plan(
         bed=testbed,
-        config=build_config(None, options, settings or []),
+        config=_config(target, draft, tensor_parallel_size, num_draft_replicas, num_clients, settings or []),
         kinds=kinds,
         duration_s=duration,
         num_faults=num_faults,
@@ -102,6 +102,32 @@ def soak(
     raise typer.Exit(_report(_run(plan), max_growth, json_path))
 
 
+def _config(
+    target: str | None,
+    draft: str | None,
+    tensor_parallel_size: int,
+    num_draft_replicas: int,
+    num_clients: int,
+    settings: list[str],
+) -> Config:
+    from specray.cli.settings import build_config, pair_options
+
+    values = pair_options(
+        target=target, draft=draft, dtype="float32", max_model_len=512, num_threads=1,
+        num_speculative_tokens="4", overlap="auto",
+    ) | {
+        "target.tensor_parallel_size": tensor_parallel_size,
+        "draft.num_replicas": num_draft_replicas,
+        # Caches that the load fills in its first minute; until then memory grows.
+        "target.max_num_seqs": 2 * num_clients,
+        "draft.max_num_seqs": 2 * num_clients,
+        "router.round_timeout_s": 2.0,
+        "router.verify_timeout_s": 5.0,
+        "router.start_timeout_s": 120.0,
+    }  # fmt: skip
+    return build_config(None, values, settings)
+
+
 def _run(plan: Plan) -> SoakResult:
     from rich.console import Console
 
@@ -116,14 +142,10 @@ def _run(plan: Plan) -> SoakResult:
 
 
 def _report(result: SoakResult, max_growth: float, json_path: Path | None) -> int:
-    from rich.console import Console
-
     from specray.bench.soak.report import as_json, problems, soak_tables
-    from specray.cli.bench.app import write_json
+    from specray.cli.output import wide_console, write_json
 
-    console = Console()
-    if not console.is_terminal:
-        console.width = _FILE_WIDTH
+    console = wide_console()
     console.print(soak_tables(result))
     write_json(as_json(result, max_growth=max_growth), json_path)
     found = problems(result, max_growth=max_growth)
@@ -132,10 +154,3 @@ def _report(result: SoakResult, max_growth: float, json_path: Path | None) -> in
     if not found:
         console.print("all held", highlight=False)
     return 1 if found else 0
-
-
-def _make_directory(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--logs {path}: {error.strerror}") from None

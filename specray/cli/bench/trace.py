@@ -1,4 +1,4 @@
-"""``specray bench trace``: what the router decided, and a timeline of draft and target."""
+"""``specray bench trace``: the router's decisions, and a timeline of draft and target."""
 
 from __future__ import annotations
 
@@ -8,70 +8,70 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specray.bench.load.prompts import Dataset
-from specray.cli.bench.overlap import cores
-from specray.cli.serve import Setting
+from specray.bench.load.prompts import Dataset, load_prompts
+from specray.cli import options
+from specray.cli.bench.overlap import DraftCores, MaxModelLen, TargetCores, cores
 from specray.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from specray.bench.overlap.timeline import Timeline
     from specray.bench.report.timeline_chart import Window
+    from specray.config import Config
+    from specray.router.trace import TraceEvent
 
 TRACE_EVENTS = 200_000
-"""Kept for a load of our own."""
-_FILE_WIDTH = 120
-"""Of the tables where no terminal says how wide it is."""
+"""Maximum events kept of a load that this command makes itself."""
+
+TraceFile = Annotated[Path | None, typer.Option(help="A trace that was saved with --jsonl.")]
+TraceUrl = Annotated[str | None, typer.Option(help="URL of a server that runs with router.trace_events.")]
+NumPrompts = Annotated[int, typer.Option(min=1, help="Number of requests.")]
+NumSessions = Annotated[int, typer.Option(min=1, help="Requests at a time.")]
+StartMs = Annotated[
+    float | None,
+    typer.Option(min=0, help="Start of the plot in the trace, in ms; default: it shows the trace's end."),
+]
+LengthMs = Annotated[float, typer.Option(min=0.1, help="Length of the plot in ms.")]
+SvgPath = Annotated[Path, typer.Option(help="File for the plot.")]
+JsonlPath = Annotated[Path | None, typer.Option(help="File for the trace itself (JSON lines).")]
 
 
 def trace(
-    file: Annotated[Path | None, typer.Option(help="A trace that was saved with --jsonl.")] = None,
-    url: Annotated[str | None, typer.Option(help="A running server with router.trace_events set.")] = None,
-    target: Annotated[str, typer.Option(help="Without --file and --url: path, hub id, or embedded.")] = (
-        "embedded"
-    ),
-    draft: Annotated[str, typer.Option(help="Path, hub id, or embedded.")] = "embedded",
-    target_cores: Annotated[str | None, typer.Option(help="Cores of the target: 0 or 0,1.")] = None,
-    draft_cores: Annotated[str | None, typer.Option(help="Cores of the draft: 0 or 0,1.")] = None,
-    overlap: Annotated[str, typer.Option(help="serial, ahead, enumerate or auto.")] = "auto",
-    num_speculative_tokens: Annotated[str, typer.Option(help="0..32 or auto.")] = "auto",
-    dataset: Annotated[Dataset, typer.Option(help="Where prompts come from.")] = Dataset.BUILTIN,
-    dataset_path: Annotated[
-        Path | None, typer.Option(help="The data set's file (JSON lines, .gz too).")
-    ] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Requests in all.")] = 2,
-    num_sessions: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 1,
-    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens per prompt.")] = 96,
-    max_model_len: Annotated[int, typer.Option(min=16, help="Most tokens of one sequence.")] = 1024,
-    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
-    settings: Setting = None,
-    start_ms: Annotated[
-        float | None, typer.Option(min=0, help="Where the plot begins; default: it ends with the trace.")
-    ] = None,
-    length_ms: Annotated[float, typer.Option(min=0.1, help="How much it shows.")] = 300.0,
-    svg: Annotated[Path, typer.Option(help="The plot is written there.")] = Path("trace.svg"),
-    jsonl: Annotated[Path | None, typer.Option(help="The trace itself is written there.")] = None,
+    file: TraceFile = None,
+    url: TraceUrl = None,
+    target: options.TargetModel = "embedded",
+    draft: options.DraftModel = "embedded",
+    target_cores: TargetCores = None,
+    draft_cores: DraftCores = None,
+    overlap: options.OverlapMode = "auto",
+    num_speculative_tokens: options.NumSpeculativeTokens = "auto",
+    dataset: options.PromptSource = Dataset.BUILTIN,
+    dataset_path: options.PromptPath = None,
+    num_prompts: NumPrompts = 2,
+    num_sessions: NumSessions = 1,
+    max_tokens: options.MaxTokens = 96,
+    max_model_len: MaxModelLen = 1024,
+    temperature: options.Temperature = 0.0,
+    settings: options.Settings = None,
+    start_ms: StartMs = None,
+    length_ms: LengthMs = 300.0,
+    svg: SvgPath = Path("trace.svg"),
+    jsonl: JsonlPath = None,
 ) -> None:
     """Plot when draft and target worked, and print what the router decided.
 
-    The trace comes from a file, from a running server, or from a short load on a pair of its own.
+    The trace comes from --file, from a running server (--url), or else from a short load on a pair that this
+    command starts; the options for models, prompts and speculation are for that pair.
     """
-    from rich.console import Console
-
-    from specray.bench.load.prompts import load_prompts
-    from specray.bench.overlap import trace as traces
-    from specray.bench.overlap.timeline import make_timeline, summarize
-    from specray.bench.report.timeline_chart import draw_timeline
     from specray.cli.settings import build_config
-    from specray.router.trace import decode_trace, encode_trace
 
     if file is not None and url is not None:
         raise ConfigError("--file and --url are both given; allowed: one of them, or neither")
-    if file is not None:
-        events = decode_trace(traces.read(file))
-    elif url is not None:
-        events = decode_trace(asyncio.run(traces.fetch(url)))
+    if file is not None or url is not None:
+        events = _read(file, url)
     else:
-        options: dict[str, object] = {
+        values: dict[str, object] = {
             "target.model": target,
             "draft.model": draft,
             "target.max_model_len": max_model_len,
@@ -82,23 +82,48 @@ def trace(
             "speculation.num_speculative_tokens": num_speculative_tokens,
             "router.trace_events": TRACE_EVENTS,
         }
-        config = build_config(None, options, settings or [])
+        config = build_config(None, values, settings or [])
         prompts = load_prompts(dataset, dataset_path, num_prompts)
-        with Console(stderr=True).status("starting the pair"):
-            events = asyncio.run(
-                traces.record(
-                    config,
-                    prompts,
-                    num_sessions=num_sessions,
-                    max_tokens=max_tokens,
-                    temperature=temperature,
-                )
-            )
+        events = _record(config, prompts, num_sessions, max_tokens, temperature)
+    _show(events, start_ms, length_ms, svg, jsonl)
+
+
+def _read(file: Path | None, url: str | None) -> list[TraceEvent]:
+    from specray.bench.overlap import trace as traces
+    from specray.router.trace import decode_trace
+
+    if file is not None:
+        return decode_trace(traces.read(file))
+    assert url is not None, "a trace is read from a file or a server"
+    return decode_trace(asyncio.run(traces.fetch(url)))
+
+
+def _record(
+    config: Config, prompts: Sequence[str], num_sessions: int, max_tokens: int, temperature: float
+) -> list[TraceEvent]:
+    from rich.console import Console
+
+    from specray.bench.overlap.trace import record
+
+    with Console(stderr=True).status("starting the pair"):
+        return asyncio.run(
+            record(config, prompts, num_sessions=num_sessions, max_tokens=max_tokens, temperature=temperature)
+        )
+
+
+def _show(
+    events: list[TraceEvent], start_ms: float | None, length_ms: float, svg: Path, jsonl: Path | None
+) -> None:
+    """Prints the tables, and writes the plot and, if asked for, the trace."""
+    from specray.bench.overlap import trace as traces
+    from specray.bench.overlap.timeline import make_timeline, summarize
+    from specray.bench.report.timeline_chart import draw_timeline
+    from specray.cli.output import wide_console, write_text
+    from specray.router.trace import encode_trace
+
     timeline = make_timeline(events)
     summary = summarize(timeline, events)
-    console = Console()
-    if not console.is_terminal:
-        console.width = _FILE_WIDTH
+    console = wide_console()
     console.print(traces.summary_table(summary))
     if summary.reasons:
         console.print(traces.reasons_table(summary))
@@ -106,9 +131,9 @@ def trace(
     if timeline.decisions:
         console.print(traces.decisions_table(timeline))
     if jsonl is not None:
-        _write(jsonl, encode_trace(events), "--jsonl")
+        write_text(jsonl, encode_trace(events), "--jsonl")
     window = _window(timeline, start_ms, length_ms)
-    _write(svg, draw_timeline(timeline, summary, window, title="Draft and target"), "--svg")
+    write_text(svg, draw_timeline(timeline, summary, window, title="Draft and target"), "--svg")
     console.print(f"timeline: {svg}", highlight=False)
 
 
@@ -124,10 +149,3 @@ def _window(timeline: Timeline, start_ms: float | None, length_ms: float) -> Win
     if start_ns >= timeline.end_ns:
         raise ConfigError(f"--start-ms is {start_ms:g}; allowed: less than {last_ms:g}")
     return Window(start_ns, min(timeline.end_ns, start_ns + round(length_ms * 1e6)))
-
-
-def _write(path: Path, text: str, option: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: {error.strerror}") from None

@@ -13,12 +13,11 @@ from specray.engine.cpu.attention.kernel import AttentionCall
 from specray.engine.cpu.attention.span import Span
 
 if TYPE_CHECKING:
-    from specray.engine.attention.sdpa import AttentionStep
-    from specray.engine.cache.blocks import BlockCache
     from specray.engine.cpu.attention.kernel import AttentionKernel
     from specray.engine.cpu.gemm.rows import PackedRows
-    from specray.engine.cpu.thread_pool import Team
+    from specray.engine.cpu.thread_pool import ThreadPool
     from specray.engine.model.decoder import HeadNorm
+    from specray.engine.step import AttentionStep, KVCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,7 @@ class FusedAttention:
     """
 
     kernel: AttentionKernel
-    team: Team
+    thread_pool: ThreadPool
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -49,13 +48,13 @@ class FusedAttention:
                 rows.first_row,
                 rows.num_rows,
                 list(_runs(rows.block_ids, rows.end, block_size)),
-                rows.branches,
+                rows.visibility,
             )
             for rows in step.rows
         ]
         call = AttentionCall(
             self.kernel,
-            self.team,
+            self.thread_pool,
             spans,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -70,7 +69,7 @@ class FusedAttention:
 class FusedStep:
     """Implements ``lowered.StepAttention``."""
 
-    cache: BlockCache
+    cache: KVCache
     call: AttentionCall
     head_dim: int
     block_ids: Sequence[Sequence[int]]

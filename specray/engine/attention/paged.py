@@ -1,10 +1,8 @@
 """Attention over the block cache from tensors alone, so that a forward of one shape can be captured once.
 
 A step's rows are described by small integer tensors on the device: which rows are whose, where each is put,
-and what it sees. A row sees the first ``trunk_len`` places of its sequence, and the places from
-``first_place`` up to its own; a row outside any branch sees ``0..place``. What computes attention from that
-is an :class:`AttendBlocks`; the one here gathers blocks with torch's operators, runs anywhere, and is what
-the others are checked against.
+and what it sees (``mask.Visibility``). What computes attention from that is an :class:`AttendBlocks`; the one
+here gathers blocks with torch's operators, runs anywhere, and is what the others are checked against.
 """
 
 from __future__ import annotations
@@ -12,43 +10,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from specray.engine.model.decoder import Rotary, rotate_heads
-
-if TYPE_CHECKING:
-    from specray.engine.attention.sdpa import AttentionStep, SequenceRows, Slots
-    from specray.engine.cache.blocks import BlockCache
-    from specray.engine.model.decoder import HeadNorm
-    from specray.engine.model.operators_torch import HeadShape
-
-
-@dataclass(frozen=True, slots=True)
-class BlockBatch:
-    """The rows of a step on the device; int32 but for the slots. Rows at the end may belong to nobody."""
-
-    first_rows: (
-        torch.Tensor
-    )  # [num_sequences + 1]: sequence i has the rows first_rows[i]..first_rows[i + 1] - 1
-    lengths: torch.Tensor  # [num_sequences]: places that are valid once the step has written
-    block_tables: torch.Tensor  # [num_sequences, max_num_blocks]
-    slots: torch.Tensor  # [num_rows], int64: where each row is put
-    positions: torch.Tensor  # [num_rows]
-    trunk_lens: torch.Tensor  # [num_rows]
-    first_places: torch.Tensor  # [num_rows]
-    max_rows: int
-    """Most rows of one sequence."""
-    has_branches: bool
-    """False: ``trunk_lens`` and ``first_places`` are zero, and a sequence's rows are its last."""
-
-    @property
-    def places(self) -> torch.Tensor:
-        """``[num_rows]``: each row's own, up to which it sees."""
-        return self.positions - self.trunk_lens + self.first_places
+from specray.engine.attention.mask import is_visible
+from specray.engine.model.decoder import HeadNorm, Rotary, rotate_heads
+from specray.engine.step import AttentionStep, BlockBatch, HeadShape, KVCache, SequenceRows, Slots
 
 
 class AttendBlocks(Protocol):
@@ -128,13 +98,14 @@ class BatchShape:
     """Of one sequence."""
     max_rows: int
     """Most rows of one sequence."""
-    has_branches: bool = False
+    has_masks: bool = False
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Of the parts of a packed batch, in their order."""
         rows, sequences = self.num_rows, self.num_sequences
-        return (*[rows] * 5, sequences + 1, sequences, sequences * self.max_num_blocks)
+        # Masks come first: they are read as int64, which must lie at a multiple of 8 bytes.
+        return (2 * rows, *[rows] * 6, sequences + 1, sequences, sequences * self.max_num_blocks)
 
 
 class HostBatch:
@@ -150,8 +121,10 @@ class HostBatch:
         self._spare_slot = spare_slot
         self.packed = np.zeros(sum(shape.sizes), np.int32)
         views = _split(self.packed, shape)
-        self._token_ids, self._positions, self._slots, self._trunk_lens, self._first_places = views[:5]
-        self._first_rows, self._lengths, self._tables = views[5:]
+        self._ancestors = views[0].view(np.int64)
+        self._token_ids, self._positions, self._slots = views[1:4]
+        self._kv_indices, self._prefix_lens, self._first_indices = views[4:7]
+        self._first_rows, self._lengths, self._tables = views[7:]
 
     def fill(self, rows: Sequence[SequenceRows], token_ids: Sequence[int]) -> None:
         """Writes a step; what of the shape it does not use is padding."""
@@ -164,8 +137,11 @@ class HostBatch:
         self._token_ids[num_used:] = 0
         self._positions[num_used:] = 0
         self._slots[num_used:] = self._spare_slot
-        self._trunk_lens[num_used:] = 0
-        self._first_places[num_used:] = 0
+        self._kv_indices[num_used:] = 0
+        self._prefix_lens[num_used:] = 0
+        self._first_indices[num_used:] = 0
+        # Padding sees its own, as every row does.
+        self._ancestors[num_used:] = 1
         # Padding sequences are empty, except that where all have one row, so have they.
         all_single = shape.num_rows == shape.num_sequences
         self._first_rows[count:] = range(count, shape.num_sequences + 1) if all_single else num_used
@@ -174,22 +150,30 @@ class HostBatch:
     def _fill_rows(self, index: int, item: SequenceRows) -> None:
         assert item.num_rows <= self.shape.max_rows, (item, self.shape)
         first, last = item.first_row, item.first_row + item.num_rows
-        if item.branches:
-            trunk_lens, first_places, places = np.array(item.branches, np.int32).T
-            positions = trunk_lens + places - first_places
+        if item.visibility:
+            assert self.shape.has_masks, (item, self.shape)
+            columns = [
+                (row.position, row.kv_index, row.prefix_len, row.first_index, row.signed_ancestors)
+                for row in item.visibility
+            ]
+            positions, indices, prefix_lens, first_indices, ancestors = np.array(columns, np.int64).T
         else:
-            trunk_lens = first_places = np.zeros((), np.int32)
-            positions = places = np.arange(item.start, item.end, dtype=np.int32)
+            positions = indices = prefix_lens = first_indices = np.arange(
+                item.start, item.end, dtype=np.int32
+            )
+            ancestors = np.ones((), np.int64)
         num_blocks = -(-item.end // self._block_size)
         # Of fewer, one would be broadcast over the whole table.
         assert len(item.block_ids) >= num_blocks, (item, self._block_size)
         table = self._tables[index]
         table[:num_blocks] = item.block_ids[:num_blocks]
         self._positions[first:last] = positions
-        self._slots[first:last] = table[places // self._block_size] * self._block_size
-        self._slots[first:last] += places % self._block_size
-        self._trunk_lens[first:last] = trunk_lens
-        self._first_places[first:last] = first_places
+        self._slots[first:last] = table[indices // self._block_size] * self._block_size
+        self._slots[first:last] += (indices % self._block_size).astype(np.int32)
+        self._kv_indices[first:last] = indices
+        self._prefix_lens[first:last] = prefix_lens
+        self._first_indices[first:last] = first_indices
+        self._ancestors[first:last] = ancestors
         self._first_rows[index] = first
         self._lengths[index] = item.end
 
@@ -205,7 +189,7 @@ class DeviceBatch:
     @property
     def token_ids(self) -> torch.Tensor:
         """``[num_rows]``, int32."""
-        token_ids: torch.Tensor = self._views[0]
+        token_ids: torch.Tensor = self._views[1]
         return token_ids
 
     def load(self, host: HostBatch) -> None:
@@ -215,17 +199,20 @@ class DeviceBatch:
 
     def batch(self) -> BlockBatch:
         """The step that was loaded last; part of what is captured."""
-        _, positions, slots, trunk_lens, first_places, first_rows, lengths, tables = self._views
+        ancestors, _, positions, slots, kv_indices, prefix_lens, first_indices, *others = self._views
+        first_rows, lengths, tables = others
         return BlockBatch(
             first_rows,
             lengths,
             tables,
             slots.long(),
             positions,
-            trunk_lens,
-            first_places,
+            kv_indices,
+            prefix_lens,
+            first_indices,
+            ancestors.view(torch.int64),
             self._shape.max_rows,
-            self._shape.has_branches,
+            self._shape.has_masks,
         )
 
 
@@ -237,7 +224,7 @@ def make_batch(rows: Sequence[SequenceRows], block_size: int, device: torch.devi
         num_rows=num_rows,
         max_num_blocks=max(-(-item.end // block_size) for item in rows),
         max_rows=max(item.num_rows for item in rows),
-        has_branches=any(item.branches for item in rows),
+        has_masks=any(item.visibility for item in rows),
     )
     host = HostBatch(shape, block_size=block_size, spare_slot=0)
     host.fill(rows, [0] * num_rows)
@@ -266,7 +253,7 @@ class BlockAttention:
 @dataclass(frozen=True, slots=True)
 class _BlockStep:
     attention: BlockAttention
-    cache: BlockCache
+    cache: KVCache
     batch: BlockBatch
     cos: torch.Tensor
     sin: torch.Tensor
@@ -337,16 +324,15 @@ def _gather(layer: torch.Tensor, tables: torch.Tensor, block_size: int) -> torch
     return blocks[tables].flatten(1, 2).transpose(1, 2)
 
 
-def _visible(batch: BlockBatch, index: torch.Tensor, num_places: int, window: int | None) -> torch.Tensor:
-    """``[num_sequences, max_rows, num_places]``: what each row sees."""
-    keys = torch.arange(num_places, device=index.device)
-    trunk_lens, first_places = batch.trunk_lens[index][:, :, None], batch.first_places[index][:, :, None]
-    is_trunk = keys < trunk_lens
-    is_visible = is_trunk | ((keys >= first_places) & (keys <= batch.places[index][:, :, None]))
-    if window is not None:
-        positions = torch.where(is_trunk, keys, keys - first_places + trunk_lens)
-        is_visible &= positions > batch.positions[index][:, :, None] - window
-    return is_visible
+def _visible(batch: BlockBatch, index: torch.Tensor, num_keys: int, window: int | None) -> torch.Tensor:
+    """``[num_sequences, max_rows, num_keys]``: which KV indices each row sees."""
+    keys = torch.arange(num_keys, device=index.device)
+    if batch.has_masks:
+        rows = batch.prefix_lens[index], batch.first_indices[index], batch.ancestors[index]
+        return is_visible(keys, *rows, window)
+    positions = batch.positions[index][:, :, None]
+    seen = keys <= positions
+    return seen if window is None else seen & (keys > positions - window)
 
 
 def _split(packed: Any, shape: BatchShape) -> list[Any]:

@@ -7,28 +7,20 @@ keys and values to their slots, then attends; so a row sees all that is before i
                                   valid in the cache     written by this step, causal inside
 
 Sequences whose blocks are consecutive (always so on CPU, where one block holds a whole sequence) are read as
-views; others are gathered. Rows of branches see a beginning of their sequence and what their branch has put
-behind it (``inputs.BranchRow``).
+views; others are gathered. Rows of branches and trees see what ``mask.Visibility`` says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from specray.engine.cache.blocks import BlockCache
-from specray.engine.runner.inputs import BranchRow
-
-if TYPE_CHECKING:
-    from specray.engine.attention.paged import BlockBatch
-
-Slots = slice | torch.Tensor
-"""Some slots of the cache: a slice, or an int64 tensor ``[num_tokens]``."""
+from specray.engine.attention.mask import Visibility, is_visible
+from specray.engine.step import AttentionStep, SequenceRows, Slots
 
 
 class _Context(NamedTuple):
@@ -38,37 +30,14 @@ class _Context(NamedTuple):
     mask: torch.Tensor | None  # [num_rows * group_size, num_slots], additive; None: everything is visible
 
 
-@dataclass(slots=True)
-class SequenceRows:
-    """The rows of one sequence in a step."""
+class SdpaStep:
+    """The attention of one step, sequence by sequence. Layers share what does not depend on them."""
 
-    first_row: int
-    num_rows: int
-    start: int
-    """Position of the first row; of branches, the lowest position."""
-    block_ids: Sequence[int]
-    branches: Sequence[BranchRow] = ()
-    """One for each row, their places ascending; none: the rows follow each other from ``start`` on."""
-    contexts: dict[int | None, _Context] = field(default_factory=dict)
-    """By sliding window; layers share them."""
-
-    @property
-    def end(self) -> int:
-        """Position, or place, after the last row."""
-        return self.branches[-1].place + 1 if self.branches else self.start + self.num_rows
-
-
-@dataclass(frozen=True)
-class AttentionStep:
-    """Where the rows of one step are written, and what each sequence may see.
-
-    Each sequence must hold blocks for ``rows.end`` tokens.
-    """
-
-    rows: tuple[SequenceRows, ...]
-    cache: BlockCache
-    batch: BlockBatch | None = None
-    """The same as tensors of a fixed shape, where a captured forward reads them; ``rows`` are empty then."""
+    def __init__(self, step: AttentionStep) -> None:
+        self.rows = step.rows
+        self.cache = step.cache
+        self._contexts: dict[tuple[int, int | None, int], _Context] = {}
+        """Contexts by index of the sequence, sliding window and query heads per kv head."""
 
     @cached_property
     def write_slots(self) -> Slots:
@@ -102,40 +71,32 @@ class AttentionStep:
             ``[num_rows, num_heads * head_dim]``.
         """
         self.cache.write(layer, self.write_slots, keys_values)
-        outputs = [
-            self.attend_rows(
-                layer,
-                rows,
-                query if len(self.rows) == 1 else query.narrow(0, rows.first_row, rows.num_rows),
-                scale=scale,
-                window=window,
-            )
-            for rows in self.rows
-        ]
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        outputs = []
+        for index, rows in enumerate(self.rows):
+            own = query if len(self.rows) == 1 else query.narrow(0, rows.first_row, rows.num_rows)
+            context = self._context(index, window, query.shape[1] // keys.shape[0], own)
+            outputs.append(_attend_rows(own, keys, values, context, scale))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def attend_rows(
-        self, layer: int, rows: SequenceRows, query: torch.Tensor, *, scale: float, window: int | None
-    ) -> torch.Tensor:
-        """Attention of one sequence, whose keys and values are in the cache.
-
-        Args:
-            query: ``[rows.num_rows, num_heads, head_dim]``.
-
-        Returns:
-            ``[rows.num_rows, num_heads * head_dim]``.
-        """
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        context = _context(rows, window, query.shape[1] // keys.shape[0], self.cache.block_size, query)
-        return _attend_rows(query, keys, values, context, scale)
+    def _context(self, index: int, window: int | None, group_size: int, query: torch.Tensor) -> _Context:
+        context = self._contexts.get((index, window, group_size))
+        if context is None:
+            rows = self.rows[index]
+            first = 0 if window is None else max(0, rows.start - window + 1)
+            slots = sequence_slots(rows.block_ids, first, rows.end, self.cache.block_size, query.device)
+            needs_mask = rows.num_rows > 1 or rows.visibility
+            mask = _mask(rows, first, window, group_size, query) if needs_mask else None
+            context = self._contexts[index, window, group_size] = _Context(slots, mask)
+        return context
 
 
 def _write_slots(rows: SequenceRows, block_size: int, device: torch.device) -> Slots:
-    if not rows.branches:
+    if not rows.visibility:
         return sequence_slots(rows.block_ids, rows.start, rows.end, block_size, device)
-    places = [row.place for row in rows.branches]
+    indices = [row.kv_index for row in rows.visibility]
     return torch.tensor(
-        [rows.block_ids[place // block_size] * block_size + place % block_size for place in places],
+        [rows.block_ids[index // block_size] * block_size + index % block_size for index in indices],
         device=device,
     )
 
@@ -156,26 +117,13 @@ def sequence_slots(
     return table[positions // block_size - first_block] * block_size + positions % block_size
 
 
-def _context(
-    rows: SequenceRows, window: int | None, group_size: int, block_size: int, query: torch.Tensor
-) -> _Context:
-    context = rows.contexts.get(window)
-    if context is None:
-        first = 0 if window is None else max(0, rows.start - window + 1)
-        slots = sequence_slots(rows.block_ids, first, rows.end, block_size, query.device)
-        needs_mask = rows.num_rows > 1 or rows.branches
-        mask = _mask(rows, first, window, group_size, query) if needs_mask else None
-        context = rows.contexts[window] = _Context(slots, mask)
-    return context
-
-
 def _mask(
     rows: SequenceRows, first: int, window: int | None, group_size: int, like: torch.Tensor
 ) -> torch.Tensor:
     """Additive mask ``[num_rows * group_size, end - first]``: 0 where a row may look, -inf elsewhere."""
     keys = torch.arange(first, rows.end, device=like.device)
-    if rows.branches:
-        is_hidden = _is_hidden_of_branches(rows.branches, keys, window).repeat_interleave(group_size, 0)
+    if rows.visibility:
+        is_hidden = ~_dense(rows.visibility, keys, window).repeat_interleave(group_size, 0)
     else:
         queries = torch.arange(rows.start, rows.end, device=like.device)
         queries = queries.repeat_interleave(group_size)[:, None]
@@ -186,18 +134,12 @@ def _mask(
     return mask.masked_fill_(is_hidden, float("-inf"))
 
 
-def _is_hidden_of_branches(
-    branches: Sequence[BranchRow], keys: torch.Tensor, window: int | None
-) -> torch.Tensor:
-    """``[len(branches), len(keys)]``: which of the places ``keys`` a row does not see."""
-    table = torch.tensor([(*row, row.position) for row in branches], device=keys.device)
-    trunk_len, first_place, place, position = table[:, :, None].unbind(1)
-    is_trunk, is_own = keys < trunk_len, (keys >= first_place) & (keys <= place)
-    is_hidden = ~(is_trunk | is_own)
-    if window is not None:
-        positions = torch.where(is_trunk, keys, keys - first_place + trunk_len)
-        is_hidden |= positions <= position - window
-    return is_hidden
+def _dense(visibility: Sequence[Visibility], keys: torch.Tensor, window: int | None) -> torch.Tensor:
+    """``[len(visibility), len(keys)]``: which of the KV indices ``keys`` a row sees."""
+    table = torch.tensor(
+        [(row.prefix_len, row.first_index, row.signed_ancestors) for row in visibility], device=keys.device
+    )
+    return is_visible(keys, *table.unbind(1), window)
 
 
 def _attend_rows(

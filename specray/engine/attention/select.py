@@ -1,7 +1,7 @@
 """Which attention over the block cache a device gets, tried out before it is trusted.
 
 ``varlen``: torch's own, FlashAttention with block tables (``torch.nn.attention.varlen``): 16-bit numbers on
-CUDA, blocks of a multiple of 256 tokens, no branches. ``triton``: our kernel, any number format and block
+CUDA, blocks of a multiple of 256 tokens, chains only. ``triton``: our kernel, any number format and block
 size. ``gather``: torch's plain operators, anywhere. Each kernel first computes small steps beside ``gather``:
 one that does not compile on this device, or gives other numbers, is not used.
 """
@@ -15,17 +15,15 @@ from dataclasses import dataclass
 
 import torch
 
+from specray.engine.attention.mask import branch_visibility, tree_visibility
 from specray.engine.attention.paged import (
     AttendBlocks,
-    BlockBatch,
     StoreRows,
     attend_gathered,
     make_batch,
     store_rows,
 )
-from specray.engine.attention.sdpa import SequenceRows
-from specray.engine.model.operators_torch import HeadShape
-from specray.engine.runner.inputs import BranchRow
+from specray.engine.step import BlockBatch, HeadShape, SequenceRows
 from specray.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -56,10 +54,10 @@ class Model:
 
 
 class VarlenAttend:
-    """Implements ``blocks.AttendBlocks`` with torch's FlashAttention; steps with branches go another way.
+    """Implements ``blocks.AttendBlocks`` with torch's FlashAttention; steps with masks go another way.
 
     Args:
-        others: attends where rows belong to branches.
+        others: attends where rows have masks.
 
     Raises:
         ImportError: this torch has none, or one without block tables.
@@ -84,7 +82,7 @@ class VarlenAttend:
         window: int | None,
     ) -> torch.Tensor:
         """See ``blocks.AttendBlocks``."""
-        if batch.has_branches:
+        if batch.has_masks:
             return self._others(query, layer, batch, block_size=block_size, scale=scale, window=window)
         num_kv_heads = layer.shape[1] // 2
         blocks = layer.view(-1, block_size, *layer.shape[1:])
@@ -162,12 +160,12 @@ def _triton(device: torch.device, block_size: int) -> Backend:
 
 
 def _beside_varlen(model: Model, block_size: int) -> Backend:
-    """What stores rows and attends for branches."""
+    """What stores rows, and attends where rows have masks."""
     try:
         backend = _triton(model.device, block_size)
         check_backend(backend, model)
     except Exception as error:
-        _log.info("branches gather: %s: %s", type(error).__name__, error)
+        _log.info("rows with masks gather: %s: %s", type(error).__name__, error)
         return _make("gather", model, block_size)
     return backend
 
@@ -228,7 +226,7 @@ def _check_equal(output: torch.Tensor, expected: torch.Tensor, tolerance: float)
 
 
 def _checked_steps(block_size: int) -> Iterator[tuple[SequenceRows, ...]]:
-    """Single tokens, rows of different widths over several blocks, and branches."""
+    """Single tokens, rows of different widths over several blocks, branches and a tree."""
     long = 2 * block_size + 5
     even, odd = range(0, 20, 2), range(1, 21, 2)
     single = (SequenceRows(0, 1, long, even), SequenceRows(1, 1, 3, odd))
@@ -236,5 +234,7 @@ def _checked_steps(block_size: int) -> Iterator[tuple[SequenceRows, ...]]:
     yield single
     yield (SequenceRows(0, 5, long - 5, even), SequenceRows(5, 2, 0, odd))
     yield (SequenceRows(0, long, 0, even),)
-    branches = (BranchRow(3, 6, 6), BranchRow(3, 6, 7), BranchRow(5, 8, 8))
+    branches = (branch_visibility(3, 6, 1), branch_visibility(3, 6, 2), branch_visibility(5, 8, 1))
     yield (SequenceRows(0, 2, 7, even), SequenceRows(2, 3, 3, odd, branches))
+    tree = tree_visibility(block_size, (-1, 0, 0, 2, 1, -1, 3))
+    yield (SequenceRows(0, 7, block_size, even, tree), SequenceRows(7, 1, 3, odd))

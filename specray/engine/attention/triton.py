@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from specray.engine.attention.paged import BlockBatch
+from specray.engine.attention.mask import within_window
+from specray.engine.step import BlockBatch
 
 _MAX_SPLITS = 16
 """A power of two."""
@@ -33,8 +34,10 @@ def _attend(
     tables,
     first_rows,
     positions,
-    trunk_lens,
-    first_places,
+    kv_indices,
+    prefix_lens,
+    first_indices,
+    ancestors,
     query_stride,
     slot_stride,
     table_stride,
@@ -42,6 +45,7 @@ def _attend(
     num_splits,
     scale,
     WINDOW: tl.constexpr,
+    HAS_MASKS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
@@ -64,9 +68,11 @@ def _attend(
         head = kv_head * GROUP_SIZE + member % GROUP_SIZE
         is_row = (member < ROWS * GROUP_SIZE) & (row < last_row)
         position = tl.load(positions + row, mask=is_row, other=0)
-        trunk_len = tl.load(trunk_lens + row, mask=is_row, other=0)
-        first_place = tl.load(first_places + row, mask=is_row, other=0)
-        place = position - trunk_len + first_place
+        kv_index = tl.load(kv_indices + row, mask=is_row, other=0)
+        if HAS_MASKS:
+            prefix_len = tl.load(prefix_lens + row, mask=is_row, other=0)
+            first_index = tl.load(first_indices + row, mask=is_row, other=0)
+            bits = tl.load(ancestors + row, mask=is_row, other=0)
         dim = tl.arange(0, PADDED_DIM)
         is_dim = dim < HEAD_DIM
         rows = tl.load(
@@ -74,7 +80,7 @@ def _attend(
             mask=is_row[:, None] & is_dim[None, :],
             other=0.0,
         )
-        end = tl.max(tl.where(is_row, place, 0), 0) + 1
+        end = tl.max(tl.where(is_row, kv_index, 0), 0) + 1
         begin = 0
         if WINDOW > 0:
             lowest = tl.min(tl.where(is_row, position, 2147483647), 0)
@@ -94,13 +100,18 @@ def _attend(
                 layer + slot[None, :] + dim[:, None], mask=is_key[None, :] & is_dim[:, None], other=0.0
             )
             scores = tl.dot(rows, keys, input_precision="ieee") * scale
-            is_trunk = key[None, :] < trunk_len[:, None]
-            is_own = (key[None, :] >= first_place[:, None]) & (key[None, :] <= place[:, None])
-            is_visible = (is_trunk | is_own) & is_key[None, :]
+            if HAS_MASKS:
+                is_visible = key[None, :] < prefix_len[:, None]
+            else:
+                is_visible = key[None, :] <= position[:, None]
             if WINDOW > 0:
-                behind = key[None, :] - first_place[:, None] + trunk_len[:, None]
-                seen = tl.where(is_trunk, key[None, :] + tl.zeros_like(behind), behind)
-                is_visible = is_visible & (seen > position[:, None] - WINDOW)
+                is_visible = is_visible & (key[None, :] > position[:, None] - WINDOW)
+            if HAS_MASKS:
+                bit = key[None, :] - first_index[:, None]
+                is_bit = (bit >= 0) & (bit < 64)
+                shift = tl.where(is_bit, bit, 0).to(tl.int64)
+                is_visible = is_visible | (is_bit & (((bits[:, None] >> shift) & 1) != 0))
+            is_visible = is_visible & is_key[None, :]
             scores = tl.where(is_visible, scores, float("-inf"))
             higher = tl.maximum(highest, tl.max(scores, 1))
             # Where nothing was seen yet: minus infinity less itself would be no number.
@@ -202,8 +213,10 @@ class TritonAttend:
             batch.block_tables,
             batch.first_rows,
             batch.positions,
-            batch.trunk_lens,
-            batch.first_places,
+            batch.kv_indices,
+            batch.prefix_lens,
+            batch.first_indices,
+            within_window(batch.ancestors, window) if batch.has_masks else batch.ancestors,
             query.stride(0),
             layer.stride(0),
             batch.block_tables.stride(0),
@@ -211,6 +224,7 @@ class TritonAttend:
             num_splits,
             scale * _LOG2_E,
             WINDOW=window or 0,
+            HAS_MASKS=batch.has_masks,
             IS_SPLIT=num_splits > 1,
             NUM_KV_HEADS=num_kv_heads,
             GROUP_SIZE=group_size,

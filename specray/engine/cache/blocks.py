@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import torch
 
 from specray.engine.cache.prefix import PrefixIndex
-from specray.engine.cpu.huge_pages import LARGE_PAGE
+from specray.engine.cpu.huge_pages import HUGE_PAGE
 from specray.errors import OutOfBlocksError
 
 _MADV_POPULATE_WRITE = 23
@@ -232,9 +232,9 @@ class BlockCache:
             The bytes, at most ``most_bytes``; 0 on other devices.
         """
         block_bytes = self.layers[0].nbytes // self.num_blocks
-        if not self._memories or block_bytes < LARGE_PAGE:
+        if not self._memories or block_bytes < HUGE_PAGE:
             return 0
-        size = min(self.layers[0].nbytes, most_bytes // len(self._memories)) // LARGE_PAGE * LARGE_PAGE
+        size = min(self.layers[0].nbytes, most_bytes // len(self._memories)) // HUGE_PAGE * HUGE_PAGE
         if size == 0:
             return 0
         try:

@@ -1,1 +1,1 @@
-"""CPU kernels for what torch does in many small operators: compiled at start by numba, no compiler needed."""
+"""CPU kernels that replace chains of small torch operators; numba compiles them at start."""

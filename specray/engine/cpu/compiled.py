@@ -1,7 +1,7 @@
-"""Compiled kernels, kept on disk: numba takes seconds for what a restarted engine needs at once.
+"""Disk cache of compiled kernels: numba takes seconds to compile what a restarted engine needs at once.
 
-numba's own cache cannot know functions that depend on intrinsics made at run time. Here a kernel is known by
-its name, the sources of this package, the compiler's version and the processor.
+numba's own cache cannot key functions that depend on intrinsics made at run time. Here the key is the
+kernel's name, the sources of this package, the compiler's version and the processor.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ _DIGEST_BYTES = 32
 
 
 class CompiledFunction:
-    """Native code of a C function, taken from the cache or compiled.
+    """Native code of a C function, loaded from the cache or compiled.
 
     Args:
-        name: of the function; together with this package's sources it says what the code does. None: it is
-            not kept.
-        signature: numba's.
-        prototype: ctypes' of the same signature.
-        make: gives the Python function to compile; called only when it is not in the cache.
+        name: cache key of the function, beside this package's sources. None: never cached.
+        signature: numba signature.
+        prototype: the same signature as a ctypes prototype.
+        make: returns the Python function to compile; called only on a cache miss.
     """
 
     __slots__ = ("_library", "address", "call")
@@ -47,7 +46,7 @@ class CompiledFunction:
 
 
 def _load_or_compile(name: str | None, signature: Any, make: Callable[[], Any]) -> tuple[Any, int]:
-    """The library, which owns the code, and the function's address."""
+    """Returns the library, which owns the code, and the function's address."""
     path = None if name is None or not _number_functions_apart() else _cache_path(name)
     if path is not None and (found := _load(path)) is not None:
         return found
@@ -60,10 +59,10 @@ def _load_or_compile(name: str | None, signature: Any, make: Callable[[], Any]) 
 
 @functools.cache
 def _number_functions_apart() -> bool:
-    """Gives what this process compiles names that no other process gives. False: this numba does not let us.
+    """Makes symbol names of this process unique. False: this version of numba has no such counter.
 
-    numba tells functions of one name apart by a number, which begins at 1 in every process; of two kernels in
-    one process with one name, from different processes, the first would be run for both.
+    numba numbers functions from 1 in every process. Two kernels compiled by different processes could thus
+    have one symbol name, and a third process that loads both would run the first for both.
     """
     if not isinstance(getattr(FunctionIdentity, "_unique_ids", None), itertools.count):
         return False
@@ -72,7 +71,7 @@ def _number_functions_apart() -> bool:
 
 
 def _load(path: Path) -> tuple[Any, int] | None:
-    """None: there is no such file, or it is cut, foreign, or not ours to read."""
+    """Reads a cached kernel; None: the file is missing, truncated, foreign or unreadable."""
     try:
         stored = path.read_bytes()
         digest, content = stored[:_DIGEST_BYTES], stored[_DIGEST_BYTES:]
@@ -81,16 +80,16 @@ def _load(path: Path) -> tuple[Any, int] | None:
         symbol, state = pickle.loads(content)
     except (OSError, ValueError, EOFError, pickle.UnpicklingError):
         return None
-    # The code may refer to numba's run-time library, which compiling would have set up.
+    # The code may refer to numba's run-time library, which only compiling sets up.
     rtsys.initialize(cpu_target.target_context)
     library = cpu_target.target_context.codegen().unserialize_library(state)
     return library, library.get_pointer_to_function(symbol)
 
 
 def _write(path: Path, content: bytes) -> None:
-    """All at once, so that nobody reads a part of it. Where it cannot be written only time is lost."""
+    """Writes the file atomically, with its SHA-256 in front. A failure only costs time, so it is ignored."""
     with contextlib.suppress(OSError):
-        # What is in there will be run: it is nobody else's to write.
+        # Cached code is executed, so nobody else may write here.
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             part = Path(file.name)
@@ -104,7 +103,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _cache_path(name: str) -> Path | None:
-    """None: the user has no home."""
+    """Path of the cached kernel; None: the user has no home directory."""
     try:
         return _CACHE_DIRECTORY.expanduser() / _fingerprint() / f"{name}.bin"
     except RuntimeError:
@@ -112,13 +111,13 @@ def _cache_path(name: str) -> Path | None:
 
 
 def source_files() -> list[Path]:
-    """Of all kernels."""
+    """Source files of all kernels, in order."""
     return sorted(Path(__file__).parent.rglob("*.py"))
 
 
 @functools.cache
 def _fingerprint() -> str:
-    """Of everything besides a kernel's name that decides its code."""
+    """Digest of everything besides a kernel's name that decides its code."""
     digest = hashlib.sha256()
     for path in source_files():
         digest.update(path.read_bytes())

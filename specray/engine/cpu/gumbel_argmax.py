@@ -1,11 +1,11 @@
-"""The best token of each row with its noise, without the noise of tokens that cannot win.
+"""Gumbel-argmax sampling: each row's best token with noise, with exact noise only where a token can win.
 
-Noise costs a word of Philox (``sampling.noise``) and two logarithms per token: of 256 rows of 4,096 tokens a
-fifth of a target's step. A token wins with a score s = logit + g, where g = -log(-log(u)) and u is its
-uniform. M is the best score so far, at first that of the likeliest token: another can only win with
-g >= M - logit, that is -log(u) <= exp(logit - M), and so, as -log(u) >= 1 - u, only where
-1 - u <= exp(logit - M). This takes one exponential in float32 per token and leaves some dozens, whose scores
-are computed in float64, as all were: the token is the same.
+Noise costs a Philox word (``sampling.noise``) and two logarithms per token: a fifth of a target's step for
+256 rows of 4,096 tokens. A token's score is s = logit + g with g = -log(-log(u)) and u its uniform. Let M be
+the best score so far, at first that of the token with the largest logit. Another token wins only if g >= M -
+logit, that is -log(u) <= exp(logit - M). As -log(u) >= 1 - u, it wins only if 1 - u <= exp(logit - M). That
+test takes one float32 exponential per token and leaves some dozen tokens, whose scores are computed in
+float64: the chosen token is the same.
 """
 
 from __future__ import annotations
@@ -30,50 +30,51 @@ from specray.engine.sampling import noise
 
 _LANES = 16
 _WORDS = 4
-"""Of a block of Philox."""
+"""Words of a Philox block."""
 _ADDRESSES = 6
 _SIGNATURE = types.void(*[types.int64] * (_ADDRESSES + 3))
 _PROTOTYPE = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * (_ADDRESSES + 3))
 _LEADS_SIGNATURE = types.void(*[types.int64] * 5)
 _LEADS_PROTOTYPE = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)
 _SLACK, _SLACK_PER_UNIT = 1e-5, 2.0**-21
-"""What float32 may be wrong by: of an exponent, and of a logit by its size."""
+"""Bounds on the float32 error: of an exponent, absolute; of a logit, relative to its size."""
 _WORD = ir.IntType(64)
 _U12, _ONE_WORD = np.uint64(12), np.uint64(1)
 
 
-def draw_best(
+def gumbel_argmax(
     logits: torch.Tensor, keys: Sequence[tuple[int, int, int, int]], *, is_judged: bool
 ) -> tuple[list[int], list[float]]:
-    """Each row's token, and how far it stands out.
+    """Samples each row's token by adding Gumbel noise, and measures how far it leads.
 
     Args:
         logits: ``[len(keys), vocab_size]``, float32, contiguous, on CPU.
         keys: of each row, unsigned: the two words of its key, its position and its purpose.
-        is_judged: says how far; else all zeros.
+        is_judged: whether to compute leads; False: all are 0.
 
     Returns:
-        Tokens, and of each the log of its part of the sum of exp(2 * score), the others' by a close formula.
+        Tokens, and their leads: the log of the token's share of the sum of exp(2 * score), where scores of
+        other tokens are approximate.
     """
     assert logits.is_contiguous(), "rows must follow each other"
     assert logits.dtype == torch.float32, logits.dtype
     num_rows, size = logits.shape
     words = np.array(keys, dtype=np.uint64)
-    # At first the likeliest.
+    # Start from the largest logits.
     tokens, leads = logits.numpy().argmax(-1).astype(np.int64), np.zeros(num_rows)
     scratch = np.empty(-(-size // _LANES) * _LANES, dtype=np.uint64)
     vector = np.empty(3 * _LANES, dtype=np.float32)
     addresses = (logits.data_ptr(), *(part.ctypes.data for part in (words, tokens, leads, scratch, vector)))
-    _draw_kernel().call(*addresses, num_rows, size, is_judged)
+    _gumbel_argmax_kernel().call(*addresses, num_rows, size, is_judged)
     return tokens.tolist(), leads.tolist()
 
 
 def leads_of(logits: torch.Tensor, tokens: Sequence[int]) -> list[float]:
-    """How far each row's best token stands out where there is no noise: as ``draw_best``, but exactly.
+    """The leads of the best tokens without noise: as in ``gumbel_argmax``, but exact.
 
     Args:
         logits: ``[len(tokens), vocab_size]``, float32, contiguous, on CPU.
-        tokens: the best ones.
+        tokens: each row's best token.
     """
     assert logits.is_contiguous(), "rows must follow each other"
     assert logits.dtype == torch.float32, logits.dtype
@@ -84,8 +85,8 @@ def leads_of(logits: torch.Tensor, tokens: Sequence[int]) -> list[float]:
 
 
 @functools.cache
-def _draw_kernel() -> CompiledFunction:
-    return CompiledFunction("draw", _SIGNATURE, _PROTOTYPE, _make_draw)
+def _gumbel_argmax_kernel() -> CompiledFunction:
+    return CompiledFunction("gumbel_argmax", _SIGNATURE, _PROTOTYPE, _make_gumbel_argmax)
 
 
 @functools.cache
@@ -95,7 +96,7 @@ def _leads_kernel() -> CompiledFunction:
 
 @intrinsic
 def _product(context: Any, first: Any, second: Any) -> Any:
-    """The upper and the lower half of a product of unsigned words: one instruction, where two ask for one."""
+    """Multiplies unsigned words; returns the high and the low word, from one instruction."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         wide = ir.IntType(128)
@@ -107,8 +108,8 @@ def _product(context: Any, first: Any, second: Any) -> Any:
 
 
 def _make_fill() -> Any:
-    """``(key, words)``: the words of a row's tokens."""
-    # Published numbers: a kernel in the cache does not know where they stand.
+    """Makes ``(key, words)``, which fills in the Philox words of a row's tokens."""
+    # Constants, though the cache key does not cover ``noise``: they are Philox's and will not change.
     first_factor, second_factor = (np.uint64(number) for number in noise.MULTIPLIERS)
     first_step, second_step = (np.uint64(number) for number in noise.WEYL)
     num_rounds = noise.NUM_ROUNDS
@@ -136,7 +137,7 @@ def _make_fill() -> Any:
 
 @kernel()
 def _lowered(bound: float) -> float:
-    """Below a score by what float32 may be wrong by."""
+    """Lowers a score by the float32 error bound."""
     return bound - (_SLACK + _SLACK_PER_UNIT * abs(bound))
 
 
@@ -147,9 +148,9 @@ def _score(logit: Any, word: Any) -> Any:
 
 
 def _lacking_kernel() -> Any:
-    """``(address, index)``: what the uniforms of sixteen words from the index on lack to 1, as float32.
+    """Makes ``(address, index)``: 1 - u of sixteen words from the index on, as float32 >= 0.
 
-    But for half of the last bit: zero at least.
+    Off by at most half of the last bit.
     """
     words, floats = ir.VectorType(_WORD, _LANES), ir.VectorType(ir.FloatType(), _LANES)
 
@@ -166,7 +167,7 @@ def _lacking_kernel() -> Any:
     return intrinsic(lacking)
 
 
-def _make_draw() -> Any:
+def _make_gumbel_argmax() -> Any:
     fill, lacking, wide = _make_fill(), _lacking_kernel(), vectors(_LANES, "float32")
     load, store, splat, add, sub, mul, div, exp, total, largest = (
         wide.load, wide.store, wide.splat, wide.add, wide.sub, wide.mul, wide.div, wide.exp, wide.sum,
@@ -176,10 +177,10 @@ def _make_draw() -> Any:
 
     @kernel()
     def minus_log(x: Any) -> Any:
-        """-log(1 - x) by its Pade approximant; a hundredth too small at 0.8, finite at 1."""
+        """Approximates -log(1 - x) by a Pade formula: 1 % too small at 0.8, finite at 1."""
         return div(mul(x, sub(splat(six), x)), sub(splat(six), mul(splat(four), x)))
 
-    def draw(
+    def choose(
         logits: int, keys: int, tokens: int, leads: int, scratch: int, vector: int, num_rows: int, size: int,
         is_judged: int,
     ) -> None:  # fmt: skip
@@ -189,7 +190,7 @@ def _make_draw() -> Any:
         all_tokens = carray(as_pointer(tokens), (num_rows,), np.int64)
         all_leads = carray(as_pointer(leads), (num_rows,), np.float64)
         words = carray(as_pointer(scratch), (padded,), np.uint64)
-        # The last logits of a row with nothing behind; room of sixteen tokens and of their shares.
+        # The last logits of a row padded with -inf; then scratch for sixteen tokens and their shares.
         last = carray(as_pointer(vector), (_LANES,), np.float32)
         left_address, share_address = vector + 4 * _LANES, vector + 8 * _LANES
         left = carray(as_pointer(left_address), (_LANES,), np.float32)
@@ -230,7 +231,7 @@ def _make_draw() -> Any:
             if is_judged:
                 all_leads[row] = 2.0 * (best - lowest) - math.log(weights + total(shares))
 
-    return draw
+    return choose
 
 
 def _make_leads() -> Any:

@@ -1,4 +1,4 @@
-"""Memory on large pages, for weights that stream through once a forward."""
+"""Tensors on huge pages, for weights that are streamed once per forward."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import mmap
 
 import torch
 
-LARGE_PAGE = 2 << 20
-"""Bytes, of Linux on x86-64; elsewhere only a size to round up to."""
+HUGE_PAGE = 2 << 20
+"""Bytes of a huge page on x86-64 Linux; elsewhere only a size to round up to."""
 
 
-def on_large_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor, on large pages where the system has them and it is large enough for one.
+def empty_on_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Returns an uninitialised tensor, on huge pages if the system has them and the tensor fills one.
 
-    With pages of 4 KiB a core that streams weights waits a tenth of its time for page tables.
+    With pages of 4 KiB a core that streams weights spends a tenth of its time on page-table walks.
     """
     size = math.prod(shape) * dtype.itemsize
-    if size < LARGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if size < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype)
-    memory = mmap.mmap(-1, -(-size // LARGE_PAGE) * LARGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, -(-size // HUGE_PAGE) * HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel built without them
         memory.madvise(mmap.MADV_HUGEPAGE)
-    # The tensor keeps the mapping alive.
+    # The tensor owns the mapping.
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)

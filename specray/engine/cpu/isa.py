@@ -1,4 +1,4 @@
-"""By which instructions this machine multiplies bfloat16 weights."""
+"""Chooses the instruction set by which this machine multiplies bfloat16 weights."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ import llvmlite.binding
 from specray.engine.cpu.gemm import tiles
 
 
-class Way(StrEnum):
-    """How rows are multiplied with weights."""
+class Isa(StrEnum):
+    """Instruction sets that have a matrix product here; values are the names in logs and kernel files."""
 
-    TILES = "amx"
-    PAIRS = "avx512-bf16"
-    """By bfloat16 products, two in one."""
-    FLOATS = "avx512-fma"
-    """By float32 products, of weights that are made float32 on the way."""
-    SHORT_FLOATS = "avx2-fma"
-    """The same with fewer and shorter registers."""
+    AMX = "amx"
+    AVX512_BF16 = "avx512-bf16"
+    """bfloat16 dot products, two multiplications per lane."""
+    AVX512_FMA = "avx512-fma"
+    """float32 products; weights are converted to float32 in registers."""
+    AVX2_FMA = "avx2-fma"
+    """The same with 16 registers of 256 bits."""
 
     @property
     def has_float_rows(self) -> bool:
-        """Rows are made float32, too."""
-        return self in (Way.FLOATS, Way.SHORT_FLOATS)
+        """Whether rows are converted to float32 before the product."""
+        return self in (Isa.AVX512_FMA, Isa.AVX2_FMA)
 
 
-def usable_ways() -> tuple[Way, ...]:
-    """What the processor and the system allow."""
+def usable_isas() -> tuple[Isa, ...]:
+    """Instruction sets that the processor has and the system allows."""
     features = llvmlite.binding.get_host_cpu_features()
     allowed = {
-        Way.TILES: tiles.is_usable(),
-        Way.PAIRS: features.get("avx512bf16", False),
-        Way.FLOATS: features.get("avx512f", False),
-        Way.SHORT_FLOATS: features.get("avx2", False) and features.get("fma", False),
+        Isa.AMX: tiles.is_usable(),
+        Isa.AVX512_BF16: features.get("avx512bf16", False),
+        Isa.AVX512_FMA: features.get("avx512f", False),
+        Isa.AVX2_FMA: features.get("avx2", False) and features.get("fma", False),
     }
-    return tuple(way for way, is_allowed in allowed.items() if is_allowed)
+    return tuple(isa for isa, is_allowed in allowed.items() if is_allowed)
 
 
-def fastest_way() -> Way | None:
-    """What this process multiplies with; None: nothing of ours.
+def fastest_isa() -> Isa | None:
+    """The instruction set that this process uses; None: no kernel of ours runs here.
 
-    It depends on the processor alone, not on a measurement: results differ in their last bits.
+    Chosen by processor, not by measurement: results of different sets differ in their last bits.
     """
-    usable = usable_ways()
+    usable = usable_isas()
     has_slow_pairs = not llvmlite.binding.get_host_cpu_name().startswith("znver")
-    wide = (Way.FLOATS, Way.PAIRS) if has_slow_pairs else (Way.PAIRS, Way.FLOATS)
-    return next((way for way in (Way.TILES, *wide, Way.SHORT_FLOATS) if way in usable), None)
+    wide = (Isa.AVX512_FMA, Isa.AVX512_BF16) if has_slow_pairs else (Isa.AVX512_BF16, Isa.AVX512_FMA)
+    return next((isa for isa in (Isa.AMX, *wide, Isa.AVX2_FMA) if isa in usable), None)

@@ -1,4 +1,4 @@
-"""RMS norm of rows in one kernel: torch on CPU composes it of seven operators."""
+"""RMS norm of rows in one kernel, where torch on CPU runs seven operators."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from numba import carray
 
 from specray.engine.cpu.gemm.rows import BLOCK, HEIGHT, PackedRows, row_place
 from specray.engine.cpu.simd import vectors
-from specray.engine.cpu.thread_pool import APART, Kernel, Team, as_pointer
+from specray.engine.cpu.thread_pool import APART, Kernel, ThreadPool, as_pointer
 
 _MAX_LANES = 16
 _ROWS, _OUT, _NUM_ROWS, _WEIGHT, _SIZE, _EPS, _BLOCK_STEP, _SCRATCH = range(8)
 _NUM_ARGS = 8
 _MIN_SHARED_SIZE = 65_536
-"""Numbers below which a second thread costs more than it brings."""
+"""Minimum number of elements for which a second thread pays off."""
 _SCRATCH_SIZE = HEIGHT * _MAX_LANES * 4 + APART
-"""Bytes of a thread."""
+"""Scratch bytes of a thread."""
 _ONE = np.float32(1.0)
 
 
 class FusedRMSNorm:
-    """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, 2019); sums are float32.
+    """Computes x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, 2019) with float32 sums.
 
     Args:
-        weight: ``[size]``, bfloat16 or float32, as the rows will be.
+        weight: ``[size]``, bfloat16 or float32, the type of the rows.
     """
 
-    __slots__ = ("_args", "_args_address", "_kernel", "_size", "_team", "_weight")
+    __slots__ = ("_args", "_args_address", "_kernel", "_size", "_thread_pool", "_weight")
 
-    def __init__(self, weight: torch.Tensor, eps: float, team: Team) -> None:
-        self._team = team
+    def __init__(self, weight: torch.Tensor, eps: float, thread_pool: ThreadPool) -> None:
+        self._thread_pool = thread_pool
         self._size = weight.shape[0]
         self._weight = weight.contiguous()
         lanes = next(lanes for lanes in (_MAX_LANES, 8, 4, 2, 1) if self._size % lanes == 0)
@@ -44,24 +44,26 @@ class FusedRMSNorm:
         self._args_address = self._args.ctypes.data
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """``[num_rows, size]``, contiguous, to the same shape. Not for two threads at once."""
-        out = self._team.empty(rows.shape, rows.dtype)
+        """Norms contiguous rows ``[num_rows, size]``; returns the same shape. Not thread-safe."""
+        out = self._thread_pool.empty(rows.shape, rows.dtype)
         args = self._args
-        num_parts = self._team.size if rows.numel() >= _MIN_SHARED_SIZE else 1
+        num_parts = self._thread_pool.size if rows.numel() >= _MIN_SHARED_SIZE else 1
         args[_ROWS], args[_OUT] = rows.data_ptr(), out.data_ptr()
         args[_NUM_ROWS] = rows.shape[0]
-        self._team.run(self._kernel, self._args_address, num_parts)
+        self._thread_pool.run(self._kernel, self._args_address, num_parts)
         return out
 
     def packed(self, rows: PackedRows) -> PackedRows:
-        """The same of packed rows, bit for bit. Not for two threads at once."""
-        out = PackedRows.empty(self._team, rows.num_rows, rows.num_features)
-        scratch = self._team.empty(self._team.size * _SCRATCH_SIZE, torch.uint8)
+        """Norms packed rows with bit-identical results. Not thread-safe."""
+        out = PackedRows.empty(self._thread_pool, rows.num_rows, rows.num_features)
+        scratch = self._thread_pool.empty(self._thread_pool.size * _SCRATCH_SIZE, torch.uint8)
         args = self._args
         args[_ROWS], args[_OUT], args[_NUM_ROWS] = rows.address, out.address, rows.num_rows
         args[_BLOCK_STEP], args[_SCRATCH] = rows.block_step, scratch.data_ptr()
         is_shared = rows.num_rows * rows.num_features >= _MIN_SHARED_SIZE
-        self._team.run(_packed_kernel(), self._args_address, self._team.size if is_shared else 1)
+        self._thread_pool.run(
+            _packed_kernel(), self._args_address, self._thread_pool.size if is_shared else 1
+        )
         return out
 
 
@@ -99,7 +101,7 @@ def _packed_kernel() -> Kernel:
 
 
 def _make_packed_norm() -> Any:
-    """Block by block, as rows lie, some of one group at a time; sums in the order of the other kernel."""
+    """Norms some rows of a group at a time, block by block; sums in the order of the flat kernel."""
     wide, stored = vectors(_MAX_LANES), vectors(_MAX_LANES, "bfloat16")
     load, store, fetch, keep = stored.load, stored.store, wide.load, wide.store
     splat, mul, fma, total = wide.splat, wide.mul, wide.fma, wide.sum

@@ -1,8 +1,8 @@
-"""Vectors of float32 for kernels: loads, stores and arithmetic, as numba intrinsics of a chosen width.
+"""Float32 vectors for kernels: loads, stores and arithmetic as numba intrinsics of a chosen width.
 
-numba's own vectoriser is at LLVM's mercy (short loops are unrolled before they are seen, sums are reduced one
-by one); here a kernel says what is one vector. LLVM cuts it to the registers that the machine has. Addresses
-are plain integers: a kernel gets them from tensors that its caller keeps alive.
+LLVM's auto-vectoriser is unreliable here: it unrolls short loops before it sees them and reduces sums one
+element at a time. With these, a kernel states what is one vector, and LLVM splits it into the machine's
+registers. Addresses are plain integers, from tensors that the kernel's caller keeps alive.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from numba.extending import intrinsic, models, register_model
 
 _FLOAT, _INT16, _INT32, _INT64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _WHOLE = np.float32(3 << 22)
-"""So large that a sum with it is a whole number, whose last bits are those of what was added."""
+"""Rounding constant, 1.5 * 2**23: a sum with it is an integer whose low bits are the rounded addend."""
 _REASSOCIATE = ("reassoc", "nnan", "nsz")
 
 kernel = functools.partial(njit, nogil=True, error_model="numpy", no_cpython_wrapper=True)
-"""Decorator of functions that kernels call."""
+"""Decorator for functions that kernels call."""
 
 
 class Vector(types.Type):
-    """``lanes`` float32 numbers."""
+    """numba type of a vector of ``lanes`` float32."""
 
     def __init__(self, lanes: int) -> None:
         self.lanes = lanes
@@ -42,9 +42,9 @@ class _VectorModel(models.PrimitiveModel):
 
 
 def call_prefetch(builder: Any, address: Any) -> None:
-    """Asks for the line of an address, which need not exist, into the second cache.
+    """Prefetches the cache line of an address, which need not be mapped, into L2.
 
-    Not into the first: rows of a power of two of bytes would push each other out.
+    Not into L1: rows a power of two of bytes apart would evict each other.
     """
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte, _INT32, _INT32, _INT32])
@@ -55,7 +55,7 @@ def call_prefetch(builder: Any, address: Any) -> None:
 
 @intrinsic
 def prefetch(context: Any, address: Any) -> Any:
-    """``call_prefetch`` for kernels."""
+    """Prefetches a cache line into L2; ``call_prefetch`` for kernels."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         call_prefetch(builder, args[0])
@@ -65,10 +65,10 @@ def prefetch(context: Any, address: Any) -> Any:
 
 
 def intrinsic_of(count: int, kind: Any, emit: Callable[..., Any], result: Any) -> Any:
-    """An intrinsic of ``count`` values of one kind, whose code is ``emit(builder, *values)``.
+    """Makes an intrinsic of ``count`` values of one kind, whose code is ``emit(builder, *values)``.
 
     Args:
-        emit: gives None where ``result`` is ``types.void``.
+        emit: returns None when ``result`` is ``types.void``.
     """
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -90,7 +90,7 @@ def intrinsic_of(count: int, kind: Any, emit: Callable[..., Any], result: Any) -
 
 @dataclass(frozen=True, slots=True)
 class Vectors:
-    """The operations on vectors of one width; ``load`` and ``store`` also convert the tensor's data type.
+    """Operations on vectors of one width; ``load`` and ``store`` also convert from and to the tensor's type.
 
     Addresses are in bytes, indexes in elements of the tensor.
     """
@@ -111,7 +111,7 @@ class Vectors:
 
 @functools.cache
 def vectors(lanes: int, dtype: str = "float32") -> Vectors:
-    """Operations on vectors of ``lanes`` numbers that are ``float32`` or ``bfloat16`` in memory."""
+    """Makes operations on vectors of ``lanes`` elements, ``float32`` or ``bfloat16`` in memory."""
     vector = Vector(lanes)
     floats, halves, words = (ir.VectorType(kind, lanes) for kind in (_FLOAT, _INT16, _INT32))
     is_bfloat16 = dtype == "bfloat16"
@@ -140,7 +140,7 @@ def vectors(lanes: int, dtype: str = "float32") -> Vectors:
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             address, index, value = args
             if is_bfloat16:
-                # To the nearest, ties to even, as torch rounds.
+                # Round to nearest, ties to even, as torch does.
                 bits = builder.bitcast(value, words)
                 is_odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
                 bits = builder.add(bits, builder.add(constant(0x7FFF), is_odd))
@@ -160,7 +160,7 @@ def vectors(lanes: int, dtype: str = "float32") -> Vectors:
         return vector(types.float32), code
 
     def multiplied(builder: Any, value: Any, shifted: Any) -> Any:
-        # The last bits of the sum are the exponent; all before them go over the edge.
+        # The low bits of the sum are the exponent; the shift drops all others.
         exponent = builder.shl(builder.bitcast(shifted, words), constant(23))
         return builder.bitcast(builder.add(builder.bitcast(value, words), exponent), floats)
 
@@ -188,7 +188,7 @@ def vectors(lanes: int, dtype: str = "float32") -> Vectors:
     sub = operator(2, lambda builder, x, y: builder.fsub(x, y))
     mul = operator(2, lambda builder, x, y: builder.fmul(x, y))
     div = operator(2, lambda builder, x, y: builder.fdiv(x, y))
-    # One instruction, where llvm.maxnum takes three to give the other number for one that is none.
+    # One instruction; llvm.maxnum takes three, to handle NaN.
     larger = operator(2, lambda builder, x, y: builder.select(builder.fcmp_ordered(">", x, y), x, y))
     fma = named("fma", 3)
     exp = _make_exp(splat, add, sub, mul, larger, fma, operator(2, multiplied))
@@ -197,10 +197,10 @@ def vectors(lanes: int, dtype: str = "float32") -> Vectors:
 
 
 def _make_exp(splat: Any, add: Any, sub: Any, mul: Any, larger: Any, fma: Any, times_power: Any) -> Any:
-    """The exponential of Cephes (Moshier): 2^n times a polynomial of the rest, which is below ln(2) / 2.
+    """Makes the exponential of Cephes (Moshier): 2^n times a polynomial of the rest, below ln(2) / 2.
 
     Args:
-        times_power: ``(x, y)``: ``x`` times 2 to the n that was added to ``_WHOLE`` and gave ``y``.
+        times_power: ``(x, y)``: returns ``x * 2**n``, where ``y`` is ``_WHOLE + n``.
     """
     lowest, per_ln2, one = (np.float32(x) for x in (-87.0, 1.44269504, 1.0))
     ln2_high, ln2_low = np.float32(-0.693359375), np.float32(2.12194440e-4)

@@ -1,11 +1,12 @@
-"""The threads of kernels: work is claimed in parts, so that nobody waits for a thread that has no core.
+"""Thread pool of the CPU kernels; threads claim parts of a job, so none waits for a thread that has no core.
 
-OpenMP's regions end when every thread has come by; where another process wants a core, each of a forward's
-hundred regions then waits for a time slice of the scheduler. Here the calling thread works through the parts
-itself, with whoever is there to help, and waits only for parts that somebody has begun.
+An OpenMP region ends when every thread has arrived. If another process occupies a core, each of a forward's
+hundred regions waits for a scheduler time slice. Here the calling thread works through the parts itself,
+helped by whichever threads are running, and waits only for parts that a helper has begun.
 
-One 64-bit word says which job is on, how many parts it has and which is next. A part is taken by
-compare-and-swap of the whole word, so a thread that read an older job's fields cannot take a part of a newer.
+One 64-bit word holds the current job, its number of parts and the next part. A part is claimed by
+compare-and-swap of the whole word, so a thread that read an older job's fields cannot claim a newer job's
+part.
 """
 
 from __future__ import annotations
@@ -29,28 +30,30 @@ from specray.engine.cpu.compiled import CompiledFunction
 from specray.engine.cpu.simd import intrinsic_of, kernel
 
 _SIGNATURE = types.void(types.int64, types.int64, types.int64, types.int64)
-"""Of a kernel's function: address of the arguments, part, number of parts, thread."""
+"""Signature of a kernel function: address of the arguments, part, number of parts, thread."""
 _PROTOTYPE = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
 
-# Fields of the block that a team shares, each on a cache line of its own: offsets in bytes.
+# Byte offsets of the fields in the block that a thread pool shares, each on its own cache line.
 _WORD = 0  # job << 32 | number of parts << 16 | next part
 _FUNCTION = 64
 _ARGS = 72
 _NUM_DONE = 128  # parts that helpers have finished
 _IS_CLOSED = 192
 _SIZE = 200  # threads
-# A helper's own fields: its number times this size behind the block's beginning.
+# Byte offsets of a helper's own fields, from the block's beginning plus its number times this size.
 _HELPER_SIZE = 256
 _IS_ASLEEP = 0
 _SEMAPHORE = 64  # sem_t
 
 APART = 4096
-"""Bytes between what two threads write often: a core asks for what may follow, up to the end of a page, and
-takes it from the core that is writing there. Sums of 64 rows, side by side, cost a tenth of the products."""
+"""Minimum distance in bytes between memory that two threads write often. A core prefetches up to the end of
+an OS page and takes lines from the core writing there; sums of 64 rows side by side cost a tenth of the
+products."""
 _MAX_PARTS = 1 << 15
 _LAST_JOB = 0x7FFF_FFFF
 _SPINS = 4_000
-"""Looks at the word before a helper sleeps: some 50 us, longer than the interpreter needs between kernels."""
+"""Polls of the word before a helper sleeps: about 50 us, longer than the interpreter needs between
+kernels."""
 _SPINS_BEFORE_YIELD = 1_000
 _INT64, _INT32 = ir.IntType(64), ir.IntType(32)
 
@@ -60,8 +63,8 @@ class Kernel(CompiledFunction):
 
     Args:
         name: see ``CompiledFunction``.
-        num_args: 64-bit numbers at the address.
-        make: gives a function of ``(args address, part, number of parts, thread)``, to be compiled.
+        num_args: number of 64-bit arguments at the address.
+        make: returns the function of ``(args address, part, number of parts, thread)`` to compile.
     """
 
     __slots__ = ("num_args",)
@@ -72,28 +75,28 @@ class Kernel(CompiledFunction):
 
 
 class Recorder(Protocol):
-    """Learns what a team does, to do it again."""
+    """Records the jobs of a thread pool, to replay them."""
 
     def add(self, kernel: Kernel, args_address: int, num_parts: int) -> None:
-        """A job was done."""
+        """Records a job that has run."""
         ...
 
     def empty(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor for jobs to write to, then and later."""
+        """Returns a tensor for jobs to write to, now and in replays."""
         ...
 
 
-class Team:
-    """Some threads that run kernels for one engine thread. Helpers sleep when there is nothing to do.
+class ThreadPool:
+    """Threads that run kernels for one engine thread. Helpers sleep when there is no job.
 
     Args:
-        size: threads, the caller's included; 1 where the system has no POSIX semaphores.
+        size: number of threads including the caller's; reduced to 1 where there are no POSIX semaphores.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size if _has_semaphores() else 1
         self.recorder: Recorder | None = None
-        """Told of all that is done while it is set."""
+        """Recorder of every job that runs while it is set."""
         self._num_jobs = 0
         self._control: int = 0
         self._lead_all = _lead_all_function().call
@@ -107,19 +110,21 @@ class Team:
         self._control = control
         self._lead, help_ = _lead_function().call, _help_function().call
         helpers = [
-            threading.Thread(target=help_, args=(control, index), name=f"specray-team-{index}", daemon=True)
+            threading.Thread(
+                target=help_, args=(control, index), name=f"specray-kernels-{index}", daemon=True
+            )
             for index in range(1, self.size)
         ]
         for helper in helpers:
             helper.start()
-        # Also at exit: no helper may look at memory that is gone.
+        # Also runs at exit: no helper may read memory that is freed.
         weakref.finalize(self, _dismiss, memory, control, helpers)
 
     def run(self, kernel: Kernel, args_address: int, num_parts: int) -> None:
-        """Does a job; returns when all parts are done. Not for two threads at once.
+        """Runs a job and returns when all parts are done. Not thread-safe.
 
         Args:
-            num_parts: 1 is done without the helpers.
+            num_parts: number of parts; 1 runs on the calling thread alone.
         """
         if self.recorder is not None:
             self.recorder.add(kernel, args_address, num_parts)
@@ -132,16 +137,16 @@ class Team:
         self._lead(self._control, kernel.address, args_address, self._num_jobs << 32 | num_parts << 16)
 
     def run_all(self, jobs_address: int, num_jobs: int) -> None:
-        """Does jobs one after the other, as many calls of ``run``. Not for two threads at once.
+        """Runs jobs one after the other, like as many calls of ``run``. Not thread-safe.
 
         Args:
-            jobs_address: of int64 ``[num_jobs, 3]``: addresses of kernel and arguments, number of parts.
+            jobs_address: address of int64 ``[num_jobs, 3]``: addresses of kernel and arguments, parts.
         """
         self._lead_all(self._control, jobs_address, num_jobs, self._num_jobs)
         self._num_jobs = (self._num_jobs + num_jobs) & _LAST_JOB
 
     def empty(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor for jobs to write to."""
+        """Returns a tensor for jobs to write to, from the recorder while one is set."""
         if self.recorder is not None:
             return self.recorder.empty(shape, dtype)
         return torch.empty(shape, dtype=dtype)
@@ -170,7 +175,7 @@ def _has_semaphores() -> bool:
     return platform.system() == "Linux" and hasattr(_libc(), "sem_init")
 
 
-# ---- what threads do
+# ---- code that the threads run
 
 
 def _address(builder: Any, control: Any, offset: int) -> Any:
@@ -178,7 +183,7 @@ def _address(builder: Any, control: Any, offset: int) -> Any:
 
 
 def _atomic(emit: Any, num_numbers: int, result: Any = types.int64) -> Any:
-    """An intrinsic of the control block's address and some numbers."""
+    """Makes an intrinsic that takes the control block's address and ``num_numbers`` int64."""
     return intrinsic_of(1 + num_numbers, types.int64, emit, result)
 
 
@@ -233,7 +238,7 @@ _sched_yield: Any = types.ExternalFunction("sched_yield", types.int32())
 
 @kernel()
 def _take_parts(control: int, thread: int) -> int:
-    """Does parts of the job that is on until none is left; returns how many."""
+    """Runs parts of the current job until none is left; returns how many."""
     taken = 0
     while True:
         word = _load_word(control)
@@ -250,8 +255,8 @@ def _take_parts(control: int, thread: int) -> int:
 
 @kernel()
 def _lead(control: int, function: int, args: int, word: int) -> None:
-    """Begins a job, works on it, and waits until others have done the parts that they took."""
-    # No part is left of the job before, so nobody takes one while the fields change.
+    """Starts a job, works on it, and waits until the helpers have done the parts that they claimed."""
+    # The previous job has no parts left, so nobody claims one while the fields change.
     _store_function(control, function)
     _store_args(control, args)
     _store_done(control, 0)
@@ -307,7 +312,7 @@ def _help_function() -> CompiledFunction:
             if spins == _SPINS:
                 helper = control + thread * _HELPER_SIZE
                 _store_asleep(helper, 1)
-                # A job that came before this was seen has not woken us.
+                # A job that started before this store was visible has not woken this thread.
                 if _load_word(control) >> 32 == seen and not _is_closed(control):
                     _sem_wait(helper + _SEMAPHORE)
                 _store_asleep(helper, 0)
@@ -321,7 +326,7 @@ def _help_function() -> CompiledFunction:
 
 @intrinsic
 def as_pointer(context: Any, address: Any) -> Any:
-    """For kernels: an address as the pointer that ``carray`` wants."""
+    """Converts an address to the pointer that ``carray`` takes; for kernels."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(types.voidptr))

@@ -8,16 +8,14 @@ because at one row a draft's step is 0.2 ms and each operator costs 1 to 10 us b
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
+from specray.engine.attention.sdpa import SdpaStep
 from specray.engine.model.linear import Gate, Linear, Weights
-from specray.engine.step import CacheShape, Step
-
-if TYPE_CHECKING:
-    from specray.engine.attention.sdpa import AttentionStep, Slots
+from specray.engine.step import AttentionStep, CacheShape, Slots, Step
 
 
 class Norm(Protocol):
@@ -133,13 +131,13 @@ class PlainAttention:
     scale: float
 
     def prepare(self, step: AttentionStep, positions: Slots) -> _PlainStep:
-        return _PlainStep(self, step, *self.rotary.at(positions))
+        return _PlainStep(self, SdpaStep(step), *self.rotary.at(positions))
 
 
 @dataclass(frozen=True, slots=True)
 class _PlainStep:
     attention: PlainAttention
-    step: AttentionStep
+    step: SdpaStep
     cos: torch.Tensor
     sin: torch.Tensor
 

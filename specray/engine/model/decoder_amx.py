@@ -12,7 +12,7 @@ from specray.engine.cpu.gemm import rows as packing
 from specray.engine.cpu.gemm.linear import TiledGate, TiledLinear
 from specray.engine.cpu.gemm.rows import PackedRows
 from specray.engine.cpu.norm import FusedRMSNorm
-from specray.engine.cpu.thread_pool import Team
+from specray.engine.cpu.thread_pool import ThreadPool
 from specray.engine.model.decoder import Embedding, HeadNorm, LoweredForward
 from specray.engine.step import CacheShape, Step
 
@@ -46,28 +46,31 @@ class PackedForward:
 
     def decode(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         """From the embedded tokens, ``[num_rows, hidden_size]``, to the logits."""
-        attention, team = self.attention.prepare(step.attention, step.positions), self.attention.team
+        attention, thread_pool = (
+            self.attention.prepare(step.attention, step.positions),
+            self.attention.thread_pool,
+        )
         last = len(self.layers) - 1
-        rows = packing.pack(hidden, team)
+        rows = packing.pack(hidden, thread_pool)
         for index, layer in enumerate(self.layers):
             qkv = layer.qkv.packed(layer.input_norm.packed(rows))
             attended = attention.attend_packed(index, qkv, layer.head_norm, layer.window)
             if index == last and step.logit_rows is not None:
                 # As in the lowered forward: nothing more is needed of the others.
-                attended, rows = _take(attended, step, team), _take(rows, step, team)
+                attended, rows = _take(attended, step, thread_pool), _take(rows, step, thread_pool)
             rows = layer.output.packed_plus(attended, rows)
             gated = layer.gate.packed(layer.post_attention_norm.packed(rows))
             rows = layer.down.packed_plus(gated, rows)
         return self.head.packed_precise(self.final_norm.packed(rows))
 
 
-def _take(rows: PackedRows, step: Step, team: Team) -> PackedRows:
+def _take(rows: PackedRows, step: Step, thread_pool: ThreadPool) -> PackedRows:
     wanted = step.logit_rows
     if isinstance(wanted, slice):
         assert wanted.stop is None or wanted.stop == rows.num_rows, "wanted rows are the last ones"
-        return packing.last_rows(rows, wanted.start, team)
+        return packing.last_rows(rows, wanted.start, thread_pool)
     assert wanted is not None
-    return packing.some_rows(rows, wanted, team)
+    return packing.some_rows(rows, wanted, thread_pool)
 
 
 def packed(forward: LoweredForward) -> PackedForward | None:

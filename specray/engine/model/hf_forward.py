@@ -13,15 +13,22 @@ from typing import Any, Protocol
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
-from specray.engine.attention.sdpa import AttentionStep, SequenceRows
+from specray.engine.attention.sdpa import SdpaStep
 from specray.engine.cache.blocks import BlockCache
-from specray.engine.step import CacheShape, Step
+from specray.engine.step import AttentionStep, CacheShape, SequenceRows, Step
 from specray.errors import ConfigError
 
 ATTENTION_NAME = "specray_blocks"
 _CHECKED_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8)
-# Arguments that change what attention computes, and that the block attention does not implement.
-_UNSUPPORTED = ("softcap", "s_aux", "head_mask", "position_bias", "cu_seq_lens_q", "encoder_hidden_states")
+_UNSUPPORTED = {
+    "softcap": "a soft cap on its scores",
+    "s_aux": "attention sinks",
+    "head_mask": "a mask of heads",
+    "position_bias": "a bias by position",
+    "cu_seq_lens_q": "sequences packed in its own way",
+    "encoder_hidden_states": "an encoder's states",
+}
+"""Arguments that change what attention computes and are not implemented here, and what they are in words."""
 
 
 class _Attention(Protocol):
@@ -105,7 +112,7 @@ class GenericForward:
             position_ids=positions[None],
             use_cache=False,
             logits_to_keep=rows,
-            attention_step=step.attention,
+            attention_step=SdpaStep(step.attention),
         )
         logits: torch.Tensor = output.logits[0]
         return logits.float()
@@ -130,12 +137,23 @@ class _Probe:
         return torch.zeros_like(query).flatten(1)
 
     def cache_shape(self, model: str) -> CacheShape:
-        shapes = set(self._kept.values())
-        if len(shapes) != 1 or set(self._kept) != set(range(len(self._kept))):
+        """Raises ConfigError when the layers that called attention do not keep the same."""
+        if not self._kept:
             raise ConfigError(
-                f"{model} keeps {sorted(self._kept.items())} per layer and token; allowed: one shape"
+                f"{model} is not supported: its attention is code of its own, which cannot run over the cache"
             )
-        num_kv_heads, head_dim = shapes.pop()
+        if set(self._kept) != set(range(len(self._kept))):
+            raise ConfigError(
+                f"{model} is not supported: only its layers {sorted(self._kept)} keep keys and values; "
+                "allowed: models of which every layer does"
+            )
+        shapes = sorted(set(self._kept.values()))
+        if len(shapes) != 1:
+            raise ConfigError(
+                f"{model} is not supported: its layers keep keys and values of several sizes; "
+                "allowed: one size for all layers"
+            )
+        num_kv_heads, head_dim = shapes[0]
         return CacheShape(len(self._kept), num_kv_heads, head_dim)
 
 
@@ -152,13 +170,20 @@ def _block_attention(
 ) -> tuple[torch.Tensor, None]:
     """The library's attention signature: ``[1, num_heads, num_rows, head_dim]`` in, rows before heads out."""
     layer = getattr(module, "layer_idx", None)
-    if attention_step is None or layer is None or attention_mask is not None:
-        raise ConfigError(f"{type(module).__name__} does not pass its arguments on to the attention function")
-    for name in _UNSUPPORTED:
+    if sliding_window is None and layer is not None:
+        sliding_window = _window_of_kind(module, layer)
+    refused = f"{type(module).__name__} is not supported: "
+    if attention_step is None or layer is None:
+        raise ConfigError(f"{refused}it does not pass its arguments on to the attention function")
+    if attention_mask is not None:
+        raise ConfigError(f"{refused}its attention has a mask of its own")
+    for name, words in _UNSUPPORTED.items():
         if kwargs.get(name) is not None:
-            raise ConfigError(f"{type(module).__name__} uses attention with {name}, which is not supported")
+            raise ConfigError(f"{refused}its attention has {words} ({name})")
     if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
-        raise ConfigError(f"{type(module).__name__} has keys and values of different sizes; allowed: equal")
+        raise ConfigError(
+            f"{refused}its keys and values are of different sizes (latent attention); allowed: equal sizes"
+        )
     output = attention_step.attend(
         layer,
         query[0].transpose(0, 1),
@@ -167,3 +192,13 @@ def _block_attention(
         window=sliding_window,
     )
     return output.view(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+def _window_of_kind(module: torch.nn.Module, layer: int) -> int | None:
+    """The window of a layer that leaves it to the mask, as Qwen2-MoE's do: by the kind of the layer."""
+    config = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    if layer >= len(kinds) or kinds[layer] != "sliding_attention":
+        return None
+    window: int | None = getattr(config, "sliding_window", None)
+    return window

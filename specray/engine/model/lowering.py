@@ -14,29 +14,23 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from specray.engine.model.decoder import HeadNorm, Layer, LoweredForward
-from specray.engine.model.operators_torch import HeadShape
-from specray.engine.step import CacheShape
+from specray.engine.step import CacheShape, HeadShape
 
 if TYPE_CHECKING:
     from specray.engine.model.decoder import Attention, Embedding, Head, Norm, Projection
     from specray.engine.model.linear import Gate, Linear
     from specray.engine.model.loader import LoadedModel
-    from specray.engine.model.operators_torch import Operators
+    from specray.engine.model.operators import Operators
     from specray.engine.runner.parallel import ParallelContext
 
 _MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 
-def can_lower(loaded: LoadedModel) -> bool:
-    """Whether the lowered decoder computes this model's function."""
-    config = loaded.config
-    rotary = getattr(loaded.model.base_model, "rotary_emb", None)
-    return (
-        config.model_type in _MODEL_TYPES
-        and config.hidden_act == "silu"
-        and rotary is not None
-        and rotary.inv_freq.shape[-1] * 2 == _head_dim(config)
-    )
+def can_lower(config: Any) -> bool:
+    """Whether the lowered decoder computes what a text configuration describes."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    rotary_share = rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
+    return config.model_type in _MODEL_TYPES and config.hidden_act == "silu" and rotary_share == 1.0
 
 
 def head_shape(config: Any, parallel: ParallelContext | None) -> HeadShape:

@@ -10,13 +10,13 @@ from specray.engine.attention.cpu import FusedAttention
 from specray.engine.cpu.attention.kernel import attention_kernel
 from specray.engine.cpu.gemm.linear import TiledGate, TiledLinear, can_tile
 from specray.engine.cpu.norm import FusedRMSNorm
-from specray.engine.cpu.thread_pool import Team
+from specray.engine.cpu.thread_pool import ThreadPool
 from specray.engine.model.operators_torch import TorchOperators
 
 if TYPE_CHECKING:
     from specray.engine.model.decoder import Attention, Norm
     from specray.engine.model.linear import Gate, Linear
-    from specray.engine.model.operators_torch import HeadShape
+    from specray.engine.step import HeadShape
 
 
 class KernelOperators(TorchOperators):
@@ -28,10 +28,12 @@ class KernelOperators(TorchOperators):
 
     def __init__(self, dtype: torch.dtype, num_threads: int) -> None:
         super().__init__(dtype)
-        self._team = Team(num_threads)
+        self._thread_pool = ThreadPool(num_threads)
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        return TiledLinear(weight, bias, self._team) if can_tile(weight) else super().linear(weight, bias)
+        return (
+            TiledLinear(weight, bias, self._thread_pool) if can_tile(weight) else super().linear(weight, bias)
+        )
 
     def gate(
         self,
@@ -41,17 +43,17 @@ class KernelOperators(TorchOperators):
         up_bias: torch.Tensor | None,
     ) -> Gate:
         if can_tile(gate):
-            return TiledGate(gate, up, gate_bias, up_bias, self._team)
+            return TiledGate(gate, up, gate_bias, up_bias, self._thread_pool)
         return super().gate(gate, up, gate_bias, up_bias)
 
     def norm(self, weight: torch.Tensor, eps: float) -> Norm:
-        return FusedRMSNorm(weight, eps, self._team)
+        return FusedRMSNorm(weight, eps, self._thread_pool)
 
     def attention(self, cos: torch.Tensor, sin: torch.Tensor, shape: HeadShape) -> Attention:
         half = shape.head_dim // 2
         return FusedAttention(
             attention_kernel(shape.head_dim, str(self.dtype).removeprefix("torch.")),
-            self._team,
+            self._thread_pool,
             shape.num_heads,
             shape.num_kv_heads,
             shape.head_dim,

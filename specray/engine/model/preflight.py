@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from specray.config import EngineConfig
-from specray.engine.model.loader import check_loadable, tokenizer_fingerprint
+from specray.engine.model.loader import ModelArgs, check_loadable, tokenizer_fingerprint
 from specray.engine.runner.assembly import model_path
 from specray.errors import ConfigError
 
@@ -28,7 +30,15 @@ def check_model(config: EngineConfig, role: str) -> ModelSummary:
     """
     path = model_path(config, role)
     vocab_size = check_loadable(
-        path, max_model_len=config.max_model_len, num_ranks=config.tensor_parallel_size, role=role
+        ModelArgs(
+            path=path,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            max_model_len=config.max_model_len,
+            tensor_parallel_size=config.tensor_parallel_size,
+            role=role,
+            forward=config.forward,
+        )
     )
     return ModelSummary(path, vocab_size, tokenizer_fingerprint(path))
 

@@ -11,7 +11,7 @@ from specray.engine.cache.blocks import BlockCache, bytes_per_token
 from specray.engine.model.hf_forward import GenericForward
 from specray.engine.model.loader import LoadedModel, ModelArgs, load_model
 from specray.engine.model.lowering import can_lower, head_shape, lower
-from specray.engine.model.operators_torch import BlockOperators, Operators, cpu_operators, cuda_operators
+from specray.engine.model.operators import BlockOperators, Operators, cpu_operators, cuda_operators
 from specray.engine.runner.cuda_graphs import WIDTHS, Bucket, CudaCapture, GraphedForward
 from specray.engine.runner.device import (
     available_memory,
@@ -53,6 +53,7 @@ def build_runner(config: EngineConfig, *, role: str, parallel: ParallelContext |
             max_model_len=config.max_model_len,
             tensor_parallel_size=1 if parallel is None else parallel.world_size,
             role=role,
+            forward=config.forward,
         )
     )
     num_weight_bytes = sum(weight.nbytes for weight in loaded.model.parameters())
@@ -118,11 +119,9 @@ def _group_choices(info: RunnerInfo) -> dict[str, object]:
 
 
 def _prepared_buckets(role: str) -> list[Bucket]:
-    buckets = [Bucket(1, width, has_branches=False) for width in WIDTHS if width <= _MAX_PREPARED_WIDTH]
+    buckets = [Bucket(1, width, has_masks=False) for width in WIDTHS if width <= _MAX_PREPARED_WIDTH]
     if role == "draft":
-        buckets += [
-            Bucket(1, width, has_branches=True) for width in WIDTHS if width <= _MAX_PREPARED_BRANCHES
-        ]
+        buckets += [Bucket(1, width, has_masks=True) for width in WIDTHS if width <= _MAX_PREPARED_BRANCHES]
     return buckets
 
 
@@ -147,7 +146,7 @@ def _build_forward(
 
 
 def _is_lowered(config: EngineConfig, loaded: LoadedModel) -> bool:
-    return config.forward != "generic" and can_lower(loaded)
+    return config.forward != "generic" and can_lower(loaded.config)
 
 
 def _block_backend(

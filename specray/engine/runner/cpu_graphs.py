@@ -10,23 +10,19 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from specray.engine.attention.cpu import FusedAttention, FusedStep
 from specray.engine.cpu.gemm.linear import TiledGate, TiledLinear
 from specray.engine.cpu.gemm.rows import HEIGHT
-from specray.engine.cpu.graph import Tape
-from specray.engine.cpu.memory_pool import Arena
+from specray.engine.cpu.graph import CpuGraph
+from specray.engine.cpu.memory_pool import MemoryPool
 from specray.engine.cpu.norm import FusedRMSNorm
 from specray.engine.model.decoder import LoweredForward
 from specray.engine.model.decoder_amx import PackedForward, packed
 from specray.engine.model.lowering import TableEmbedding
-from specray.engine.step import CacheShape, Forward, Step
-
-if TYPE_CHECKING:
-    from specray.engine.cache.blocks import BlockCache
+from specray.engine.step import CacheShape, Forward, KVCache, Step
 
 _MAX_ROWS = 320
 """With more, Python between the kernels is a small part."""
@@ -45,11 +41,11 @@ _Shape = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class _Taped:
-    tape: Tape
+    tape: CpuGraph
     hidden: torch.Tensor
     logits: torch.Tensor
     """In the arena: they are there until another tape runs."""
-    cache: BlockCache
+    cache: KVCache
 
 
 class TapedForward:
@@ -66,7 +62,7 @@ class TapedForward:
         self._is_packed = isinstance(forward, PackedForward)
         self._attention = attention
         self._table = table
-        self._arena = Arena()
+        self._memory_pool = MemoryPool()
         # Least recently used first.
         self._tapes: OrderedDict[_Shape, _Taped] = OrderedDict()
         self._num_runs: Counter[_Shape] = Counter()
@@ -99,7 +95,7 @@ class TapedForward:
             attention = self._attention.prepare(step.attention, step.positions)
             taped.tape.run(attention.call)
             rows = step.attention.rows
-            if first == 0 and len(rows) == num_rows and not any(item.branches for item in rows):
+            if first == 0 and len(rows) == num_rows and not any(item.visibility for item in rows):
                 self._last = attention
         begin = shape[0] - shape[1]
         # A copy, since the next step overwrites them.
@@ -141,16 +137,16 @@ class TapedForward:
         return self._num_runs[shape] > _RUNS_BEFORE
 
     def _record(self, shape: _Shape, step: Step) -> _Taped:
-        team = self._attention.team
-        tape = Tape(team, self._attention.kernel, self._arena)
+        thread_pool = self._attention.thread_pool
+        tape = CpuGraph(thread_pool, self._attention.kernel, self._memory_pool)
         rows, wanted = shape
         further = step.token_ids.new_zeros(rows - len(step.token_ids))
         hidden = self._forward.embedding(torch.cat((step.token_ids, further)))
-        team.recorder = tape
+        thread_pool.recorder = tape
         try:
             logits = self._forward.decode(hidden, replace(step, logit_rows=slice(rows - wanted, None)))
         finally:
-            team.recorder = None
+            thread_pool.recorder = None
         tape.finish()
         taped = self._tapes[shape] = _Taped(tape, hidden, logits, step.attention.cache)
         if len(self._tapes) > _MAX_TAPES:

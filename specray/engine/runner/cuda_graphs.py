@@ -19,10 +19,9 @@ from typing import NamedTuple
 import torch
 
 from specray.engine.attention.paged import BatchShape, DeviceBatch, HostBatch
-from specray.engine.attention.sdpa import AttentionStep, SequenceRows
 from specray.engine.cache.blocks import BlockCache
 from specray.engine.runner.inputs import SequenceInput
-from specray.engine.step import Forward, Step
+from specray.engine.step import AttentionStep, Forward, SequenceRows, Step
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +43,7 @@ class Bucket(NamedTuple):
     num_sequences: int
     width: int
     """Rows of each sequence, at most."""
-    has_branches: bool
+    has_masks: bool
 
 
 def bucket_for(inputs: Sequence[SequenceInput]) -> Bucket | None:
@@ -55,7 +54,7 @@ def bucket_for(inputs: Sequence[SequenceInput]) -> Bucket | None:
         return None
     if SEQUENCES[sequences] * WIDTHS[width] > MAX_ROWS:
         return None
-    return Bucket(SEQUENCES[sequences], WIDTHS[width], any(item.branches for item in inputs))
+    return Bucket(SEQUENCES[sequences], WIDTHS[width], any(item.visibility for item in inputs))
 
 
 def run_again(work: Work) -> Work:
@@ -164,7 +163,7 @@ class GraphedForward:
             num_rows=num_sequences * bucket.width,
             max_num_blocks=self._max_num_blocks,
             max_rows=bucket.width,
-            has_branches=bucket.has_branches,
+            has_masks=bucket.has_masks,
         )
         spare_slot = (cache.num_blocks - 1) * cache.block_size
         host = HostBatch(shape, block_size=cache.block_size, spare_slot=spare_slot)

@@ -1,30 +1,11 @@
-"""What a runner is given, on the leader by a head and on the other ranks by the leader."""
+"""What a runner is given, on the leader by an engine and on the other ranks by the leader."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-
-class BranchRow(NamedTuple):
-    """One token of a branch, which sees the beginning of its sequence and what its branch has behind it.
-
-    Branches of one sequence share the K/V of what they have in common. Their own lie behind those of the
-    sequence, at *places* that count like its positions.
-    """
-
-    trunk_len: int
-    """The sequence's tokens that it sees: so many from the first on."""
-    first_place: int
-    """Where its branch begins; it sees the places from there up to its own."""
-    place: int
-    """Where its K/V are put."""
-
-    @property
-    def position(self) -> int:
-        """In its branch, which continues the trunk."""
-        return self.trunk_len + self.place - self.first_place
+from specray.engine.attention.mask import Visibility
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +20,13 @@ class SequenceInput:
     """Enough blocks for ``end`` tokens."""
     num_logits: int
     """Logits are wanted for the last so many of ``token_ids``; 0 only fills the cache."""
-    branches: Sequence[BranchRow] = ()
-    """For tokens of branches, one each, instead of ``start``; their places ascend."""
+    visibility: Sequence[Visibility] = ()
+    """What each row sees, their KV indices ascending; empty: the rows are a chain from ``start`` on."""
 
     @property
     def end(self) -> int:
-        """Position, or place, after the last new token."""
-        return self.branches[-1].place + 1 if self.branches else self.start + len(self.token_ids)
+        """KV index after the last new token."""
+        return self.visibility[-1].kv_index + 1 if self.visibility else self.start + len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)

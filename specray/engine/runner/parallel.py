@@ -5,7 +5,8 @@ group's collectives inside a forward use the default process group (gloo on CPU,
 leader says goes over a gloo group of its own, as one small integer tensor:
 
     [kind, payload_len, payload ...]     payload of a step, per sequence:
-                                         start, num_logits, num_tokens, num_blocks, tokens ..., blocks ...
+                                         start, num_logits, num_tokens, num_blocks, num_masks,
+                                         tokens ..., blocks ..., masks (three integers each) ...
                                          payload of a copy:
                                          first, num_tokens, num_blocks, source ..., destination ...
 
@@ -26,7 +27,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from specray.engine.runner.inputs import BranchRow, CopyInput, SequenceInput
+from specray.engine.attention.mask import Visibility
+from specray.engine.runner.inputs import CopyInput, SequenceInput
 from specray.errors import ConfigError, EngineLostError
 
 _MESSAGE_LEN = 256
@@ -261,10 +263,17 @@ def encode_inputs(inputs: Sequence[SequenceInput]) -> list[int]:
     """A step as integers."""
     encoded: list[int] = []
     for item in inputs:
-        encoded += (item.start, item.num_logits, len(item.token_ids), len(item.block_ids), len(item.branches))
+        encoded += (
+            item.start,
+            item.num_logits,
+            len(item.token_ids),
+            len(item.block_ids),
+            len(item.visibility),
+        )
         encoded += item.token_ids
         encoded += item.block_ids
-        encoded += (number for row in item.branches for number in row)
+        for row in item.visibility:
+            encoded += (row.prefix_len, row.first_index, row.signed_ancestors)
     return encoded
 
 
@@ -273,14 +282,14 @@ def decode_inputs(encoded: Sequence[int]) -> list[SequenceInput]:
     inputs: list[SequenceInput] = []
     at = 0
     while at < len(encoded):
-        start, num_logits, num_tokens, num_blocks, num_branches = encoded[at : at + 5]
+        start, num_logits, num_tokens, num_blocks, num_masks = encoded[at : at + 5]
         tokens_at = at + 5
         blocks_at = tokens_at + num_tokens
         rows_at = blocks_at + num_blocks
-        at = rows_at + 3 * num_branches
-        branches = tuple(BranchRow(*encoded[row : row + 3]) for row in range(rows_at, at, 3))
+        at = rows_at + 3 * num_masks
+        visibility = tuple(Visibility.from_signed(*encoded[row : row + 3]) for row in range(rows_at, at, 3))
         token_ids, block_ids = encoded[tokens_at:blocks_at], encoded[blocks_at:rows_at]
-        inputs.append(SequenceInput(token_ids, start, block_ids, num_logits, branches))
+        inputs.append(SequenceInput(token_ids, start, block_ids, num_logits, visibility))
     return inputs
 
 

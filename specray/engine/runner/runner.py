@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specray.engine.attention.sdpa import AttentionStep, SequenceRows, sequence_slots
+from specray.engine.attention.sdpa import sequence_slots
 from specray.engine.cache.blocks import BlockCache
 from specray.engine.runner.cuda_graphs import Bucket, GraphedForward
 from specray.engine.runner.inputs import CopyInput, SequenceInput
 from specray.engine.runner.parallel import ParallelContext
-from specray.engine.step import Forward, Step
+from specray.engine.step import AttentionStep, Forward, SequenceRows, Step
 
 if TYPE_CHECKING:
     from specray.engine.runner.cpu_graphs import TapedForward
@@ -149,13 +149,13 @@ class ModelRunner:
             self._parallel.close()
 
     def _plan(self, inputs: Sequence[SequenceInput]) -> Step:
-        if len(inputs) == 1 and not inputs[0].branches:
+        if len(inputs) == 1 and not inputs[0].visibility:
             return self._plan_single(inputs[0])
         device = self.info.device
         rows = _sequence_rows(inputs)
         positions: list[int] = []
         for item in rows:
-            positions.extend([row.position for row in item.branches] or range(item.start, item.end))
+            positions.extend(item.positions)
         wanted = _logit_rows(inputs, rows)
         return Step(
             token_ids=torch.tensor([token for item in inputs for token in item.token_ids], device=device),
@@ -205,10 +205,10 @@ def _sequence_rows(inputs: Sequence[SequenceInput]) -> list[SequenceRows]:
         count = len(item.token_ids)
         assert count >= 1 and 0 <= item.num_logits <= count, item
         start = item.start
-        if item.branches:
-            assert len(item.branches) == count, item
-            start = min(row.position for row in item.branches)
-        rows.append(SequenceRows(first, count, start, item.block_ids, item.branches))
+        if item.visibility:
+            assert len(item.visibility) == count, item
+            start = min(row.position for row in item.visibility)
+        rows.append(SequenceRows(first, count, start, item.block_ids, item.visibility))
         first += count
     return rows
 

@@ -66,7 +66,7 @@ def draw_tokens(
         return _best(add_noise(logits, keys, noise), is_judged=is_judged)
     wanted = [key for key in keys if key is not None]
     noisy = (logits if len(rows) == len(keys) else logits[rows]).contiguous()
-    tokens, leads = kernels.draw_best(noisy, [philox_key(key) for key in wanted], is_judged=is_judged)
+    tokens, leads = kernels.gumbel_argmax(noisy, [philox_key(key) for key in wanted], is_judged=is_judged)
     drawn = [Draw(*draw) for draw in zip(tokens, leads, strict=True)]
     if len(rows) == len(keys):
         return drawn

@@ -9,8 +9,7 @@ from specray.control.goodput import MAX_ACCEPTANCE, expected_tokens
 from specray.control.state import Plan
 from specray.router.proposers.ngram import LocalDraft
 from specray.router.session_record import LiveSession
-from specray.router.session_values import NOTHING_DRAFTED, Drafted
-from specray.types import Overlap
+from specray.types import DraftTokens, Overlap
 
 
 class NgramFallback:
@@ -25,13 +24,11 @@ class NgramFallback:
         self._running = running
         self._controller = controller
 
-    def draft(self, live: LiveSession) -> Drafted:
+    def draft(self, live: LiveSession, local: LocalDraft) -> DraftTokens:
         """What needs no draft model: a round without the model need not be one without draft tokens."""
-        if live.local is None:
-            return NOTHING_DRAFTED
-        return live.local.draft(live.session, num_running=len(self._running))
+        return local.draft(live.session, num_running=len(self._running))
 
-    def replace(self, live: LiveSession, plan: Plan) -> Drafted | None:
+    def replace(self, live: LiveSession, plan: Plan) -> DraftTokens | None:
         """Draft tokens to be verified at once, where that promises more than asking the draft.
 
         With g tokens per second in the long run, a round that commits E tokens in t seconds is worth E - g t.
@@ -42,7 +39,7 @@ class NgramFallback:
         """
         if live.local is None:
             return None
-        repetition = self.draft(live)
+        repetition = self.draft(live, live.local)
         if not repetition.token_ids or (plan.overlap is Overlap.SERIAL and not live.local.is_long):
             return None
         num_running, k = len(self._running), plan.num_speculative_tokens
@@ -53,23 +50,26 @@ class NgramFallback:
         is_worth_more = tokens - rate * seconds > asked_tokens * (1 - rate / asked_rate)
         return repetition if is_worth_more else None
 
-    def extend(self, live: LiveSession, foreseen: Drafted) -> Drafted:
-        """What was foreseen and is verified at once, or a long repetition that begins with it and goes on.
+    def extend(self, live: LiveSession, foreseen: DraftTokens) -> DraftTokens | None:
+        """A long repetition that begins with what was foreseen and goes on, where that brings more.
 
         Not by rejection: the choice looks at what the draft drew, which then would be no free draw any more.
+
+        Returns:
+            None: what was foreseen is verified.
         """
         sampling, num_foreseen = live.session.request.sampling, len(foreseen.token_ids)
         if live.local is None or live.ahead.is_off or sampling.draws_by_rejection:
-            return foreseen
+            return None
         if live.local.max_tokens <= num_foreseen:
             # With a fixed K nothing could be longer: no reason to look.
-            return foreseen
-        repetition = self.draft(live)
+            return None
+        repetition = self.draft(live, live.local)
         agrees = live.local.is_long and repetition.token_ids[:num_foreseen] == foreseen.token_ids
         if agrees and self._brings_more(live, live.local, len(repetition.token_ids), num_foreseen):
             return repetition
         live.local.pass_over()
-        return foreseen
+        return None
 
     def _brings_more(self, live: LiveSession, local: LocalDraft, num_drafts: int, num_fewer: int) -> bool:
         """A round of so many draft tokens of its local draft brings more than of fewer, for its time."""

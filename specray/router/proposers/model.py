@@ -25,11 +25,12 @@ from specray.router.proposers.budgets import Budgets
 from specray.router.proposers.fallback import NgramFallback
 from specray.router.proposers.prefill import Reading
 from specray.router.session_record import LiveSession
-from specray.router.session_values import NOTHING_DRAFTED, Commit, Drafted, Lookup
+from specray.router.session_values import FALLBACK, Commit, Lookup
 from specray.router.trace import Trace
 from specray.router.transport.leases import DraftLeases
 from specray.router.transport.links import DraftLink
 from specray.types import (
+    NO_DRAFT,
     DraftReplies,
     DraftReply,
     ItemFailed,
@@ -130,31 +131,38 @@ class Drafting:
             if session.is_prefilling:
                 live.plan = OFF_BY_REASON[Reason.PREFILL]
                 if live.local is not None:
-                    session.drafted = self._fill(live)
+                    self._fill(live)
                 continue
             if are_prompts_first:
-                live.plan, session.drafted = OFF_BY_REASON[Reason.PROMPTS_FIRST], NOTHING_DRAFTED
+                live.plan = OFF_BY_REASON[Reason.PROMPTS_FIRST]
+                session.take_draft(NO_DRAFT)
                 continue
             if live.is_drafted_locally:
-                live.plan, session.drafted = OFF_BY_REASON[Reason.LOCAL], self._fill(live)
+                live.plan = OFF_BY_REASON[Reason.LOCAL]
+                self._fill(live)
                 continue
             if session.draft.asked is not None:
                 continue
             plan = live.plan = self._plan_to_ask(live, now)
-            session.drafted = self._fill(live) if plan.is_off else self._fallback.replace(live, plan)
-            if session.drafted is not None:
-                if not plan.is_off:
-                    live.plan = OFF_BY_REASON[Reason.NGRAM]
+            if plan.is_off:
+                self._fill(live)
+                continue
+            repetition = self._fallback.replace(live, plan)
+            if repetition is not None:
+                live.plan = OFF_BY_REASON[Reason.NGRAM]
+                session.take_draft(repetition, FALLBACK)
                 continue
             self._push(session.proposal_item(plan.num_speculative_tokens, plan.min_acceptance), now)
             live.waiting_since_s = now
             live.round_started_s = now
 
-    def _fill(self, live: LiveSession) -> Drafted:
-        """What is verified without asking the draft."""
-        if not live.is_drafted_locally and self._controller.modes.is_plain and self.link is not None:
-            return NOTHING_DRAFTED
-        return self._fallback.draft(live)
+    def _fill(self, live: LiveSession) -> None:
+        """Decides what is verified without asking the draft."""
+        is_plain = self._controller.modes.is_plain and self.link is not None
+        if live.local is None or (is_plain and not live.is_drafted_locally):
+            live.session.take_draft(NO_DRAFT)
+        else:
+            live.session.take_draft(self._fallback.draft(live, live.local), live.local.source)
 
     def are_prompts_first(self) -> bool:
         """Several sessions, and a good part of all, wait for their prompts to be filled in.
@@ -205,7 +213,7 @@ class Drafting:
                 continue
             # At least one token of this round will be committed before the next.
             plan = self._plan(live, session.num_remaining - 1, now)
-            num_drafts = len(verifying.draft_token_ids)
+            num_drafts = len(verifying.draft.token_ids)
             fanout = self._controller.fanout(plan, num_drafts)
             most = max_branches(plan, num_drafts, num_running=len(self._running))
             if fanout and self._reading.can_ask(live):
@@ -265,7 +273,7 @@ class Drafting:
             if asked is not None and isinstance(reply, (Proposal, Outcomes)):
                 answered.append((asked, reply))
                 if isinstance(reply, Proposal) and asked.min_acceptance:
-                    num_drafts = len(reply.draft_token_ids)
+                    num_drafts = len(reply.draft.token_ids)
                     self._controller.observe_proposal(live.stats, asked.num_speculative_tokens, num_drafts)
             if live.waiting_since_s is not None and not live.session.is_waiting_for_draft:
                 live.waiting_since_s = None
@@ -306,10 +314,13 @@ class Drafting:
     def _extend(self, live: LiveSession) -> None:
         """A hit goes on with a repetition where that is worth more."""
         foreseen = live.session.drafted
-        if foreseen is not None:
-            if not live.ahead.is_off:
-                live.plan = live.ahead
-            live.session.drafted = self._fallback.extend(live, foreseen)
+        if foreseen is None:
+            return
+        if not live.ahead.is_off:
+            live.plan = live.ahead
+        longer = self._fallback.extend(live, foreseen)
+        if longer is not None:
+            live.session.take_draft(longer, FALLBACK)
 
     def on_lookup(self, live: LiveSession, lookup: Lookup, now: float) -> None:
         """What the outcomes said of a verdict that has just been committed."""
@@ -370,7 +381,9 @@ class Drafting:
             elif now >= live.waiting_since_s + patience_s:
                 if live.session.has_open_verdict:
                     self._count_lookup(live, "timed_out")
-                live.session.skip_draft(self._fallback.draft(live))
+                live.session.skip_draft()
+                if live.local is not None:
+                    live.session.take_draft(self._fallback.draft(live, live.local), live.local.source)
                 live.waiting_since_s = None
                 if self._trace is not None:
                     self._trace.draft_skipped(live.request_id)

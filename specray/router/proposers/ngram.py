@@ -20,8 +20,8 @@ from specray.control.state import SessionStats
 from specray.drafting import LONG_MATCH_LEN, OutputStore, OutputStores, SessionProposer, make_proposer
 from specray.requests import GenerateRequest
 from specray.router.session import Session
-from specray.router.session_values import FALLBACK, Drafted
-from specray.types import MAX_SPECULATIVE_TOKENS, DraftKind
+from specray.router.session_values import FALLBACK
+from specray.types import MAX_SPECULATIVE_TOKENS, NO_DRAFT, DraftKind, DraftTokens
 
 PRIOR_ACCEPTANCE: Final[Mapping[str, float]] = MappingProxyType(
     {DraftKind.NGRAM: 0.5, DraftKind.SUFFIX: 0.5, FALLBACK: 0.3}
@@ -70,7 +70,7 @@ class LocalDraft:
     def is_fallback(self) -> bool:
         return self.source == FALLBACK
 
-    def draft(self, session: Session, *, num_running: int) -> Drafted:
+    def draft(self, session: Session, *, num_running: int) -> DraftTokens:
         """What to verify after all committed tokens; empty when nothing was found, or when it would not pay.
 
         Args:
@@ -80,15 +80,14 @@ class LocalDraft:
         match_len = self.proposer.match_len
         self.is_long = match_len >= LONG_MATCH_LEN
         if match_len == 0 and self.store is None:
-            return Drafted(source=self.source)
+            return NO_DRAFT
         controller, stats = self._track.controller, self._track.stats
         if controller.resting_plan(stats) is not None:
-            return Drafted(source=self.source)
+            return NO_DRAFT
         plan = controller.plan(stats, num_remaining=session.num_remaining, num_running=num_running)
         if plan.is_off:
-            return Drafted(source=self.source)
-        tokens = self.proposer.propose(min(plan.num_speculative_tokens, self.max_tokens))
-        return Drafted(tokens, source=self.source)
+            return NO_DRAFT
+        return DraftTokens(self.proposer.propose(min(plan.num_speculative_tokens, self.max_tokens)))
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
         """One verdict on what it drafted."""

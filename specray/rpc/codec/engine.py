@@ -13,16 +13,16 @@ from typing import Generic, TypeVar
 
 from specray.errors import ProtocolError
 from specray.rpc.codec.values import (
-    decode_draft_probs,
+    decode_draft_tokens,
     decode_engine_info,
     decode_item_failed,
     decode_sampling,
     decode_token_logprobs,
     decode_unknown_sequence,
+    encode_draft_tokens,
     encode_engine_info,
     encode_item_failed,
     encode_sampling,
-    encode_sparse_probs,
     encode_token_logprobs,
     encode_unknown_sequence,
     parse,
@@ -154,20 +154,12 @@ def _encode_proposal(out: draft_pb2.Proposal, proposal: Proposal) -> None:
     out.request_id = proposal.request_id
     out.round_id = proposal.round_id
     out.base_len = proposal.base_len
-    out.draft_token_ids.extend(proposal.draft_token_ids)
-    for probs in proposal.draft_probs:
-        encode_sparse_probs(out.draft_probs.add(), probs)
+    encode_draft_tokens(out, proposal.draft)
 
 
 def _decode_proposal(proposal: draft_pb2.Proposal) -> Proposal:
-    draft_token_ids = tuple(proposal.draft_token_ids[:])
-    return Proposal(
-        proposal.request_id,
-        proposal.round_id,
-        proposal.base_len,
-        draft_token_ids,
-        decode_draft_probs(proposal.draft_probs, len(draft_token_ids)),
-    )
+    draft = decode_draft_tokens(proposal)
+    return Proposal(proposal.request_id, proposal.round_id, proposal.base_len, draft)
 
 
 def _encode_outcomes(out: draft_pb2.Outcomes, outcomes: Outcomes) -> None:
@@ -179,9 +171,7 @@ def _encode_outcomes(out: draft_pb2.Outcomes, outcomes: Outcomes) -> None:
         message = add()
         message.num_accepted_tokens = branch.num_accepted_tokens
         message.next_token_id = branch.next_token_id
-        message.draft_token_ids.extend(branch.draft_token_ids)
-        for probs in branch.draft_probs:
-            encode_sparse_probs(message.draft_probs.add(), probs)
+        encode_draft_tokens(message, branch.draft)
 
 
 def _decode_outcomes(outcomes: draft_pb2.Outcomes) -> Outcomes:
@@ -190,13 +180,7 @@ def _decode_outcomes(outcomes: draft_pb2.Outcomes) -> Outcomes:
 
 
 def _decode_branch(branch: draft_pb2.Branch) -> Branch:
-    draft_token_ids = tuple(branch.draft_token_ids[:])
-    return Branch(
-        branch.num_accepted_tokens,
-        branch.next_token_id,
-        draft_token_ids,
-        decode_draft_probs(branch.draft_probs, len(draft_token_ids)),
-    )
+    return Branch(branch.num_accepted_tokens, branch.next_token_id, decode_draft_tokens(branch))
 
 
 # Target
@@ -213,10 +197,8 @@ def encode_verify_request(items: Sequence[VerifyItem], release_request_ids: Sequ
         out.round_id = item.round_id
         out.base_len = item.base_len
         out.token_ids.extend(item.token_ids)
-        if item.draft_token_ids:
-            out.draft_token_ids.extend(item.draft_token_ids)
-        for probs in item.draft_probs:
-            encode_sparse_probs(out.draft_probs.add(), probs)
+        if item.draft.token_ids:
+            encode_draft_tokens(out, item.draft)
         out.sample = item.sample
         if item.sampling is not None:
             encode_sampling(out.sampling, item.sampling)
@@ -233,14 +215,12 @@ def decode_verify_request(data: bytes) -> RequestBatch[VerifyItem]:
 
 
 def _decode_verify_item(item: target_pb2.VerifyItem) -> VerifyItem:
-    draft_token_ids = tuple(item.draft_token_ids[:])
     return VerifyItem(
         item.request_id,
         item.round_id,
         item.base_len,
         tuple(item.token_ids[:]),
-        draft_token_ids,
-        decode_draft_probs(item.draft_probs, len(draft_token_ids)),
+        decode_draft_tokens(item),
         item.sample,
         decode_sampling(item.sampling) if item.HasField("sampling") else None,
         item.max_new_tokens if item.HasField("max_new_tokens") else None,

@@ -8,8 +8,9 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from specray.errors import ProtocolError
-from specray.rpc.pb import types_pb2
+from specray.rpc.pb import draft_pb2, target_pb2, types_pb2
 from specray.types import (
+    DraftTokens,
     EngineInfo,
     ItemFailed,
     SamplingParams,
@@ -21,6 +22,8 @@ from specray.types import (
 )
 
 MessageT = TypeVar("MessageT", bound=Message)
+DraftMessage = draft_pb2.Proposal | draft_pb2.Branch | target_pb2.VerifyItem
+"""Messages with draft tokens in fields of their own: a message inside would cost bytes per round."""
 
 
 def parse(message_type: type[MessageT], data: bytes) -> MessageT:
@@ -97,23 +100,25 @@ def decode_logit_bias(logit_bias: Sequence[types_pb2.LogitBias]) -> tuple[tuple[
     return tuple((entry.token_id, entry.bias) for entry in logit_bias)
 
 
-def encode_sparse_probs(out: types_pb2.SparseProbs, probs: SparseProbs) -> None:
-    out.token_ids.extend(probs.token_ids)
-    out.probs.extend(probs.probs)
+def encode_draft_tokens(out: DraftMessage, draft: DraftTokens) -> None:
+    """Sets the draft tokens of a message; a chain's parents are not sent."""
+    out.draft_token_ids.extend(draft.token_ids)
+    if draft.parents is not None:
+        out.draft_parents.extend(draft.parents)
+    for probs in draft.probs:
+        row = out.draft_probs.add()
+        row.token_ids.extend(probs.token_ids)
+        row.probs.extend(probs.probs)
 
 
-def decode_draft_probs(
-    draft_probs: Sequence[types_pb2.SparseProbs], num_draft_tokens: int
-) -> tuple[SparseProbs, ...]:
-    """One distribution per draft token, or none. Raises ProtocolError for other counts."""
-    if not draft_probs:
-        return ()
-    if len(draft_probs) != num_draft_tokens:
-        raise ProtocolError(
-            f"draft_probs has {len(draft_probs)} entries for {num_draft_tokens} draft tokens; "
-            f"allowed: none or {num_draft_tokens}"
-        )
-    return tuple(map(_decode_sparse_probs, draft_probs))
+def decode_draft_tokens(message: DraftMessage) -> DraftTokens:
+    """Raises ProtocolError for parents or distributions that do not fit the draft tokens."""
+    token_ids, parents = tuple(message.draft_token_ids[:]), tuple(message.draft_parents[:])
+    probs = tuple(map(_decode_sparse_probs, message.draft_probs)) if message.draft_probs else ()
+    try:
+        return DraftTokens(token_ids, parents or None, probs)
+    except ValueError as error:
+        raise ProtocolError(str(error)) from None
 
 
 def _decode_sparse_probs(probs: types_pb2.SparseProbs) -> SparseProbs:

@@ -40,30 +40,34 @@ class SpeculateRequest(_message.Message):
     def __init__(self, items: _Optional[_Iterable[_Union[SpeculateItem, _Mapping]]] = ..., release_request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Proposal(_message.Message):
-    __slots__ = ("request_id", "round_id", "base_len", "draft_token_ids", "draft_probs")
+    __slots__ = ("request_id", "round_id", "base_len", "draft_token_ids", "draft_probs", "draft_parents")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_PROBS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_PARENTS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     round_id: int
     base_len: int
     draft_token_ids: _containers.RepeatedScalarFieldContainer[int]
     draft_probs: _containers.RepeatedCompositeFieldContainer[_types_pb2.SparseProbs]
-    def __init__(self, request_id: _Optional[str] = ..., round_id: _Optional[int] = ..., base_len: _Optional[int] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., draft_probs: _Optional[_Iterable[_Union[_types_pb2.SparseProbs, _Mapping]]] = ...) -> None: ...
+    draft_parents: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., round_id: _Optional[int] = ..., base_len: _Optional[int] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., draft_probs: _Optional[_Iterable[_Union[_types_pb2.SparseProbs, _Mapping]]] = ..., draft_parents: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Branch(_message.Message):
-    __slots__ = ("num_accepted_tokens", "next_token_id", "draft_token_ids", "draft_probs")
+    __slots__ = ("num_accepted_tokens", "next_token_id", "draft_token_ids", "draft_probs", "draft_parents")
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NEXT_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_PROBS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_PARENTS_FIELD_NUMBER: _ClassVar[int]
     num_accepted_tokens: int
     next_token_id: int
     draft_token_ids: _containers.RepeatedScalarFieldContainer[int]
     draft_probs: _containers.RepeatedCompositeFieldContainer[_types_pb2.SparseProbs]
-    def __init__(self, num_accepted_tokens: _Optional[int] = ..., next_token_id: _Optional[int] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., draft_probs: _Optional[_Iterable[_Union[_types_pb2.SparseProbs, _Mapping]]] = ...) -> None: ...
+    draft_parents: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, num_accepted_tokens: _Optional[int] = ..., next_token_id: _Optional[int] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., draft_probs: _Optional[_Iterable[_Union[_types_pb2.SparseProbs, _Mapping]]] = ..., draft_parents: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Outcomes(_message.Message):
     __slots__ = ("request_id", "round_id", "base_len", "branches")

@@ -1,1 +1,1 @@
-"""Refusals at the ingress: keys, limits, and answers that need no router."""
+"""Admission control at the ingress: API keys, quotas, and refusals that need no router."""

@@ -1,1 +1,1 @@
-"""The public gRPC service."""
+"""The public gRPC service: its handler over a RouterClient."""

@@ -1,4 +1,4 @@
-"""The public gRPC service's handler: the same checks and the same router as the HTTP ingress."""
+"""The public gRPC service: runs its calls with the same checks and the same router as the HTTP ingress."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from specray.interfaces import RouterClient
 from specray.requests import GenerateRequest, ServiceInfo
 from specray.rpc.inference.server import Admitter, GenerateEvent, GenerateParams, InferenceServer, Usage
 from specray.rpc.status import status_of
-from specray.serving.admission.auth import Caller, Keyring, stream_for
-from specray.serving.admission.refusals import refusing
+from specray.serving.admission.api_keys import Caller, Keyring, stream_for
+from specray.serving.admission.capacity import with_admission
 from specray.serving.generation import Delta, close
 from specray.serving.http.openai_api import DEADLINE_MARGIN_S
 from specray.serving.http.schemas import DEFAULT_MAX_TOKENS
@@ -37,7 +37,7 @@ _LEAST_TIMEOUT_S = 0.001
 
 
 class GrpcIngress:
-    """rpc.inference.InferenceHandler in front of a RouterClient, for one caller; by default for anybody."""
+    """rpc.inference.InferenceHandler in front of a RouterClient, for one caller; default: anybody."""
 
     def __init__(
         self,
@@ -50,14 +50,14 @@ class GrpcIngress:
     ) -> None:
         self._observer = observer or CallObserver(config.logging)
         self._caller = caller or Caller()
-        self._client = refusing(client, config)
+        self._client = with_admission(client, config)
         self._tokenizer = tokenizer
         self._limits = ServiceLimits(client, tokenizer, config)
         self._model_name = config.model_name
         self._timeout_s = config.router.request_timeout_s + DEADLINE_MARGIN_S
 
     def admitter(self, keyring: Keyring) -> Admitter:
-        """What tells the server by a call's metadata who handles it: this handler, in the caller's name."""
+        """Returns the function that picks a call's handler by its metadata: this one, for the caller."""
 
         def admit(authorization: Sequence[str]) -> GrpcIngress:
             handler = copy.copy(self)
@@ -125,7 +125,7 @@ class GrpcIngress:
         check_model(params.model, limits)
         options = _options(params)
         check_options(options, limits)
-        self._client.room.check(*self._caller.standing(options.tenant, options.priority or 0))
+        self._client.capacity.check(*self._caller.standing(options.tenant, options.priority or 0))
         prompts = await encode_prompts([_prompt(params)], self._tokenizer)
         (request,) = to_generate_requests(
             prompts, options, limits=limits, request_id=f"grpc-{uuid.uuid4().hex}"
@@ -135,11 +135,12 @@ class GrpcIngress:
 
 @asynccontextmanager
 async def served(server: InferenceServer, client: RouterClient, *, grace_s: float) -> AsyncIterator[None]:
-    """Serves for the length of the block, and then ``grace_s`` seconds longer what is under way.
+    """Serves while the block runs, and then finishes calls under way for at most ``grace_s`` seconds.
 
-    The health service says what /ready says, and NOT_SERVING as soon as the block has ended.
+    The health service reports what /ready reports, and NOT_SERVING as soon as the block has ended.
 
-    Raises ConfigError as ``InferenceServer.start``.
+    Raises:
+        ConfigError: see ``InferenceServer.start``.
     """
     await server.start(is_ready=False)
     watch = asyncio.create_task(watch_ready(client, server.set_ready))
@@ -159,7 +160,7 @@ def _prompt(params: GenerateParams) -> Prompt:
 
 
 def _within_range(timeout_s: float) -> float:
-    """A deadline is never wrong: one that is over ends the call at once, one far away means nothing."""
+    """Clips a deadline to the allowed range: one that is over ends the call, a distant one is none."""
     return min(max(timeout_s, _LEAST_TIMEOUT_S), RANGES["timeout_s"].high)
 
 

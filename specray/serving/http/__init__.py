@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP service."""
+"""The OpenAI-compatible HTTP service: its endpoints, their bodies and its server."""

@@ -1,4 +1,4 @@
-"""The HTTP ingress: an OpenAI-compatible FastAPI application in front of a RouterClient.
+"""Builds the HTTP ingress: an OpenAI-compatible FastAPI application in front of a RouterClient.
 
 It has no state beyond the client and the tokenizer. Prompts and outputs are never logged.
 """
@@ -18,9 +18,9 @@ from specray import __version__
 from specray.config import Config
 from specray.errors import EngineLostError, ModelNotFoundError, SpecrayError
 from specray.interfaces import RouterClient
-from specray.serving.admission.auth import Caller, Keyring
-from specray.serving.admission.refusals import refusing
-from specray.serving.admission.room import RoomMiddleware
+from specray.serving.admission.api_keys import Caller, Keyring
+from specray.serving.admission.capacity import with_admission
+from specray.serving.admission.middleware import AdmissionMiddleware
 from specray.serving.generation import Delta, close
 from specray.serving.http.body import read_json
 from specray.serving.http.events import EventStreamResponse, until_disconnect
@@ -43,7 +43,7 @@ Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 METRICS_TIMEOUT_S = 10.0
 _CLIENT_LEFT = 499
-"""nginx's status for a request whose client is gone; nobody reads it."""
+"""HTTP status of a request whose client is gone, as in nginx; nobody reads it."""
 
 
 def build_http_app(
@@ -57,19 +57,19 @@ def build_http_app(
     metrics_text: TextSource | None = None,
     names_answers: bool = True,
 ) -> FastAPI:
-    """The application of design section 9.
+    """Builds the application.
 
     Args:
         client: the router.
-        tokenizer: of the target.
-        keyring: shared with the gRPC endpoint, whose requests count too; default: one of its own.
-        lifespan: runs around the application, for what else lives in its process.
-        observer: shared with the gRPC endpoint; default: one of its own, without traces.
-        metrics_text: what /metrics says; default: what the router and this application have to say.
+        tokenizer: the target's tokenizer.
+        keyring: API keys, shared with the gRPC endpoint, whose requests count too; default: one of its own.
+        lifespan: runs around the application, for whatever else lives in its process.
+        observer: records of calls, shared with the gRPC endpoint; default: one of its own, without traces.
+        metrics_text: returns the text of /metrics; default: metrics of the router and of this application.
         names_answers: False where a proxy in front puts the request id on every answer.
     """
     app = FastAPI(title="specray", version=__version__, lifespan=lifespan, openapi_url=None)
-    client = refusing(client, config)
+    client = with_admission(client, config)
     limits = ServiceLimits(client, tokenizer, config)
     _add_problem_handlers(app)
     keyring = keyring or Keyring(config.auth)
@@ -80,7 +80,9 @@ def build_http_app(
     _add_openai_routes(
         app, OpenAiApi(client=client, tokenizer=tokenizer, config=config, limits=limits), config
     )
-    app.add_middleware(RoomMiddleware, max_calls=config.ingress.max_ongoing_requests, room=client.room)
+    app.add_middleware(
+        AdmissionMiddleware, max_calls=config.ingress.max_ongoing_requests, capacity=client.capacity
+    )
     app.add_middleware(KeyMiddleware, keyring=keyring)
     app.add_middleware(ObserveMiddleware, observer=observer, names_answers=names_answers)
     return app
@@ -149,9 +151,12 @@ def _add_model_routes(app: FastAPI, limits: ServiceLimits, config: Config) -> No
 
 
 def _add_service_routes(app: FastAPI, client: RouterClient, *, is_terse: bool) -> None:
-    """``is_terse``: whoever asks without a key learns that the service is not ready, not why."""
+    """Adds the endpoints beside the API.
 
-    # Probes may ask with HEAD.
+    ``is_terse``: a caller without a key learns that the service is not ready, but not why.
+    """
+
+    # Probes may use HEAD.
     @app.head("/health")
     @app.get("/health")
     async def health() -> JSONResponse:

@@ -1,4 +1,4 @@
-"""Reading a JSON body without trusting it: its type, its size, its encoding, its time."""
+"""Reads JSON bodies and checks their content type, size, encoding and time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from specray.serving.http.problems import HttpError
 
 BODY_TIMEOUT_S = 60.0
 _MAX_DISCARDED_BYTES = 64 * 1024 * 1024
-"""A body that is too long is read to its end up to here, so that the client gets to read the answer."""
+"""Bytes up to which a body that is too long is read to its end, so that the client gets to read the
+answer."""
 _DISCARD_TIMEOUT_S = 10.0
 
 
 async def read_json(request: Request, *, max_body_bytes: int, timeout_s: float = BODY_TIMEOUT_S) -> object:
-    """The decoded body.
+    """Reads and decodes a JSON body.
 
     Raises:
         HttpError: 415 for another content type, 413 for a body that is too long, 408 for one that does not
@@ -69,7 +70,7 @@ async def _discard(request: Request) -> None:
 
 
 async def _chunks(request: Request) -> AsyncIterator[tuple[bytes, bool]]:
-    """The body's pieces, and whether more follow. Raises ClientDisconnect."""
+    """Yields the parts of the body, and whether more follow. Raises ClientDisconnect."""
     has_more = True
     while has_more:
         message = await request.receive()
@@ -87,7 +88,7 @@ def _decode(body: bytes) -> object:
             400, f"the body is not UTF-8: byte {error.start} is invalid", code="invalid_utf8"
         ) from None
     try:
-        # This parser refuses lone surrogates and deep nesting, which the standard library's lets through.
+        # Unlike the standard library's parser, this one refuses lone surrogates and deep nesting.
         values: object = from_json(body)
     except ValueError as error:
         raise HttpError(400, f"the body is not JSON: {error}", code="invalid_json") from None

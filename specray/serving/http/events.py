@@ -1,4 +1,4 @@
-"""Server-sent events, and work that ends when its client leaves."""
+"""Server-sent events, and cancellation of work whose client has left."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from starlette.types import Message, Receive, Scope, Send
 from specray.serving.generation import close
 
 SEND_TIMEOUT_S: Final = 30.0
-"""So long a full buffer may wait for its client to read. Whoever reads at all empties it in a moment; whoever
-does not holds a place in the routers, and tokens are computed that nobody will see."""
+"""Seconds for which a full buffer may wait for its client to read. A client that reads at all empties it in a
+moment; one that does not would hold a place in the routers, for tokens that nobody sees."""
 
 T = TypeVar("T")
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Runs ``work``, and cancels it when the client leaves or this call is cancelled.
+    """Runs ``work``, and cancels it if the client leaves or this call is cancelled.
 
     Args:
-        receive: of the request, whose body has been read.
+        receive: channel of the request, whose body has been read.
+        work: the work for which the client waits.
 
     Raises:
         ClientDisconnect: the client left first.
@@ -42,7 +43,7 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventStreamResponse(Response):
-    """Sends events as they come; closes their iterator as soon as the client leaves, or on cancellation."""
+    """A response that sends events as they come, and closes their iterator when the client leaves."""
 
     media_type = "text/event-stream"
 
@@ -55,7 +56,7 @@ class EventStreamResponse(Response):
         try:
             await until_disconnect(receive, self._send_all(send))
         except (ClientDisconnect, OSError):
-            return  # A client that does not read is an OSError too: TimeoutError, see ``timely``.
+            return  # A client that does not read raises TimeoutError, an OSError too: see ``timely``.
         finally:
             await close(self._events)
 
@@ -68,7 +69,7 @@ class EventStreamResponse(Response):
 
 
 def timely(send: Send) -> Send:
-    """Sends like ``send``, and raises TimeoutError when the client has not read for SEND_TIMEOUT_S.
+    """Wraps ``send`` so that it raises TimeoutError if the client has not read for SEND_TIMEOUT_S.
 
     Servers wait without limit for a client that keeps its connection open and reads nothing.
     """

@@ -1,7 +1,7 @@
-"""Fields of the OpenAI API that this service does not have: which may be ignored, and which must not.
+"""Fields of the OpenAI API that this service does not have: ignores or refuses them.
 
-A field that would change the output is refused unless its value asks for nothing; a field that cannot
-change it is ignored; a field that nobody knows is refused, because it may be a misspelt one.
+A field that would change the output is refused unless its value asks for nothing. A field that cannot change
+it is ignored. An unknown field is refused, since it may be a misspelt one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HARMLESS: Final = frozenset(
     }
 )
 
-# Field -> values that ask for nothing (null never does).
+# Field -> values that ask for nothing; null never asks for anything.
 _INERT: Final[Mapping[str, tuple[object, ...]]] = MappingProxyType(
     {
         "suffix": ("",),
@@ -52,7 +52,7 @@ def check_extras(extras: Mapping[str, object], *, n: int) -> None:
     """Raises InvalidRequestError for the first field that would silently change the output.
 
     Args:
-        extras: what the request has beyond the fields of its schema.
+        extras: fields of the request that are not in its schema.
         n: outputs per prompt; ``best_of`` may only repeat it.
     """
     for name, value in extras.items():
@@ -67,7 +67,7 @@ def check_extras(extras: Mapping[str, object], *, n: int) -> None:
 
 
 def _check_inert(name: str, value: object, inert: tuple[object, ...]) -> None:
-    # True equals 1 in Python, but best_of: true is a wrong type.
+    # In Python True equals 1, but best_of: true has the wrong type.
     if isinstance(value, bool) or not any(value == allowed for allowed in inert):
         if value is False and False in inert:
             return

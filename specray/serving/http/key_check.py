@@ -1,4 +1,4 @@
-"""The HTTP side of API keys: nothing but the open paths is reached without one."""
+"""Checks API keys over HTTP: only the open paths are reached without one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specray.errors import UnauthenticatedError
-from specray.serving.admission.auth import Caller, Keyring
+from specray.serving.admission.api_keys import Caller, Keyring
 from specray.serving.http.observe import record_of
 from specray.serving.http.problems import HttpError, problem_response
 
@@ -14,7 +14,7 @@ _CALLER = "specray.caller"
 
 
 class KeyMiddleware:
-    """Names the caller of every request, or answers 401 before anything of the request is looked at."""
+    """Finds the caller of every request, or answers 401 before anything else of the request is read."""
 
     def __init__(self, app: ASGIApp, keyring: Keyring) -> None:
         self._app = app
@@ -39,13 +39,13 @@ class KeyMiddleware:
 
 
 def caller_of(request: Request) -> Caller:
-    """Who sent a request that the middleware has let through."""
+    """Returns the caller of a request that has passed the middleware."""
     caller: Caller | None = request.scope[_CALLER]
     return caller or Caller()
 
 
 def check_observer(request: Request) -> None:
-    """Raises HttpError 403 for a key that may not see what the service does for others."""
+    """Raises HttpError 403 for a key that may not read metrics and traces."""
     if not caller_of(request).can_observe:
         raise HttpError(
             403, f"this key may not read {request.url.path}; needed: can_observe", code="not_allowed"

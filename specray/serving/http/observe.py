@@ -1,4 +1,4 @@
-"""The HTTP side of observing: every request has a record and an id, and every answer names the id."""
+"""Observes HTTP calls: every request gets a record and an id, and every answer carries the id."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LEFT_BEFORE_ANSWER: Final = 499
 
 
 class ObserveMiddleware:
-    """Outermost of all, so that refused calls are counted too.
+    """The outermost middleware, so that refused calls are counted, too.
 
     Args:
         names_answers: False where a proxy in front puts the request id on every answer.
@@ -77,6 +77,6 @@ class ObserveMiddleware:
 
 
 def record_of(request: Request) -> CallRecord:
-    """The record of a request that has come through the middleware."""
+    """Returns the record of a request that has passed the middleware."""
     record: CallRecord = request.scope[_RECORD]
     return record

@@ -1,4 +1,4 @@
-"""The two OpenAI endpoints: from a decoded body to a call that can be answered whole or as a stream."""
+"""The two OpenAI endpoints: turns a decoded body into a call, and answers it whole or as a stream."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from specray.config import Config
 from specray.interfaces import RouterClient
 from specray.requests import GenerateRequest
-from specray.serving.admission.auth import Caller, complete_for, stream_for
-from specray.serving.admission.refusals import refusing
+from specray.serving.admission.api_keys import Caller, complete_for, stream_for
+from specray.serving.admission.capacity import with_admission
 from specray.serving.generation import Delta, close
 from specray.serving.http.problems import problem_event
 from specray.serving.http.responses import ChatFormat, CompletionFormat, Header, Json, ResponseFormat, Totals
@@ -29,12 +29,13 @@ from specray.serving.validation import Limits, check_model, check_options, to_ge
 from specray.tokenization import Tokenizer
 
 DEADLINE_MARGIN_S = 15.0
-"""The router keeps a request's deadline; the ingress gives up this much later, if the router is silent."""
+"""Seconds past a request's deadline, which the router keeps, after which the ingress gives up on the
+router."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One checked call: what to generate, and how to write it."""
+    """One checked call: what to generate, and how to write the response."""
 
     response_id: str
     caller: Caller
@@ -43,7 +44,7 @@ class Call:
     format: ResponseFormat
     num_prompt_tokens: int
     num_choices: int
-    """For each prompt."""
+    """Choices per prompt."""
     is_stream: bool
     includes_usage: bool
     repeats_usage: bool
@@ -51,10 +52,10 @@ class Call:
 
 
 class OpenAiApi:
-    """Checks, runs and writes the calls of both endpoints.
+    """Checks, runs and answers the calls of both endpoints.
 
     Args:
-        now: seconds since 1970, for ``created``.
+        now: returns seconds since 1970, for ``created``.
     """
 
     def __init__(
@@ -66,14 +67,14 @@ class OpenAiApi:
         limits: ServiceLimits,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self._client = refusing(client, config)
+        self._client = with_admission(client, config)
         self._tokenizer = tokenizer
         self._limits = limits
         self._now = now
         self._timeout_s = config.router.request_timeout_s + DEADLINE_MARGIN_S
 
     async def completion_call(self, values: object, caller: Caller, record: CallRecord) -> Call:
-        """The call of a /v1/completions body. Raises InvalidRequestError, EngineLostError."""
+        """Makes the call of a /v1/completions body. Raises InvalidRequestError, EngineLostError."""
         body = parse_request(CompletionRequest, values)
         limits = await self._checked_limits(body, caller)
         prompts = body.prompts()
@@ -85,7 +86,7 @@ class OpenAiApi:
         return self._call(body, encoded, limits, header, response_format, caller, record)
 
     async def chat_call(self, values: object, caller: Caller, record: CallRecord) -> Call:
-        """The call of a /v1/chat/completions body. Raises InvalidRequestError, EngineLostError."""
+        """Makes the call of a /v1/chat/completions body. Raises InvalidRequestError, EngineLostError."""
         body = parse_request(ChatCompletionRequest, values)
         limits = await self._checked_limits(body, caller)
         encoded = [await encode_chat(body.chat(), self._tokenizer)]
@@ -94,7 +95,7 @@ class OpenAiApi:
         return self._call(body, encoded, limits, header, chat_format, caller, record)
 
     async def answer(self, call: Call) -> Json:
-        """The whole response. Raises what the router raises."""
+        """Returns the whole response. Raises what the router raises."""
         outputs = await complete_for(
             call.caller, self._client, call.requests, self._tokenizer, timeout_s=self._timeout_s
         )
@@ -106,16 +107,16 @@ class OpenAiApi:
         return {**body, "metrics": totals.metrics()} if call.includes_metrics else body
 
     def deltas(self, call: Call) -> AsyncIterator[Delta]:
-        """What the call's events will tell. Raises what the router raises."""
+        """Yields the deltas from which the events are made. Raises what the router raises."""
         return stream_for(
             call.caller, self._client, call.requests, self._tokenizer, timeout_s=self._timeout_s
         )
 
     async def events(self, call: Call, first: Delta, rest: AsyncIterator[Delta]) -> AsyncIterator[bytes]:
-        """The response as server-sent events.
+        """Yields the response as server-sent events.
 
-        The first delta is awaited by the caller, before the headers leave, so that a call that fails at once
-        gets a status of its own. What fails later becomes an event.
+        The caller awaits the first delta before it sends the headers, so that a call that fails at once gets
+        a status of its own. A later failure becomes an event.
         """
         totals = Totals(call.num_prompt_tokens, call.num_choices)
         try:
@@ -142,10 +143,11 @@ class OpenAiApi:
     async def _checked_limits(self, body: SamplingFields, caller: Caller) -> Limits:
         limits = await self._limits.get()
         check_model(body.model, limits)
-        # Before the prompt is tokenised: what is wrong, or cannot be served now, costs nothing.
+        # Checked before the prompt is tokenised: a wrong request, or one that cannot be served now, costs
+        # nothing.
         options = body.options()
         check_options(options, limits)
-        self._client.room.check(*caller.standing(options.tenant, options.priority or 0))
+        self._client.capacity.check(*caller.standing(options.tenant, options.priority or 0))
         return limits
 
     def _call(
@@ -183,7 +185,7 @@ class OpenAiApi:
 
 
 def _with_usage(call: Call, event: Json, totals: Totals) -> Json:
-    """Where usage comes last, the events before tell what it is so far, or that they have none."""
+    """Adds usage to an event: the counts so far, or null where usage comes last."""
     if not call.includes_usage:
         return event
     return {**event, "usage": totals.usage_so_far() if call.repeats_usage else None}

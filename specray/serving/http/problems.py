@@ -1,4 +1,4 @@
-"""Exceptions as HTTP answers, in the shape of the OpenAI API."""
+"""Turns exceptions into HTTP answers, in the format of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _RETRY_AFTER_LOST_S = 1.0
 
 
 class HttpError(SpecrayError):
-    """A request that HTTP itself refuses: its body, its type, its path."""
+    """A request that HTTP itself refuses, for its body, its content type or its path."""
 
     def __init__(self, status: int, message: str, *, code: str) -> None:
         super().__init__(message)
@@ -40,7 +40,7 @@ class _Problem(NamedTuple):
     code: str
 
 
-# An exception's is the first that fits: the more special one before the more general one.
+# The first class that fits counts: special ones stand before general ones.
 _PROBLEMS: Final = (
     (ModelNotFoundError, _Problem(404, "invalid_request_error", "model_not_found")),
     (ContextLengthError, _Problem(400, "invalid_request_error", "context_length_exceeded")),
@@ -55,12 +55,12 @@ _PROBLEMS: Final = (
 
 
 def problem_status(error: Exception) -> int:
-    """The HTTP status of an exception."""
+    """Returns the HTTP status of an exception."""
     return _problem(error).status
 
 
 def problem_body(error: Exception) -> dict[str, Any]:
-    """``{"error": {message, type, param, code}}``; nothing of an unexpected exception is told."""
+    """Returns ``{"error": {message, type, param, code}}``; hides the text of an unexpected exception."""
     problem = _problem(error)
     is_ours = isinstance(error, SpecrayError)
     message = str(error) if is_ours else "internal error; the server's log has the details"
@@ -69,32 +69,33 @@ def problem_body(error: Exception) -> dict[str, Any]:
 
 
 def problem_code(error: Exception) -> str:
-    """The exception in one word, as in the answer's body."""
+    """Returns the exception's code, one word, as in the answer's body."""
     return _problem(error).code
 
 
 def problem_response(error: Exception, *, request_id: str | None = None) -> JSONResponse:
-    """The whole answer; unexpected exceptions are logged."""
+    """Returns the whole answer; logs an unexpected exception."""
     status = problem_status(error)
     if status == 500:
         logger.error("request failed", exc_info=error, extra={"request_id": request_id})
     headers = {}
     if isinstance(error, OverloadedError):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
-        # OpenAI's clients look for this one first; whole seconds would send many back at the same moment.
+        # OpenAI's clients read this header first; whole seconds would send many of them back at the same
+        # moment.
         headers["Retry-After-Ms"] = str(math.ceil(1e3 * error.retry_after_s))
     elif status == 401:
         headers["WWW-Authenticate"] = 'Bearer realm="specray"'
     elif status == 503:
         headers["Retry-After"] = str(math.ceil(_RETRY_AFTER_LOST_S))
     if status in (408, 413):
-        # The rest of the body may still be on its way; it must not be read as the next request.
+        # The rest of the body may still be on its way, and must not be read as the next request.
         headers["Connection"] = "close"
     return JSONResponse(problem_body(error), status_code=status, headers=headers)
 
 
 def problem_event(error: Exception, *, request_id: str | None = None) -> bytes:
-    """The server-sent event that ends a stream after its headers have left."""
+    """Returns the server-sent event that ends a stream whose headers have been sent."""
     if problem_status(error) == 500:
         logger.error("stream failed", exc_info=error, extra={"request_id": request_id})
     return b"data: " + json.dumps(problem_body(error), ensure_ascii=False).encode() + b"\n\n"

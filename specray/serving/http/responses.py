@@ -1,4 +1,4 @@
-"""Response bodies of the two OpenAI APIs, whole and in events."""
+"""Builds the response bodies of the two OpenAI APIs, whole and as events."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from specray.types import TokenLogprobs
 Json = dict[str, Any]
 
 _MIN_LOGPROB = -9999.0
-"""JSON has no minus infinity; this is what OpenAI and vLLM write."""
+"""Substitute for minus infinity, which JSON does not have, as in OpenAI's API and vLLM."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What every body of one call begins with."""
+    """Fields with which every body of one call begins."""
 
     response_id: str
     created: int
@@ -36,11 +36,11 @@ class Totals:
 
     num_prompt_tokens: int
     num_choices: int = 1
-    """For each prompt."""
+    """Choices per prompt."""
     num_output_tokens: int = 0
     stats: list[SpeculationStats] = field(default_factory=list)
     num_cached_tokens: dict[int, int] = field(default_factory=dict)
-    """By prompt: found for each of its choices; a prompt that one of them has computed was not cached."""
+    """Tokens by prompt that every one of its choices found in the prefix cache."""
 
     def add(self, delta: Delta) -> None:
         self.num_output_tokens += len(delta.token_ids)
@@ -51,7 +51,7 @@ class Totals:
             self.num_cached_tokens[prompt] = min(found, self.num_cached_tokens.get(prompt, found))
 
     def usage_so_far(self) -> Json:
-        """Of all choices together. What was cached is known when a choice has ended."""
+        """Returns the usage of all choices; cached tokens of a choice are known when it has ended."""
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_output_tokens,
@@ -63,7 +63,7 @@ class Totals:
         return {**self.usage_so_far(), "prompt_tokens_details": cached}
 
     def metrics(self) -> Json:
-        """``speculative_decoding`` with vLLM's field names."""
+        """Returns ``speculative_decoding`` with vLLM's field names."""
         total = sum_stats(self.stats)
         return {
             "speculative_decoding": {
@@ -78,22 +78,22 @@ class Totals:
 
 
 class ResponseFormat(Protocol):
-    """How one of the APIs writes the outputs of a call."""
+    """The way one of the APIs writes the outputs of a call."""
 
     def body(self, outputs: Sequence[Delta], totals: Totals) -> Json:
-        """The whole response, without its metrics."""
+        """Returns the whole response, without its metrics."""
         ...
 
     def opening(self, num_choices: int) -> Iterable[Json]:
-        """Events before the first delta."""
+        """Yields the events before the first delta."""
         ...
 
     def event(self, delta: Delta) -> Json:
-        """The event of one delta."""
+        """Returns the event of one delta."""
         ...
 
     def summary(self) -> Json:
-        """The last event, without choices: it carries usage and metrics."""
+        """Returns the last event, without choices, which carries usage and metrics."""
         ...
 
 
@@ -101,7 +101,7 @@ class CompletionFormat:
     """Bodies of /v1/completions.
 
     Args:
-        echoes: per choice, the prompt's text that comes first; empty strings without ``echo``.
+        echoes: text of the prompt that comes first, by choice; empty strings without ``echo``.
     """
 
     def __init__(self, header: Header, tokenizer: Tokenizer, echoes: Sequence[str]) -> None:
@@ -202,7 +202,7 @@ class ChatFormat:
 
 
 def sum_stats(stats: Iterable[SpeculationStats]) -> SpeculationStats:
-    """The counters of several outputs together."""
+    """Adds up the counters of several outputs."""
     total = SpeculationStats()
     for one in stats:
         total = SpeculationStats(
@@ -222,7 +222,7 @@ def _add(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _alternatives(entry: TokenLogprobs) -> list[tuple[int, float]]:
-    """The likeliest tokens, and the chosen one when it is not among them, as in OpenAI's completions API."""
+    """Returns the likeliest tokens, and the chosen one too, as in OpenAI's completions API."""
     tops = list(zip(entry.top_token_ids, entry.top_logprobs, strict=True))
     if entry.token_id in entry.top_token_ids:
         return tops

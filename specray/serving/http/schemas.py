@@ -1,6 +1,6 @@
-"""The request bodies of the OpenAI completions and chat completions APIs, with vLLM's additional fields.
+"""Request bodies of the OpenAI completions and chat completions APIs, with vLLM's additional fields.
 
-pydantic checks types here, without coercion; ranges are checked in ``validation``.
+pydantic checks types here, without coercion; ``validation`` checks ranges.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from specray.tokenization import ChatMessage
 from specray.types import DraftKind, Verification
 
 DEFAULT_MAX_TOKENS = 16
-"""Of the completions API; a chat may use the rest of the context."""
+"""Output tokens of the completions API where a body sets none; a chat may use the rest of the context."""
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
@@ -28,7 +28,7 @@ class _Fields(BaseModel):
 
 
 class SpeculationFields(_Fields):
-    """What this request wants of speculation; absent fields leave the choice to the service."""
+    """Speculation options of one request; an absent field leaves the choice to the service."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -37,23 +37,26 @@ class SpeculationFields(_Fields):
     verification: str | None = None
     draft: str | None = None
     tenant: str | None = None
-    """Whose past outputs a suffix draft may use, where the service keeps them."""
+    """Tenant whose past outputs a suffix draft may use, where the service keeps them."""
 
 
 class StreamOptions(_Fields):
-    """``include_usage``: a last event tells the token counts; ``continuous_usage_stats``: each event does."""
+    """Options of a stream.
+
+    ``include_usage`` puts token counts in a last event, ``continuous_usage_stats`` in each.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """vLLM's; counts only with ``include_usage``, as there."""
+    """Token counts in every event, as in vLLM; ignored without ``include_usage``."""
     include_obfuscation: bool | None = None
-    """Accepted; nothing is padded here."""
+    """Accepted and ignored: nothing is padded here."""
 
 
 class SamplingFields(_Fields):
-    """What both APIs have in common."""
+    """Fields that both APIs have."""
 
     model: str | None = None
     n: int | None = None
@@ -72,7 +75,7 @@ class SamplingFields(_Fields):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     priority: int | None = None
-    """Lower is served earlier; default 0. As in vLLM."""
+    """Priority as in vLLM: lower is served earlier; default 0."""
     timeout_s: float | None = None
     """Seconds that the whole answer may take, waiting included."""
     stream: bool | None = None
@@ -80,34 +83,34 @@ class SamplingFields(_Fields):
     speculation: SpeculationFields | None = None
     return_speculation_metrics: bool | None = None
 
-    # What a default leaves to the length of the prompt: None means all that is left.
+    # Default of ``max_tokens``; None: all of the context that is left.
     default_max_tokens: ClassVar[int | None] = None
 
-    # Names of fields in this API, where validation has another.
+    # Names of fields in this API where they differ from those in ``validation``.
     field_names: ClassVar[dict[str, str]] = {}
 
     @property
     @abstractmethod
     def num_logprobs(self) -> int | None:
-        """Likeliest tokens to tell per position; None: no logprobs."""
+        """Number of likeliest tokens per position; None: no logprobs."""
 
     def max_tokens_field(self) -> tuple[str, int | None]:
-        """The field that bounds the output, and its value."""
+        """Returns the name of the field that bounds the output, and its value."""
         return "max_tokens", self.max_tokens
 
     @property
     def includes_usage(self) -> bool:
-        """A stream ends with its token counts."""
+        """True if a stream ends with its token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def repeats_usage(self) -> bool:
-        """Every event of a stream tells the token counts so far."""
+        """True if every event of a stream carries the token counts so far."""
         options = self.stream_options
         return self.includes_usage and options is not None and bool(options.continuous_usage_stats)
 
     def options(self) -> GenerationOptions:
-        """The request without its prompt. Raises InvalidRequestError for what has no place in it."""
+        """Returns the request without its prompt. Raises InvalidRequestError."""
         check_extras(self.model_extra or {}, n=self.n or 1)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError(
@@ -164,7 +167,7 @@ class CompletionRequest(SamplingFields):
         return self.logprobs
 
     def prompts(self) -> list[Prompt]:
-        """The prompts as text or token ids. Raises InvalidRequestError for anything else."""
+        """Returns the prompts as text or token ids. Raises InvalidRequestError for anything else."""
         if self.prompt is None:
             raise InvalidRequestError("prompt is missing; allowed: text or token ids", field="prompt")
         return parse_prompt(self.prompt)
@@ -200,7 +203,7 @@ class ChatCompletionRequest(SamplingFields):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def chat(self) -> list[ChatMessage]:
-        """The conversation. Raises InvalidRequestError for parts that are not text."""
+        """Returns the conversation. Raises InvalidRequestError for parts that are not text."""
         if not self.messages:
             raise InvalidRequestError("messages is empty; allowed: at least one message", field="messages")
         return [_message(index, message) for index, message in enumerate(self.messages)]
@@ -259,7 +262,7 @@ def _first_problem(error: ValidationError) -> InvalidRequestError:
 
 
 def _path(parts: tuple[int | str, ...]) -> str:
-    """As OpenAI writes it: ``messages[0].role``."""
+    """Writes the path of a field as OpenAI does: ``messages[0].role``."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
     return text.removeprefix(".")[:100]
 
@@ -275,7 +278,7 @@ def _stop(value: object) -> tuple[str, ...]:
 
 def _logit_bias(entries: dict[str, float]) -> tuple[tuple[int, float], ...]:
     for key in entries:
-        # Digits only: int() would also take signs, spaces, underscores and digits of other scripts.
+        # Digits only: int() also takes signs, spaces, underscores and digits of other scripts.
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
             raise out_of_range("logit_bias", key, "token ids written in digits", what="a key of logit_bias")
     return tuple((int(key), bias) for key, bias in entries.items())
@@ -295,7 +298,7 @@ def _message(index: int, message: MessageFields) -> ChatMessage:
     if message.role not in _ROLES:
         raise out_of_range(f"{where}.role", message.role, ", ".join(_ROLES))
     for name, value in (message.model_extra or {}).items():
-        # What is empty asks for nothing: clients send back an answer's message with all its fields.
+        # An empty value asks for nothing: clients send back an answer's message with all its fields.
         if value not in (None, "", [], {}):
             raise InvalidRequestError(f"{where}.{name[:60]} is not supported", field=f"{where}.{name[:60]}")
     return ChatMessage(_ROLES[message.role], _content(f"{where}.content", message.content))

@@ -1,8 +1,8 @@
-"""The HTTP application on a port of its own, in the process that answers.
+"""Serves the HTTP application on a port of its own, in the ingress process.
 
 Serve's proxy is a process between client and ingress: measured on 2 cores, a request that is refused at once
 costs both of them together 5.8 ms of processor time, and every chunk of a stream passes through both. At ten
-times the load that a service can hold, refusing what is too much would take all the processors it has.
+times the load that a service can hold, the refusals alone would take all processors.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ KEEP_ALIVE_TIMEOUT_S = 90
 START_TIMEOUT_S = 10.0
 STOP_GRACE_S = 5.0
 PORT_WAIT_S = 10.0
-"""For the port: a replica that replaces another may start a moment before the other has left it."""
+"""Longest wait for the port in seconds: a replica may start a moment before the one it replaces has left."""
 _POLL_S = 0.005
 _PORT_POLL_S = 0.1
 
 
 class HttpServer:
-    """Serves one ASGI application, whose lifespan is somebody else's, on the event loop that starts it.
+    """Serves one ASGI application on the event loop that starts it; somebody else runs the lifespan.
 
     Args:
-        app: what answers.
-        host, port: where to listen; port 0 for a free one.
-        shares_port: for several replicas on one machine. Whoever else shares ports gets a part of the
-            connections too, as the kernel draws, and Serve's proxy does; so only where it must be.
-        grace_s: after ``stop``, what is under way may go on for so long.
-        port_wait_s: how long a port that is in use is waited for.
+        app: the application.
+        host: address to listen on.
+        port: port to listen on; 0 takes any free one.
+        shares_port: lets several replicas on one machine share the port. The kernel gives a part of the
+            connections to every other process that shares it, such as Serve's proxy; so only where it must
+            be.
+        grace_s: seconds after ``stop`` for calls under way.
+        port_wait_s: longest wait for a port that is in use.
     """
 
     def __init__(
@@ -69,11 +71,11 @@ class HttpServer:
 
     @property
     def port(self) -> int:
-        """Where it listens; after ``start`` the real one."""
+        """Port on which it listens; the real one after ``start``."""
         return self._port
 
     async def start(self) -> None:
-        """Listens and answers. Raises ConfigError: the address is in use or not of this machine."""
+        """Starts to listen. Raises ConfigError if the address is in use or not of this machine."""
         assert self._task is None, "start() is called once"
         listener = await self._listen()
         self._port = listener.getsockname()[1]
@@ -85,7 +87,7 @@ class HttpServer:
             await self._task
 
     async def stop(self) -> None:
-        """Takes no new connections; what is under way may end within ``grace_s``. Idempotent."""
+        """Takes no new connections, and gives calls under way ``grace_s`` seconds to end. Idempotent."""
         task, self._task = self._task, None
         if task is not None:
             self._server.should_exit = True
@@ -124,7 +126,7 @@ class HttpServer:
 
 
 class _Server(uvicorn.Server):
-    """Leaves the process's signals alone."""
+    """uvicorn.Server that leaves the process's signals alone."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""The deadline of a request as a header, for clients and gateways that do not write its body."""
+"""Reads a request's deadline from a header, for clients and gateways that do not write the body."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from specray.errors import InvalidRequestError
 from specray.serving.validation import RANGES, shown
 
 TIMEOUT_HEADER: Final = "X-Request-Timeout-Seconds"
-"""The name is that of Serve's proxy, which keeps it as well where there is one."""
+"""Name of the header; Serve's proxy uses the same name and applies it, too."""
 _FIELD: Final = "timeout_s"
 
 
 def with_timeout(values: object, headers: Mapping[str, str]) -> object:
-    """A decoded body with the header's time as its ``timeout_s``; where it has one too, the shorter counts.
+    """Adds the header's time to a decoded body as ``timeout_s``; if the body has one, the shorter counts.
 
-    As for Serve, a time that is not positive means none.
+    A time that is not positive means none, as in Serve.
 
     Raises:
-        InvalidRequestError: the header holds no number.
+        InvalidRequestError: the header is not a number.
     """
     text = headers.get(TIMEOUT_HEADER)
     if text is None or not isinstance(values, dict):
@@ -37,5 +37,5 @@ def with_timeout(values: object, headers: Mapping[str, str]) -> object:
     if timeout_s <= 0 or (isinstance(own, (int, float)) and own <= timeout_s):
         return values
     if own is not None and not isinstance(own, (int, float)):
-        return values  # Wrong; the schema says so.
+        return values  # The schema reports the wrong type.
     return {**values, _FIELD: min(timeout_s, RANGES[_FIELD].high)}

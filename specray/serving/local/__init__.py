@@ -1,1 +1,1 @@
-"""A pair of engines on this machine without Ray."""
+"""Runs a pair of engines on this machine without Ray."""

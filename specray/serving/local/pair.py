@@ -1,4 +1,4 @@
-"""A pair without Ray: both workers as child processes on unix sockets, the router in this process."""
+"""Runs a pair without Ray: both workers as child processes on unix sockets, the router in this process."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class PeerDrafterSource:
 
 @dataclass(frozen=True, slots=True)
 class LocalPair:
-    """The addresses of a pair that runs on this machine."""
+    """Addresses of a pair that runs on this machine."""
 
     target: str
     draft: str | None
 
     def router(self, config: Config, stop_matchers: StopMatcherFactory | None = None) -> Router:
-        """A router over the pair, not started yet; several may share it."""
+        """Makes a router over the pair, not started yet; several may share the pair."""
 
         async def connect_target() -> GrpcVerifier:
             return await GrpcVerifier.connect(self.target, timeout_s=CONNECT_TIMEOUT_S)
@@ -63,7 +63,7 @@ class LocalPair:
         )
 
     async def infos(self) -> tuple[EngineInfo, EngineInfo | None]:
-        """What target and draft say of themselves. Raises EngineLostError where one cannot be reached."""
+        """Asks target and draft for their info. Raises EngineLostError if one cannot be reached."""
         verifier = await GrpcVerifier.connect(self.target, timeout_s=CONNECT_TIMEOUT_S)
         await verifier.close()
         if self.draft is None:
@@ -75,12 +75,12 @@ class LocalPair:
 
 @dataclass(frozen=True, slots=True)
 class DraftHost:
-    """Where a draft runs that is not reached over a unix socket."""
+    """Place of a draft that is reached over TCP, not over a unix socket."""
 
     address: str
-    """host:port, as the router reaches it and the draft listens on it."""
+    """Address of the draft (host:port), for the draft to listen on and the router to reach."""
     command: tuple[str, ...]
-    """What runs a command there as a child of this process; before that command."""
+    """Prefix of a command that runs it at that place, as a child of this process."""
 
 
 @asynccontextmanager
@@ -90,12 +90,12 @@ async def local_pair(
     worker_command: Sequence[str] = WORKER_COMMAND,
     draft_host: DraftHost | None = None,
 ) -> AsyncIterator[LocalPair]:
-    """Starts both workers for the length of the block, and ends every process that it started.
+    """Starts both workers, and ends every process that it started when the block ends.
 
     Args:
-        config: its engines; all ranks are on this machine.
-        worker_command: what starts a worker, before its role and options.
-        draft_host: of the draft; None: as the target, here. Whoever reaches its address uses the draft.
+        config: configuration of the engines; all ranks run on this machine.
+        worker_command: command of a worker, before its role and options.
+        draft_host: place of the draft; None: here, as the target. Whoever reaches its address can use it.
 
     Raises:
         ConfigError: a model or a setting is wrong.
@@ -104,7 +104,7 @@ async def local_pair(
     with tempfile.TemporaryDirectory(prefix="specray-") as name:
         directory = Path(name)
         config_path = directory / "config.yaml"
-        # Private sockets of one process and its children: nobody else is there to be kept out.
+        # Private sockets of one process and its children: nobody else has to be kept out.
         config = config.model_copy(update={"rpc": RpcConfig()})
         config_path.write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
         pair = LocalPair(f"unix:{directory / 'target'}.sock", None)
@@ -130,7 +130,7 @@ async def local_router(
     stop_matchers: StopMatcherFactory | None = None,
     worker_command: Sequence[str] = WORKER_COMMAND,
 ) -> AsyncIterator[Router]:
-    """Starts the pair and serves it for the length of the block; raises as ``local_pair``."""
+    """Starts the pair and a router over it while the block runs. Raises what ``local_pair`` raises."""
     async with local_pair(config, worker_command=worker_command) as pair:
         router = pair.router(config, stop_matchers)
         await router.start()
@@ -147,7 +147,7 @@ class _Worker:
         self._log = log
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Returns once the worker has said where it listens; raises when it ended, or took too long."""
+        """Waits until the worker has printed its address. Raises if it ended, or took too long."""
         assert self._process.stdout is not None
         try:
             async with asyncio.timeout(timeout_s):
@@ -155,13 +155,10 @@ class _Worker:
         except TimeoutError:
             raise EngineLostError(f"the {self._role} worker did not start within {timeout_s:g} s") from None
         if not line:
-            # What the worker says of itself is its last word on stderr.
-            text = self._log.read_text("utf-8", "replace").strip()[-_MAX_ERROR_CHARS:]
-            reason = text.removeprefix("specray: ") or "it ended without a word"
-            raise ConfigError(f"{self._role} worker: {reason}")
+            raise ConfigError(f"{self._role} worker: {_last_words(self._log.read_text('utf-8', 'replace'))}")
 
     async def end(self) -> None:
-        """Asks it to end, and ends it when it does not."""
+        """Asks the worker to end, and kills it if it does not."""
         for stop in (self._process.terminate, self._process.kill):
             with contextlib.suppress(ProcessLookupError, TimeoutError):
                 if self._process.returncode is None:
@@ -169,6 +166,13 @@ class _Worker:
                 async with asyncio.timeout(_END_TIMEOUT_S):
                     await self._process.wait()
                 return
+
+
+def _last_words(text: str) -> str:
+    """What a worker says of its end on stderr, without what libraries say before it."""
+    own = [line for line in text.splitlines() if line.startswith("specray: ")]
+    reason = own[-1].removeprefix("specray: ") if own else text.strip()[-_MAX_ERROR_CHARS:]
+    return reason or "it ended without a word"
 
 
 @asynccontextmanager
@@ -186,7 +190,7 @@ async def _worker(
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=stderr,
-            # An interrupt at the terminal is ours to pass on, in order.
+            # This process passes a terminal's interrupt on, in order.
             start_new_session=True,
         )
     worker = _Worker(role, process, log)

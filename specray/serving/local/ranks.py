@@ -1,4 +1,4 @@
-"""A worker's tensor-parallel group without Ray: the other ranks are child processes, on the same machine."""
+"""Runs a worker's tensor-parallel group without Ray: the other ranks are child processes on this machine."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ _END_TIMEOUT_S = 5.0
 def local_ranks(
     config: Config, role: RoleName, *, worker_command: Sequence[str] = WORKER_COMMAND
 ) -> Iterator[GroupStore]:
-    """Starts ranks 1 and up of the group that this process leads; when the block ends, so do they.
+    """Starts ranks 1 and up of the group that this process leads; they end when the block ends.
 
-    The group is one thing: when one of them ends before the block does, this process gets SIGTERM, which is
-    to end the block.
+    If one of them ends earlier, this process gets SIGTERM, which is to end the block.
 
     Args:
-        config: as ``sharing_cores`` gives it.
-        worker_command: what starts a worker, before its role and options.
+        config: a configuration that ``sharing_cores`` returned.
+        role: the engine.
+        worker_command: command of a worker, before its role and options.
 
     Yields:
-        Where the ranks meet.
+        The store at which the ranks meet.
 
     Raises:
         ConfigError: there are fewer GPUs than ranks.
-        EngineLostError: after the block: a rank has ended too early.
+        EngineLostError: a rank ended too early; raised after the block.
     """
     engine = engine_config(config, role)
     environments = _environments(engine, role)
@@ -70,10 +70,10 @@ def local_ranks(
 
 
 def follow(config: Config, role: RoleName, rank: int, meeting: str) -> None:
-    """One of these ranks: loads its shard and runs what the leader runs, until the leader closes the group.
+    """Runs one of these ranks: loads its shard and repeats the leader's calls until the group closes.
 
     Args:
-        meeting: ``host:port`` of the leader's store.
+        meeting: address of the leader's store, ``host:port``.
 
     Raises:
         ConfigError: the model or a setting is wrong.
@@ -84,12 +84,12 @@ def follow(config: Config, role: RoleName, rank: int, meeting: str) -> None:
     try:
         build_follower(engine_config(config, role), role=role, parallel=parallel).follow()
     finally:
-        # A group's threads that are there when the interpreter ends can end the process with SIGABRT.
+        # Threads of a group that live when the interpreter ends can abort the process (SIGABRT).
         parallel.close()
 
 
 def sharing_cores(config: Config, role: RoleName) -> Config:
-    """The configuration in which the group's ranks share this machine's cores, unless it says otherwise."""
+    """Divides this machine's cores among the group's ranks, unless the configuration says otherwise."""
     engine = engine_config(config, role)
     if engine.num_threads is not None or choose_device(engine).type != "cpu":
         return config
@@ -99,7 +99,7 @@ def sharing_cores(config: Config, role: RoleName) -> Config:
 
 
 def _environments(engine: EngineConfig, role: RoleName) -> list[dict[str, str]]:
-    """What each rank finds in its environment beside our own: which GPU is its device 0."""
+    """Returns additional environment variables by rank: the GPU that is its device 0."""
     size = engine.tensor_parallel_size
     if choose_device(engine).type != "cuda":
         return [{}] * size
@@ -117,7 +117,7 @@ class _Followers:
 
     def __init__(self, role: RoleName) -> None:
         self.failure: str | None = None
-        """Why the group is none any more."""
+        """Reason why the group has failed; None: it has not."""
         self._role = role
         self._processes: list[subprocess.Popen[bytes]] = []
         self._is_ending = threading.Event()
@@ -128,7 +128,7 @@ class _Followers:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             env={**os.environ, **environment},
-            # An interrupt at the terminal is ours to pass on, in order.
+            # This process passes a terminal's interrupt on, in order.
             start_new_session=True,
         )
         self._processes.append(process)
@@ -137,7 +137,7 @@ class _Followers:
         threading.Thread(target=self._watch, name="specray-ranks", daemon=True).start()
 
     def end(self) -> None:
-        """Leaves none behind: those whose leader has let them go end by themselves."""
+        """Ends all of them; those that the leader has let go end by themselves."""
         self._is_ending.set()
         for stop in (subprocess.Popen.terminate, subprocess.Popen.kill):
             self._wait()
@@ -147,7 +147,7 @@ class _Followers:
         self._wait()
 
     def _wait(self) -> None:
-        """Until all have ended, for at most ``_END_TIMEOUT_S`` together."""
+        """Waits for all of them, for at most ``_END_TIMEOUT_S`` in all."""
         end_s = time.monotonic() + _END_TIMEOUT_S
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -156,7 +156,7 @@ class _Followers:
     def _watch(self) -> None:
         while not self._is_ending.wait(_POLL_S):
             for rank, process in enumerate(self._processes, 1):
-                # One that its leader has let go ends with 0.
+                # A rank that its leader has let go exits with 0.
                 if status := process.poll():
                     self.failure = f"rank {rank} of the {self._role} has ended, with exit status {status}"
                     os.kill(os.getpid(), signal.SIGTERM)

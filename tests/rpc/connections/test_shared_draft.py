@@ -20,6 +20,7 @@ from specray.rpc.workers.server import EngineServer, draft_server, target_server
 from specray.types import (
     DraftReplies,
     DraftReply,
+    DraftTokens,
     ItemFailed,
     Proposal,
     SamplingParams,
@@ -79,7 +80,7 @@ async def test_router_that_sends_much_lets_another_into_its_next_call(address: s
         await eventually(lambda: bool(engine.calls))
         one = asyncio.create_task(answers(modest, [speculate("m")]))
         await many
-        assert await one == [Proposal("m", 0, 0, (4, 5))]
+        assert await one == [Proposal("m", 0, 0, DraftTokens((4, 5)))]
     assert max(len(call) for call in engine.calls) == 3, "64 tokens a call: two long items, and a short one"
     # It takes a moment to arrive, on a busy machine several calls; behind all others it would be in the last.
     place = next(number for number, call in enumerate(engine.calls) if "m" in call)
@@ -93,16 +94,16 @@ async def test_places_are_shared_and_who_gives_way_enters_again(address: str) ->
         await answers(greedy, [speculate(f"g{i}") for i in range(4)])
         await answers(greedy, [speculate("g0", round_id=1, base_len=3, token_ids=(4,))])
         assert await answers(modest, [speculate("m0"), speculate("m1"), speculate("m2")]) == [
-            Proposal(f"m{i}", 0, 0, (4, 5)) for i in range(3)
+            Proposal(f"m{i}", 0, 0, DraftTokens((4, 5))) for i in range(3)
         ]
         assert engine.releases == [("g1",), ("g2",)], "the least recently used, until both have two"
         assert await answers(greedy, [speculate("g0", round_id=2, base_len=4, token_ids=(5,))]) == [
-            Proposal("g0", 2, 4, (6, 7))
+            Proposal("g0", 2, 4, DraftTokens((6, 7)))
         ]
         gone = speculate("g1", round_id=1, base_len=3, token_ids=(4,))
         assert await answers(greedy, [gone]) == [UnknownSequence("g1", 1, 3)]
         again = speculate("g1", round_id=2, token_ids=(1, 2, 3, 4))
-        assert await answers(greedy, [again]) == [Proposal("g1", 2, 0, (5, 6))]
+        assert await answers(greedy, [again]) == [Proposal("g1", 2, 0, DraftTokens((5, 6)))]
 
 
 async def test_request_that_keeps_failing_is_refused_until_it_ends(address: str) -> None:
@@ -119,9 +120,11 @@ async def test_request_that_keeps_failing_is_refused_until_it_ends(address: str)
         assert num_crashes == 4, "twice in company, twice alone"
         assert isinstance(got[0], ItemFailed) and got[0].message.startswith("refused")
         engine.poison = "\0"
-        assert await answers(other, [speculate("bad")]) == [Proposal("bad", 0, 0, (4, 5))]
+        assert await answers(other, [speculate("bad")]) == [Proposal("bad", 0, 0, DraftTokens((4, 5)))]
         await one.release(["bad"])
-        assert await answers(one, [speculate("bad", round_id=9)]) == [Proposal("bad", 9, 0, (4, 5))]
+        assert await answers(one, [speculate("bad", round_id=9)]) == [
+            Proposal("bad", 9, 0, DraftTokens((4, 5)))
+        ]
 
 
 async def test_draft_says_how_many_routers_it_has(address: str) -> None:
@@ -138,7 +141,7 @@ async def test_draft_that_stops_tells_its_routers_and_serves_them_until_they_lea
         stopping = asyncio.create_task(server.stop(0.5, drain_s=DEADLINE_S))
         for drafter in (one, two):
             assert await asyncio.wait_for(drafter.replies(), DEADLINE_S) == DraftReplies((), 0, True)
-        assert await answers(one, [speculate("a")]) == [Proposal("a", 0, 0, (4, 5))]
+        assert await answers(one, [speculate("a")]) == [Proposal("a", 0, 0, DraftTokens((4, 5)))]
         await one.close()
         assert not stopping.done()
         await two.close()

@@ -28,6 +28,7 @@ from specray.rpc.workers.server import draft_server
 from specray.rpc.workers.worker import EngineServerThread
 from specray.types import (
     DraftReplies,
+    DraftTokens,
     ItemFailed,
     Proposal,
     SpeculateItem,
@@ -111,7 +112,7 @@ async def test_draft_proposes_over_the_stream(address: str) -> None:
         assert seam.info == DRAFT_INFO
         await drafter.speculate([speculate("a", round_id=4, token_ids=(1, 2, 3), k=2)])
         replies = await within(drafter.replies())
-        assert replies == DraftReplies((Proposal("a", 4, 0, (4, 5)),), forward_ns=1001)
+        assert replies == DraftReplies((Proposal("a", 4, 0, DraftTokens((4, 5))),), forward_ns=1001)
 
 
 async def test_target_verifies_a_request_as_one_step_with_one_reply_per_item(address: str) -> None:
@@ -176,7 +177,7 @@ async def test_waiting_requests_of_all_routers_become_one_draft_call(address: st
     assert sorted(engine.calls[1]) == ["a", "b", "c"]
     assert len(engine.calls) == 2
     assert {reply.request_id for reply in got_one[1].replies} == {"a", "b"}
-    assert got_two == DraftReplies((Proposal("c", 0, 0, (11, 12)),), forward_ns=1003)
+    assert got_two == DraftReplies((Proposal("c", 0, 0, DraftTokens((11, 12))),), forward_ns=1003)
 
 
 async def test_waiting_requests_of_a_target_stay_steps_in_order(address: str) -> None:
@@ -206,8 +207,8 @@ async def test_two_items_of_one_sequence_are_never_in_one_call(address: str) -> 
         got = [await within(drafter.replies()) for _ in range(3)]
     assert engine.calls == [("first",), ("a",), ("a",)]
     assert [reply.replies for reply in got[1:]] == [
-        (Proposal("a", 0, 0, (4, 5)),),
-        (Proposal("a", 1, 3, (8, 9)),),
+        (Proposal("a", 0, 0, DraftTokens((4, 5))),),
+        (Proposal("a", 1, 3, DraftTokens((8, 9))),),
     ]
 
 
@@ -232,11 +233,11 @@ async def test_equal_request_ids_of_two_routers_never_mix(address: str) -> None:
         assert await within(two.replies()) == DraftReplies((UnknownSequence("a", 5, 3),), 0)
         await two.release(["a"])
         await one.speculate([speculate("a", round_id=1, base_len=3, token_ids=(4,))])
-        assert (await within(one.replies())).replies == (Proposal("a", 1, 3, (5, 6)),)
+        assert (await within(one.replies())).replies == (Proposal("a", 1, 3, DraftTokens((5, 6))),)
         await two.speculate([speculate("a", round_id=6, token_ids=(20,))])
-        assert (await within(two.replies())).replies == (Proposal("a", 6, 0, (21, 22)),)
+        assert (await within(two.replies())).replies == (Proposal("a", 6, 0, DraftTokens((21, 22))),)
         await one.speculate([speculate("a", round_id=2, base_len=4, token_ids=(5,))])
-        assert (await within(one.replies())).replies == (Proposal("a", 2, 4, (6, 7)),)
+        assert (await within(one.replies())).replies == (Proposal("a", 2, 4, DraftTokens((6, 7))),)
 
 
 async def test_release_is_in_order_with_the_items_of_its_stream(address: str) -> None:
@@ -251,7 +252,7 @@ async def test_release_is_in_order_with_the_items_of_its_stream(address: str) ->
         engine.gate.set()
         got = [await within(drafter.replies()) for _ in range(3)]
         assert set(engine.sequences) == {"first"}
-    assert got[1].replies == (Proposal("a", 0, 0, (4, 5)),)
+    assert got[1].replies == (Proposal("a", 0, 0, DraftTokens((4, 5))),)
     assert got[2].replies == (UnknownSequence("a", 1, 3),)
     assert engine.releases[0] == ("a",)
 
@@ -264,7 +265,7 @@ async def test_what_is_freed_with_a_batch_is_freed_before_its_items(address: str
         # A name may be used again in the message that frees it.
         again = speculate("a", round_id=1, token_ids=(7,))
         await drafter.speculate([again], ["a", "b"])
-        assert (await within(drafter.replies())).replies == (Proposal("a", 1, 0, (8, 9)),)
+        assert (await within(drafter.replies())).replies == (Proposal("a", 1, 0, DraftTokens((8, 9))),)
         assert engine.sequences == {"a": (7,)}
     assert engine.releases[0] == ("a", "b")
     engine = ScriptedTarget()
@@ -293,7 +294,7 @@ async def test_stream_end_releases_what_the_stream_holds_and_nothing_else(addres
 
 
 @dataclass(eq=False)
-class ScriptedOutlet:
+class ScriptedStream:
     is_open: bool = True
     got: list[tuple[Any, int]] = field(default_factory=list)
     has_got: asyncio.Event = field(default_factory=asyncio.Event)
@@ -307,7 +308,7 @@ async def test_items_of_a_closed_stream_are_not_computed() -> None:
     engine = ScriptedDraft()
     host = EngineHost(DRAFT, lambda: bind_draft(engine), on_broken=lambda error: None)
     host.start()
-    gone, waiting = ScriptedOutlet(is_open=False), ScriptedOutlet()
+    gone, waiting = ScriptedStream(is_open=False), ScriptedStream()
     host.submit(gone, RequestBatch((speculate("late"),), ()))
     host.submit(waiting, RequestBatch((speculate("a"),), ()))
     host.end_stream(gone)
@@ -315,7 +316,7 @@ async def test_items_of_a_closed_stream_are_not_computed() -> None:
     assert engine.calls == [("a",)]
     assert gone.got == []
     assert [replies.replies for replies, _ in waiting.got if replies is not None] == [
-        (Proposal("a", 0, 0, (4, 5)),)
+        (Proposal("a", 0, 0, DraftTokens((4, 5))),)
     ]
 
 
@@ -324,16 +325,16 @@ async def test_a_reply_leaves_before_the_next_step_begins() -> None:
     host = EngineHost(TARGET, lambda: bind_target(engine), on_broken=lambda error: None)
     host.start()
     seen: list[int] = []
-    outlet = ScriptedOutlet()
+    stream = ScriptedStream()
 
     async def write() -> None:
-        await outlet.has_got.wait()
+        await stream.has_got.wait()
         seen.append(len(engine.calls))
 
     writer = asyncio.create_task(write())
     await asyncio.sleep(0)
     for request_id in "abc":
-        host.submit(outlet, RequestBatch((verify(request_id),), ()))
+        host.submit(stream, RequestBatch((verify(request_id),), ()))
     await host.check()
     await within(writer)
     assert seen == [1]
@@ -350,11 +351,11 @@ async def test_a_stopped_engine_is_closed_once_and_answers_nothing_more() -> Non
     host.stop()
     with pytest.raises(EngineLostError, match="the draft engine was stopped"):
         await within(checking)
-    outlet = ScriptedOutlet()
-    host.submit(outlet, RequestBatch((speculate("a"),), ()))
+    stream = ScriptedStream()
+    host.submit(stream, RequestBatch((speculate("a"),), ()))
     with pytest.raises(EngineLostError, match="the draft engine does not run"):
         await host.check()
-    assert (engine.num_closed, engine.calls, outlet.got) == (1, [], [])
+    assert (engine.num_closed, engine.calls, stream.got) == (1, [], [])
 
 
 async def test_a_failing_call_fails_only_the_item_that_causes_it(address: str) -> None:
@@ -364,13 +365,13 @@ async def test_a_failing_call_fails_only_the_item_that_causes_it(address: str) -
         await drafter.speculate([speculate("a"), speculate("bad"), speculate("c")])
         replies = await within(drafter.replies())
         assert replies.replies == (
-            Proposal("a", 0, 0, (4, 5)),
+            Proposal("a", 0, 0, DraftTokens((4, 5))),
             ItemFailed("bad", 0, 0, "the draft engine failed on this request", is_retriable=False),
-            Proposal("c", 0, 0, (4, 5)),
+            Proposal("c", 0, 0, DraftTokens((4, 5))),
         )
         assert engine.releases == [("bad",)]
         await drafter.speculate([speculate("d")])
-        assert (await within(drafter.replies())).replies == (Proposal("d", 0, 0, (4, 5)),)
+        assert (await within(drafter.replies())).replies == (Proposal("d", 0, 0, DraftTokens((4, 5))),)
 
 
 async def test_a_call_that_failed_is_no_step_of_so_many_rows(address: str) -> None:
@@ -394,7 +395,7 @@ async def test_an_item_that_the_engine_forgets_is_answered_all_the_same(address:
         await drafter.speculate([speculate("mute"), speculate("a")])
         replies = await within(drafter.replies())
     assert replies.replies == (
-        Proposal("a", 0, 0, (4, 5)),
+        Proposal("a", 0, 0, DraftTokens((4, 5))),
         ItemFailed("mute", 0, 0, "the draft engine failed on this request", is_retriable=False),
     )
 
@@ -472,7 +473,7 @@ async def test_stop_answers_what_is_in_hand_then_ends_the_stream(address: str) -
         stopping = asyncio.create_task(asyncio.to_thread(server.stop, grace_s=DEADLINE_S))
         await asyncio.sleep(0.1)
         engine.gate.set()
-        assert (await within(drafter.replies())).replies == (Proposal("a", 0, 0, (4, 5)),)
+        assert (await within(drafter.replies())).replies == (Proposal("a", 0, 0, DraftTokens((4, 5))),)
         with pytest.raises(EngineLostError, match="UNAVAILABLE: the worker is stopping"):
             await within(drafter.replies())
         await within(stopping)
@@ -495,7 +496,9 @@ async def test_half_close_gets_its_replies_before_the_end(address: str) -> None:
         call = channel.stream_stream("/specray.v1.DraftService/Speculate", None, None)()
         await call.write(codec.encode_speculate_request([speculate("a")], ()))
         await call.done_writing()
-        assert codec.decode_draft_replies(await call.read()).replies == (Proposal("a", 0, 0, (4, 5)),)
+        assert codec.decode_draft_replies(await call.read()).replies == (
+            Proposal("a", 0, 0, DraftTokens((4, 5))),
+        )
         assert await within(call.read()) is aio.EOF
         assert await call.code() is grpc.StatusCode.OK
         await eventually(lambda: engine.releases == [("a",)])

@@ -16,7 +16,7 @@ from specray.errors import ConfigError, EngineLostError
 from specray.rpc.connections.drafter import GrpcDrafter
 from specray.rpc.connections.verifier import GrpcVerifier
 from specray.rpc.workers.worker import EngineServerThread
-from specray.types import Proposal, Verdict
+from specray.types import DraftTokens, Proposal, Verdict
 from tests.rpc.engines import ScriptedDraft, ScriptedTarget, eventually, is_there, speculate, verify
 
 DEADLINE_S = 20.0
@@ -84,7 +84,7 @@ async def test_worker_reports_the_real_port() -> None:
         drafter = await GrpcDrafter.connect(printed, timeout_s=DEADLINE_S)
         await drafter.speculate([speculate("a")])
         replies = await asyncio.wait_for(drafter.replies(), DEADLINE_S)
-        assert replies.replies == (Proposal("a", 0, 0, (4, 5)),)
+        assert replies.replies == (Proposal("a", 0, 0, DraftTokens((4, 5))),)
         await drafter.close()
 
 

@@ -1,4 +1,4 @@
-"""The forward bench counts what it says it counts."""
+"""Tests of the forward benchmark's counts."""
 
 from pathlib import Path
 
@@ -87,5 +87,5 @@ def test_context_that_does_not_fit(tmp_path: Path) -> None:
 
 
 def test_generic_forward_has_no_bound(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is generic; measured is only 'lowered'"):
+    with pytest.raises(ConfigError, match="is generic; allowed: 'lowered'"):
         measure_forwards(runner_of(tmp_path, "gpt2"), context_len=8)

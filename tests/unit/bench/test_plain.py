@@ -1,4 +1,4 @@
-"""Plain decoding against its bound: the arithmetic, what is asked of a server and when, and the errors."""
+"""Tests of ``bench plain``: the arithmetic, what is asked of the server and when, and the errors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ COSTS = [ONE_ROW, SIX_ROWS]
 
 
 def run(*arguments: str) -> int:
-    """The exit code of ``specray bench plain`` with these arguments."""
+    """Runs ``specray bench plain`` with these arguments; returns the exit code."""
     with pytest.raises(SystemExit) as end:
         main(["bench", "plain", *arguments])
     assert isinstance(end.value.code, int)
@@ -140,7 +140,7 @@ def test_json_has_the_turns_with_their_forwards_and_no_prompts() -> None:
 
 
 class Watched(FakeRouterClient):
-    """Knows how many requests are under way, and how many were at most."""
+    """A router that counts requests under way, and their maximum."""
 
     num_running, peak = 0, 0
 
@@ -227,7 +227,7 @@ async def test_what_the_server_refuses_is_told_by_the_warm_up() -> None:
 
 @asynccontextmanager
 async def answering(models: str) -> AsyncIterator[str]:
-    """A server whose list of models is this text."""
+    """Runs a server whose list of models is this text."""
 
     async def answer(_: web.Request) -> web.Response:
         return web.Response(text=models)
@@ -291,7 +291,7 @@ def test_wrong_option_ends_with_2(
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the command builds and measures in its own process, which here costs nothing."""
+    """Records what the command builds and measures in its own process, which costs nothing here."""
     made: list[Any] = []
 
     def build_runner(engine: Any, *, role: str) -> str:

@@ -1,4 +1,4 @@
-"""What a soak decides without a service: its requests, its schedule, its verdicts, its arithmetic."""
+"""Tests of a soak without a service: its requests, schedule, verdicts and arithmetic."""
 
 from __future__ import annotations
 

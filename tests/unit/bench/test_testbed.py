@@ -1,4 +1,4 @@
-"""The parts of a test bed that need neither Ray nor root."""
+"""Tests of the parts of a test bed that need neither Ray nor root."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SLEEPER = "import time; time.sleep(60)"
 
 
 def orphaned() -> int:
-    """A process whose parent has ended."""
+    """Makes a process whose parent has ended."""
     command = [sys.executable, "-c", GRANDCHILD.format(code=SLEEPER)]
     return int(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
 

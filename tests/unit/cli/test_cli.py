@@ -1,4 +1,4 @@
-"""The command line: options over files, errors on one line, and what it must not import."""
+"""Tests of the command line: options over files, errors on one line, and imports of --help."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def run(*arguments: str) -> int:
-    """The exit code of ``specray`` with these arguments."""
+    """Runs ``specray`` with these arguments; returns the exit code."""
     with pytest.raises(SystemExit) as end:
         main(arguments)
     assert isinstance(end.value.code, int)
@@ -39,7 +39,7 @@ def run(*arguments: str) -> int:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
-    """The configurations that ``specray serve`` would have served."""
+    """Records the configurations that ``specray serve`` would have served."""
     configs: list[Config] = []
 
     def run_service(config: Config) -> int:
@@ -310,7 +310,7 @@ def test_worker_with_parent_ends_when_its_parent_is_killed() -> None:
 
 
 def is_running(pid: int) -> bool:
-    """False also for a process that nobody has collected yet."""
+    """False also for a process that has ended and that nobody has collected yet."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:

@@ -103,12 +103,12 @@ def answers(draft: DraftHead, items: Sequence[SpeculateItem]) -> list[Reply]:
     found: list[Reply] = []
     for reply in draft.speculate(items).replies:
         if isinstance(reply, Proposal):
-            found.append(reply.draft_token_ids)
+            found.append(reply.draft.token_ids)
             continue
         assert isinstance(reply, Outcomes), reply
         found.append(
             tuple(
-                (branch.num_accepted_tokens, branch.next_token_id, branch.draft_token_ids)
+                (branch.num_accepted_tokens, branch.next_token_id, branch.draft.token_ids)
                 for branch in reply.branches
             )
         )

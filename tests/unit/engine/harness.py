@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from specray.engine.attention.mask import Visibility
 from specray.engine.draft import DraftHead
 from specray.engine.runner.inputs import SequenceInput
 from specray.engine.sampling.noise import NoiseSource
@@ -20,11 +21,12 @@ from specray.engine.sampling.processors import RowGroup, process_logits
 from specray.engine.sampling.verify import add_draw_noise
 from specray.engine.target import TargetHead
 from specray.types import (
+    NO_DRAFT,
+    DraftTokens,
     EngineInfo,
     Outcomes,
     Proposal,
     SamplingParams,
-    SparseProbs,
     SpeculateItem,
     Verdict,
     VerifyItem,
@@ -77,17 +79,17 @@ class SlotRunner:
         """Sequences may share what they read, never what one of them writes."""
         written: dict[int, int] = {}
         for index, item in enumerate(inputs):
-            for position in _places(item):
+            for position in _kv_indices(item):
                 assert written.setdefault(self._slot(item.block_ids, position), index) == index
         for item in inputs:
-            for position in range(max((row.trunk_len for row in item.branches), default=item.start)):
+            for position in range(max((row.prefix_len for row in item.visibility), default=item.start)):
                 assert self._slot(item.block_ids, position) not in written, (
                     "a sequence writes what others read"
                 )
 
     def advance(self, kept: Sequence[int], token_ids: Sequence[int]) -> Tensor | None:
         before = self.steps[-1]
-        if any(len(item.token_ids) != 1 or item.num_logits != 1 or item.branches for item in before):
+        if any(len(item.token_ids) != 1 or item.num_logits != 1 or item.visibility for item in before):
             return None
         items = [before[index] for index in kept]
         return self.run(
@@ -110,13 +112,16 @@ class SlotRunner:
         assert 0 <= item.num_logits <= len(item.token_ids) and len(item.token_ids) >= 1
         end = item.end
         assert end <= len(item.block_ids) * self._info.block_size, "the sequence outgrew its blocks"
-        for position, token_id in zip(_places(item), item.token_ids, strict=True):
+        for position, token_id in zip(_kv_indices(item), item.token_ids, strict=True):
             self.slots[self._slot(item.block_ids, position)] = token_id
         held = [self.slots[self._slot(item.block_ids, position)] for position in range(end)]
-        if item.branches:
+        if item.visibility:
             assert item.num_logits == len(item.token_ids)
-            assert all(row.position < self._info.max_model_len for row in item.branches)
-            seen = [held[: row.trunk_len] + held[row.first_place : row.place + 1] for row in item.branches]
+            assert all(row.position < self._info.max_model_len for row in item.visibility)
+            seen = [
+                held[: row.prefix_len] + [held[index] for index in range(end) if _is_ancestor(row, index)]
+                for row in item.visibility
+            ]
             return [model_logits(self._rows, tokens) for tokens in seen]
         return [model_logits(self._rows, held[: end - i]) for i in range(item.num_logits - 1, -1, -1)]
 
@@ -125,12 +130,16 @@ class SlotRunner:
         return block_ids[block] * self._info.block_size + offset
 
 
-def _places(item: SequenceInput) -> list[int]:
-    """Where its K/V go, counted like positions."""
-    if item.branches:
-        places = [row.place for row in item.branches]
-        assert places == sorted(set(places))
-        return places
+def _is_ancestor(row: Visibility, index: int) -> bool:
+    return index >= row.first_index and bool(row.ancestors >> (index - row.first_index) & 1)
+
+
+def _kv_indices(item: SequenceInput) -> list[int]:
+    """Where its K/V go."""
+    if item.visibility:
+        indices = [row.kv_index for row in item.visibility]
+        assert indices == sorted(set(indices))
+        return indices
     return list(range(item.start, item.start + len(item.token_ids)))
 
 
@@ -178,10 +187,6 @@ def target_only(
     return token_ids[len(prompt) :]
 
 
-Drafted = tuple[tuple[int, ...], tuple[SparseProbs, ...]]
-NOTHING: Drafted = ((), ())
-
-
 @dataclass
 class Session:
     """What a router knows of one request."""
@@ -196,26 +201,25 @@ class Session:
     hits: list[bool] = field(default_factory=list)
 
 
-def verify_item(session: Session, drafted: Drafted) -> VerifyItem:
+def verify_item(session: Session, drafted: DraftTokens) -> VerifyItem:
     session.round_id += 1
     return VerifyItem(
         request_id=session.request_id,
         round_id=session.round_id,
         base_len=session.target_len,
         token_ids=tuple(session.token_ids[session.target_len :]),
-        draft_token_ids=drafted[0],
-        draft_probs=drafted[1],
+        draft=drafted,
         sampling=session.sampling if session.target_len == 0 else None,
     )
 
 
-def commit(session: Session, drafted: Drafted, verdict: Verdict) -> None:
+def commit(session: Session, drafted: DraftTokens, verdict: Verdict) -> None:
     """Appends what is kept. Every other round the next base counts accepted draft tokens as held."""
     num_accepted = verdict.num_accepted_tokens
-    assert verdict.next_token_id is not None and 0 <= num_accepted <= len(drafted[0])
+    assert verdict.next_token_id is not None and 0 <= num_accepted <= len(drafted.first_chain())
     held = num_accepted if session.round_id % 2 else 0
     session.target_len = len(session.token_ids) + held
-    session.token_ids += [*drafted[0][:num_accepted], verdict.next_token_id]
+    session.token_ids += [*drafted.first_chain().token_ids[:num_accepted], verdict.next_token_id]
     session.accepted.append(num_accepted)
 
 
@@ -237,29 +241,29 @@ def speculate_item(
     return item
 
 
-def propose(draft: DraftHead, session: Session, num_tokens: int) -> Drafted:
+def propose(draft: DraftHead, session: Session, num_tokens: int) -> DraftTokens:
     [reply] = draft.speculate([speculate_item(session, num_tokens)]).replies
     assert isinstance(reply, Proposal), reply
-    return reply.draft_token_ids, reply.draft_probs
+    return reply.draft
 
 
 def outcomes(
-    draft: DraftHead, session: Session, drafted: Drafted, fanout: tuple[int, ...], num_tokens: int
+    draft: DraftHead, session: Session, drafted: DraftTokens, fanout: tuple[int, ...], num_tokens: int
 ) -> Outcomes:
-    item = speculate_item(session, num_tokens, proposed=drafted[0], fanout=fanout)
+    item = speculate_item(session, num_tokens, proposed=drafted.token_ids, fanout=fanout)
     [reply] = draft.speculate([item]).replies
     assert isinstance(reply, Outcomes), reply
     return reply
 
 
-def verify(target: TargetHead, session: Session, drafted: Drafted) -> Verdict:
+def verify(target: TargetHead, session: Session, drafted: DraftTokens) -> Verdict:
     [reply] = target.verify([verify_item(session, drafted)]).replies
     assert isinstance(reply, Verdict), reply
     commit(session, drafted, reply)
     return reply
 
 
-Drafter = Callable[[Session, int], Drafted]
+Drafter = Callable[[Session, int], DraftTokens]
 
 
 def generate_serial(
@@ -284,12 +288,9 @@ def generate_overlapped(
     num_prompt = len(session.token_ids)
     drafted = propose(draft, session, num_drafts)
     while len(session.token_ids) < num_prompt + num_output:
-        branches = outcomes(draft, session, drafted, fanout(len(drafted[0])), num_drafts).branches
+        branches = outcomes(draft, session, drafted, fanout(len(drafted.token_ids)), num_drafts).branches
         verdict = verify(target, session, drafted)
-        found = {
-            (branch.num_accepted_tokens, branch.next_token_id): (branch.draft_token_ids, branch.draft_probs)
-            for branch in branches
-        }
+        found = {(branch.num_accepted_tokens, branch.next_token_id): branch.draft for branch in branches}
         outcome = (verdict.num_accepted_tokens, verdict.next_token_id)
         session.hits.append(outcome in found)
         drafted = found[outcome] if outcome in found else propose(draft, session, num_drafts)
@@ -298,21 +299,35 @@ def generate_overlapped(
 
 def random_drafter(vocab_size: int) -> Drafter:
     source = random.Random(0)
-    return lambda session, count: (tuple(source.randrange(vocab_size) for _ in range(count)), ())
+    return lambda session, count: DraftTokens(tuple(source.randrange(vocab_size) for _ in range(count)))
 
 
 def adversarial_drafter(output: Sequence[int], num_prompt: int, vocab_size: int) -> Drafter:
     """Knows what the target will say, and never says it."""
 
-    def wrong(session: Session, count: int) -> Drafted:
+    def wrong(session: Session, count: int) -> DraftTokens:
         start = len(session.token_ids) - num_prompt
-        return tuple((token_id + 1) % vocab_size for token_id in output[start : start + count]), ()
+        return DraftTokens(tuple((token_id + 1) % vocab_size for token_id in output[start : start + count]))
 
     return wrong
 
 
-def empty_drafter(session: Session, count: int) -> Drafted:
-    return NOTHING
+def tree_drafter(output: Sequence[int], num_prompt: int, vocab_size: int) -> Drafter:
+    """Random trees; each node is what the target will say at its depth, or is wrong."""
+    source = random.Random(0)
+
+    def tree(session: Session, count: int) -> DraftTokens:
+        start = len(session.token_ids) - num_prompt
+        parents = tuple(source.randrange(-1, index) for index in range(count))
+        right = [output[start + depth] for depth in DraftTokens((0,) * count, parents).depths]
+        tokens = tuple((token_id + (source.random() < 0.3)) % vocab_size for token_id in right)
+        return DraftTokens(tokens, parents)
+
+    return tree
+
+
+def empty_drafter(session: Session, count: int) -> DraftTokens:
+    return NO_DRAFT
 
 
 def engine_drafter(draft: DraftHead) -> Drafter:
@@ -322,7 +337,7 @@ def engine_drafter(draft: DraftHead) -> Drafter:
 def dying_drafter(draft: DraftHead, *, rounds: int) -> Drafter:
     """A draft that is lost after a few rounds; the session goes on without it."""
 
-    def drafter(session: Session, count: int) -> Drafted:
-        return propose(draft, session, count) if len(session.accepted) < rounds else NOTHING
+    def drafter(session: Session, count: int) -> DraftTokens:
+        return propose(draft, session, count) if len(session.accepted) < rounds else NO_DRAFT
 
     return drafter

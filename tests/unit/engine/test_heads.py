@@ -17,6 +17,8 @@ from specray.engine.sampling.processors import RowGroup, process_logits
 from specray.engine.target import TargetHead
 from specray.errors import EngineLostError
 from specray.types import (
+    NO_DRAFT,
+    DraftTokens,
     ItemFailed,
     Outcomes,
     Proposal,
@@ -30,7 +32,6 @@ from specray.types import (
 )
 from tests.unit.engine.harness import (
     CLOSE,
-    NOTHING,
     NUM_ROWS,
     TARGET,
     VOCAB_SIZE,
@@ -53,6 +54,7 @@ from tests.unit.engine.harness import (
     target_only,
     toy_draft,
     toy_target,
+    tree_drafter,
     verify,
     verify_item,
 )
@@ -79,7 +81,7 @@ SAMPLINGS = {
     "coupled": COUPLED,
     "coupled-processed": PROCESSED,
 }
-DRAFTERS = ["perfect", "close", "random", "adversarial", "empty", "dying"]
+DRAFTERS = ["perfect", "close", "random", "tree", "adversarial", "empty", "dying"]
 
 
 def session(sampling: SamplingParams = GREEDY, *, request_id: str = "a") -> Session:
@@ -100,6 +102,8 @@ def make_drafter(name: str, sampling: SamplingParams) -> tuple[Drafter, DraftHea
             return dying_drafter(draft, rounds=3), draft
         case "random":
             return random_drafter(VOCAB_SIZE), None
+        case "tree":
+            return tree_drafter(expected_output(sampling, NUM_OUTPUT + 9), len(PROMPT), VOCAB_SIZE), None
         case "adversarial":
             output = expected_output(sampling, NUM_OUTPUT + 9)
             return adversarial_drafter(output, len(PROMPT), VOCAB_SIZE), None
@@ -249,8 +253,8 @@ def test_accepted_draft_tokens_are_told_again_and_are_no_rows_of_the_next_step()
     output, target = expected_output(GREEDY), toy_target()[0]
     items = [
         VerifyItem("a", 1, 0, tuple(PROMPT), sampling=GREEDY),
-        VerifyItem("a", 2, len(PROMPT), (output[0],), tuple(output[1:4])),
-        VerifyItem("a", 3, len(PROMPT) + 1, tuple(output[1:5]), (output[5], VOCAB_SIZE - 1)),
+        VerifyItem("a", 2, len(PROMPT), (output[0],), DraftTokens(tuple(output[1:4]))),
+        VerifyItem("a", 3, len(PROMPT) + 1, tuple(output[1:5]), DraftTokens((output[5], VOCAB_SIZE - 1))),
     ]
     assert [target.verify([item]).num_rows for item in items] == [len(PROMPT), 4, 3]
 
@@ -269,7 +273,7 @@ def test_prefill_in_chunks_equals_one_prompt() -> None:
         assert reply == Verdict("a", index, base_len, 0, None)
     current = session()
     current.target_len = len(PROMPT)
-    assert verify(target, current, NOTHING).next_token_id == expected_output(GREEDY)[0]
+    assert verify(target, current, NO_DRAFT).next_token_id == expected_output(GREEDY)[0]
     # Every prompt token once, and the last again for its logits.
     assert runner.num_rows == len(PROMPT) + 1
 
@@ -278,15 +282,38 @@ def test_item_beyond_the_token_budget_is_served_in_several_forwards() -> None:
     target, runner = toy_target(max_num_batched_tokens=16)
     prompt = (PROMPT * 5)[:41]
     drafts = tuple(target_only(lambda prefix: model_logits(TARGET, prefix), prompt, GREEDY, 20))
-    item = VerifyItem("a", 1, 0, tuple(prompt), draft_token_ids=drafts[:19], sampling=GREEDY)
+    item = VerifyItem("a", 1, 0, tuple(prompt), draft=DraftTokens(drafts[:19]), sampling=GREEDY)
     [reply] = target.verify([item]).replies
     assert reply == Verdict("a", 1, 0, 19, drafts[19])
     assert [sum(len(part.token_ids) for part in step) for step in runner.steps] == [16, 16, 16, 12]
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, COUPLED, PROCESSED, REJECTION])
+def test_of_a_tree_the_first_chain_is_verified(sampling: SamplingParams) -> None:
+    """The verdict and the rows are those of the chain, whatever else the tree holds."""
+    output = expected_output(sampling)
+    row = SparseProbs(tuple(range(VOCAB_SIZE)), (1 / VOCAB_SIZE,) * VOCAB_SIZE)
+    probs = (row,) * 5 if sampling is REJECTION else ()
+    other = (output[0] + 1) % VOCAB_SIZE
+    tree = DraftTokens((output[0], other, other, output[1], output[2]), (-1, -1, 1, 0, 3), probs)
+    chain = DraftTokens(tuple(output[:3]), probs=probs[:3])
+    assert tree.first_chain() == chain
+    replies = []
+    for draft in (tree, chain):
+        target, _ = toy_target()
+        item = VerifyItem("a", 1, 0, tuple(PROMPT), draft, sampling=sampling)
+        replies.append(target.verify([item, replace(item, round_id=2)]))
+        target.check_integrity()
+    assert replies[0].replies == replies[1].replies
+    assert replies[0].num_rows == replies[1].num_rows
+    verdict = replies[0].replies[0]
+    assert isinstance(verdict, Verdict)
+    assert sampling is REJECTION or verdict.num_accepted_tokens == 3
+
+
 def test_whole_batch_is_one_forward() -> None:
     target, runner = toy_target()
-    items = [VerifyItem(name, 1, 0, tuple(PROMPT), (1, 2), sampling=GREEDY) for name in "abc"]
+    items = [VerifyItem(name, 1, 0, tuple(PROMPT), DraftTokens((1, 2)), sampling=GREEDY) for name in "abc"]
     items.append(VerifyItem("d", 1, 0, tuple(PROMPT), sample=False, sampling=GREEDY))
     target.verify(items)
     assert len(runner.steps) == 1
@@ -295,7 +322,7 @@ def test_whole_batch_is_one_forward() -> None:
 def test_resent_item_gets_the_same_verdict() -> None:
     target, _ = toy_target()
     current = session(PROCESSED)
-    drafts = tuple(expected_output(PROCESSED)[:3]), ()
+    drafts = DraftTokens(tuple(expected_output(PROCESSED)[:3]))
     item = verify_item(current, drafts)
     assert target.verify([item]).replies == target.verify([item]).replies
     # Also twice within one batch.
@@ -316,7 +343,7 @@ def test_verdict_carries_logprobs_of_every_committed_token() -> None:
     target, _ = toy_target()
     output = expected_output(replace(PROCESSED, num_logprobs=2))
     current = session(replace(PROCESSED, num_logprobs=2))
-    verdict = verify(target, current, ((output[0], (output[1] + 1) % VOCAB_SIZE), ()))
+    verdict = verify(target, current, DraftTokens((output[0], (output[1] + 1) % VOCAB_SIZE)))
     rows = torch.stack([model_logits(TARGET, PROMPT), model_logits(TARGET, [*PROMPT, output[0]])])
     assert verdict.logprobs == token_logprobs(rows, output[:2], 2)
 
@@ -324,31 +351,46 @@ def test_verdict_carries_logprobs_of_every_committed_token() -> None:
 BAD_ITEMS = {
     "token id": (VerifyItem("a", 1, 0, (1, VOCAB_SIZE), sampling=GREEDY), f"token_ids holds {VOCAB_SIZE}"),
     "negative id": (VerifyItem("a", 1, 0, (1, -1), sampling=GREEDY), "token_ids holds -1"),
-    "draft id": (VerifyItem("a", 1, 0, (1,), (99,), sampling=GREEDY), "draft_token_ids holds 99"),
+    "draft id": (
+        VerifyItem("a", 1, 0, (1,), DraftTokens((99,)), sampling=GREEDY),
+        "draft.token_ids holds 99",
+    ),
     "empty": (VerifyItem("a", 1, 0, (), sampling=GREEDY), "0 tokens"),
     "too long": (VerifyItem("a", 1, 0, (1,) * 97, sampling=GREEDY), "allowed: 1..96"),
-    "drafts too long": (VerifyItem("a", 1, 0, (1,) * 95, (1, 2), sampling=GREEDY), "97 tokens"),
+    "drafts too long": (VerifyItem("a", 1, 0, (1,) * 95, DraftTokens((1, 2)), sampling=GREEDY), "97 tokens"),
     "base_len": (VerifyItem("a", 1, -1, (1,), sampling=GREEDY), "base_len is -1"),
     "no sampling": (VerifyItem("a", 1, 0, (1,)), "sampling is missing"),
-    "chunk with drafts": (VerifyItem("a", 1, 0, (1,), (2,), sample=False, sampling=GREEDY), "draft tokens"),
-    "probs count": (
-        VerifyItem("a", 1, 0, (1,), (2, 3), (SparseProbs((2,), (1.0,)),), sampling=REJECTION),
-        "1 draft_probs for 2",
+    "chunk with drafts": (
+        VerifyItem("a", 1, 0, (1,), DraftTokens((2,)), sample=False, sampling=GREEDY),
+        "draft tokens",
     ),
     "probs nan": (
-        VerifyItem("a", 1, 0, (1,), (2,), (SparseProbs((2,), (float("nan"),)),), sampling=REJECTION),
+        VerifyItem(
+            "a",
+            1,
+            0,
+            (1,),
+            DraftTokens((2,), probs=(SparseProbs((2,), (float("nan"),)),)),
+            sampling=REJECTION,
+        ),
         "no distribution",
     ),
     "probs zero": (
-        VerifyItem("a", 1, 0, (1,), (2,), (SparseProbs((2,), (0.0,)),), sampling=REJECTION),
+        VerifyItem(
+            "a", 1, 0, (1,), DraftTokens((2,), probs=(SparseProbs((2,), (0.0,)),)), sampling=REJECTION
+        ),
         "no distribution",
     ),
     "probs token": (
-        VerifyItem("a", 1, 0, (1,), (2,), (SparseProbs((99,), (1.0,)),), sampling=REJECTION),
-        "draft_probs holds 99",
+        VerifyItem(
+            "a", 1, 0, (1,), DraftTokens((2,), probs=(SparseProbs((99,), (1.0,)),)), sampling=REJECTION
+        ),
+        "draft.probs holds 99",
     ),
     "probs twice": (
-        VerifyItem("a", 1, 0, (1,), (2,), (SparseProbs((2, 2), (0.5, 0.5)),), sampling=REJECTION),
+        VerifyItem(
+            "a", 1, 0, (1,), DraftTokens((2,), probs=(SparseProbs((2, 2), (0.5, 0.5)),)), sampling=REJECTION
+        ),
         "distinct",
     ),
 }
@@ -370,7 +412,7 @@ def test_exception_in_one_items_postprocessing_hurts_no_other(caplog: pytest.Log
     broken = replace(REJECTION, seed="no number")  # type: ignore[arg-type]
     items = [
         VerifyItem("a", 1, 0, tuple(PROMPT), sampling=COUPLED),
-        VerifyItem("b", 1, 0, tuple(PROMPT), (1,), sampling=broken),
+        VerifyItem("b", 1, 0, tuple(PROMPT), DraftTokens((1,)), sampling=broken),
         VerifyItem("c", 1, 0, tuple(PROMPT), sampling=GREEDY),
     ]
     first, failed, last = target.verify(items).replies
@@ -383,7 +425,7 @@ def test_exception_in_one_items_postprocessing_hurts_no_other(caplog: pytest.Log
 def test_no_room_is_retriable_and_changes_nothing() -> None:
     target, _ = toy_target(num_blocks=4, max_num_seqs=2)
     current = session()
-    verify(target, current, NOTHING)
+    verify(target, current, NO_DRAFT)
     other = VerifyItem("b", 1, 0, tuple(PROMPT), sampling=GREEDY)
     [reply] = target.verify([other]).replies
     assert isinstance(reply, ItemFailed) and reply.is_retriable and "blocks" in reply.message
@@ -402,7 +444,7 @@ def test_one_sequence_too_many_is_retriable() -> None:
 
 def test_check_works_with_a_full_cache_and_finds_broken_logits() -> None:
     target, _ = toy_target(num_blocks=4)
-    verify(target, session(), NOTHING)
+    verify(target, session(), NO_DRAFT)
     assert target.num_free_blocks == 0
     target.check()
 
@@ -431,7 +473,7 @@ def test_chain_hit_costs_one_forward_per_token_and_no_recomputation() -> None:
         assert (len(runner.steps) - before[0], runner.num_rows - before[1]) == (4, 4)
         verdict = verify(target, current, drafted)
         assert (branch.num_accepted_tokens, branch.next_token_id) == (3, verdict.next_token_id)
-        drafted = branch.draft_token_ids, ()
+        drafted = branch.draft
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, COUPLED, PROCESSED, REJECTION])
@@ -444,16 +486,16 @@ def test_branches_are_what_a_fresh_proposal_would_be(sampling: SamplingParams) -
         numbers = [branch.num_accepted_tokens for branch in reply.branches]
         assert numbers == [0, 0, 0, 2, 2, 3, 3, 3, 3]
         for branch in reply.branches:
-            prefix = [*drafted[0][: branch.num_accepted_tokens], branch.next_token_id]
+            prefix = [*drafted.token_ids[: branch.num_accepted_tokens], branch.next_token_id]
             fresh = Session("a", current.token_ids + prefix, sampling)
             fresh_draft, _ = toy_draft()
-            assert (branch.draft_token_ids, branch.draft_probs) == propose(fresh_draft, fresh, 3)
-            assert bool(branch.draft_probs) == (sampling is REJECTION)
+            assert branch.draft == propose(fresh_draft, fresh, 3)
+            assert bool(branch.draft.probs) == (sampling is REJECTION)
             if branch.num_accepted_tokens < 3:
-                assert branch.next_token_id != drafted[0][branch.num_accepted_tokens]
+                assert branch.next_token_id != drafted.token_ids[branch.num_accepted_tokens]
         taken = reply.branches[round_index * 2]
-        current.token_ids += [*drafted[0][: taken.num_accepted_tokens], taken.next_token_id]
-        drafted = taken.draft_token_ids, taken.draft_probs
+        current.token_ids += [*drafted.token_ids[: taken.num_accepted_tokens], taken.next_token_id]
+        drafted = taken.draft
         draft.check_integrity()
 
 
@@ -465,7 +507,7 @@ def test_resent_item_gets_the_same_reply(sampling: SamplingParams) -> None:
     [proposal] = draft.speculate([item]).replies
     assert isinstance(proposal, Proposal)
     assert draft.speculate([item]).replies == (proposal,)
-    ahead = SpeculateItem("a", 2, len(PROMPT), (), 4, proposal.draft_token_ids, (2, 0, 1, 0, 1))
+    ahead = SpeculateItem("a", 2, len(PROMPT), (), 4, proposal.draft.token_ids, (2, 0, 1, 0, 1))
     assert draft.speculate([ahead]).replies == draft.speculate([ahead]).replies
     assert draft.speculate([item]).replies == (proposal,)
 
@@ -479,9 +521,9 @@ def test_branches_compute_nothing_of_what_they_share() -> None:
     # Three rows for the rankings; then two steps of three lines each.
     assert runner.num_rows - before == 3 + 2 * 3
     for branch in branches:
-        prefix = [*drafted[0][: branch.num_accepted_tokens], branch.next_token_id]
+        prefix = [*drafted.token_ids[: branch.num_accepted_tokens], branch.next_token_id]
         fresh = Session("a", current.token_ids + prefix, GREEDY)
-        assert branch.draft_token_ids == propose(toy_draft()[0], fresh, 2)[0]
+        assert branch.draft.token_ids == propose(toy_draft()[0], fresh, 2)[0]
     draft.check_integrity()
 
 
@@ -554,7 +596,7 @@ def test_narrow_nucleus_of_the_draft_still_ranks_alternatives() -> None:
     order = model_logits(CLOSE, PROMPT).sort(descending=True).indices.tolist()
     bonus = model_logits(CLOSE, [*PROMPT, order[0]]).argmax().item()
     branches = outcomes(draft, current, drafted, (2, 1), 1).branches
-    assert drafted[0] == (order[0],)
+    assert drafted.token_ids == (order[0],)
     assert [branch.next_token_id for branch in branches] == [order[1], order[2], bonus]
 
 
@@ -565,7 +607,7 @@ def test_branches_without_room_are_left_out_the_least_likely_first() -> None:
     reply = outcomes(draft, current, drafted, (3, 3, 3), 2)
     # Of 20 slots, 11 hold the sequence with its proposal, and each branch computes two tokens.
     roomy, _ = toy_draft()
-    item = replace(speculate_item(session(), 2, proposed=drafted[0], fanout=(3, 3, 3)), max_branches=4)
+    item = replace(speculate_item(session(), 2, proposed=drafted.token_ids, fanout=(3, 3, 3)), max_branches=4)
     [expected] = roomy.speculate([item]).replies
     assert isinstance(expected, Outcomes) and len(expected.branches) == 4
     assert reply.branches == expected.branches
@@ -576,7 +618,7 @@ def test_proposal_ends_at_max_model_len() -> None:
     draft, _ = toy_draft(max_model_len=12)
     for length, expected in ((9, 3), (11, 1), (12, 0)):
         drafted = propose(draft, Session("a", [1] * length, GREEDY), 5)
-        assert len(drafted[0]) == expected
+        assert len(drafted.token_ids) == expected
     [reply] = draft.speculate([SpeculateItem("a", 1, 0, (1,) * 13, 2, sampling=GREEDY)]).replies
     assert isinstance(reply, ItemFailed) and not reply.is_retriable and "1..12" in reply.message
 
@@ -585,18 +627,18 @@ def test_branches_end_at_max_model_len() -> None:
     draft, _ = toy_draft(max_model_len=12)
     current = session()
     reply = outcomes(draft, current, ((1, 2, 3), ()), (1, 1, 1, 1), 5)
-    found = [(branch.num_accepted_tokens, len(branch.draft_token_ids)) for branch in reply.branches]
+    found = [(branch.num_accepted_tokens, len(branch.draft.token_ids)) for branch in reply.branches]
     assert found == [(0, 2), (1, 1), (2, 0)]
     full = Session("b", [1] * 12, GREEDY)
-    assert outcomes(draft, full, NOTHING, (1,), 5).branches == ()
+    assert outcomes(draft, full, NO_DRAFT, (1,), 5).branches == ()
 
 
 def test_outcomes_before_any_proposal() -> None:
     """The draft joins a session whose target already works without it."""
     draft, _ = toy_draft(TARGET)
-    reply = outcomes(draft, session(), NOTHING, (1,), 3)
+    reply = outcomes(draft, session(), NO_DRAFT, (1,), 3)
     [branch] = reply.branches
-    assert [branch.next_token_id, *branch.draft_token_ids] == expected_output(GREEDY)[:4]
+    assert [branch.next_token_id, *branch.draft.token_ids] == expected_output(GREEDY)[:4]
 
 
 def test_proposal_and_outcomes_of_one_request_in_one_batch() -> None:
@@ -609,10 +651,10 @@ def test_proposal_and_outcomes_of_one_request_in_one_batch() -> None:
         SpeculateItem("b", 1, 0, tuple(PROMPT), 3, sampling=GREEDY),
     ]
     first, second, third = draft.speculate(items).replies
-    assert isinstance(first, Proposal) and first.draft_token_ids == output[:2]
+    assert isinstance(first, Proposal) and first.draft.token_ids == output[:2]
     assert isinstance(second, Outcomes)
-    assert [(b.next_token_id, b.draft_token_ids) for b in second.branches] == [(output[2], output[3:5])]
-    assert isinstance(third, Proposal) and third.draft_token_ids == output[:3]
+    assert [(b.next_token_id, b.draft.token_ids) for b in second.branches] == [(output[2], output[3:5])]
+    assert isinstance(third, Proposal) and third.draft.token_ids == output[:3]
 
 
 def test_mixed_batch_of_lines_equals_each_alone() -> None:
@@ -637,18 +679,18 @@ def test_prompt_read_in_pieces_beside_others_is_answered_as_one_that_came_whole(
     [alone] = toy_draft()[0].speculate([other]).replies
     draft = toy_draft()[0]
     first = SpeculateItem("a", 1, 0, tuple(prompt[:4]), 0, sampling=sampling)
-    assert draft.speculate([first, other]).replies == (Proposal("a", 1, 0, ()), alone)
+    assert draft.speculate([first, other]).replies == (Proposal("a", 1, 0, NO_DRAFT), alone)
     second = SpeculateItem("a", 2, 4, tuple(prompt[4:7]), 0)
-    assert draft.speculate([second]).replies == (Proposal("a", 2, 4, ()),)
+    assert draft.speculate([second]).replies == (Proposal("a", 2, 4, NO_DRAFT),)
     [last] = draft.speculate([SpeculateItem("a", 3, 7, tuple(prompt[7:]), 4)]).replies
     assert isinstance(last, Proposal) and isinstance(whole, Proposal)
-    assert last.draft_token_ids == whole.draft_token_ids
+    assert last.draft.token_ids == whole.draft.token_ids
 
 
 def test_draft_probs_are_the_truncated_distribution() -> None:
     draft, _ = toy_draft()
     drafted = propose(draft, session(replace(REJECTION, top_k=3)), 4)
-    assert len(drafted[1]) == 4
+    assert len(drafted.probs) == 4
     for token_id, probs in zip(*drafted, strict=True):
         assert len(probs.token_ids) == 3 and token_id in probs.token_ids
         assert sum(probs.probs) == pytest.approx(1.0, abs=1e-6)
@@ -688,7 +730,7 @@ def test_bad_speculate_item_fails_alone(changes: dict[str, object], message: str
     failed, served = draft.speculate([bad, good]).replies
     assert isinstance(failed, ItemFailed) and not failed.is_retriable
     assert message in failed.message
-    assert isinstance(served, Proposal) and served.draft_token_ids == tuple(expected_output(GREEDY)[:1])
+    assert isinstance(served, Proposal) and served.draft.token_ids == tuple(expected_output(GREEDY)[:1])
 
 
 def bounded_proposal(sampling: SamplingParams, min_acceptance: float) -> Proposal:
@@ -701,7 +743,7 @@ def bounded_proposal(sampling: SamplingParams, min_acceptance: float) -> Proposa
 
 @pytest.mark.parametrize("min_acceptance", [0.01, 0.3, 0.6, 0.9, 0.99])
 def test_proposal_ends_before_the_token_that_the_draft_doubts(min_acceptance: float) -> None:
-    whole = bounded_proposal(GREEDY, 0.0).draft_token_ids
+    whole = bounded_proposal(GREEDY, 0.0).draft.token_ids
     assert len(whole) == 6
     # A token's chance is its share of the scores' softmax at half their scale; the first one always comes.
     chance, num_expected = 1.0, 0
@@ -711,12 +753,12 @@ def test_proposal_ends_before_the_token_that_the_draft_doubts(min_acceptance: fl
         if index and chance < min_acceptance:
             break
         num_expected += 1
-    assert bounded_proposal(GREEDY, min_acceptance).draft_token_ids == whole[:num_expected]
+    assert bounded_proposal(GREEDY, min_acceptance).draft.token_ids == whole[:num_expected]
 
 
 def test_coupled_proposal_is_bounded_by_scores_with_the_noise() -> None:
     coupled = SamplingParams(temperature=1.0, seed=3, num_prompt_tokens=len(PROMPT))
-    lengths = [len(bounded_proposal(coupled, bound).draft_token_ids) for bound in (0.0, 0.2, 0.95)]
+    lengths = [len(bounded_proposal(coupled, bound).draft.token_ids) for bound in (0.0, 0.2, 0.95)]
     assert lengths[0] == 6 and lengths == sorted(lengths, reverse=True) and lengths[-1] < 6
 
 
@@ -733,8 +775,8 @@ def test_a_bounded_line_does_not_shorten_the_others_of_its_batch() -> None:
     other = replace(one, request_id="b", min_acceptance=0.0)
     short, long = draft.speculate([one, other]).replies
     assert isinstance(short, Proposal) and isinstance(long, Proposal)
-    assert short.draft_token_ids == bounded_proposal(GREEDY, 0.99).draft_token_ids
-    assert long.draft_token_ids == bounded_proposal(GREEDY, 0.0).draft_token_ids
+    assert short.draft.token_ids == bounded_proposal(GREEDY, 0.99).draft.token_ids
+    assert long.draft.token_ids == bounded_proposal(GREEDY, 0.0).draft.token_ids
 
 
 def test_draft_check_runs_a_step() -> None:

@@ -41,7 +41,7 @@ class TimedEngine:
         return self.now_s
 
     def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
-        rows = sum(len(item.token_ids) + len(item.draft_token_ids) for item in items)
+        rows = sum(len(item.token_ids) + len(item.draft.token_ids) for item in items)
         if items[0].sample:
             assert all(item.base_len == items[0].base_len for item in items)
         return TargetReplies(self._failures(items), self._pass(rows if items[0].sample else 0))
@@ -81,7 +81,7 @@ class ReadingEngine(TimedEngine):
         """Rows, sequences and tokens before the rows of each step."""
 
     def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
-        rows = sum(len(item.token_ids) + len(item.draft_token_ids) for item in items)
+        rows = sum(len(item.token_ids) + len(item.draft.token_ids) for item in items)
         if items[0].sample:
             context = sum(item.base_len for item in items)
             own = 0.0001 * rows + SEQUENCE_S * len(items) + self.token_s * context

@@ -22,6 +22,7 @@ from specray.fakes import (
 )
 from specray.requests import FinishReason
 from specray.types import (
+    DraftTokens,
     ItemFailed,
     Outcomes,
     Overlap,
@@ -37,7 +38,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def first_item(tokens: tuple[int, ...] = PROMPT, drafts: tuple[int, ...] = ()) -> VerifyItem:
-    return VerifyItem("a", 1, 0, tokens, drafts, sampling=GREEDY)
+    return VerifyItem("a", 1, 0, tokens, DraftTokens(drafts), sampling=GREEDY)
 
 
 # The clock
@@ -131,7 +132,7 @@ def test_draft_enumerates_a_general_fan_out() -> None:
     for branch in reply.branches:
         assert branch.next_token_id not in proposed[branch.num_accepted_tokens :][:1]
         prefix = [*PROMPT, *proposed[: branch.num_accepted_tokens], branch.next_token_id]
-        assert branch.draft_token_ids == MODEL.generate(prefix, 3)
+        assert branch.draft.token_ids == MODEL.generate(prefix, 3)
 
 
 # Connections

@@ -1,4 +1,4 @@
-"""Profiles as files: what is refused, and how; and the times that engines are given from them."""
+"""Tests of profiles as files: what is refused, and how; and the times that engines get from them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specray.errors import ConfigError
 from specray.planning.curves import Surface, interpolate
 from specray.planning.profile import LinearTime, Profile, load_profile, save_profile
 from specray.planning.simulation.times import DraftTimes, StepSize, TargetTimes
-from specray.types import Outcomes, Proposal, SpeculateItem
+from specray.types import DraftTokens, Outcomes, Proposal, SpeculateItem
 from tests.unit.planning.parts import VERIFY_S, acceptance, draft, output, target
 
 CURVE = [(1.0, 10.0), (3.0, 14.0), (7.0, 16.0)]
@@ -84,8 +84,8 @@ def item(request_id: str, k: int, base_len: int = 100, **more: Any) -> Speculate
 
 
 def whole(request_id: str, k: int) -> tuple[SpeculateItem, Proposal]:
-    """A question, and as many tokens as it asks for."""
-    return item(request_id, k), Proposal(request_id, 1, 100, (1,) * k)
+    """Returns a question, and a proposal with as many tokens as it asks for."""
+    return item(request_id, k), Proposal(request_id, 1, 100, DraftTokens((1,) * k))
 
 
 def test_draft_step_by_sequences_and_the_longest_proposal() -> None:

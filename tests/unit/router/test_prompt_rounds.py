@@ -266,7 +266,7 @@ class RecordingTarget(FakeTarget):
 
     def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
         num_prompts = sum(not item.sample for item in items)
-        self.steps.append((num_prompts, sum(len(item.draft_token_ids) for item in items)))
+        self.steps.append((num_prompts, sum(len(item.draft.token_ids) for item in items)))
         return super().verify(items)
 
 

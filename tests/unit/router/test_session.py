@@ -16,9 +16,11 @@ from specray.errors import ProtocolError
 from specray.fakes import FakeDraft, FakeTarget, NoisyGuesser
 from specray.requests import FinishReason
 from specray.router.session import Session
-from specray.router.session_values import NOTHING_DRAFTED, Commit, Drafted, Lookup
+from specray.router.session_values import Commit, Lookup
 from specray.types import (
+    NO_DRAFT,
     Branch,
+    DraftTokens,
     ItemFailed,
     Outcomes,
     Proposal,
@@ -56,7 +58,9 @@ def decoding(**options: Any) -> Session:
 
 def propose(session: Session, tokens: Sequence[int], probs: tuple[SparseProbs, ...] = ()) -> bool:
     item = session.proposal_item(len(tokens))
-    return session.on_proposal(Proposal("a", item.round_id, item.base_len, tuple(tokens), probs))
+    return session.on_proposal(
+        Proposal("a", item.round_id, item.base_len, DraftTokens(tuple(tokens), probs=probs))
+    )
 
 
 class Stops:
@@ -88,7 +92,7 @@ def test_next_item_brings_accepted_and_next_token_after_what_the_target_was_told
     session = decoding()
     propose(session, (10, 11, 12))
     item = session.verify_item(ROOM)
-    assert (item.base_len, item.token_ids, item.draft_token_ids) == (4, (9,), (10, 11, 12))
+    assert (item.base_len, item.token_ids, item.draft.token_ids) == (4, (9,), (10, 11, 12))
     assert verdict(session, 2, 50) == Commit((10, 11, 50), (), 3, 2, Lookup.NOT_ASKED)
     item = session.verify_item(ROOM)
     assert (item.base_len, item.token_ids) == (5, (10, 11, 50))
@@ -100,7 +104,7 @@ def test_draft_item_brings_all_that_the_draft_was_not_told() -> None:
     item = session.proposal_item(4)
     assert (item.base_len, item.token_ids, item.num_speculative_tokens) == (0, (1, 2, 3, 4, 9), 4)
     assert item.sampling is not None
-    session.on_proposal(Proposal("a", item.round_id, 0, (10,)))
+    session.on_proposal(Proposal("a", item.round_id, 0, DraftTokens((10,))))
     session.verify_item(ROOM)
     verdict(session, 1, 11)
     item = session.proposal_item(4)
@@ -110,13 +114,13 @@ def test_draft_item_brings_all_that_the_draft_was_not_told() -> None:
 def test_draft_tokens_never_reach_max_tokens() -> None:
     session = decoding(max_tokens=4)
     propose(session, (10, 11, 12, 13))
-    assert session.verify_item(ROOM).draft_token_ids == (10, 11)
+    assert session.verify_item(ROOM).draft.token_ids == (10, 11)
 
 
 def test_draft_tokens_that_find_no_room_are_left_out() -> None:
     session = decoding()
     propose(session, (10, 11, 12))
-    assert session.verify_item(3).draft_token_ids == (10, 11)
+    assert session.verify_item(3).draft.token_ids == (10, 11)
 
 
 # Pieces
@@ -125,7 +129,7 @@ def test_draft_tokens_that_find_no_room_are_left_out() -> None:
 def read(session: Session, num_tokens: int, draft_token_ids: tuple[int, ...] = ()) -> bool:
     """Gives the draft a piece, which it has read at once."""
     item = session.piece_item(num_tokens)
-    return session.on_proposal(Proposal("a", item.round_id, item.base_len, draft_token_ids))
+    return session.on_proposal(Proposal("a", item.round_id, item.base_len, DraftTokens(draft_token_ids)))
 
 
 def test_piece_brings_the_next_unread_tokens_and_asks_nothing() -> None:
@@ -133,7 +137,7 @@ def test_piece_brings_the_next_unread_tokens_and_asks_nothing() -> None:
     first = session.piece_item(3)
     assert (first.base_len, first.token_ids, first.is_piece) == (0, (1, 2, 3), True)
     assert (first.num_speculative_tokens, first.fanout, first.sampling) == (0, (), session.request.sampling)
-    assert session.on_proposal(Proposal("a", first.round_id, 0, ()))
+    assert session.on_proposal(Proposal("a", first.round_id, 0, NO_DRAFT))
     assert (session.draft.synced_len, session.draft.in_flight, session.drafted) == (3, None, None)
     rest = session.proposal_item(4)
     assert (rest.base_len, rest.token_ids, rest.is_piece, rest.sampling) == (3, (4, 9), False, None)
@@ -169,7 +173,7 @@ def test_verdict_is_not_looked_up_while_the_draft_reads_a_piece() -> None:
     commit = verdict(session, 0, 9)
     assert commit is not None and commit.lookup is Lookup.NOT_ASKED
     assert not session.has_open_verdict
-    assert session.on_proposal(Proposal("a", item.round_id, 0, ()))
+    assert session.on_proposal(Proposal("a", item.round_id, 0, NO_DRAFT))
     assert (session.draft.synced_len, session.drafted) == (3, None)
 
 
@@ -180,7 +184,7 @@ def test_hit_among_branches_of_a_lost_draft_leaves_the_piece_for_the_next_one_in
     item = session.piece_item(4)
     commit = verdict(session, 2, 50)
     assert commit is not None and commit.lookup is Lookup.HIT
-    assert session.on_proposal(Proposal("a", item.round_id, 0, ()))
+    assert session.on_proposal(Proposal("a", item.round_id, 0, NO_DRAFT))
     assert session.draft.synced_len == 4
 
 
@@ -188,7 +192,7 @@ def test_answer_to_a_piece_that_was_lost_with_its_draft_is_late() -> None:
     session = decoding()
     item = session.piece_item(3)
     session.lose_draft()
-    assert not session.on_proposal(Proposal("a", item.round_id, 0, ()))
+    assert not session.on_proposal(Proposal("a", item.round_id, 0, NO_DRAFT))
     assert session.draft.synced_len == 0
     assert session.piece_item(3).base_len == 0
 
@@ -205,7 +209,7 @@ def ahead(session: Session, branches: Sequence[Branch], *, fanout: tuple[int, ..
     return Outcomes("a", item.round_id, item.base_len, tuple(branches))
 
 
-BRANCHES = (Branch(1, 40, (41, 42)), Branch(2, 50, (51, 52, 53)))
+BRANCHES = (Branch(1, 40, DraftTokens((41, 42))), Branch(2, 50, DraftTokens((51, 52, 53))))
 
 
 def test_hit_gives_the_next_verify_at_once() -> None:
@@ -213,7 +217,7 @@ def test_hit_gives_the_next_verify_at_once() -> None:
     assert session.on_outcomes(ahead(session, BRANCHES))
     commit = verdict(session, 2, 50)
     assert commit is not None and commit.lookup is Lookup.HIT
-    assert session.verify_item(ROOM).draft_token_ids == (51, 52, 53)
+    assert session.verify_item(ROOM).draft.token_ids == (51, 52, 53)
 
 
 def test_miss_of_the_token_and_miss_of_the_count_are_told_apart() -> None:
@@ -226,8 +230,8 @@ def test_miss_of_the_token_and_miss_of_the_count_are_told_apart() -> None:
         assert session.drafted is None and session.draft.in_flight is None
 
 
-@pytest.mark.parametrize(("next_token", "drafted"), [(40, Drafted((41, 42))), (39, None)])
-def test_verdict_before_its_outcomes_waits_for_them(next_token: int, drafted: Drafted | None) -> None:
+@pytest.mark.parametrize(("next_token", "drafted"), [(40, DraftTokens((41, 42))), (39, None)])
+def test_verdict_before_its_outcomes_waits_for_them(next_token: int, drafted: DraftTokens | None) -> None:
     session = decoding()
     outcomes = ahead(session, BRANCHES)
     commit = verdict(session, 1, next_token)
@@ -245,12 +249,14 @@ def test_outcomes_may_come_in_several_messages_before_the_verdict() -> None:
         assert session.on_outcomes(Outcomes("a", whole.round_id, whole.base_len, (branch,)))
     commit = verdict(session, 1, 40)
     assert commit is not None and commit.lookup is Lookup.HIT
-    assert session.drafted == Drafted((41, 42))
+    assert session.drafted == DraftTokens((41, 42))
 
 
 def test_branches_die_with_their_round() -> None:
     session = decoding()
-    session.on_outcomes(ahead(session, (Branch(0, 40, (41,)), Branch(0, 30, (31,)))))
+    session.on_outcomes(
+        ahead(session, (Branch(0, 40, DraftTokens((41,))), Branch(0, 30, DraftTokens((31,)))))
+    )
     verdict(session, 0, 40)
     session.verify_item(ROOM)
     commit = verdict(session, 0, 30)
@@ -264,7 +270,7 @@ def test_proposal_for_the_prompt_is_the_one_branch_of_the_first_token() -> None:
     assert propose(session, (9, 10, 11))
     commit = verdict(session, 0, 9)
     assert commit is not None and commit.lookup is Lookup.HIT
-    assert session.drafted == Drafted((10, 11))
+    assert session.drafted == DraftTokens((10, 11))
 
 
 def test_proposal_for_the_prompt_that_comes_after_the_first_token_still_counts() -> None:
@@ -273,8 +279,8 @@ def test_proposal_for_the_prompt_that_comes_after_the_first_token_still_counts()
     item = session.proposal_item(3)
     commit = verdict(session, 0, 9)
     assert commit is not None and commit.lookup is Lookup.PENDING
-    session.on_proposal(Proposal("a", item.round_id, 0, (9, 10, 11)))
-    assert session.drafted == Drafted((10, 11))
+    session.on_proposal(Proposal("a", item.round_id, 0, DraftTokens((9, 10, 11))))
+    assert session.drafted == DraftTokens((10, 11))
 
 
 def test_proposal_that_comes_between_prefill_chunks_rides_with_the_last() -> None:
@@ -283,7 +289,7 @@ def test_proposal_that_comes_between_prefill_chunks_rides_with_the_last() -> Non
     propose(session, (9, 10))
     verdict(session, 0, None)
     item = session.verify_item(ROOM)
-    assert (item.token_ids, item.draft_token_ids) == ((4,), (9, 10))
+    assert (item.token_ids, item.draft.token_ids) == ((4,), (9, 10))
 
 
 # Late replies
@@ -313,10 +319,10 @@ def test_proposal_to_a_replaced_question_is_dropped() -> None:
     session = decoding()
     old = session.proposal_item(2)
     new = session.proposal_item(2)
-    assert not session.on_proposal(Proposal("a", old.round_id, 0, (30, 31)))
+    assert not session.on_proposal(Proposal("a", old.round_id, 0, DraftTokens((30, 31))))
     assert session.drafted is None
-    assert session.on_proposal(Proposal("a", new.round_id, 0, (40, 41)))
-    assert session.drafted == Drafted((40, 41))
+    assert session.on_proposal(Proposal("a", new.round_id, 0, DraftTokens((40, 41))))
+    assert session.drafted == DraftTokens((40, 41))
 
 
 def test_round_ids_go_on_after_an_engine_was_lost() -> None:
@@ -334,8 +340,8 @@ def test_skipped_draft_is_not_heard_any_more() -> None:
     item = session.proposal_item(2)
     session.skip_draft()
     assert not session.is_waiting_for_draft
-    assert not session.on_proposal(Proposal("a", item.round_id, 0, (30, 31)))
-    assert session.verify_item(ROOM).draft_token_ids == ()
+    assert not session.on_proposal(Proposal("a", item.round_id, 0, DraftTokens((30, 31))))
+    assert session.verify_item(ROOM).draft.token_ids == ()
 
 
 # Losses
@@ -347,7 +353,7 @@ def test_unknown_sequence_sends_everything_again_with_the_same_draft_tokens() ->
     item = session.verify_item(ROOM)
     assert session.on_target_unknown(UnknownSequence("a", item.round_id, item.base_len))
     again = session.verify_item(ROOM)
-    assert (again.base_len, again.token_ids, again.draft_token_ids) == (0, (*PROMPT, 9), (10, 11))
+    assert (again.base_len, again.token_ids, again.draft.token_ids) == (0, (*PROMPT, 9), (10, 11))
     assert again.sampling == session.request.sampling
 
 
@@ -414,19 +420,19 @@ def test_verdict_that_does_not_fit_is_a_protocol_error(num_accepted: int, next_t
 def test_foreign_draft_tokens_do_not_reach_the_target(token: int) -> None:
     session = decoding()
     propose(session, (10, token))
-    assert session.drafted == NOTHING_DRAFTED
+    assert session.drafted == NO_DRAFT
 
 
 def test_more_draft_tokens_than_asked_are_cut() -> None:
     session = decoding()
     item = session.proposal_item(2)
-    session.on_proposal(Proposal("a", item.round_id, 0, (10, 11, 12)))
-    assert session.drafted == Drafted((10, 11))
+    session.on_proposal(Proposal("a", item.round_id, 0, DraftTokens((10, 11, 12))))
+    assert session.drafted == DraftTokens((10, 11))
 
 
 def test_rejection_needs_a_distribution_for_each_draft_token() -> None:
     probs = (SparseProbs((10,), (1.0,)), SparseProbs((11,), (1.0,)))
-    for given, kept in ((probs, Drafted((10, 11), probs)), (probs[:1], NOTHING_DRAFTED)):
+    for given, kept in ((probs, DraftTokens((10, 11), probs=probs)), ((), NO_DRAFT)):
         session = decoding(verification=Verification.REJECTION, temperature=1.0)
         propose(session, (10, 11), given)
         assert session.drafted == kept
@@ -451,7 +457,7 @@ def test_rows_that_are_no_distribution_do_not_reach_the_target(row: SparseProbs)
     session = decoding(verification=Verification.REJECTION, temperature=1.0)
     propose(session, (10, 11), (SparseProbs((10,), (1.0,)), row))
     item = session.verify_item(ROOM)
-    assert (item.token_ids, item.draft_token_ids, item.draft_probs) == ((9,), (), ())
+    assert (item.token_ids, item.draft.token_ids, item.draft.probs) == ((9,), (), ())
 
 
 # Ends
@@ -574,7 +580,7 @@ class SessionMachine(RuleBasedStateMachine):
     def speculate_ahead(self, k: int, width: int) -> None:
         verifying = self.session.target.in_flight
         assert verifying is not None
-        fanout = (width,) * len(verifying.draft_token_ids) + (1,)
+        fanout = (width,) * len(verifying.draft.token_ids) + (1,)
         self.draft_replies += self.draft.speculate([self.session.outcomes_item(k, fanout)]).replies
 
     @precondition(lambda self: self.target_replies)

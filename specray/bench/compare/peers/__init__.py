@@ -1,7 +1,7 @@
-"""The systems that ``specray bench compare`` measures: specray itself and its peers, one adapter each.
+"""Adapters of the servers that ``specray bench compare`` measures: specray itself and its peers.
 
-An adapter only says how its server is started and what it wants in a request; starting, waiting for it and
-stopping are the same for all (``process``).
+An adapter knows how its server is started and which fields its requests need; ``process`` starts, awaits and
+stops all of them.
 """
 
 from specray.bench.compare.peers.base import Arm, Launch, Setup, System, parse_arm

@@ -1,4 +1,4 @@
-"""What a system to compare is."""
+"""The interface of a server to compare."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from specray.errors import ConfigError
+from specray.types import MAX_SPECULATIVE_TOKENS
 
 PLAIN = "plain"
-"""The mode without speculation, of every system."""
+"""Name of the mode without speculation; every system has it."""
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4
 
 
@@ -21,45 +22,45 @@ class Arm:
     system: str
     mode: str
     num_speculative_tokens: int | None = None
-    """K; None leaves it to the system (or ``DEFAULT_NUM_SPECULATIVE_TOKENS`` where it has no choice)."""
+    """Number of draft tokens K; None leaves it to the system, or takes ``DEFAULT_NUM_SPECULATIVE_TOKENS``."""
 
     @property
     def name(self) -> str:
-        """For people: ``vllm draft K=4``."""
+        """Name of the arm for people: ``vllm draft K=4``."""
         k = self.num_speculative_tokens
         return f"{self.system} {self.mode}" + ("" if k is None else f" K={k}")
 
     @property
     def k(self) -> int:
-        """K of a system that wants a number."""
+        """K for a system that needs a number."""
         k = self.num_speculative_tokens
         return DEFAULT_NUM_SPECULATIVE_TOKENS if k is None else k
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What every system is given alike."""
+    """Settings that all systems share."""
 
     target: Path
-    """Checkpoint directory: config, safetensors, tokenizer."""
+    """Checkpoint directory with config, safetensors and tokenizer."""
     draft: Path
     num_threads: int
     max_model_len: int
     max_num_seqs: int
-    """Most requests at a time in this run."""
+    """Largest number of requests at a time in this run."""
     work_dir: Path
-    """For converted checkpoints and the servers' logs."""
+    """Directory for converted checkpoints and the servers' logs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How a server is started, and where it is then."""
+    """The command that starts a server, and the server's address."""
 
     command: tuple[str, ...]
     url: str
     ready_path: str
     environment: Mapping[str, str]
-    """Added to our own."""
+    """Environment variables added to our own."""
 
     @property
     def argv(self) -> tuple[str, ...]:
@@ -76,27 +77,27 @@ class System(Protocol):
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """The first one is ``plain``."""
+        """Modes of the system; the first is ``plain``."""
 
     @property
     def max_concurrency(self) -> int | None:
-        """Most requests that it serves at a time; None: as many as it is asked for."""
+        """Largest number of requests at a time; None: no limit."""
 
     def absence(self) -> str | None:
-        """Why it cannot be measured here; None when it can."""
+        """Returns why the system cannot be measured here; None if it can."""
 
     def prepare(self, setup: Setup) -> None:
-        """Makes what its server needs beside the checkpoints. Raises ConfigError when that fails."""
+        """Makes what its server needs beside the checkpoints. Raises ConfigError if that fails."""
 
     def launch(self, arm: Arm, setup: Setup, port: int) -> Launch:
-        """The command line of a server in this mode, listening on this port of 127.0.0.1."""
+        """Returns the command of a server in this mode that listens on this port of 127.0.0.1."""
 
     def request_fields(self, temperature: float) -> dict[str, Any]:
-        """What a request must say so that the whole distribution is sampled, or the argmax taken."""
+        """Returns the fields of a request that samples the whole distribution, or takes the argmax."""
 
 
 def parse_arm(text: str, systems: Mapping[str, System]) -> Arm:
-    """``SYSTEM:MODE`` or ``SYSTEM:MODE:K``. Raises ConfigError naming what is allowed."""
+    """Reads ``SYSTEM:MODE`` or ``SYSTEM:MODE:K``. Raises ConfigError, naming what is allowed."""
     name, _, rest = text.partition(":")
     mode, _, k = rest.partition(":")
     if name not in systems:
@@ -105,6 +106,6 @@ def parse_arm(text: str, systems: Mapping[str, System]) -> Arm:
         raise ConfigError(
             f"--arm {text}: {name} has no mode {mode!r}; allowed: {', '.join(systems[name].modes)}"
         )
-    if k and not (k.isdecimal() and 1 <= int(k) <= 32):
-        raise ConfigError(f"--arm {text}: K is {k!r}; allowed: 1..32")
+    if k and not (k.isdecimal() and 1 <= int(k) <= MAX_SPECULATIVE_TOKENS):
+        raise ConfigError(f"--arm {text}: K is {k!r}; allowed: 1..{MAX_SPECULATIVE_TOKENS}")
     return Arm(name, mode, int(k) if k else None)

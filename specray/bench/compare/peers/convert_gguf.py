@@ -1,10 +1,9 @@
-"""Runs llama.cpp's converter, with two of its wishes waived for checkpoints that have only a tokenizer.json.
+"""Runs llama.cpp's converter on checkpoints that have only a tokenizer.json, which it would refuse.
 
-``python -m specray.bench.compare.peers.convert_gguf CONVERTER.py ARGUMENTS...``. The converter knows
-pre-tokenizers
-by the hash of what they make of a sample text, and refuses others. A benchmark sends token ids, and
-byte-level vocabularies are all turned back into text alike, so that nothing measured depends on it: GPT-2's
-is named. It also wants sentencepiece installed to look for a file of it; without such a file that is skipped.
+``python -m specray.bench.compare.peers.convert_gguf CONVERTER.py ARGUMENTS...``. The converter recognizes a
+pre-tokenizer by the hash of its output for a sample text. A benchmark sends token ids, and all byte-level
+vocabularies are turned back into text alike, so the choice does not matter: GPT-2's is named. The converter
+also imports sentencepiece to look for a file of it; without such a file that is skipped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``generate()`` of transformers as a server: just enough of the completions API to be measured by it.
+"""Serves ``generate()`` of transformers with as much of the completions API as the comparison needs.
 
 ``python -m specray.bench.compare.peers.generate_server --target DIR --port N``. One request at a time; others
 wait.
@@ -17,7 +17,7 @@ import torch
 from aiohttp import web
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from specray.tokenization import TextStream, Tokenizer
+from specray.tokenization import TextStream, Tokenizer, load_tokenizer
 
 LOOPBACK = "127.0.0.1"
 
@@ -26,7 +26,7 @@ class Generator:
     """A target and the way it speculates.
 
     Args:
-        options: ``assistant_model`` or ``prompt_lookup_num_tokens``, as generate() takes them; or nothing.
+        options: ``assistant_model`` or ``prompt_lookup_num_tokens`` for generate(); or none.
     """
 
     def __init__(self, target: Any, tokenizer: Tokenizer, options: dict[str, Any]) -> None:
@@ -35,7 +35,7 @@ class Generator:
         self.tokenizer = tokenizer
 
     def prompt_token_ids(self, body: dict[str, Any]) -> Sequence[int]:
-        """The prompt, which is a string or token ids."""
+        """Returns the token ids of a prompt that is a string or token ids."""
         prompt = body["prompt"]
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
 
@@ -62,7 +62,7 @@ class Generator:
 
 
 class _Streamer:
-    """What generate() wants as ``streamer``; it is given the prompt first."""
+    """The ``streamer`` of generate(), which passes it the prompt first."""
 
     def __init__(self, on_tokens: Callable[[list[int]], None]) -> None:
         self._on_tokens = on_tokens
@@ -74,7 +74,7 @@ class _Streamer:
         self._has_prompt = True
 
     def end(self) -> None:
-        """The call returns right after it."""
+        """Does nothing: the call returns right after it."""
 
 
 def load_generator(arguments: argparse.Namespace) -> Generator:
@@ -86,23 +86,23 @@ def load_generator(arguments: argparse.Namespace) -> Generator:
         draft = _load(arguments.draft)
         draft.generation_config.num_assistant_tokens = arguments.num_speculative_tokens
         draft.generation_config.num_assistant_tokens_schedule = "constant"
-        # Every round drafts K tokens, however sure the draft is of them: as the other peers do.
+        # Every round drafts K tokens, however sure the draft is of them, as with the other peers.
         draft.generation_config.assistant_confidence_threshold = 0.0
         options["assistant_model"] = draft
     if arguments.prompt_lookup is not None:
         options["prompt_lookup_num_tokens"] = arguments.prompt_lookup
-    return Generator(target, Tokenizer.load(arguments.target), options)
+    return Generator(target, load_tokenizer(arguments.target), options)
 
 
 def _load(checkpoint: Path) -> Any:
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
-    # What a request's configuration leaves out is taken from the model's own: no end of sequence there.
+    # generate() takes missing options from the model's configuration: no end of sequence there.
     model.generation_config.eos_token_id = None
     return model.eval()
 
 
 def build_app(generator: Generator) -> web.Application:
-    """/health, /v1/models and a streaming /v1/completions."""
+    """Builds the application: /health, /v1/models and a streaming /v1/completions."""
     turn = asyncio.Lock()
 
     async def health(_: web.Request) -> web.Response:
@@ -161,7 +161,7 @@ async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--draft", type=Path)
@@ -173,7 +173,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Loads and serves until a signal."""
+    """Loads the models and serves until a signal."""
     arguments = parse_arguments()
     web.run_app(build_app(load_generator(arguments)), host=LOOPBACK, port=arguments.port, print=None)
 

@@ -1,4 +1,4 @@
-"""llama.cpp's server, from a directory with its source and what was built there."""
+"""llama.cpp's server, from a directory with its source and the build."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _CONVERTER = Path("convert_hf_to_gguf.py")
 
 
 class LlamaCpp:
-    """Its checkpoints are converted to GGUF, in bfloat16, before its first server starts.
+    """llama.cpp with checkpoints converted to GGUF, in bfloat16, before its first server starts.
 
     Args:
-        directory: of the source, built in ``build``; None: it is not there.
+        directory: source of llama.cpp, built in ``build``; None: not installed.
     """
 
     name = "llama.cpp"
@@ -73,13 +73,13 @@ class LlamaCpp:
         command += ["--host", LOOPBACK, "--port", str(port)]
         command += ["--threads", num_threads, "--threads-batch", num_threads]
         command += ["--parallel", num_slots, "--ctx-size", str(setup.max_model_len * setup.max_num_seqs)]
-        # Its parser of chat templates does not know all of Jinja, and refuses to start; no chat is asked for.
+        # Its parser of chat templates does not know all of Jinja, and refuses to start; no chat is sent.
         command += ["--no-jinja", "--chat-template", "chatml"]
         command += _speculation(arm, setup)
         return Launch(tuple(command), f"http://{LOOPBACK}:{port}", "/health", {})
 
     def request_fields(self, temperature: float) -> dict[str, Any]:
-        # Its own defaults cut the distribution: top_k 40, top_p 0.95, min_p 0.05.
+        # Its defaults cut the distribution: top_k 40, top_p 0.95, min_p 0.05.
         return {"top_k": 0 if temperature else 1, "top_p": 1.0, "min_p": 0.0}
 
 
@@ -89,7 +89,7 @@ def _speculation(arm: Arm, setup: Setup) -> list[str]:
         draft = ["--spec-type", "draft-simple", "--spec-draft-model", str(_gguf(setup.draft, setup))]
         return [*draft, "--spec-draft-n-max", k, "--spec-draft-threads", str(setup.num_threads)]
     if arm.mode == "ngram":
-        # Its own default looks for twelve equal tokens, and so never drafts in a short output.
+        # By default it looks for twelve equal tokens, and so never drafts in a short output.
         lookup = ["--spec-ngram-simple-size-n", str(NGRAM_LEN), "--spec-ngram-simple-size-m", k]
         return ["--spec-type", "ngram-simple", *lookup]
     return []

@@ -1,4 +1,4 @@
-"""specray itself, as its command line starts it."""
+"""specray itself, started with its command line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MODEL_FREE = ("ngram", "suffix")
 
 
 class Specray:
-    """Serial, auto, ahead and enumerate are ways to overlap; ngram and suffix draft without a model."""
+    """specray: serial, auto, ahead and enumerate overlap; ngram and suffix draft without a model."""
 
     name = "specray"
     modes = (PLAIN, *_OVERLAPS, *_MODEL_FREE)
@@ -23,7 +23,7 @@ class Specray:
         return None
 
     def prepare(self, setup: Setup) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def launch(self, arm: Arm, setup: Setup, port: int) -> Launch:
         options = {

@@ -1,4 +1,4 @@
-"""A server's process group: started, waited for, and gone afterwards with all its children."""
+"""Starts a server as a process group, waits until it is ready, and ends it with all its children."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ POLL_INTERVAL_S = 0.25
 PROBE_TIMEOUT_S = 5.0
 STOP_TIMEOUT_S = 60.0
 NEVER_EPHEMERAL = range(20_000, 32_768)
-"""Of those that the system hands out, Ray's processes take a dozen while a server starts: once Ray's metrics
-answered in place of the server. Ray's workers have those below 20,000."""
+"""Range of ports that the system does not hand out. Ray's processes take a dozen of those it does while a
+server starts: once Ray's metrics answered in place of the server. Ray's workers take ports below 20,000."""
 _MAX_TRIES = 100
 _NUM_LOG_LINES = 3
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on, of NEVER_EPHEMERAL.
+    """Returns a free TCP port of the loopback interface in NEVER_EPHEMERAL.
 
     Raises:
         EngineLostError: none of many is free.
@@ -47,16 +47,16 @@ def free_port() -> int:
 
 @asynccontextmanager
 async def running(launch: Launch, log_path: Path, *, start_timeout_s: float) -> AsyncIterator[str]:
-    """The server, ready, for as long as the context lasts.
+    """Runs the server while the block runs; it is ready when the block starts.
 
     Args:
-        log_path: gets the command line and what it prints; of an earlier one, it is replaced.
+        log_path: file for the command line and the output; replaced if it exists.
 
     Yields:
-        Its URL.
+        The server's URL.
 
     Raises:
-        EngineLostError: it ended before it was ready, or was not ready in time.
+        EngineLostError: the server ended before it was ready, or was not ready in time.
     """
     with log_path.open("wb") as log:
         log.write(f"{shlex.join(launch.argv)}\n".encode())
@@ -101,9 +101,9 @@ async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
-    """Asks the server to end, then ends whatever of its group is left."""
+    """Asks the server to end, then kills whatever is left of its group."""
     if process.returncode is None:
-        # Not SIGINT, which is ignored by all that a shell's background job starts.
+        # Not SIGINT: processes that a shell starts in the background ignore it.
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)

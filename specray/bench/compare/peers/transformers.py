@@ -1,4 +1,4 @@
-"""transformers' own generate(), behind a small server: one request at a time."""
+"""generate() of transformers, behind a small server: one request at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specray.bench.compare.peers.process import LOOPBACK
 
 
 class Transformers:
-    """Draft is ``assistant_model``, ngram is ``prompt_lookup_num_tokens``; neither takes a batch."""
+    """transformers: draft is ``assistant_model``, ngram is ``prompt_lookup_num_tokens``, without batches."""
 
     name = "transformers"
     modes = (PLAIN, "draft", "ngram")
@@ -20,7 +20,7 @@ class Transformers:
         return None
 
     def prepare(self, setup: Setup) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def launch(self, arm: Arm, setup: Setup, port: int) -> Launch:
         command = [sys.executable, "-m", "specray.bench.compare.peers.generate_server"]

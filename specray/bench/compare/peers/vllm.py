@@ -1,4 +1,4 @@
-"""vLLM on CPU, from a virtual environment of its own."""
+"""vLLM on the CPU, from a virtual environment of its own."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _PROMPT_LOOKUP = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
 
 
 class Vllm:
-    """Its draft is greedy by default; ``draft-probabilistic`` samples it, for rejection at temperature > 0.
+    """vLLM: draft is greedy; draft-probabilistic samples it, for rejection at temperature > 0.
 
     Args:
-        python: the interpreter of the environment that vLLM is installed in; None: it is not.
+        python: interpreter of the environment that has vLLM; None: not installed.
     """
 
     name = "vllm"
@@ -35,14 +35,14 @@ class Vllm:
         return None
 
     def prepare(self, setup: Setup) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def launch(self, arm: Arm, setup: Setup, port: int) -> Launch:
         command = [str(self._python), "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(setup.target), "--dtype", "bfloat16"]
         command += ["--host", LOOPBACK, "--port", str(port)]
         command += ["--max-model-len", str(setup.max_model_len), "--max-num-seqs", str(setup.max_num_seqs)]
-        # Else the checkpoint's own sampling defaults would come over the request's.
+        # Otherwise the checkpoint's sampling defaults would override the request's.
         command += ["--generation-config", "vllm"]
         if arm.mode != PLAIN:
             command += ["--speculative-config", json.dumps(_speculation(arm, setup))]

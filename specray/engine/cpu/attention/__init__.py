@@ -1,1 +1,1 @@
-"""CPU attention kernels."""
+"""Attention kernels for CPU."""

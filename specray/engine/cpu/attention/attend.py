@@ -1,7 +1,6 @@
-"""Attention of some rows over keys and values in the cache, in float32: scores, softmax, weighted sum.
+"""Float32 attention of some rows over cached keys and values: scores, softmax, weighted sum.
 
-Keys and values are read once, token after token as they lie in the cache, and every query is served from the
-registers and the first cache.
+Keys and values are read once, token by token in cache order, and every query uses them from registers and L1.
 """
 
 from __future__ import annotations
@@ -18,35 +17,44 @@ from specray.engine.cpu.simd import kernel, prefetch, vectors
 from specray.engine.cpu.thread_pool import as_pointer
 
 MAX_QUERIES = 32
-"""Query heads times rows at once: their scores stay in the second cache."""
+"""Maximum query heads times rows at once, so that their scores stay in L2."""
 _LINE = 64
 """Bytes of a cache line."""
 
 
 def scratch_size(num_queries: int, num_kv_heads: int, head_dim: int, end: int) -> int:
-    """Float32 numbers that a thread needs.
+    """Scratch size of a thread, in float32.
 
     Args:
-        num_queries: of each kv head.
-        end: position, or place, after the last row.
+        num_queries: queries per kv head.
+        end: KV index after the last row.
     """
     return num_queries * num_kv_heads * (end + 2 * TILE + head_dim) + TILE * head_dim
 
 
 @kernel()
-def seen(args: Any, span: Any, row: int) -> tuple[int, int, int, int]:
-    """What a row of a span sees: places from the first number to the second, from the third to the fourth."""
-    window, branch = args[fields.WINDOW], span[fields.FIRST_BRANCH]
+def seen(args: Any, span: Any, row: int) -> tuple[int, int, int, int, int]:
+    """KV indices that a row of a span sees: two ranges, (first, last + 1, first, last + 1), and holes.
+
+    Holes are a mask of the indices from the start of the second range on that the row does not see.
+    """
+    window, mask = args[fields.WINDOW], span[fields.FIRST_MASK]
     position = span[fields.START] + row
-    highest = own_first = own_last = position + 1
-    if branch >= 0:
-        line = carray(as_pointer(args[fields.BRANCHES]), (branch + row + 1, 4), np.int64)[branch + row]
-        position, highest = line[fields.POSITION], line[fields.TRUNK_LEN]
-        own_first, own_last = line[fields.FIRST_PLACE], line[fields.PLACE] + 1
-    lowest = max(0, position - window + 1) if window else 0
-    if lowest > highest:
-        own_first, lowest = own_first + lowest - highest, highest
-    return lowest, highest, own_first, own_last
+    if mask < 0:
+        lowest = max(0, position - window + 1) if window else 0
+        return lowest, position + 1, position + 1, position + 1, 0
+    masks = carray(as_pointer(args[fields.MASKS]), (mask + row + 1, fields.NUM_MASK_COLUMNS), np.int64)
+    own = masks[mask + row]
+    first, last, highest, ancestors = (
+        own[fields.FIRST_INDEX], own[fields.KV_INDEX], own[fields.PREFIX_LEN], own[fields.ANCESTORS]
+    )  # fmt: skip
+    lowest = 0
+    if window:
+        lowest = min(highest, max(0, own[fields.POSITION] - window + 1))
+        # The farthest ancestors are the lowest bits.
+        for _ in range(own[fields.POSITION] + 1 - highest - window):
+            ancestors &= ancestors - 1
+    return lowest, highest, first, last + 1, ~ancestors & ((1 << (last - first)) - 1)
 
 
 def attend_kernel(head_dim: int, dtype: str) -> Any:
@@ -65,12 +73,12 @@ def attend_kernel(head_dim: int, dtype: str) -> Any:
         queries: int,
         thread: int,
     ) -> None:
-        """Attends with some rows and heads of a span.
+        """Computes attention for some rows and heads of a span.
 
         Args:
             heads: first and last + 1 of the kv heads.
-            rows: of the span's rows.
-            queries: address of what ``rotate`` has left: float32, kv head after kv head, row after row.
+            rows: first and last + 1 of the span's rows.
+            queries: address of the queries from ``rope_cache``: float32, by kv head, then by row.
         """
         cache, window = args[fields.CACHE], args[fields.WINDOW]
         num_kv_heads, group_size = args[fields.NUM_KV_HEADS], args[fields.GROUP_SIZE]
@@ -78,14 +86,16 @@ def attend_kernel(head_dim: int, dtype: str) -> Any:
         first_row, last_row = rows
         slot_size, num_heads = 2 * num_kv_heads * head_dim, num_kv_heads * group_size
         num_queries = (last_row - first_row) * group_size
-        start, end, branch = (
+        start, end, mask = (
             span[fields.START] + first_row,
             span[fields.START] + last_row,
-            span[fields.FIRST_BRANCH],
+            span[fields.FIRST_MASK],
         )
-        branches = carray(as_pointer(args[fields.BRANCHES]), (branch + last_row, 4), np.int64)
-        if branch >= 0:
-            start, end = span[fields.START], branches[branch + last_row - 1, fields.PLACE] + 1
+        if mask >= 0:
+            masks = carray(
+                as_pointer(args[fields.MASKS]), (mask + last_row, fields.NUM_MASK_COLUMNS), np.int64
+            )
+            start, end = span[fields.START], masks[mask + last_row - 1, fields.KV_INDEX] + 1
         first_position = max(0, start - window + 1) if window else 0
         stride = (end + TILE - 1) // TILE * TILE
         num_all = (last_head - first_head) * num_queries
@@ -94,7 +104,7 @@ def attend_kernel(head_dim: int, dtype: str) -> Any:
         )
         tile = sums + num_all * head_dim * 4
         weights_address = tile + TILE * head_dim * 4
-        # A tile may end behind the last token; a factor for the sum lies there afterwards.
+        # A tile may extend past the last token; softmax leaves its normalising factor there.
         weights_size = stride + TILE
         weights = carray(as_pointer(weights_address), (num_all, weights_size), np.float32)
         last_run = span[fields.FIRST_RUN] + span[fields.NUM_RUNS]
@@ -112,7 +122,7 @@ def attend_kernel(head_dim: int, dtype: str) -> Any:
                         ahead = cache + (key + (token + TILE) * slot_size) * item_size
                         for byte in range(0, head_dim * item_size, _LINE):
                             prefetch(ahead + byte)
-                    # Two queries for each look at a key.
+                    # Two queries per load of a key.
                     for index in range(head * num_queries, (head + 1) * num_queries, 2):
                         other = min(index + 1, (head + 1) * num_queries - 1)
                         query, other_query = queries + index * query_bytes, queries + other * query_bytes

@@ -1,8 +1,8 @@
-"""What the attention kernel is given: the places of its 64-bit arguments, and the columns of its tables."""
+"""Argument layout of the attention kernel: indexes of its 64-bit arguments, and columns of its tables."""
 
 from __future__ import annotations
 
-# Fields of the block of 64-bit numbers that the kernel is given; addresses unless said otherwise.
+# Indexes of the kernel's 64-bit arguments, which are addresses unless noted.
 QKV = 0  # num_rows of [num_heads + 2 * num_kv_heads, head_dim], as ``rows`` describes
 CACHE = 1  # [num_slots, 2 * num_kv_heads, head_dim]
 OUT = 2  # num_rows of [num_heads, head_dim]
@@ -17,16 +17,17 @@ SCRATCH_SIZE = 10  # a number
 NUM_SPANS = 11  # a number
 NUM_KV_HEADS = 12  # a number
 GROUP_SIZE = 13  # a number
-NUM_QUERY_NUMBERS = 14  # a number: of the scratch, what is for the queries
+NUM_QUERY_NUMBERS = 14  # a number: float32 of a thread's scratch that hold queries
 SCALE_EPS = 15  # two float32, not an address
-BRANCHES = 16  # int64 [., 4]
+MASKS = 16  # int64 [., 5]: what rows see, ``mask.Visibility``
 QKV_STEP = 17  # a number: from a row to the next
 OUT_STEP = 18  # a number
 BLOCK_STEP = 19  # a number: from 32 features of a row to the next, in both
 NUM_ARGS = 20
 
-# Columns of a span: the rows of one sequence. FIRST_BRANCH is that of its first row, or -1.
-START, FIRST_ROW, NUM_ROWS, FIRST_RUN, NUM_RUNS, COST, FIRST_BRANCH = range(7)
+# Columns of a span, the rows of one sequence. FIRST_MASK is the mask of its first row, or -1.
+START, FIRST_ROW, NUM_ROWS, FIRST_RUN, NUM_RUNS, COST, FIRST_MASK = range(7)
 NUM_COLUMNS = 7
-# Columns of a branch row.
-POSITION, PLACE, TRUNK_LEN, FIRST_PLACE = range(4)
+# Columns of a mask.
+POSITION, KV_INDEX, PREFIX_LEN, FIRST_INDEX, ANCESTORS = range(5)
+NUM_MASK_COLUMNS = 5

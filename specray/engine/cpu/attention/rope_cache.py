@@ -1,4 +1,4 @@
-"""What attention does before it attends: norms and rotates heads, fills the cache, leaves queries at hand."""
+"""Attention prologue: q/k norm, RoPE, cache write, and queries in the layout that attention reads."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _ONE, _ZERO = np.float32(1.0), np.float32(0.0)
 
 @kernel()
 def feature_place(feature: int, block_step: int) -> int:
-    """Where a feature lies behind the beginning of its row, in numbers."""
+    """Offset of a feature from the beginning of its row, in elements."""
     return feature // BLOCK * block_step + feature % BLOCK
 
 
-def rotate_kernel(head_dim: int, dtype: str) -> Any:
-    """``(args, span, first_head, last_head, queries)``: of some kv heads of a sequence and their queries."""
+def rope_cache_kernel(head_dim: int, dtype: str) -> Any:
+    """Makes ``(args, span, first_head, last_head, queries)`` for some kv heads of a sequence."""
     half = head_dim // 2
-    # Numbers at once: of packed rows they lie in one block, and so do those of the other half.
+    # Elements at once: in packed rows they lie within one block, and so do those of the other half.
     size = half if head_dim % BLOCK else math.gcd(half, BLOCK)
     stored, single = vectors(size, dtype), vectors(size, "float32")
     load, store, keep, table = stored.load, stored.store, single.store, single.load
@@ -42,8 +42,8 @@ def rotate_kernel(head_dim: int, dtype: str) -> Any:
         return _ONE / np.sqrt(total(squares) / np.float32(head_dim) + eps)
 
     @kernel()
-    def rotate(args: Any, span: Any, first_head: int, last_head: int, queries: int) -> None:
-        """Norms and rotates; puts scaled queries at ``queries``, keys and values into the cache."""
+    def rope_cache(args: Any, span: Any, first_head: int, last_head: int, queries: int) -> None:
+        """Norms and rotates heads; writes scaled queries to ``queries``, keys and values to the cache."""
         qkv, cache, norm = args[fields.QKV], args[fields.CACHE], args[fields.NORM]
         num_kv_heads, group_size = args[fields.NUM_KV_HEADS], args[fields.GROUP_SIZE]
         num_heads, step = num_kv_heads * group_size, args[fields.BLOCK_STEP]
@@ -52,29 +52,29 @@ def rotate_kernel(head_dim: int, dtype: str) -> Any:
         runs = carray(
             as_pointer(args[fields.RUNS]), (span[fields.FIRST_RUN] + span[fields.NUM_RUNS], 3), np.int64
         )
-        branches = carray(
-            as_pointer(args[fields.BRANCHES]),
-            (span[fields.FIRST_BRANCH] + span[fields.NUM_ROWS], 4),
+        masks = carray(
+            as_pointer(args[fields.MASKS]),
+            (span[fields.FIRST_MASK] + span[fields.NUM_ROWS], fields.NUM_MASK_COLUMNS),
             np.int64,
         )
         scale, factor = splat(scale_eps[0]), splat(_ONE)
         run = span[fields.FIRST_RUN]
         for index in range(span[fields.NUM_ROWS]):
             row = row_place(span[fields.FIRST_ROW] + index, row_size, args[fields.QKV_STEP])
-            place = position = span[fields.START] + index
-            if span[fields.FIRST_BRANCH] >= 0:
-                position = branches[span[fields.FIRST_BRANCH] + index, fields.POSITION]
-                place = branches[span[fields.FIRST_BRANCH] + index, fields.PLACE]
-            while runs[run, 1] <= place:
+            kv_index = position = span[fields.START] + index
+            if span[fields.FIRST_MASK] >= 0:
+                position = masks[span[fields.FIRST_MASK] + index, fields.POSITION]
+                kv_index = masks[span[fields.FIRST_MASK] + index, fields.KV_INDEX]
+            while runs[run, 1] <= kv_index:
                 run += 1
-            slot = (runs[run, 2] + place - runs[run, 0]) * slot_size
-            # The query heads of each kv head, then the kv head itself.
+            slot = (runs[run, 2] + kv_index - runs[run, 0]) * slot_size
+            # The query heads of a kv head, then the kv head itself.
             for head in range(first_head, last_head):
                 for member in range(group_size + 1):
                     is_key = member == group_size
                     number = num_heads + head if is_key else head * group_size + member
                     at, key = number * head_dim, slot + head * head_dim
-                    # Grouped by kv head, then row, then member.
+                    # Ordered by kv head, then row, then member of the group.
                     query = ((head - first_head) * span[fields.NUM_ROWS] + index) * group_size + member
                     if norm:
                         factor = splat(norm_factor(qkv, row, at, step, scale_eps[1]))
@@ -99,4 +99,4 @@ def rotate_kernel(head_dim: int, dtype: str) -> Any:
                 for first in range(0, head_dim, size):
                     store(cache, copy + first, load(qkv, row + feature_place(value + first, step)))
 
-    return rotate
+    return rope_cache

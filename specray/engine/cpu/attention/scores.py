@@ -1,7 +1,7 @@
-"""Dot products of queries with a tile of keys, sixteen at a time: no sum is taken across one register.
+"""Dot products of queries with a tile of sixteen keys, without horizontal sums.
 
-The tokens' products stay apart until all of them are there; then two registers are folded into one, again and
-again, until one register holds a sum for each token. The order of a sum depends on the size of a head alone.
+Each token's products stay in a register of their own; then two registers are folded into one, repeatedly,
+until one register holds a sum per token. The order of summation depends on the head size alone.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 TILE = 16
-"""Tokens of a tile."""
+"""Tokens per tile."""
 _INT32, _INT64, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 
 def scores_kernel(head_dim: int) -> Any:
-    """``(query, other, tile, out, other_out)``: the products of two queries with a tile.
+    """Makes ``(query, other, tile, out, other_out)``, which multiplies two queries with a tile of keys.
 
-    Addresses of float32; ``tile`` is ``[16, head_dim]``, and sixteen numbers are written for each query.
+    Arguments are addresses of float32: ``tile`` is ``[16, head_dim]``, outputs are ``[16]``.
     """
     lanes = next(lanes for lanes in (16, 8, 4, 2, 1) if head_dim % lanes == 0)
     kind = ir.VectorType(_FLOAT, lanes)
@@ -44,12 +44,13 @@ def scores_kernel(head_dim: int) -> Any:
         return total
 
     def folded(builder: Any, queries: Sequence[Sequence[Any]], tile: Any, tokens: Sequence[int]) -> list[Any]:
-        """For each query a register whose lanes are, in turn, partial sums of the tokens."""
+        """Returns a register per query, whose lanes hold partial sums of the tokens in turn."""
         if len(tokens) == 1:
             key = [load(builder, tile, tokens[0] * head_dim + part) for part in range(0, head_dim, lanes)]
             return [product(builder, query, key) for query in queries]
         distance = lanes // len(tokens)
-        # Where the bit is clear, the first's lane and the one `distance` above; else the second's, and below.
+        # Lanes whose bit is clear add the first's lane and the one `distance` above; others the second's,
+        # below it.
         kept = [lane if not lane & distance else lanes + lane for lane in range(lanes)]
         added = [lane + distance if not lane & distance else lanes + lane - distance for lane in range(lanes)]
         masks = [ir.Constant(ir.VectorType(_INT32, lanes), mask) for mask in (kept, added)]

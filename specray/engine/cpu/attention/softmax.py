@@ -1,4 +1,4 @@
-"""The weights of attention from scores, of rows that see some of the tokens."""
+"""Softmax of attention scores for rows that see two ranges of tokens."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _ONE = np.float32(1.0)
 
 
 def softmax_kernel() -> Any:
-    """``(weights, address, index, first, seen)``: a row of ``weights``, which begin at the address.
+    """Makes ``(weights, address, index, first, seen)``, which turns row ``index`` of scores into weights.
 
-    The row is as long as a multiple of 16 and 16 more; those before ``first`` are not looked at.
+    ``address`` is the row's. Its length is a multiple of 16, plus 16; columns before ``first`` are not read.
     """
     wide = vectors(TILE, "float32")
     load, store, splat, add, sub, larger, exp, total, largest = (
@@ -24,10 +24,12 @@ def softmax_kernel() -> Any:
     )  # fmt: skip
 
     @kernel()
-    def softmax(weights: Any, address: int, index: int, first: int, seen: tuple[int, int, int, int]) -> None:
-        """Of a row of scores: those seen, from one number to the next and from the third to the last.
+    def softmax(
+        weights: Any, address: int, index: int, first: int, seen: tuple[int, int, int, int, int]
+    ) -> None:
+        """Turns the scores of what a row sees (``attend.seen``) into unnormalised weights.
 
-        The others become (next to) 0. What is left to multiply with lies behind them.
+        Hidden tokens get about 0. The normalising factor is written behind the row.
         """
         begin = first // TILE * TILE
         stride = weights.shape[1] - TILE
@@ -35,6 +37,12 @@ def softmax_kernel() -> Any:
             weights[index, position] = _HIDDEN
         for position in range(seen[1], seen[2]):
             weights[index, position] = _HIDDEN
+        holes, position = seen[4], seen[2]
+        while holes:
+            if holes & 1:
+                weights[index, position] = _HIDDEN
+            holes >>= 1
+            position += 1
         for position in range(seen[3], stride):
             weights[index, position] = _HIDDEN
         most = load(address, begin)

@@ -1,26 +1,26 @@
-"""The rows of one sequence in a step, as the attention kernel takes them."""
+"""Rows of one sequence in a step, as input of the attention kernel."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specray.engine.runner.inputs import BranchRow
+from specray.engine.attention.mask import Visibility
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The rows of one sequence: ``num_rows`` from ``first_row`` on, the first at position ``start``."""
+    """Rows of one sequence: ``num_rows`` from ``first_row`` on, the first at position ``start``."""
 
     start: int
     first_row: int
     num_rows: int
     runs: Sequence[tuple[int, int, int]]
-    """Where its tokens lie, in order: first position, last + 1, slot of the first."""
-    branches: Sequence[BranchRow] = ()
-    """For rows of branches instead of ``start``; their places ascend."""
+    """Contiguous pieces of the sequence in the cache, in order: first position, last + 1, first slot."""
+    visibility: Sequence[Visibility] = ()
+    """What each row sees, their KV indices ascending; empty: the rows are a chain from ``start`` on."""
 
     @property
     def end(self) -> int:
-        """Position, or place, after the last row."""
-        return self.branches[-1].place + 1 if self.branches else self.start + self.num_rows
+        """KV index after the last row."""
+        return self.visibility[-1].kv_index + 1 if self.visibility else self.start + self.num_rows

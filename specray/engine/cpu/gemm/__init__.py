@@ -1,1 +1,1 @@
-"""CPU kernels that multiply rows by bfloat16 weights."""
+"""Matrix-product kernels for CPU: rows times bfloat16 weights."""

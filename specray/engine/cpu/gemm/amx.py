@@ -1,14 +1,14 @@
-"""Rows times a panel of weights with AMX: 32 rows at a time, a block of both in registers that are matrices.
+"""AMX product of rows with a panel of weights: 32 rows at a time, one block of each in tile registers.
 
-A register (``tiles``) holds of 16 rows one block of input features; of a panel, one block of half its output
-features; of the sums, 16 rows of the same half. What a register takes lies in one piece of memory: in a panel
-always, of rows where they are packed (``rows``), as more than 32 must be. Rows that follow each other, a
-power of two of bytes apart, push each other out of the caches.
+A tile register (``tiles``) holds one block of input features of 16 rows, or of half a panel's output
+features, or the sums of 16 rows with that half. Each register's contents are contiguous in memory: always in
+a panel, and in rows if they are packed (``rows``), as more than 32 must be. Flat rows a power of two of bytes
+apart would evict each other from the caches.
 
-Between products rows of the panel before are finished (``ending``): a gate's of many rows take an eighth
-less so. Memory is the bound up to some hundred rows, and a core waits for sixteen lines at most. What keeps
-it at work is a little to wait for at every moment: lines are asked for between the products, not far ahead,
-where the processor, which sees the stream, fetches on its own what follows.
+Rows of the previous panel run through the epilogue between products, which makes a gate of many rows an
+eighth faster. Up to about a hundred rows, memory bandwidth is the bound, and a core has at most sixteen lines
+in flight. To keep a few in flight at all times, lines are prefetched between the products, not far ahead; the
+processor's own prefetcher fetches what follows in the stream.
 """
 
 from __future__ import annotations
@@ -23,33 +23,31 @@ from specray.engine.cpu.gemm.vector import CLOCK_BITS
 from specray.engine.cpu.simd import kernel, prefetch
 
 MAX_ROWS = HEIGHT
-"""At once: two tiles of rows times two of output features are four of the eight registers."""
+"""Maximum rows at once: two tiles of rows times two of output features fill four of the eight registers."""
 _TILE_ROWS = tiles.ROWS
 _LINE = tiles.LINE
-"""Also of a block of one row of bfloat16; of 16 sums."""
+"""Bytes of a cache line, of a row's bfloat16 block, and of 16 sums."""
 _SUMS_LINE = 2 * _LINE
-"""Of a row of a panel's 32 sums."""
+"""Bytes of a row of a panel's 32 sums."""
 _PAIR_BYTES = 2 * tiles.BYTES
-"""Of a block of 32 packed rows; of a block of a panel."""
+"""Bytes of a block of 32 packed rows, and of a block of a panel."""
 _BLOCK_LINES = _PAIR_BYTES // _LINE
 _SUMS_BYTES = _TILE_ROWS * _SUMS_LINE
 _AHEAD = _PAIR_BYTES
-"""Bytes between what is multiplied and what is asked for: the next block. With four blocks a core reads a
-seventh less."""
+"""Prefetch distance in bytes: the next block. At four blocks a core reads a seventh less per second."""
 _BLOCKS_AT_ONCE, _BLOCKS_OF_TWO_PAIRS, _BLOCKS_OF_MANY_PAIRS = 8, 4, 16
-"""Of a panel with more rows than 32: they stay in the first cache while all pairs of tiles go by. With two
-pairs memory and products take turns, so better often; with many, sums are fetched and kept less often."""
+"""Blocks of a panel that stay in L1 for all pairs of row tiles. Two pairs alternate between memory and
+products, so few blocks are better; with many pairs, more blocks mean fewer loads and stores of sums."""
 _MANY_PAIRS = 7
 _FEW_PAIRS = 3
-"""Of tiles: with so many, the first asks for all that is read next, as if it were alone; with more, each for
-its part, so that memory works while products take longer than reading."""
+"""Maximum pairs of row tiles for which the first one prefetches everything. With more, each prefetches its
+share, so that memory stays busy while products take longer than reading."""
 
 
 def arrange(weight: torch.Tensor) -> torch.Tensor:
-    """``[32 * panels, in_features]`` to ``[panels, in_features / 32, 2, 16, 16, 2]``.
+    """Rearranges ``[32 * panels, in_features]`` to ``[panels, in_features / 32, 2, 16, 16, 2]``.
 
-    Panel by panel, in a panel block by block, in a block half by half of the output features; of a half pairs
-    of input features, in a pair all 16 outputs.
+    The order is: panel, block, half of the output features, pair of input features, output feature.
     """
     parts = weight.view(-1, 2, _TILE_ROWS, weight.shape[1] // BLOCK, _TILE_ROWS, 2)
     return parts.permute(0, 3, 1, 4, 2, 5)
@@ -65,8 +63,8 @@ def _blocks_at_once(num_pairs: int, num_blocks: int) -> int:
 
 
 def multiply_kernel(finish: Any) -> tuple[Any, Any, Any]:
-    """As that of ``product``. More than ``MAX_ROWS`` rows must be packed (``rows``)."""
-    # Sums by tile of rows and half of the panel, rows by tile, weights by half.
+    """Makes the counterpart of ``vector.multiply_kernel``. More than ``MAX_ROWS`` rows must be packed."""
+    # Registers: sums by tile of rows and half of the panel, rows by tile, weights by half.
     configure = tiles.configure((0, 1, 4), (2, 3, 5), (6, 7))
     release, one, two = tiles.release, _make_tile(1, _finish_none), _make_tile(2, _finish_none)
     one_finishing, two_finishing = _make_tile(1, finish), _make_tile(2, finish)
@@ -105,7 +103,7 @@ def multiply_kernel(finish: Any) -> tuple[Any, Any, Any]:
                     ahead = piece + count * _PAIR_BYTES * (num_pairs + index) // num_pairs
                     num_lines = (_BLOCK_LINES + num_pairs - 1) // num_pairs
                     if block + count == blocks[1]:
-                        # The same blocks of the next panel; right behind these, where they are all.
+                        # The same blocks of the next panel, which follow directly when they are all blocks.
                         ahead += (num_blocks - blocks[1] + blocks[0]) * _PAIR_BYTES
                 if ahead >= end:
                     num_lines = 0
@@ -134,15 +132,16 @@ def multiply_kernel(finish: Any) -> tuple[Any, Any, Any]:
 
 @kernel(forceinline=True)
 def _finish_none(then: Any, first: int, last: int) -> None:
-    """For steps of few rows, whose loop is the shorter for it."""
+    """Epilogue that does nothing, for steps of few rows: it makes their loop shorter."""
 
 
 def _make_tile(num_tiles: int, finish: Any) -> Any:
-    """One tile of rows, or two, times some blocks of a panel; added to the sums unless these are the first.
+    """Makes the product of one or two tiles of rows with some blocks of a panel.
 
-    ``places`` are the rows' address, and bytes to the second tile of rows, to the next row and to the next
-    block. With every block, lines are asked for (``wanted``: from where on, how many), and rows of another
-    panel are finished, as many as are due: products have a unit of their own, and both together take less.
+    It is added to the sums unless these blocks are the first. ``places`` holds the rows' address, and bytes
+    to the second tile of rows, to the next row and to the next block. Each block prefetches lines
+    (``wanted``: address, number) and finishes rows of another panel that are due: the tile unit works in
+    parallel.
     """
     is_pair = num_tiles == 2
     clear_0, clear_1, clear_2, clear_3 = (tiles.zero(register) for register in range(4))

@@ -1,8 +1,8 @@
-"""From a panel's sums to the output: bias, gate, residual, rounding.
+"""GEMM epilogue, from a panel's sums to the output: bias, gate, residual, rounding.
 
-Rows are finished between products of another panel (``amx``), which have a unit of their own. There each
-instruction is one by which the processor sees less far ahead, so what is the same for all rows of a panel
-is known before: an ending.
+With AMX, rows are finished between products of another panel, which run in the tile unit. There each extra
+instruction shortens the processor's look-ahead, so everything that all rows of a panel share is computed once
+before: the ``epilogue`` tuple.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from specray.engine.cpu.gemm.vector import PANEL
 from specray.engine.cpu.simd import kernel, vectors
 
 PLAIN, PLUS, GATED = range(3)
-"""What a layer does with its sums: nothing, add rows, or multiply with a gate whose sums lie before them."""
+"""Kinds of layers by what they do with sums: nothing, add rows, multiply by a gate whose sums precede
+them."""
 
 
-def finish_kernel() -> Any:
-    """``(ending, first, last)``: finishes some of a panel's rows; from its last row on there are none.
+def epilogue_kernel() -> Any:
+    """Makes ``(epilogue, first, last)``, which finishes those of a panel's rows that exist.
 
-    An ending is the kind; whether the output is float32; addresses of sums ``[num_rows, 32]``, bias, output
-    and summand, of the panel's first row; bytes that the gate's sums lie before the others, as its bias lies
-    one line before; numbers from row to row and from group to group of rows; how many rows and features.
+    An epilogue is: the kind; whether the output is float32; addresses of sums ``[num_rows, 32]``, bias,
+    output and summand for the panel's first row; bytes by which the gate's sums precede the others (its bias
+    precedes by one line); elements from row to row and from group to group; numbers of rows and features.
     """
     single, half = vectors(PANEL, "float32"), vectors(PANEL, "bfloat16")
     one, one_half = vectors(1, "float32"), vectors(1, "bfloat16")
@@ -42,9 +43,9 @@ def finish_kernel() -> Any:
         return mul(div(gate, inverse), value)
 
     @kernel()
-    def finish_part(ending: Any, row: int, at: int, value: Any) -> None:
-        """Number by number: of a panel of which some is output."""
-        kind, is_float, sums, _, out, summand, _, _, (_, width) = ending
+    def finish_part(epilogue: Any, row: int, at: int, value: Any) -> None:
+        """Finishes a row of a partial panel, element by element."""
+        kind, is_float, sums, _, out, summand, _, _, (_, width) = epilogue
         store(sums, row * PANEL, value)
         for place in range(width):
             number = load_one(sums, row * PANEL + place)
@@ -56,15 +57,15 @@ def finish_kernel() -> Any:
                 store_one_half(out, at + place, number)
 
     @kernel(forceinline=True)
-    def finish(ending: Any, first: int, last: int) -> None:
-        kind, is_float, sums, bias, out, summand, gate, (step, group_step), (num_rows, width) = ending
+    def finish(epilogue: Any, first: int, last: int) -> None:
+        kind, is_float, sums, bias, out, summand, gate, (step, group_step), (num_rows, width) = epilogue
         for row in range(first, min(last, num_rows)):
             value = add(load(sums, row * PANEL), load(bias, 0))
             if kind == GATED:
                 value = gated(add(load(sums - gate, row * PANEL), load(bias, -PANEL)), value)
             at = row // HEIGHT * group_step + row % HEIGHT * step
             if width < PANEL:
-                finish_part(ending, row, at, value)
+                finish_part(epilogue, row, at, value)
             else:
                 if kind == PLUS:
                     value = add(value, load_half(summand, at))

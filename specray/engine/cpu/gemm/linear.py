@@ -1,8 +1,8 @@
-"""Linear layers of bfloat16 weights.
+"""Linear layers with bfloat16 weights on CPU.
 
-The product itself is ``kernels.product`` (AVX-512) or ``kernels.amx``; here are the layers made of it, and
-how threads share one: a part is some panels, and a thread multiplies a panel and finishes it (``ending``),
-of many rows with AMX while it multiplies the next one.
+The product itself is in ``gemm.vector`` (AVX) or ``gemm.amx``. This module has the layers made of it and the
+split over threads: a part is some panels, and a thread multiplies a panel and runs its epilogue; with AMX and
+many rows, it does so while it multiplies the next panel.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ import numpy as np
 import torch
 from numba import carray
 
-from specray.engine.cpu.gemm import amx
-from specray.engine.cpu.gemm import vector as product
-from specray.engine.cpu.gemm.epilogue import GATED, PLAIN, PLUS, finish_kernel
+from specray.engine.cpu.gemm import amx, vector
+from specray.engine.cpu.gemm.epilogue import GATED, PLAIN, PLUS, epilogue_kernel
 from specray.engine.cpu.gemm.rows import HEIGHT, FlatRows, PackedRows, pack, row_place
 from specray.engine.cpu.gemm.vector import BLOCK, BLOCK_BYTES, BLOCKS_AT_ONCE, CLOCK_BITS, FLOAT_STRIDE, PANEL
-from specray.engine.cpu.huge_pages import on_large_pages
-from specray.engine.cpu.isa import Way, fastest_way
+from specray.engine.cpu.huge_pages import empty_on_huge_pages
+from specray.engine.cpu.isa import Isa, fastest_isa
 from specray.engine.cpu.simd import kernel, vectors
-from specray.engine.cpu.thread_pool import APART, Kernel, Team, as_pointer
+from specray.engine.cpu.thread_pool import APART, Kernel, ThreadPool, as_pointer
 
 _PARTS_PER_THREAD = 4
-"""Small enough that threads end together; each begins with weights that nobody has asked for ahead."""
+"""Parts per thread: enough that threads end together, few since each part starts with weights not
+prefetched."""
 _MAX_ROWS_AT_ONCE = 512
 _MAX_BYTES_AT_ONCE = 1100 << 10
-"""Of rows: they stay in the second cache while some panels are multiplied."""
+"""Maximum bytes of rows at once, which stay in L2 while some panels are multiplied."""
 _MAX_PANELS_AT_ONCE = 8
 _FLOAT_ROWS_AT_ONCE = 256
-"""Each thread makes so many rows float32 for every eight panels: two instructions beside 256 products."""
+"""Rows that a thread converts to float32 at once, for eight panels: two instructions per 256 products."""
 _MIN_OVERLAPPED_ROWS = 97
-"""With fewer, memory is the bound, and a step takes up to a twentieth longer if panels are finished later."""
+"""Minimum rows for overlapped epilogues. With fewer, memory is the bound and overlap costs up to 5 %."""
 _MIN_SHARED_WEIGHTS = 262_144
-"""Weights below which a second thread costs more than it brings."""
+"""Minimum number of weights for which a second thread pays off."""
 
 (
     _ROWS,
@@ -66,20 +66,20 @@ _NUM_ARGS = 22
 
 
 def can_tile(weight: torch.Tensor) -> bool:
-    """Whether this machine has the instructions, and the weight's shape and type fit."""
+    """Whether this machine has a kernel for the weight's shape and type."""
     fits = weight.dtype == torch.bfloat16 and weight.shape[1] % BLOCK == 0
-    return bool(fits and weight.device.type == "cpu" and fastest_way() is not None)
+    return bool(fits and weight.device.type == "cpu" and fastest_isa() is not None)
 
 
 def _panels(*weights: torch.Tensor) -> torch.Tensor:
-    """``[out_features, in_features]`` each to ``[panels, num_weights, ...]``, padded with zeros.
+    """Packs weights ``[out_features, in_features]`` into ``[panels, num_weights, ...]``, padded with zeros.
 
-    A panel as the kernel reads it.
+    The layout of a panel is that of the kernel.
     """
     size, in_features = weights[0].shape
     num_panels = -(-size // PANEL)
-    panels = on_large_pages((num_panels, len(weights), in_features * PANEL), torch.bfloat16)
-    arrange = amx.arrange if fastest_way() is Way.TILES else product.arrange
+    panels = empty_on_huge_pages((num_panels, len(weights), in_features * PANEL), torch.bfloat16)
+    arrange = amx.arrange if fastest_isa() is Isa.AMX else vector.arrange
     for index, weight in enumerate(weights):
         padded = weight
         if size % PANEL:
@@ -91,7 +91,7 @@ def _panels(*weights: torch.Tensor) -> torch.Tensor:
 
 
 def _padded(bias: torch.Tensor | None, size: int) -> torch.Tensor:
-    """``[panels, 32]``, float32; zeros where there is none."""
+    """Pads a bias to float32 ``[panels, 32]``; zeros without one."""
     padded = torch.zeros(-(-size // PANEL), PANEL)
     if bias is not None:
         padded.view(-1)[:size] = bias
@@ -99,23 +99,25 @@ def _padded(bias: torch.Tensor | None, size: int) -> torch.Tensor:
 
 
 class _Tiled:
-    """Weights in panels and the kernel's arguments that stay the same."""
+    """Weights in panels, and the kernel's arguments that do not change between calls."""
 
     __slots__ = (
         "_args", "_args_address", "_has_amx", "_has_float_rows", "_kernel", "_num_parts", "_size",
-        "_sums_width", "_team", "bias", "weight",
+        "_sums_width", "_thread_pool", "bias", "weight",
     )  # fmt: skip
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor, size: int, kind: int, team: Team) -> None:
-        self.weight, self.bias, self._size, self._team = weight, bias, size, team
-        self._num_parts = min(-(-size // PANEL), _PARTS_PER_THREAD * team.size)
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor, size: int, kind: int, thread_pool: ThreadPool
+    ) -> None:
+        self.weight, self.bias, self._size, self._thread_pool = weight, bias, size, thread_pool
+        self._num_parts = min(-(-size // PANEL), _PARTS_PER_THREAD * thread_pool.size)
         if weight.numel() < _MIN_SHARED_WEIGHTS:
             self._num_parts = 1
-        # Asked in every process: code from the cache needs the system's permission too.
-        way = fastest_way()
-        assert way is not None, "can_tile was asked"
-        self._has_amx, self._has_float_rows = way is Way.TILES, way.has_float_rows
-        self._kernel = _linear_kernel(way)
+        # Checked in every process: cached code needs the system's permission for AMX too.
+        isa = fastest_isa()
+        assert isa is not None, "can_tile was asked"
+        self._has_amx, self._has_float_rows = isa is Isa.AMX, isa.has_float_rows
+        self._kernel = _linear_kernel(isa)
         self._sums_width = (2 if kind == GATED else 1) * PANEL
         self._args = np.zeros(_NUM_ARGS, dtype=np.int64)
         self._args[[_WEIGHT, _NUM_BLOCKS, _SIZE, _KIND]] = (
@@ -130,27 +132,27 @@ class _Tiled:
     def run(
         self, rows: torch.Tensor, dtype: torch.dtype, summand: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Of rows that follow each other; so do the results. Not for two threads at once."""
+        """Multiplies flat rows to flat rows. Not thread-safe."""
         assert rows.is_contiguous(), "rows must follow each other"
         assert summand is None or summand.is_contiguous(), "the summand's rows must follow each other"
-        out = self._team.empty((len(rows), self._size), dtype)
+        out = self._thread_pool.empty((len(rows), self._size), dtype)
         is_packed = len(rows) > amx.MAX_ROWS and self._has_amx
         self._multiply(
-            pack(rows, self._team) if is_packed else FlatRows(rows),
+            pack(rows, self._thread_pool) if is_packed else FlatRows(rows),
             FlatRows(out),
             None if summand is None else FlatRows(summand),
         )
         return out
 
     def run_packed(self, rows: PackedRows, summand: PackedRows | None = None) -> PackedRows:
-        """Of packed rows, with AMX; the results are packed. Not for two threads at once."""
-        out = PackedRows.empty(self._team, rows.num_rows, self._size)
+        """Multiplies packed rows to packed rows, with AMX. Not thread-safe."""
+        out = PackedRows.empty(self._thread_pool, rows.num_rows, self._size)
         self._multiply(rows, out, summand)
         return out
 
     def run_unpacked(self, rows: PackedRows, dtype: torch.dtype) -> torch.Tensor:
-        """Of packed rows, with AMX; the results follow each other. Not for two threads at once."""
-        out = self._team.empty((rows.num_rows, self._size), dtype)
+        """Multiplies packed rows to flat rows, with AMX. Not thread-safe."""
+        out = self._thread_pool.empty((rows.num_rows, self._size), dtype)
         self._multiply(rows, FlatRows(out), None)
         return out
 
@@ -170,7 +172,7 @@ class _Tiled:
         num_ranges = -(-num_bytes // _MAX_BYTES_AT_ONCE) if has_ranges else 1
         is_whole = rows_at_once == num_rows and num_ranges == 1
         sums_size = rows_at_once * self._sums_width * 4
-        # Sums of a panel wait for its next blocks, or to be finished while the next panel is multiplied.
+        # A panel's sums wait for its next blocks, or for their epilogue during the next panel's product.
         num_sums = 1 if not self._has_amx or num_rows < _MIN_OVERLAPPED_ROWS else 2
         if num_ranges > 1:
             num_sums = _MAX_PANELS_AT_ONCE
@@ -180,7 +182,7 @@ class _Tiled:
             num_pieces = -(-blocks_at_once // BLOCKS_AT_ONCE)
             blocks_at_once = num_pieces * BLOCKS_AT_ONCE
             scratch_size += rows_at_once * num_pieces * FLOAT_STRIDE
-        scratch = self._team.empty(self._team.size * scratch_size, torch.uint8)
+        scratch = self._thread_pool.empty(self._thread_pool.size * scratch_size, torch.uint8)
         args = self._args
         args[: _NUM_SUMS + 1] = (
             *(rows.address, 2 * rows.row_step, 2 * rows.block_step, num_rows, rows_at_once),
@@ -193,38 +195,38 @@ class _Tiled:
             num_sums,
         )
         args[_FLOAT_ROWS] = all_sums_size
-        self._team.run(self._kernel, self._args_address, self._num_parts)
+        self._thread_pool.run(self._kernel, self._args_address, self._num_parts)
 
 
 class TiledLinear:
-    """``x -> x @ weight.T + bias`` for bfloat16 rows; implements ``linear.Linear``."""
+    """Computes ``x @ weight.T + bias`` for bfloat16 rows; implements ``linear.Linear``."""
 
     __slots__ = ("_plain", "_plus", "bias", "in_features", "num_weights", "weight")
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, team: Team) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, thread_pool: ThreadPool) -> None:
         size, self.in_features = weight.shape
         self.num_weights = weight.numel()
         self.weight = _panels(weight)
         self.bias = _padded(bias, size)
-        self._plain = _Tiled(self.weight, self.bias, size, PLAIN, team)
-        self._plus = _Tiled(self.weight, self.bias, size, PLUS, team)
+        self._plain = _Tiled(self.weight, self.bias, size, PLAIN, thread_pool)
+        self._plus = _Tiled(self.weight, self.bias, size, PLUS, thread_pool)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         return self._plain.run(rows, torch.bfloat16)
 
     def precise(self, rows: torch.Tensor) -> torch.Tensor:
-        """The same in float32, not rounded."""
+        """The layer with float32 output, not rounded."""
         return self._plain.run(rows, torch.float32)
 
     def plus(self, rows: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
         return self._plus.run(rows, torch.bfloat16, summand)
 
     def packed(self, rows: PackedRows) -> PackedRows:
-        """Of packed rows, as the following; with AMX, to features that are a multiple of 32."""
+        """The layer on packed rows, as the methods below; needs AMX and whole panels of output features."""
         return self._plain.run_packed(rows)
 
     def packed_precise(self, rows: PackedRows) -> torch.Tensor:
-        """``[num_rows, out_features]``, float32, not rounded."""
+        """The layer with flat float32 output ``[num_rows, out_features]``, not rounded."""
         return self._plain.run_unpacked(rows, torch.float32)
 
     def packed_plus(self, rows: PackedRows, summand: PackedRows) -> PackedRows:
@@ -232,7 +234,7 @@ class TiledLinear:
 
 
 class TiledGate:
-    """``silu(gate(x)) * up(x)`` for bfloat16 rows; implements ``linear.Gate``."""
+    """Computes ``silu(gate(x)) * up(x)`` for bfloat16 rows; implements ``linear.Gate``."""
 
     __slots__ = ("_tiled", "bias", "in_features", "num_weights", "weight")
 
@@ -242,44 +244,44 @@ class TiledGate:
         up: torch.Tensor,
         gate_bias: torch.Tensor | None,
         up_bias: torch.Tensor | None,
-        team: Team,
+        thread_pool: ThreadPool,
     ) -> None:
         self.in_features = gate.shape[1]
         self.num_weights = 2 * gate.numel()
         # A gate panel, then the up panel of the same features.
         self.weight = _panels(gate, up)
         self.bias = torch.stack([_padded(bias, len(gate)) for bias in (gate_bias, up_bias)], dim=1)
-        self._tiled = _Tiled(self.weight, self.bias, gate.shape[0], GATED, team)
+        self._tiled = _Tiled(self.weight, self.bias, gate.shape[0], GATED, thread_pool)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         return self._tiled.run(rows, torch.bfloat16)
 
     def packed(self, rows: PackedRows) -> PackedRows:
-        """Of packed rows; with AMX."""
+        """The layer on packed rows; needs AMX."""
         return self._tiled.run_packed(rows)
 
 
 @functools.cache
-def _linear_kernel(way: Way) -> Kernel:
-    makers: dict[Way, Callable[[Any], Any]] = {
-        Way.TILES: amx.multiply_kernel,
-        Way.PAIRS: functools.partial(product.multiply_kernel, product.BY_PAIRS),
-        Way.FLOATS: functools.partial(product.multiply_kernel, product.BY_FLOATS),
-        Way.SHORT_FLOATS: functools.partial(product.multiply_kernel, product.BY_SHORT_FLOATS),
+def _linear_kernel(isa: Isa) -> Kernel:
+    makers: dict[Isa, Callable[[Any], Any]] = {
+        Isa.AMX: amx.multiply_kernel,
+        Isa.AVX512_BF16: functools.partial(vector.multiply_kernel, vector.AVX512_BF16),
+        Isa.AVX512_FMA: functools.partial(vector.multiply_kernel, vector.AVX512_FMA),
+        Isa.AVX2_FMA: functools.partial(vector.multiply_kernel, vector.AVX2_FMA),
     }
-    return Kernel(f"linear-{way}", _NUM_ARGS, functools.partial(_make_linear, makers[way], way))
+    return Kernel(f"linear-{isa}", _NUM_ARGS, functools.partial(_make_linear, makers[isa], isa))
 
 
-def _make_linear(make_multiply: Callable[[Any], Any], way: Way) -> Any:
-    has_tiles, has_float_rows = way is Way.TILES, way.has_float_rows
-    finish = finish_kernel()
+def _make_linear(make_multiply: Callable[[Any], Any], isa: Isa) -> Any:
+    has_tiles, has_float_rows = isa is Isa.AMX, isa.has_float_rows
+    finish = epilogue_kernel()
     begin, multiply, finish_all = make_multiply(finish)
     load_half, store = vectors(BLOCK, "bfloat16").load, vectors(BLOCK, "float32").store
 
     @kernel()
     def place_rows(args: Any, floats: int, rows: tuple[int, int], blocks: tuple[int, int]) -> Any:
-        """Where the products find some rows' blocks: (of block 0, (bytes between rows, between blocks))."""
-        # Also of packed rows, whose groups are as large as they were; the last one is full.
+        """Prepares some rows for products; returns (address of block 0, (bytes to next row, next block))."""
+        # Right for packed rows too: groups before this one are full.
         place = args[_ROWS] + rows[0] * args[_NUM_BLOCKS] * BLOCK * 2
         if not has_float_rows:
             return place, (args[_STRIDE], args[_SHIFT])
@@ -293,15 +295,15 @@ def _make_linear(make_multiply: Callable[[Any], Any], way: Way) -> Any:
         return floats - blocks[0] * shift, (FLOAT_STRIDE, shift)
 
     @kernel()
-    def ending(args: Any, sums: int, panel: int, first_row: int, num_rows: int) -> Any:
-        """Of some rows of a panel, whose sums are complete."""
+    def epilogue(args: Any, sums: int, panel: int, first_row: int, num_rows: int) -> Any:
+        """Epilogue of some rows of a panel, whose sums are complete."""
         kind, is_float, size = args[_KIND], args[_IS_FLOAT], args[_SIZE]
         at = row_place(first_row, size, args[_OUT_STEP]) + panel * args[_OUT_BLOCK_STEP]
         bias, gate = args[_BIAS] + panel * PANEL * 4, 0
         if kind == GATED:
             bias, gate = bias + (panel + 1) * PANEL * 4, args[_ROWS_AT_ONCE] * PANEL * 4
         out, summand = args[_OUT] + at * (4 if is_float else 2), args[_SUMMAND] + at * 2
-        # A group of rows is as long whatever lies in it.
+        # Groups of rows have one size in both layouts.
         steps, shape = (args[_OUT_STEP], HEIGHT * size), (num_rows, min(PANEL, size - panel * PANEL))
         return kind, is_float, sums + gate, bias, out, summand, gate, steps, shape
 
@@ -316,9 +318,9 @@ def _make_linear(make_multiply: Callable[[Any], Any], way: Way) -> Any:
         end: int,
         waiting: Any,
     ) -> None:
-        """Some rows and blocks: sums of the gate, and behind them of what it is for.
+        """Multiplies some rows and blocks of a panel: sums of the gate first, then of ``up``.
 
-        Finishes all rows of what is waiting, evenly over the products.
+        Finishes all rows of the waiting panel meanwhile, spread evenly over the products.
         """
         num_blocks, num_layers = args[_NUM_BLOCKS], 2 if args[_KIND] == GATED else 1
         place, steps = places
@@ -339,7 +341,7 @@ def _make_linear(make_multiply: Callable[[Any], Any], way: Way) -> Any:
         end = args[_WEIGHT] + last_panel * num_layers * num_blocks * BLOCK_BYTES
         first_sums = sums = args[_SCRATCH] + thread * args[_SCRATCH_SIZE]
         floats = first_sums + args[_FLOAT_ROWS]
-        waiting = ending(args, sums, first_panel, 0, 0)
+        waiting = epilogue(args, sums, first_panel, 0, 0)
         begin(num_rows)
         for group in range(first_panel, last_panel, args[_PANELS_AT_ONCE]):
             last = min(last_panel, group + args[_PANELS_AT_ONCE])
@@ -351,12 +353,12 @@ def _make_linear(make_multiply: Callable[[Any], Any], way: Way) -> Any:
                     for panel in range(group, last):
                         place = first_sums + (panel - group) % args[_NUM_SUMS] * args[_SUMS_STEP]
                         if place == sums or not has_tiles:
-                            # No room to wait, or nothing to wait for.
+                            # The sums' memory is needed now, or there is nothing to overlap with.
                             finish(waiting, 0, num_rows)
-                            waiting = ending(args, place, panel, 0, 0)
+                            waiting = epilogue(args, place, panel, 0, 0)
                         do_panel(args, place, panel, rows[1], places, blocks, end, waiting)
                         num_done = rows[1] if blocks[1] == num_blocks else 0
-                        sums, waiting = place, ending(args, place, panel, first_row, num_done)
+                        sums, waiting = place, epilogue(args, place, panel, first_row, num_done)
         finish(waiting, 0, num_rows)
         finish_all()
 

@@ -1,12 +1,11 @@
-"""Rows as AMX takes them: 32 rows at a time, of these 32 features at a time, in such a block row by row.
+"""Row layouts: packed rows for AMX, in blocks of 32 rows by 32 features, and flat rows.
 
-A tile of rows is one piece of memory, and so is what a panel of weights makes of 32 rows. Row by row instead,
-both are as many lines as there are rows, some KiB apart, and for each a core waits for a line that it lost to
-the weights: a quarter of the time that 64 rows take. Up to 32 rows are a block high, so one row is the same
-either way.
+In packed rows, a tile is contiguous, and so is the output of a weight panel for 32 rows. In flat rows each is
+one cache line per row, KiB apart, which weights evict from the cache: a quarter of the time of 64 rows. A
+block has as many rows as there are, up to 32, so one row is the same in both layouts.
 
-A kernel finds features of a row by two steps, from row to row and from block to block; rows that follow each
-other have steps too (``FlatRows``), and one kernel does for both.
+A kernel addresses features by two steps, from row to row and from block to block. Flat rows have both too
+(``FlatRows``), so one kernel serves both layouts.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ import torch
 from numba import carray
 
 from specray.engine.cpu.simd import kernel, vectors
-from specray.engine.cpu.thread_pool import Kernel, Team, as_pointer
+from specray.engine.cpu.thread_pool import Kernel, ThreadPool, as_pointer
 
 HEIGHT = 32
-"""Rows of a block, at most: two tiles."""
+"""Maximum rows of a block: two tiles."""
 BLOCK = 32
-"""Features of a block: a tile's line."""
+"""Features of a block: one row of a tile."""
 LINE = 2 * BLOCK
 """Bytes of a block's row."""
 _NUM_ARGS = 9
@@ -36,16 +35,16 @@ class PackedRows:
     """bfloat16 rows in blocks.
 
     Args:
-        data: ``[groups, blocks, height, 32]``. What lies behind the last row matters to nobody.
+        data: ``[groups, blocks, height, 32]``; undefined behind the last row.
     """
 
     data: torch.Tensor
     num_rows: int
 
     @classmethod
-    def empty(cls, team: Team, num_rows: int, num_features: int) -> PackedRows:
-        """Room for rows, whose features are a multiple of 32."""
-        return cls(team.empty(packed_shape(num_rows, num_features), torch.bfloat16), num_rows)
+    def empty(cls, thread_pool: ThreadPool, num_rows: int, num_features: int) -> PackedRows:
+        """Allocates uninitialised rows; ``num_features`` is a multiple of 32."""
+        return cls(thread_pool.empty(packed_shape(num_rows, num_features), torch.bfloat16), num_rows)
 
     @property
     def num_features(self) -> int:
@@ -57,18 +56,18 @@ class PackedRows:
 
     @property
     def row_step(self) -> int:
-        """Numbers from a row to the next of its group."""
+        """Elements from a row to the next of its group."""
         return BLOCK
 
     @property
     def block_step(self) -> int:
-        """Numbers from a block to the next of its rows."""
+        """Elements from a block to the next block of its rows."""
         return self.data.shape[2] * BLOCK
 
 
 @dataclass(frozen=True, slots=True)
 class FlatRows:
-    """Rows that follow each other: ``[num_rows, num_features]``, contiguous."""
+    """Contiguous rows ``[num_rows, num_features]``."""
 
     data: torch.Tensor
 
@@ -86,49 +85,53 @@ class FlatRows:
 
     @property
     def row_step(self) -> int:
-        """Numbers from a row to the next."""
+        """Elements from a row to the next."""
         return self.data.shape[1]
 
     @property
     def block_step(self) -> int:
-        """Numbers from 32 features of a row to the next."""
+        """Elements from 32 features of a row to the next 32."""
         return BLOCK
 
 
 def packed_shape(num_rows: int, num_features: int) -> tuple[int, int, int, int]:
-    """Of packed rows."""
+    """Shape of packed rows' data."""
     return -(-num_rows // HEIGHT), num_features // BLOCK, min(num_rows, HEIGHT), BLOCK
 
 
 @kernel()
 def row_place(row: int, num_features: int, row_step: int) -> int:
-    """Where a row begins, in numbers."""
+    """Offset of a row, in elements."""
     return row // HEIGHT * HEIGHT * num_features + row % HEIGHT * row_step
 
 
-def pack(rows: torch.Tensor, team: Team) -> PackedRows:
-    """Contiguous bfloat16 rows ``[num_rows, num_features]``, packed."""
-    packed = PackedRows.empty(team, *rows.shape)
-    _copy(FlatRows(rows), packed, 0, None, team)
+def pack(rows: torch.Tensor, thread_pool: ThreadPool) -> PackedRows:
+    """Packs contiguous bfloat16 rows ``[num_rows, num_features]``."""
+    packed = PackedRows.empty(thread_pool, *rows.shape)
+    _copy(FlatRows(rows), packed, 0, None, thread_pool)
     return packed
 
 
-def last_rows(rows: PackedRows, first: int, team: Team) -> PackedRows:
-    """The rows from one on."""
-    taken = PackedRows.empty(team, rows.num_rows - first, rows.num_features)
-    _copy(rows, taken, first, None, team)
+def last_rows(rows: PackedRows, first: int, thread_pool: ThreadPool) -> PackedRows:
+    """Copies the rows from ``first`` on."""
+    taken = PackedRows.empty(thread_pool, rows.num_rows - first, rows.num_features)
+    _copy(rows, taken, first, None, thread_pool)
     return taken
 
 
-def some_rows(rows: PackedRows, indexes: torch.Tensor, team: Team) -> PackedRows:
-    """The rows of these numbers (int64). Not to be recorded: the numbers would stay the same."""
-    taken = PackedRows.empty(team, len(indexes), rows.num_features)
-    _copy(rows, taken, 0, indexes.contiguous(), team)
+def some_rows(rows: PackedRows, indexes: torch.Tensor, thread_pool: ThreadPool) -> PackedRows:
+    """Copies the rows at int64 ``indexes``. Not for CPU graphs: a replay would use the recorded indexes."""
+    taken = PackedRows.empty(thread_pool, len(indexes), rows.num_features)
+    _copy(rows, taken, 0, indexes.contiguous(), thread_pool)
     return taken
 
 
 def _copy(
-    source: PackedRows | FlatRows, target: PackedRows, first: int, indexes: torch.Tensor | None, team: Team
+    source: PackedRows | FlatRows,
+    target: PackedRows,
+    first: int,
+    indexes: torch.Tensor | None,
+    thread_pool: ThreadPool,
 ) -> None:
     if target.num_rows == 0:
         return
@@ -140,7 +143,7 @@ def _copy(
         ],
         dtype=np.int64,
     )
-    team.run(_copy_kernel(), args.ctypes.data, team.size if target.num_rows > HEIGHT else 1)
+    thread_pool.run(_copy_kernel(), args.ctypes.data, thread_pool.size if target.num_rows > HEIGHT else 1)
 
 
 @functools.cache

@@ -1,8 +1,8 @@
-"""AMX, for kernels: registers of 16 rows of 64 bytes, and the product of two of them in one instruction.
+"""AMX instructions for kernels: tile registers of 16 rows of 64 bytes, and the product of two of them.
 
-Intel: *Architecture Instruction Set Extensions*, chapter 3 (LDTILECFG, TILELOADD, TDPBF16PS). The product
-adds to float32 ``[m, n]`` what bfloat16 ``[m, 2k]`` and ``[k, n, 2]`` give, pair after pair: a number of the
-result depends on its own row and column alone, whatever else the registers hold.
+Intel: *Architecture Instruction Set Extensions*, chapter 3 (LDTILECFG, TILELOADD, TDPBF16PS). The product of
+bfloat16 ``[m, 2k]`` and ``[k, n, 2]`` is added to float32 ``[m, n]``, pair by pair: an element of the result
+depends on its own row and column alone.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 ROWS = 16
-"""Of a register, at most."""
+"""Maximum rows of a register."""
 LINE = 64
-"""Bytes of a register's row, at most."""
+"""Maximum bytes of a register's row."""
 BYTES = ROWS * LINE
 
 _SYSCALL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
-"""x86-64 Linux: arch_prctl, its code ARCH_REQ_XCOMP_PERM, and which state is asked for."""
+"""Numbers of x86-64 Linux: arch_prctl, its code ARCH_REQ_XCOMP_PERM, and the tile state."""
 _INT8, _INT64 = ir.IntType(8), ir.IntType(64)
 _CONFIG_WORDS = 8
 
 
 @functools.cache
 def is_usable() -> bool:
-    """Whether the processor multiplies tiles of bfloat16, and the system lets all threads of this process."""
+    """Whether the processor has bfloat16 AMX and the system permits it; asks the system for this process."""
     features = llvmlite.binding.get_host_cpu_features()
     if not (features.get("amx-bf16", False) and features.get("amx-tile", False)):
         return False
@@ -48,7 +48,7 @@ def _call(builder: Any, name: str, *args: Any) -> None:
 
 
 def _command(name: str, *registers: int) -> Any:
-    """An intrinsic without arguments."""
+    """Makes an intrinsic without arguments."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _call(builder, name, *(ir.Constant(_INT8, register) for register in registers))
@@ -61,7 +61,7 @@ def _command(name: str, *registers: int) -> Any:
 
 
 def _transfer(name: str, register: int) -> Any:
-    """An intrinsic of an address and the bytes between rows."""
+    """Makes an intrinsic of an address and the bytes between rows."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         address, stride = args
@@ -82,7 +82,7 @@ def load(register: int) -> Callable[[int, int], None]:
 
 
 def stream(register: int) -> Callable[[int, int], None]:
-    """``load`` of what is not read again soon: the first cache keeps others instead."""
+    """``load`` with a non-temporal hint, for data that is not read again soon."""
     function: Callable[[int, int], None] = _transfer("tileloaddt164", register)
     return function
 
@@ -94,7 +94,7 @@ def store(register: int) -> Callable[[int, int], None]:
 
 
 def zero(register: int) -> Callable[[], None]:
-    """All its numbers become 0."""
+    """Sets a register to 0."""
     function: Callable[[], None] = _command("tilezero", register)
     return function
 
@@ -106,15 +106,15 @@ def multiply(sums: int, rows: int, columns: int) -> Callable[[], None]:
 
 
 release: Callable[[], None] = _command("tilerelease")
-"""The registers are empty again, and nobody has to keep them over a change of threads."""
+"""Releases the registers, so that context switches need not save them."""
 
 
 def configure(*groups: tuple[int, ...]) -> Any:
-    """``((rows, bytes of a row, ...))``, two for each group of registers: sets their shape.
+    """Makes ``((rows, bytes of a row, ...))``, two numbers per group of registers, which sets their shapes.
 
-    A register without rows or bytes is refused, also one that is not used.
+    The processor refuses registers with 0 rows or bytes, even unused ones.
     """
-    # By 64 bytes: the palette, from 16 on two bytes for each register's line, from 48 on one for its rows.
+    # 64 bytes: the palette; from 16 on, two bytes per register for bytes of a row; from 48 on, one for rows.
     units = [
         (
             sum(1 << 8 * register for register in group),

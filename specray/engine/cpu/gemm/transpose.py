@@ -1,6 +1,6 @@
-"""Numbers moved to where a product of tiles wants them: turned on their side, and paired.
+"""Layout changes for AMX operands: transposes, and interleaving of 16-bit elements.
 
-Each is a handful of shuffles between registers, written out, as LLVM would not find them in a loop.
+Each is a few register shuffles, written out because LLVM would not find them in a loop.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def _shuffle(builder: Any, first: Any, second: Any, mask: list[int]) -> Any:
 
 
 @intrinsic
-def turn(context: Any, source: Any, target: Any) -> Any:
-    """Float32 ``[32, 16]`` to bfloat16 ``[16, 32]``, for kernels; addresses."""
+def transpose_to_bfloat16(context: Any, source: Any, target: Any) -> Any:
+    """Transposes float32 ``[32, 16]`` to bfloat16 ``[16, 32]``, given addresses; for kernels."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         def constant(number: int) -> ir.Constant:
             return ir.Constant(_WORDS, [number] * 16)
 
         def rounded(line: int) -> Any:
-            # To the nearest, ties to even.
+            # Round to nearest, ties to even.
             bits = _load(builder, args[0], line, _WORDS)
             is_odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
             return builder.add(bits, builder.add(constant(0x7FFF), is_odd))
@@ -61,9 +61,9 @@ def turn(context: Any, source: Any, target: Any) -> Any:
 
 
 def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
-    """Of 16 registers of 16 words."""
+    """Transposes 16 registers of 16 words."""
     rows = list(rows)
-    # Blocks of a matrix change places across its diagonal, then blocks of half the size in each of them.
+    # Swap off-diagonal blocks, then do the same with half the size within each block.
     for distance in (8, 4, 2, 1):
         low = [lane if not lane & distance else 16 + lane - distance for lane in range(16)]
         high = [lane + distance if not lane & distance else 16 + lane for lane in range(16)]
@@ -76,8 +76,8 @@ def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
 
 
 @intrinsic
-def turn_words(context: Any, source: Any, stride: Any, target: Any) -> Any:
-    """32-bit ``[16, 16]``, rows ``stride`` bytes apart, on its side, for kernels; addresses."""
+def transpose_words(context: Any, source: Any, stride: Any, target: Any) -> Any:
+    """Transposes 32-bit ``[16, 16]``, rows ``stride`` bytes apart, given addresses; for kernels."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, stride, target = args
@@ -93,12 +93,12 @@ def turn_words(context: Any, source: Any, stride: Any, target: Any) -> Any:
 
 
 _LANES = [range(first, first + 8) for first in range(0, 32, 8)]
-"""Of a register of 16-bit numbers: 128 bits, within which they are paired cheaply."""
+"""Indexes of 16-bit elements by 128-bit lane of a register; shuffles within a lane are cheap."""
 
 
 @intrinsic
-def pair(context: Any, first: Any, second: Any, target: Any) -> Any:
-    """Each of 32 16-bit numbers beside its like of another 32; addresses. ``unpair`` mends the order."""
+def interleave(context: Any, first: Any, second: Any, target: Any) -> Any:
+    """Interleaves 32 + 32 elements of 16 bits within 128-bit lanes, given addresses; see ``deinterleave``."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         values = [_load(builder, address, 0, _HALVES) for address in args[:2]]
@@ -112,8 +112,8 @@ def pair(context: Any, first: Any, second: Any, target: Any) -> Any:
 
 
 @intrinsic
-def unpair(context: Any, address: Any) -> Any:
-    """Puts 32 float32, columns in the order that ``pair`` leaves, into their own order."""
+def deinterleave(context: Any, address: Any) -> Any:
+    """Reorders 32 float32 from the column order of ``interleave`` to natural order, in place."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         places = [number for half in range(2) for lane in _LANES for number in lane[4 * half : 4 * half + 4]]

@@ -1,17 +1,16 @@
-"""Rows times a panel of weights, in vectors: by products of bfloat16, or of float32.
+"""AVX product of rows with a panel of weights, by bfloat16 or float32 multiplications.
 
-A panel is 32 output features; in a panel, two input features of all 32 lie side by side, two registers wide,
-as AVX-512's bfloat16 products want them. It streams through once for up to 14 rows, whose 28 registers of
-sums stay where they are; with more rows, each piece of it is read again from the second cache. What comes
-next is asked for ahead of time, so that memory works while products are computed. Per core that is the speed
-of memory up to some 12 rows and nearly that of the instruction from there on. Sums are float32 in one order,
-so a row's result does not depend on the other rows, nor on their number.
+A panel is 32 output features. In it, two input features of all 32 lie side by side, two registers wide, as
+AVX-512's bfloat16 instruction takes them. The panel is streamed once for up to 14 rows, whose sums stay in 28
+registers; for more rows, each piece of it is read again from L2. Weights are prefetched, so that memory works
+during products. A core thus runs at memory speed up to about 12 rows, and near the instruction's peak from
+there on. Sums are float32 in a fixed order, so a row's result does not depend on the other rows.
 
-A bfloat16 number is the first half of a float32, so one more instruction for each register of weights gives
-what float32 products take. AMD's processors do two bfloat16 products in the time of one of float32, which is
-what the instruction is for. Intel's do it every other cycle on one unit, and have two for float32: there
-these are twice as fast (measured: 86 against 176 billion operations a second and core). Processors that have
-no such instruction, with AVX-512 or AVX2 alone, have float32 products, too.
+A bfloat16 is the upper half of a float32, so one more instruction per register of weights converts it. AMD's
+processors do two bfloat16 products in the time of one float32 product. Intel's issue the bfloat16 instruction
+every other cycle on one port, and float32 products on two: there float32 is twice as fast (measured: 86
+against 176 billion operations per second and core). Processors with AVX-512 or AVX2 alone use float32
+products, too.
 
 Blocking after Goto and van de Geijn: *Anatomy of high-performance matrix multiplication*, TOMS 2008.
 """
@@ -33,63 +32,63 @@ from specray.engine.cpu.simd import call_prefetch, kernel, vectors
 PANEL = 32
 """Output features of a panel."""
 BLOCK = 32
-"""Input features are a multiple of it."""
+"""Input features of a block; weights have whole blocks."""
 BLOCK_BYTES = PANEL * BLOCK * 2
 _HALVES = PANEL // 16
-"""Of a panel: 16 output features each."""
+"""Halves of a panel, 16 output features each."""
 _PAIR_BYTES = PANEL * 4
 _PAIRS_AT_ONCE = 2
-"""Of a turn of the innermost loop. With more, LLVM loads weights so early that it runs out of registers."""
+"""Pairs of input features per iteration of the inner loop. With more, LLVM loads weights too early and
+spills."""
 CLOCK_BITS = 20
-"""Of a row's fractions."""
+"""Fraction bits of the clock, which counts rows."""
 BLOCKS_AT_ONCE = 8
-"""Of a panel with more rows than that: 16 KiB. Of float32 rows always."""
+"""Blocks of a panel at once, 16 KiB, when rows exceed one tile; for float32 rows always."""
 FLOAT_STRIDE = BLOCKS_AT_ONCE * BLOCK * 4 + 64
-"""Bytes between float32 rows of so many blocks. With a power of two they would push each other out of the
-first cache."""
+"""Bytes between float32 rows of that many blocks. At a power of two, rows would evict each other from L1."""
 _AHEAD = 8192
-"""Bytes between what is multiplied and what is asked for: some 400 ns of streaming."""
+"""Prefetch distance in bytes: about 400 ns of streaming."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How sums fill the registers."""
+    """Register tiling: how sums fill the vector registers."""
 
     has_float_rows: bool
-    """Rows are float32, and so are the products; else bfloat16."""
+    """Whether rows and products are float32; else bfloat16."""
     max_rows: int
-    """At once."""
+    """Maximum rows of a tile."""
     passes: tuple[tuple[int, ...], ...]
-    """Over a piece of a panel: for which of its halves of 16 output features there are sums in each."""
+    """Passes over a piece of a panel: the halves whose sums are in registers during each."""
 
 
-BY_PAIRS = Shape(has_float_rows=False, max_rows=14, passes=((0, 1),))
-"""28 of 32 registers of 16 numbers hold sums."""
-BY_FLOATS = Shape(has_float_rows=True, max_rows=13, passes=((0, 1),))
-"""One row less, as weights that were made float32 take registers, too."""
-BY_SHORT_FLOATS = Shape(has_float_rows=True, max_rows=6, passes=((0,), (1,)))
-"""12 of AVX2's 16 registers of 8 numbers; what the second pass reads is in the first cache."""
+AVX512_BF16 = Shape(has_float_rows=False, max_rows=14, passes=((0, 1),))
+"""Tiling with sums in 28 of 32 registers of 16 float32."""
+AVX512_FMA = Shape(has_float_rows=True, max_rows=13, passes=((0, 1),))
+"""Tiling with one row less, since converted weights take registers, too."""
+AVX2_FMA = Shape(has_float_rows=True, max_rows=6, passes=((0,), (1,)))
+"""Tiling with sums in 12 of AVX2's 16 registers of 8 float32; the second pass reads weights from L1."""
 
 
 def arrange(weight: torch.Tensor) -> torch.Tensor:
-    """``[32 * panels, in_features]`` to ``[panels, in_features / 2, 32, 2]``."""
+    """Rearranges ``[32 * panels, in_features]`` to ``[panels, in_features / 2, 32, 2]``."""
     return weight.view(-1, PANEL, weight.shape[1] // 2, 2).permute(0, 2, 1, 3)
 
 
 def multiply_kernel(shape: Shape, finish: Any) -> tuple[Any, Any, Any]:
-    """Three functions: what begins, does and ends a thread's products.
+    """Makes three functions that begin, do and end a thread's products.
 
-    ``(num_rows)``: for so many, of which ``multiply`` may get some at a time.
+    ``begin(num_rows)``: ``multiply`` may get some of these rows at a time.
 
-    ``(rows, steps, weight, sums, num_rows, num_blocks, blocks, end, then, due)``: the sums become
-    ``rows @ panel`` of the blocks from the first to before the second number, added to the sums of those
-    before. Addresses of rows, of the panel and of sums ``[num_rows, 32]``; bytes from row to row and from
-    block to block of features (here they follow each other); ``end`` is behind the last weight that this
-    thread will read soon. Meanwhile ``finish(then, first, last)`` may be called for rows of a panel before;
-    ``due`` says for which: a clock's time and by how much it moves with 32 rows' product of a block, in
-    ``1 << CLOCK_BITS``ths of a row. The clock's new time is returned.
+    ``multiply(rows, steps, weight, sums, num_rows, num_blocks, blocks, end, then, due)`` adds ``rows @
+    panel`` over blocks ``[blocks[0], blocks[1])`` to the sums; block 0 starts them. ``rows``, ``weight`` (the
+    panel) and ``sums`` ``[num_rows, 32]`` are addresses; ``steps`` are bytes to the next row and to the next
+    block of features; ``end`` is the address behind the last weight that this thread will read soon.
+    Meanwhile it may call ``finish(then, first, last)`` for rows of an earlier panel. ``due`` is a clock and
+    its increment per product of 32 rows with a block, in ``1 << CLOCK_BITS``ths of a row. Returns the new
+    clock.
 
-    ``()``.
+    ``end()`` releases registers.
     """
     tile, has_float_rows, most = _make_tile(shape), shape.has_float_rows, shape.max_rows
     line = vectors(PANEL, "float32")
@@ -124,16 +123,16 @@ def multiply_kernel(shape: Shape, finish: Any) -> tuple[Any, Any, Any]:
             next_piece = piece + count * BLOCK_BYTES
             for index in range(num_tiles):
                 first, last = num_rows * index // num_tiles, num_rows * (index + 1) // num_tiles
-                # Asking for what is at hand costs next to nothing.
+                # Prefetching cached data is almost free.
                 ahead, step = sums, 0
                 if num_tiles == 1:
                     ahead, step = piece + _AHEAD, _PAIR_BYTES
                 elif index < 2 and next_piece < end:
-                    # The first two tiles ask for one half each.
+                    # The first two tiles prefetch one half each.
                     ahead, step = next_piece + index * count * BLOCK_BYTES // 2, _PAIR_BYTES // 2
                 place = rows + first * stride + block * shift
                 tile(last - first, place, stride, piece, sums + first * PANEL * 4, count, ahead, step)
-        # Rows are finished before, all at once: both want the same units.
+        # The caller has finished earlier rows: products and epilogue compete for the same units.
         return due[0]
 
     @kernel()
@@ -165,11 +164,11 @@ _FLOATS, _WORDS, _PAIRS = (
 
 
 def _make_tile(shape: Shape) -> Any:
-    """``(num_rows, rows, stride, weight, sums, num_blocks, ahead, step)``: adds a product to the sums.
+    """Makes ``(num_rows, rows, stride, weight, sums, num_blocks, ahead, step)``, which adds to the sums.
 
-    Addresses; ``stride`` in bytes between rows, which is FLOAT_STRIDE of float32. For each pair of input
-    features two lines are asked for from ``ahead`` on, which moves by ``step`` bytes. Written as
-    instructions: the sums must stay in registers.
+    ``rows``, ``weight``, ``sums`` and ``ahead`` are addresses, ``stride`` the bytes between rows
+    (FLOAT_STRIDE for float32). Each pair of input features prefetches two lines at ``ahead``, which then
+    moves by ``step`` bytes. Emitted as LLVM IR, so that sums stay in registers.
     """
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -249,7 +248,7 @@ def _emit_pair_products(
     words: dict[int, Any],
     pair: int,
 ) -> None:
-    """Of all rows with a pair of input features, the turn's ``pair``-th, by bfloat16 products."""
+    """Emits bfloat16 products of all rows with one pair of input features, the iteration's ``pair``-th."""
     product = cgutils.get_or_insert_function(
         builder.module,
         ir.FunctionType(_FLOATS, [_FLOATS, _PAIRS, _PAIRS]),
@@ -274,11 +273,11 @@ def _emit_float_products(
     words: dict[int, Any],
     pair: int,
 ) -> None:
-    """The same by float32 products, one feature after the other."""
+    """Emits the same as float32 products, one feature after the other."""
     fma = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(_FLOATS, [_FLOATS] * 3), "llvm.fma.v16f32"
     )
-    # One address for all rows: there are not registers enough for one of each.
+    # One address for all rows: there are not enough registers for one each.
     place = builder.add(rows, builder.mul(turn, ir.Constant(_INT64, _PAIRS_AT_ONCE * 8)))
     sixteen, high = ir.Constant(_WORDS, [16] * 16), ir.Constant(_WORDS, [-0x10000] * 16)
     for feature in range(2):

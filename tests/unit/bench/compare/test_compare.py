@@ -1,4 +1,5 @@
-"""A comparison run: turns, continuation, failures; over real HTTP servers in processes of their own."""
+"""Tests of a comparison: turns, continuation and failures, over real HTTP servers in processes of their
+own."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from specray.bench.compare.peers import Arm, Launch, Setup, System
 from specray.bench.compare.run import ComparePlan, Outcome, cell_prompts, checkpoint_digest, compare
 from specray.cli import main
 from specray.errors import ConfigError
-from specray.tokenization import Tokenizer
+from specray.tokenization import load_tokenizer
 from tests.unit.tokenization.tiny_tokenizer import write_tiny_tokenizer
 
 PROGRAM = Path(__file__).with_name("fake_peer.py")
@@ -109,10 +110,10 @@ async def test_every_system_reads_the_same_token_ids_and_no_prompt_comes_twice(s
     bodies = {name: [e["body"] for e in events(setup) if e["event"] == "request" and e["name"] == name]
               for name in ("a plain", "b draft K=3")}  # fmt: skip
     a, b = bodies.values()
-    # Of several requests at once the order is nobody's.
+    # Several requests at once have no order.
     assert a[0]["prompt"] == b[0]["prompt"]
     assert sorted(body["prompt"] for body in a) == sorted(body["prompt"] for body in b)
-    tokenizer = Tokenizer.load(setup.target)
+    tokenizer = load_tokenizer(setup.target)
     assert tokenizer.decode(a[0]["prompt"]) == "# warm-up\ndef"
     # The burst of the warm-up repeats its single request; no measured prompt is in another pass.
     measured = [tuple(body["prompt"]) for body in a[3:]]
@@ -187,13 +188,13 @@ async def test_the_server_log_begins_with_its_command_line(setup: Setup) -> None
 
 
 def test_cell_prompts_are_as_many_as_the_concurrency_or_more(setup: Setup) -> None:
-    tokenizer = Tokenizer.load(setup.target)
+    tokenizer = load_tokenizer(setup.target)
     plan = replace(PLAN, prompts=["a"] * 9, num_prompts=4)
     assert [len(cell_prompts(plan, tokenizer, "", n)) for n in (1, 4, 9)] == [4, 4, 9]
 
 
 def test_repeated_prompts_are_the_same_in_every_pass(setup: Setup) -> None:
-    tokenizer = Tokenizer.load(setup.target)
+    tokenizer = load_tokenizer(setup.target)
     plan = replace(PLAN, has_fresh_prompts=False)
     assert cell_prompts(plan, tokenizer, "0 1", 2) == [list(tokenizer.encode(text)) for text in PLAN.prompts]
 

@@ -1,4 +1,4 @@
-"""The adapters: command lines to the letter, what is missing, and how servers are started and ended."""
+"""Tests of the adapters: exact command lines, what is missing, and how servers are started and ended."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ arguments.outfile.write_text(f"{arguments.outtype} {missing} {names}")
 
 @pytest.fixture
 def llama_setup(tmp_path: Path) -> Setup:
-    """A directory like llama.cpp's with a converter of a few lines, and two checkpoints."""
+    """Makes a directory like llama.cpp's, with a converter of a few lines, and two checkpoints."""
     (tmp_path / "conversion").mkdir()
     (tmp_path / "conversion" / "base.py").write_text(BASE)
     (tmp_path / "convert_hf_to_gguf.py").write_text(CONVERTER)
@@ -216,7 +216,7 @@ def test_checkpoints_are_converted_once_and_again_when_they_change(llama_setup: 
     peer.prepare(llama_setup)
     for name in ("target", "draft"):
         text = (work_dir / f"{name}.gguf").read_text()
-        # A pre-tokenizer that the converter does not know is GPT-2's, and sentencepiece is not wanted.
+        # An unknown pre-tokenizer becomes GPT-2's, and sentencepiece is not needed.
         assert text == "bf16 tokenizer.model ['llama-bpe', 'gpt-2']"
         (work_dir / f"{name}.gguf").write_text("kept")
     peer.prepare(llama_setup)
@@ -248,7 +248,7 @@ def launch(code: str, port: int = 1, **environment: str) -> Launch:
 
 def is_alive(pid: int) -> bool:
     try:
-        # A zombie that nobody waits for has ended as well.
+        # A zombie that nobody waits for has ended, too.
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except OSError:
         return False
@@ -323,14 +323,14 @@ async def test_generate_server_streams_what_generate_makes(
 
     from specray.bench.compare.peers.generate_server import build_app, load_generator, parse_arguments
     from specray.bench.load.client import ServerClient
-    from specray.tokenization import Tokenizer
+    from specray.tokenization import load_tokenizer
 
     setup = Setup(*tiny_pair, 1, 64, 1, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(setup.target, dtype=torch.bfloat16)
     model.generation_config.eos_token_id = None
     prompt = [5, 6, 7, 5, 6]
     output = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :]
-    expected = Tokenizer.load(setup.target).decode(output.tolist())
+    expected = load_tokenizer(setup.target).decode(output.tolist())
     # What the request says of the end of sequence must win over the checkpoint.
     (setup.target / "generation_config.json").write_text(json.dumps({"eos_token_id": output[3].item()}))
     argv = Transformers().launch(Arm("transformers", mode, 3), setup, free_port()).argv

@@ -1,4 +1,4 @@
-"""The report of a comparison, to the letter, and its plots."""
+"""Tests of a comparison's report, to the letter, and of its plots."""
 
 from __future__ import annotations
 

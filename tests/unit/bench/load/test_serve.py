@@ -1,4 +1,4 @@
-"""The benchmark's arithmetic, its readers, and a run against a scripted router."""
+"""Tests of ``bench serve``: its arithmetic, its readers, and a run against a scripted router."""
 
 from __future__ import annotations
 

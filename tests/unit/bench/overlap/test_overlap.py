@@ -1,4 +1,4 @@
-"""``specray bench overlap``: its arms, its table, and one run over the embedded pair."""
+"""Tests of ``specray bench overlap``: arms, table, and one run over the embedded pair."""
 
 from __future__ import annotations
 

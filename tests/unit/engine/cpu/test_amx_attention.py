@@ -3,22 +3,23 @@
 import pytest
 import torch
 
-from specray.engine.attention.sdpa import AttentionStep, SequenceRows
-from specray.engine.cpu.attention import attend as single_attend
+from specray.engine.attention.mask import branch_visibility
+from specray.engine.cpu.attention import attend as vector_attend
 from specray.engine.cpu.attention import kernel as attention_module
-from specray.engine.cpu.attention.amx import attend as flash_attend
+from specray.engine.cpu.attention.amx import attend as amx_attend
 from specray.engine.cpu.attention.amx.attend import fits
 from specray.engine.cpu.attention.kernel import attention_kernel
 from specray.engine.cpu.gemm import tiles
-from specray.engine.cpu.thread_pool import Team
+from specray.engine.cpu.thread_pool import ThreadPool
 from specray.engine.model.decoder import HeadNorm
-from specray.engine.runner.inputs import BranchRow
+from specray.engine.step import AttentionStep, SequenceRows
 from tests.unit.engine.cpu.test_kernels import ALONE, MAX_LEN, empty_cache, expected, fused, random
 
 pytestmark = pytest.mark.skipif(not tiles.is_usable(), reason="no AMX here")
 
 ROUNDING = 0.03
-"""Queries and weights have 8 bits each; a token too many or too few changes outputs by 0.3 and more."""
+"""Largest output error of 8-bit queries and weights; one token too many or few changes outputs by 0.3 or
+more."""
 
 
 def attend_pieces(
@@ -29,13 +30,13 @@ def attend_pieces(
     window: int | None = None,
     block_size: int = MAX_LEN,
     norm: HeadNorm | None = None,
-    team: Team = ALONE,
+    thread_pool: ThreadPool = ALONE,
 ) -> torch.Tensor:
-    """One sequence, some rows at a time, its blocks scattered."""
+    """Attention of one sequence in scattered blocks, some rows at a time."""
     num_blocks = -(-MAX_LEN // block_size)
     blocks = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)).tolist()
     cache = empty_cache(num_blocks, block_size, heads[1], qkv.shape[2], torch.bfloat16)
-    attention, start, outputs = fused(*heads, qkv.shape[2], torch.bfloat16, team), 0, []
+    attention, start, outputs = fused(*heads, qkv.shape[2], torch.bfloat16, thread_pool), 0, []
     for count in pieces:
         step = attention.prepare(AttentionStep((SequenceRows(0, count, start, blocks),), cache), slice(0, 0))
         rows = qkv[start : start + count].clone().flatten(1)
@@ -51,7 +52,7 @@ def attend_pieces(
 def test_equals_float64(
     head_dim: int, heads: tuple[int, int], window: int | None, has_norm: bool, block_size: int
 ) -> None:
-    """Rows before, across and behind the end of a chunk; groups that heads share, and heads of several."""
+    """Rows before, across and after the end of a chunk; groups of several heads, heads of several groups."""
     num_heads, num_kv_heads = heads
     weights = random(num_heads + num_kv_heads, head_dim, dtype=torch.bfloat16, seed=9)
     norm = HeadNorm(weights, 1e-6) if has_norm else None
@@ -77,7 +78,7 @@ def test_a_row_is_bit_for_bit_the_same_alone_and_among_others(
 
 @pytest.mark.parametrize("window", [None, 6])
 def test_what_lay_in_the_scratch_reaches_no_row(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
-    """Columns, tokens and registers that nobody needs are computed with as well."""
+    """Unused columns, tokens and registers are computed too."""
     qkv, pieces = random(75, 10, 64, dtype=torch.bfloat16), (33, 7, 1, 29, 5)
     clean = attend_pieces(qkv, pieces, (6, 2), window=window, block_size=7)
     zeros = torch.zeros
@@ -91,13 +92,15 @@ def test_what_lay_in_the_scratch_reaches_no_row(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize("window", [None, 9])
-def test_branches_see_their_trunk_and_themselves(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
-    """As the kernel without AMX has it, which sees bfloat16 of the same cache."""
+def test_branches_see_their_prefix_and_themselves(
+    monkeypatch: pytest.MonkeyPatch, window: int | None
+) -> None:
+    """The result is that of the kernel without AMX on the same bfloat16 cache."""
     qkv = random(75, 8, 32, dtype=torch.bfloat16)
     branches = tuple(
-        BranchRow(trunk_len, first_place, place)
-        for trunk_len, first_place, place in (
-            (66, 70, 70), (66, 70, 71), (61, 72, 72), (68, 73, 73), (68, 73, 74)
+        branch_visibility(prefix_len, first_index, num_rows)
+        for prefix_len, first_index, num_rows in (
+            (66, 70, 1), (66, 70, 2), (61, 72, 1), (68, 73, 1), (68, 73, 2)
         )
     )  # fmt: skip
     outputs = []
@@ -105,7 +108,7 @@ def test_branches_see_their_trunk_and_themselves(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(tiles, "is_usable", lambda has_amx=has_amx: has_amx)
         attention, cache = fused(4, 2, 32, torch.bfloat16), empty_cache(1, MAX_LEN, 2, 32, torch.bfloat16)
         for rows in (SequenceRows(0, 70, 0, [0]), SequenceRows(0, 5, 61, [0], branches)):
-            some = qkv[:70] if not rows.branches else qkv[70:]
+            some = qkv[:70] if not rows.visibility else qkv[70:]
             step = attention.prepare(AttentionStep((rows,), cache), slice(0, 0))
             out = step.attend(0, some.clone().flatten(1), None, window)
         outputs.append(out)
@@ -113,12 +116,12 @@ def test_branches_see_their_trunk_and_themselves(monkeypatch: pytest.MonkeyPatch
 
 
 def test_sequences_of_one_step_do_not_disturb_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two threads, parts that begin amid a sequence's heads; keys of the next one are asked for."""
+    """Two threads, with parts that begin amid a sequence's heads; keys of the next one are prefetched."""
     monkeypatch.setattr(attention_module, "_MIN_SHARED_WORK", 1)
     lengths, heads, blocks = (70, 1, 64, 17, 90), (16, 8), [[3], [0], [4], [1], [2]]
     inputs = [random(length, 32, 64, dtype=torch.bfloat16, seed=length) for length in lengths]
     alone = [attend_pieces(qkv, (len(qkv) - 1, 1) if len(qkv) > 1 else (1,), heads)[-1] for qkv in inputs]
-    attention = fused(*heads, 64, torch.bfloat16, Team(2))
+    attention = fused(*heads, 64, torch.bfloat16, ThreadPool(2))
     cache = empty_cache(5, MAX_LEN, 8, 64, torch.bfloat16)
     for is_last in (False, True):
         rows, pieces = [], []
@@ -136,4 +139,4 @@ def test_sequences_of_one_step_do_not_disturb_each_other(monkeypatch: pytest.Mon
 def test_heads_of_other_sizes_go_without(head_dim: int, has_amx: bool) -> None:
     assert fits(head_dim) is has_amx
     num_queries = attention_kernel(head_dim, "bfloat16").max_queries
-    assert num_queries == (flash_attend.MAX_QUERIES if has_amx else single_attend.MAX_QUERIES)
+    assert num_queries == (amx_attend.MAX_QUERIES if has_amx else vector_attend.MAX_QUERIES)

@@ -1,4 +1,4 @@
-"""Kernels kept on disk: those of different processes do not stand in each other's way in a third."""
+"""Kernels cached on disk: those of different processes do not clash in a third."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("numba")
 from specray.engine.cpu import compiled
 
-# What differs is inside a function of one name that is too long to become part of its caller, like what
-# differs between kernels for heads of other sizes.
+# The difference is inside a function of one name that is too long to be inlined, as in kernels for different
+# head sizes.
 SCRIPT = """
 import ctypes, sys
 from numba import njit, types

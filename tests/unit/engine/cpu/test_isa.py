@@ -1,4 +1,4 @@
-"""Which instructions a processor multiplies with."""
+"""The instruction set chosen for each processor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("numba")
 from specray.engine.cpu.gemm import tiles
-from specray.engine.cpu.isa import Way, fastest_way, usable_ways
+from specray.engine.cpu.isa import Isa, fastest_isa, usable_isas
 
 
 @pytest.mark.parametrize(
@@ -15,13 +15,19 @@ from specray.engine.cpu.isa import Way, fastest_way, usable_ways
     [
         ("nehalem", (), False, (), None),
         ("ivybridge", ("avx",), False, (), None),
-        ("haswell", ("avx2", "fma"), False, (Way.SHORT_FLOATS,), Way.SHORT_FLOATS),
-        ("znver3", ("avx2", "fma"), False, (Way.SHORT_FLOATS,), Way.SHORT_FLOATS),
-        ("skylake-avx512", ("avx512f", "avx2", "fma"), False, (Way.FLOATS, Way.SHORT_FLOATS), Way.FLOATS),
-        ("emeraldrapids", ("avx512f", "avx512bf16"), False, (Way.PAIRS, Way.FLOATS), Way.FLOATS),
-        ("emeraldrapids", ("avx512f", "avx512bf16", "avx2", "fma"), True, tuple(Way), Way.TILES),
-        ("znver4", ("avx512f", "avx512bf16"), False, (Way.PAIRS, Way.FLOATS), Way.PAIRS),
-        ("znver5", ("avx512f", "avx512bf16"), False, (Way.PAIRS, Way.FLOATS), Way.PAIRS),
+        ("haswell", ("avx2", "fma"), False, (Isa.AVX2_FMA,), Isa.AVX2_FMA),
+        ("znver3", ("avx2", "fma"), False, (Isa.AVX2_FMA,), Isa.AVX2_FMA),
+        ("skylake-avx512", ("avx512f", "avx2", "fma"), False, (Isa.AVX512_FMA, Isa.AVX2_FMA), Isa.AVX512_FMA),
+        (
+            "emeraldrapids",
+            ("avx512f", "avx512bf16"),
+            False,
+            (Isa.AVX512_BF16, Isa.AVX512_FMA),
+            Isa.AVX512_FMA,
+        ),
+        ("emeraldrapids", ("avx512f", "avx512bf16", "avx2", "fma"), True, tuple(Isa), Isa.AMX),
+        ("znver4", ("avx512f", "avx512bf16"), False, (Isa.AVX512_BF16, Isa.AVX512_FMA), Isa.AVX512_BF16),
+        ("znver5", ("avx512f", "avx512bf16"), False, (Isa.AVX512_BF16, Isa.AVX512_FMA), Isa.AVX512_BF16),
     ],
 )
 def test_bfloat16_products_are_used_where_they_are_fast(
@@ -29,11 +35,11 @@ def test_bfloat16_products_are_used_where_they_are_fast(
     name: str,
     features: tuple[str, ...],
     has_tiles: bool,
-    usable: tuple[Way, ...],
-    fastest: Way | None,
+    usable: tuple[Isa, ...],
+    fastest: Isa | None,
 ) -> None:
     monkeypatch.setattr(llvmlite.binding, "get_host_cpu_name", lambda: name)
     monkeypatch.setattr(llvmlite.binding, "get_host_cpu_features", lambda: dict.fromkeys(features, True))
     monkeypatch.setattr(tiles, "is_usable", lambda: has_tiles)
-    assert usable_ways() == usable
-    assert fastest_way() is fastest
+    assert usable_isas() == usable
+    assert fastest_isa() is fastest

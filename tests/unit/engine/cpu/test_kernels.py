@@ -1,4 +1,4 @@
-"""The CPU kernels against torch in float64, at the edges of their blocks; a row is the same at any width."""
+"""CPU kernels against torch in float64, at the edges of their blocks; a row is the same at any width."""
 
 import gc
 import subprocess
@@ -13,7 +13,6 @@ import torch
 from numba import carray
 
 from specray.engine.attention.cpu import FusedAttention
-from specray.engine.attention.sdpa import AttentionStep, SequenceRows
 from specray.engine.cache.blocks import BlockCache
 from specray.engine.cpu import norm as norm_module
 from specray.engine.cpu.attention import kernel as attention_module
@@ -23,30 +22,31 @@ from specray.engine.cpu.compiled import source_files
 from specray.engine.cpu.gemm import linear as linear_module
 from specray.engine.cpu.gemm import tiles
 from specray.engine.cpu.gemm.linear import TiledGate, TiledLinear, can_tile
-from specray.engine.cpu.huge_pages import on_large_pages
-from specray.engine.cpu.isa import Way, usable_ways
+from specray.engine.cpu.huge_pages import empty_on_huge_pages
+from specray.engine.cpu.isa import Isa, usable_isas
 from specray.engine.cpu.norm import FusedRMSNorm
 from specray.engine.cpu.simd import vectors
-from specray.engine.cpu.thread_pool import Kernel, Team, as_pointer
+from specray.engine.cpu.thread_pool import Kernel, ThreadPool, as_pointer
 from specray.engine.model.decoder import HeadNorm
+from specray.engine.step import AttentionStep, SequenceRows
 
 needs_instruction = pytest.mark.skipif(
     not can_tile(torch.empty(64, 32, dtype=torch.bfloat16)), reason="no AVX-512 here"
 )
 MAX_LEN = 96
 KERNELS = Path(attention_module.__file__).parent
-ALONE = Team(1)
+ALONE = ThreadPool(1)
 
 
-@pytest.fixture(params=Way)
-def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
-    """Each way of multiplying that the machine has."""
-    way: Way = request.param
-    if way not in usable_ways():
-        pytest.skip(f"no {way} here")
-    monkeypatch.setattr(linear_module, "fastest_way", lambda: way)
-    monkeypatch.setattr(tiles, "is_usable", lambda: way is Way.TILES)
-    return way
+@pytest.fixture(params=Isa)
+def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Isa:
+    """Each instruction set that the machine has."""
+    isa: Isa = request.param
+    if isa not in usable_isas():
+        pytest.skip(f"no {isa} here")
+    monkeypatch.setattr(linear_module, "fastest_isa", lambda: isa)
+    monkeypatch.setattr(tiles, "is_usable", lambda: isa is Isa.AMX)
+    return isa
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -58,12 +58,12 @@ def angles(head_dim: int) -> torch.Tensor:
 
 
 def fused(
-    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, team: Team = ALONE
+    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, thread_pool: ThreadPool = ALONE
 ) -> FusedAttention:
     kernel = attention_kernel(head_dim, str(dtype).removeprefix("torch."))
     table = angles(head_dim)
     return FusedAttention(
-        kernel, team, num_heads, num_kv_heads, head_dim, table.cos(), table.sin(), head_dim**-0.5
+        kernel, thread_pool, num_heads, num_kv_heads, head_dim, table.cos(), table.sin(), head_dim**-0.5
     )
 
 
@@ -145,7 +145,7 @@ def test_ragged_attention_equals_float64(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_row_is_bit_for_bit_the_same_alone_and_among_others(dtype: torch.dtype) -> None:
-    """So in bfloat16 too the width of a verification cannot change a token."""
+    """So the number of rows in a verification cannot change a token, in bfloat16 either."""
     attention, norm = fused(4, 2, 32, dtype), FusedRMSNorm(random(64, dtype=dtype, seed=3), 1e-6, ALONE)
     qkv = random(60, 8 * 32, dtype=dtype)
     results = []
@@ -164,7 +164,7 @@ def test_a_row_is_bit_for_bit_the_same_alone_and_among_others(dtype: torch.dtype
 
 
 def test_what_lay_in_the_scratch_reaches_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sixteen scores are written for a tile that a block's end or the window's begin leaves short."""
+    """Sixteen scores are written even for a tile cut short by a block's end or the window's beginning."""
     qkv = random(40, 8, 32, seed=2)
     attention, cache = fused(4, 2, 32, torch.float32), empty_cache(14, 7, 2, 32, torch.float32)
     blocks = list(range(13, -1, -1))
@@ -199,7 +199,7 @@ def test_scores_of_a_tile_in_the_order_of_its_tokens(head_dim: int) -> None:
 
 
 def test_long_sequences_beside_short_ones() -> None:
-    """Beyond the kernel's queries torch attends; what the kernel has rotated and stored is what it reads."""
+    """Above the kernel's maximum of queries torch attends, reading what the kernel rotated and stored."""
     attention = fused(4, 2, 32, torch.float32)
     cache = empty_cache(2, MAX_LEN, 2, 32, torch.float32)
     inputs = [random(90, 8, 32, seed=5), random(3, 8, 32, seed=6)]
@@ -243,8 +243,8 @@ def test_exponential() -> None:
 @pytest.mark.parametrize("num_rows", [*range(1, 18), 29, 32, 33, 40, 128, 129, 300])
 @pytest.mark.parametrize(("size", "in_features"), [(64, 32), (96, 64), (7, 96), (200, 1184), (700, 64)])
 def test_tiled_linear_equals_float64(num_rows: int, size: int, in_features: int) -> None:
-    """Every tile of rows, more rows than one has, than stay in the cache, part of a panel, more blocks or
-    panels than are kept at once."""
+    """Every tile of rows, more rows than a tile or the cache holds, a partial panel, more blocks or panels
+    than are kept at once."""
     rows = random(num_rows, in_features, dtype=torch.bfloat16)
     weight, other = (random(size, in_features, dtype=torch.bfloat16, seed=seed) for seed in (1, 2))
     bias, other_bias = (random(size, dtype=torch.bfloat16, seed=seed) for seed in (3, 4))
@@ -279,7 +279,7 @@ def test_tiled_linear_is_bit_for_bit_the_same_at_any_width() -> None:
 
 @needs_instruction
 def test_no_rows_touch_nothing() -> None:
-    """A step that only fills the cache has none behind its last attention."""
+    """A step that only fills the cache has no rows after its last attention."""
     weight = random(64, 32, dtype=torch.bfloat16)
     linear, gate = TiledLinear(weight, None, ALONE), TiledGate(weight, weight, None, None, ALONE)
     none = torch.empty(0, 32, dtype=torch.bfloat16)
@@ -303,11 +303,11 @@ def test_threads_do_every_part_once_and_change_no_bit(monkeypatch: pytest.Monkey
     weight = random(1000, 64, dtype=torch.bfloat16)
     rows, qkv = random(9, 64, dtype=torch.bfloat16), random(60, 8 * 32, dtype=torch.bfloat16)
     results = []
-    for team in (ALONE, Team(4)):
-        linear, norm = TiledLinear(weight, None, team), FusedRMSNorm(weight[0], 1e-6, team)
+    for thread_pool in (ALONE, ThreadPool(4)):
+        linear, norm = TiledLinear(weight, None, thread_pool), FusedRMSNorm(weight[0], 1e-6, thread_pool)
         cache = empty_cache(1, MAX_LEN, 2, 32, torch.bfloat16)
         step = AttentionStep((SequenceRows(0, 60, 0, [0]),), cache)
-        attention = fused(4, 2, 32, torch.bfloat16, team)
+        attention = fused(4, 2, 32, torch.bfloat16, thread_pool)
         for index in range(300):
             found = (
                 linear.precise(norm(rows)),
@@ -322,20 +322,20 @@ def test_threads_do_every_part_once_and_change_no_bit(monkeypatch: pytest.Monkey
 
 def test_a_team_that_is_forgotten_ends_its_threads() -> None:
     before = set(threading.enumerate())
-    team = Team(3)
+    thread_pool = ThreadPool(3)
     helpers = set(threading.enumerate()) - before
     assert len(helpers) == 2
-    del team
+    del thread_pool
     gc.collect()
     for helper in helpers:
         helper.join(5.0)
     assert not any(helper.is_alive() for helper in helpers)
 
 
-def test_large_pages_hold_a_tensor_of_any_size() -> None:
-    """Also one that ends within a page, and after its mapping's own name is gone."""
+def test_huge_pages_hold_a_tensor_of_any_size() -> None:
+    """Sizes that end within a page; the tensor outlives the mapping's own reference."""
     for shape in ((3, 5), (1024, 1025), (2 << 20,)):
-        tensor = on_large_pages(shape, torch.bfloat16)
+        tensor = empty_on_huge_pages(shape, torch.bfloat16)
         assert tensor.shape == shape and tensor.is_contiguous() and tensor.data_ptr() % 64 == 0
         gc.collect()
         tensor.fill_(1.0)
@@ -343,16 +343,16 @@ def test_large_pages_hold_a_tensor_of_any_size() -> None:
 
 
 def test_kernels_from_the_cache_compute_the_same(tmp_path: Path) -> None:
-    """A second process finds the first one's code, a third does not trust a broken file."""
+    """A second process loads the first one's code, a third does not trust a broken file."""
     program = """
 import sys, torch
 from specray.engine.cpu.norm import FusedRMSNorm
-from specray.engine.cpu.thread_pool import Team
+from specray.engine.cpu.thread_pool import ThreadPool
 import numba.core.ccallback
 if sys.argv[1] == "cached":
     numba.core.ccallback.CFunc.compile = lambda self: sys.exit("compiled again")
 rows = torch.arange(200_000, dtype=torch.float32).view(2_000, 100)
-print(FusedRMSNorm(torch.ones(100), 1e-5, Team(2))(rows).double().sum().item())
+print(FusedRMSNorm(torch.ones(100), 1e-5, ThreadPool(2))(rows).double().sum().item())
 """
 
     def run(expectation: str) -> str:
@@ -373,15 +373,15 @@ print(FusedRMSNorm(torch.ones(100), 1e-5, Team(2))(rows).double().sum().item())
 
 
 def test_compiled_kernels_are_known_by_all_their_sources() -> None:
-    """Also by those of packages inside; else a kernel would run as it was before its source changed."""
+    """Sources of inner packages count too; else a cached kernel would survive a change of its source."""
     names = {path.relative_to(KERNELS).as_posix() for path in source_files()}
-    assert {"simd.py", "attention.py", "flash/attend.py", "flash/weights.py"} <= names
+    assert {"simd.py", "gemm/linear.py", "attention/kernel.py", "attention/amx/weights.py"} <= names
 
 
 def test_without_a_place_to_keep_them_kernels_are_compiled(tmp_path: Path) -> None:
     home = tmp_path / "a-file"
     home.write_text("not a directory")
-    program = "from specray.engine.cpu.thread_pool import Team; print(Team(2).size)"
+    program = "from specray.engine.cpu.thread_pool import ThreadPool; print(ThreadPool(2).size)"
     environment = {"HOME": str(home), "PATH": "", "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", program],

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from specray.config import EngineConfig
+from specray.engine.attention.mask import branch_visibility
 from specray.engine.cache.blocks import BlockAllocator, BlockTable
 from specray.engine.runner.assembly import build_runner
-from specray.engine.runner.inputs import BranchRow, SequenceInput
+from specray.engine.runner.inputs import SequenceInput
 from specray.engine.runner.runner import ModelRunner
 from tests.unit.engine.model.checkpoints import (
     GENERIC,
@@ -152,7 +153,7 @@ def test_branches_equal_sequences_of_their_own(case: tuple[Path, str], block_siz
     branches = [(length, length, [40, 41, 42]), (2, length + 3, [50, 51, 52]), (5, length + 6, [60, 61])]
     for step in range(3):
         alive = [branch for branch in branches if step < len(branch[2])]
-        rows = tuple(BranchRow(trunk_len, place, place + step) for trunk_len, place, _ in alive)
+        rows = tuple(branch_visibility(trunk_len, place, step + 1) for trunk_len, place, _ in alive)
         drawn = [tokens[step] for _, _, tokens in alive]
         inputs = [SequenceInput(drawn, 0, table.block_ids, len(rows), rows)]
         sequences = [[*PROMPT[:trunk_len], *tokens[: step + 1]] for trunk_len, _, tokens in alive]
@@ -219,7 +220,7 @@ def test_copied_tokens_serve_another_sequence(checkpoint: Callable[[str], Path])
 def test_lowering_leaves_no_weight_behind(checkpoint: Callable[[str], Path]) -> None:
     from specray.engine.model.loader import ModelArgs, load_model
     from specray.engine.model.lowering import lower
-    from specray.engine.model.operators_torch import cpu_operators
+    from specray.engine.model.operators import cpu_operators
 
     args = ModelArgs(str(checkpoint("qwen3")), torch.float32, torch.device("cpu"))
     loaded = load_model(args)

@@ -32,7 +32,7 @@ def refused(path: Path, model: Any) -> str:
 def test_state_space_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = MambaConfig(vocab_size=96, hidden_size=16, state_size=4, num_hidden_layers=2)
-    assert "MambaForCausalLM keeps [] per layer and token" in refused(tmp_path, MambaForCausalLM(config))
+    assert "it has recurrent layers" in refused(tmp_path, MambaForCausalLM(config))
 
 
 def test_soft_capped_attention(tmp_path: Path) -> None:
@@ -47,7 +47,9 @@ def test_soft_capped_attention(tmp_path: Path) -> None:
         intermediate_size=48,
         max_position_embeddings=64,
     )
-    assert "uses attention with softcap" in refused(tmp_path, Gemma2ForCausalLM(config))
+    assert "its attention has a soft cap on its scores (softcap)" in refused(
+        tmp_path, Gemma2ForCausalLM(config)
+    )
 
 
 def test_attention_in_both_directions(tmp_path: Path) -> None:

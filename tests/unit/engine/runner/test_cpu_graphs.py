@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from specray.config import EngineConfig
+from specray.engine.attention.mask import branch_visibility
 from specray.engine.runner.assembly import build_runner
-from specray.engine.runner.inputs import BranchRow, SequenceInput
+from specray.engine.runner.inputs import SequenceInput
 from specray.engine.runner.runner import ModelRunner
 
 pytest.importorskip("numba")
@@ -69,7 +70,11 @@ def steps() -> list[list[SequenceInput]]:
                 0,
                 first,
                 3,
-                (BranchRow(21, 21, 21 + step), BranchRow(4, 26, 26 + step), BranchRow(19, 31, 31 + step)),
+                (
+                    branch_visibility(21, 21, 1 + step),
+                    branch_visibility(4, 26, 1 + step),
+                    branch_visibility(19, 31, 1 + step),
+                ),
             )
         ]
         for step in range(3)
@@ -132,7 +137,7 @@ def test_a_failed_recording_leaves_nothing_behind() -> None:
     expected = eager(runner).run([SequenceInput([70], 21, list(range(8)), 1)])
     with pytest.raises((IndexError, AssertionError)):
         runner.run([SequenceInput([70], 21, [], 1)])
-    assert forward._attention.team.recorder is None
+    assert forward._attention.thread_pool.recorder is None
     for _ in range(2):
         assert torch.equal(runner.run([SequenceInput([70], 21, list(range(8)), 1)]), expected)
 
@@ -150,7 +155,7 @@ def test_tapes_share_the_room_of_their_tensors() -> None:
     sizes = []
     for num_rows in range(8, 0, -1):
         runner.run([SequenceInput([60] * num_rows, 0, list(range(8)), num_rows)])
-        sizes.append(forward._arena.num_bytes)
+        sizes.append(forward._memory_pool.num_bytes)
     assert len(set(sizes)) == 1
 
 
@@ -257,7 +262,7 @@ def test_what_cannot_go_on_is_planned_anew(runner: ModelRunner) -> None:
     # Of the second of two, which stays alone.
     assert runner.advance([1], [71]) is not None
     assert runner.advance([0], [72]) is None
-    branch = [SequenceInput([5], 0, BLOCKS[0], 1, (BranchRow(21, 21, 21),))]
+    branch = [SequenceInput([5], 0, BLOCKS[0], 1, (branch_visibility(21, 21, 1),))]
     for _ in range(4):
         runner.run(branch)
     assert runner.advance([0], [71]) is None

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from specray.config import EngineConfig
+from specray.engine.attention.mask import Visibility
 from specray.engine.model.loader import ModelArgs, load_model
 from specray.engine.runner.assembly import _group_choices, build_runner
-from specray.engine.runner.inputs import BranchRow, CopyInput, SequenceInput
+from specray.engine.runner.inputs import CopyInput, SequenceInput
 from specray.engine.runner.parallel import (
     GroupArgs,
     GroupStore,
@@ -46,7 +47,7 @@ Ranks = list[multiprocessing.process.BaseProcess]
 
 
 def test_a_step_survives_the_wire() -> None:
-    branches = (BranchRow(5, 9, 10), BranchRow(4, 12, 12))
+    branches = (Visibility(5, 9, 0b11), Visibility(4, 12, 1 << 63 | 0b101))
     inputs = [
         SequenceInput([1, 2, 3], 7, [4, 0], 2),
         SequenceInput([7, 8], 0, [3, 2], 2, branches),

@@ -173,7 +173,7 @@ def test_residual_rule_on_coupled_drafts_would_fail(noise: NoiseSource) -> None:
         group = item.group
         verified = verify_rejection(
             processed,
-            item.draft_token_ids,
+            item.draft.token_ids,
             (),
             noise=noise,
             seed=group.sampling.seed,
@@ -181,8 +181,8 @@ def test_residual_rule_on_coupled_drafts_would_fail(noise: NoiseSource) -> None:
         )
         position = group.first_position + verified.num_accepted_tokens
         weights = processed[verified.num_accepted_tokens].double().softmax(-1)
-        if verified.num_accepted_tokens < len(item.draft_token_ids):
-            weights[item.draft_token_ids[verified.num_accepted_tokens]] = 0.0
+        if verified.num_accepted_tokens < len(item.draft.token_ids):
+            weights[item.draft.token_ids[verified.num_accepted_tokens]] = 0.0
         gumbel = noise.gumbel([NoiseKey(group.sampling.seed, position, Purpose.COUPLED_DRAW)])[0]
         return verified._replace(next_token_id=int((weights.log() + gumbel).argmax()))
 

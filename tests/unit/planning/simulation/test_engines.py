@@ -1,4 +1,4 @@
-"""Simulated engines at the protocol: lengths, room, late sequences, and drafts that several routers share."""
+"""Tests of simulated engines at the protocol: lengths, room, late sequences, and shared drafts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import pytest
 from specray.errors import EngineLostError
 from specray.fakes import VirtualClock
 from specray.planning.profile import AcceptanceProfile, RouterProfile
-from specray.planning.simulation.connection import Busy, SharedStep
+from specray.planning.simulation.busy import Busy, SharedStep
 from specray.planning.simulation.draft import SimulatedDraft, SimulatedDrafterSource
 from specray.planning.simulation.scripts import GUESS, Scripts
 from specray.planning.simulation.target import RequestTimes, SimulatedTarget
 from specray.planning.simulation.times import DraftTimes, TargetTimes
 from specray.types import (
+    DraftTokens,
     ItemFailed,
     Outcomes,
     Proposal,
@@ -51,7 +52,7 @@ def run(main: Callable[[VirtualClock], Awaitable[None]]) -> None:
 
 
 def make_target(requests: dict[str, RequestTimes] | None = None, **changes: Any) -> SimulatedTarget:
-    """Every draft token is kept."""
+    """Makes a target that accepts every draft token."""
     profile = target(**changes)
     return SimulatedTarget(
         profile.info("target"),
@@ -88,7 +89,9 @@ def test_target_verifies_what_it_holds() -> None:
         engine = make_target()
         assert await answers(engine, prompt("a", 5)) == (Verdict("a", 1, 0, 0, GUESS),)
         assert clock.monotonic() == pytest.approx(PREFILL_S)
-        assert await answers(engine, VerifyItem("a", 2, 5, (1,), (1, 1))) == (Verdict("a", 2, 5, 2, GUESS),)
+        assert await answers(engine, VerifyItem("a", 2, 5, (1,), DraftTokens((1, 1)))) == (
+            Verdict("a", 2, 5, 2, GUESS),
+        )
         assert clock.monotonic() == pytest.approx(PREFILL_S + VERIFY_S)
 
     run(main)
@@ -102,9 +105,9 @@ def test_accepted_draft_tokens_are_told_again_and_computed_once() -> None:
     async def main(clock: VirtualClock) -> None:
         engine = make_target()
         assert await rows(engine, prompt("a", 5)) == 5
-        assert await rows(engine, VerifyItem("a", 2, 5, (1,), (1, 1))) == 3
+        assert await rows(engine, VerifyItem("a", 2, 5, (1,), DraftTokens((1, 1)))) == 3
         # Two accepted ones and what came after them, of which only that is new, and a draft token.
-        assert await rows(engine, VerifyItem("a", 3, 6, (1, 1, 1), (1,))) == 2
+        assert await rows(engine, VerifyItem("a", 3, 6, (1, 1, 1), DraftTokens((1,)))) == 2
         assert await rows(engine, prompt("a", 5)) == 5, "it starts over"
 
     run(main)
@@ -149,7 +152,7 @@ def test_requests_learn_when_their_tokens_came() -> None:
         times = RequestTimes()
         engine = make_target({"a": times}, transport=linear(0.004))
         await answers(engine, prompt("a", 5))
-        await answers(engine, VerifyItem("a", 2, 5, (1,), (1, 1, 1)))
+        await answers(engine, VerifyItem("a", 2, 5, (1,), DraftTokens((1, 1, 1))))
         assert times.first_s == pytest.approx(0.004 + PREFILL_S)
         assert times.gaps == [(pytest.approx((0.004 + VERIFY_S) / 4), 4)]
 
@@ -161,7 +164,7 @@ def test_a_prompt_waits_longer_and_rounds_do_not() -> None:
         times = RequestTimes()
         engine = make_target({"a": times}, transport=linear(0.004), prompt_wait_s=0.1)
         await answers(engine, prompt("a", 5))
-        await answers(engine, VerifyItem("a", 2, 5, (1,), (1, 1, 1)))
+        await answers(engine, VerifyItem("a", 2, 5, (1,), DraftTokens((1, 1, 1))))
         assert times.first_s == pytest.approx(0.1 + 0.004 + PREFILL_S)
         assert times.gaps == [(pytest.approx((0.004 + VERIFY_S) / 4), 4)]
 
@@ -175,7 +178,12 @@ def test_draft_takes_all_that_waits_into_one_step() -> None:
         for connection in (one, two, three):
             await connection.speculate([SpeculateItem("a", 1, 0, (0,), 2)])
         first, second, third = await asyncio.gather(one.replies(), two.replies(), three.replies())
-        assert first.replies == second.replies == third.replies == (Proposal("a", 1, 0, (GUESS, GUESS)),)
+        assert (
+            first.replies
+            == second.replies
+            == third.replies
+            == (Proposal("a", 1, 0, DraftTokens((GUESS, GUESS))),)
+        )
         # The first goes at once, the two others wait for its end and go together.
         assert clock.monotonic() == pytest.approx(2 * PROPOSE_S)
         assert shared.busy.num_steps == 2
@@ -261,7 +269,7 @@ def test_draft_step_ends_with_its_longest_line_and_lines_that_ended_early_leave_
         ]
         await connection.speculate(asked)
         replies = (await connection.replies()).replies
-        lengths = [len(one.draft_token_ids) for one in replies if isinstance(one, Proposal)]
+        lengths = [len(one.draft.token_ids) for one in replies if isinstance(one, Proposal)]
         assert lengths == [5, 1]
         # Two lines for two steps: the token before which the second one ended was drafted too; then one.
         assert clock.monotonic() == pytest.approx(0.004 + 0.003 + 1e-9, rel=1e-5)

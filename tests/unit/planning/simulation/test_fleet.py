@@ -1,4 +1,4 @@
-"""Fleets in virtual time: cases that can be computed by hand, and the same run twice."""
+"""Tests of fleets in virtual time: cases that can be computed by hand, and the same run twice."""
 
 from __future__ import annotations
 

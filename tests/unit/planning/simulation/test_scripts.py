@@ -1,4 +1,4 @@
-"""Scripts: what simulated engines say of tokens, drawn by rates or replayed from measured outputs."""
+"""Tests of scripts: tokens of simulated engines, drawn by rates or repeated from measured outputs."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_branches_hold_the_next_token_where_the_draft_would_have_listed_it() -> 
     script = Scripts(measured).of("a")
     item = SpeculateItem("a", 1, 0, (1,), 2, (3, 4, WRONG), (2, 2, 2, 2))
     found = {
-        (one.num_accepted_tokens, one.next_token_id): one.draft_token_ids for one in script.branches(0, item)
+        (one.num_accepted_tokens, one.next_token_id): one.draft.token_ids for one in script.branches(0, item)
     }
     # Two are accepted, and what comes then was never its first guess: it is the second.
     assert found[2, 5] == (6, 9)

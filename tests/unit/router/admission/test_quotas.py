@@ -14,7 +14,7 @@ from specray.errors import DeadlineExceededError, OverloadedError
 from specray.fakes import VirtualClock
 from specray.requests import GenerateRequest, Quota
 from specray.router.admission.quotas import Quotas
-from specray.serving.admission.auth import Caller, Keyring
+from specray.serving.admission.api_keys import Caller, Keyring
 from tests.unit.router.harness import fake_target, request, run, serving
 
 TWO = Quota("team", max_requests=2)

@@ -17,8 +17,7 @@ from specray.router.proposers.fallback import NgramFallback
 from specray.router.proposers.ngram import LocalDraft, LocalDrafts
 from specray.router.session import Session
 from specray.router.session_record import LiveSession
-from specray.router.session_values import FALLBACK, Drafted
-from specray.types import DraftKind, Overlap, StepTime, Verification
+from specray.types import DraftKind, DraftTokens, Overlap, StepTime, Verification
 from tests.unit.router.harness import DRAFT_STEP_S, request, serving, speculation_config
 
 CIRCLE = tuple(range(1, 1 + LONG_MATCH_LEN))
@@ -38,8 +37,8 @@ def extended(
     k: int | None = None,
     accepted: int = 0,
     accepted_short: int = 0,
-) -> Drafted:
-    """What is verified after a hit, with a target of 20 ms a step and so much a row.
+) -> DraftTokens | None:
+    """What replaces what was foreseen after a hit, with a target of 20 ms a step and so much a row.
 
     The draft was right ``accepted`` times, what followed short matches ``accepted_short`` times.
     """
@@ -58,12 +57,12 @@ def extended(
     stats = controller.start_session(asked)
     stats.acceptance.add(accepted, accepted)
     live = LiveSession(session, Delivery("a", is_stream=False), stats, 0.0, 60.0, local=local, ahead=ahead)
-    return NgramFallback({"a": live}, controller).extend(live, Drafted(foreseen))
+    return NgramFallback({"a": live}, controller).extend(live, DraftTokens(foreseen))
 
 
 def test_repetition_that_begins_with_what_was_foreseen_goes_on() -> None:
     drafted = extended((1, 2))
-    assert drafted.source == FALLBACK
+    assert drafted is not None
     assert len(drafted.token_ids) > 6
     assert drafted.token_ids == (CIRCLE * 3)[: len(drafted.token_ids)]
 
@@ -83,30 +82,30 @@ def test_looks_for_repetitions_that_are_not_used_count_as_such(monkeypatch: pyte
 
 
 def test_draft_that_foresees_something_else_is_believed() -> None:
-    assert extended((1, 3)) == Drafted((1, 3))
+    assert extended((1, 3)) is None
 
 
 def test_rows_that_bring_less_than_the_drafts_are_left_out() -> None:
     """A row takes 25 ms, and a repetition's third token comes in three rounds of four."""
     ahead = Plan(4, Overlap.ENUMERATE, 1)
-    assert extended((1, 2), rows_s=0.025, ahead=ahead).token_ids == (1, 2, 3)
+    assert extended((1, 2), rows_s=0.025, ahead=ahead) == DraftTokens((1, 2, 3))
     # Rounds of a draft that is never wrong bring more in that time.
-    assert extended((1, 2), rows_s=0.025, ahead=ahead, accepted=1000) == Drafted((1, 2))
+    assert extended((1, 2), rows_s=0.025, ahead=ahead, accepted=1000) is None
 
 
 def test_only_a_long_match_goes_on() -> None:
     """Of the last three tokens two have been there before, and what followed it always came again."""
     short = (*CIRCLE, 1, 2, 3, 4, 5, 6, 9, 7, 8)
-    assert extended((1, 2), prompt=short, accepted_short=1000) == Drafted((1, 2))
-    assert extended((1, 2), prompt=short + CIRCLE, accepted_short=1000).source == FALLBACK
+    assert extended((1, 2), prompt=short, accepted_short=1000) is None
+    assert extended((1, 2), prompt=short + CIRCLE, accepted_short=1000) is not None
 
 
 def test_what_was_not_foreseen_under_a_plan_is_left_as_it_is() -> None:
-    assert extended((1, 2), ahead=OFF) == Drafted((1, 2))
+    assert extended((1, 2), ahead=OFF) is None
 
 
 def test_by_rejection_what_the_draft_drew_decides_nothing() -> None:
-    assert extended((1, 2), verification=Verification.REJECTION) == Drafted((1, 2))
+    assert extended((1, 2), verification=Verification.REJECTION) is None
 
 
 @pytest.mark.parametrize(

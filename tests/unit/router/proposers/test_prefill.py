@@ -18,10 +18,11 @@ from specray.router.proposers.budgets import MIN_DRAFT_PREFILL_TOKENS, Budgets
 from specray.router.proposers.prefill import Reading
 from specray.router.session import Session
 from specray.router.session_record import LiveSession
-from specray.router.session_values import Drafted
 from specray.types import (
+    NO_DRAFT,
     DraftReplies,
     DraftReply,
+    DraftTokens,
     Proposal,
     SpeculateItem,
     StepTime,
@@ -98,7 +99,7 @@ class RecordingTarget(FakeTarget):
     def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
         for item in items:
             if item.sample:
-                self.num_drafts.setdefault(item.request_id, []).append(len(item.draft_token_ids))
+                self.num_drafts.setdefault(item.request_id, []).append(len(item.draft.token_ids))
         return super().verify(items)
 
 
@@ -411,7 +412,7 @@ def test_a_session_has_the_target_compute_its_last_token_and_what_is_drafted_onc
     assert one.num_rows == 5
     session.on_verdict(Verdict("a", session.verify_item(1000).round_id, 0, 0, 9))
     assert one.num_rows == 1
-    session.drafted = Drafted((1, 2, 3), (), "model")
+    session.take_draft(DraftTokens((1, 2, 3)))
     assert one.num_rows == 4
     session.on_verdict(Verdict("a", session.verify_item(1000).round_id, 5, 2, 9))
     # It tells the two accepted ones again.
@@ -668,11 +669,11 @@ def test_long_text_that_is_read_anew_beside_others_ends_with_a_piece_and_not_wit
 
 def piece(request_id: str, num_tokens: int) -> tuple[SpeculateItem, DraftReply]:
     item = SpeculateItem(request_id, 1, 100, (1,) * num_tokens, 0)
-    return item, Proposal(request_id, 1, 100, ())
+    return item, Proposal(request_id, 1, 100, NO_DRAFT)
 
 
 def proposal(request_id: str) -> tuple[SpeculateItem, DraftReply]:
-    return SpeculateItem(request_id, 1, 100, (1,), 4), Proposal(request_id, 1, 100, (1, 2, 3, 4))
+    return SpeculateItem(request_id, 1, 100, (1,), 4), Proposal(request_id, 1, 100, DraftTokens((1, 2, 3, 4)))
 
 
 @pytest.mark.parametrize("num_tokens", [6, 200])

@@ -1,4 +1,4 @@
-"""API keys over HTTP and gRPC: who is let in, under which name, and how much at a time."""
+"""Tests of API keys over HTTP and gRPC: who is let in, under which name, and how much at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specray.fakes import FakeRouterClient
 from specray.interfaces import RouterClient
 from specray.rpc.inference.client import SpecrayClient
 from specray.rpc.inference.server import GenerateParams, InferenceServer
-from specray.serving.admission.auth import Keyring, key_hash, new_key
+from specray.serving.admission.api_keys import Keyring, key_hash, new_key
 from specray.serving.grpc.handler import GrpcIngress
 from tests.unit.serving.http.service import (
     INFO,

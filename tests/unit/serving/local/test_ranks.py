@@ -1,4 +1,4 @@
-"""A worker of several ranks without Ray: it answers as one rank does, and it ends as a whole."""
+"""Tests of a worker of several ranks without Ray: it answers as one rank does, and it ends as a whole."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def is_there(pid: int) -> bool:
 
 
 def ready_with_its_rank(process: subprocess.Popen[str]) -> int:
-    """The other rank's process id, once the worker listens."""
+    """Returns the other rank's process id, once the worker listens."""
     assert process.stdout is not None
     assert "worker listens on" in process.stdout.readline()
     (rank,) = children(process.pid)
@@ -66,7 +66,7 @@ def ready_with_its_rank(process: subprocess.Popen[str]) -> int:
 
 
 async def outputs(tensor_parallel_size: int) -> list[tuple[int, ...]]:
-    """Of a greedy and of a drawn request, from a pair whose engines have so many ranks each."""
+    """Returns a greedy and a sampled output of a pair with this many ranks per engine."""
     model = {"model": str(demo_target_path()), "dtype": "float32", "max_model_len": 128, "profile_s": 0}
     engine = {**model, "tensor_parallel_size": tensor_parallel_size, "num_threads": 1}
     config = parse_config(
@@ -132,7 +132,7 @@ def test_a_model_that_cannot_be_shared_is_refused_at_once(tmp_path: Path) -> Non
 
 
 def with_ranks_that(code: str) -> list[int]:
-    """The signals that came while ranks of a group ran this code."""
+    """Returns the signals that came while ranks of a group ran this code."""
     config = parse_config({"target": {"tensor_parallel_size": 3, "device": "cpu"}})
     came = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda number, frame: came.set())

@@ -1,1 +1,1 @@
-"""Attention of bfloat16 with AMX; see ``attend``."""
+"""The bfloat16 attention kernel with AMX; see ``attend``."""

@@ -1,16 +1,15 @@
-"""Attention of some rows over keys and values in the cache, with AMX: products of bfloat16, sums of float32.
+"""AMX attention of some rows over cached keys and values: bfloat16 products, float32 sums.
 
-Scores are keys times queries, for keys lie in the cache as the instruction wants its first factor. What 16
-queries of one or several kv heads give stands side by side, ``[tokens, 16]``, so that a softmax runs down
-sixteen columns at once. Its weights are turned on their side to be the first factor of the second product,
-and values are paired token with token to be its second. Rounded are queries and weights only.
+Scores are keys times queries, because the cache layout of keys fits the instruction's first operand. Scores
+of 16 queries of one or several kv heads lie side by side, ``[tokens, 16]``, so a softmax runs down sixteen
+columns at once. Its weights are transposed to be the first operand of the second product, and values of two
+tokens are interleaved to be its second. Only queries and weights are rounded to bfloat16.
 
-Tokens come in chunks; what was summed before is scaled when a later chunk has a larger score (Milakov and
-Gimelshein: *Online normalizer calculation for softmax*, 2018), so that all of a chunk stays in the first
-cache. What comes next is left to the processor to fetch: asked for ahead of time, it keeps a core, which
-waits for sixteen lines at most, from what it needs now (measured: 3 % longer with 32 sequences, a draft's
-13 %; with one long sequence a tenth less). Chunks are counted from the first position, and what a row does
-not see weighs 0: its result does not depend on the other rows, nor on their number.
+Tokens are processed in chunks that stay in L1. Earlier sums are rescaled when a later chunk has a larger
+score (Milakov and Gimelshein: *Online normalizer calculation for softmax*, 2018). Prefetching is left to the
+processor: a core has about sixteen lines in flight, and software prefetches delay the loads that it needs now
+(measured: 3 % slower with 32 sequences, 13 % in a draft; 10 % faster with one long sequence). Chunks start at
+multiples from position 0, and hidden tokens weigh 0: a row's result does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -35,22 +34,22 @@ from specray.engine.cpu.gemm import tiles
 from specray.engine.cpu.simd import kernel
 
 MAX_QUERIES = 64
-"""Query heads times rows at once: a chunk's scores of all heads stay in the second cache."""
+"""Maximum query heads times rows at once, so that a chunk's scores of all heads stay in L2."""
 _MAX_HEAD_DIM = 128
-"""Others have not been tried."""
+"""Largest head size that is tested."""
 
 
 def fits(head_dim: int) -> bool:
-    """Whether heads are as the registers want them."""
+    """Whether heads of this size fit the tile registers."""
     return head_dim % 32 == 0 and head_dim <= _MAX_HEAD_DIM
 
 
 def scratch_size(num_queries: int, num_kv_heads: int, head_dim: int, end: int) -> int:
-    """Float32 numbers that a thread needs.
+    """Scratch size of a thread, in float32.
 
     Args:
-        num_queries: of each kv head.
-        end: does not matter.
+        num_queries: queries per kv head.
+        end: ignored.
     """
     groups_per_head = -(-num_queries // COLUMNS)
     of_group = COLUMNS * (head_dim // 2 + head_dim + 4 + CHUNK)
@@ -59,7 +58,7 @@ def scratch_size(num_queries: int, num_kv_heads: int, head_dim: int, end: int) -
 
 
 def attend_kernel(head_dim: int) -> Any:
-    """As that of ``attend``, for bfloat16."""
+    """Makes the counterpart of ``attention.attend.attend_kernel`` for bfloat16."""
     pack, score, weigh = pack_kernel(head_dim), score_kernel(head_dim), weigh_kernel()
     plan, sum_up, finish = plan_kernel(head_dim), sum_kernel(head_dim), finish_kernel(head_dim)
     configure, release = tiles.configure((SCORES, *QUERIES), (TOKENS,), (WEIGHTS, *SUMS)), tiles.release

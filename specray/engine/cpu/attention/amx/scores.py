@@ -1,4 +1,4 @@
-"""Keys times queries."""
+"""First product of AMX attention: keys times queries."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from specray.engine.cpu.attention.amx.work import (
     slot,
 )
 from specray.engine.cpu.gemm import tiles
-from specray.engine.cpu.gemm.transpose import turn_words
+from specray.engine.cpu.gemm.transpose import transpose_words
 from specray.engine.cpu.simd import kernel, vectors
 from specray.engine.cpu.thread_pool import as_pointer
 
@@ -36,7 +36,7 @@ def pack_kernel(head_dim: int) -> Any:
 
     @kernel()
     def pack(args: Any, work: Work, queries: int, first_position: int) -> None:
-        """Queries to bfloat16, two numbers of a query beside the same two of the next."""
+        """Packs queries as bfloat16, two elements of a query beside the same two of the next."""
         last_seen = carray(as_pointer(work.last_seen), (work.num_groups, COLUMNS), np.float32)
         for group in range(work.num_groups):
             for column in range(COLUMNS):
@@ -48,7 +48,7 @@ def pack_kernel(head_dim: int) -> Any:
                 store(work.keys, column * head_dim, number)
             target = work.queries + group * COLUMNS * row_bytes
             for byte in range(0, row_bytes, tiles.LINE):
-                turn_words(work.keys + byte, row_bytes, target + byte * COLUMNS)
+                transpose_words(work.keys + byte, row_bytes, target + byte * COLUMNS)
         store(work.nothing, 0, splat(_ZERO))
 
     return pack
@@ -62,7 +62,7 @@ def score_kernel(head_dim: int) -> Any:
 
     @kernel()
     def score(args: Any, span: Any, work: Work, heads: tuple[int, int], part: int, chunk: int) -> None:
-        """Scores of a chunk's tokens and one group of queries: of some heads, or a part of one."""
+        """Computes scores of a chunk's tokens with one group of queries: of some heads, or a part of one."""
         runs, slot_bytes = runs_at(runs_address(args, span)), 2 * args[fields.NUM_KV_HEADS] * head_bytes
         first_run = run_of(runs, 0, chunk)
         for head in range(heads[0], heads[1]):
@@ -88,7 +88,7 @@ def score_kernel(head_dim: int) -> Any:
 
 
 def _make_scores(num_pieces: int) -> Any:
-    """``(address)``: loads queries, and ``(keys, stride, address, scores)``: multiplies keys with them."""
+    """Makes ``(address)``, which loads queries, and ``(keys, stride, address, scores)``, the product."""
     clear, keep, load_keys = tiles.zero(SCORES), tiles.store(SCORES), tiles.load(TOKENS)
     load_even, load_odd = (tiles.load(register) for register in QUERIES)
     even, odd = (tiles.multiply(SCORES, TOKENS, register) for register in QUERIES)

@@ -1,4 +1,4 @@
-"""Weights times values, and from the sums to the output."""
+"""Second product of AMX attention: weights times values, then normalised to the output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from specray.engine.cpu.attention.amx.work import (
 )
 from specray.engine.cpu.gemm import tiles
 from specray.engine.cpu.gemm.rows import row_place
-from specray.engine.cpu.gemm.transpose import pair, unpair
+from specray.engine.cpu.gemm.transpose import deinterleave, interleave
 from specray.engine.cpu.simd import kernel, vectors
 from specray.engine.cpu.thread_pool import as_pointer
 
@@ -39,7 +39,7 @@ def sum_kernel(head_dim: int) -> Any:
 
     @kernel()
     def pair_values(args: Any, span: Any, work: Work, head: int, chunk: int, num_tokens: int) -> None:
-        """Values of a head, two tokens' numbers side by side. Behind the last token come zeros."""
+        """Interleaves a head's values of two tokens; zeros follow the last token."""
         runs, num_kv_heads = runs_at(runs_address(args, span)), args[fields.NUM_KV_HEADS]
         offset = (num_kv_heads + work.first_head + head) * head_bytes
         slot_bytes, run = 2 * num_kv_heads * head_bytes, run_of(runs, 0, chunk)
@@ -51,7 +51,7 @@ def sum_kernel(head_dim: int) -> Any:
                 for token in range(tile, tile + tiles.ROWS, 2):
                     target = work.values + (token - chunk) * head_bytes
                     for byte in range(0, head_bytes, tiles.LINE):
-                        pair(value + byte, value + slot_bytes + byte, target + 2 * byte)
+                        interleave(value + byte, value + slot_bytes + byte, target + 2 * byte)
                     value += 2 * slot_bytes
             else:
                 for token in range(tile, tile + tiles.ROWS, 2):
@@ -64,11 +64,11 @@ def sum_kernel(head_dim: int) -> Any:
                         second = slot(args, runs, run, token + 1, slot_bytes) + offset
                     target = work.values + (token - chunk) * head_bytes
                     for byte in range(0, head_bytes, tiles.LINE):
-                        pair(first + byte, second + byte, target + 2 * byte)
+                        interleave(first + byte, second + byte, target + 2 * byte)
 
     @kernel()
     def scale(work: Work, group: int, column: int) -> None:
-        """What was summed before, where a larger score has come."""
+        """Rescales earlier sums by the factor of a larger maximum score."""
         for index in range(group * COLUMNS + column, group * COLUMNS + column + work.width):
             factor = carray(as_pointer(work.factors), (index + 1,), np.float32)[index]
             if factor != _ONE:
@@ -76,7 +76,7 @@ def sum_kernel(head_dim: int) -> Any:
 
     @kernel()
     def sum_up(args: Any, span: Any, work: Work, heads: tuple[int, int], chunk: int) -> None:
-        """Adds the weighted values of a chunk."""
+        """Adds the weighted values of a chunk to the sums."""
         num_tokens = padded_len(work, chunk)
         for head in range(heads[0], heads[1]):
             pair_values(args, span, work, head, chunk, num_tokens)
@@ -92,7 +92,7 @@ def sum_kernel(head_dim: int) -> Any:
 
 
 def _make_sums(head_dim: int) -> Any:
-    """``(weights, values, sums, num_blocks, is_first)``: adds weighted values of a head's tokens."""
+    """Makes ``(weights, values, sums, num_blocks, is_first)``, which adds a head's weighted values."""
     load_values, load_weights = tiles.load(TOKENS), tiles.load(WEIGHTS)
     clear, clear_other = (tiles.zero(register) for register in SUMS)
     fetch, fetch_other = (tiles.load(register) for register in SUMS)
@@ -128,7 +128,7 @@ def finish_kernel(head_dim: int) -> Any:
 
     @kernel()
     def finish(args: Any, span: Any, work: Work, first_row: int) -> None:
-        """Divides by the sums of weights and puts the rows out."""
+        """Divides sums by the total weights and writes the output rows."""
         group_size, step = args[fields.GROUP_SIZE], args[fields.BLOCK_STEP]
         size = args[fields.NUM_KV_HEADS] * group_size * head_dim
         totals = carray(as_pointer(work.totals), (work.num_groups * COLUMNS,), np.float32)
@@ -141,7 +141,7 @@ def finish_kernel(head_dim: int) -> Any:
                 out, sums = row_place(row, size, args[fields.OUT_STEP]), work.sums + place * head_dim * 4
                 out += member * head_dim // 32 * step
                 for first in range(0, head_dim, 32):
-                    unpair(sums + first * 4)
+                    deinterleave(sums + first * 4)
                     share = mul(splat(_ONE / totals[place]), load(sums, first))
                     store(args[fields.OUT], out, share)
                     out += step

@@ -1,4 +1,4 @@
-"""Scores to weights: a softmax of sixteen queries at once, chunk after chunk."""
+"""Online softmax of AMX attention: turns scores of sixteen queries at once into weights, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specray.engine.cpu.attention import fields
 from specray.engine.cpu.attention.amx.work import BLOCK, CHUNK, COLUMNS, Work, padded_len
 from specray.engine.cpu.attention.attend import seen
 from specray.engine.cpu.gemm import tiles
-from specray.engine.cpu.gemm.transpose import turn
+from specray.engine.cpu.gemm.transpose import transpose_to_bfloat16
 from specray.engine.cpu.simd import kernel, vectors
 from specray.engine.cpu.thread_pool import as_pointer
 
@@ -19,13 +19,19 @@ _HIDDEN, _ZERO, _ONE = np.float32(-1e30), np.float32(0.0), np.float32(1.0)
 
 
 @kernel()
-def _hide(scores: Any, column: int, places: tuple[int, int, int, int], chunk: int, value: float) -> None:
-    """Puts a value wherever a row does not see a token of the chunk."""
-    lowest, highest, own_first, own_last = places
+def _hide(scores: Any, column: int, places: tuple[int, int, int, int, int], chunk: int, value: float) -> None:
+    """Writes ``value`` for every token of the chunk that the row does not see."""
+    lowest, highest, own_first, own_last, holes = places
     for token in range(min(len(scores), lowest - chunk)):
         scores[token, column] = value
     for token in range(max(0, highest - chunk), min(len(scores), own_first - chunk)):
         scores[token, column] = value
+    token = own_first - chunk
+    while holes:
+        if holes & 1 and 0 <= token < len(scores):
+            scores[token, column] = value
+        holes >>= 1
+        token += 1
     for token in range(max(0, own_last - chunk), len(scores)):
         scores[token, column] = value
 
@@ -34,10 +40,10 @@ def _hide(scores: Any, column: int, places: tuple[int, int, int, int], chunk: in
 def _hide_apart(
     args: Any, span: Any, work: Work, group: int, first_row: int, chunk: int, value: float
 ) -> None:
-    """The same for a group."""
+    """Hides tokens for each query of a group by itself."""
     place = work.scores + group * CHUNK * tiles.LINE
     scores = carray(as_pointer(place), (padded_len(work, chunk), COLUMNS), np.float32)
-    # Of several heads, all have the same rows; of one, this is a part of its queries.
+    # A group of several heads has the same rows for each; a group of one head has a part of its queries.
     index = group % work.groups_per_head * COLUMNS
     for column in range(min(COLUMNS, work.num_queries * work.heads_per_group - index)):
         row = first_row + (index + column) % work.num_queries // args[fields.GROUP_SIZE]
@@ -46,8 +52,8 @@ def _hide_apart(
 
 @kernel()
 def _is_plain(args: Any, span: Any) -> bool:
-    """Rows see all that is before them."""
-    return bool(args[fields.WINDOW] == 0 and span[fields.FIRST_BRANCH] < 0)
+    """Whether rows see all earlier tokens: no window, no masks."""
+    return bool(args[fields.WINDOW] == 0 and span[fields.FIRST_MASK] < 0)
 
 
 def _hide_kernel() -> Any:
@@ -60,7 +66,7 @@ def _hide_kernel() -> Any:
     def hide(
         args: Any, span: Any, work: Work, group: int, first_row: int, chunk: int, is_weight: bool
     ) -> None:
-        """Scores of what a row does not see become the lowest; its weights 0."""
+        """Masks tokens that a row does not see: scores become the lowest, weights 0."""
         if not _is_plain(args, span):
             value = _ZERO if is_weight else _HIDDEN
             _hide_apart(args, span, work, group, first_row, chunk, value)
@@ -68,12 +74,12 @@ def _hide_kernel() -> Any:
         place, first_own = work.scores + group * CHUNK * tiles.LINE, span[fields.START] + first_row
         last_seen, zero = load(work.last_seen, group * COLUMNS), splat(_ZERO)
         num_tokens, num_padded = min(CHUNK, work.end - chunk), padded_len(work, chunk)
-        # Anything may lie behind the last token.
+        # Memory after the last token is undefined.
         for token in range(num_tokens, num_padded):
             store(place, token * COLUMNS, zero if is_weight else splat(_HIDDEN))
-        # What all rows see, none has to look at.
+        # Tokens before the first row's own are seen by all rows.
         for token in range(max(0, first_own + 1 - chunk), num_tokens):
-            # How far behind the last token that it sees: 0, or 1 and more.
+            # Distance behind the last token that the query sees: 0 for those it sees.
             behind = larger(zero, sub(splat(np.float32(chunk + token)), last_seen))
             number = load(place, token * COLUMNS)
             if is_weight:
@@ -93,13 +99,13 @@ def weigh_kernel() -> Any:
 
     @kernel()
     def weigh(args: Any, span: Any, work: Work, group: int, first_row: int, chunk: int) -> None:
-        """Scores of a group to weights, relative to the largest so far."""
+        """Turns a group's scores into weights relative to the largest score so far."""
         place, num_tokens = work.scores + group * CHUNK * tiles.LINE, padded_len(work, chunk)
         hide(args, span, work, group, first_row, chunk, False)
         before = total = splat(_HIDDEN)
         if chunk > work.first:
             before, total = load(work.most, group * COLUMNS), load(work.totals, group * COLUMNS)
-        # Two at a time, for they wait for each other.
+        # Two running maxima, to halve the dependency chain.
         most, other = before, load(place, 0)
         for token in range(0, num_tokens, 4):
             first, second = load(place, token * COLUMNS), load(place, (token + 1) * COLUMNS)
@@ -118,6 +124,6 @@ def weigh_kernel() -> Any:
         hide(args, span, work, group, first_row, chunk, True)
         weights = work.weights + group % work.groups_per_head * CHUNK * tiles.LINE // 2
         for block in range(0, num_tokens, BLOCK):
-            turn(place + block * tiles.LINE, weights + block * tiles.LINE // 2)
+            transpose_to_bfloat16(place + block * tiles.LINE, weights + block * tiles.LINE // 2)
 
     return weigh

@@ -1,4 +1,4 @@
-"""What some queries of some kv heads are attended with: how many there are, and where their numbers lie."""
+"""Work item of AMX attention: some queries of some kv heads, and the scratch layout for them."""
 
 from __future__ import annotations
 
@@ -13,56 +13,58 @@ from specray.engine.cpu.simd import kernel
 from specray.engine.cpu.thread_pool import as_pointer
 
 COLUMNS = 16
-"""Queries side by side."""
+"""Queries side by side in a register."""
 BLOCK = 32
-"""Tokens of one product with values; of one with keys, as many as a register has rows."""
+"""Tokens per product with values. A product with keys has as many as a register has rows."""
 CHUNK = 64
-"""Tokens that all queries go through before the next ones."""
-# Registers. Those of tokens hold keys or values; two of queries, and two of sums, 32 numbers of a head each.
+"""Tokens per chunk: all queries process a chunk before the next one."""
+# Registers: TOKENS holds keys or values; both of QUERIES and both of SUMS hold 32 elements of a head each.
 SCORES, TOKENS, QUERIES, WEIGHTS, SUMS = 0, 1, (2, 3), 4, (5, 6)
 
 
 class Work(NamedTuple):
-    """Some queries of some kv heads, and where their numbers are (addresses)."""
+    """Some queries of some kv heads, and the addresses of their scratch arrays."""
 
     first_head: int
     num_heads: int
     num_queries: int
-    """Of each kv head, row after row."""
+    """Queries per kv head, row by row."""
     width: int
-    """Columns of a register."""
+    """Columns of a register in use."""
     heads_per_group: int
-    """Of 16 columns: more than one where they have room."""
+    """Heads per group of 16 columns: more than one if they fit."""
     groups_per_head: int
     num_groups: int
     first: int
-    """The first token of a chunk; those before are not seen by any row."""
+    """First token of the first chunk that any row sees."""
     end: int
     queries: int  # bfloat16 [groups, head_dim / 2, 16, 2]
     sums: int  # float32 [groups, 16, head_dim]
     most: int  # float32 [groups, 16]: the largest score
-    totals: int  # float32 [groups, 16]: of weights
-    last_seen: int  # float32 [groups, 16]: position of the last token that a query sees; without branches
-    factors: int  # float32 [groups, 16]: on what was summed before this chunk
+    totals: int  # float32 [groups, 16]: sums of weights
+    last_seen: int  # float32 [groups, 16]: position of the last token that a query sees; without masks
+    factors: int  # float32 [groups, 16]: factors on sums of earlier chunks
     scores: int  # float32 [groups, chunk, 16]
     weights: int  # bfloat16 [groups of a head, chunk / 32, 16, 32]
-    keys: int  # bfloat16 [16, head_dim], of a tile whose tokens lie apart
+    keys: int  # bfloat16 [16, head_dim]: copied keys of a tile whose tokens are not contiguous
     values: int  # bfloat16 [chunk / 2, head_dim, 2]
     nothing: int  # bfloat16 [head_dim], zeros
 
 
 def plan_kernel(head_dim: int) -> Any:
-    """``(args, span, heads, rows, thread)``: lays some rows' numbers out in a thread's scratch."""
+    """Makes ``(args, span, heads, rows, thread)``, which lays out a work item in a thread's scratch."""
 
     @kernel()
     def plan(args: Any, span: Any, heads: tuple[int, int], rows: tuple[int, int], thread: int) -> Work:
         first_row, last_row = rows
-        group_size, branch = args[fields.GROUP_SIZE], span[fields.FIRST_BRANCH]
+        group_size, mask = args[fields.GROUP_SIZE], span[fields.FIRST_MASK]
         num_heads, num_queries = heads[1] - heads[0], (last_row - first_row) * group_size
         start, end = span[fields.START] + first_row, span[fields.START] + last_row
-        if branch >= 0:
-            branches = carray(as_pointer(args[fields.BRANCHES]), (branch + last_row, 4), np.int64)
-            start, end = span[fields.START], branches[branch + last_row - 1, fields.PLACE] + 1
+        if mask >= 0:
+            masks = carray(
+                as_pointer(args[fields.MASKS]), (mask + last_row, fields.NUM_MASK_COLUMNS), np.int64
+            )
+            start, end = span[fields.START], masks[mask + last_row - 1, fields.KV_INDEX] + 1
         heads_per_group = max(1, COLUMNS // num_queries)
         groups_per_head = (num_queries + COLUMNS - 1) // COLUMNS
         num_groups = (num_heads + heads_per_group - 1) // heads_per_group * groups_per_head
@@ -97,7 +99,7 @@ def place_of(work: Work, head: int, index: int) -> tuple[int, int]:
 
 @kernel()
 def query_at(work: Work, group: int, column: int) -> tuple[int, int]:
-    """Head and number of the query in a place, or -1 where there is none."""
+    """Head (-1: none) and index of the query in a column."""
     if work.heads_per_group > 1:
         head = group * work.heads_per_group + column // work.num_queries
         is_there = column < work.heads_per_group * work.num_queries and head < work.num_heads
@@ -108,13 +110,13 @@ def query_at(work: Work, group: int, column: int) -> tuple[int, int]:
 
 @kernel()
 def padded_len(work: Work, chunk: int) -> int:
-    """Tokens of a chunk's full blocks."""
+    """Tokens of a chunk, rounded up to full blocks."""
     return min(CHUNK, (work.end - chunk + BLOCK - 1) // BLOCK * BLOCK)
 
 
 @kernel()
 def first_token(args: Any, start: int) -> int:
-    """Of the first chunk that a row at a position sees."""
+    """First token of the first chunk that a row at position ``start`` sees."""
     window = args[fields.WINDOW]
     return max(0, start - window + 1) // CHUNK * CHUNK if window else 0
 
@@ -127,7 +129,7 @@ def runs_address(args: Any, span: Any) -> int:
 
 @kernel()
 def runs_at(address: int) -> Any:
-    """First position, last + 1, first slot; nobody reads behind the last one of a span."""
+    """The runs as an array: first position, last + 1, first slot. Callers stay within the span's runs."""
     return carray(as_pointer(address), (1 << 30, 3), np.int64)
 
 
@@ -140,6 +142,6 @@ def run_of(runs: Any, run: int, token: int) -> int:
 
 @kernel()
 def slot(args: Any, runs: Any, run: int, token: int, slot_bytes: int) -> int:
-    """Address of a token's keys."""
+    """Address of a token's keys in the cache."""
     address: int = args[fields.CACHE] + (token + runs[run, 2] - runs[run, 0]) * slot_bytes
     return address

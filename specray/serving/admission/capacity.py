@@ -1,6 +1,6 @@
-"""Refusals at the ingress: before a prompt is tokenised and a router is asked, where the answer is known.
+"""Refuses requests at the ingress that a router would refuse, without asking it.
 
-What an ingress knows of its routers' queues it does not ask them.
+An ingress learns the state of the routers' queues from the answers that pass through it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from specray.errors import OverloadedError
 from specray.interfaces import RouterClient
 from specray.requests import GenerateRequest, OutputChunk, ServiceInfo
 from specray.router.admission.queue import RetryAdvice
-from specray.serving.admission.entrance import Entrance, arrive
+from specray.serving.admission.limiter import CallLimiter, release_slot
 from specray.serving.generation import close
 
 PROBE_S = 0.5
-"""So long a tenant's refusal is believed when nothing that this ingress sees has ended since; another ingress
-may have seen it."""
+"""Seconds for which a tenant's refusal is believed if no request of this ingress ends; a request of another
+ingress may have ended meanwhile."""
 _MAX_TENANTS = 1024
 
 KeyT = TypeVar("KeyT", str, int)
@@ -32,29 +32,30 @@ KeyT = TypeVar("KeyT", str, int)
 @dataclass(slots=True)
 class _Refusal:
     priority: int
-    """The most urgent that was refused."""
+    """Most urgent priority that was refused."""
     num_ended: int
-    """Requests of this ingress that had ended by then, and those let through since."""
+    """Requests of this ingress that had ended at the refusal, plus those let through since."""
     until_s: float
     message: str
 
 
-class KnownRoom:
-    """What an ingress knows of the room in its routers' queues without asking them.
+class RouterCapacity:
+    """Free capacity of the routers' queues, as far as one ingress knows it without asking.
 
-    Two things. Routers never hold more than ``max_requests``, so when this ingress alone has as many under
-    way, they are full. And where a router has refused a tenant, its next request of the same or a less urgent
-    priority is refused too until a request has ended: then one goes through for each that ended. Whatever
-    could displace another request goes through to the routers: they are fair between tenants, this is not.
+    It refuses in two cases. All routers together hold ``max_requests``: if this ingress alone has that many
+    under way, they are full. And after a router has refused a tenant, the tenant's next request of the same
+    or a less urgent priority is refused too, until a request ends; then one is let through for each that
+    ended. A request that might displace another one always goes to the routers: they are fair between
+    tenants, an ingress is not.
 
     Args:
-        max_requests: that all routers together hold, running and waiting.
-        monotonic: seconds; all time is read from it.
+        max_requests: requests that all routers together hold, running and waiting.
+        monotonic: clock in seconds; all time is read from it.
     """
 
     def __init__(self, max_requests: int, *, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self.entrance = Entrance()
-        """Calls there will be requests in a moment."""
+        self.limiter = CallLimiter()
+        """Calls that will become requests in a moment."""
         self._max_requests = max_requests
         self._monotonic = monotonic
         self._advice = RetryAdvice(random.Random(0))
@@ -67,29 +68,29 @@ class KnownRoom:
 
     @property
     def num_requests(self) -> int:
-        """Under way to the routers, or there."""
+        """Requests on their way to the routers, or there."""
         return self._num_requests
 
     @property
-    def is_tight(self) -> bool:
-        """Somebody might be refused."""
-        return bool(self._refusals) or self._num_requests + self.entrance.num_calls >= self._max_requests
+    def may_refuse(self) -> bool:
+        """True if a request might be refused."""
+        return bool(self._refusals) or self._num_requests + self.limiter.num_calls >= self._max_requests
 
     def check(self, tenant: str, priority: int) -> None:
         """Raises OverloadedError for a request that a router would refuse."""
-        num_others = self._num_requests + self.entrance.num_others
+        num_others = self._num_requests + self.limiter.num_others
         if num_others >= self._max_requests and not self._may_displace(tenant, priority):
             reason = f"{num_others} requests are under way; allowed: {self._max_requests}"
             raise OverloadedError(reason, self._retry_after_s())
         refusal = self._refusals.get(tenant)
         if refusal is None or priority < refusal.priority or self._num_ended > refusal.num_ended:
             return
-        # With none of ours under way nothing will end, and a question costs little.
+        # If no request of this ingress is under way, none will end; and asking a router costs little then.
         if self._num_requests and self._monotonic() < refusal.until_s:
             raise OverloadedError(refusal.message, self._retry_after_s())
 
     def begin(self, tenant: str, priority: int) -> None:
-        """The request goes to a router; it has just been checked."""
+        """Notes that a request, which has just been checked, goes to a router."""
         refusal = self._refusals.get(tenant)
         if refusal is not None and self._num_ended > refusal.num_ended:
             refusal.num_ended += 1
@@ -100,7 +101,7 @@ class KnownRoom:
         self._by_priority[priority] += 1
 
     def end(self, tenant: str, priority: int, refusal: OverloadedError | None) -> None:
-        """It has come back, refused or not."""
+        """Notes that a request has come back, refused or not."""
         self._num_requests -= 1
         _count_down(self._by_tenant, tenant)
         _count_down(self._by_priority, priority)
@@ -113,7 +114,7 @@ class KnownRoom:
         self._refusals[tenant] = _Refusal(priority, self._num_ended, until_s, refusal.message)
 
     def _may_displace(self, tenant: str, priority: int) -> bool:
-        # Of those at the entrance nothing is known but how many they are.
+        # Tenant and priority of calls that are still being prepared are not known, only their number.
         least_urgent = max(self._by_priority, default=0)
         has_less = self._by_tenant[tenant] + 1 < max(self._by_tenant.values(), default=0)
         return priority < least_urgent or (priority == least_urgent and has_less)
@@ -135,12 +136,12 @@ def _count_down(counter: Counter[KeyT], key: KeyT) -> None:
         del counter[key]
 
 
-class RefusingClient:
-    """interfaces.RouterClient that does not ask where the answer is known to be a refusal."""
+class AdmissionClient:
+    """interfaces.RouterClient with admission control: refuses what a router would refuse."""
 
-    def __init__(self, client: RouterClient, room: KnownRoom) -> None:
+    def __init__(self, client: RouterClient, capacity: RouterCapacity) -> None:
         self._client = client
-        self.room = room
+        self.capacity = capacity
 
     async def complete(self, request: GenerateRequest) -> OutputChunk:
         """See interfaces.RouterClient."""
@@ -175,10 +176,10 @@ class RefusingClient:
 
     @contextmanager
     def _admitted(self, request: GenerateRequest) -> Iterator[None]:
-        arrive()
+        release_slot()
         place = request.tenant, request.priority
-        self.room.check(*place)
-        self.room.begin(*place)
+        self.capacity.check(*place)
+        self.capacity.begin(*place)
         refusal: OverloadedError | None = None
         try:
             yield
@@ -186,18 +187,18 @@ class RefusingClient:
             refusal = error
             raise
         finally:
-            self.room.end(*place, refusal)
+            self.capacity.end(*place, refusal)
 
 
-def refusing(client: RouterClient, config: Config) -> RefusingClient:
-    """The client in front of the routers of a service; one that refuses already is taken as it is."""
-    if isinstance(client, RefusingClient):
+def with_admission(client: RouterClient, config: Config) -> AdmissionClient:
+    """Puts admission control in front of a client; a client that has it already is returned as it is."""
+    if isinstance(client, AdmissionClient):
         return client
-    return RefusingClient(client, KnownRoom(max_requests(config)))
+    return AdmissionClient(client, RouterCapacity(max_requests(config)))
 
 
 def max_requests(config: Config) -> int:
-    """That all routers of a service together hold, running and waiting, when there are as many as may be."""
+    """Returns how many requests all routers of a service hold at most, running and waiting."""
     router = config.router
     num_routers = router.num_replicas if router.autoscaling is None else router.autoscaling.max_replicas
     return num_routers * (config.target.max_num_seqs + router.max_queued_requests)

@@ -1,4 +1,4 @@
-"""The way of a call to a router: a few at a time, counted before they arrive, and never held up for long."""
+"""Tests of the call limiter: a few at a time, counted before they arrive, and never held up for long."""
 
 from __future__ import annotations
 
@@ -12,93 +12,93 @@ from specray.config import parse_config
 from specray.errors import EngineLostError, OverloadedError
 from specray.fakes import FakeRouterClient
 from specray.requests import ServiceInfo
-from specray.serving.admission.entrance import Entrance, arrive
-from specray.serving.admission.refusals import KnownRoom
+from specray.serving.admission.capacity import RouterCapacity
+from specray.serving.admission.limiter import CallLimiter, release_slot
 from tests.unit.serving.http.service import INFO, MODEL, REPLY, endless, say, serving, wait_until
 
 TEXT = {"prompt": "a", "max_tokens": 4}
 
 
 async def test_calls_go_in_a_few_at_a_time_in_the_order_in_which_they_came() -> None:
-    entrance = Entrance(most_at_once=2)
+    limiter = CallLimiter(max_calls=2)
     inside: list[int] = []
     leave = [asyncio.Event() for _ in range(5)]
 
     async def call(number: int) -> None:
-        passage = await entrance.enter()
+        slot = await limiter.enter()
         inside.append(number)
         await leave[number].wait()
-        passage.leave()
-        passage.leave()
+        slot.leave()
+        slot.leave()
 
     async with asyncio.TaskGroup() as group:
         for number in range(5):
             group.create_task(call(number))
         await asyncio.sleep(0)
-        assert (inside, entrance.num_calls) == ([0, 1], 5)
+        assert (inside, limiter.num_calls) == ([0, 1], 5)
         for number in (1, 0):
             leave[number].set()
             await asyncio.sleep(0.001)
-        assert (inside, entrance.num_calls) == ([0, 1, 2, 3], 3)
+        assert (inside, limiter.num_calls) == ([0, 1, 2, 3], 3)
         for event in leave:
             event.set()
-    assert (inside[-1], entrance.num_calls) == (4, 0)
+    assert (inside[-1], limiter.num_calls) == (4, 0)
 
 
 async def test_who_has_waited_long_goes_in_whoever_is_there_and_who_gives_up_is_gone() -> None:
-    entrance = Entrance(most_at_once=1, longest_wait_s=0.01)
-    first = await entrance.enter()
-    second = await entrance.enter()
-    assert entrance.num_calls == 2
+    limiter = CallLimiter(max_calls=1, max_wait_s=0.01)
+    first = await limiter.enter()
+    second = await limiter.enter()
+    assert limiter.num_calls == 2
     second.leave()
     # What had no place gives none back: the next one waits as well.
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.005):
-            await entrance.enter()
-    assert entrance.num_calls == 1
+            await limiter.enter()
+    assert limiter.num_calls == 1
     first.leave()
     async with asyncio.timeout(0.005):
-        (await entrance.enter()).leave()
-    assert entrance.num_calls == 0
+        (await limiter.enter()).leave()
+    assert limiter.num_calls == 0
 
 
 async def test_call_arrives_from_a_task_of_its_own_too() -> None:
-    entrance = Entrance()
+    limiter = CallLimiter()
 
     async def call() -> None:
-        await entrance.enter()
+        await limiter.enter()
         await asyncio.create_task(ask())
 
     async def ask() -> None:
-        arrive()
+        release_slot()
 
     await asyncio.create_task(call())
-    assert entrance.num_calls == 0
-    arrive()
+    assert limiter.num_calls == 0
+    release_slot()
 
 
 async def test_calls_on_their_way_are_counted_as_if_they_had_arrived_but_not_against_themselves() -> None:
-    room = KnownRoom(3)
-    room.begin("", 0)
+    capacity = RouterCapacity(3)
+    capacity.begin("", 0)
 
     async def call() -> None:
-        passage = await room.entrance.enter()
+        slot = await capacity.limiter.enter()
         # The application asks again before it tokenises: of three there are two others.
-        room.check("", 0)
+        capacity.check("", 0)
         await may_leave.wait()
-        passage.leave()
+        slot.leave()
 
     may_leave = asyncio.Event()
     tasks = [asyncio.create_task(call()) for _ in range(2)]
     await asyncio.sleep(0)
-    assert room.is_tight
+    assert capacity.may_refuse
     with pytest.raises(OverloadedError, match="3 requests are under way; allowed: 3"):
-        room.check("", 0)
-    room.check("", -1)
+        capacity.check("", 0)
+    capacity.check("", -1)
     may_leave.set()
     await asyncio.gather(*tasks)
-    assert not room.is_tight
-    room.check("", 0)
+    assert not capacity.may_refuse
+    capacity.check("", 0)
 
 
 class SlowRouter(FakeRouterClient):

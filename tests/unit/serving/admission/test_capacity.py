@@ -1,4 +1,4 @@
-"""Refusals that cost next to nothing, deadlines as a header, and the ingress's own HTTP server."""
+"""Tests of cheap refusals, of deadlines in a header, and of the ingress's own HTTP server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specray.config import parse_config
 from specray.errors import ConfigError, EngineLostError, InvalidRequestError, OverloadedError
 from specray.fakes import FakeRouterClient
 from specray.requests import GenerateRequest, SpeculationParams
-from specray.serving.admission.refusals import PROBE_S, KnownRoom, RefusingClient
+from specray.serving.admission.capacity import PROBE_S, AdmissionClient, RouterCapacity
 from specray.serving.http.app import build_http_app
 from specray.serving.http.server import HttpServer
 from specray.serving.http.timeout_header import with_timeout
@@ -34,7 +34,7 @@ def request(tenant: str = "", priority: int = 0) -> GenerateRequest:
 
 
 class Times:
-    """Seconds that a test sets."""
+    """A clock in seconds that a test sets."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -43,62 +43,62 @@ class Times:
         return self.now_s
 
 
-def is_let_through(room: KnownRoom, tenant: str = "", priority: int = 0) -> bool:
-    """Sends one to the router when the room allows it."""
+def is_let_through(capacity: RouterCapacity, tenant: str = "", priority: int = 0) -> bool:
+    """Begins a request if the capacity allows it; returns whether it did."""
     try:
-        room.check(tenant, priority)
+        capacity.check(tenant, priority)
     except OverloadedError:
         return False
-    room.begin(tenant, priority)
+    capacity.begin(tenant, priority)
     return True
 
 
 def test_no_more_go_to_the_routers_than_they_hold() -> None:
-    room = KnownRoom(3, monotonic=Times())
-    assert [is_let_through(room) for _ in range(4)] == [True, True, True, False]
-    room.end("", 0, None)
-    assert [is_let_through(room) for _ in range(2)] == [True, False]
+    capacity = RouterCapacity(3, monotonic=Times())
+    assert [is_let_through(capacity) for _ in range(4)] == [True, True, True, False]
+    capacity.end("", 0, None)
+    assert [is_let_through(capacity) for _ in range(2)] == [True, False]
 
 
 def test_full_routers_are_asked_for_whoever_might_displace_another() -> None:
-    room = KnownRoom(4, monotonic=Times())
-    assert all(is_let_through(room, "many", priority=1) for _ in range(4))
-    assert not is_let_through(room, "many", 1)
-    assert is_let_through(room, "many", 0), "more urgent than what is there"
-    assert is_let_through(room, "few", 1) and is_let_through(room, "few", 1)
-    assert is_let_through(room, "few", 1), "five against two"
-    assert not is_let_through(room, "few", 2), "five against three, but the least urgent of all"
+    capacity = RouterCapacity(4, monotonic=Times())
+    assert all(is_let_through(capacity, "many", priority=1) for _ in range(4))
+    assert not is_let_through(capacity, "many", 1)
+    assert is_let_through(capacity, "many", 0), "more urgent than what is there"
+    assert is_let_through(capacity, "few", 1) and is_let_through(capacity, "few", 1)
+    assert is_let_through(capacity, "few", 1), "five against two"
+    assert not is_let_through(capacity, "few", 2), "five against three, but the least urgent of all"
 
 
 def test_refused_tenant_gets_one_through_for_each_request_that_ends() -> None:
     times = Times()
-    room = KnownRoom(100, monotonic=times)
+    capacity = RouterCapacity(100, monotonic=times)
     for _ in range(5):
-        assert is_let_through(room)
-    room.end("", 0, FULL)
-    assert not is_let_through(room)
-    assert not is_let_through(room, priority=7)
-    assert is_let_through(room, priority=-1), "more urgent than what was refused"
-    assert is_let_through(room, tenant="other")
-    room.end("", 0, None)
-    room.end("other", 0, None)
-    assert [is_let_through(room) for _ in range(3)] == [True, True, False]
+        assert is_let_through(capacity)
+    capacity.end("", 0, FULL)
+    assert not is_let_through(capacity)
+    assert not is_let_through(capacity, priority=7)
+    assert is_let_through(capacity, priority=-1), "more urgent than what was refused"
+    assert is_let_through(capacity, tenant="other")
+    capacity.end("", 0, None)
+    capacity.end("other", 0, None)
+    assert [is_let_through(capacity) for _ in range(3)] == [True, True, False]
     # What other ingresses have seen end is not known here.
     times.now_s += PROBE_S
-    assert [is_let_through(room) for _ in range(2)] == [True, False]
+    assert [is_let_through(capacity) for _ in range(2)] == [True, False]
 
 
 def test_refusal_here_says_what_the_router_said_and_when_to_come_back() -> None:
     times = Times()
-    room = KnownRoom(100, monotonic=times)
+    capacity = RouterCapacity(100, monotonic=times)
     for _ in range(41):
-        room.begin("", 0)
+        capacity.begin("", 0)
     for _ in range(20):
         times.now_s += 0.5
-        room.end("", 0, None)
-    room.end("", 0, FULL)  # Of 41 there are 20 now.
+        capacity.end("", 0, None)
+    capacity.end("", 0, FULL)  # Of 41 there are 20 now.
     with pytest.raises(OverloadedError) as caught:
-        room.check("", 0)
+        capacity.check("", 0)
     assert caught.value.message == FULL.message
     # 20 are under way, and one ends every half second; spread by up to a half.
     assert 10.0 <= caught.value.retry_after_s <= 15.0
@@ -106,9 +106,9 @@ def test_refusal_here_says_what_the_router_said_and_when_to_come_back() -> None:
 
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_requests_are_counted_until_they_end_however_they_end(is_stream: bool) -> None:
-    room = KnownRoom(100)
+    capacity = RouterCapacity(100)
     router = FakeRouterClient(info=INFO, errors=[FULL, EngineLostError("lost")])
-    client = RefusingClient(router, room)
+    client = AdmissionClient(router, capacity)
     for number in range(3):
         try:
             if is_stream:
@@ -117,16 +117,16 @@ async def test_requests_are_counted_until_they_end_however_they_end(is_stream: b
                 await client.complete(request("t"))
         except OverloadedError:
             # Something has ended, or the next would not be asked for.
-            room.begin("t", 0)
-            room.end("t", 0, None)
+            capacity.begin("t", 0)
+            capacity.end("t", 0, None)
         except EngineLostError:
             assert number == 1
     assert len(router.requests) == 3
     stream = client.stream(request("t"))
     await anext(stream)
-    assert room._num_requests == 1
+    assert capacity._num_requests == 1
     await stream.aclose()
-    assert (room._num_requests, room._by_tenant, room._by_priority) == (0, {}, {})
+    assert (capacity._num_requests, capacity._by_tenant, capacity._by_priority) == (0, {}, {})
 
 
 FULL_SIZES = {"target": {"max_num_seqs": 1}, "router": {"max_queued_requests": 1}}
@@ -250,14 +250,14 @@ async def test_client_that_reads_nothing_loses_its_place_and_its_request_is_abor
 ) -> None:
     monkeypatch.setattr("specray.serving.http.events.SEND_TIMEOUT_S", 0.01)
     router = FakeRouterClient(info=INFO)
-    client = RefusingClient(router, KnownRoom(1))
+    client = AdmissionClient(router, RouterCapacity(1))
     config = parse_config({"served_model_name": MODEL, "ingress": {"max_ongoing_requests": 1}})
     app = build_http_app(client=client, tokenizer=TOKENIZER, config=config)
     # The answer that has come as a whole is told the server as a failure, which closes the connection too.
     with contextlib.nullcontext() if stream else pytest.raises(TimeoutError):
         assert len(await call_without_server(app, {**TEXT, "stream": stream}, reads=False)) == 1
     assert router.aborted_request_ids == ([router.requests[0].request_id] if stream else [])
-    assert client.room.num_requests == 0
+    assert client.capacity.num_requests == 0
     start, *_ = await call_without_server(app, TEXT, reads=True)
     assert start["status"] == 200
 

@@ -1,4 +1,4 @@
-"""API keys apart from HTTP: the configuration, the command that makes them, and what a caller holds."""
+"""Tests of API keys apart from HTTP: the configuration, the command that makes them, and quotas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specray.config import KeyConfig, parse_config
 from specray.environment import api_key
 from specray.errors import ConfigError, OverloadedError
 from specray.requests import GenerateRequest, SpeculationParams
-from specray.serving.admission.auth import Caller, Keyring, key_hash, new_key
+from specray.serving.admission.api_keys import Caller, Keyring, key_hash, new_key
 from specray.types import SamplingParams
 
 KEY, OTHER_KEY = new_key(), new_key()

@@ -1,4 +1,4 @@
-"""API keys: who calls, what the caller may do, and how much of it at a time.
+"""API keys: who calls, what the caller may do, and how many requests the caller may have at a time.
 
 A key is 256 random bits, so one SHA-256 of it is enough at rest: salt and slow hashes protect passwords,
 which can be guessed. Keys are compared in constant time, and every configured one is compared.
@@ -29,17 +29,17 @@ _RETRY_AFTER_S: Final = 1.0
 
 
 def new_key() -> str:
-    """A key that nobody can guess: 256 random bits."""
+    """Makes a key from 256 random bits."""
     return KEY_PREFIX + secrets.token_urlsafe(_KEY_BYTES)
 
 
 def key_hash(key: str) -> str:
-    """What the configuration holds of a key: SHA-256 in hexadecimal."""
+    """Returns the SHA-256 of a key in hexadecimal, which is all that the configuration holds of it."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 class Caller:
-    """Whoever sends requests with one key, over HTTP and gRPC together, and what they have in hand here.
+    """The owner of one key, over HTTP and gRPC together, and the requests that it has under way here.
 
     Without a key (the service asks for none) everything is allowed and nothing is changed.
     """
@@ -52,30 +52,30 @@ class Caller:
 
     @property
     def num_requests(self) -> int:
-        """Requests in hand: each prompt and choice of a call is one."""
+        """Number of requests under way; each prompt and choice of a call is one."""
         return self._num_requests
 
     @property
     def num_queued_tokens(self) -> int:
-        """Prompt tokens of requests in hand that have not been answered yet."""
+        """Prompt tokens of requests that have no output token yet."""
         return self._num_queued_tokens
 
     @property
     def can_observe(self) -> bool:
-        """May read /metrics and /debug/trace."""
+        """True if the caller may read /metrics and /debug/trace."""
         return self._key is None or self._key.can_observe
 
     def tenant_of(self, request: GenerateRequest) -> str:
-        """Whose the request is, whatever it claims; empty: nobody's."""
+        """Returns the tenant that is charged for a request, whatever the request claims; empty: none."""
         return request.tenant if self._key is None else self._key.tenant_name
 
     def standing(self, tenant: str, priority: int) -> tuple[str, int]:
-        """The tenant and the priority under which a request that claims these is served."""
+        """Returns the tenant and the priority under which a request that claims these is served."""
         key = self._key
         return (tenant, priority) if key is None else (key.tenant_name, max(priority, key.min_priority))
 
-    def own(self, requests: Sequence[GenerateRequest]) -> list[GenerateRequest]:
-        """The requests under the key's tenant, urgency and speculation policy, whatever they claim."""
+    def apply_policy(self, requests: Sequence[GenerateRequest]) -> list[GenerateRequest]:
+        """Returns the requests with the key's tenant, priority and speculation policy applied."""
         key = self._key
         if key is None:
             return list(requests)
@@ -89,8 +89,8 @@ class Caller:
             for request in requests
         ]
 
-    def admit(self, requests: Sequence[GenerateRequest]) -> Admission:
-        """A place for the requests of one call, held while its ``with`` block lasts.
+    def admit(self, requests: Sequence[GenerateRequest]) -> Reservation:
+        """Reserves the caller's quota for one call, until the reservation's ``with`` block ends.
 
         Raises:
             OverloadedError: the key has too much in hand; nothing was changed.
@@ -100,7 +100,7 @@ class Caller:
         if key is not None:
             self._check_requests(key, len(requests))
             self._check_tokens(key, sum(len(request.prompt_token_ids) for request in requests))
-        return Admission(self, [len(request.prompt_token_ids) for request in requests])
+        return Reservation(self, [len(request.prompt_token_ids) for request in requests])
 
     def _check_requests(self, key: KeyConfig, num_new: int) -> None:
         most = key.max_requests
@@ -117,7 +117,7 @@ class Caller:
 
     def _check_tokens(self, key: KeyConfig, num_new: int) -> None:
         most = key.max_queued_tokens
-        # As in the router's queue, one call alone is always let in.
+        # One call alone is always let in, as in the router's queue.
         if most is not None and self._num_queued_tokens and self._num_queued_tokens + num_new > most:
             raise OverloadedError(
                 f"key {key.name!r} has {self._num_queued_tokens} prompt tokens waiting; allowed: {most}",
@@ -130,8 +130,8 @@ class Caller:
         assert self._num_requests >= 0 and self._num_queued_tokens >= 0
 
 
-class Admission:
-    """What one call holds of its caller's limits, from its making to the end of its ``with`` block."""
+class Reservation:
+    """The part of its caller's quota that one call holds, until its ``with`` block ends."""
 
     def __init__(self, caller: Caller, num_tokens: Sequence[int]) -> None:
         self._caller = caller
@@ -140,11 +140,11 @@ class Admission:
         caller._take(self._num_requests, sum(num_tokens))
 
     def answered(self, index: int) -> None:
-        """The request has its first tokens: its prompt waits no longer; idempotent."""
+        """Notes that a request has its first tokens, so that its prompt no longer waits. Idempotent."""
         self._caller._take(0, -self._waiting.pop(index, 0))
 
     def finished(self, index: int) -> None:
-        """The request has ended; called once for each at most."""
+        """Notes that a request has ended. Called at most once for each."""
         self.answered(index)
         self._num_requests -= 1
         self._caller._take(-1, 0)
@@ -162,7 +162,7 @@ class Admission:
 
 
 class Keyring:
-    """The configured keys. Without any, everybody is let in."""
+    """The configured keys. If there are none, everybody is let in."""
 
     def __init__(self, auth: AuthConfig) -> None:
         self._callers = [(key.sha256.encode(), Caller(key)) for key in auth.keys]
@@ -174,11 +174,11 @@ class Keyring:
         return bool(self._callers)
 
     def is_open(self, path: str) -> bool:
-        """The HTTP path is answered without a key."""
+        """True if the HTTP path is answered without a key."""
         return not self.asks_for_key or path in self._open_paths
 
     def identify(self, authorization: Sequence[str]) -> Caller:
-        """The caller by the values of the ``Authorization`` header or metadata.
+        """Finds the caller by the values of the ``Authorization`` header or metadata.
 
         Raises:
             UnauthenticatedError: there is none, more than one, or it holds no key of this service.
@@ -189,7 +189,7 @@ class Keyring:
         digest = key_hash(key).encode()
         found: Caller | None = None
         for expected, caller in self._callers:
-            # No way out before the last one: the time must not tell which key came close.
+            # All keys are compared: the time must not tell which one came close.
             if hmac.compare_digest(digest, expected):
                 found = caller
         if found is None:
@@ -205,9 +205,9 @@ async def complete_for(
     *,
     timeout_s: float,
 ) -> list[Delta]:
-    """``generation.complete`` under the caller's name and limits. Raises what both raise."""
+    """Runs ``generation.complete`` under the caller's policy and quota. Raises what both raise."""
     with caller.admit(requests):
-        return await complete(client, caller.own(requests), tokenizer, timeout_s=timeout_s)
+        return await complete(client, caller.apply_policy(requests), tokenizer, timeout_s=timeout_s)
 
 
 async def stream_for(
@@ -218,14 +218,14 @@ async def stream_for(
     *,
     timeout_s: float,
 ) -> AsyncGenerator[Delta, None]:
-    """``generation.stream`` under the caller's name and limits. Raises what both raise, at the first step."""
-    with caller.admit(requests) as admission:
-        deltas = stream(client, caller.own(requests), tokenizer, timeout_s=timeout_s)
+    """Runs ``generation.stream`` under the caller's policy and quota. Raises what both raise."""
+    with caller.admit(requests) as reservation:
+        deltas = stream(client, caller.apply_policy(requests), tokenizer, timeout_s=timeout_s)
         try:
             async for delta in deltas:
-                admission.answered(delta.index)
+                reservation.answered(delta.index)
                 if delta.finish_reason is not None:
-                    admission.finished(delta.index)
+                    reservation.finished(delta.index)
                 yield delta
         finally:
             await close(deltas)
@@ -250,7 +250,7 @@ def _under_policy(key: KeyConfig, wanted: SpeculationParams) -> SpeculationParam
 
 
 def _bearer(authorization: Sequence[str]) -> str:
-    """The key in ``Bearer KEY``. Raises UnauthenticatedError; the text repeats nothing of what came."""
+    """Returns the key in ``Bearer KEY``. Raises UnauthenticatedError; its text repeats no input."""
     if not authorization:
         raise UnauthenticatedError("an API key is missing; send it as Authorization: Bearer KEY")
     with suppress(ValueError):

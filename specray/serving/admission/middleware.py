@@ -1,4 +1,4 @@
-"""Refusals over HTTP that cost next to nothing: before the body is read, or before anybody looks into it."""
+"""Admission control over HTTP: refuses calls before their body is read, or right after."""
 
 from __future__ import annotations
 
@@ -10,76 +10,80 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specray.errors import OverloadedError
-from specray.serving.admission.refusals import KnownRoom
+from specray.serving.admission.capacity import RouterCapacity
 from specray.serving.http.body import BODY_TIMEOUT_S
 from specray.serving.http.events import timely
 from specray.serving.http.key_check import caller_of
 from specray.serving.http.problems import problem_response
 
-_ROOM_RETRY_S = 1.0
+_RETRY_AFTER_S = 1.0
 _SCREENED_PATHS: Final = ("/v1/completions", "/v1/chat/completions")
 
 
-class RoomMiddleware:
-    """Bounds the calls that one ingress has in hand, and refuses what its routers are known to refuse.
+class AdmissionMiddleware:
+    """Limits the calls that one ingress has under way, and refuses what its routers are known to refuse.
 
-    At ten times the load the way through the application would cost more than the answers. Whatever is
-    unclear about a body is left to the application. A call whose client does not read loses its place.
+    At ten times the capacity, running the application for every call would cost more than the answers. A body
+    that is unclear is left to the application. A call whose client does not read loses its place.
 
     Args:
-        max_calls: in hand; those beyond are refused before their body is read.
-        room: of the routers.
+        max_calls: calls under way; further ones are refused before their body is read.
+        capacity: free capacity of the routers, as far as it is known.
     """
 
-    def __init__(self, app: ASGIApp, *, max_calls: int, room: KnownRoom) -> None:
+    def __init__(self, app: ASGIApp, *, max_calls: int, capacity: RouterCapacity) -> None:
         self._app = app
         self._max_calls = max_calls
-        self._room = room
+        self._capacity = capacity
         self._num_calls = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Whether the service lives can be asked of a full one too.
+        # Health checks are answered by a full service, too.
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        request, passage = Request(scope), None
+        request, slot = Request(scope), None
         send = timely(send)
         self._num_calls += 1
         try:
             if self._num_calls > self._max_calls:
                 reason = f"{self._max_calls} calls are in hand; allowed: {self._max_calls}"
-                raise OverloadedError(reason, _ROOM_RETRY_S)
+                raise OverloadedError(reason, _RETRY_AFTER_S)
             if scope["path"].endswith(_SCREENED_PATHS):
                 receive, is_whole = await self._screened(request, receive)
-                # Whoever is slow to send must not hold up others.
-                passage = await self._room.entrance.enter() if is_whole else None
+                # A client that sends slowly must not hold up others.
+                slot = await self._capacity.limiter.enter() if is_whole else None
         except OverloadedError as error:
-            # Its status is counted; a line in the log for each would be a flood of its own.
+            # The status is counted; a log line for each refusal would be a flood of its own.
             await problem_response(error)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
         finally:
             self._num_calls -= 1
-            if passage is not None:
-                passage.leave()
+            if slot is not None:
+                slot.leave()
 
     async def _screened(self, request: Request, receive: Receive) -> tuple[Receive, bool]:
-        """What the application is to receive, and whether that is all. Raises OverloadedError."""
+        """Checks the body as far as it has come. Raises OverloadedError.
+
+        Returns:
+            What the application is to receive, and whether the body is complete.
+        """
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 first = await receive()
         except TimeoutError:
             return receive, False
         is_whole = first["type"] == "http.request" and not first.get("more_body")
-        if is_whole and self._room.is_tight:
+        if is_whole and self._capacity.may_refuse:
             place = _place(first.get("body", b""))
             if place is not None:
-                self._room.check(*caller_of(request).standing(*place))
+                self._capacity.check(*caller_of(request).standing(*place))
         return _after(first, receive), is_whole
 
 
 def _place(body: bytes) -> tuple[str, int] | None:
-    """The tenant and the priority that a body asks for; None: not clear."""
+    """Reads the tenant and the priority that a body asks for; None: not clear."""
     try:
         values = from_json(body)
         priority = values.get("priority") or 0
@@ -90,7 +94,7 @@ def _place(body: bytes) -> tuple[str, int] | None:
 
 
 def _after(first: Message, receive: Receive) -> Receive:
-    """Receives ``first`` once more, and then the rest."""
+    """Returns a channel that delivers ``first`` again, and then the rest."""
     is_open = True
 
     async def replayed() -> Message:

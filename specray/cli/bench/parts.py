@@ -1,0 +1,177 @@
+"""``specray bench router``, ``rpc``, ``forwards``, ``drafting``: single parts of the service."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from specray.cli import options
+from specray.types import MAX_SPECULATIVE_TOKENS, Overlap
+
+
+class Transport(StrEnum):
+    """The connection of router and worker."""
+
+    UNIX = "unix"
+    TCP = "tcp"
+
+
+K = Annotated[int, typer.Option(min=0, max=MAX_SPECULATIVE_TOKENS, help="Draft tokens per round (K).")]
+DraftedK = Annotated[int, typer.Option(min=1, max=MAX_SPECULATIVE_TOKENS, help="Draft tokens per round (K).")]
+DraftTokensPerItem = Annotated[
+    int, typer.Option(min=0, max=MAX_SPECULATIVE_TOKENS, help="Draft tokens per item of the batch.")
+]
+RouterMode = Annotated[
+    Overlap, typer.Option("--overlap", help="What the draft does while the target verifies.")
+]
+Agreement = Annotated[float, typer.Option(min=0, max=1, help="Probability that a draft token is right.")]
+TransportOption = Annotated[Transport, typer.Option(help="Connection between router and worker.")]
+RoleOption = Annotated[options.Role, typer.Option(help="Engine, and which model of the embedded pair.")]
+NewTokens = Annotated[list[int] | None, typer.Option(min=1, help="New tokens per sequence; may be repeated.")]
+ContextLen = Annotated[int, typer.Option(min=0, help="Tokens of each sequence that are in the KV cache.")]
+NumRepeats = Annotated[int, typer.Option(min=1, help="Measurements per size.")]
+NumSessions = Annotated[
+    list[int] | None, typer.Option(min=1, help="Requests at a time; may be repeated. Default: 1 8 32.")
+]
+NumItems = Annotated[
+    list[int] | None, typer.Option(min=1, help="Items per batch; may be repeated. Default: 1 8 32.")
+]
+NumTokens = Annotated[int, typer.Option(min=1, help="Output tokens per request.")]
+NumRounds = Annotated[int, typer.Option(min=1, help="Round trips.")]
+
+
+def router(
+    mode: RouterMode = Overlap.ENUMERATE,
+    num_speculative_tokens: K = 3,
+    num_sessions: NumSessions = None,
+    num_tokens: NumTokens = 1000,
+    agreement: Agreement = 0.6,
+    json_path: options.JsonPath = None,
+) -> None:
+    """Measure the router's own work per target step, with engines that cost nothing."""
+    from specray.bench.router import measure_router
+    from specray.cli.output import print_rows
+
+    costs = [
+        measure_router(
+            overlap=mode,
+            num_speculative_tokens=num_speculative_tokens,
+            num_sessions=sessions,
+            num_tokens=num_tokens,
+            agreement=agreement,
+        )
+        for sessions in num_sessions or [1, 8, 32]
+    ]
+    print_rows("router", costs, json_path)
+
+
+def rpc(
+    transport: TransportOption = Transport.UNIX,
+    num_sessions: NumItems = None,
+    num_rounds: NumRounds = 2000,
+    num_draft_tokens: DraftTokensPerItem = 4,
+    json_path: options.JsonPath = None,
+) -> None:
+    """Measure a round trip to a worker whose engine answers at once."""
+    from specray.bench.rpc import measure_rpc
+    from specray.cli.output import print_rows
+
+    trips = [
+        measure_rpc(
+            transport=transport.value,
+            num_sessions=sessions,
+            num_rounds=num_rounds,
+            num_draft_tokens=num_draft_tokens,
+        )
+        for sessions in num_sessions or [1, 8, 32]
+    ]
+    print_rows("rpc", trips, json_path)
+
+
+def forwards(
+    model: options.Model = "embedded",
+    role: RoleOption = options.Role.TARGET,
+    dtype: options.Dtype = "bfloat16",
+    device: options.Device = "auto",
+    num_threads: options.NumThreads = None,
+    rows: NewTokens = None,
+    num_sequences: options.NumSequences = None,
+    context_len: ContextLen = 256,
+    num_repeats: NumRepeats = 50,
+    json_path: options.JsonPath = None,
+) -> None:
+    """Measure a model's forward against the least it can cost: reading its weights once."""
+    from rich.console import Console
+    from rich.progress import track
+
+    from specray.environment import apply_thread_environment
+
+    apply_thread_environment()
+    from specray.bench.forwards import ROWS, forwards_table, measure_forwards
+    from specray.cli.output import write_json
+    from specray.cli.settings import build_config
+    from specray.engine.runner.assembly import build_runner
+
+    engine_options = {"model": model, "dtype": dtype, "device": device, "num_threads": num_threads}
+    other: dict[str, object] = {"draft.enabled": False} if role is options.Role.TARGET else {}
+    config = build_config(None, {f"{role}.{key}": value for key, value in engine_options.items()} | other)
+    engine = config.draft if role is options.Role.DRAFT else config.target
+    runner = build_runner(engine, role=role.value)
+    sizes = [(sequences, width) for sequences in num_sequences or [1] for width in rows or ROWS]
+    costs = [
+        cost
+        for sequences, width in track(sizes, "forwards", console=Console(stderr=True), transient=True)
+        for cost in measure_forwards(
+            runner,
+            rows=[width],
+            num_sequences=sequences,
+            context_len=context_len,
+            num_repeats=num_repeats,
+        )
+    ]
+    Console().print(forwards_table(costs, title=f"{role} {model}, {dtype}"))
+    write_json([asdict(cost) for cost in costs], json_path)
+
+
+def drafting(
+    model: options.Model = "embedded",
+    dtype: options.Dtype = "bfloat16",
+    device: options.Device = "auto",
+    num_threads: options.NumThreads = None,
+    num_sequences: options.NumSequences = None,
+    temperature: options.Temperatures = None,
+    num_speculative_tokens: DraftedK = 4,
+    context_len: Annotated[int, typer.Option(min=1, help="Tokens before the first round.")] = 256,
+    num_repeats: Annotated[int, typer.Option(min=1, help="Rounds measured.")] = 50,
+    json_path: options.JsonPath = None,
+) -> None:
+    """Measure what a draft token costs in a whole draft engine, without RPC."""
+    from rich.console import Console
+
+    from specray.environment import apply_thread_environment
+
+    apply_thread_environment()
+    from specray.bench.forwards import drafting_table, measure_drafting
+    from specray.cli.output import write_json
+    from specray.cli.settings import build_config
+    from specray.engine.build import build_draft_engine
+
+    values = {"model": model, "dtype": dtype, "device": device, "num_threads": num_threads}
+    engine = build_draft_engine(build_config(None, {f"draft.{key}": value for key, value in values.items()}))
+    costs = [
+        measure_drafting(
+            engine,
+            num_sequences=sequences,
+            temperature=heat,
+            num_tokens=num_speculative_tokens,
+            context_len=context_len,
+            num_repeats=num_repeats,
+        )
+        for sequences in num_sequences or [1, 8, 32]
+        for heat in temperature or [0.0, 1.0]
+    ]
+    Console().print(drafting_table(costs, title=f"draft {model}, {dtype}"))
+    write_json([asdict(cost) for cost in costs], json_path)

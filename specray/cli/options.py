@@ -1,0 +1,81 @@
+"""Options that several commands share: one annotated type, one name and one help text for each."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specray.bench.load.prompts import Dataset
+from specray.types import MAX_SPECULATIVE_TOKENS
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+NUM_PROFILE_PROMPTS = 48
+"""Number of prompts on which ``profile``, and ``plan --check``, measure acceptance."""
+
+
+class Role(StrEnum):
+    """The two engines of a pair."""
+
+    DRAFT = "draft"
+    TARGET = "target"
+
+
+ConfigPath = Annotated[Path | None, typer.Option(help="Configuration file (YAML).")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Sets any key of the configuration: dotted.key=value. May be repeated."),
+]
+
+# The pair.
+TargetModel = Annotated[str | None, typer.Option(help="Target model: path, hub id, or embedded.")]
+DraftModel = Annotated[str | None, typer.Option(help="Draft model: path, hub id, or embedded.")]
+Draft = Annotated[
+    str | None, typer.Option(help="Draft model: path, hub id, or embedded; or ngram, suffix, none.")
+]
+Model = Annotated[str, typer.Option(help="Model: path, hub id, or embedded.")]
+Dtype = Annotated[str | None, typer.Option(help="Number format of the weights: bfloat16 or float32.")]
+Device = Annotated[str | None, typer.Option(help="Device: auto, cpu, or cuda.")]
+NumThreads = Annotated[
+    int | None, typer.Option(help="CPU threads per engine; default: by cores and model size.")
+]
+MaxModelLen = Annotated[int | None, typer.Option(help="Maximum tokens of a sequence.")]
+TensorParallelSize = Annotated[int | None, typer.Option(help="Tensor-parallel ranks of the target.")]
+NumDraftReplicas = Annotated[int | None, typer.Option(help="Number of draft actors.")]
+
+# How the pair speculates.
+NumSpeculativeTokens = Annotated[
+    str | None,
+    typer.Option(help=f"Maximum draft tokens per round (K): 0..{MAX_SPECULATIVE_TOKENS}, or auto."),
+]
+Verification = Annotated[
+    str | None, typer.Option(help="How draft tokens are verified: coupled or rejection.")
+]
+OverlapMode = Annotated[
+    str | None,
+    typer.Option(help="What the draft does while the target verifies: serial, ahead, enumerate, auto."),
+]
+
+# The requests.
+PromptSource = Annotated[Dataset, typer.Option(help="Source of the prompts.")]
+PromptPath = Annotated[Path | None, typer.Option(help="File of the data set: JSON lines, plain or gzip.")]
+NumPrompts = Annotated[int, typer.Option(min=1, help="Number of different prompts.")]
+MaxTokens = Annotated[int, typer.Option(min=1, help="Output tokens per prompt.")]
+Temperature = Annotated[float, typer.Option(min=0, max=2, help="Sampling temperature; 0 is greedy.")]
+Temperatures = Annotated[
+    list[float] | None,
+    typer.Option(min=0, max=2, help="Sampling temperature; 0 is greedy. May be repeated."),
+]
+Seed = Annotated[int, typer.Option(help="Seed of all random draws.")]
+RequestTimeout = Annotated[float, typer.Option(min=1, help="Seconds allowed for one request.")]
+ServerUrl = Annotated[str, typer.Option(help="URL of the running server.")]
+
+# What is measured, and where the results go.
+Concurrency = Annotated[int, typer.Option(min=1, help="Requests at a time.")]
+NumSequences = Annotated[list[int] | None, typer.Option(min=1, help="Sequences per batch; may be repeated.")]
+NumPasses = Annotated[
+    int, typer.Option(min=1, max=50, help="Passes over all loads; for each size the median counts.")
+]
+JsonPath = Annotated[Path | None, typer.Option("--json", help="File for the results (JSON).")]

@@ -1,0 +1,181 @@
+"""Compares a forward over the block cache with the library's own, in all that serving does with a cache.
+
+Two sequences in one step, a prompt in chunks, single tokens beyond every window, a rollback, and branches;
+logits against those of a plain forward over the whole sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from specray.engine.attention.mask import branch_visibility
+from specray.engine.cache.blocks import BlockCache
+from specray.engine.model.checks.messages import first_line
+from specray.engine.model.checks.miniature import build_miniature, token_ids, windows
+from specray.engine.step import AttentionStep, CacheShape, Forward, SequenceRows, Step
+from specray.errors import ConfigError
+
+ALLOWED_ERROR = 1e-3
+"""Root mean square of the logits' differences over their deviation, in float32."""
+_MARGIN = 11
+"""Tokens of a checked sequence beyond twice the longest window."""
+_NUM_OTHER = 9
+"""Tokens of the second sequence."""
+_BRANCH_LEN = 3
+"""Tokens of each branch."""
+
+
+def check_architecture(
+    config: PreTrainedConfig, *, max_model_len: int, make_forward: Callable[[PreTrainedModel], Forward]
+) -> None:
+    """Raises ConfigError, with the reason, when a forward does not compute a miniature of the architecture.
+
+    Args:
+        config: of the whole model.
+        make_forward: from a model of the library, whose attention it may replace.
+    """
+    model = build_miniature(config, max_model_len=max_model_len)
+    name = type(model).__name__
+    longest = max(windows(model.config.get_text_config()).values(), default=0)
+    longest = longest if longest < max_model_len else 0
+    sample = _sample(model, min(2 * longest + _MARGIN, max_model_len - _BRANCH_LEN))
+    try:
+        expected = _expected(model, sample)
+        forward = make_forward(model)
+        error = _compare(forward, expected, sample)
+    except ConfigError:
+        raise
+    except Exception as error:  # An architecture that calls attention in its own way fails in its own way.
+        raise ConfigError(
+            f"{name} is not supported: its attention cannot run over the cache ({first_line(error)})"
+        ) from None
+    if not error < ALLOWED_ERROR:
+        raise ConfigError(
+            f"{name} is not supported: over the cache its logits are off by {error:.2g} of their deviation "
+            f"(allowed: {ALLOWED_ERROR}); it keeps more than keys and values, or attends in its own way"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """What is computed: a sequence, tokens that are rolled back, a second sequence, and two branches."""
+
+    first: list[int]
+    rejected: list[int]
+    second: list[int]
+    branches: tuple[tuple[int, list[int]], ...]
+    """Each with the number of tokens of ``first`` that it continues."""
+
+
+def _sample(model: PreTrainedModel, length: int) -> _Sample:
+    config = model.config.get_text_config()
+    first = token_ids(length, seed=1, config=config)
+    return _Sample(
+        first=first,
+        rejected=token_ids(4, seed=2, config=config),
+        second=token_ids(min(_NUM_OTHER, length), seed=3, config=config),
+        branches=(
+            (length, token_ids(_BRANCH_LEN, seed=4, config=config)),
+            (length - 2, token_ids(_BRANCH_LEN, seed=5, config=config)),
+        ),
+    )
+
+
+@torch.inference_mode()
+def _expected(model: PreTrainedModel, sample: _Sample) -> list[torch.Tensor]:
+    """The library's logits of ``first``, ``second`` and each branch, one row for each token."""
+
+    def plain(tokens: Sequence[int]) -> torch.Tensor:
+        logits: torch.Tensor = model(torch.tensor([tokens], device=model.device), use_cache=False).logits[0]
+        return logits.float()
+
+    branches = [plain([*sample.first[:trunk], *tokens])[-len(tokens) :] for trunk, tokens in sample.branches]
+    return [plain(sample.first), plain(sample.second), *branches]
+
+
+def _compare(forward: Forward, expected: list[torch.Tensor], sample: _Sample) -> float:
+    """The largest error of a part, which the cache's own bookkeeping makes no smaller."""
+    logits = _over_the_cache(forward, sample)
+    return max(
+        float((got - want).square().mean().sqrt() / want.std())
+        for got, want in zip(logits, expected, strict=True)
+    )
+
+
+def _over_the_cache(forward: Forward, sample: _Sample) -> list[torch.Tensor]:
+    num_first, num_second = len(sample.first), len(sample.second)
+    room = num_first + max(len(sample.rejected), 2 * _BRANCH_LEN)
+    cache = _cache(forward.cache_shape, block_size=room)
+    steps = _Steps(forward, cache)
+    half, middle = num_first // 2, num_second // 2
+    # The first chunk of one sequence beside the first of another, then each goes on beside the other.
+    begun = steps.run((0, 0, sample.first[:half]), (1, 0, sample.second[:middle]))
+    went_on = steps.run((1, middle, sample.second[middle:]), (0, half, sample.first[half : num_first - 4]))
+    # Tokens that were refused are overwritten, one by one.
+    steps.run((0, num_first - 4, sample.rejected))
+    singles = [
+        steps.run((0, position, [sample.first[position]]))[0] for position in range(num_first - 4, num_first)
+    ]
+    return [
+        torch.cat([begun[0], went_on[1], *singles]),
+        torch.cat([begun[1], went_on[0]]),
+        *steps.run_branches(num_first, sample.branches),
+    ]
+
+
+def _cache(shape: CacheShape, *, block_size: int) -> BlockCache:
+    return BlockCache(
+        num_layers=shape.num_layers,
+        num_blocks=2,
+        block_size=block_size,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """Steps over a cache in which each sequence has one block."""
+
+    forward: Forward
+    cache: BlockCache
+
+    def run(self, *parts: tuple[int, int, list[int]]) -> list[torch.Tensor]:
+        """Logits of each part, which is a sequence, the position of its first new token, and the tokens."""
+        rows: list[SequenceRows] = []
+        tokens: list[int] = []
+        positions: list[int] = []
+        for sequence, start, new in parts:
+            rows.append(SequenceRows(len(tokens), len(new), start, [sequence]))
+            tokens += new
+            positions += range(start, start + len(new))
+        logits = self._forward(tokens, positions, tuple(rows))
+        return list(logits.split([len(new) for _, _, new in parts]))
+
+    def run_branches(self, first_place: int, branches: Sequence[tuple[int, list[int]]]) -> list[torch.Tensor]:
+        """Logits of branches of sequence 0, which grow token by token beside each other."""
+        grown: list[list[torch.Tensor]] = [[] for _ in branches]
+        for depth in range(_BRANCH_LEN):
+            rows = [
+                branch_visibility(trunk, first_place + i * _BRANCH_LEN, depth + 1)
+                for i, (trunk, _) in enumerate(branches)
+            ]
+            positions = [row.position for row in rows]
+            sequence = SequenceRows(0, len(rows), min(positions), [0], tuple(rows))
+            logits = self._forward([tokens[depth] for _, tokens in branches], positions, (sequence,))
+            for own, row in zip(grown, logits.split(1), strict=True):
+                own.append(row)
+        return [torch.cat(rows) for rows in grown]
+
+    @torch.inference_mode()
+    def _forward(
+        self, tokens: list[int], positions: list[int], rows: tuple[SequenceRows, ...]
+    ) -> torch.Tensor:
+        attention = AttentionStep(rows, self.cache)
+        return self.forward(Step(torch.tensor(tokens), torch.tensor(positions), attention, None))

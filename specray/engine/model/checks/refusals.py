@@ -1,0 +1,66 @@
+"""Names in plain words what is known of a configuration that cannot be served, before anything is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specray.engine.model.checks.miniature import windows
+
+_RECURRENT_KINDS = frozenset(
+    {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid_mamba", "gdn"}
+)
+_RECURRENT_TYPES = frozenset(
+    {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm", "recurrent_gemma", "zamba", "zamba2"}
+    | {"bamba", "jamba", "nemotron_h", "kimi_linear", "olmo_hybrid", "minimax", "bailing_hybrid"}
+)
+_SPARSE_FIELDS = ("index_topk", "index_n_heads", "index_topk_blocks")
+_SPARSE_KINDS = frozenset(
+    {"indexed_attention", "heavily_compressed_attention", "compressed_sparse_attention"}
+)
+
+
+def layer_kinds(config: Any) -> frozenset[str]:
+    """What a text configuration calls its layers; none where it does not list them."""
+    for name in ("layer_types", "layers_block_type"):
+        kinds = getattr(config, name, None)
+        if isinstance(kinds, (list, tuple)):
+            return frozenset(map(str, kinds))
+    return frozenset()
+
+
+def known_refusal(config: Any, *, max_model_len: int) -> str | None:
+    """Why a text configuration cannot be served, as the end of a sentence; None: nothing is known.
+
+    Args:
+        max_model_len: the most tokens of a sequence; windows and chunks beyond it are never reached.
+    """
+    kinds = layer_kinds(config)
+    recurrent = sorted(kinds & _RECURRENT_KINDS)
+    if recurrent or (config.model_type in _RECURRENT_TYPES and not _is_attention_only(kinds)):
+        listed = f" ({', '.join(recurrent)})" if recurrent else ""
+        return (
+            f"it has recurrent layers{listed}, whose state cannot be taken back to an earlier token as a "
+            "cache of keys and values can"
+        )
+    if kinds & _SPARSE_KINDS or any(getattr(config, name, None) for name in _SPARSE_FIELDS):
+        return (
+            "it has sparse attention, whose layers choose the tokens that they see by an index of their own"
+        )
+    if "chunked_attention" in kinds:
+        chunk = windows(config).get("attention_chunk_size")
+        if chunk is not None and chunk < max_model_len:
+            return (
+                f"its attention is cut into chunks of {chunk} tokens and max_model_len is {max_model_len}; "
+                f"allowed: max_model_len up to {chunk}"
+            )
+    return None
+
+
+def _is_attention_only(kinds: frozenset[str]) -> bool:
+    return bool(kinds) and all(kind.endswith("attention") for kind in kinds - _RECURRENT_KINDS)
+
+
+def refusal_of(config: Any, *, max_model_len: int) -> str | None:
+    """:func:`known_refusal` as a sentence that names the model's type."""
+    reason = known_refusal(config, max_model_len=max_model_len)
+    return None if reason is None else f"model type {config.model_type!r} is not supported: {reason}"

@@ -1,0 +1,97 @@
+"""Checks what the library has loaded: that every tensor found its place, and that all are numbers."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from specray.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_MAX_LISTED = 4
+"""Tensors that a message names; of more it says how many."""
+# Tables that are computed, once saved with the weights.
+_COMPUTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|inv_freq|position_ids|masked_bias|rope\.freqs)$")
+# What a multimodal checkpoint holds beside its language model.
+_OTHER_MODALITY = re.compile(
+    r"(^|\.)(vision\w*|visual|vit|image\w*|img\w*|audio\w*|speech\w*|embed_vision|embed_audio|multi_modal_projector"
+    r"|mm_projector|patch_merger|video\w*)\."
+)
+_PREDICTOR = re.compile(r"(^|\.)(mtp\w*|nextn\w*|eagle\w*)\.")
+_LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
+
+
+def check_report(path: str, report: Mapping[str, Any], config: Any) -> None:
+    """Raises ConfigError for weights that are missing, are of no use, or could not be converted.
+
+    Args:
+        report: the library's loading information.
+        config: of the text part.
+    """
+    if report["missing_keys"]:
+        # The library fills them with random numbers.
+        raise ConfigError(f"model {path!r} lacks weights: {listed(report['missing_keys'])}")
+    if report.get("mismatched_keys"):
+        raise ConfigError(f"model {path!r} has weights of another shape: {listed(report['mismatched_keys'])}")
+    if report.get("conversion_errors"):
+        raise ConfigError(f"model {path!r} cannot be loaded: {listed(report['conversion_errors'])}")
+    unexpected = sorted(report["unexpected_keys"])
+    predictors = [name for name in unexpected if _is_predictor(name, config)]
+    if predictors:
+        logger.info("%s: layers that predict several tokens are not loaded: %s", path, listed(predictors))
+    unknown = [name for name in unexpected if name not in set(predictors) and not _is_harmless(name, config)]
+    if unknown:
+        raise ConfigError(
+            f"model {path!r} has weights for which {type_name(config)} has no place: {listed(unknown)}"
+        )
+
+
+def check_finite(path: str, model: PreTrainedModel) -> None:
+    """Raises ConfigError that names the first weight with a NaN or an infinity."""
+    for name, tensor in model.state_dict().items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local.is_floating_point() and local.numel() and not is_finite(local):
+            raise ConfigError(f"model {path!r}: the weight {name!r} holds NaN or infinite values")
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all are numbers; one pass without a copy, since NaN is a minimum and a maximum."""
+    return bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
+
+
+def listed(names: Iterable[object]) -> str:
+    """The first few names, and how many more there are."""
+    ordered = sorted(str(name) for name in names)
+    more = f" and {len(ordered) - _MAX_LISTED} more" if len(ordered) > _MAX_LISTED else ""
+    return ", ".join(ordered[:_MAX_LISTED]) + more
+
+
+def type_name(config: Any) -> str:
+    """What messages call a model's type."""
+    return f"model type {config.model_type!r}"
+
+
+def _is_harmless(name: str, config: Any) -> bool:
+    if _COMPUTED.search(name) or _OTHER_MODALITY.search(name):
+        return True
+    return bool(config.tie_word_embeddings) and name.endswith("lm_head.weight")
+
+
+def _is_predictor(name: str, config: Any) -> bool:
+    """Of layers behind the last one, which predict further tokens (MTP)."""
+    if _PREDICTOR.search(name):
+        return True
+    count = getattr(config, "num_nextn_predict_layers", None) or getattr(
+        config, "mtp_num_hidden_layers", None
+    )
+    match = _LAYER.search(name)
+    if match is None or not count:
+        return False
+    return config.num_hidden_layers <= int(match[2]) < config.num_hidden_layers + count

@@ -1,0 +1,90 @@
+"""What the lowered decoder is made of on one device: linear layers, norms and attention.
+
+On CPU these are kernels of our own, compiled by numba, where numba is installed; elsewhere torch's operators.
+Nothing of numba is imported where it is not used.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+import torch
+
+from specray.engine.attention.paged import AttendBlocks, BlockAttention, StoreRows
+from specray.engine.model.decoder import Attention, Norm
+from specray.engine.model.linear import Gate, Linear
+from specray.engine.model.operators_torch import TorchOperators, rotary_tables
+from specray.engine.step import HeadShape
+
+_log = logging.getLogger(__name__)
+
+
+class Operators(Protocol):
+    """Makes the parts of a decoder. The caller drops its own reference to a weight: parts may be copies."""
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """``[out_features, in_features]``, and ``[out_features]``."""
+        ...
+
+    def gate(
+        self,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        gate_bias: torch.Tensor | None,
+        up_bias: torch.Tensor | None,
+    ) -> Gate: ...
+
+    def norm(self, weight: torch.Tensor, eps: float) -> Norm: ...
+
+    def attention(self, cos: torch.Tensor, sin: torch.Tensor, shape: HeadShape) -> Attention:
+        """Over rotary tables ``[max_model_len, head_dim]``, float32, whose halves are equal."""
+        ...
+
+
+class BlockOperators:
+    """Implements :class:`Operators`: as others do, but for attention from tensors that describe the step.
+
+    Args:
+        others: make everything else.
+        dtype: of the model.
+        attend: attention over the block cache.
+        store: what is done with its rows before.
+    """
+
+    def __init__(self, others: Operators, dtype: torch.dtype, attend: AttendBlocks, store: StoreRows) -> None:
+        self.linear, self.gate, self.norm = others.linear, others.gate, others.norm
+        self._dtype = dtype
+        self._attend = attend
+        self._store = store
+
+    def attention(self, cos: torch.Tensor, sin: torch.Tensor, shape: HeadShape) -> Attention:
+        tables = rotary_tables(cos, sin, self._dtype)
+        return BlockAttention(tables, shape, self._attend, self._store)
+
+
+def cpu_operators(dtype: torch.dtype, num_threads: int) -> Operators:
+    """Our kernels, or torch's operators where numba is missing."""
+    try:
+        from specray.engine.model.operators_cpu import KernelOperators
+    except ImportError as error:
+        _log.warning(
+            "numba cannot be imported (%s): layers run with torch's operators instead of compiled kernels; "
+            "forwards take longer, those of small models several times as long",
+            error,
+        )
+        return TorchOperators(dtype)
+    return KernelOperators(dtype, num_threads)
+
+
+def cuda_operators(dtype: torch.dtype, device: torch.device) -> Operators:
+    """Torch's operators; with Triton, where it works, for what lies between the matrix products."""
+    try:
+        from specray.engine.model.operators_triton import TritonOperators, check_gate
+
+        check_gate(device, dtype)
+    # Whatever a compiler or a driver raises: there is another way.
+    except Exception as error:
+        _log.info("activations run with torch's operators: %s: %s", type(error).__name__, error)
+        return TorchOperators(dtype)
+    return TritonOperators(dtype)

@@ -1,0 +1,35 @@
+"""Says of a tokenizer that cannot be read which file or package is missing."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from specray.errors import ConfigError
+
+_READ = ("tokenizer.json", "vocab.json", "vocab.txt")
+"""Files of which one suffices, or does with others beside it."""
+_SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model")
+
+
+def check_tokenizer_files(path: str | Path) -> None:
+    """Raises ConfigError where a directory has a tokenizer only in a form that is not read here.
+
+    Args:
+        path: of a directory; a hub id is left to the library.
+    """
+    directory = Path(path).expanduser()
+    if not directory.is_dir() or any((directory / name).is_file() for name in _READ):
+        return
+    found = next((name for name in _SENTENCEPIECE if (directory / name).is_file()), None)
+    if found is not None and find_spec("sentencepiece") is None:
+        raise ConfigError(
+            f"model {str(path)!r} has its tokenizer in {found} alone, which needs the package sentencepiece, "
+            "not installed here; allowed: to install it (pip install sentencepiece), or a tokenizer.json"
+        )
+    tekken = sorted(file.name for file in directory.glob("*tekken*.json"))
+    if found is None and tekken:
+        raise ConfigError(
+            f"model {str(path)!r} has its tokenizer in {tekken[0]} alone, which only the package "
+            "mistral-common reads, not this service; allowed: a tokenizer.json"
+        )

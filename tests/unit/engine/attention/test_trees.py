@@ -1,0 +1,105 @@
+"""Every attention path on random trees against a dense mask in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from specray.engine.attention.paged import BlockAttention, attend_gathered
+from specray.engine.cache.blocks import BlockCache
+from specray.engine.cpu.gemm import tiles
+from specray.engine.model.decoder import Attention, PlainAttention
+from specray.engine.model.operators_torch import rotary_tables
+from specray.engine.step import HeadShape
+from tests.unit.engine.attention.trees import MAX_LEN, TREES, Tree, angles, expected, random_rows, tree_steps
+from tests.unit.engine.cpu.amx_emulated import emulated_tiles
+
+SHAPE = HeadShape(6, 2, 32)
+
+
+def torch_tables() -> tuple[torch.Tensor, torch.Tensor]:
+    both = torch.cat((angles(SHAPE.head_dim),) * 2, -1)
+    return both.cos(), both.sin()
+
+
+def sdpa() -> Attention:
+    rotary = rotary_tables(*torch_tables(), torch.float32)
+    return PlainAttention(rotary, SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.head_dim, SHAPE.scale)
+
+
+def gather() -> Attention:
+    return BlockAttention(rotary_tables(*torch_tables(), torch.float32), SHAPE, attend_gathered)
+
+
+def kernel(dtype: torch.dtype) -> Attention:
+    pytest.importorskip("numba")
+    from specray.engine.model.operators_cpu import KernelOperators
+
+    return KernelOperators(dtype, 1).attention(*torch_tables(), SHAPE)
+
+
+@pytest.fixture
+def amx(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The processor's own registers, or some in memory."""
+    if tiles.is_usable():
+        yield
+        return
+    with emulated_tiles(monkeypatch):
+        yield
+
+
+def attend(attention: Attention, tree: Tree, dtype: torch.dtype, block_size: int) -> torch.Tensor:
+    """The nodes' attention, then that of the other sequence's only row."""
+    cache = BlockCache(
+        num_layers=1,
+        num_blocks=-(-MAX_LEN // block_size) + 1,
+        block_size=block_size,
+        num_kv_heads=SHAPE.num_kv_heads,
+        head_dim=SHAPE.head_dim,
+        dtype=dtype,
+        device=torch.device("cpu"),
+    )
+    qkv = random_rows(tree, SHAPE, dtype)
+    steps = tree_steps(tree, cache)
+    for step, positions, taken in steps:
+        rows = torch.cat((qkv[taken], qkv[:1])) if len(step.rows) > 1 else qkv[taken]
+        prepared = attention.prepare(step, torch.tensor(positions))
+        out = prepared.attend(0, rows.clone().flatten(1), None, tree.window)
+    return out
+
+
+def check(
+    make: Callable[[], Attention], tree: Tree, dtype: torch.dtype, block_size: int, atol: float
+) -> None:
+    out = attend(make(), tree, dtype, block_size).double()
+    qkv = random_rows(tree, SHAPE, dtype)
+    # The other row sees itself alone.
+    alone = qkv[0, SHAPE.num_heads + SHAPE.num_kv_heads :].repeat_interleave(3, 0).flatten()
+    torch.testing.assert_close(out[:-1], expected(tree, qkv, SHAPE), atol=atol, rtol=0)
+    torch.testing.assert_close(out[-1], alone.double(), atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("block_size", [16, 5, MAX_LEN])
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
+@pytest.mark.parametrize("make", [sdpa, gather])
+def test_torch_equals_the_dense_mask(make: Callable[[], Attention], tree: Tree, block_size: int) -> None:
+    check(make, tree, torch.float32, block_size, 1e-5)
+
+
+@pytest.mark.parametrize("block_size", [16, 5, MAX_LEN])
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+def test_kernels_equal_the_dense_mask(
+    monkeypatch: pytest.MonkeyPatch, tree: Tree, dtype: torch.dtype, atol: float, block_size: int
+) -> None:
+    monkeypatch.setattr(tiles, "is_usable", lambda: False)
+    check(lambda: kernel(dtype), tree, dtype, block_size, atol)
+
+
+@pytest.mark.parametrize("block_size", [16, MAX_LEN])
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
+def test_amx_equals_the_dense_mask(amx: None, tree: Tree, block_size: int) -> None:
+    """Queries and weights have 8 bits each; a token too many or too few changes outputs by 0.1 and more."""
+    check(lambda: kernel(torch.bfloat16), tree, torch.bfloat16, block_size, 0.03)
