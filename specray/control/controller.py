@@ -40,8 +40,7 @@ ACCEPTANCE_FADING = 0.998
 PRIOR_CONTINUATION = 0.95
 """P(the draft continues after a token) before any proposal."""
 PRIOR_BOUNDED_DRAFTS, PRIOR_BOUNDED_ACCEPTED = 8.0, 4.0
-"""Tokens per proposal that the draft ends: drafted, accepted. The pair of docs/peers.md comes to about 11 and
-7.5 at temperature 0."""
+"""Tokens per proposal that only the draft ends: drafted, accepted."""
 PRIOR_WEIGHT = 4.0
 """Weight of a prior, in trials."""
 DECAY = 0.05

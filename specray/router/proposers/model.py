@@ -51,8 +51,8 @@ MAX_DRAFT_LOSSES = 3
 PROMPTS_FIRST_SHARE = 0.25
 """Share of sessions in their prompts from which on a step's rows are for prompts. On 2 cores, tokens/s of 16
 and 32 requests that arrive at once, single runs: 338 and 358 without this rule, 353 and 367 with it; without
-the n-gram fallback beside prompts too, 361 and 358 at a half, and 385 and 391 at this share. The command is
-in docs/peers.md, with ``--arm specray:serial``."""
+the n-gram fallback beside prompts too, 361 and 358 at a half, and 385 and 391 at this share. (``specray
+bench compare --arm specray:serial``)."""
 
 
 class Drafting:
