@@ -74,7 +74,7 @@ class Session:
         self._needs_probs = request.sampling.draws_by_rejection
         self._vocab_size = vocab_size
         self._source = DraftKind.MODEL.value
-        """Source of ``drafted``: a DraftKind's value, or FILLER."""
+        """Source of ``drafted``: a DraftKind's value, or FALLBACK."""
         self._branches: dict[tuple[int, int], DraftTokens] = {}
         self._has_outcomes = False
         self._open_verdict: tuple[int, int] | None = None

@@ -507,32 +507,32 @@ def test_plan_is_kept_while_another_promises_little_more() -> None:
     assert chosen(controller, stats) == best
 
 
-def test_probes_are_rare_and_short_while_speculation_is_off() -> None:
+def test_explorations_are_rare_and_short_while_speculation_is_off() -> None:
     controller, stats = measured(hits=0.0, acceptance=0.02)
-    probes = 0
+    explorations = 0
     for _ in range(4 * EXPLORATION_INTERVAL_ROUNDS):
         plan = chosen(controller, stats)
-        probes += not plan.is_off
+        explorations += not plan.is_off
         controller.observe_round(stats, plan.num_speculative_tokens, 0)
-    assert 2 * EXPLORATION_ROUNDS <= probes <= 4 * EXPLORATION_ROUNDS
+    assert 2 * EXPLORATION_ROUNDS <= explorations <= 4 * EXPLORATION_ROUNDS
 
 
 def test_of_many_sessions_without_speculation_one_tries_for_all() -> None:
     controller, _ = measured(hits=0.0, acceptance=0.02)
     sessions = [controller.start_session(request()) for _ in range(8)]
-    num_probes, widest = 0, 0
+    num_explorations, widest = 0, 0
     for step in range(5 * EXPLORATION_INTERVAL_ROUNDS):
         plans = [chosen(controller, stats, num_running=8) for stats in sessions]
         for stats, plan in zip(sessions, plans, strict=True):
             controller.observe_round(stats, plan.num_speculative_tokens, 0)
         if step >= EXPLORATION_INTERVAL_ROUNDS:
-            num_probes += sum(not plan.is_off for plan in plans)
+            num_explorations += sum(not plan.is_off for plan in plans)
             widest = max(widest, sum(not plan.is_off for plan in plans))
     assert widest == 1
-    assert 2 * EXPLORATION_ROUNDS <= num_probes <= 4 * EXPLORATION_ROUNDS
+    assert 2 * EXPLORATION_ROUNDS <= num_explorations <= 4 * EXPLORATION_ROUNDS
 
 
-def reading_policy(read_s: float) -> tuple[Controller, SessionStats]:
+def unread_controller(read_s: float) -> tuple[Controller, SessionStats]:
     """Speculation pays, has been off, and the draft would have to read 224 tokens first."""
     controller, stats = measured(overlap="serial", acceptance=0.7)
     controller.cost_model.draft.expect({1: 0.004, 224: read_s})
@@ -544,17 +544,17 @@ def reading_policy(read_s: float) -> tuple[Controller, SessionStats]:
 def test_speculation_is_taken_up_only_where_what_is_left_pays_for_what_the_draft_must_read(
     num_remaining: int, is_off: bool
 ) -> None:
-    controller, stats = reading_policy(0.05)
+    controller, stats = unread_controller(0.05)
     best = chosen(controller, controller.start_session(request()))
     saved_s = 1 / controller.goodput(Plan(0), stats, 1) - 1 / controller.goodput(best, stats, 1)
     read_s = 8.5 * saved_s
-    controller, stats = reading_policy(read_s)
+    controller, stats = unread_controller(read_s)
     plan = controller.plan(stats, num_remaining=num_remaining, num_running=1, num_unread=224)
     assert plan.is_off is is_off
 
 
 def test_what_the_draft_has_been_told_costs_nothing_to_take_up_again() -> None:
-    controller, stats = reading_policy(10.0)
+    controller, stats = unread_controller(10.0)
     assert not controller.plan(stats, num_remaining=8, num_running=1, num_unread=33).is_off
     stats.plan, stats.rounds_to_replan = Plan(0), 0
     assert controller.plan(stats, num_remaining=8, num_running=1, num_unread=34).is_off
@@ -665,7 +665,7 @@ def test_what_drafts_without_a_model_is_tried_by_each_session_and_reads_nothing(
     assert local._draft_prefill_s(sessions[0]) == 0.0
 
 
-def test_speculation_returns_when_a_probe_finds_agreement() -> None:
+def test_speculation_returns_when_an_exploration_finds_agreement() -> None:
     controller, stats = measured(hits=0.0, acceptance=0.02)
     for _ in range(12 * EXPLORATION_INTERVAL_ROUNDS):
         k = chosen(controller, stats).num_speculative_tokens
@@ -711,7 +711,7 @@ def test_hits_before_any_lookup_are_those_of_a_trained_pair() -> None:
     assert [prior_hit_rate(width, 0.55) for width in (1, 2, 3)] == pytest.approx([0.55, 0.775, 0.865])
 
 
-def test_a_review_that_was_prepared_is_not_repeated_by_the_next_plan() -> None:
+def test_a_replan_that_was_prepared_is_not_repeated_by_the_next_plan() -> None:
     controller, stats = measured(overlap="serial", acceptance=0.6)
     prepared = chosen(controller, stats)
     stats.rounds_to_replan = 2
@@ -753,7 +753,7 @@ def test_outcomes_cost_what_the_draft_said_of_its_steps() -> None:
     assert widths == pytest.approx([3, 1 + 2 * 1.25, 1 + 2 * 1.5, 1 + 2 * 2.0])
 
 
-def test_what_was_measured_once_is_doubted_review_by_review() -> None:
+def test_what_was_measured_once_is_doubted_replan_by_replan() -> None:
     """A way of working that was slow when it was tried is tried again one day."""
     controller, stats = measured(overlap="auto", draft_step_s=0.002)
     assert chosen(controller, stats).overlap is Overlap.ENUMERATE
@@ -829,9 +829,9 @@ def test_rate_begins_at_its_prior_and_follows_the_trials() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_drafts", "num_accepted", "experiments"), [(4, 0, 1), (4, 2, 3), (4, 4, 4), (0, 0, 0)]
+    ("num_drafts", "num_accepted", "trials"), [(4, 0, 1), (4, 2, 3), (4, 4, 4), (0, 0, 0)]
 )
 def test_a_rejection_is_one_trial_and_what_follows_it_none(
-    num_drafts: int, num_accepted: int, experiments: int
+    num_drafts: int, num_accepted: int, trials: int
 ) -> None:
-    assert chain_trials(num_drafts, num_accepted) == experiments
+    assert chain_trials(num_drafts, num_accepted) == trials

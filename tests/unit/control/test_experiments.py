@@ -150,7 +150,7 @@ def test_what_was_seen_long_ago_is_believed_less() -> None:
     assert fresh < stale < 1.5
 
 
-def test_a_trial_turns_there_and_back_and_the_next_is_twice_as_far_away_while_that_is_often() -> None:
+def test_an_experiment_turns_there_and_back_and_the_next_is_twice_as_far_away_while_that_is_often() -> None:
     experiments = Experiments()
     experiments.calibrated(PROMISES, NUM_RUNNING)
     size = num_window_steps(Mode.MODEL, NUM_RUNNING)
@@ -176,7 +176,7 @@ def test_a_trial_turns_there_and_back_and_the_next_is_twice_as_far_away_while_th
     ("predicted_speedup", "distance"),
     [(LARGE_SPEEDUP - 0.01, FIRST_INTERVAL_STEPS), (LARGE_SPEEDUP, LARGE_SPEEDUP_INTERVAL_STEPS)],
 )
-def test_where_a_trial_would_lose_much_it_comes_later(predicted_speedup: float, distance: int) -> None:
+def test_where_an_experiment_would_lose_much_it_comes_later(predicted_speedup: float, distance: int) -> None:
     experiments = Experiments()
     promises = PROMISES | {Mode.MODEL: predicted_speedup}
     experiments.calibrated(promises, NUM_RUNNING)
@@ -188,7 +188,7 @@ def test_where_a_trial_would_lose_much_it_comes_later(predicted_speedup: float, 
 
 
 @pytest.mark.parametrize(("speedup", "interval"), [(0.9, 256), (0.75, 534), (0.5, 1600)])
-def test_from_plain_decoding_a_trial_is_as_rare_as_what_it_loses_asks_for(
+def test_from_plain_decoding_an_experiment_is_as_rare_as_what_it_loses_asks_for(
     speedup: float, interval: int
 ) -> None:
     experiments = Experiments()
@@ -221,7 +221,7 @@ def test_from_plain_decoding_whoever_may_gain_is_tried_in_turns() -> None:
     assert experiments.begin(Mode.PLAIN, {Mode.NGRAM: 0.99, Mode.MODEL: 0.99}, NUM_RUNNING) is None
 
 
-def test_a_trial_waits_while_others_come_and_go_but_not_for_ever() -> None:
+def test_an_experiment_waits_while_others_come_and_go_but_not_for_ever() -> None:
     experiments = Experiments()
     experiments.calibrated(PROMISES, NUM_RUNNING)
     steps(experiments, Mode.MODEL, FIRST_INTERVAL_STEPS, 1.2)
@@ -237,7 +237,7 @@ def test_a_trial_waits_while_others_come_and_go_but_not_for_ever() -> None:
     assert not experiments.pass_by()
 
 
-def test_old_trials_count_for_less_and_steps_at_work_make_none_stale() -> None:
+def test_old_experiments_count_for_less_and_steps_at_work_make_none_stale() -> None:
     experiments = Experiments()
     for _ in range(12):
         tried(experiments, speedup=1.5)
@@ -261,7 +261,7 @@ def test_sessions_that_come_and_go_are_each_counted_for_what_it_had() -> None:
     assert experiment is not None and experiment.measured_speedup == pytest.approx(1.2)
 
 
-def test_a_trial_needs_steps_before_it_with_as_many_sessions() -> None:
+def test_an_experiment_needs_steps_before_it_with_as_many_sessions() -> None:
     experiments = Experiments()
     for num_running in (NUM_RUNNING, 2 * NUM_RUNNING):
         experiments.calibrated(PROMISES, num_running)
@@ -305,7 +305,7 @@ def test_what_is_at_work_is_left_only_for_what_brings_a_little_more(
     assert ModeController(mode=now)._choose(calibrated) is mode
 
 
-def test_a_decision_turns_begins_trials_and_ends_those_of_other_numbers() -> None:
+def test_a_decision_turns_begins_experiments_and_ends_those_of_other_numbers() -> None:
     modes = ModeController()
     on = sessions_of(NUM_RUNNING, Plan(3))
     modes.decide(1.5, NUM_RUNNING)
@@ -519,7 +519,7 @@ def test_without_the_model_decisions_become_rare_until_a_session_has_tried_it() 
     assert modes.is_due(1)
 
 
-def test_a_trial_does_not_wait_for_a_decision_that_is_far_away() -> None:
+def test_an_experiment_does_not_wait_for_a_decision_that_is_far_away() -> None:
     modes = ModeController()
     off = sessions_of(NUM_RUNNING, OFF)
     for _ in range(4):
@@ -628,7 +628,7 @@ def test_while_plain_decoding_is_tried_nothing_is_asked_of_the_draft_but_for_a_f
     assert clock.run(draft_steps(SpeculationParams(num_speculative_tokens=2))) > 10
 
 
-def test_a_trial_does_not_wait_for_a_session_that_came_meanwhile_to_end() -> None:
+def test_an_experiment_does_not_wait_for_a_session_that_came_meanwhile_to_end() -> None:
     """A session at a time: plain decoding is tried while one ends and the next, which is long, begins."""
     clock = VirtualClock()
 

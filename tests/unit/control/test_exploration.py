@@ -11,10 +11,10 @@ def unasked() -> float:
 
 def rested(num_rounds: int) -> Exploration:
     """After so many rounds of all sessions without draft tokens."""
-    probes = Exploration(has_draft=True)
+    exploration = Exploration(has_draft=True)
     for _ in range(num_rounds):
-        probes.add(is_used=False)
-    return probes
+        exploration.add(is_used=False)
+    return exploration
 
 
 def test_a_free_try_is_due_after_an_interval_of_every_session() -> None:
@@ -31,34 +31,34 @@ def test_a_try_whose_reading_takes_three_steps_is_due_after_six_hundred() -> Non
 
 
 def test_after_a_session_began_to_try_all_wait_for_another_interval() -> None:
-    probes = rested(2 * EXPLORATION_INTERVAL_ROUNDS)
-    probes.begin()
+    exploration = rested(2 * EXPLORATION_INTERVAL_ROUNDS)
+    exploration.begin()
     for _ in range(EXPLORATION_INTERVAL_ROUNDS - 1):
-        probes.add(is_used=False)
-    assert not probes.is_due(0, num_running=1, num_prefill_steps=unasked)
-    probes.add(is_used=False)
-    assert probes.is_due(0, num_running=1, num_prefill_steps=lambda: 0.0)
+        exploration.add(is_used=False)
+    assert not exploration.is_due(0, num_running=1, num_prefill_steps=unasked)
+    exploration.add(is_used=False)
+    assert exploration.is_due(0, num_running=1, num_prefill_steps=lambda: 0.0)
 
 
 def test_after_speculation_was_used_all_wait_for_another_interval() -> None:
-    probes = rested(2 * EXPLORATION_INTERVAL_ROUNDS)
-    probes.add(is_used=True)
+    exploration = rested(2 * EXPLORATION_INTERVAL_ROUNDS)
+    exploration.add(is_used=True)
     for _ in range(EXPLORATION_INTERVAL_ROUNDS - 1):
-        probes.add(is_used=False)
-    assert not probes.is_due(0, num_running=1, num_prefill_steps=unasked)
-    probes.add(is_used=False)
-    assert probes.is_due(0, num_running=1, num_prefill_steps=lambda: 0.0)
+        exploration.add(is_used=False)
+    assert not exploration.is_due(0, num_running=1, num_prefill_steps=unasked)
+    exploration.add(is_used=False)
+    assert exploration.is_due(0, num_running=1, num_prefill_steps=lambda: 0.0)
 
 
 def test_while_others_use_the_draft_a_session_tries_by_its_own_rounds() -> None:
-    probes = rested(3)
-    assert not probes.is_due(EXPLORATION_INTERVAL_ROUNDS - 1, num_running=4, num_prefill_steps=unasked)
-    assert probes.is_due(EXPLORATION_INTERVAL_ROUNDS, num_running=4, num_prefill_steps=unasked)
+    exploration = rested(3)
+    assert not exploration.is_due(EXPLORATION_INTERVAL_ROUNDS - 1, num_running=4, num_prefill_steps=unasked)
+    assert exploration.is_due(EXPLORATION_INTERVAL_ROUNDS, num_running=4, num_prefill_steps=unasked)
 
 
 def test_drafts_without_an_engine_are_tried_by_each_session() -> None:
-    probes = Exploration(has_draft=False)
+    exploration = Exploration(has_draft=False)
     for _ in range(10_000):
-        probes.add(is_used=False)
-    assert not probes.is_due(EXPLORATION_INTERVAL_ROUNDS - 1, num_running=1, num_prefill_steps=unasked)
-    assert probes.is_due(EXPLORATION_INTERVAL_ROUNDS, num_running=1, num_prefill_steps=unasked)
+        exploration.add(is_used=False)
+    assert not exploration.is_due(EXPLORATION_INTERVAL_ROUNDS - 1, num_running=1, num_prefill_steps=unasked)
+    assert exploration.is_due(EXPLORATION_INTERVAL_ROUNDS, num_running=1, num_prefill_steps=unasked)

@@ -20,7 +20,7 @@ from specray.requests import SpeculationParams
 from tests.unit.router.harness import request, speculation_config
 
 
-def pair_policy(*, verify_s: float = 0.020, draft_step_s: float = 0.004) -> Controller:
+def pair_controller(*, verify_s: float = 0.020, draft_step_s: float = 0.004) -> Controller:
     """Knows a target whose steps take the same at any size."""
     controller = Controller(speculation_config(overlap="serial"))
     for rows in (1, 2, 4, 8, 16, 32, 64, 256):
@@ -55,7 +55,7 @@ def step(controller: Controller, sessions: list[SessionStats]) -> list[Plan]:
 
 
 def test_a_session_that_was_lucky_does_not_speculate_where_all_would_lose() -> None:
-    controller = pair_policy(draft_step_s=0.012)
+    controller = pair_controller(draft_step_s=0.012)
     lucky = accepting(controller, 0.95)
     others = [accepting(controller, 0.1) for _ in range(3)]
     assert not controller.plan(lucky, num_remaining=1000, num_running=1).is_off
@@ -69,7 +69,7 @@ def test_a_session_that_was_lucky_does_not_speculate_where_all_would_lose() -> N
 
 
 def test_a_session_that_was_unlucky_goes_along_and_its_proposals_end_earlier() -> None:
-    controller = pair_policy()
+    controller = pair_controller()
     unlucky = accepting(controller, 0.1)
     others = [accepting(controller, 0.9) for _ in range(3)]
     for _ in range(2 * DECISION_STEPS):
@@ -83,7 +83,7 @@ def test_a_session_that_was_unlucky_goes_along_and_its_proposals_end_earlier() -
 
 
 def test_a_session_whose_draft_is_no_judge_has_no_more_tokens_than_are_worth_their_rows() -> None:
-    controller = pair_policy()
+    controller = pair_controller()
     for rows in (1, 2, 4, 8, 16, 32, 64, 256):
         for _ in range(20):
             controller.cost_model.target.add(rows, 0.020 + 0.0005 * rows, is_overlapped=False)
@@ -95,8 +95,8 @@ def test_a_session_whose_draft_is_no_judge_has_no_more_tokens_than_are_worth_the
     assert plans == [Plan(1), Plan(3), Plan(3), Plan(3)]
 
 
-def test_all_turn_in_the_same_step_whenever_their_own_reviews_are_due() -> None:
-    controller = pair_policy(draft_step_s=0.012)
+def test_all_turn_in_the_same_step_whenever_their_own_replans_are_due() -> None:
+    controller = pair_controller(draft_step_s=0.012)
     sessions = [accepting(controller, 0.1) for _ in range(4)]
     for _ in range(3):
         step(controller, sessions)
@@ -109,7 +109,7 @@ def test_all_turn_in_the_same_step_whenever_their_own_reviews_are_due() -> None:
 
 
 def test_sessions_with_a_k_of_their_own_take_no_part() -> None:
-    controller = pair_policy(draft_step_s=0.012)
+    controller = pair_controller(draft_step_s=0.012)
     own = controller.start_session(request(speculation=SpeculationParams(num_speculative_tokens=4)))
     without = controller.start_session(request(speculation=SpeculationParams(enabled=False)))
     poor = accepting(controller, 0.1)
@@ -124,7 +124,7 @@ def test_sessions_with_a_k_of_their_own_take_no_part() -> None:
 
 
 def test_sessions_without_a_draft_are_forgotten_at_once() -> None:
-    controller = pair_policy()
+    controller = pair_controller()
     for _ in range(10):
         stats = controller.start_session(request())
         for _ in range(100):
@@ -138,7 +138,7 @@ def test_sessions_without_a_draft_are_forgotten_at_once() -> None:
 
 
 def test_all_take_up_a_new_plan_with_their_next_round() -> None:
-    controller = pair_policy()
+    controller = pair_controller()
     sessions = [accepting(controller, 0.6) for _ in range(4)]
     for _ in range(2 * DECISION_STEPS):
         plans = step(controller, sessions)
@@ -166,7 +166,7 @@ def test_of_two_plans_that_promise_nearly_the_same_all_take_the_shorter(
         return predicted_speedup.get(plan.num_speculative_tokens, 50.0)
 
     monkeypatch.setattr(GoodputModel, "_joint_goodput", goodput)
-    controller = pair_policy()
+    controller = pair_controller()
     sessions = [controller.start_session(request()) for _ in range(2)]
     assert controller._goodput.best_for_all(sessions, 2, None) == Plan(k)
     # A longer one that all are under is left only where it promises too little.
@@ -175,7 +175,7 @@ def test_of_two_plans_that_promise_nearly_the_same_all_take_the_shorter(
 
 def test_a_plan_that_gives_two_sessions_as_much_goes_before_one_that_gives_more_to_one() -> None:
     """4 and 4 tokens rather than 1 and 8, which are more together: the other is there for longer."""
-    model = pair_policy()._goodput
+    model = pair_controller()._goodput
     seconds = 0.020 + 4 * 0.004 + 2 * HANDLING_S
     even, uneven = (
         model.serial_goodput(4, [ExpectedRound(4.0, tokens, 1.0) for tokens in pair], 2)
@@ -210,7 +210,7 @@ def test_decided_anew_after_some_steps_of_all_or_when_half_or_twice_as_many_run(
     assert modes.is_due(8)
     modes.decide(2.0, 8)
     assert [n for n in range(1, 33) if not modes.is_due(n)] == list(range(5, 16))
-    stats = accepting(pair_policy(), 0.5)
+    stats = accepting(pair_controller(), 0.5)
     lengths = []
     for gain in (2.0, 2.0, 2.0, 0.5, 0.5):
         num_rounds = 0
@@ -256,8 +256,8 @@ def test_mean_session_is_as_all_are_on_average() -> None:
     ]
 
 
-def test_without_speculation_reviews_become_rare_but_not_deaf() -> None:
-    controller = pair_policy(draft_step_s=0.030)
+def test_without_speculation_replans_become_rare_but_not_deaf() -> None:
+    controller = pair_controller(draft_step_s=0.030)
     stats = accepting(controller, 0.1)
     lengths = []
     for _ in range(6):
@@ -272,7 +272,7 @@ def test_without_speculation_reviews_become_rare_but_not_deaf() -> None:
 
 @pytest.mark.parametrize(("num_remaining", "is_off"), [(20, True), (21, False)])
 def test_reading_is_paid_for_by_what_all_expect_of_speculation(num_remaining: int, is_off: bool) -> None:
-    controller = pair_policy()
+    controller = pair_controller()
     controller.cost_model.draft.expect({1: 0.004, 224: 0.1})
     stats = accepting(controller, 0.5)
     controller.modes.decide(4 / 3, 1)

@@ -90,7 +90,7 @@ def test_verdicts_without_speculation_are_counted_under_their_plan() -> None:
     run(clock, main())
 
 
-def test_a_review_is_prepared_with_what_the_session_has_before_it_and_the_draft_was_not_told(
+def test_a_replan_is_prepared_with_what_the_session_has_before_it_and_the_draft_was_not_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = VirtualClock()
@@ -133,7 +133,7 @@ def test_requests_that_are_not_drafted_for_are_passed_by() -> None:
     run(clock, main())
 
 
-def test_a_review_is_near_when_all_decided_otherwise_but_not_for_who_drafts_at_no_cost() -> None:
+def test_a_replan_is_near_when_all_decided_otherwise_but_not_for_who_drafts_at_no_cost() -> None:
     controller = Controller(speculation_config(overlap="serial"))
     fallback = controller.beside("ngram", prior_acceptance=0.5)
     for one in (controller, fallback):

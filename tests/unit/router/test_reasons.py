@@ -60,7 +60,7 @@ def test_a_session_that_is_too_long_for_the_draft() -> None:
         draft=fake_draft(PerfectGuesser(MODEL), max_model_len=16),
         num_speculative_tokens=2,
     )
-    # One token with the prompt; rounds of 2 and 3; from 11 tokens on one each, and none is drafted for the last.
+    # One token with the prompt; rounds of 2 and 3; from 11 tokens on one each, the last without a draft.
     assert reasons == {"prefill": 1, "fixed": 2, "too_long": 17, "last_token": 1}
 
 
