@@ -74,7 +74,7 @@ class Session:
         self._needs_probs = request.sampling.draws_by_rejection
         self._vocab_size = vocab_size
         self._source = DraftKind.MODEL.value
-        """Source of ``drafted``: a DraftKind's value, or FILLER."""
+        """Source of ``drafted``: a DraftKind's value, or FALLBACK."""
         self._branches: dict[tuple[int, int], DraftTokens] = {}
         self._has_outcomes = False
         self._open_verdict: tuple[int, int] | None = None
@@ -292,7 +292,7 @@ class Session:
         """Takes a proposal. False: a late reply.
 
         While the target verifies something else after the same prefix (nothing for the first token, or a
-        filler), a proposal is one branch: as many tokens as both have in common, then its next one.
+        fallback), a proposal is one branch: as many tokens as both have in common, then its next one.
         """
         item = self.draft.accept(proposal)
         if item is None or item.fanout:

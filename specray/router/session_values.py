@@ -22,8 +22,8 @@ from specray.types import (
 ItemT = TypeVar("ItemT", SpeculateItem, VerifyItem)
 
 
-FILLER = "filler"
-"""Source of draft tokens that stand in for those of a draft model."""
+FALLBACK = "fallback"
+"""Source of draft tokens that the n-gram fallback proposed in place of a draft model."""
 
 
 class Lookup(enum.Enum):

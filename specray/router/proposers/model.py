@@ -7,8 +7,8 @@ is late goes on without one in that round. A draft that has not answered anythin
 more until it answers, and after ``round_timeout_s`` it is given up and another is leased. So a draft that
 hangs costs its sessions a second or so, and one that is only slow is not lost for it.
 
-A session that needs no draft model is settled at once by its local draft. That of the others is a *filler*:
-it proposes where the model has nothing to offer, and its tokens are accounted for apart from the model's.
+A session that needs no draft model is settled at once by its local draft. That of the others is the
+*n-gram fallback*: it proposes where the model has nothing to offer, and its tokens are counted apart.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from specray.control.controller import FAILED_DRAFT_REST_ROUNDS, Policy
-from specray.control.draft_steps import learn_step
-from specray.control.prospects import max_branches
-from specray.control.state import OFF, Plan
+from specray.control.controller import Controller
+from specray.control.goodput import max_branches
+from specray.control.state import OFF_BY_REASON, Plan, Reason
 from specray.metrics.router import RouterMetrics
 from specray.router.deferred import Later
-from specray.router.proposers.fallback import Fillers
+from specray.router.proposers.budgets import Budgets
+from specray.router.proposers.fallback import NgramFallback
 from specray.router.proposers.prefill import Reading
 from specray.router.session_record import LiveSession
-from specray.router.session_values import FILLER, Commit, Lookup
+from specray.router.session_values import FALLBACK, Commit, Lookup
 from specray.router.trace import Trace
 from specray.router.transport.leases import DraftLeases
 from specray.router.transport.links import DraftLink
@@ -48,11 +48,11 @@ SERIAL_PATIENCE_S = 1.0
 """How long it waits at least when both engines take turns."""
 MAX_DRAFT_LOSSES = 3
 """A request that so many drafts in a row were lost with may be what ended them."""
-_FOR_EVER = 1 << 60
 PROMPTS_FIRST_SHARE = 0.25
-"""Of the sessions. On 2 cores, tokens/s of 16 and 32 requests that arrive at once, single runs: 338 and 358
-without this rule, 353 and 367 with it; with fillers left out beside prompts too, 361 and 358 at a half, and
-385 and 391 at this share. The command is in docs/peers.md, with ``--arm specray:serial``."""
+"""Share of sessions in their prompts from which on a step's rows are for prompts. On 2 cores, tokens/s of 16
+and 32 requests that arrive at once, single runs: 338 and 358 without this rule, 353 and 367 with it; without
+the n-gram fallback beside prompts too, 361 and 358 at a half, and 385 and 391 at this share. (``specray
+bench compare --arm specray:serial``)."""
 
 
 class Drafting:
@@ -61,7 +61,7 @@ class Drafting:
     Args:
         leases: hold the link; None: nothing is ever drafted.
         running: the sessions, shared with their owner.
-        policy: chooses K and fan-out, and learns from what is measured.
+        controller: chooses K and fan-out, and learns from what is measured.
         metrics: of lookups and draft steps.
         later: what is counted when the messages of a step have left.
         round_timeout_s: a draft that is silent for so long is lost.
@@ -74,7 +74,7 @@ class Drafting:
         self,
         leases: DraftLeases | None,
         running: dict[str, LiveSession],
-        policy: Policy,
+        controller: Controller,
         metrics: RouterMetrics,
         later: Later,
         *,
@@ -85,15 +85,16 @@ class Drafting:
     ) -> None:
         self._leases = leases
         self._running = running
-        self._policy = policy
+        self._controller = controller
         self._metrics = metrics
         self._later = later
         self._round_timeout_s = round_timeout_s
         self._is_serial = is_serial
-        self._fillers = Fillers(running, policy)
+        self._budgets = Budgets(controller.cost_model, max_k=controller.max_k)
+        self._fallback = NgramFallback(running, controller)
         self._reading = Reading(
             running,
-            policy,
+            self._budgets,
             most_tokens=most_reading_tokens,
             patience_s=self._patience_s,
             is_draft_idle=self.are_prompts_first,
@@ -127,22 +128,29 @@ class Drafting:
             session = live.session
             if session.drafted is not None or session.target.in_flight is not None:
                 continue
-            if are_prompts_first and not session.is_prefilling:
+            if session.is_prefilling:
+                live.plan = OFF_BY_REASON[Reason.PREFILL]
+                if live.local is not None:
+                    self._fill(live)
+                continue
+            if are_prompts_first:
+                live.plan = OFF_BY_REASON[Reason.PROMPTS_FIRST]
                 session.take_draft(NO_DRAFT)
                 continue
-            if live.is_drafted_locally or (session.is_prefilling and live.local is not None):
+            if live.is_drafted_locally:
+                live.plan = OFF_BY_REASON[Reason.LOCAL]
                 self._fill(live)
                 continue
-            if session.draft.asked is not None or session.is_prefilling:
+            if session.draft.asked is not None:
                 continue
-            plan = self._plan(live, session.num_remaining, now)
-            is_off = plan.is_off or not self._can_ask(live)
-            if is_off:
+            plan = live.plan = self._plan_to_ask(live, now)
+            if plan.is_off:
                 self._fill(live)
                 continue
-            filler = self._fillers.fill_in(live, plan)
-            if filler is not None:
-                session.take_draft(filler, FILLER)
+            repetition = self._fallback.replace(live, plan)
+            if repetition is not None:
+                live.plan = OFF_BY_REASON[Reason.NGRAM]
+                session.take_draft(repetition, FALLBACK)
                 continue
             self._push(session.proposal_item(plan.num_speculative_tokens, plan.min_acceptance), now)
             live.waiting_since_s = now
@@ -150,11 +158,11 @@ class Drafting:
 
     def _fill(self, live: LiveSession) -> None:
         """Decides what is verified without asking the draft."""
-        is_plain = self._policy.together.is_plain and self.link is not None
+        is_plain = self._controller.modes.is_plain and self.link is not None
         if live.local is None or (is_plain and not live.is_drafted_locally):
             live.session.take_draft(NO_DRAFT)
         else:
-            live.session.take_draft(self._fillers.draft(live, live.local), live.local.source)
+            live.session.take_draft(self._fallback.draft(live, live.local), live.local.source)
 
     def are_prompts_first(self) -> bool:
         """Several sessions, and a good part of all, wait for their prompts to be filled in.
@@ -178,26 +186,20 @@ class Drafting:
         self._reading.begin()
         self._reading.begin_step(step)
         for live in self._running.values():
-            session, is_resting = live.session, self._policy.is_resting(live.pacing)
-            if live.is_drafted_locally or is_resting or not self._reading.is_due(live):
+            session, resting = live.session, self._controller.resting_plan(live.stats)
+            if live.is_drafted_locally or resting is not None or not self._reading.is_due(live):
                 continue
             plan = self._plan(live, session.num_remaining, now)
             num_tokens = 0 if plan.is_off else self._reading.share(live)
             if num_tokens == 0:
                 continue
             if num_tokens == live.num_unread and session.is_prefilling:
+                live.plan = plan
                 self._push(session.proposal_item(plan.num_speculative_tokens, plan.min_acceptance), now)
             else:
                 self._push(session.piece_item(num_tokens), now)
                 self._reading.note(live, now)
         return self._reading.is_going_on
-
-    def _can_ask(self, live: LiveSession) -> bool:
-        can_ask = self._reading.can_ask(live)
-        if not can_ask and live.pacing.is_probing:
-            # It has not begun to try yet.
-            live.pacing.rounds_to_review += 1
-        return can_ask
 
     def draft_ahead(self, verified: Iterable[LiveSession], now: float) -> bool:
         """Asks for the outcomes of the rounds that have just been sent. True: the draft was given work."""
@@ -212,7 +214,7 @@ class Drafting:
             # At least one token of this round will be committed before the next.
             plan = self._plan(live, session.num_remaining - 1, now)
             num_drafts = len(verifying.draft.token_ids)
-            fanout = self._policy.fanout(plan, num_drafts)
+            fanout = self._controller.fanout(plan, num_drafts)
             most = max_branches(plan, num_drafts, num_running=len(self._running))
             if fanout and self._reading.can_ask(live):
                 live.ahead = plan
@@ -237,18 +239,18 @@ class Drafting:
         local, num_drafts, num_accepted = live.local, commit.num_draft_tokens, commit.num_accepted_tokens
         if local is not None and live.session.is_finished:
             self._later.add(local.keep_output, live.session)
-        has_filler = False
+        has_ngram = False
         if local is not None and commit.source == local.source:
             local.observe(num_drafts, num_accepted)
-            has_filler = num_drafts > 0
+            has_ngram = num_drafts > 0
             num_drafts = num_accepted = 0
-        self._policy.observe_round(live.pacing, num_drafts, num_accepted, has_filler=has_filler)
-        if self._policy.is_review_near(live.pacing, len(self._running)):
+        self._controller.observe_round(live.stats, num_drafts, num_accepted, has_ngram=has_ngram)
+        if self._controller.is_replan_near(live.stats, len(self._running)):
             self._later.add(self._prepare, live, len(self._running))
 
     def _prepare(self, live: LiveSession, num_running: int) -> None:
         unread, remaining = live.num_unread, live.session.num_remaining
-        self._policy.prepare(live.pacing, num_running, num_remaining=remaining, num_unread=unread)
+        self._controller.prepare(live.stats, num_running, num_remaining=remaining, num_unread=unread)
 
     def on_replies(self, link: DraftLink, replies: DraftReplies, now: float) -> None:
         """Takes a batch of replies; those of a link that was given up are late."""
@@ -272,7 +274,7 @@ class Drafting:
                 answered.append((asked, reply))
                 if isinstance(reply, Proposal) and asked.min_acceptance:
                     num_drafts = len(reply.draft.token_ids)
-                    self._policy.observe_proposed(live.pacing, asked.num_speculative_tokens, num_drafts)
+                    self._controller.observe_proposal(live.stats, asked.num_speculative_tokens, num_drafts)
             if live.waiting_since_s is not None and not live.session.is_waiting_for_draft:
                 live.waiting_since_s = None
                 if isinstance(reply, Proposal):
@@ -280,7 +282,8 @@ class Drafting:
         # What was computed for sessions that have ended is no part of the others' steps.
         if asked_since is not None and len(answered) == len(replies.replies):
             forward_s = replies.forward_ns / 1e9
-            learn_step(self._policy, answered, forward_s, now - asked_since - forward_s)
+            transport_s = now - asked_since - forward_s
+            self._controller.cost_model.observe_draft_step(answered, forward_s, transport_s)
 
     def _take(self, live: LiveSession, reply: DraftReply) -> bool:
         session = live.session
@@ -299,21 +302,25 @@ class Drafting:
                 reason = reply.message if isinstance(reply, ItemFailed) else "unknown from its first token"
                 said = {"request_id": reply.request_id}
                 logger.info("the draft refused a request: %s", reason, extra=said)
-                live.pacing.rest_rounds = FAILED_DRAFT_REST_ROUNDS
+                self._controller.observe_refusal(live.stats)
                 return session.on_draft_refused(reply)
         if is_taken and is_awaited:
             is_hit = session.drafted is not None
             self._count_lookup(live, "late_hit" if is_hit else "late_miss")
-            self._policy.observe_lookup(live.ahead, Lookup.HIT if is_hit else Lookup.MISS_TOKEN)
+            self._controller.observe_lookup(live.ahead, is_hit=is_hit)
             self._extend(live)
         return is_taken
 
     def _extend(self, live: LiveSession) -> None:
         """A hit goes on with a repetition where that is worth more."""
         foreseen = live.session.drafted
-        longer = None if foreseen is None else self._fillers.extend(live, foreseen)
+        if foreseen is None:
+            return
+        if not live.ahead.is_off:
+            live.plan = live.ahead
+        longer = self._fallback.extend(live, foreseen)
         if longer is not None:
-            live.session.take_draft(longer, FILLER)
+            live.session.take_draft(longer, FALLBACK)
 
     def on_lookup(self, live: LiveSession, lookup: Lookup, now: float) -> None:
         """What the outcomes said of a verdict that has just been committed."""
@@ -321,7 +328,7 @@ class Drafting:
             live.waiting_since_s = now
         elif lookup is not Lookup.NOT_ASKED:
             self._count_lookup(live, lookup.value)
-            self._policy.observe_lookup(live.ahead, lookup)
+            self._controller.observe_lookup(live.ahead, is_hit=lookup is Lookup.HIT)
             self._extend(live)
 
     def _count_lookup(self, live: LiveSession, result: str) -> None:
@@ -342,7 +349,7 @@ class Drafting:
                 if live.num_draft_losses >= MAX_DRAFT_LOSSES:
                     said = {"request_id": live.request_id}
                     logger.warning("a request goes on without a draft: it may have ended several", extra=said)
-                    live.pacing.rest_rounds = _FOR_EVER
+                    self._controller.observe_refusal(live.stats, is_final=True)
         self._on_moved()
 
     def _on_moved(self) -> None:
@@ -376,7 +383,7 @@ class Drafting:
                     self._count_lookup(live, "timed_out")
                 live.session.skip_draft()
                 if live.local is not None:
-                    live.session.take_draft(self._fillers.draft(live, live.local), live.local.source)
+                    live.session.take_draft(self._fallback.draft(live, live.local), live.local.source)
                 live.waiting_since_s = None
                 if self._trace is not None:
                     self._trace.draft_skipped(live.request_id)
@@ -392,7 +399,7 @@ class Drafting:
         return min(dues, default=None)
 
     def _patience_s(self) -> float:
-        patience_s = self._policy.patience_s()
+        patience_s = self._budgets.patience_s()
         if patience_s is None:
             patience_s = UNMEASURED_PATIENCE_S
         if self._is_serial:
@@ -400,21 +407,33 @@ class Drafting:
             patience_s = max(patience_s, SERIAL_PATIENCE_S)
         return min(patience_s, self._round_timeout_s)
 
+    def _plan_to_ask(self, live: LiveSession, now: float) -> Plan:
+        """As ``_plan``; off too while the draft has yet to read the session."""
+        plan = self._plan(live, live.session.num_remaining, now)
+        if plan.is_off or self._reading.can_ask(live):
+            return plan
+        self._controller.postpone_exploration(live.stats)
+        return OFF_BY_REASON[Reason.DRAFT_PREFILL]
+
     def _plan(self, live: LiveSession, num_remaining: int, now: float) -> Plan:
+        """The controller's plan, or no speculation where the draft cannot be asked."""
         link = self.link
-        if link is not None and self._policy.is_resting(live.pacing):
-            # Here and not in the policy alone: with many sessions the way there counts too.
-            return OFF
-        if link is None and self._leases is not None and live.pacing.fixed_k != 0:
-            self._leases.want()
-        if link is None or self._is_stalled(link, now) or self._policy.is_trying_plain(live.pacing):
-            return OFF
+        if link is None:
+            if self._leases is not None and live.stats.fixed_k != 0:
+                self._leases.want()
+            return OFF_BY_REASON[Reason.FIXED if live.stats.fixed_k == 0 else Reason.NO_DRAFT]
+        # Here and not in ``plan`` alone: with many sessions the way there counts too.
+        resting = self._controller.resting_plan(live.stats)
+        if resting is not None:
+            return resting
+        if self._is_stalled(link, now):
+            return OFF_BY_REASON[Reason.STALLED]
         num_running, unread = len(self._running), live.num_unread
-        plan = self._policy.plan(
-            live.pacing, num_remaining=num_remaining, num_running=num_running, num_unread=unread
+        plan = self._controller.plan(
+            live.stats, num_remaining=num_remaining, num_running=num_running, num_unread=unread
         )
         longest = len(live.session.committed) + 2 * (plan.num_speculative_tokens + 1)
-        return plan if longest <= link.info.max_model_len else OFF
+        return plan if plan.is_off or longest <= link.info.max_model_len else OFF_BY_REASON[Reason.TOO_LONG]
 
     def _is_stalled(self, link: DraftLink, now: float) -> bool:
         return link.unanswered_since is not None and now >= link.unanswered_since + self._patience_s()

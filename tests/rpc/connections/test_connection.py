@@ -13,7 +13,7 @@ import pytest
 from grpc import aio
 
 from specray.config import SpeculationConfig
-from specray.control.controller import Policy
+from specray.control.controller import Controller
 from specray.errors import EngineLostError
 from specray.interfaces import Drafter
 from specray.metrics.router import RouterMetrics
@@ -155,7 +155,7 @@ async def test_a_better_draft_is_sought_on_after_the_one_that_was_asked_is_lost(
             clock=SystemClock(),
             metrics=RouterMetrics(),
             rng=random.Random(0),
-            policy=Policy(SpeculationConfig()),
+            controller=Controller(SpeculationConfig()),
         )
         await leases.start()
         draft.may_answer.clear()

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from specray.config import SpeculationConfig
-from specray.control.target_times import TargetTimes
+from specray.control.cost_model import TargetTimes
 from specray.errors import EngineLostError
 from specray.fakes import FakeDraft, FakeTarget, NoisyGuesser
 from specray.interfaces import Drafter

@@ -168,7 +168,7 @@ async def router(target: FakeTarget, address: str, leases: Leases) -> AsyncItera
     server = target_server(lambda: target, address)
     await server.start()
     verifier = await GrpcVerifier.connect(address, timeout_s=DEADLINE_S)
-    speculation = SpeculationConfig.model_validate({"num_speculative_tokens": 3, "filler": "none"})
+    speculation = SpeculationConfig.model_validate({"num_speculative_tokens": 3, "fallback": "none"})
     made = Router(verifier, leases, speculation=speculation)
     await made.start()
     try:
