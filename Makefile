@@ -1,12 +1,16 @@
-# Two commands for newcomers: `make serve` and `make test`. Both set everything up first.
+# Start with `make serve` or `make test`: both set everything up first.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.specray-installed
-# Ray asks for it in every process that it starts; a local test cluster listens on loopback only.
-TEST_ENV := RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0
+# Ray's token is off in tests: their clusters listen on loopback only.
+# Threads of an operator that wait for the others do not spin on a core that other tests need.
+TEST_ENV := RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0 OMP_WAIT_POLICY=passive
+# Each worker takes a file at a time; one of them takes all that start a Ray.
+TEST_WORKERS ?= 2
+PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(TEST_WORKERS)
 
-.PHONY: setup serve test test-fast lint types protos protos-check schema check clean
+.PHONY: setup serve test test-fast zoo lint types protos protos-check schema check clean
 
 setup: $(STAMP)
 
@@ -20,10 +24,14 @@ serve: setup
 	exec $(BIN)/specray serve
 
 test: setup
-	$(TEST_ENV) $(BIN)/python -m pytest
+	$(PYTEST)
 
 test-fast: setup
-	$(BIN)/python -m pytest tests/unit tests/rpc
+	$(PYTEST) tests/unit tests/rpc
+
+# Tiny models of all families: each served with the tokens of the library's generate, or refused.
+zoo: setup
+	$(BIN)/python -m pytest tests/unit/engine/model/test_zoo.py -m 'zoo or not zoo'
 
 lint: setup
 	$(BIN)/ruff format --check .
@@ -40,7 +48,7 @@ protos-check: protos
 	git diff --exit-code -- specray/rpc/pb
 	test -z "$$(git status --porcelain -- specray/rpc/pb)"
 
-# After a change of specray/config/service.py: the chart's schema says the same.
+# Run after a change of specray/config/: it updates the chart's schema.
 schema: setup
 	$(BIN)/python helm/generate_schema.py
 

@@ -1,4 +1,4 @@
-"""Writes into the chart's values.schema.json what ``specray.config.Config`` says of ``config``.
+"""Writes the schema of ``specray.config.Config`` into the chart's values.schema.json, as ``config``.
 
 Run it after a change of the configuration: ``make schema``. The rest of that file is written by hand.
 """
@@ -30,7 +30,7 @@ _ACTOR_OPTIONS = {
 
 
 def with_config(schema: dict[str, Any]) -> dict[str, Any]:
-    """The chart's schema with the part about ``config`` made anew."""
+    """Returns the chart's schema with a new part for ``config``."""
     config = _without_titles(Config.model_json_schema())
     definitions = config.pop("$defs")
     for name, options in _ACTOR_OPTIONS.items():
@@ -44,7 +44,7 @@ def with_config(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _own(definitions: dict[str, Any]) -> dict[str, Any]:
-    # Those of the chart begin with a small letter, those of the configuration are names of classes.
+    # Names of the chart's definitions begin with a small letter; the configuration's are class names.
     return {name: value for name, value in definitions.items() if name[0].islower()}
 
 

@@ -1,12 +1,12 @@
-"""The exceptions of specray.
+"""Exceptions of specray.
 
 SpecrayError
 ├── ConfigError            a configuration value, file or model is wrong: shown at start, exit code 2
 ├── InvalidRequestError    a request is wrong: HTTP 400 (or its own status), INVALID_ARGUMENT
 │   └── ModelNotFoundError HTTP 404, NOT_FOUND
-├── UnauthenticatedError   the caller has not shown who it is: HTTP 401, UNAUTHENTICATED
+├── UnauthenticatedError   the caller sent no known API key: HTTP 401, UNAUTHENTICATED
 ├── OverloadedError        queues are full: HTTP 429 with Retry-After, RESOURCE_EXHAUSTED
-├── DeadlineExceededError  the request's own time is over: HTTP 504, DEADLINE_EXCEEDED
+├── DeadlineExceededError  the request's deadline has passed: HTTP 504, DEADLINE_EXCEEDED
 ├── EngineLostError        a worker died, hung or was partitioned: retriable
 ├── ProtocolError          a peer broke the protocol: a bug or a version mismatch
 └── OutOfBlocksError       the block cache has no room for a sequence; raised before anything changed
@@ -16,11 +16,11 @@ from __future__ import annotations
 
 
 class SpecrayError(Exception):
-    """Base of everything that specray raises on purpose."""
+    """Base class of all exceptions that specray raises on purpose."""
 
 
 class ConfigError(SpecrayError):
-    """A setting is wrong; the message names it, its value and what is allowed."""
+    """A setting is wrong; the message names it, its value and the allowed range."""
 
 
 class InvalidRequestError(SpecrayError):
@@ -28,7 +28,7 @@ class InvalidRequestError(SpecrayError):
 
     Args:
         message: names the field, the value and the allowed range.
-        field: the field's name as the user wrote it, for the API's ``param``.
+        field: name of the field as the user wrote it, for the API's ``param``.
     """
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
@@ -36,7 +36,7 @@ class InvalidRequestError(SpecrayError):
         self.field = field
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Exceptions with keyword-only arguments do not survive pickling (Ray handles) by default.
+        # Exceptions with keyword-only arguments do not survive pickling by default, which Ray needs.
         return _rebuild_invalid_request, (type(self), str(self), self.field)
 
 
@@ -51,7 +51,7 @@ class ModelNotFoundError(InvalidRequestError):
 
 
 class UnauthenticatedError(SpecrayError):
-    """The caller has shown no key, or one that is not known. The message says nothing of what it sent."""
+    """The caller sent no key or an unknown one. The message does not repeat it."""
 
 
 class OverloadedError(SpecrayError):
@@ -67,7 +67,7 @@ class OverloadedError(SpecrayError):
 
 
 class DeadlineExceededError(SpecrayError):
-    """A request did not get all its tokens within the time that it, or the service, allows."""
+    """A request did not complete within its own time limit or the service's."""
 
 
 class EngineLostError(SpecrayError):

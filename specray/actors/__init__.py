@@ -1,1 +1,1 @@
-"""Placement, lifetimes, leases and health on Ray; a thin shell around what also runs without it."""
+"""Ray actors and deployments: placement, lifetimes, leases and health, around code that needs no Ray."""

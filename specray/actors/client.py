@@ -1,4 +1,4 @@
-"""A router behind a Serve handle, for ingresses."""
+"""Client of the Router deployment, for ingresses."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from specray.router.output.delivery import Delivery
 from specray.router.transport.clock import SystemClock
 
 SERVE_ERRORS = (RayError, BackPressureError, DeploymentUnavailableError, RequestCancelledError)
-"""What a call through a Serve handle may raise besides its own result."""
+"""Exceptions that a call through a Serve handle may raise besides those of the router."""
 
 
 class RouterLostError(EngineLostError):
-    """The router that had the call has died, or what it sent was lost."""
+    """The router that had the call has died, or its output was lost."""
 
 
 def translate(error: Exception) -> Exception:
-    """The exception that a caller of a remote router should see for what Ray raised."""
+    """Translates an exception raised by Ray into one that a caller of a remote router should see."""
     if isinstance(error, RayTaskError):
         cause = error.cause
         return cause if isinstance(cause, SpecrayError) else error
@@ -43,26 +43,26 @@ def translate(error: Exception) -> Exception:
 
 
 LAST_CHUNK_TIMEOUT_S: Final = 5.0
-"""The end of a call and the last chunk come by different ways: the chunk may be so much later."""
+"""Seconds that the last chunk may arrive after the end of the call, which takes another connection."""
 
 RESEND_FOR_S: Final = 5.0
-"""So long after a death Serve may still choose the router that has died."""
+"""Seconds after a router's death during which Serve may still choose it."""
 RESEND_PAUSE_S: Final = 0.25
 MAX_RESUMED: Final = 5
-"""Times that a request with tokens goes on elsewhere: what ends router after router must end itself."""
+"""Maximum number of routers that may die under one request with tokens; it might be what kills them."""
 
 
 class _Attempts:
-    """One request on its way to routers: after one's death it goes to the next, from where its output was.
+    """One request's attempts: when its router dies, the next router continues the output.
 
-    So nothing is lost with a router, nor with one that is ended because its grace is over. No token of a
-    greedy or coupled output changes by it; what rejection draws depends on where rounds end, now as ever, and
-    its distribution is the same, since tokens that a caller has stay.
+    So neither a dead router nor one whose grace period is over loses output. Tokens of greedy and coupled
+    sampling do not change. With rejection sampling the draws depend on where rounds end, as always; the
+    distribution is the same, since tokens that the caller has are kept.
     """
 
     def __init__(self, request: GenerateRequest, clock: Clock, *, timeout_s: float, checkpoint: str) -> None:
         self.request = request
-        """As the next router gets it."""
+        """The request as the next router gets it."""
         self._asked = request
         self._clock = clock
         self._checkpoint = checkpoint
@@ -72,10 +72,10 @@ class _Attempts:
         self._ttft_s: float | None = None
         self._num_resumed = 0
         self._lost_s: float | None = None
-        """When the first router was lost since tokens last came."""
+        """Time of the first router's loss since tokens last arrived, in seconds."""
 
     def take(self, chunk: OutputChunk) -> OutputChunk:
-        """What the caller gets of ``chunk``: later routers know nothing of the first tokens."""
+        """Converts a chunk for the caller: later routers do not count the first tokens."""
         if chunk.token_ids:
             self._token_ids.extend(chunk.token_ids)
             self._lost_s = None
@@ -86,9 +86,9 @@ class _Attempts:
         return chunk
 
     async def renew(self, error: RouterLostError) -> None:
-        """Makes the request for the next router, under a new id: the last may be cut off rather than dead.
+        """Makes the request for the next router, under a new id, since the last may be cut off, not dead.
 
-        Raises ``error`` when there has been enough of it.
+        Raises ``error`` after too many attempts.
         """
         now_s = self._clock.monotonic()
         self._lost_s = now_s if self._lost_s is None else self._lost_s
@@ -111,18 +111,18 @@ class _Attempts:
 class ServeRouterClient:
     """interfaces.RouterClient over a DeploymentHandle.
 
-    Serve carries requests, whole answers and errors; the chunks of a stream come from the router straight
-    into the mailbox. Through Serve each would be a message of its own between two event loops, which costs
-    as much as the request itself.
+    Serve carries requests, whole answers and errors. The chunks of a stream go directly from the router to
+    the mailbox: through Serve each would be a message between two event loops, as costly as the request
+    itself.
 
     Args:
-        handle: of the Router deployment.
-        mailbox: started by whoever owns it, before the first stream; None: nothing will be streamed.
-        timeout_s: no call waits longer, even when no replica is there to answer.
-        clock: for the time between a router's death and the next attempt.
-        checkpoint: of the configured target, ``TargetConfig.checkpoint``.
+        handle: handle of the Router deployment.
+        mailbox: receives streams; its owner starts it before the first one. None: nothing will be streamed.
+        timeout_s: maximum seconds of a call, even when no replica is there to answer.
+        clock: times the wait between a router's death and the next attempt.
+        checkpoint: checkpoint of the configured target, ``TargetConfig.checkpoint``.
 
-    A request whose router dies goes to the next one by itself, a stream from where it was.
+    A request whose router dies is sent to the next one, which continues a stream from where it was.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class ServeRouterClient:
         return _Attempts(request, self._clock, timeout_s=self._timeout_s, checkpoint=self._checkpoint)
 
     async def _stream_of_one(self, request: GenerateRequest) -> AsyncGenerator[OutputChunk, None]:
-        """The stream as far as one router brings it."""
+        """The part of the stream that one router sends."""
         assert self._mailbox is not None, "a client that streams has a mailbox"
         delivery = self._mailbox.open(request.request_id)
         response = self._handle.deliver.remote(request, self._mailbox.address)
@@ -183,7 +183,7 @@ class ServeRouterClient:
                 call.cancel()
 
     async def _watch(self, response: Any, delivery: Delivery) -> None:
-        """Sees the router's call to its end, and tells the delivery when that is not the output's end."""
+        """Awaits the router's call, and fails the delivery if the call ends without the output's end."""
         try:
             await self._call(response)
             async with asyncio.timeout(LAST_CHUNK_TIMEOUT_S):

@@ -1,4 +1,4 @@
-"""The ingress's end of delivery: where routers bring the chunks of streams."""
+"""The ingress's end of delivery, which receives the chunks of streams from routers."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from specray.rpc.delivery import DeliveryServer
 
 
 class Mailbox:
-    """Deliveries by request, filled by whichever router has the request.
+    """Deliveries by request id, filled by the router that has the request.
 
-    Chunks wait here for a slow client, at most the tokens of its request; requests that are not open are
-    ignored, as their client has left.
+    Chunks wait here for a slow client, at most the tokens of its request. Chunks of requests that are not
+    open are dropped, because their client has left.
 
     Args:
-        address: where routers reach it, ``unix:/path`` or ``host:0``.
+        address: address to listen on, ``unix:/path`` or ``host:0``.
 
     Raises:
-        ConfigError: the address is no address.
+        ConfigError: the address is not valid.
     """
 
     def __init__(self, address: str, *, options: ChannelOptions | None = None) -> None:
@@ -29,25 +29,25 @@ class Mailbox:
 
     @property
     def address(self) -> str:
-        """After ``start``: what a router is told."""
+        """Address for routers; after ``start``."""
         return self._server.address
 
     async def start(self) -> None:
-        """Listens, on this event loop. Raises ConfigError: the address cannot be listened on."""
+        """Listens on this event loop. Raises ConfigError when the address cannot be listened on."""
         await self._server.start()
 
     async def stop(self) -> None:
-        """Takes nothing more; idempotent."""
+        """Ends the server; idempotent."""
         await self._server.stop()
 
     def open(self, request_id: str) -> Delivery:
-        """From now on the request's chunks are kept, until ``close``."""
+        """Keeps the request's chunks from now on, until ``close``."""
         assert request_id not in self._open, "request ids are drawn at random"
         delivery = self._open[request_id] = Delivery(request_id, is_stream=True)
         return delivery
 
     def close(self, request_id: str) -> None:
-        """Nobody waits for the request any more."""
+        """Drops the request's chunks from now on."""
         self._open.pop(request_id, None)
 
     def _put(self, chunks: Sequence[OutputChunk]) -> None:

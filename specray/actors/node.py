@@ -1,4 +1,4 @@
-"""This process's node."""
+"""This process's node: its addresses, network interface, sockets and processes."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ LOOPBACK = "127.0.0.1"
 
 
 def keep_serve_on_loopback() -> None:
-    """Called by a replica's constructor: where Ray itself is on loopback, so is what Serve opens next.
+    """Makes Serve's next port listen on loopback if Ray itself does; called by a replica's constructor.
 
-    Ray keeps to the node's address; only the port on which Serve's replicas call each other is opened on all
-    of them, and there is no setting for that.
+    Ray listens on the node's address, but Serve opens the port for calls between replicas on all addresses,
+    and has no setting for that.
     """
     if str(ray.util.get_node_ip_address()) != LOOPBACK:
         return
@@ -43,10 +43,10 @@ def keep_serve_on_loopback() -> None:
 
 
 class LocalProcess:
-    """A process of this node that can be ended even while it hangs; held by a descriptor where there are any.
+    """A process of this node that can be killed even while it hangs, held by a pidfd if the system has them.
 
     Ray ends an actor by asking it, and takes five seconds to be sure that a stopped one does not answer. A
-    number alone may belong to another process by then.
+    process id alone may belong to another process by then.
 
     Raises:
         OSError: there is no such process.
@@ -56,7 +56,7 @@ class LocalProcess:
         self._descriptor = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
 
     def kill(self) -> None:
-        """Ends it at once; idempotent."""
+        """Kills the process; idempotent."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -64,15 +64,15 @@ class LocalProcess:
             os.close(descriptor)
 
     async def wait(self, timeout_s: float) -> None:
-        """Returns when it has ended, after ``timeout_s`` at the latest.
+        """Returns when the process has ended, or after ``timeout_s`` seconds.
 
-        At once where there are no descriptors.
+        Returns at once where the system has no pidfd.
         """
         descriptor = self._descriptor
         if descriptor is None:
             return
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
-        # A descriptor of a process can be read from when that has ended.
+        # A pidfd becomes readable when its process has ended.
         loop.add_reader(descriptor, ended.set)
         try:
             with contextlib.suppress(TimeoutError):
@@ -82,12 +82,12 @@ class LocalProcess:
 
 
 def listen_host(config: Config) -> str:
-    """Where this node meets others: nowhere beyond the machine unless asked."""
+    """Host on which this node listens for others: loopback unless the configuration says otherwise."""
     return LOOPBACK if config.rpc.listen == "loopback" else str(ray.util.get_node_ip_address())
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface of this machine that has an IPv4 address; None: there is none to be found."""
+    """Name of the network interface that has this IPv4 address; None: not found."""
     if sys.platform != "linux":
         return None
     import fcntl
@@ -103,19 +103,19 @@ def interface_of(address: str) -> str | None:
 
 
 def meet_on_own_interface(config: Config) -> None:
-    """Before this process joins a group: the group uses the interface on which this node meets others."""
+    """Makes collectives use the interface that other nodes reach; call before this process joins a group."""
     if config.rpc.listen == "node":
-        # A machine may have interfaces on which the other nodes are not.
+        # A machine may have interfaces that the other nodes cannot reach.
         interface = interface_of(listen_host(config))
         if interface is not None:
             apply_interface_environment(interface)
 
 
 def listen_address(config: Config, role: str) -> str:
-    """Where a worker on this node listens for its router; unused until then.
+    """Returns a free address on which a worker of this node can listen for its router.
 
-    Within one machine that is a unix socket: 0.06 ms less per round trip than TCP on the loopback, and only
-    this user can connect to it.
+    Within one machine it is a unix socket: 0.06 ms less per round trip than TCP on loopback, and only this
+    user can connect.
     """
     if config.rpc.listen == "loopback":
         path = socket_directory(Path(tempfile.gettempdir())) / f"{role}-{uuid.uuid4().hex}.sock"
@@ -125,10 +125,10 @@ def listen_address(config: Config, role: str) -> str:
 
 
 def socket_directory(parent: Path) -> Path:
-    """This user's own directory for sockets under ``parent``: nobody else can enter it.
+    """Returns this user's directory for sockets under ``parent``, which nobody else can enter.
 
-    One for all processes, so that those which are killed leave no directories behind. Should somebody else
-    have made it first, a new one under another name.
+    All processes share one, so that killed processes leave no directories behind. If another user has made it
+    first, a new one with another name is made.
     """
     path = parent / f"specray-{os.geteuid()}"
     with contextlib.suppress(FileExistsError):

@@ -1,4 +1,4 @@
-"""The Router deployment: one router and its target group per replica."""
+"""The Router deployment: one router with its target group per replica."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ray.util.placement_group import get_current_placement_group
 from specray.actors.drafts.deployment import DraftReplica
 from specray.actors.drafts.source import ServeDrafterSource
 from specray.actors.node import keep_serve_on_loopback
-from specray.actors.outlets import Outlets
+from specray.actors.stream_sinks import StreamSinks
 from specray.actors.targets.group import TargetGroup
 from specray.actors.targets.source import TargetSource
 from specray.actors.telemetry import SpansElsewhere, begin_logs, begin_traces, with_labels
@@ -38,8 +38,8 @@ CONNECT_TIMEOUT_S = 20.0
 class RouterReplica:
     """A Serve replica around a router; it owns its target group and dies with it.
 
-    The router and its two streams have an event loop and a thread of their own: Serve's loop has calls,
-    health checks and statistics to serve, and each would be a delay in somebody's round.
+    The router and its two streams have their own event loop and thread: on Serve's loop, calls, health checks
+    and statistics would delay rounds.
     """
 
     # Serve awaits a constructor that is a coroutine.
@@ -66,7 +66,7 @@ class RouterReplica:
                 options=channel_options(config.rpc),
             )
         self._loop_thread = LoopThread("specray-router")
-        self._outlets = Outlets(
+        self._sinks = StreamSinks(
             SystemClock(),
             interval_s=config.router.stream_interval_ms / 1e3,
             options=channel_options(config.rpc),
@@ -81,10 +81,10 @@ class RouterReplica:
         return await self._on_loop(self._router.complete(request))
 
     async def deliver(self, request: GenerateRequest, address: str) -> None:
-        """Brings the output, as it is committed, to the mailbox at ``address``; returns when it is complete.
+        """Streams the output as it is committed to the mailbox at ``address``; returns when it is complete.
 
-        Raises what ``complete`` raises; EngineLostError too when the mailbox cannot be reached, or when the
-        output was begun by another checkpoint than the one that serves here.
+        Raises what ``complete`` raises, and EngineLostError when the mailbox cannot be reached or the output
+        was begun by another checkpoint than the one served here.
         """
         if request.resumed is not None and request.resumed.checkpoint != self._checkpoint:
             raise EngineLostError("another target serves now; the request may be sent again")
@@ -99,7 +99,7 @@ class RouterReplica:
         await self._on_loop(self._router.check_ready())
 
     async def metrics_text(self) -> str:
-        """This replica's metrics, with its labels."""
+        """Metrics of this replica in Prometheus text format, with its labels."""
         return with_labels(await self._on_loop(self._router.metrics_text()))
 
     async def trace_text(self) -> str | None:
@@ -107,35 +107,35 @@ class RouterReplica:
         return await self._on_loop(self._router.trace_text())
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """For ``scaling.RouterScalingPolicy``."""
+        """Figures for ``scaling.RouterScalingPolicy``."""
         return self._router.load()
 
     async def check_health(self) -> None:
-        """Liveness, cheap: raises EngineLostError when there will be no target; Serve then replaces both.
+        """Cheap liveness check. Raises EngineLostError when the target is lost for good; Serve replaces both.
 
-        While a target is started anew the replica is healthy: its sessions live here and go on afterwards.
+        While a target restarts, the replica is healthy: its sessions are kept and continue afterwards.
         """
         failure = self._router.failure
         if failure is not None:
             raise failure
 
     async def _deliver(self, request: GenerateRequest, address: str) -> None:
-        await self._router.deliver(request, self._outlets.to(address))
+        await self._router.deliver(request, self._sinks.to(address))
 
     async def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
         return await run_on(self._loop_thread.loop, work)
 
     async def __del__(self) -> None:
-        # Serve awaits this before it ends the replica's process.
+        # Serve awaits this before it ends the process.
         if hasattr(self, "_router"):
             await self._on_loop(self._router.stop(drain=True, drain_timeout_s=self._drain_timeout_s))
-            await self._on_loop(self._outlets.close())
+            await self._on_loop(self._sinks.close())
         if hasattr(self, "_target"):
             await self._on_loop(self._target.end())
             await asyncio.to_thread(self._loop_thread.stop)
         tracing = getattr(self, "_tracing", None)
         if tracing is not None:
-            # After those that the router's end has brought to this loop.
+            # After the callbacks that the router's end has scheduled on this loop.
             await asyncio.sleep(0)
             await asyncio.to_thread(tracing.close)
 

@@ -1,7 +1,7 @@
-"""How many drafts and routers there should be: policies for Serve's autoscaler, which applies their delays.
+"""Autoscaling policies for Serve: how many drafts and routers should run.
 
-Serve copies this module into its controller, so it is pure and small; what the replicas measure comes to it
-through ``record_autoscaling_stats``.
+Serve copies this module into its controller, so it is pure and small, and applies the configured delays
+itself. Replicas report their load by ``record_autoscaling_stats``.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any, Protocol
 from specray.config import DraftConfig, RouterConfig, ScalingConfig
 
 IDLE_SHARE = 0.01
-"""Drafts that are less busy together do nothing for anybody."""
+"""Busy share, summed over drafts, below which they count as unused."""
 DOWN_MARGIN = 0.8
-"""Fewer replicas must do with this share of what more are started at, or they would come and go."""
+"""Hysteresis of scaling down: fewer replicas must be below this share of the target load."""
 
 Metrics = Mapping[str, Mapping[Hashable, float]]
 
 
 class ScalingContext(Protocol):
-    """What is used of ray.serve.config.AutoscalingContext."""
+    """The used part of ray.serve.config.AutoscalingContext."""
 
     @property
     def running_replicas(self) -> Sequence[Hashable]: ...
@@ -32,7 +32,7 @@ class ScalingContext(Protocol):
 
 
 class DraftScalingPolicy:
-    """As many drafts as keep each ``target_busy_share`` of its time at work."""
+    """Scales drafts so that each is busy for ``target_busy_share`` of its time."""
 
     def __init__(self, target_busy_share: float) -> None:
         self._target = target_busy_share
@@ -45,7 +45,7 @@ class DraftScalingPolicy:
 
 
 class RouterScalingPolicy:
-    """As many routers as have places for what runs, and one more for each ``target_queued_tokens``."""
+    """Scales routers to the running sessions, plus one router per ``target_queued_tokens``."""
 
     def __init__(self, target_queued_tokens: int) -> None:
         self._target = target_queued_tokens
@@ -59,15 +59,15 @@ class RouterScalingPolicy:
 
 
 def num_drafts(busy_shares: Sequence[float | None], routers: Sequence[float | None], *, target: float) -> int:
-    """Drafts that are wanted.
+    """Returns the wanted number of drafts.
 
-    A router uses one draft at a time, so more drafts than routers help nobody. One that has not been heard of
-    counts as busy as it should be: it says neither more nor fewer.
+    A router uses one draft at a time, so there are never more drafts than routers. A draft whose load is
+    unknown counts as busy at the target share.
 
     Args:
-        busy_shares: of each running draft, 0..1; None: not known.
-        routers: that use it now.
-        target: of each draft's time.
+        busy_shares: busy share of each running draft, 0..1; None: unknown.
+        routers: number of routers that use each draft now.
+        target: target busy share of a draft.
     """
     busy = sum(target if share is None else share for share in busy_shares)
     if busy < IDLE_SHARE:
@@ -84,12 +84,12 @@ def num_routers(
     *,
     target_queued_tokens: int,
 ) -> int:
-    """Routers that are wanted, at least 1; one that has not been heard of counts as full.
+    """Returns the wanted number of routers, at least 1; one whose load is unknown counts as full.
 
     Args:
-        occupancies: of each running router, the share of its places that is taken; None: not known.
-        queued_tokens: prompt tokens that wait there.
-        target_queued_tokens: the work of one more router.
+        occupancies: share of each running router's session places that is taken; None: unknown.
+        queued_tokens: prompt tokens waiting at each router.
+        target_queued_tokens: prompt tokens that justify one more router.
     """
     running = sum(1.0 if share is None else share for share in occupancies)
     waiting = sum(filter(None, queued_tokens)) / target_queued_tokens
@@ -97,7 +97,7 @@ def num_routers(
 
 
 def _with_hysteresis(num_now: int, load: float) -> int:
-    """Replicas for a load, in units of what one takes: fewer than now only when they do with a margin."""
+    """Returns the replicas for a load, in units of one replica's; fewer than now only with a margin."""
     wanted = math.ceil(round(load, 6))
     if wanted >= num_now:
         return wanted
@@ -110,7 +110,7 @@ def _measured(context: ScalingContext, name: str) -> list[float | None]:
 
 
 def draft_replicas(draft: DraftConfig) -> dict[str, Any]:
-    """Options of the Draft deployment that say how many replicas it has."""
+    """Options of the Draft deployment for its number of replicas."""
     scaling = draft.autoscaling
     if scaling is None:
         return {"num_replicas": draft.num_replicas}
@@ -119,7 +119,7 @@ def draft_replicas(draft: DraftConfig) -> dict[str, Any]:
 
 
 def router_replicas(router: RouterConfig) -> dict[str, Any]:
-    """Options of the Router deployment that say how many replicas it has."""
+    """Options of the Router deployment for its number of replicas."""
     scaling = router.autoscaling
     if scaling is None:
         return {"num_replicas": router.num_replicas}

@@ -1,4 +1,4 @@
-"""What each replica tells of itself, and all of them together."""
+"""Logs, spans and metrics of replicas, and the metrics of all replicas together."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GATHER_TIMEOUT_S: Final = 5.0
-"""For the metrics of one deployment."""
+"""Seconds to wait for the metrics of one deployment."""
 STALE_S: Final = 60.0
-"""So long what a deployment said last stands for it. While one of its replicas hangs, Serve gives the answers
-of none, and within that time it has ended it."""
+"""Seconds that a deployment's last metrics stand in for it. While one replica hangs, Serve returns no answers
+at all; within this time it has ended the replica."""
 
 
 def replica_labels() -> dict[str, str]:
-    """Which replica this process is, by the labels that Serve's own metrics have as well."""
+    """Labels of this replica, the same as in Serve's own metrics."""
     context = serve.get_replica_context()
     return {
         "application": context.app_name,
@@ -40,15 +40,15 @@ def replica_labels() -> dict[str, str]:
 
 
 def begin_logs(config: Config) -> None:
-    """Sets up this replica's logs. Called by its constructor."""
+    """Sets up this replica's logs; called by its constructor."""
     configure_logging(config.logging, context=replica_labels())
 
 
 def begin_traces(config: Config, *, role: str) -> Tracing | None:
-    """What makes this replica's spans; None where there are none.
+    """Makes this replica's tracer; None: traces are off.
 
     Raises:
-        ConfigError: the package that sends spans is missing.
+        ConfigError: the package that exports spans is missing.
     """
     if config.telemetry.traces == "none":
         return None
@@ -61,8 +61,8 @@ class SpansElsewhere:
     """interfaces.RequestTracer that makes its spans on another event loop than the router's.
 
     Args:
-        tracing: makes them.
-        loop: where. The router's clock is the monotonic one, and is looked at again there.
+        tracing: makes the spans.
+        loop: event loop for that; times are converted from the router's monotonic clock there.
     """
 
     def __init__(self, tracing: Tracing, loop: asyncio.AbstractEventLoop) -> None:
@@ -75,13 +75,13 @@ class SpansElsewhere:
 
 
 class AllMetrics:
-    """The metrics of every replica of some deployments, each with the labels of where it comes from.
+    """Metrics of every replica of some deployments, each with the labels of its replica.
 
-    Which replica answers a scrape is Serve's choice, so each of them must answer for all.
+    Serve chooses which replica answers a scrape, so each replica must answer for all.
 
     Args:
         deployments: names within ``app_name``; their replicas have a method ``metrics_text``.
-        monotonic: seconds; all time is read from it.
+        monotonic: clock in seconds.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class AllMetrics:
     ) -> None:
         self._monotonic = monotonic
         self._last: dict[str, tuple[float, list[str]]] = {}
-        """When each deployment last answered, and what."""
+        """Last answer of each deployment: time in seconds, texts."""
         self._handles: dict[str, DeploymentHandle[object]] = {
             name: serve.get_deployment_handle(name, app_name=app_name) for name in deployments
         }
@@ -101,8 +101,8 @@ class AllMetrics:
     async def text(self) -> str:
         """All metrics in Prometheus text format.
 
-        Replicas that fail are left out. A deployment that does not answer in time is as it was at the last
-        call, for STALE_S.
+        Replicas that fail are left out. A deployment that does not answer in time is represented by its last
+        answer, for STALE_S.
         """
         texts = await asyncio.gather(*(self._of(name) for name in self._handles))
         return merged(text for replicas in texts for text in replicas)
@@ -113,10 +113,10 @@ class AllMetrics:
             results = await response.results_async(timeout_s=GATHER_TIMEOUT_S, return_exceptions=True)
         except TimeoutError:
             said_s, texts = self._last.get(name, (0.0, []))
-            logger.warning("%s does not tell its metrics within %g s", name, GATHER_TIMEOUT_S)
+            logger.warning("%s did not return its metrics within %g s", name, GATHER_TIMEOUT_S)
             return texts if self._monotonic() - said_s <= STALE_S else []
         except SERVE_ERRORS as error:
-            # A deployment without replicas, as a Draft that has been scaled to none, is nothing special.
+            # A deployment without replicas is normal: a Draft may be scaled to none.
             logger.debug("no metrics of %s: %s", name, str(error) or type(error).__name__)
             return []
         texts = [result for result in results if isinstance(result, str)]
@@ -125,5 +125,5 @@ class AllMetrics:
 
 
 def with_labels(text: str) -> str:
-    """This replica's metrics, as ``AllMetrics`` asks for them."""
+    """Adds this replica's labels to its metrics, for ``AllMetrics``."""
     return labelled(text, replica_labels())

@@ -1,4 +1,4 @@
-"""The composition root on the engine side: which engine and which server a worker is made of."""
+"""Composition root of workers: builds an engine and its server."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from specray.rpc.workers.worker import EngineServerThread
 CHECK_TIMEOUT_S = 20.0
 ENGINE_NICENESS = 5
 MIN_SILENCE_S = 30.0
-"""Ranks bear with each other at least so long, however impatient the router: it ends a group that hangs, and
-the first steps of a rank on a busy machine take seconds."""
+"""Minimum seconds that ranks wait for each other. The first steps of a rank on a busy machine take seconds,
+and the router ends a group that hangs anyway."""
 
 
 def let_callers_go_first(config: EngineConfig) -> None:
-    """Lowers the priority of this thread, and of those that it starts, where the engine computes on the CPU.
+    """Lowers the priority of this thread, and of those it starts, if the engine computes on the CPU.
 
-    An engine takes all the cores it gets. Router and Ingress need little, but at once: measured on 2 cores at
-    ten times the load, the slowest hundredth of the refusals took 160 ms instead of 400.
+    An engine uses all cores it gets. Router and Ingress need little time, but at once: measured on 2 cores at
+    ten times the load, the 99th percentile of refusals fell from 400 ms to 160.
     """
     if choose_device(config).type == "cpu":
         niceness = max(os.getpriority(os.PRIO_PROCESS, 0), ENGINE_NICENESS)
@@ -39,7 +39,7 @@ def start_draft(
     """Loads the draft and serves it at ``address``, ``unix:/path`` or ``host:0``.
 
     Args:
-        meeting: where the other ranks come, of which this is the leader; None for a draft of one rank.
+        meeting: rendezvous store of the other ranks, led by this one; None for a draft with one rank.
 
     Returns:
         The server and its address, with the real port.
@@ -60,7 +60,7 @@ def start_draft(
 
 
 class LeaderWorker:
-    """Rank 0 of a target: speaks gRPC, samples, and tells the other ranks what to run."""
+    """Rank 0 of a target: serves gRPC, samples, and sends steps to the other ranks."""
 
     def __init__(self, config: Config, parallel: ParallelContext | None, *, address: str) -> None:
         self._server = EngineServerThread(
@@ -73,24 +73,24 @@ class LeaderWorker:
         self.address: str | None = self._server.start(timeout_s=config.router.start_timeout_s)
 
     def wait(self) -> str:
-        """Returns when the engine is broken or stopped, and says so."""
+        """Waits until the engine is broken or stopped; returns which."""
         while not self._ended.wait(timeout=0.5):
             if not self._server.is_alive:
                 return "its engine is broken"
         return "stopped"
 
     def check(self) -> None:
-        """A real one-token step of the whole group. Raises EngineLostError."""
+        """Runs a real one-token step of the whole group. Raises EngineLostError."""
         self._server.check(timeout_s=CHECK_TIMEOUT_S)
 
     def stop(self) -> None:
-        """Ends the server; followers are let go."""
+        """Ends the server and releases the followers."""
         self._ended.set()
         self._server.stop()
 
 
 class FollowerWorker:
-    """Another rank: runs what the leader runs until the leader closes or is silent for too long."""
+    """Another rank: runs the leader's steps until the leader closes or is silent for too long."""
 
     address: str | None = None
 
@@ -101,12 +101,12 @@ class FollowerWorker:
         self._thread.start()
 
     def wait(self) -> str:
-        """Returns when the rank no longer follows, and says why."""
+        """Waits until the rank no longer follows; returns the reason."""
         self._thread.join()
         return self._reason
 
     def check(self) -> None:
-        """A follower is checked by the leader's step."""
+        """Does nothing: the leader's step checks followers."""
 
     def stop(self) -> None:
         """Leaves the group."""
@@ -120,12 +120,12 @@ class FollowerWorker:
 
 
 def engine_config(config: Config, role: RoleName) -> EngineConfig:
-    """The part of ``config`` about one engine."""
+    """Configuration of one engine."""
     return config.draft if role == "draft" else config.target
 
 
 def join_group(config: Config, role: RoleName, rank: int, meeting: GroupStore | str) -> ParallelContext:
-    """Meets the other ranks. Raises EngineLostError when not all come within ``router.start_timeout_s``."""
+    """Joins the other ranks. Raises EngineLostError when not all join within ``router.start_timeout_s``."""
     engine = engine_config(config, role)
     args = GroupArgs(
         rank=rank,
@@ -143,10 +143,10 @@ def start_rank(
     """Joins the group, loads this rank's shard and starts its part of the work.
 
     Args:
-        rank: 0 leads a target; a draft's leader is no rank of this kind, see :func:`start_draft`.
-        meeting: where the ranks meet: on the leader its own store, on the others its address ``host:port``;
-            None for a target of one rank.
-        address: where the leader listens, ``unix:/path`` or ``host:0``.
+        rank: rank in the group; 0 leads a target. A draft's leader starts by :func:`start_draft`.
+        meeting: rendezvous: on the leader its own store, on the others the store's ``host:port``; None for a
+            target with one rank.
+        address: address on which the leader listens, ``unix:/path`` or ``host:0``.
 
     Raises:
         ConfigError: the model or a setting is wrong.

@@ -231,8 +231,7 @@ class _Loads:
             return await serving.events()
 
     async def long_context(self, wanted: int, *, k: int) -> list[TraceEvent]:
-        """Runs a few sessions with ``wanted`` tokens before the measured ones, where the context has room for
-        them."""
+        """Runs a few sessions with ``wanted`` tokens before the measured ones, as far as they fit."""
         self._progress(f"contexts of {wanted}, K = {k}")
         max_tokens = 2 * _NUM_STEPS
         length = max(1, min(wanted, self._max_model_len - max_tokens - 8))

@@ -206,8 +206,7 @@ def _run_linears(linears: Sequence[Weights], inputs: Sequence[torch.Tensor]) -> 
 def _medians_ms(
     first: Callable[[], object], second: Callable[[], object], num_repeats: int, device: torch.device
 ) -> tuple[float, float]:
-    """Times both in turns, after a tenth as many repetitions to warm up; returns the medians in
-    milliseconds."""
+    """Times both in turns, after a warm-up of a tenth; returns the medians in milliseconds."""
     durations: tuple[list[float], list[float]] = ([], [])
     for repeat in range(-(num_repeats // 10) - 1, num_repeats):
         for call, kept in zip((first, second), durations, strict=True):

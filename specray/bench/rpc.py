@@ -56,8 +56,8 @@ def measure_rpc(
         transport: a unix socket, or TCP on the loopback.
         num_sessions: items of each batch.
         num_rounds: round trips that are measured.
-        num_draft_tokens: of each item; as many tokens are appended.
-        pause_s: between round trips; a pause lets processes and threads fall asleep, as a real step does.
+        num_draft_tokens: draft tokens per item; as many tokens are appended.
+        pause_s: seconds between round trips; in a pause, as in a real step, threads fall asleep.
     """
     with tempfile.TemporaryDirectory(prefix="specray-") as directory:
         address = f"unix:{directory}/target" if transport == "unix" else "127.0.0.1:0"

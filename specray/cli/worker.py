@@ -33,7 +33,7 @@ Meeting = Annotated[
 
 
 def worker(
-    role: Annotated[options.Role, typer.Argument(help="Engine to serve.")],
+    role: Annotated[options.EngineRole, typer.Argument(help="Engine to serve.")],
     listen: Listen = None,
     config: options.ConfigPath = None,
     model: Annotated[str | None, typer.Option(help="Model: path, hub id, or embedded.")] = None,
@@ -65,10 +65,10 @@ def worker(
     own = {f"{role}.{key}": value for key, value in values.items()}
     # Without a configuration, this process knows one engine of the pair only.
     other: dict[str, object] = (
-        {"draft.enabled": False} if role is options.Role.TARGET and config is None else {}
+        {"draft.enabled": False} if role is options.EngineRole.TARGET and config is None else {}
     )
     merged = build_config(config, own | other, settings or [])
-    if role is options.Role.DRAFT and merged.draft.model in MODEL_FREE_DRAFTS:
+    if role is options.EngineRole.DRAFT and merged.draft.model in MODEL_FREE_DRAFTS:
         raise ConfigError(
             f"draft.model is {merged.draft.model!r}, which drafts in the Router and has no worker; "
             "allowed: a model"

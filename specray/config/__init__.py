@@ -1,4 +1,4 @@
-"""The configuration of a service, one module for each part of it."""
+"""Configuration of a service, with one module per part."""
 
 from specray.config.access import AuthConfig, KeyConfig, KeySpeculationConfig, RpcConfig, TlsConfig
 from specray.config.endpoints import GrpcConfig, HttpConfig, IngressConfig, LoggingConfig, TelemetryConfig

@@ -1,4 +1,4 @@
-"""Who may reach the service and its workers: API keys, certificates, secrets."""
+"""Configuration of access to the service and its workers: API keys, certificates, secrets."""
 
 from __future__ import annotations
 
@@ -10,76 +10,76 @@ from specray.config.section import Section
 
 
 class TlsConfig(Section):
-    """Files in PEM, read again for every handshake. Both ends show a certificate that the CA has signed."""
+    """PEM files, read again for every handshake. Both ends show a certificate signed by the CA."""
 
-    ca: str = Field(min_length=1, description="Certificates of the authorities that are trusted, no others.")
-    cert: str = Field(min_length=1, description="This process's certificate, and what leads to the CA.")
+    ca: str = Field(min_length=1, description="Certificates of the only trusted authorities.")
+    cert: str = Field(min_length=1, description="This process's certificate, with its chain to the CA.")
     key: str = Field(min_length=1, description="The certificate's private key, not encrypted.")
     server_name: str | None = Field(
         None,
         min_length=1,
-        description="Name that every worker's certificate carries; default: it carries the worker's address.",
+        description="Name in every worker's certificate; default: the worker's address.",
     )
 
 
 class RpcConfig(Section):
-    """The streams between router, draft and target."""
+    """Streams between router, draft and target."""
 
     listen: Literal["loopback", "node"] = Field(
-        "loopback", description="loopback: all on one machine; node: on the address of the worker's node."
+        "loopback", description="loopback: everything on one machine; node: the address of the worker's node."
     )
     tls: TlsConfig | None = Field(
-        None, description="Mutual TLS on streams over TCP; unix sockets, within one machine, need none."
+        None, description="Mutual TLS on TCP streams; unix sockets, within one machine, need none."
     )
     secret_file: str | None = Field(
         None,
         min_length=1,
-        description="A file with a secret that workers ask for; for one machine, as it travels in the clear "
-        "without tls.",
+        description="File with a secret that workers require. Use it on one machine only unless tls is set, "
+        "since it is sent in clear text.",
     )
 
 
 class KeySpeculationConfig(Section):
-    """What the requests of one key get of speculation, whatever they ask."""
+    """Speculation settings that override those in requests of one key."""
 
     enabled: bool = Field(True, description="False: plain decoding.")
     num_speculative_tokens: int | None = Field(
         None,
         ge=0,
         le=32,
-        description="Most draft tokens per round, and what a request gets that asks for no number.",
+        description="Maximum draft tokens per round, and the number for requests that name none.",
     )
 
 
 class KeyConfig(Section):
-    """One API key. Of the key itself only a hash is here: `specray keys new` makes both."""
+    """One API key, stored as a hash; `specray keys new` makes both."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$", description="For people, and in refusals.")
-    sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="Of the key, in hexadecimal.")
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$", description="Name in messages to people.")
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="SHA-256 of the key, in hexadecimal.")
     tenant: str | None = Field(
         None,
         min_length=1,
         max_length=64,
-        description="Takes the place of the tenant that a request names; default: the key's name.",
+        description="Tenant in place of the one that a request names; default: the key's name.",
     )
     can_observe: bool = Field(
-        False, description="May read /metrics and /debug/trace, which tell of all keys."
+        False, description="Whether it may read /metrics and /debug/trace, which cover all keys."
     )
     max_requests: int | None = Field(
         None,
         ge=1,
-        description="At a time, at each Ingress and at each Router; each prompt and choice is one.",
+        description="Maximum concurrent requests per Ingress and per Router; each prompt and choice counts.",
     )
     max_queued_tokens: int | None = Field(
         None,
         ge=1,
-        description="Prompt tokens of requests without an answer yet, for each Ingress replica and Router.",
+        description="Maximum prompt tokens of unanswered requests, per Ingress replica and per Router.",
     )
     min_priority: int = Field(
         0,
         ge=-1_000_000,
         le=1_000_000,
-        description="The most urgent that its requests can be, whatever they ask; lower is served earlier.",
+        description="Most urgent priority that its requests can get; lower is served earlier.",
     )
     speculation: KeySpeculationConfig = Field(default_factory=KeySpeculationConfig)
 
@@ -89,11 +89,11 @@ class KeyConfig(Section):
 
 
 class AuthConfig(Section):
-    """Who may call the HTTP and gRPC endpoints. Without keys, everybody who reaches them."""
+    """API keys of the HTTP and gRPC endpoints. Without keys, everyone who reaches them may call."""
 
     keys: tuple[KeyConfig, ...] = ()
     open_paths: tuple[Literal["/metrics", "/debug/trace", "/version"], ...] = Field(
-        (), description="Answered without a key, as /health and /ready always are."
+        (), description="Paths answered without a key, as /health and /ready always are."
     )
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""The HTTP and gRPC endpoints, and the logs and traces that a service writes."""
+"""Configuration of the HTTP and gRPC endpoints, and of logs and traces."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class HttpConfig(Section):
     max_body_bytes: int = Field(4 * 1024 * 1024, ge=1024)
     server: Literal["auto", "ingress", "proxy"] = Field(
         "auto",
-        description="Who listens: proxy: Serve's, on every node where it runs; ingress: each Ingress itself, "
-        "at a fraction of the processor time; auto: ingress for `specray serve` with a Ray of its own, else "
+        description="HTTP server: proxy: Serve's, on every node where it runs; ingress: each Ingress itself, "
+        "for a fraction of the processor time; auto: ingress for `specray serve` with its own Ray, else "
         "proxy.",
     )
 
@@ -30,26 +30,26 @@ class GrpcConfig(Section):
 class IngressConfig(Section):
     num_replicas: int = Field(1, ge=1, le=64)
     max_ongoing_requests: int = Field(
-        1024, ge=1, description="Calls in hand, for each replica; more are refused (429)."
+        1024, ge=1, description="Maximum running calls per replica; more are refused (429)."
     )
     max_queued_requests: int = Field(
-        64, ge=-1, description="Calls that Serve's proxy holds beside those; more are refused; -1: never."
+        64, ge=-1, description="Maximum calls waiting in Serve's proxy; more are refused; -1: no limit."
     )
     ray_actor_options: dict[str, Any] = Field(default_factory=dict)
 
 
 class LoggingConfig(Section):
-    """What specray's own processes write to stderr, which Ray keeps in files."""
+    """Logs that specray's own processes write to stderr, which Ray keeps in files."""
 
-    format: Literal["text", "json"] = Field("text", description="json: one object a line.")
+    format: Literal["text", "json"] = Field("text", description="json: one object per line.")
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] | None = Field(
-        None, description="Default: what SPECRAY_LOG_LEVEL says, else INFO."
+        None, description="Log level; default: SPECRAY_LOG_LEVEL, else INFO."
     )
     requests: bool = Field(
-        True, description="One line for each request when it ends, at level INFO; never what was said in it."
+        True, description="Log one line per ended request, at level INFO, without prompt or output."
     )
     terminal: bool = Field(
-        False, description="`specray serve` shows what all processes write, behind a prefix by Ray."
+        False, description="Let `specray serve` show the logs of all processes, with a prefix by Ray."
     )
 
 
@@ -58,15 +58,15 @@ class TelemetryConfig(Section):
 
     traces: Literal["none", "otlp", "console"] = Field(
         "none",
-        description="otlp: to a collector, over HTTP (needs specray[otlp]); console: to stderr, as JSON.",
+        description="otlp: export to a collector over HTTP (needs specray[otlp]); console: JSON to stderr.",
     )
     endpoint: str | None = Field(
         None,
         pattern=r"^https?://",
-        description="Of the collector, with its path; default: what OpenTelemetry's variables say, else "
+        description="URL of the collector, with its path; default: from OpenTelemetry's variables, else "
         "http://localhost:4318/v1/traces.",
     )
     sampling_ratio: float = Field(
-        1.0, ge=0, le=1, description="Share of the requests that come without a trace and get one."
+        1.0, ge=0, le=1, description="Share of requests without a trace context that are traced."
     )
     service_name: str = Field("specray", min_length=1, max_length=128)

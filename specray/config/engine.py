@@ -1,10 +1,11 @@
-"""Target and draft engines: model, memory, device, ranks."""
+"""Configuration of the target and draft engines: model, memory, device, ranks."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from specray.config.scaling import DraftScalingConfig
 from specray.config.section import Section
@@ -13,38 +14,38 @@ from specray.types import DraftKind
 Dtype = Literal["bfloat16", "float32"]
 
 EMBEDDED = "embedded"
-"""The model name that stands for the pair that ships with the package."""
+"""Model name of the pair that ships with the package."""
 
 MODEL_FREE_DRAFTS = (DraftKind.NGRAM.value, DraftKind.SUFFIX.value)
-"""Names of drafts that are no models; a directory of that name is written with its path."""
+"""Names of drafts without a model; write a directory of such a name with its path."""
 
 RANK_OPTIONS = ("num_cpus", "num_gpus", "memory", "resources", "accelerator_type", "label_selector")
-"""What a rank of a group may ask of Ray; the rest is ours to say."""
+"""Ray actor options that a user may set for ranks; specray sets the others."""
 
 
 class EngineConfig(Section):
-    """What draft and target engines have in common."""
+    """Settings that draft and target engines share."""
 
     model: str = Field(EMBEDDED, description="Path or hub id of a causal LM in safetensors, or 'embedded'.")
     dtype: Dtype = "bfloat16"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_model_len: int | None = Field(
-        None, ge=16, description="Most tokens of one sequence; default: what the model allows, at most 4096."
+        None, ge=16, description="Maximum tokens of a sequence; default: the model's, at most 4096."
     )
     block_size: int | None = Field(
         None, ge=1, description="Tokens per cache block; default: 256 or 16 on CUDA, max_model_len on CPU."
     )
-    max_num_seqs: int = Field(64, ge=1, le=4096, description="Most sequences held at once.")
-    max_num_batched_tokens: int = Field(2048, ge=16, description="Most new tokens of one step.")
+    max_num_seqs: int = Field(64, ge=1, le=4096, description="Maximum sequences at once.")
+    max_num_batched_tokens: int = Field(2048, ge=16, description="Maximum new tokens of one step.")
     cache_memory_gib: float = Field(
         4.0,
         gt=0,
-        description="Memory for the block cache, per rank. On CPU, where a sequence may fill a large page, "
-        "it is taken at start, but for what exceeds a quarter of the memory at hand.",
+        description="GiB of the block cache, per rank. On CPU, if a block fills a huge page, it is allocated "
+        "at start, up to a quarter of the available memory.",
     )
     num_threads: int | None = Field(None, ge=1, description="CPU threads per process; default: by cores.")
     cores: tuple[int, ...] | None = Field(
-        None, min_length=1, description="CPU cores that the engine's threads may use; default: all there are."
+        None, min_length=1, description="CPU cores that the engine's threads may use; default: all."
     )
     forward: Literal["auto", "decoder", "hf"] = Field(
         "auto",
@@ -53,25 +54,25 @@ class EngineConfig(Section):
     )
     attention: Literal["auto", "varlen", "triton", "gather"] = Field(
         "auto",
-        description="On CUDA, auto takes the first that works: varlen (torch's FlashAttention over blocks of "
-        "256), triton, gather. On CPU, auto is the compiled kernel.",
+        description="Attention backend. On CUDA, auto takes the first that works: varlen (torch's "
+        "FlashAttention over blocks of 256), triton, gather. On CPU, auto is the compiled kernel.",
     )
-    cuda_graphs: bool = Field(True, description="On CUDA, forwards of few rows are captured and replayed.")
-    prefix_cache: bool = Field(True, description="Computed prefixes of prompts are used again.")
+    cuda_graphs: bool = Field(True, description="On CUDA, capture and replay forwards of few rows.")
+    prefix_cache: bool = Field(True, description="Reuse computed prefixes of prompts.")
     profile_s: float = Field(
         2.0,
         ge=0,
         le=60,
-        description="Seconds at the start in which the engine measures its steps, so that the router's first "
-        "choices are good ones; 0: none.",
+        description="Seconds at start in which the engine measures its steps, so that the router's first "
+        "choices are good; 0: none.",
     )
     trust_remote_code: Literal[False] = Field(False, description="Remote code is never run.")
     tensor_parallel_size: int = Field(1, ge=1, le=64, description="Ranks that share each layer.")
     placement: Literal["auto", "one-node", "nodes"] = Field(
         "auto",
-        description="Of the ranks. one-node: they wait for a node with room for all; nodes: they take as few "
-        "nodes as have room now; auto: one-node where the cluster has a node of that size at the time of "
-        "deployment, else nodes. Where nodes are started on demand, say which.",
+        description="Placement of the ranks. one-node: wait for a node with room for all; nodes: use as few "
+        "nodes as possible now; auto: one-node if the cluster has a node of that size at deployment, else "
+        "nodes. If nodes are started on demand, do not use auto.",
     )
     ray_actor_options: dict[str, Any] = Field(default_factory=dict)
 
@@ -82,12 +83,21 @@ class EngineConfig(Section):
                 f"ray_actor_options has {', '.join(unknown)}; allowed for ranks: {', '.join(RANK_OPTIONS)}"
             )
 
+    @field_validator("model")
+    @classmethod
+    def _absolute(cls, model: str) -> str:
+        """``~`` and relative paths of directories, which other processes would not find as they are."""
+        if model in ("", EMBEDDED, *MODEL_FREE_DRAFTS):
+            return model
+        path = Path(model).expanduser() if model.startswith("~") else Path(model)
+        return str(path.absolute()) if model.startswith("~") or path.is_dir() else model
+
 
 class TargetConfig(EngineConfig):
     """The large model, whose distribution is authoritative."""
 
     ray_actor_options: dict[str, Any] = Field(
-        default_factory=dict, description=f"Of each rank: {', '.join(RANK_OPTIONS)}."
+        default_factory=dict, description=f"Ray options of each rank: {', '.join(RANK_OPTIONS)}."
     )
 
     @model_validator(mode="after")
@@ -97,7 +107,7 @@ class TargetConfig(EngineConfig):
 
     @property
     def checkpoint(self) -> str:
-        """Names what an output depends on, as far as a configuration says: not what lies in the files."""
+        """Identity of the model that outputs depend on, by configured names, not by file contents."""
         return f"{self.model} in {self.dtype}"
 
 
@@ -106,16 +116,16 @@ class DraftConfig(EngineConfig):
 
     model: str = Field(
         EMBEDDED,
-        description="As for the target; or 'ngram' or 'suffix', which draft in the Router and need no model.",
+        description="As for the target, or 'ngram' or 'suffix', which draft in the Router without a model.",
     )
     enabled: bool = Field(True, description="False: plain decoding.")
     num_replicas: int = Field(1, ge=0, le=1024, description="0: plain decoding.")
     autoscaling: DraftScalingConfig | None = Field(
-        None, description="In place of num_replicas: as many drafts as their utilisation asks for."
+        None, description="Number of replicas by their utilisation, in place of num_replicas."
     )
     ray_actor_options: dict[str, Any] = Field(
         default_factory=dict,
-        description=f"Of each rank. Of several only {', '.join(RANK_OPTIONS)}; one may have any of Ray's.",
+        description=f"Ray options of each rank: any of a single rank, else {', '.join(RANK_OPTIONS)}.",
     )
 
     @model_validator(mode="after")
@@ -126,28 +136,28 @@ class DraftConfig(EngineConfig):
 
     @property
     def has_replicas(self) -> bool:
-        """There is a draft deployment; it may have no replica at times."""
+        """Whether there is a draft deployment, which may have no replicas at times."""
         return self.has_model and (self.autoscaling is not None or self.num_replicas > 0)
 
     @property
     def most_replicas(self) -> int:
-        """Of the draft deployment at once."""
+        """Maximum replicas of the draft deployment."""
         if not self.has_model:
             return 0
         return self.num_replicas if self.autoscaling is None else self.autoscaling.max_replicas
 
     @property
     def scales_to_none(self) -> bool:
-        """Replicas come only when they are asked for."""
+        """Whether the deployment may scale down to no replicas."""
         return self.autoscaling is not None and self.autoscaling.min_replicas == 0
 
     @property
     def kind_in_use(self) -> DraftKind:
-        """What drafts for requests that do not say; MODEL also where there is no draft."""
+        """Draft kind of requests that name none; MODEL also if there is no draft."""
         is_model_free = self.enabled and self.model in MODEL_FREE_DRAFTS
         return DraftKind(self.model) if is_model_free else DraftKind.MODEL
 
     @property
     def has_model(self) -> bool:
-        """There is a draft model to load and to lease."""
+        """Whether there is a draft model to load and lease."""
         return self.enabled and self.model not in MODEL_FREE_DRAFTS

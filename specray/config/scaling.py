@@ -1,4 +1,4 @@
-"""How many replicas of drafts and routers run, and when that changes."""
+"""Configuration of autoscaling: numbers of draft and router replicas, and delays."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from specray.config.section import Section
 
 
 class ScalingConfig(Section):
-    """How many replicas a deployment has, by what they measured of late."""
+    """Number of replicas of a deployment, by their measured load."""
 
     min_replicas: int = Field(1, ge=1, le=1024)
     max_replicas: int = Field(ge=1, le=1024)
-    upscale_delay_s: float = Field(10.0, ge=0, description="More are needed for so long: they are started.")
-    downscale_delay_s: float = Field(300.0, ge=0, description="Fewer do for so long: the others are ended.")
+    upscale_delay_s: float = Field(
+        10.0, ge=0, description="Seconds of higher demand before replicas are added."
+    )
+    downscale_delay_s: float = Field(
+        300.0, ge=0, description="Seconds of lower demand before replicas are removed."
+    )
     look_back_s: float = Field(
-        30.0, gt=10, le=3600, description="Averages of so long count; replicas measure every 10 s."
+        30.0, gt=10, le=3600, description="Seconds that load is averaged over; replicas measure every 10 s."
     )
 
     @model_validator(mode="after")
@@ -28,22 +32,22 @@ class ScalingConfig(Section):
 
 
 class DraftScalingConfig(ScalingConfig):
-    """Draft replicas, by the share of the time that they compute."""
+    """Number of draft replicas, by their busy share."""
 
     min_replicas: int = Field(
         1,
         ge=0,
         le=1024,
-        description="0: none while nobody speculates; until one has started, plain decoding.",
+        description="0: no replica while no request speculates; plain decoding until one has started.",
     )
     target_busy_share: float = Field(
-        0.6, gt=0, le=1, description="Of a draft's time; more are started above, fewer do well below."
+        0.6, gt=0, le=1, description="Busy share of a draft above which more drafts are started."
     )
 
 
 class RouterScalingConfig(ScalingConfig):
-    """Router replicas, each with a target, by the prompt tokens that wait."""
+    """Number of router replicas, each with a target, by waiting prompt tokens."""
 
     target_queued_tokens: int = Field(
-        8192, ge=1, description="So many waiting prompt tokens are the work of one more replica."
+        8192, ge=1, description="Waiting prompt tokens that justify one more replica."
     )

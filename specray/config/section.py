@@ -1,4 +1,4 @@
-"""The base class of configuration sections: values that are checked, frozen, and refuse unknown keys."""
+"""Base class of configuration sections: checked, frozen values, without unknown keys."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """A part of the configuration file: unknown keys are refused, values do not change."""
+    """A part of the configuration file: unknown keys are errors, values are frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())

@@ -1,7 +1,6 @@
-"""The whole configuration: one YAML file for the command line, ``serve deploy`` and the helm chart.
+"""Configuration of the whole service, one YAML file for command line, ``serve deploy`` and helm chart.
 
-Unknown keys are refused. Everything has a default except what the user must decide; with an empty file the
-embedded pair is served.
+Unknown keys are errors. Everything has a default; an empty file serves the embedded pair.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pydantic import Field, ValidationError
 
 from specray.config.access import AuthConfig, RpcConfig
 from specray.config.endpoints import GrpcConfig, HttpConfig, IngressConfig, LoggingConfig, TelemetryConfig
-from specray.config.engine import EMBEDDED, DraftConfig, TargetConfig
+from specray.config.engine import EMBEDDED, MODEL_FREE_DRAFTS, DraftConfig, TargetConfig
 from specray.config.router import RouterConfig
 from specray.config.section import Section
 from specray.config.speculation import SpeculationConfig
@@ -22,7 +21,7 @@ from specray.errors import ConfigError
 
 
 class Config(Section):
-    """The whole service."""
+    """Configuration of the whole service."""
 
     served_model_name: str | None = Field(
         None, min_length=1, description="Name in the API; default: the target's directory or hub name."
@@ -41,7 +40,7 @@ class Config(Section):
 
     @property
     def model_name(self) -> str:
-        """The name that clients send as ``model``."""
+        """Name that clients send as ``model``."""
         if self.served_model_name is not None:
             return self.served_model_name
         return "specray-embedded" if self.target.model == EMBEDDED else Path(self.target.model).name
@@ -65,7 +64,7 @@ def parse_config(values: dict[str, Any]) -> Config:
 
 
 def _shown_input(kind: str, location: tuple[int | str, ...], value: object) -> str:
-    # Where a hash belongs somebody may have put the key itself; it must not get into a log.
+    # A user may have written a key in place of its hash; keys must not get into logs.
     is_secret = location[:1] == ("auth",) and (
         isinstance(value, (dict, list))
         or location[-1] in ("auth", "keys", "sha256")
@@ -80,7 +79,7 @@ def load_config(path: str | Path) -> Config:
 
 
 def read_config_file(path: str | Path) -> dict[str, Any]:
-    """The file's nested dictionaries, not yet validated, so that options can be merged over them.
+    """Reads the file's nested dictionaries without validation, so that options can be merged over them.
 
     Raises:
         ConfigError: the file is missing or is not a YAML mapping.
@@ -95,4 +94,16 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict):
         raise ConfigError(f"configuration file {path} must hold a mapping, not a {type(values).__name__}")
+    for role in ("target", "draft"):
+        _resolve_model(values.get(role), Path(path).parent)
     return values
+
+
+def _resolve_model(section: object, folder: Path) -> None:
+    """A relative path that is no directory here may be one beside the file."""
+    if not isinstance(section, dict) or not isinstance(model := section.get("model"), str):
+        return
+    if model in ("", EMBEDDED, *MODEL_FREE_DRAFTS):
+        return
+    if not Path(model).is_dir() and (folder / model).is_dir():
+        section["model"] = str((folder / model).absolute())

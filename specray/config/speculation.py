@@ -1,4 +1,4 @@
-"""How draft and target work together."""
+"""Configuration of speculation: how draft and target work together."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from specray.types import MAX_SPECULATIVE_TOKENS, Overlap, Verification
 
 
 class SpeculationConfig(Section):
-    """How the pair works together."""
+    """Number of draft tokens, overlap and verification."""
 
     num_speculative_tokens: int | Literal["auto"] = Field(
         "auto",
-        description=f"K: most draft tokens per round, 0..{MAX_SPECULATIVE_TOKENS}; "
+        description=f"K: maximum draft tokens per round, 0..{MAX_SPECULATIVE_TOKENS}; "
         "auto: chosen by measurement.",
     )
     verification: Verification = Verification.COUPLED
-    # Measured on 2 cores that both engines share, tokens/s: a 193M target 164 serial, 168 auto; the embedded
-    # pair 876 and 829. Where the draft is behind a network, overlap hides the way: choose auto.
+    # Measured on 2 cores shared by both engines, tokens/s: 193M target 164 serial, 168 auto; embedded pair
+    # 876 serial, 829 auto. With the draft behind a network, overlap hides the latency: choose auto.
     overlap: Overlap | Literal["auto"] = Overlap.SERIAL
     filler: Literal["none", "ngram", "suffix"] = Field(
         "ngram",
-        description="What is verified where the draft model has nothing to offer, while its acceptance pays.",
+        description="Fallback proposer for rounds without a proposal of the draft model, while it pays off.",
     )
     past_output_tokens: int = Field(
         0,
         ge=0,
         le=1_048_576,
-        description="Tokens of past outputs kept per tenant, for suffix drafts of its requests; 0: none.",
+        description="Maximum tokens of past outputs kept per tenant for its suffix drafts; 0: none.",
     )
     max_num_draft_probs: int = Field(
         64, ge=1, le=256, description="Support of the sparse draft distribution under rejection."

@@ -1,1 +1,1 @@
-"""The embedded pair: a small target and draft for Python code, and the code that trained them."""
+"""The weights of the embedded pair: a small target and draft for Python code."""

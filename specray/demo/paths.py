@@ -1,16 +1,16 @@
-"""Where the embedded pair lies inside the installed package."""
+"""Paths of the embedded pair inside the installed package."""
 
 from importlib import resources
 from pathlib import Path
 
 
 def demo_target_path() -> Path:
-    """Directory of the embedded target checkpoint (config, weights, tokenizer)."""
+    """Returns the directory of the embedded target checkpoint (config, weights, tokenizer)."""
     return _package_directory() / "target"
 
 
 def demo_draft_path() -> Path:
-    """Directory of the embedded draft checkpoint (config, weights, tokenizer)."""
+    """Returns the directory of the embedded draft checkpoint (config, weights, tokenizer)."""
     return _package_directory() / "draft"
 
 

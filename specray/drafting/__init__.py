@@ -1,7 +1,7 @@
-"""Proposers that need no model of their own: what was said before is often said again.
+"""Model-free proposers, which propose tokens that followed the same context before.
 
-Synchronous, in the router's process, and microseconds a call. Each session has one; whatever it proposes, the
-target verifies, so that a bad proposal costs time and never a token.
+They run synchronously in the router's process, in microseconds per call. Each session has one. The target
+verifies every proposal, so a bad one costs time but never correctness.
 """
 
 from specray.drafting.ngram import LONG_MATCH_LEN, NgramProposer

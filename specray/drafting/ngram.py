@@ -1,8 +1,8 @@
-"""Prompt lookup: the last tokens were written before, so propose what followed them then.
+"""N-gram proposer (prompt lookup): proposes what followed the last tokens earlier in the session.
 
 Saxena: *Prompt lookup decoding*, 2023 (github.com/apoorvumang/prompt-lookup-decoding); the same as vLLM's
-``ngram`` and transformers' ``prompt_lookup_num_tokens``. These scan all tokens in every round; here each
-token is indexed once, when it comes.
+``ngram`` and transformers' ``prompt_lookup_num_tokens``. Those scan all tokens in every round; here each
+token is indexed once.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from collections.abc import Sequence
 MIN_MATCH_LEN = 2
 MAX_MATCH_LEN = 4
 LONG_MATCH_LEN = 8
-"""A match of so many tokens is taken for a repetition that goes on. Of HumanEval at temperature 0, 85 % of
-what fillers proposed after one was accepted (the counters by source, ``overlap`` serial)."""
+"""Match length in tokens that counts as a repetition. On HumanEval at temperature 0, 85 % of the fallback's
+tokens after such a match were accepted (counters by source, ``overlap`` serial)."""
 
 
 class NgramProposer:
-    """Finds the longest of the last ``min_len..max_len`` tokens that came before, at its latest place.
+    """Finds the latest earlier occurrence of the longest n-gram of last tokens, ``min_len..max_len`` long.
 
-    ``extend`` costs O(max_len) per token, ``propose`` O(k), however long the session is.
+    ``extend`` costs O(max_len) per token, ``propose`` O(k), regardless of the session's length.
 
     Args:
-        min_len: shortest match that counts, >= 1.
-        max_len: longest match that is looked for, >= min_len.
+        min_len: shortest n-gram in tokens, >= 1.
+        max_len: longest n-gram in tokens, >= min_len.
     """
 
     def __init__(self, *, min_len: int = MIN_MATCH_LEN, max_len: int = MAX_MATCH_LEN) -> None:
         assert 1 <= min_len <= max_len, (min_len, max_len)
         self._tokens: list[int] = []
-        # For each length: n-gram -> where its latest occurrence ended, which is where what followed begins.
+        # For each length: n-gram -> end of its latest occurrence, where its continuation begins.
         self._ends: list[tuple[int, dict[tuple[int, ...], int]]] = [
             (length, {}) for length in range(min_len, max_len + 1)
         ]
@@ -37,7 +37,7 @@ class NgramProposer:
 
     @property
     def match_len(self) -> int:
-        """Of the last tokens, how many also stand before what is proposed; at most LONG_MATCH_LEN."""
+        """Length of the match in tokens, counted up to LONG_MATCH_LEN."""
         if self._follow is None:
             return 0
         tokens, end = self._tokens, len(self._tokens)
@@ -49,7 +49,7 @@ class NgramProposer:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that it was given."""
+        """Number of tokens given so far."""
         return len(self._tokens)
 
     def extend(self, token_ids: Sequence[int]) -> None:
@@ -69,9 +69,9 @@ class NgramProposer:
                 ends[gram] = end
 
     def propose(self, k: int) -> tuple[int, ...]:
-        """The ``k`` tokens that followed the match; empty without one.
+        """Returns the ``k`` tokens that followed the match; empty without one.
 
-        A match so near that fewer than ``k`` tokens follow it means a period: it is gone through again.
+        If fewer than ``k`` tokens follow the match, the text is periodic: the period is repeated.
         """
         if self._follow is None or k <= 0:
             return ()

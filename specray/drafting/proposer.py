@@ -1,4 +1,4 @@
-"""What every model-free draft is for one session."""
+"""Protocol of model-free proposers, and their factory."""
 
 from __future__ import annotations
 
@@ -12,35 +12,33 @@ from specray.types import DraftKind
 
 
 class SessionProposer(Protocol):
-    """Proposes what may follow one session's tokens. Synchronous; microseconds per token and call."""
+    """Proposes continuations of one session's tokens. Synchronous; microseconds per token and call."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that it was given."""
+        """Number of tokens given so far."""
         ...
 
     @property
     def match_len(self) -> int:
-        """Of the session's last tokens, how many stood before something that may follow; at least up to
-        LONG_MATCH_LEN.
-        """
+        """Length in tokens of the match that proposals follow, counted at least up to LONG_MATCH_LEN."""
         ...
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Takes the session's next committed tokens: prompt first, then what was verified."""
+        """Takes the session's next committed tokens: the prompt first, then verified ones."""
         ...
 
     def propose(self, k: int) -> tuple[int, ...]:
-        """At most ``k`` tokens to verify after all that it was given; empty: nothing comes to mind."""
+        """Returns at most ``k`` tokens to follow the given ones; empty: no match."""
         ...
 
 
 def make_proposer(kind: DraftKind, store: OutputStore | None = None) -> SessionProposer:
-    """A proposer for a new session.
+    """Makes a proposer for a new session.
 
     Args:
-        kind: one without a model.
-        store: past outputs that it may propose from; only ``suffix`` uses them.
+        kind: kind of draft without a model.
+        store: past outputs to propose from; only ``suffix`` uses them.
     """
     assert kind is not DraftKind.MODEL
     return NgramProposer() if kind is DraftKind.NGRAM else SuffixProposer(store=store)

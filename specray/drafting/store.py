@@ -1,9 +1,9 @@
-"""Past outputs of one tenant, bounded: whole outputs come and go.
+"""Bounded stores of past outputs, one per tenant, for the suffix proposer.
 
-An automaton cannot forget, so there are two: the younger one takes new outputs, and when it has half of all
-tokens, the older one is dropped as a whole and the younger takes its place. An output of the older one that a
-proposal is taken from is added to the younger one again. So what goes are always whole outputs that were not
-used for the longest time, at no cost at that moment.
+A suffix automaton cannot remove texts, so a store has two generations. The younger one takes new outputs;
+when it holds half of all tokens, the older one is dropped and the younger takes its place. If a proposal uses
+an output of the older one, that output is added to the younger one again. So whole outputs are evicted, least
+recently used first, at no cost at that moment.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class _Generation:
         self.index = SuffixIndex()
         self.outputs: list[tuple[int, ...]] = []
         self.starts: list[int] = []
-        """Tokens of all outputs before each."""
+        """Start of each output, in tokens of all outputs before it."""
 
 
 class OutputStore:
     """Counts over past outputs of at most ``max_tokens`` tokens.
 
     Args:
-        max_tokens: of all outputs that are kept, >= 2. An output longer than half of it is cut to its end.
+        max_tokens: maximum tokens of all kept outputs, >= 2. Of an output longer than half, the end is kept.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -40,16 +40,16 @@ class OutputStore:
 
     @property
     def num_tokens(self) -> int:
-        """Kept now."""
+        """Number of tokens kept."""
         return self._young.index.num_tokens + self._old.index.num_tokens
 
     @property
     def generations(self) -> tuple[SuffixIndex, SuffixIndex]:
-        """Where to look: the younger outputs first."""
+        """Indexes to search: the younger one first."""
         return self._young.index, self._old.index
 
     def add(self, token_ids: Sequence[int]) -> None:
-        """Takes a whole output."""
+        """Adds a whole output."""
         output = tuple(token_ids[-self._half :])
         if not output:
             return
@@ -63,12 +63,12 @@ class OutputStore:
             young.index.append(token_id)
 
     def touch(self, used: SuffixIndex, end: Sequence[int], path: Sequence[int]) -> None:
-        """A proposal was taken from ``used``: the output that it comes from counts as new.
+        """Marks the output that a proposal comes from as recently used.
 
         Args:
-            used: one of ``generations``.
+            used: the one of ``generations`` that the proposal was taken from.
             end: the session's last tokens.
-            path: what was proposed after them; not empty.
+            path: tokens proposed after them; not empty.
         """
         old = self._old
         if used is not old.index:
@@ -82,11 +82,11 @@ class OutputStore:
 
 
 class OutputStores:
-    """One store per tenant; the tenant that was not served for the longest time goes first.
+    """One store per tenant; the least recently served tenant is evicted first.
 
     Args:
-        max_tokens: per tenant; 0: nothing is kept for anybody.
-        max_tenants: kept at once, >= 1.
+        max_tokens: maximum tokens per tenant; 0: nothing is kept.
+        max_tenants: maximum tenants, >= 1.
     """
 
     def __init__(self, max_tokens: int, *, max_tenants: int = MAX_TENANTS) -> None:
@@ -98,7 +98,7 @@ class OutputStores:
         return len(self._stores)
 
     def of(self, tenant: str) -> OutputStore | None:
-        """The tenant's store; None for requests that name no tenant, and where nothing is kept."""
+        """Returns the tenant's store; None for requests without a tenant, or if nothing is kept."""
         if not tenant or self._max_tokens < 2:
             return None
         store = self._stores.pop(tenant, None) or OutputStore(self._max_tokens)

@@ -1,10 +1,10 @@
-"""Suffix decoding: the continuation that was written most often after what was written last.
+"""Suffix proposer: proposes the most frequent continuation of the last tokens (suffix decoding).
 
 Oliaro et al.: *SuffixDecoding: extreme speculative decoding for emerging AI applications*, arXiv 2411.04975.
-Of every match with what came before, the likeliest path is followed; the estimated probability of each step
-is how often it was taken, the proposal ends where the product falls below a bound, and the match whose path
-promises the most accepted tokens is taken. So the proposal is long where the text repeats itself and short
-where it does not. Paths only: trees need a target that verifies them.
+For every match of the last tokens it follows the likeliest path. The relative frequency of a step estimates
+its probability; the path ends where the product falls below a bound. The path with the most expected accepted
+tokens is proposed. So proposals are long where the text repeats itself and short elsewhere. Only paths are
+proposed: trees would need a target that verifies them.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from specray.drafting.store import OutputStore
 from specray.drafting.suffix_index import MAX_MATCH_LEN, MAX_PROPOSAL_LEN, Match, SuffixIndex
 
 MIN_PROB = 0.1
-"""A path ends where the estimated probability that all of it is accepted falls below."""
+"""Minimum estimated probability that a whole path is accepted."""
 SPEC_FACTOR = 1.0
-"""At most so many tokens are proposed per token of the match."""
+"""Maximum proposed tokens per token of the match."""
 
 
 class SuffixProposer:
     """Proposes from counts over the session's own tokens and, with a store, over past outputs.
 
     ``extend`` costs O(1) amortised per token for the structure and a few additions for the counts;
-    ``propose`` follows a path of at most k tokens for each match; there are few, and never more than
-    ``MAX_MATCH_LEN``.
+    ``propose`` follows a path of at most k tokens per match, for at most ``MAX_MATCH_LEN`` matches and
+    usually a few.
 
     Args:
-        store: of past outputs; None: the session alone.
-        min_prob: the bound on a path's probability, in (0, 1].
-        spec_factor: most proposed tokens per token of the match, > 0.
+        store: past outputs; None: the session alone.
+        min_prob: minimum probability of a path, in (0, 1].
+        spec_factor: maximum proposed tokens per token of the match, > 0.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class SuffixProposer:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that it was given."""
+        """Number of tokens given so far."""
         return self._index.num_tokens
 
     @property
     def match_len(self) -> int:
-        """Of the last tokens, how many the session had written before; at most MAX_MATCH_LEN."""
+        """Length in tokens of the match within the session; at most MAX_MATCH_LEN."""
         match = self._own_match()
         return 0 if match is None else match.length
 
@@ -66,7 +66,7 @@ class SuffixProposer:
         del self._end[:-MAX_MATCH_LEN]
 
     def propose(self, k: int) -> tuple[int, ...]:
-        """At most ``k`` tokens, those with the highest expected number of accepted ones; often fewer."""
+        """Returns the path with the most expected accepted tokens, at most ``k`` long, often shorter."""
         best: tuple[float, tuple[int, ...]] = (0.0, ())
         best = max(best, self._best(self._index, self._own_match(), k), key=_score)
         if self._store is None:
@@ -81,14 +81,14 @@ class SuffixProposer:
         return best[1]
 
     def _own_match(self) -> Match | None:
-        """The longest end of the session that it had written before."""
+        """The longest suffix of the session that occurred earlier in it."""
         match = self._index.tail_match()
         if match is None or match.length <= MAX_MATCH_LEN:
             return match
         return self._index.cut(match, MAX_MATCH_LEN)
 
     def _best(self, index: SuffixIndex, match: Match | None, k: int) -> tuple[float, tuple[int, ...]]:
-        """The best path of an index: (expected accepted tokens, tokens)."""
+        """Best path of an index: (expected accepted tokens, tokens)."""
         best: tuple[float, tuple[int, ...]] = (0.0, ())
         while match is not None:
             best = max(best, self._path(index, match, k), key=_score)

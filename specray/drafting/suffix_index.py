@@ -1,13 +1,13 @@
-"""Counts of everything that was written: a suffix automaton with occurrence counts.
+"""Suffix automaton with occurrence counts, the index of the suffix proposer.
 
 Blumer et al.: *The smallest automaton recognizing the subwords of a text*, 1985; several texts in one
 automaton as in Mohri et al.: *General suffix automaton construction algorithm and space bounds*, 2009. It
 answers what the suffix trees of SuffixDecoding (arXiv 2411.04975) answer, with at most two states per token
 instead of a node per token and depth.
 
-A state stands for all strings that end at the same places. Occurrences are counted for strings of at most
-``max_depth`` tokens: with each token, one is added to every state that holds a suffix of the last
-``max_depth`` tokens, and there are few of them unless the text repeats itself.
+A state represents all strings that end at the same positions. Occurrences are counted for strings of at most
+``max_depth`` tokens: each new token adds one to every state with a suffix of the last ``max_depth`` tokens,
+which are few unless the text repeats itself.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from typing import NamedTuple
 from specray.types import MAX_SPECULATIVE_TOKENS
 
 ROOT = 0
-"""The state of the empty string."""
+"""State of the empty string."""
 MAX_MATCH_LEN = 24
-"""Longest end of a session that is looked for."""
+"""Maximum length in tokens of the suffix of a session that is searched."""
 MAX_PROPOSAL_LEN = MAX_SPECULATIVE_TOKENS
 MAX_DEPTH = MAX_MATCH_LEN + MAX_PROPOSAL_LEN
 
 
 class Match(NamedTuple):
-    """A string that was seen, as the end of another."""
+    """An indexed string that is a suffix of another one."""
 
     state: int
     length: int
-    """Tokens; 0 with the root."""
+    """Tokens of the match; 0 for the root."""
 
 
 class SuffixIndex:
-    """Every string of the texts that were added, with its count and its latest place.
+    """Every string of the added texts, with its count and its latest position.
 
     ``append`` costs O(1) amortised for the structure and at most O(max_depth) for the counts.
 
     Args:
-        max_depth: length up to which counts are exact, >= 1.
+        max_depth: length in tokens up to which counts are exact, >= 1.
     """
 
     def __init__(self, *, max_depth: int = MAX_DEPTH) -> None:
         assert max_depth >= 1, max_depth
         self.max_depth = max_depth
         self.num_tokens = 0
-        """Of all texts."""
+        """Tokens of all texts."""
         self._next: list[dict[int, int]] = [{}]
         self._link: list[int] = [-1]
         self._length: list[int] = [0]
@@ -58,18 +58,18 @@ class SuffixIndex:
         """State of its last ``max_depth`` tokens."""
 
     def begin_text(self) -> None:
-        """What is appended from now on does not continue what came before."""
+        """Starts a new text: later tokens do not continue earlier ones."""
         self._last = ROOT
         self._tail = Match(ROOT, 0)
 
     def append(self, token_id: int) -> None:
-        """Adds a token to the text, and its places to all counts."""
+        """Appends a token to the text and counts its suffixes."""
         self._last = self._grow(token_id)
         self.num_tokens += 1
         self._count_tail(token_id)
 
     def count(self, state: int) -> int:
-        """How often the state's strings of at most ``max_depth`` tokens occur."""
+        """Number of occurrences of the state's strings of at most ``max_depth`` tokens."""
         return self._count[state]
 
     def latest(self, state: int) -> int:
@@ -82,11 +82,11 @@ class SuffixIndex:
         return Match(state, self._length[state]) if state > ROOT else None
 
     def cut(self, match: Match, length: int) -> Match:
-        """The match's last ``length`` tokens; at least 1, at most its own."""
+        """The match's last ``length`` tokens, between 1 and its own length."""
         return Match(*self._within(match.state, length))
 
     def tail_match(self) -> Match | None:
-        """The longest suffix of the text, within ``max_depth`` tokens, that occurred earlier as well."""
+        """The longest suffix of the text, up to ``max_depth`` tokens, that also occurred earlier."""
         match: Match | None = self._tail if self._tail.length else None
         while match is not None and self._count[match.state] < 2:
             match = self.shorter(match)
@@ -105,7 +105,7 @@ class SuffixIndex:
         return Match(state, length) if length else None
 
     def likeliest(self, state: int) -> tuple[int, int] | None:
-        """The token that followed most often, the later one of equals, and its state; None at an end.
+        """The most frequent next token (of equals, the latest) and its state; None: nothing followed.
 
         The state's strings must be shorter than ``max_depth``.
         """
@@ -123,7 +123,7 @@ class SuffixIndex:
         following, link, length = self._next, self._link, self._length
         known = following[self._last].get(token_id)
         if known is not None:
-            # Another text had this one's tokens so far.
+            # An earlier text began with the same tokens.
             if length[known] == length[self._last] + 1:
                 return known
             return self._clone(self._last, token_id, known)
@@ -140,7 +140,7 @@ class SuffixIndex:
         return new
 
     def _clone(self, state: int, token_id: int, known: int) -> int:
-        """Gives the strings of ``known`` that continue ``state`` or its suffixes a state of their own."""
+        """Splits the strings of ``known`` that continue ``state`` or its suffixes into a new state."""
         following, link = self._next, self._link
         clone = self._add_state(dict(following[known]), self._length[state] + 1)
         self._count[clone] = self._count[known]
@@ -163,8 +163,7 @@ class SuffixIndex:
     # Counts
 
     def _count_tail(self, token_id: int) -> None:
-        # A state that was split leaves its transitions to both parts, so that the way from it is right, and
-        # may only end too far down.
+        # Both parts of a split state keep its transitions, so a transition is right but may lead too deep.
         following = self._next[self._tail.state][token_id]
         length = min(self._tail.length + 1, self.max_depth)
         self._tail = Match(*self._within(following, length))

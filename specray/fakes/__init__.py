@@ -1,13 +1,12 @@
-"""Scripted implementations of every seam, for tests, simulations and benchmarks: no torch, no network.
+"""Fakes of every seam, for tests, simulations and benchmarks, without torch or network.
 
-A deterministic toy language model stands for the target, drafts of chosen quality guess its tokens, and a
-transport between them delays, loses, duplicates and reorders replies under a seeded schedule on a clock that
-the test owns.
+A deterministic toy language model acts as the target, guessers of chosen quality as the draft. A transport
+between them delays, loses, duplicates and reorders replies by a seeded schedule, on a virtual clock.
 """
 
 from specray.fakes.client import FakeRouterClient
 from specray.fakes.clock import VirtualClock
-from specray.fakes.connections import FakeDrafterSource, LocalDrafter, LocalVerifier, Transport
+from specray.fakes.connections import FakeDrafterSource, LocalDrafter, LocalVerifier, ReplyQueue, Transport
 from specray.fakes.engines import FakeDraft, FakeTarget
 from specray.fakes.models import (
     AdversarialGuesser,
@@ -32,6 +31,7 @@ __all__ = [
     "NoisyGuesser",
     "PerfectGuesser",
     "RandomGuesser",
+    "ReplyQueue",
     "ToyModel",
     "Transport",
     "VirtualClock",

@@ -1,4 +1,4 @@
-"""A router that needs no engine, for tests of an ingress."""
+"""Fake router client without an engine, for tests of an ingress."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specray.types import TokenLogprobs
 
 
 def echo(request: GenerateRequest) -> tuple[int, ...]:
-    """The prompt, over and over, up to max_tokens."""
+    """Repeats the prompt up to max_tokens."""
     prompt = request.prompt_token_ids
     return tuple(prompt[index % len(prompt)] for index in range(request.max_tokens))
 
@@ -19,19 +19,19 @@ def echo(request: GenerateRequest) -> tuple[int, ...]:
 class FakeRouterClient:
     """interfaces.RouterClient with scripted output.
 
-    Stop token ids, stop strings (with a matcher factory) and max_tokens end the output as the real router's
-    do. ``requests`` records what came, ``aborted_request_ids`` what was cancelled or closed early.
+    Stop token ids, stop strings (with a matcher factory) and max_tokens end the output as in the real router.
+    ``requests`` records requests, ``aborted_request_ids`` those cancelled or closed early.
 
     Args:
         reply: output tokens of a request, before stop conditions.
         errors: raised by the next calls, one each, in this order.
         chunk_size: tokens per chunk of a stream.
-        chunk_interval_s: pause before each chunk, and before the answer of ``complete``; needs a clock.
-        clock: for the pauses.
-        stop_matcher_factory: for stop strings; None ignores them.
-        info: what ``service_info`` answers; may be changed.
+        chunk_interval_s: seconds before each chunk, and before the answer of ``complete``; needs a clock.
+        clock: clock of these pauses.
+        stop_matcher_factory: matches stop strings; None ignores them.
+        info: answer of ``service_info``; may be changed.
         is_ready: False makes ``check_ready`` raise EngineLostError.
-        cached: prompt tokens that are said to have been in the prefix cache.
+        cached: prompt tokens reported as found in the prefix cache.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class FakeRouterClient:
         self._cached = cached
         self.is_ready = is_ready
         self.trace: str | None = None
-        """What ``trace_text`` answers."""
+        """Answer of ``trace_text``."""
         self.requests: list[GenerateRequest] = []
         self.aborted_request_ids: list[str] = []
 
     async def complete(self, request: GenerateRequest) -> OutputChunk:
-        """The whole output as one chunk."""
+        """Returns the whole output as one chunk."""
         self._take(request)
         is_done = False
         try:
@@ -74,7 +74,7 @@ class FakeRouterClient:
         return self._chunks(request, size=request.max_tokens)[-1]
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[OutputChunk, None]:
-        """The output in chunks of ``chunk_size`` tokens."""
+        """Streams the output in chunks of ``chunk_size`` tokens."""
         self._take(request)
         is_done = False
         try:

@@ -1,4 +1,4 @@
-"""A clock that a test owns: time passes only when nothing else can happen, and then at once."""
+"""Virtual clock for tests: when every task waits, time jumps to the next timer."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class VirtualClock:
         self._now = 0.0
 
     def monotonic(self) -> float:
-        """Virtual seconds since the clock was made."""
+        """Virtual seconds since the clock's construction."""
         return self._now
 
     async def sleep(self, seconds: float) -> None:
-        """Waits in virtual time; only inside ``run``."""
+        """Sleeps in virtual time; only inside ``run``."""
         await asyncio.sleep(max(0.0, seconds))
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
         """Runs ``main`` to its end in virtual time.
 
         Raises:
-            RuntimeError: every task waits and no timer is set, so nothing could ever happen.
+            RuntimeError: deadlock: every task waits and no timer is set.
         """
         with asyncio.Runner(loop_factory=lambda: _VirtualLoop(self)) as runner:
             return runner.run(main)
@@ -42,7 +42,7 @@ class VirtualClock:
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Where a real selector would block until the next timer, this one moves the clock there."""
+    """Selector that moves the clock to the next timer instead of blocking."""
 
     def __init__(self, clock: VirtualClock) -> None:
         super().__init__()

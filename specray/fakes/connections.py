@@ -40,35 +40,26 @@ class Transport:
         return [self.rng.uniform(0.0, self.max_delay_s) for _ in range(copies)]
 
 
-class _Wire(Generic[RepliesT]):
-    """Replies on their way back, and whether the connection still stands."""
+class ReplyQueue(Generic[RepliesT]):
+    """Replies that have arrived over a connection, and whether it still stands."""
 
-    def __init__(self, clock: Clock, transport: Transport | None) -> None:
-        self._clock = clock
-        self._transport = transport
+    def __init__(self) -> None:
         self._arrived: deque[RepliesT] = deque()
         self._wake = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._steps: asyncio.Queue[RepliesT] = asyncio.Queue()
         self.is_lost = False
-        self.is_hanging = False
 
     def check(self) -> None:
+        """Raises EngineLostError if the connection is lost."""
         if self.is_lost:
             raise EngineLostError("the fake connection is gone")
 
-    def answer(self, replies: RepliesT) -> None:
-        """Takes the step's result; a step of zero cost over a perfect transport is answered at once."""
-        if self.is_hanging:
-            return
-        if replies.forward_ns == 0 and self._transport is None:
-            self._arrive(replies)
-            return
-        self._steps.put_nowait(replies)
-        if not self._tasks:
-            self._spawn_worker()
+    def put(self, replies: RepliesT) -> None:
+        """Delivers replies."""
+        self._arrived.append(replies)
+        self._wake.set()
 
-    async def receive(self) -> RepliesT:
+    async def get(self) -> RepliesT:
+        """Waits for the next replies. Raises EngineLostError if the connection is lost."""
         while not self._arrived:
             self.check()
             self._wake.clear()
@@ -77,14 +68,37 @@ class _Wire(Generic[RepliesT]):
         return self._arrived.popleft()
 
     def lose(self) -> None:
+        """Ends the connection; whoever waits is told."""
         self.is_lost = True
         self._wake.set()
+
+
+class _Wire(ReplyQueue[RepliesT]):
+    """Replies on their way back, and whether the connection still stands."""
+
+    def __init__(self, clock: Clock, transport: Transport | None) -> None:
+        super().__init__()
+        self._clock = clock
+        self._transport = transport
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._steps: asyncio.Queue[RepliesT] = asyncio.Queue()
+        self.is_hanging = False
+
+    def answer(self, replies: RepliesT) -> None:
+        """Takes the step's result; a step of zero cost over a perfect transport is answered at once."""
+        if self.is_hanging:
+            return
+        if replies.forward_ns == 0 and self._transport is None:
+            self.put(replies)
+            return
+        self._steps.put_nowait(replies)
+        if not self._tasks:
+            self._spawn_worker()
+
+    def lose(self) -> None:
+        super().lose()
         for task in self._tasks:
             task.cancel()
-
-    def _arrive(self, replies: RepliesT) -> None:
-        self._arrived.append(replies)
-        self._wake.set()
 
     def _spawn_worker(self) -> None:
         self._track(asyncio.create_task(self._work()))
@@ -99,7 +113,7 @@ class _Wire(Generic[RepliesT]):
             replies = await self._steps.get()
             await self._clock.sleep(replies.forward_ns / 1e9)
             if self._transport is None:
-                self._arrive(replies)
+                self.put(replies)
                 continue
             for reply in replies.replies:
                 single = replace(replies, replies=(reply,))
@@ -108,7 +122,7 @@ class _Wire(Generic[RepliesT]):
 
     async def _travel(self, replies: RepliesT, delay_s: float) -> None:
         await self._clock.sleep(delay_s)
-        self._arrive(replies)
+        self.put(replies)
 
 
 class LocalVerifier:
@@ -143,7 +157,7 @@ class LocalVerifier:
         self._engine.release(request_ids)
 
     async def replies(self) -> TargetReplies:
-        return await self._wire.receive()
+        return await self._wire.get()
 
     async def close(self) -> None:
         self._wire.lose()
@@ -208,7 +222,7 @@ class LocalDrafter:
         self._engine.release(request_ids)
 
     async def replies(self) -> DraftReplies:
-        return await self._wire.receive()
+        return await self._wire.get()
 
     async def close(self) -> None:
         self._wire.lose()

@@ -1,4 +1,4 @@
-"""The two engines without tensors: they keep sequences exactly as the protocol says and guess with a toy."""
+"""Fake engines without tensors: they follow the protocol exactly and get tokens from a toy model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from specray.types import (
 )
 
 Cost = Callable[[int], int]
-"""Nanoseconds of a step over so many rows."""
+"""Function from a step's rows to its nanoseconds."""
 
 
 def fake_info(
@@ -39,7 +39,7 @@ def fake_info(
     max_num_batched_tokens: int = 2048,
     tokenizer_fingerprint: str = "toy",
 ) -> EngineInfo:
-    """What a fake worker says of itself."""
+    """Info of a fake worker."""
     return EngineInfo(
         role=role,
         model=f"toy-{role}",
@@ -66,7 +66,7 @@ class _Sequence:
 
 
 class _Sequences:
-    """Exactly what items have said, nothing of what was drafted: a router that claims too much is caught."""
+    """Sequences exactly as items gave them, without drafted tokens: a router that assumes more is caught."""
 
     def __init__(self, info: EngineInfo) -> None:
         self._info = info
@@ -99,10 +99,10 @@ class FakeTarget:
     """interfaces.SyncTargetEngine over a toy model.
 
     Args:
-        model: whose tokens are authoritative.
-        info: limits that it enforces; a step beyond them raises ProtocolError.
+        model: toy model whose tokens are authoritative.
+        info: enforced limits; a step beyond them raises ProtocolError.
         cost: nanoseconds of a step by rows, reported as ``forward_ns``.
-        prefix_cache: what it has been told once, in whole blocks, is not computed again.
+        prefix_cache: whether whole blocks seen before are not computed again.
     """
 
     def __init__(
@@ -128,15 +128,15 @@ class FakeTarget:
 
     @property
     def held_request_ids(self) -> frozenset[str]:
-        """Sequences that have not been released."""
+        """Request ids of sequences that have not been released."""
         return frozenset(self._sequences.held)
 
     def forget(self, request_id: str | None = None) -> None:
-        """Loses one sequence, or all: what a restart or an eviction does."""
+        """Forgets one sequence, or all, like an eviction or a restart."""
         self._sequences.release([request_id] if request_id else list(self._sequences.held))
 
     def fail_next(self, request_id: str, message: str, *, is_retriable: bool) -> None:
-        """The next item of this request is answered by ItemFailed and not applied."""
+        """Answers the next item of this request with ItemFailed, without applying it."""
         self._scripted.setdefault(request_id, []).append((message, is_retriable))
 
     def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
@@ -161,7 +161,7 @@ class FakeTarget:
         self.model.next_token([0], 0)
 
     def _cut(self, item: VerifyItem) -> tuple[VerifyItem, int]:
-        """What of the item is taken on in this step, and how many of its tokens are known already."""
+        """Returns the part of the item that this step computes, and the number of its cached tokens."""
         sequence = self._sequences.held.get(item.request_id)
         told = [*(sequence.tokens[: item.base_len] if sequence is not None else ()), *item.token_ids]
         known_len = 0
@@ -212,8 +212,8 @@ class FakeDraft:
     """interfaces.SyncDraftEngine that guesses; answers proposals and general fan-outs.
 
     Args:
-        guesser: what it thinks comes next.
-        info: what it says of itself.
+        guesser: guesses next tokens.
+        info: info that it reports.
         cost: nanoseconds of a step by sequential draft steps times rows.
     """
 
@@ -232,11 +232,11 @@ class FakeDraft:
 
     @property
     def held_request_ids(self) -> frozenset[str]:
-        """Sequences that have not been released."""
+        """Request ids of sequences that have not been released."""
         return frozenset(self._sequences.held)
 
     def forget(self, request_id: str | None = None) -> None:
-        """Loses one sequence, or all."""
+        """Forgets one sequence, or all."""
         self._sequences.release([request_id] if request_id else list(self._sequences.held))
 
     def speculate(self, items: Sequence[SpeculateItem]) -> DraftReplies:
@@ -271,7 +271,7 @@ class FakeDraft:
             for rank, token in enumerate([token for token in likely if token not in rejected][:width]):
                 chain = self._chain([*prefix, token], item.num_speculative_tokens, sequence.noise_key)
                 branches.append((rank, Branch(num_accepted, token, DraftTokens(chain))))
-        # The first guesses for all numbers are the likeliest, then the second ones.
+        # First guesses of all numbers of accepted tokens come first, then the second guesses.
         if item.max_branches:
             branches = sorted(branches, key=lambda branch: branch[0])[: item.max_branches]
         return [branch for _, branch in branches]

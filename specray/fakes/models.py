@@ -1,4 +1,4 @@
-"""A toy language model, and guessers of known quality that play the draft for it."""
+"""Toy language model, and guessers of known quality that act as its draft."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MASK = (1 << 64) - 1
 
 
 def _mix(tokens: Sequence[int], salt: int) -> int:
-    """63 bits that depend on every token, the order, and the salt; the same on every machine."""
+    """Hashes tokens, their order and the salt to 63 bits; the same on every machine."""
     value = (zlib.crc32(array("I", tokens).tobytes()) + len(tokens) + salt * _GOLDEN) & _MASK
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
@@ -24,8 +24,8 @@ def _mix(tokens: Sequence[int], salt: int) -> int:
 class ToyModel:
     """Maps each prefix to a ranking of the vocabulary; the first is the next token.
 
-    Every earlier token matters, so a wrong or missing one anywhere shows in the output; or only the last
-    ``context_len`` tokens, so that the output soon repeats itself.
+    The ranking depends on every earlier token, so a wrong or missing one anywhere changes the output; or on
+    the last ``context_len`` tokens only, so that the output soon repeats itself.
     """
 
     vocab_size: int = 64
@@ -38,12 +38,12 @@ class ToyModel:
         return tuple((first + rank) % self.vocab_size for rank in range(min(count, self.vocab_size)))
 
     def next_token(self, tokens: Sequence[int], seed: int) -> int:
-        """The token that the model draws after ``tokens``."""
+        """The model's next token after ``tokens``."""
         known = tokens if self.context_len is None else tokens[-self.context_len :]
         return _mix(known, self.salt * 1_000_003 + seed) % self.vocab_size
 
     def generate(self, prompt: Sequence[int], num_tokens: int, seed: int = 0) -> tuple[int, ...]:
-        """What the model alone would write: the oracle of every test of speculation."""
+        """Output of the model alone, the reference of every test of speculation."""
         tokens = list(prompt)
         for _ in range(num_tokens):
             tokens.append(self.next_token(tokens, seed))
@@ -51,16 +51,16 @@ class ToyModel:
 
 
 class Guesser(Protocol):
-    """What a draft thinks comes next."""
+    """Guesses next tokens for a fake draft."""
 
     def ranked(self, tokens: Sequence[int], seed: int, count: int) -> tuple[int, ...]:
-        """Up to ``count`` different next tokens, likeliest first; empty: no guess at all."""
+        """Up to ``count`` different next tokens, likeliest first; empty: no guess."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PerfectGuesser:
-    """Always right."""
+    """A guesser that is always right."""
 
     model: ToyModel
 
@@ -70,7 +70,7 @@ class PerfectGuesser:
 
 @dataclass(frozen=True, slots=True)
 class RandomGuesser:
-    """Right as often as chance has it."""
+    """A guesser of random tokens."""
 
     model: ToyModel
     salt: int = 77
@@ -82,7 +82,7 @@ class RandomGuesser:
 
 @dataclass(frozen=True, slots=True)
 class AdversarialGuesser:
-    """Never right."""
+    """A guesser that is never right."""
 
     model: ToyModel
 
@@ -92,7 +92,7 @@ class AdversarialGuesser:
 
 @dataclass(frozen=True, slots=True)
 class EmptyGuesser:
-    """Has nothing to say."""
+    """A guesser without guesses."""
 
     def ranked(self, tokens: Sequence[int], seed: int, count: int) -> tuple[int, ...]:
         return ()
@@ -100,7 +100,7 @@ class EmptyGuesser:
 
 @dataclass(frozen=True, slots=True)
 class NoisyGuesser:
-    """Right with probability ``agreement`` at each position, else the right token is its second choice."""
+    """A guesser that is right with probability ``agreement`` at each position, else in its second guess."""
 
     model: ToyModel
     agreement: float = 0.6

@@ -1,8 +1,8 @@
-"""Counters and histograms for what happens thousands of times a second, shown to Prometheus when it asks.
+"""Fast counters and histograms for events that occur thousands of times a second, exported to Prometheus.
 
-Those of ``prometheus_client`` take a lock for every number that changes, half a microsecond each and a dozen
-per round of a session: a fifth of the router's own work with 64 of them. These are plain numbers of one
-thread, the router's loop; whoever reads them meanwhile sees each as it is.
+Those of ``prometheus_client`` take a lock per update, half a microsecond each and a dozen per session round:
+a fifth of the router's own work with 64 sessions. These are plain numbers, written by one thread, the
+router's loop, and read by any.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 
 class Count:
-    """A number that grows."""
+    """A monotonically growing number."""
 
     __slots__ = ("value",)
 
@@ -25,28 +25,28 @@ class Count:
         self.value = 0
 
     def inc(self, amount: int = 1) -> None:
-        """Counts; ``amount`` >= 0."""
+        """Adds ``amount`` >= 0."""
         self.value += amount
 
 
-class _Shown(Collector):
-    """Shown under a name that no other metric of the registry may have."""
+class _Exported(Collector):
+    """Base of metrics in a registry, with a name that no other metric there has."""
 
     label_names: tuple[str, ...] = ()
-    """Of its samples, besides a histogram's ``le``."""
+    """Label names of its samples, without a histogram's ``le``."""
 
     def describe(self) -> Iterable[Metric]:
         """See prometheus_client's ``Collector``; the registry asks for the names."""
         return self.collect()
 
 
-class Counter(Count, _Shown):
+class Counter(Count, _Exported):
     """A counter without labels.
 
     Args:
         name: as exposed, without ``_total``.
         documentation: its help text.
-        registry: where it is shown.
+        registry: registry that exports it.
     """
 
     __slots__ = ("_documentation", "_name")
@@ -61,12 +61,12 @@ class Counter(Count, _Shown):
         yield CounterMetricFamily(self._name, self._documentation, value=self.value)
 
 
-class LabelledCounter(_Shown):
-    """Counters of one name, told apart by their labels.
+class LabelledCounter(_Exported):
+    """Counters of one name with different labels.
 
     Args:
         name, documentation, registry: as ``Counter``.
-        labels: their names.
+        labels: label names.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class LabelledCounter(_Shown):
         registry.register(self)
 
     def labels(self, *values: str) -> Count:
-        """The counter of these values, one for each label; it is shown from now on."""
+        """Returns the counter of these label values; it is exported from now on."""
         assert len(values) == len(self.label_names), values
         return self._counts.setdefault(values, Count())
 
@@ -89,12 +89,12 @@ class LabelledCounter(_Shown):
         yield family
 
 
-class Histogram(_Shown):
-    """How often values fell at or below each bound.
+class Histogram(_Exported):
+    """Counts of values at or below each bound.
 
     Args:
         name, documentation, registry: as ``Counter``.
-        buckets: upper bounds, ascending; a last one without bound is added.
+        buckets: upper bounds, ascending; an unbounded one is added.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Histogram(_Shown):
         registry.register(self)
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Takes a value, as if it had come so many times."""
+        """Records a value ``times`` times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 

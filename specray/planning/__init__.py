@@ -1,4 +1,4 @@
-"""Capacity: a measured pair, the real router over simulated engines in virtual time, and a search.
+"""Capacity planning: simulates the real router over a measured pair, and searches for a fleet.
 
-Imports the router and the fakes' virtual clock, and no engine, RPC or Ray: a plan needs a profile alone.
+Imports the router and the fakes' virtual clock, but no engine, RPC or Ray: a plan needs a profile alone.
 """

@@ -1,4 +1,4 @@
-"""Step times between and beyond the sizes that were measured."""
+"""Interpolates step times between and beyond the measured sizes."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 Point = tuple[float, float]
-"""(size, seconds)."""
+"""A point of a curve: (size, seconds)."""
 
 
 def interpolate(curve: Sequence[Point], size: float) -> float:
-    """Seconds at ``size``: linear between neighbours, flat below the first, growing on behind the last.
+    """Returns the seconds at ``size``: linear between points, flat below the first, growing beyond the last.
 
     Args:
-        curve: by increasing size, at least one point.
+        curve: points by increasing size, at least one.
+        size: size of the step.
     """
     if size <= curve[0][0] or len(curve) == 1:
         return curve[0][1]
@@ -27,7 +28,7 @@ def interpolate(curve: Sequence[Point], size: float) -> float:
 
 
 class Surface:
-    """Seconds by two sizes: of each first size a curve over the second.
+    """Seconds by two sizes: for each first size a curve over the second.
 
     Args:
         points: (first size, second size, seconds); at least one.
@@ -42,7 +43,7 @@ class Surface:
         self._known: dict[tuple[float, float], float] = {}
 
     def __call__(self, first: float, second: float) -> float:
-        """Seconds at the two sizes."""
+        """Returns the seconds at the two sizes."""
         key = first, second
         seconds = self._known.get(key)
         if seconds is None:

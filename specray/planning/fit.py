@@ -1,4 +1,4 @@
-"""From samples of traces to the curves of a profile."""
+"""Fits the curves of a profile to the samples of traces."""
 
 from __future__ import annotations
 
@@ -39,39 +39,40 @@ from specray.planning.smooth import (
 from specray.types import EngineInfo
 
 _MIN_SAMPLES = 3
-"""What fewer steps took says nothing."""
+"""Least number of samples per size; fewer say nothing."""
 _MAX_LOST = 0.8
 _NUM_QUANTILES = 20
 _MIN_ROUNDS = 10
-"""That reached a position, for a rate of its own; later positions share that of the one before."""
+"""Least number of rounds that reached a position, for a rate of its own; later positions take the rate before
+them."""
 
 SampleT = TypeVar("SampleT", TargetSample, DraftSample)
 
 
 @dataclass(slots=True)
 class Sweep:
-    """The samples of a measurement, by what was served."""
+    """Samples of a measurement, by the load that was served."""
 
     rounds: list[Samples] = field(default_factory=list)
-    """Many sizes of steps, short contexts; one for each pass."""
+    """Steps of many sizes with short contexts; one entry per pass."""
     prefills: Samples = field(default_factory=Samples)
     """Prompts of many lengths, one at a time, for both engines."""
     plain_prefills: Samples = field(default_factory=Samples)
-    """The same for the target alone."""
+    """Prompts of many lengths, one at a time, for the target alone."""
     long_context: dict[tuple[int, int], Samples] = field(default_factory=dict)
-    """A few sessions each, by K and the tokens of their prompts."""
+    """Loads of a few sessions, by K and prompt tokens."""
     overlapped: Samples = field(default_factory=Samples)
-    """Draft and target at the same time."""
+    """Draft and target at work at the same time."""
     acceptance: dict[float, Samples] = field(default_factory=dict)
-    """By temperature."""
+    """Samples by temperature."""
     outputs: dict[float, list[MeasuredOutput]] = field(default_factory=dict)
-    """By temperature: what was written, and what the draft would have proposed."""
+    """Outputs by temperature, with what the draft would have proposed."""
     hits: dict[float, dict[int, tuple[int, int]]] = field(default_factory=dict)
-    """By temperature and width: (hits, lookups)."""
+    """Counts (hits, lookups) by temperature and width."""
 
 
 def fit_target(sweep: Sweep, info: EngineInfo, *, hardware: str) -> TargetProfile:
-    """The target's part. The sweep holds at least some steps and prefills."""
+    """Fits the target's profile. The sweep must hold at least some steps and prefills."""
     passes = [[step for step in samples.target if _is_decode(step)] for samples in sweep.rounds]
     steps = list(itertools.chain.from_iterable(passes))
     per_sequence_s = _sequence_slope(passes)
@@ -124,15 +125,14 @@ def fit_target(sweep: Sweep, info: EngineInfo, *, hardware: str) -> TargetProfil
 
 
 def _prompt_wait_s(sweep: Sweep, transport: LinearTime) -> float:
-    """Of prompts that came one at a time, with the draft's where there is one: what was neither their forward
-    nor usual transport."""
+    """Returns the seconds that a prompt, served alone, waits beyond its forwards and the usual transport."""
     steps = _first_chunks(sweep.prefills) or _first_chunks(sweep.plain_prefills)
     waits = [step.gap_s + step.transport_s - transport.of(1) for step in steps if step.gap_s is not None]
     return max(0.0, median(waits)) if len(waits) >= _MIN_SAMPLES else 0.0
 
 
 def fit_draft(sweep: Sweep, info: EngineInfo, *, hardware: str) -> DraftProfile:
-    """The draft's part; as ``fit_target``."""
+    """Fits the draft's profile; see ``fit_target``."""
     passes = [[step for step in samples.draft if _is_proposing(step)] for samples in sweep.rounds]
     steps = list(itertools.chain.from_iterable(passes))
     points = rising(
@@ -186,7 +186,7 @@ def fit_draft(sweep: Sweep, info: EngineInfo, *, hardware: str) -> DraftProfile:
 
 
 def fit_router(sweep: Sweep) -> RouterProfile:
-    """The router's own time between messages."""
+    """Fits the router's own time between messages."""
 
     def before_verify(*, is_after_proposal: bool) -> LinearTime:
         return fit_linear(
@@ -215,7 +215,7 @@ def fit_router(sweep: Sweep) -> RouterProfile:
 
 
 def fit_acceptance(sweep: Sweep) -> tuple[AcceptanceProfile, ...]:
-    """Rates by position, for each temperature at which something was verified."""
+    """Computes acceptance rates by position, for each temperature at which something was verified."""
     profiles = []
     for temperature, samples in sorted(sweep.acceptance.items()):
         if not samples.rounds:
@@ -238,7 +238,7 @@ def fit_acceptance(sweep: Sweep) -> tuple[AcceptanceProfile, ...]:
 
 
 def rates_by_position(rounds: Iterable[tuple[int, int]]) -> tuple[float, ...]:
-    """Of the rounds that kept i draft tokens and had another, the share that kept it too, for each i."""
+    """Returns for each i the share of rounds that kept draft token i, among those that came so far."""
     tried: defaultdict[int, int] = defaultdict(int)
     kept: defaultdict[int, int] = defaultdict(int)
     for num_drafts, num_accepted in rounds:
@@ -254,7 +254,7 @@ def rates_by_position(rounds: Iterable[tuple[int, int]]) -> tuple[float, ...]:
 
 
 def _sequence_slope(passes: Sequence[Sequence[TargetSample]]) -> float:
-    """What a step takes for each sequence: how much longer steps of equal rows take the more they hold."""
+    """Returns the seconds per sequence of a step, from steps of equal rows with more sequences."""
     points = cell_points(
         passes,
         place=lambda step: (float(step.num_rows), step.num_sequences),
@@ -268,7 +268,7 @@ def _sequence_slope(passes: Sequence[Sequence[TargetSample]]) -> float:
     for members in by_rows.values():
         count, seconds = (mean(values) for values in zip(*members, strict=True))
         pairs += [(one - count, other - seconds) for one, other in members]
-        # Errors count as parts of the time.
+        # Errors are relative to the time.
         weights += [1 / max(seconds, 1e-6) ** 2] * len(members)
     return line_through(pairs, weights)[1] if pairs else 0.0
 
@@ -276,7 +276,7 @@ def _sequence_slope(passes: Sequence[Sequence[TargetSample]]) -> float:
 def _prefill_points(
     steps: Sequence[SampleT], num_tokens: Callable[[SampleT], int]
 ) -> tuple[PrefillPoint, ...]:
-    """The average of about each length."""
+    """Averages prompts of about the same length."""
     cells: dict[int, list[tuple[int, float]]] = {}
     for step in steps:
         if step.forward_s > 0 and num_tokens(step) > 0:
@@ -293,10 +293,12 @@ def _context_points(
     expected_s: Callable[[SampleT], float],
     context_len: float,
 ) -> tuple[ContextPoint, ...]:
-    """What steps with long contexts took more than such steps take with contexts of ``context_len``.
+    """Returns by how much steps with long contexts exceed those with contexts of ``context_len``.
 
     Args:
-        loads: by the rows of each sequence and the length of its prompt.
+        loads: samples by rows per sequence and prompt length.
+        expected_s: returns the seconds of a step with a context of ``context_len``.
+        context_len: context in tokens of the steps that were timed first.
     """
     points: list[ContextPoint] = []
     for rows in sorted({rows for rows, _ in loads}):
@@ -315,9 +317,9 @@ def _context_points(
 
 
 def _slowdown(steps: Sequence[SampleT], expected_s: Callable[[SampleT], float]) -> float:
-    """How many times slower steps got on while the other engine worked too.
+    """Returns the factor by which a step slows down while the other engine works, too.
 
-    A second beside it is worth 1 / slowdown; what it is not worth is what the step took longer.
+    A second beside the other engine is worth 1 / slowdown; the rest is what the step took longer.
     """
     lost = [(step.forward_s - expected_s(step)) / step.beside_s for step in steps if step.is_beside]
     if len(lost) < _MIN_SAMPLES:
@@ -326,7 +328,7 @@ def _slowdown(steps: Sequence[SampleT], expected_s: Callable[[SampleT], float]) 
 
 
 def _spread(ratios: Iterable[float]) -> tuple[float, ...]:
-    """Quantiles of what single steps took, as multiples of their mean."""
+    """Returns quantiles of single steps' times, as multiples of their mean."""
     known = sorted(ratios)
     if len(known) < _NUM_QUANTILES:
         return ()

@@ -1,4 +1,4 @@
-"""Which fleets could be bought: profiles of several kinds of hardware combined, and their prices."""
+"""Combines profiles of several kinds of hardware to fleets, with prices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class Offer:
 
     kit: Kit
     target_price: float
-    """Of a group, all its devices; per hour, or devices where no prices are given."""
+    """Price of a group with all its devices: USD per hour, or a number of devices where no prices are
+    given."""
     draft_price: float
 
     @property
@@ -32,7 +33,7 @@ class Offer:
         return num_groups * self.target_price + num_drafts * self.draft_price
 
     def without_draft(self) -> Offer:
-        """The same targets, alone."""
+        """Returns the same targets without drafts."""
         return replace(self, kit=replace(self.kit, draft=None, acceptance=None), draft_price=0.0)
 
 
@@ -60,15 +61,18 @@ def make_offers(
     router_config: RouterConfig,
     network_s: float = 0.0,
 ) -> list[Offer]:
-    """Every target with every draft of the same pair of models; a target without any draft is offered alone.
+    """Combines every target with every draft of the same pair of models, and lone targets.
 
     Args:
-        costs: per device and hour, by the hardware's name or a part of it; empty: each device costs 1.
-        temperature: whose acceptance counts.
-        network_s: round trip between router and draft beyond what was measured.
+        profiles: the measured pairs.
+        costs: USD per device and hour, by the hardware's name or a part of it; empty: each device costs 1.
+        temperature: temperature of the requests, at which acceptance counts.
+        speculation: speculation options of the routers.
+        router_config: options of the routers.
+        network_s: additional round trip between router and draft in seconds.
 
     Raises:
-        ConfigError: a price fits no hardware, or hardware has none or several.
+        ConfigError: a price fits no hardware, or hardware has no price or several.
     """
     prices = _prices(profiles, costs)
     offers: list[Offer] = []
@@ -98,7 +102,7 @@ def make_offers(
 def _drafts_for(
     profile: Profile, profiles: Sequence[Profile], temperature: float
 ) -> list[tuple[DraftProfile, AcceptanceProfile]]:
-    """What may draft for a profile's target: its own draft, and the same model on other hardware."""
+    """Returns the drafts for a profile's target: its own, and the same model on other hardware."""
     found: dict[str, tuple[DraftProfile, AcceptanceProfile]] = {}
     for other in (profile, *profiles):
         draft = other.draft

@@ -1,4 +1,4 @@
-"""What a load asks for: lengths of prompts and outputs, and when requests arrive."""
+"""Describes a load: lengths of prompts and outputs, and the requests' arrivals."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from specray.errors import ConfigError
 
 MAX_TOKENS = 1_000_000
 _Z95 = 1.6448536269514722
-"""The normal distribution's 95th percentile."""
+"""95th percentile of the standard normal distribution."""
 
 
 class Lengths(Protocol):
-    """Where a request's length comes from."""
+    """A distribution of request lengths."""
 
     @property
     def mean(self) -> float: ...
 
     def draw(self, rng: random.Random, limit: int) -> int:
-        """Tokens, in 1..limit."""
+        """Draws a number of tokens in 1..limit."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FixedLength:
-    """Always the same."""
+    """A constant length."""
 
     num_tokens: int
 
@@ -44,14 +44,14 @@ class FixedLength:
 
 @dataclass(frozen=True, slots=True)
 class LognormalLength:
-    """A lognormal distribution, as request lengths often are; what is over the limit is drawn again."""
+    """A lognormal distribution, as request lengths often have; a length over the limit is drawn again."""
 
     mean: float
     p95: float
 
     @property
     def sigma(self) -> float:
-        """Of the logarithm; the smaller of the two that give this mean and percentile."""
+        """Standard deviation of the logarithm; the smaller of the two that give this mean and percentile."""
         return _Z95 - math.sqrt(_Z95**2 - 2 * math.log(self.p95 / self.mean))
 
     def draw(self, rng: random.Random, limit: int) -> int:
@@ -65,7 +65,7 @@ class LognormalLength:
 
 @dataclass(frozen=True, slots=True)
 class ListedLength:
-    """One of those that were seen, each as likely."""
+    """One of the given lengths, each equally likely."""
 
     seen: tuple[int, ...]
 
@@ -151,7 +151,7 @@ class OpenLoad:
     is_poisson: bool = True
 
     def arrivals(self, rng: random.Random) -> Iterator[float]:
-        """Seconds from now of each request, without end."""
+        """Yields each request's arrival in seconds from now, without end."""
         now = 0.0
         while True:
             now += rng.expovariate(self.rate_per_s) if self.is_poisson else 1 / self.rate_per_s
@@ -160,7 +160,7 @@ class OpenLoad:
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoad:
-    """So many clients, each with one request at a time, until ``num_requests`` have been served."""
+    """A number of clients, each with one request at a time, until ``num_requests`` have been served."""
 
     concurrency: int
     num_requests: int

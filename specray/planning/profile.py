@@ -1,7 +1,7 @@
-"""What `specray profile` measures of a pair and `specray plan` simulates from: one JSON file.
+"""The profile of a pair: one JSON file that `specray profile` measures and `specray plan` simulates from.
 
-Seconds everywhere. An engine's times are those it reports of its steps; what lies around them (transport, the
-router's own work) is apart, so that engines of several profiles can be combined.
+All times are in seconds. An engine's times are those it reports of its steps; transport and the router's own
+work are kept apart, so that engines of several profiles can be combined.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Part(BaseModel):
 
 
 class LinearTime(_Part):
-    """``fixed_s + per_item_s * items``."""
+    """A time that grows with the number of items: ``fixed_s + per_item_s * items``."""
 
     fixed_s: float = Field(0.0, ge=0)
     per_item_s: float = Field(0.0, ge=0)
@@ -33,85 +33,85 @@ class LinearTime(_Part):
 
 
 class VerifyPoint(_Part):
-    """A target step of running sequences, without what it takes for each of them."""
+    """Time of a target step with running sequences, without the time per sequence."""
 
     num_rows: float = Field(ge=1, description="Draft tokens and the one before them, of all sequences.")
     seconds: float = Field(gt=0)
 
 
 class ProposePoint(_Part):
-    """A draft step that answered proposals."""
+    """Time of a draft step that answered proposals."""
 
     num_sequences: float = Field(ge=1)
-    num_tokens: int = Field(ge=1, description="Of each proposal.")
+    num_tokens: int = Field(ge=1, description="Draft tokens per proposal.")
     seconds: float = Field(gt=0)
 
 
 class OutcomesPoint(_Part):
-    """A draft step that answered outcomes."""
+    """Time of a draft step that answered outcomes."""
 
-    num_branches: float = Field(ge=1, description="Of all sequences together.")
-    num_tokens: int = Field(ge=1, description="Of each branch.")
+    num_branches: float = Field(ge=1, description="Branches of all sequences together.")
+    num_tokens: int = Field(ge=1, description="Draft tokens per branch.")
     seconds: float = Field(gt=0)
 
 
 class PrefillPoint(_Part):
-    """A step that computed the first tokens of a prompt and nothing else."""
+    """Time of a step that computed the first tokens of a prompt and nothing else."""
 
     num_tokens: int = Field(ge=1)
     seconds: float = Field(gt=0)
 
 
 class ContextPoint(_Part):
-    """What a step takes more for each of its sequences that has so many tokens before its rows."""
+    """Additional time of a step for each sequence with this many tokens before its rows."""
 
     num_tokens: float = Field(ge=0)
-    rows_per_sequence: int = Field(1, ge=1, description="That look at them.")
+    rows_per_sequence: int = Field(1, ge=1, description="Rows per sequence that attend to these tokens.")
     seconds: float = Field(ge=0)
 
 
 class StepTimePoint(_Part):
-    """What the engine said of itself at its start; the router's first choices come from it."""
+    """A step time that the engine reported at its start, on which the router's first decisions rest."""
 
     num_rows: int = Field(ge=1)
     seconds: float = Field(gt=0)
 
 
 class EngineProfile(_Part):
-    """What both engines have in common."""
+    """Times that both engines have."""
 
     model: str
-    hardware: str = Field(min_length=1, description="Of one device: what --cost names.")
-    num_devices: int = Field(1, ge=1, description="Devices of one engine: its tensor parallel size.")
+    hardware: str = Field(min_length=1, description="Name of one device, to which --cost refers.")
+    num_devices: int = Field(1, ge=1, description="Devices of one engine: its tensor-parallel size.")
     vocab_size: int = Field(ge=1)
     max_model_len: int = Field(ge=16)
     max_num_seqs: int = Field(ge=1)
     max_num_batched_tokens: int = Field(ge=1)
     block_size: int = Field(ge=1)
-    num_blocks: int = Field(ge=0, description="0: not told; room is not limited then.")
+    num_blocks: int = Field(ge=0, description="Blocks of the KV cache; 0: unknown, and not limited.")
     dtype: str = ""
     step_times: tuple[StepTimePoint, ...] = ()
     context_token_s: float = Field(
         0.0,
         ge=0,
-        description="Of a target's step, per token that its sequences hold; step_times are without it.",
+        description="Seconds of a target step per token that its sequences hold; not included in step_times.",
     )
     prefill: tuple[PrefillPoint, ...] = Field(min_length=1)
     context: tuple[ContextPoint, ...] = Field(
-        (), description="Beyond the contexts that steps were measured with, which are the points with 0."
+        (), description="Additional step times by context; 0 at the contexts with which steps were measured."
     )
     transport: LinearTime = Field(
-        default_factory=LinearTime, description="There and back and the worker's own work, by items."
+        default_factory=LinearTime, description="Round trip and the worker's own work, by number of items."
     )
     step_spread: tuple[Annotated[float, Field(ge=0)], ...] = Field(
-        (), description="Single steps as multiples of the average of such steps: quantiles. None: all equal."
+        (), description="Quantiles of single steps, as multiples of their average. None: all equal."
     )
     transport_spread: tuple[Annotated[float, Field(ge=0)], ...] = Field(
-        (), description="The same of transport."
+        (), description="Quantiles of single transports, as multiples of their average. None: all equal."
     )
 
     def info(self, role: str) -> EngineInfo:
-        """What a simulated engine of this kind says of itself."""
+        """Returns the info of a simulated engine of this kind."""
         return EngineInfo(
             role=role,
             model=self.model,
@@ -131,34 +131,36 @@ class EngineProfile(_Part):
 
 
 class TargetProfile(EngineProfile):
-    """One target group."""
+    """Times of one target group."""
 
     verify: tuple[VerifyPoint, ...] = Field(min_length=1)
-    per_sequence_s: float = Field(0.0, ge=0, description="Of a step, for each sequence.")
+    per_sequence_s: float = Field(0.0, ge=0, description="Seconds of a step per sequence.")
     slowdown_beside_draft: float = Field(
         1.0,
         ge=1,
-        description="How many times slower a step gets on while the draft works; 1: they share nothing.",
+        description="Slowdown of a step while the draft works; 1: they share nothing.",
     )
-    prompt_slowdown_beside_draft: float = Field(1.0, ge=1, description="The same of a step with prompts.")
+    prompt_slowdown_beside_draft: float = Field(
+        1.0, ge=1, description="Slowdown of a step with prompts while the draft works."
+    )
     prompt_wait_s: float = Field(
         0.0,
         ge=0,
-        description="What a step with a prompt takes more than its forward and transport: in the router "
-        "before it is sent, on its way, and in the worker.",
+        description="Seconds of a step with a prompt beyond its forward and transport: in router, worker and "
+        "between.",
     )
     plain_transport: LinearTime | None = Field(
-        None, description="As transport, of steps without draft tokens; default: the same."
+        None, description="Transport of steps without draft tokens; default: as transport."
     )
 
 
 class DraftProfile(EngineProfile):
-    """One draft."""
+    """Times of one draft."""
 
     propose: tuple[ProposePoint, ...] = Field(min_length=1)
     outcomes: tuple[OutcomesPoint, ...] = ()
     slowdown_beside_target: float = Field(
-        1.0, ge=1, description="How many times slower a step gets on while the target works."
+        1.0, ge=1, description="Slowdown of a step while the target works; 1: they share nothing."
     )
 
 
@@ -172,34 +174,33 @@ class RouterProfile(_Part):
 
 Agreements = Annotated[str, Field(pattern=r"^[01]+$")]
 LENGTH_DIGITS: Final = "0123456789abcdefghijklmnopqrstuvw"
-"""Of lengths up to 32, the most that a proposal can have."""
+"""Digits for lengths up to 32, the longest proposal."""
 
 
 class ProposalLengths(_Part):
-    """How far the draft goes under one bound."""
+    """Lengths of the draft's proposals under one bound."""
 
-    min_acceptance: float = Field(gt=0, lt=1, description="As in what the router asks.")
+    min_acceptance: float = Field(gt=0, lt=1, description="Bound of acceptance, as the router sends it.")
     by_position: str = Field(
         pattern=r"^[1-9a-w]+$",
-        description="Of each place of the output, the length of the proposal that begins there, as a digit "
-        "(a: 10).",
+        description="Length of the proposal that begins at each place of the output, as a digit (a: 10).",
     )
 
 
 class MeasuredOutput(_Part):
-    """One output that the target wrote, and what the draft would have proposed at each place of it.
+    """An output of the target, and what the draft would have proposed at each place of it.
 
-    Tokens are numbered in the order in which they first come in prompt and output, from 1: which ones are
-    equal is all that is kept of them.
+    Tokens are numbered from 1 in the order in which they first appear in prompt and output: only their
+    equality is kept.
     """
 
     prompt: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1)
     tokens: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1)
     agreements: Agreements = Field(
-        description="1 where the draft's token is the output's, after what is before."
+        description="Digit 1 where the draft's token is the output's, else 0, by place."
     )
     lengths: tuple[ProposalLengths, ...] = Field(
-        (), description="By increasing bound; none: the draft ends no proposal early."
+        (), description="Proposal lengths by increasing bound; empty: the draft ends no proposal early."
     )
 
     @model_validator(mode="after")
@@ -214,7 +215,7 @@ class MeasuredOutput(_Part):
 
 
 class HitRate(_Part):
-    """Of enumerated outcomes."""
+    """Hit rate of enumerated outcomes."""
 
     width: int = Field(ge=1, le=3, description="Branches for each number of accepted tokens, on average.")
     rate: float = Field(ge=0, le=1)
@@ -222,18 +223,18 @@ class HitRate(_Part):
 
 
 class AcceptanceProfile(_Part):
-    """How good the draft is, at one temperature."""
+    """Quality of the draft at one temperature."""
 
     temperature: float = Field(ge=0, le=2)
     by_position: tuple[float, ...] = Field(
         min_length=1,
-        description="Entry i: of the rounds that kept i draft tokens and had one more, how many kept it.",
+        description="Entry i: share of the rounds that kept draft token i, among those that came so far.",
     )
     num_rounds: int = Field(ge=1)
     outputs: tuple[MeasuredOutput, ...] = Field(
         (),
-        description="A simulated request has one of them; without any, by_position is drawn from, and there "
-        "are no fillers.",
+        description="Outputs, of which a simulated request has one; without any, by_position is drawn from, "
+        "without an n-gram fallback.",
     )
     hit_rates: tuple[HitRate, ...] = ()
 
@@ -246,10 +247,10 @@ class AcceptanceProfile(_Part):
 
 
 class Profile(_Part):
-    """A pair as it was measured."""
+    """A measured pair."""
 
     schema_version: Literal[2] = SCHEMA_VERSION
-    name: str = Field("", description="For tables; default: the hardware.")
+    name: str = Field("", description="Name for tables; default: the hardware.")
     created: str = ""
     specray_version: str = ""
     dataset: str = ""
@@ -270,7 +271,7 @@ class Profile(_Part):
         return self
 
     def acceptance_at(self, temperature: float) -> AcceptanceProfile | None:
-        """That of the nearest temperature that was measured; None without a draft."""
+        """Returns the acceptance at the nearest measured temperature; None without a draft."""
         return min(self.acceptance, key=lambda one: abs(one.temperature - temperature), default=None)
 
 

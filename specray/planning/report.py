@@ -1,4 +1,4 @@
-"""Profiles, plans and checks as tables for people."""
+"""Tables of profiles, plans and checks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from specray.planning.curves import Surface, interpolate
 from specray.planning.profile import LinearTime, Profile
-from specray.planning.search import Candidate, Plan
+from specray.planning.search import Candidate, FleetPlan
 from specray.planning.simulation.results import Slo, Spread
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _PLAN_CAPTION = (
 
 
 class Comparison(Protocol):
-    """One load, predicted and measured."""
+    """Prediction and measurement of one load."""
 
     @property
     def concurrency(self) -> int: ...
@@ -48,7 +48,7 @@ class Comparison(Protocol):
 
 
 def profile_table(profile: Profile) -> Table:
-    """What was measured, at a few sizes."""
+    """Makes a table of what was measured, at a few sizes."""
     from rich.table import Table
 
     target, draft = profile.target, profile.draft
@@ -85,8 +85,8 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.2f}"
 
 
-def plan_table(plan: Plan, *, has_prices: bool) -> Table:
-    """One row for each kind of fleet; the recommended one is marked."""
+def plan_table(plan: FleetPlan, *, has_prices: bool) -> Table:
+    """Makes a table with one row per kind of fleet; the recommended one is marked."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Column, Table
 
@@ -124,8 +124,8 @@ def plan_table(plan: Plan, *, has_prices: bool) -> Table:
     return table
 
 
-def recommendation(plan: Plan, *, has_prices: bool) -> str:
-    """One sentence: what to buy, or that nothing that was tried is enough."""
+def recommendation(plan: FleetPlan, *, has_prices: bool) -> str:
+    """Says in one sentence what to buy, or that nothing that was tried is enough."""
     best, demand = plan.best, plan.demand
     fleet = _fleet_text(best)
     slo = _slo_text(demand.slo)
@@ -152,7 +152,7 @@ def recommendation(plan: Plan, *, has_prices: bool) -> str:
 
 
 def check_table(rows: Sequence[Comparison], *, temperature: float) -> Table:
-    """Predicted beside measured."""
+    """Makes a table of predictions beside measurements."""
     from rich.table import Table
 
     table = Table(
@@ -178,8 +178,8 @@ def check_table(rows: Sequence[Comparison], *, temperature: float) -> Table:
     return table
 
 
-def plan_json(plan: Plan) -> dict[str, Any]:
-    """Everything that was found, for ``--json``."""
+def plan_json(plan: FleetPlan) -> dict[str, Any]:
+    """Returns everything that was found, for ``--json``."""
     demand = plan.demand
     return {
         "rate_per_s": demand.load.rate_per_s,
@@ -215,8 +215,8 @@ def _candidate_json(one: Candidate) -> dict[str, Any]:
     }
 
 
-def _letters(plan: Plan) -> dict[str, str]:
-    """A letter for each kind of hardware, as its name fills a table."""
+def _letters(plan: FleetPlan) -> dict[str, str]:
+    """Returns a letter for each kind of hardware, whose name would fill the table."""
     names = [
         name
         for one in plan.candidates

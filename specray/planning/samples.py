@@ -1,4 +1,4 @@
-"""From a router's trace to samples: what each step held, and what it took."""
+"""Reads a router's trace as samples: what each step held, and how long it took."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specray.router.trace import (
 from specray.types import DraftKind
 
 _PREFILL_ROWS = 64
-"""An item that brings more new tokens than this is a prompt, also where base_len is not 0."""
+"""New tokens above which an item is a prompt, also where base_len is not 0."""
 HITS = ("hit", "late_hit")
 
 
@@ -32,19 +32,19 @@ class TargetSample:
     num_rows: int = 0
     num_prefill_rows: int = 0
     num_context_tokens: int = 0
-    """Before the rows, of all sequences together."""
+    """Tokens before the rows, of all sequences together."""
     first_reply_s: float | None = None
     forward_s: float = 0.0
     num_replies: int = 0
     gap_s: float | None = None
-    """The router's own time before it: since what made it possible."""
+    """Seconds that the router took before the step, once it could be sent."""
     is_after_proposal: bool = False
     beside_s: float = 0.0
-    """Of ``forward_s``, how long the draft worked too."""
+    """Seconds of ``forward_s`` in which the draft worked, too."""
 
     @property
     def is_beside(self) -> bool:
-        """The draft worked for a good part of it."""
+        """True if the draft worked for a good part of the step."""
         return self.beside_s > 0.25 * self.forward_s
 
     @property
@@ -53,7 +53,7 @@ class TargetSample:
 
     @property
     def transport_s(self) -> float:
-        """Sent to received, less the engine's work."""
+        """Seconds from sending to receiving, less the engine's work."""
         assert self.first_reply_s is not None
         return max(0.0, self.first_reply_s - self.sent_s - self.forward_s)
 
@@ -69,20 +69,20 @@ class DraftSample:
     num_sequences: int
     num_tokens: int
     num_new_tokens: int
-    """Told with the questions."""
+    """Tokens that came with the questions."""
     num_context_tokens: int
     num_branches: int
-    """0: proposals."""
+    """Number of branches; 0: proposals."""
     is_prefill: bool
     is_mixed: bool
     gap_s: float | None = None
-    """Between the verdict and the first question."""
+    """Seconds between the verdict and the first question."""
     beside_s: float = 0.0
-    """Of ``forward_s``, how long the target worked too."""
+    """Seconds of ``forward_s`` in which the target worked, too."""
 
     @property
     def is_beside(self) -> bool:
-        """The target worked for a good part of it."""
+        """True if the target worked for a good part of the step."""
         return self.beside_s > 0.25 * self.forward_s
 
     @property
@@ -92,22 +92,22 @@ class DraftSample:
 
 @dataclass(slots=True)
 class Samples:
-    """Everything that a trace tells of times and of acceptance."""
+    """All samples of times and acceptance in a trace."""
 
     target: list[TargetSample] = field(default_factory=list)
     draft: list[DraftSample] = field(default_factory=list)
     rounds: list[tuple[int, int]] = field(default_factory=list)
-    """(draft tokens, accepted tokens) of the rounds that verified a draft model's tokens."""
+    """Pairs (draft tokens, accepted tokens) of the rounds that verified a draft model's tokens."""
 
     def extend(self, other: Samples) -> None:
-        """Adds those of another trace."""
+        """Adds the samples of another trace."""
         self.target += other.target
         self.draft += other.draft
         self.rounds += other.rounds
 
 
 def read_samples(events: Sequence[TraceEvent]) -> Samples:
-    """Puts the events of steps together. Steps of which a part is missing are left out."""
+    """Combines the events of each step. Steps of which a part is missing are left out."""
     reader = _Reader()
     for event in events:
         reader.take(event)
@@ -119,7 +119,7 @@ def read_samples(events: Sequence[TraceEvent]) -> Samples:
 
 
 def read_hits(events: Sequence[TraceEvent]) -> dict[int, tuple[int, int]]:
-    """(hits, lookups) of enumerated outcomes, by the width of the session's plan at the time."""
+    """Returns (hits, lookups) of enumerated outcomes, by the width of the session's plan at the time."""
     widths: dict[str, int] = {}
     hits: dict[int, tuple[int, int]] = {}
     for event in events:
@@ -142,7 +142,7 @@ class _Reader:
         self._proposal_s: float | None = None
         self._ask_gap_s: float | None = None
         self._has_asked = False
-        """Since the last verdict."""
+        """True if the session has asked the draft since the last verdict."""
 
     def take(self, event: TraceEvent) -> None:
         if not isinstance(event, (DraftReplied, LookedUp)):
@@ -237,7 +237,7 @@ class _Reader:
 
 
 def _mark_overlaps(samples: Samples) -> None:
-    """How long each step had company."""
+    """Computes how long the other engine worked beside each step."""
     drafts = [(step.replied_s - step.forward_s, step.replied_s) for step in samples.draft]
     targets = [
         (step.first_reply_s - step.forward_s, step.first_reply_s)
@@ -251,7 +251,7 @@ def _mark_overlaps(samples: Samples) -> None:
 
 
 def _shared_s(span: tuple[float, float], others: Sequence[tuple[float, float]]) -> float:
-    """Args: ``others``: of one engine, so one after the other."""
+    """Returns the seconds that a span shares with others, which are one engine's and so do not overlap."""
     shared_s = 0.0
     for index in range(bisect_left(others, span[0], key=itemgetter(1)), len(others)):
         start, end = others[index]

@@ -1,8 +1,8 @@
-"""How many target groups and drafts a load needs: simulation after simulation, the cheapest fleet that holds.
+"""Finds the cheapest fleet that holds a load, by one simulation after another.
 
-A large fleet is one of equal cells (some groups and the drafts that they share), so up to ``_CELL_GROUPS``
-groups are simulated with their part of the load; requests are sent to routers at random, so a cell of eight
-differs little from the whole. What is recommended is then simulated whole.
+A large fleet consists of equal cells (some groups and the drafts that they share), so at most
+``_CELL_GROUPS`` groups are simulated with their part of the load. Requests are sent to routers at random, so
+a cell of eight differs little from the whole. The recommended fleet is then simulated whole.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from fractions import Fraction
 
 from specray.planning.hardware import Offer
 from specray.planning.load import OpenLoad
-from specray.planning.simulation.fleet import Window, simulate, simulate_saturated
+from specray.planning.simulation.fleet import TimeWindow, simulate, simulate_saturated
 from specray.planning.simulation.results import RunResult, Slo
 
 MAX_GROUPS = 4096
 _CELL_GROUPS = 8
 _HEADROOM = 0.95
-"""Of a saturated fleet's tokens: more would let queues grow for ever, which a short window might not show."""
+"""Share of a saturated fleet's tokens that may be asked for: with more, queues would grow for ever, which a
+short simulation might not show."""
 _NUM_REQUESTS = 200
-"""Of a window: enough for the share that meets the SLO."""
+"""Requests per window; enough for the share that meets the SLO."""
 _MAX_SATURATING = 128
-"""Sessions of a group in the run that finds its limit."""
+"""Sessions per group in the run that finds its limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a fleet has to hold."""
+    """The load that a fleet has to hold, and its SLO."""
 
     load: OpenLoad
     slo: Slo
@@ -40,7 +41,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to hold the load, or the nearest to it that was found."""
+    """One fleet that holds the load, or the nearest to it that was found."""
 
     offer: Offer
     drafts_per_group: Fraction
@@ -48,9 +49,9 @@ class Candidate:
     num_drafts: int
     is_enough: bool
     run: RunResult
-    """Of a cell; rates are those of the whole fleet."""
+    """Results of a cell, with the rates of the whole fleet."""
     capacity_tokens_per_s: float
-    """Of one saturated group."""
+    """Tokens/s of one saturated group."""
 
     @property
     def cost(self) -> float:
@@ -58,15 +59,15 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What a search found."""
+class FleetPlan:
+    """Results of a search."""
 
     demand: Demand
     candidates: tuple[Candidate, ...]
     best: Candidate
-    """The cheapest that is enough, else the one that meets the SLO for most requests."""
+    """The cheapest fleet that is enough, or else the one that meets the SLO for most requests."""
     whole: RunResult | None
-    """The best one simulated whole; None where its cell was the whole, or it would take too long."""
+    """Results of the best fleet simulated whole; None: its cell is the whole, or it would take too long."""
 
 
 def make_plan(
@@ -76,13 +77,15 @@ def make_plan(
     *,
     max_whole_requests: int = 10_000,
     progress: Callable[[str], None] = lambda text: None,
-) -> Plan:
+) -> FleetPlan:
     """Searches every offer with every number of drafts per group.
 
     Args:
+        offers: kinds of fleets.
         ratios: drafts per target group; 0 is plain decoding.
-        max_whole_requests: the whole fleet is simulated where so many requests are enough.
-        progress: told what comes next.
+        demand: the load and its SLO.
+        max_whole_requests: largest number of requests for which the whole fleet is simulated.
+        progress: called with the name of the next part.
     """
     candidates: list[Candidate] = []
     plain_targets: set[str] = set()
@@ -101,11 +104,11 @@ def make_plan(
         if enough
         else max(candidates, key=lambda one: one.run.met_share * one.run.goodput_tokens_per_s)
     )
-    return Plan(demand, tuple(candidates), best, _run_whole(best, demand, max_whole_requests, progress))
+    return FleetPlan(demand, tuple(candidates), best, _run_whole(best, demand, max_whole_requests, progress))
 
 
 class _Search:
-    """The fewest groups of one kind."""
+    """Search for the smallest number of groups of one kind."""
 
     def __init__(
         self, offer: Offer, ratio: Fraction, demand: Demand, progress: Callable[[str], None]
@@ -132,7 +135,7 @@ class _Search:
         low = max(1, math.ceil(wanted / (_HEADROOM * self._capacity)))
         if low > most:
             return self._candidate(most, is_enough=False)
-        # Upwards in growing steps, then the gap is halved.
+        # Upwards in growing steps; then the gap is halved.
         lacking, enough, step = low - 1, low, max(1, low // 8)
         while not self._is_enough(enough):
             if enough == most:
@@ -180,12 +183,12 @@ class _Search:
 
 
 def num_drafts_for(num_groups: int, ratio: Fraction) -> int:
-    """Drafts of a fleet: at least one where there are any."""
+    """Returns the drafts of a fleet: at least one where there are any."""
     return math.ceil(num_groups * ratio)
 
 
 def cell_of(num_groups: int, ratio: Fraction) -> tuple[int, int]:
-    """(groups, drafts) to simulate in place of a fleet: a small one whole, else a part with the ratio."""
+    """Returns (groups, drafts) to simulate for a fleet: a small one whole, else a part in proportion."""
     unit = ratio.denominator
     groups = unit * max(1, _CELL_GROUPS // unit)
     if num_groups <= _CELL_GROUPS or groups >= num_groups:
@@ -193,13 +196,15 @@ def cell_of(num_groups: int, ratio: Fraction) -> tuple[int, int]:
     return groups, int(groups * ratio)
 
 
-def window_for(rate_per_s: float, latency_s: float, num_requests: int) -> Window:
-    """Long enough for so many requests, and to see the slowest ones out.
+def window_for(rate_per_s: float, latency_s: float, num_requests: int) -> TimeWindow:
+    """Returns a window long enough for this many requests, and for the slowest ones to end.
 
     Args:
-        latency_s: of a request in a saturated fleet.
+        rate_per_s: requests per second.
+        latency_s: seconds of a request in a saturated fleet.
+        num_requests: number of requests.
     """
-    return Window(1.5 * latency_s, max(num_requests / rate_per_s, latency_s))
+    return TimeWindow(1.5 * latency_s, max(num_requests / rate_per_s, latency_s))
 
 
 def _run_whole(
@@ -210,7 +215,7 @@ def _run_whole(
     load, kit = demand.load, best.offer.kit
     latency_s = min(kit.target.max_num_seqs, _MAX_SATURATING) * load.output.mean / best.capacity_tokens_per_s
     window = window_for(load.rate_per_s, latency_s, demand.num_requests)
-    # Until the last request of the window has ended, others arrive.
+    # Others arrive until the last request of the window has ended.
     if load.rate_per_s * (window.warmup_s + window.length_s + latency_s) > max_requests:
         return None
     progress(f"the whole fleet: {best.num_groups} groups and {best.num_drafts} drafts")

@@ -1,6 +1,6 @@
-"""Curves through samples: what steps of about a size take on average, and never less than smaller ones.
+"""Fits curves to samples: mean step times by size, which never fall.
 
-Averages, not medians: a step that was held up is part of what service is like, and rates follow from means.
+Means, not medians: a step that was held up is part of service, and rates follow from means.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from typing import NamedTuple, TypeVar
 from specray.planning.profile import LinearTime
 
 _MIN_SAMPLES = 3
-"""Of one size; what fewer steps took says nothing."""
+"""Least number of samples per size; fewer say nothing."""
 MAX_JUMP = 3.0
-"""A sample counts for at most so many times the median: one of few must not be all that is known."""
+"""Largest weight of a sample, as a multiple of the median: one of few must not be all that is known."""
 
 SampleT = TypeVar("SampleT")
 
 
 class Point(NamedTuple):
-    """What steps of a size and a depth take."""
+    """Mean time of steps of a size and a depth."""
 
     size: float
     depth: int
     seconds: float
     weight: float
-    """Samples behind it."""
+    """Number of samples."""
 
 
 def average(values: Iterable[float]) -> float:
-    """The mean, with what is far above the median cut to a few times of it. Of at least one value, >= 0."""
+    """Returns the mean of values >= 0, with those far above the median cut to a few times of it."""
     known = list(values)
     most = MAX_JUMP * median(known)
     return mean(min(value, most) for value in known)
 
 
 def cell_of(size: float) -> int:
-    """Four cells for each doubling; small sizes have their own."""
+    """Returns the cell of a size: four per doubling; small sizes have their own."""
     return round(size) if size <= 4 else round(4 * math.log2(size)) - 4
 
 
@@ -48,13 +48,15 @@ def cell_points(
     place: Callable[[SampleT], tuple[float, int]],
     value: Callable[[SampleT], float],
 ) -> list[Point]:
-    """Of each cell, the median of its passes' averages; ordered by size and depth.
+    """Returns for each cell the median of its passes' averages, ordered by size and depth.
 
-    Neighbouring sizes share a cell, whose place is their mean. Cells with few samples count only where no
-    cell has more.
+    Neighbouring sizes share a cell, whose place is their mean. Cells with few samples count only if no cell
+    has more.
 
     Args:
-        place: a step's size and depth.
+        passes: the steps of each pass.
+        place: returns a step's size and depth.
+        value: returns a step's seconds.
     """
     cells: dict[tuple[int, int], list[tuple[int, float, float]]] = {}
     for steps in passes:
@@ -74,7 +76,7 @@ def cell_points(
 
 
 def rising(points: Sequence[Point]) -> list[Point]:
-    """The nearest points, in weighted squares, of which none takes longer than a larger or a deeper one.
+    """Returns the nearest points, in weighted squares, that never fall with size or depth.
 
     By size at each depth first, then by depth at each size (isotonic regression).
     """
@@ -97,7 +99,7 @@ def _rising_by(
 
 
 def isotonic(values: Sequence[tuple[float, float]]) -> list[float]:
-    """The nearest sequence that never falls: neighbours that do are pooled.
+    """Returns the nearest sequence that never falls, by pooling neighbours that do.
 
     Args:
         values: (value, weight > 0) pairs.
@@ -114,7 +116,7 @@ def isotonic(values: Sequence[tuple[float, float]]) -> list[float]:
 
 
 def fit_linear(passes: Iterable[Sequence[tuple[int, float]]]) -> LinearTime:
-    """Least squares through each number of items; neither part is negative.
+    """Fits a time per number of items by least squares; neither part is negative.
 
     Args:
         passes: (items, seconds) of each pass; the median of the passes' averages counts.
@@ -130,7 +132,7 @@ def fit_linear(passes: Iterable[Sequence[tuple[int, float]]]) -> LinearTime:
     points = [(float(count), median(values)) for count, values in sorted(averages.items())]
     if not points:
         return LinearTime()
-    # Errors count as parts of the time: a line that fits 32 items must not be wrong for one.
+    # Errors are relative to the time: a line that fits 32 items must not be wrong for one.
     weights = [1 / max(seconds, 1e-6) ** 2 for _, seconds in points]
     fixed, slope = line_through(points, weights)
     if fixed < 0:
@@ -141,7 +143,7 @@ def fit_linear(passes: Iterable[Sequence[tuple[int, float]]]) -> LinearTime:
 
 
 def line_through(points: Sequence[tuple[float, float]], weights: Sequence[float]) -> tuple[float, float]:
-    """Weighted least squares: (value at 0, slope >= 0)."""
+    """Fits a line by weighted least squares: (value at 0, slope >= 0)."""
     total = sum(weights)
     middle = sum(weight * x for weight, (x, _) in zip(weights, points, strict=True)) / total
     level = sum(weight * y for weight, (_, y) in zip(weights, points, strict=True)) / total

@@ -23,7 +23,7 @@ from specray.router.admission.sessions import Sessions
 from specray.router.deferred import Later
 from specray.router.loops import overlapped_loop, serial_loop
 from specray.router.output.delivery import Delivery
-from specray.router.output.stream_sink import Outlet
+from specray.router.output.stream_sink import StreamSink
 from specray.router.proposers.model import Drafting
 from specray.router.proposers.ngram import LocalDrafts
 from specray.router.rounds import Rounds
@@ -232,14 +232,14 @@ class Router:
         finally:
             self._abandon(live)
 
-    async def deliver(self, request: GenerateRequest, outlet: Outlet) -> None:
-        """The output through ``outlet``, as it is committed; returns when it is complete.
+    async def deliver(self, request: GenerateRequest, sink: StreamSink) -> None:
+        """The output through ``sink``, as it is committed; returns when it is complete.
 
-        Cancelling the call aborts the request. Raises like ``complete``, and what ends the outlet.
+        Cancelling the call aborts the request. Raises like ``complete``, and what ends the sink.
         """
-        live = self._submit(request, outlet.open(request.request_id))
+        live = self._submit(request, sink.open(request.request_id))
         try:
-            await outlet.wait_ended(live.delivery)
+            await sink.wait_ended(live.delivery)
         finally:
             self._abandon(live)
 

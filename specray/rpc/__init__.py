@@ -1,5 +1,5 @@
-"""gRPC: the connections to engines, their servers, and the public service.
+"""gRPC layer: connections to engines, engine servers, and the public service.
 
-The only package that imports ``grpc`` or generated code (``rpc/pb``). Everything else meets it at
-``specray.interfaces`` and, for the public service, at ``specray.rpc.inference.server.InferenceHandler``.
+Only this package imports ``grpc`` or generated code (``rpc/pb``). Others use it through
+``specray.interfaces`` and, for the public service, ``specray.rpc.inference.server.InferenceHandler``.
 """

@@ -1,4 +1,4 @@
-"""Where a worker listens, and the gRPC options of both ends of a connection."""
+"""Addresses, channels and ports of gRPC connections, and the options of both ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specray.errors import ConfigError
 from specray.rpc.security import PeerSecurity, client_credentials, server_credentials
 
 MAX_SOCKET_PATH_BYTES = 107
-"""Of ``sockaddr_un.sun_path`` on Linux, without its final zero."""
+"""Maximum bytes of a socket path: ``sockaddr_un.sun_path`` on Linux without its final zero."""
 
 SOCKET_MODE = stat.S_IRUSR | stat.S_IWUSR
 
@@ -27,10 +27,10 @@ GrpcOptions = tuple[tuple[str, int | str], ...]
 
 @dataclass(frozen=True, slots=True)
 class ChannelOptions:
-    """How a connection behaves; the same object serves the client and the server end.
+    """Options of a connection, used by the client and the server end alike.
 
-    Both ends ping: a router learns of a lost worker, and a worker frees the sequences of a lost router,
-    within ``keepalive_time_s + keepalive_timeout_s`` even when no packet says so.
+    Both ends ping: within ``keepalive_time_s + keepalive_timeout_s`` a router notices a lost worker, and a
+    worker frees the sequences of a lost router, even if no packet says so.
     """
 
     max_receive_bytes: int = 64 * 1024 * 1024
@@ -38,9 +38,9 @@ class ChannelOptions:
     keepalive_time_s: float = 20.0
     keepalive_timeout_s: float = 5.0
     reuse_port: bool = False
-    """True: several processes may listen on one port and the kernel spreads connections over them."""
+    """Whether several processes may listen on one port; the kernel then spreads connections over them."""
     security: PeerSecurity = field(default_factory=PeerSecurity)
-    """For the streams of engines; the public service has keys instead."""
+    """TLS and secret of the engines' streams; the public service has keys instead."""
 
     def __post_init__(self) -> None:
         for name in ("max_receive_bytes", "max_send_bytes"):
@@ -51,7 +51,7 @@ class ChannelOptions:
                 raise ConfigError(f"{name} is {getattr(self, name)}; allowed: 0.001..86400")
 
     def for_client(self) -> GrpcOptions:
-        """Options of a channel: a connection of its own, straight to the peer."""
+        """Options of a channel: a connection of its own, directly to the peer."""
         tls = self.security.tls
         name = (
             ()
@@ -62,16 +62,16 @@ class ChannelOptions:
             *self._common(),
             *name,
             ("grpc.use_local_subchannel_pool", 1),
-            # Peers are inside the cluster: a proxy of the environment must not come between.
+            # Peers are inside the cluster: do not use a proxy from the environment.
             ("grpc.enable_http_proxy", 0),
         )
 
     def for_server(self) -> GrpcOptions:
-        """Options of a server, tolerant of the client's pings (else GOAWAY "too_many_pings")."""
+        """Options of a server that accepts the client's pings (else GOAWAY "too_many_pings")."""
         return (
             *self._common(),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", int(self.keepalive_time_s * 500)),
-            # A peer whose pings pile up while its machine stalls is slow, not hostile.
+            # Pings pile up when a peer's machine stalls: it is slow, not hostile.
             ("grpc.http2.max_ping_strikes", 0),
             ("grpc.so_reuseport", int(self.reuse_port)),
         )
@@ -82,11 +82,11 @@ class ChannelOptions:
             ("grpc.max_send_message_length", self.max_send_bytes),
             ("grpc.keepalive_time_ms", int(self.keepalive_time_s * 1000)),
             ("grpc.keepalive_timeout_ms", int(self.keepalive_timeout_s * 1000)),
-            # Without it an unanswered ping ends the connection after a minute, whatever the time-out above.
+            # Without it an unanswered ping ends the connection after a minute, despite the time-out above.
             ("grpc.http2.ping_timeout_ms", int(self.keepalive_timeout_s * 1000)),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_pings_without_data", 0),
-            # Messages are a few hundred bytes: probing the bandwidth would only add pings to them.
+            # Messages are a few hundred bytes: probing the bandwidth would only add pings.
             ("grpc.http2.bdp_probe", 0),
         )
 
@@ -110,22 +110,22 @@ class Address:
 
     @property
     def is_local(self) -> bool:
-        """Nothing outside this machine can reach it."""
+        """Whether only this machine can reach it."""
         return self.is_unix or self.host in ("localhost", "::1") or self.host.startswith("127.")
 
     @property
     def target(self) -> str:
-        """As gRPC writes it, and as users do."""
+        """Address as text, in the form that gRPC and users write."""
         if self.is_unix:
             return f"unix:{self.path}"
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def parse_address(text: str) -> Address:
-    """Reads ``unix:/absolute/path``, ``host:port`` or ``[ipv6]:port``.
+    """Parses ``unix:/absolute/path``, ``host:port`` or ``[ipv6]:port``.
 
     Raises:
-        ConfigError: names the address and the allowed forms.
+        ConfigError: the address has none of these forms.
     """
     if text.startswith("unix:"):
         return _parse_unix(text)
@@ -138,7 +138,7 @@ def parse_address(text: str) -> Address:
 
 
 def parse_peer(address: str) -> Address:
-    """An address to connect to. Raises ConfigError."""
+    """Parses an address to connect to. Raises ConfigError."""
     parsed = parse_address(address)
     if not parsed.is_unix and parsed.port == 0:
         raise ConfigError(f"address is {address!r}; a port to connect to is 1..65535")
@@ -160,12 +160,13 @@ def _parse_unix(text: str) -> Address:
 
 
 def check_can_listen(address: Address, *, reuse_port: bool = False) -> None:
-    """Tries the address before anything slow is loaded; removes the socket file of a process that died.
+    """Checks the address before anything slow is loaded; removes the socket file of a dead process.
 
-    ``reuse_port`` is that of the server's options.
+    Args:
+        reuse_port: the server's option.
 
     Raises:
-        ConfigError: in use, not writable, or not an address of this machine.
+        ConfigError: the address is in use, not writable, or not of this machine.
     """
     try:
         if address.is_unix:
@@ -203,20 +204,20 @@ def _check_tcp(address: Address, reuse_port: bool) -> None:
     )
     family, kind, protocol, _, target = candidates[0]
     with socket.socket(family, kind, protocol) as probe:
-        # As gRPC does, so that connections of an earlier server in TIME_WAIT do not count as in use.
+        # As gRPC does: connections of an earlier server in TIME_WAIT do not count as in use.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if reuse_port:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         probe.bind(target)
-        # Of two sockets with SO_REUSEADDR, only a listening one is in the way.
+        # With SO_REUSEADDR, only a listening socket is in the way.
         probe.listen(1)
 
 
 def open_channel(address: Address, options: ChannelOptions) -> aio.Channel:
-    """A channel to a peer, with TLS where the options say so and the address is no unix socket.
+    """Opens a channel to a peer, with TLS if the options say so and the address is not a unix socket.
 
     Raises:
-        ConfigError: a certificate is missing or unfit.
+        ConfigError: a certificate is missing or invalid.
     """
     tls, plain = options.security.tls, grpc.Compression.NoCompression
     if tls is None or address.is_unix:
@@ -227,12 +228,12 @@ def open_channel(address: Address, options: ChannelOptions) -> aio.Channel:
 
 
 def bind(server: aio.Server, address: Address, options: ChannelOptions) -> Address:
-    """Makes a server that is not started yet listen; the address with the real port.
+    """Makes a server listen before its start; returns the address with the real port.
 
-    A unix socket is for this user alone; TCP has TLS where the options say so.
+    A unix socket is for this user alone; TCP has TLS if the options say so.
 
     Raises:
-        ConfigError: in use, not writable, or not an address of this machine; or a certificate is unfit.
+        ConfigError: the address is in use, not writable or not of this machine; or a certificate is invalid.
     """
     check_can_listen(address, reuse_port=options.reuse_port)
     tls = None if address.is_unix else options.security.tls
@@ -242,7 +243,7 @@ def bind(server: aio.Server, address: Address, options: ChannelOptions) -> Addre
         else:
             port = server.add_secure_port(address.target, server_credentials(tls))
     except RuntimeError:
-        # gRPC has logged the reason and tells only that it failed.
+        # gRPC logs the reason, but reports only the failure.
         raise ConfigError(f"cannot listen on {address.target}") from None
     if address.is_unix:
         Path(address.path).chmod(SOCKET_MODE)

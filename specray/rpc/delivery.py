@@ -1,4 +1,4 @@
-"""Both ends of the stream that carries chunks from a router to the ingress that waits for them."""
+"""Delivery stream, both ends: carries output chunks from a router to the ingress that waits for them."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ logger = logging.getLogger(__name__)
 DELIVERY_SERVICE: Final = "specray.v1.DeliveryService"
 STOP_GRACE_S: Final = 1.0
 ACCEPTED: Final = "accepted"
-"""In the initial metadata: the router was let in. A call that is refused has initial metadata too."""
+"""Key of the initial metadata that says the router was admitted; refused calls have initial metadata too."""
 
 BytesStream = aio.StreamStreamCall[bytes, bytes]
 Receiver = Callable[[Sequence[OutputChunk]], None]
 
 
 class DeliveryServer:
-    """The ingress's end: hands what arrives to ``receive``, on the event loop that started it.
+    """The ingress's end: passes chunks to ``receive``, on the event loop that started it.
 
     Args:
         receive: takes the chunks of one message; must not raise.
         address: ``unix:/path`` or ``host:port``, port 0 for a free one.
 
     Raises:
-        ConfigError: the address is no address.
+        ConfigError: the address is not valid.
     """
 
     def __init__(self, receive: Receiver, address: str, *, options: ChannelOptions | None = None) -> None:
@@ -45,13 +45,13 @@ class DeliveryServer:
 
     @property
     def address(self) -> str:
-        """Where the server listens; after ``start`` with the real port."""
+        """Address of the server; after ``start`` with the real port."""
         return self._address.target
 
     async def start(self) -> None:
-        """Listens. Raises ConfigError: the address is in use, not writable, or not of this machine."""
+        """Listens. Raises ConfigError when the address is in use, not writable, or not of this machine."""
         server = aio.server(options=self._options.for_server(), compression=grpc.Compression.NoCompression)
-        # No (de)serialisers: messages stay bytes, so that broken ones are ours to answer.
+        # No (de)serialisers: messages stay bytes, so that this code answers broken ones.
         deliver: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(self._serve)
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(DELIVERY_SERVICE, {"Deliver": deliver}),)
@@ -90,10 +90,10 @@ class DeliveryConnection:
         """Opens the stream to the ingress at ``address``.
 
         Args:
-            timeout_s: for the connection, and for every send.
+            timeout_s: seconds to connect, and again for every send.
 
         Raises:
-            EngineLostError: nobody answers in time, or the ingress lets nobody in.
+            EngineLostError: nobody answers in time, or the ingress refuses the router.
         """
         options = options or ChannelOptions()
         try:
@@ -113,12 +113,12 @@ class DeliveryConnection:
         return cls(address, channel, stream, timeout_s)
 
     async def send(self, chunks: Sequence[OutputChunk]) -> None:
-        """Sends one message. Raises EngineLostError: the ingress is gone or takes nothing."""
+        """Sends one message. Raises EngineLostError when the ingress is gone or takes nothing."""
         async with calling(_name(self._address), self._timeout_s, "took nothing for"):
             await self._stream.write(encode_chunks(chunks))
 
     async def wait_closed(self) -> None:
-        """Returns when the stream has ended, by whatever end."""
+        """Waits until either end has ended the stream."""
         await self._stream.code()
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The standard health service (grpc.health.v1), as Kubernetes probes and grpc-health-probe ask it."""
+"""Standard gRPC health service (grpc.health.v1), for Kubernetes probes and grpc-health-probe."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from grpc_health.v1.health import aio as health_aio
 
 
 class Health:
-    """The status of one service and of the whole server (service name ""), which are the same here."""
+    """Health status of one service and, with the same value, of the whole server (service name "")."""
 
     def __init__(self, service: str) -> None:
         self._service = service
@@ -20,7 +20,7 @@ class Health:
         return self._is_serving
 
     async def attach(self, server: aio.Server) -> None:
-        """Adds the service to a server that is not started yet; the status is NOT_SERVING."""
+        """Adds the health service to a server before its start; the status is NOT_SERVING."""
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
         await self.set_serving(False)
 
@@ -33,6 +33,6 @@ class Health:
             await self._servicer.set(service, status)
 
     async def stop(self) -> None:
-        """NOT_SERVING from now on, whatever is set later; watchers are told."""
+        """Sets NOT_SERVING for good and notifies watchers."""
         self._is_serving = False
         await self._servicer.enter_graceful_shutdown()

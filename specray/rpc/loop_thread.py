@@ -1,4 +1,4 @@
-"""An event loop on a thread of its own, for servers that live inside somebody else's process."""
+"""Event loop on its own thread, for servers inside a process that others control, such as a Ray actor."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ ResultT = TypeVar("ResultT")
 
 
 class NoAnswerError(EngineLostError):
-    """The loop did not run what it was asked in time, or does not run at all."""
+    """The loop did not finish a call in time, or does not run."""
 
 
 class LoopThread:
-    """Runs coroutines for callers on other threads. Made running; ended by ``stop``, which is idempotent."""
+    """Runs coroutines for callers on other threads, from construction until ``stop``, which is idempotent."""
 
     def __init__(self, name: str) -> None:
         self._loop = new_event_loop()
@@ -35,7 +35,7 @@ class LoopThread:
         return self._loop
 
     def run(self, coroutine: Coroutine[Any, Any, ResultT], *, timeout_s: float) -> ResultT:
-        """The coroutine's result; it is cancelled after ``timeout_s`` seconds.
+        """Runs a coroutine and returns its result; cancels it after ``timeout_s`` seconds.
 
         Raises:
             NoAnswerError: the loop does not run, or the time is over.
@@ -73,7 +73,7 @@ class LoopThread:
 
 
 async def run_on(loop: asyncio.AbstractEventLoop | None, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """Awaits the work on ``loop`` (None: on this one); cancelling the wait cancels the work."""
+    """Awaits ``work`` on ``loop`` (None: on this one); cancelling the wait cancels the work."""
     if loop is None or loop is asyncio.get_running_loop():
         return await work
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))

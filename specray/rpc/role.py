@@ -1,4 +1,4 @@
-"""What differs between the two engines on the wire; everything else about them is one code."""
+"""Differences between draft and target on the wire; all other transport code is shared."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RoleName = Literal["draft", "target"]
 
 
 class Item(Protocol):
-    """What the transport reads of an item; the rest is between router and engine."""
+    """Fields of an item that the transport reads; the rest is between router and engine."""
 
     @property
     def request_id(self) -> str: ...
@@ -42,16 +42,16 @@ RepliesT = TypeVar("RepliesT")
 
 
 @dataclass(frozen=True, slots=True)
-class Role(Generic[ItemT, ReplyT, RepliesT]):
-    """One engine's service: its names, its codec, and how its batches of replies are made and read."""
+class EngineRole(Generic[ItemT, ReplyT, RepliesT]):
+    """One engine's service: names, codec, and constructors and readers of its reply batches."""
 
     name: RoleName
     service: str
-    """Full name of the gRPC service, also the name of its health status."""
+    """Full name of the gRPC service and of its health status."""
     stream_method: str
     info_method: str
     merges_requests: bool
-    """True: many routers share the engine, and what they wait for becomes one engine call."""
+    """Whether requests of several routers are merged into one engine call."""
     encode_request: Callable[[Sequence[ItemT], Sequence[str]], bytes]
     decode_request: Callable[[bytes], RequestBatch[ItemT]]
     encode_replies: Callable[[RepliesT], bytes]
@@ -60,17 +60,17 @@ class Role(Generic[ItemT, ReplyT, RepliesT]):
     decode_info: Callable[[bytes], EngineInfo]
     make_replies: Callable[[tuple[ReplyT, ...], int, int | None], RepliesT]
     read_replies: Callable[[RepliesT], tuple[tuple[ReplyT, ...], int, int | None]]
-    """(replies, forward_ns, num_rows), of which a draft tells no rows."""
+    """Splits a batch into (replies, forward_ns, num_rows); num_rows is None for a draft."""
     unknown_sequence: Callable[[ItemT], ReplyT]
     item_failed: Callable[[ItemT, str], ReplyT]
-    """The reply to an item that can never be served."""
+    """Makes the reply to an item that can never be served."""
     rename_item: Callable[[ItemT, str], ItemT]
-    """The same item with another request id."""
+    """Copies an item with another request id."""
     rename_reply: Callable[[ReplyT, str], ReplyT]
     num_tokens: Callable[[ItemT], int]
-    """Tokens that an item has the engine compute, at most."""
+    """Maximum tokens that the engine computes for an item."""
     drain_notice: RepliesT | None
-    """Tells a router to go elsewhere; None: there is nowhere to go."""
+    """Message that asks a router to lease another engine; None: there is no other."""
 
     @property
     def stream_path(self) -> str:
@@ -83,14 +83,14 @@ class Role(Generic[ItemT, ReplyT, RepliesT]):
 
 @dataclass(frozen=True, slots=True)
 class BoundEngine(Generic[ItemT, RepliesT]):
-    """An engine with its verb under a common name; :mod:`specray.interfaces` says what it promises."""
+    """An engine with its verb as ``run``; see :mod:`specray.interfaces` for the contract."""
 
     read_info: Callable[[], EngineInfo]
     run: Callable[[Sequence[ItemT]], RepliesT]
     release: Callable[[Sequence[str]], None]
     check: Callable[[], None]
     close: Callable[[], None]
-    """The last call: lets go of what is outside the process, such as the other ranks."""
+    """Last call, which releases what is outside the process, such as the other ranks."""
 
 
 @runtime_checkable
@@ -113,8 +113,8 @@ def bind_target(engine: SyncTargetEngine) -> BoundEngine[VerifyItem, TargetRepli
     return BoundEngine(lambda: engine.info, engine.verify, engine.release, engine.check, close)
 
 
-DraftRole = Role[SpeculateItem, DraftReply, DraftReplies]
-TargetRole = Role[VerifyItem, TargetReply, TargetReplies]
+DraftRole = EngineRole[SpeculateItem, DraftReply, DraftReplies]
+TargetRole = EngineRole[VerifyItem, TargetReply, TargetReplies]
 
 
 def _unknown_sequence(item: Item) -> UnknownSequence:
@@ -142,7 +142,7 @@ def _num_verified_tokens(item: VerifyItem) -> int:
     return len(item.token_ids) + len(item.draft.token_ids)
 
 
-DRAFT: Final[DraftRole] = Role(
+DRAFT: Final[DraftRole] = EngineRole(
     name="draft",
     service="specray.v1.DraftService",
     stream_method="Speculate",
@@ -164,12 +164,12 @@ DRAFT: Final[DraftRole] = Role(
     drain_notice=DraftReplies((), 0, is_draining=True),
 )
 
-TARGET: Final[TargetRole] = Role(
+TARGET: Final[TargetRole] = EngineRole(
     name="target",
     service="specray.v1.TargetService",
     stream_method="Verify",
     info_method="GetTargetInfo",
-    # One request is one ragged forward, composed by the router under its token budget.
+    # One request is one ragged forward, which the router fills up to its token budget.
     merges_requests=False,
     encode_request=codec.encode_verify_request,
     decode_request=codec.decode_verify_request,

@@ -1,8 +1,8 @@
-"""Who may open a stream between router, draft and target: certificates over TCP, and a shared secret.
+"""Security of the streams between router, draft and target: certificates over TCP, and a shared secret.
 
-Certificates are read again for every handshake and the secret for every call, so that either is replaced
-without a restart; streams that are open stay open. Unix sockets carry no TLS: their files' modes say who may
-connect. The health service answers anybody who gets through the handshake.
+Certificates are read again for every handshake and the secret for every call, so both can be replaced without
+a restart; open streams stay open. Unix sockets have no TLS: file modes say who may connect. The health
+service answers everyone who passes the handshake.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ Metadata = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class PeerSecurity:
-    """What both ends of a stream ask of each other; by default nothing."""
+    """Credentials that both ends of a stream require of each other; by default none."""
 
     tls: TlsConfig | None = None
-    """Both ends show a certificate of one authority."""
+    """Certificate files; both ends show a certificate of one authority. None: no TLS."""
     secret_file: str | None = None
-    """The client shows what is in this file."""
+    """File with the secret that the client sends; None: no secret."""
 
     @property
     def is_open(self) -> bool:
-        """Whoever reaches the port is served."""
+        """Whether everyone who reaches the port is served."""
         return self.tls is None and self.secret_file is None
 
     def check(self) -> None:
-        """Raises ConfigError naming the file that is missing or unfit."""
+        """Checks the files. Raises ConfigError naming a file that is missing or invalid."""
         if self.tls is not None:
             _read_certificates(self.tls)
         if self.secret_file is not None:
             read_secret(self.secret_file)
 
     def metadata(self) -> Metadata:
-        """What a client sends with every call. Raises ConfigError when the secret cannot be read."""
+        """Metadata that a client sends with every call. Raises ConfigError when the secret cannot be read."""
         if self.secret_file is None:
             return ()
         return ((_METADATA_KEY, _SCHEME + read_secret(self.secret_file)),)
 
     async def admit(self, context: aio.ServicerContext[Any, Any]) -> None:
-        """Returns for a peer that shows the secret; ends the call of another with UNAUTHENTICATED."""
+        """Admits a peer that sends the secret; ends another's call with UNAUTHENTICATED."""
         if self.secret_file is not None and not self._shows_secret(self.secret_file, context):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the secret is missing or wrong")
 
@@ -66,14 +66,14 @@ class PeerSecurity:
         try:
             expected = (_SCHEME + read_secret(path)).encode()
         except ConfigError as error:
-            logger.error("nobody is let in: %s", error)
+            logger.error("all peers are refused: %s", error)
             return False
         shown = [value for name, value in context.invocation_metadata() or () if name == _METADATA_KEY]
         return len(shown) == 1 and hmac.compare_digest(_as_bytes(shown[0]), expected)
 
 
 def read_secret(path: str) -> str:
-    """The file's text without white space around it. Raises ConfigError; the secret is in no message."""
+    """Reads the secret, stripped of white space. Raises ConfigError, whose message never has the secret."""
     try:
         secret = Path(path).read_text("ascii").strip()
     except OSError as error:
@@ -89,16 +89,16 @@ def read_secret(path: str) -> str:
 
 
 def client_credentials(tls: TlsConfig) -> grpc.ChannelCredentials:
-    """Of a connection that is made now. Raises ConfigError for a file that is missing or unfit."""
+    """Credentials for a new connection. Raises ConfigError for a file that is missing or invalid."""
     files = _read_certificates(tls)
     return grpc.ssl_channel_credentials(files.ca, files.key, files.cert)
 
 
 def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials:
-    """Of a server whose clients must show a certificate; its own follows the files.
+    """Credentials of a server that requires client certificates and reloads its own when files change.
 
     Raises:
-        ConfigError: a file is missing or unfit. Files that become so later are ignored until they are fit.
+        ConfigError: a file is missing or invalid. Later invalid files are ignored until they are valid again.
     """
     source = _CertificateSource(tls)
     # The stubs do not know that None means: no change.
@@ -117,7 +117,7 @@ class _Certificates:
 
 
 class _CertificateSource:
-    """A server's certificates, as gRPC's handshakes ask for them."""
+    """Source of a server's certificates, which gRPC queries before every handshake."""
 
     def __init__(self, tls: TlsConfig) -> None:
         self._tls = tls
@@ -127,11 +127,11 @@ class _CertificateSource:
         return self._last.configuration()
 
     def changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """New certificates, or None to keep the last ones; called by gRPC before every handshake."""
+        """Returns new certificates, or None to keep the last ones."""
         try:
             files = _read_certificates(self._tls)
         except ConfigError as error:
-            logger.error("the last certificates stay in use: %s", error)
+            logger.error("the last certificates stay in use, since new ones are invalid: %s", error)
             return None
         if files == self._last:
             return None
@@ -140,7 +140,7 @@ class _CertificateSource:
 
 
 def _read_certificates(tls: TlsConfig) -> _Certificates:
-    """Raises ConfigError for a file that is missing, no PEM, or a key that is not the certificate's."""
+    """Reads the files. Raises ConfigError when one is missing or not PEM, or certificate and key differ."""
     contents = []
     for field in ("ca", "cert", "key"):
         path = Path(getattr(tls, field))

@@ -1,4 +1,4 @@
-"""Errors of specray as gRPC statuses, and back."""
+"""Conversion of specray's errors to gRPC statuses and back."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from specray.errors import (
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER: Final = "retry-after"
-"""Trailing metadata of RESOURCE_EXHAUSTED: whole seconds, as in HTTP."""
+"""Key of trailing metadata of RESOURCE_EXHAUSTED: whole seconds, as in HTTP."""
 FIELD: Final = "field"
-"""Trailing metadata of INVALID_ARGUMENT and NOT_FOUND: the field that is wrong."""
+"""Key of trailing metadata of INVALID_ARGUMENT and NOT_FOUND: name of the wrong field."""
 MAX_DETAILS_CHARS: Final = 1024
-"""A status travels in HTTP/2 headers, whose size peers limit to 8 KiB and more."""
+"""Maximum characters of a status text. It is sent in HTTP/2 headers, which peers limit to 8 KiB or more."""
 
 
 @dataclass(frozen=True, slots=True)
 class RpcStatus:
-    """How a call ends."""
+    """Final status of a call."""
 
     code: grpc.StatusCode
     details: str
@@ -40,7 +40,7 @@ class RpcStatus:
 
 
 def status_of(error: Exception, *, logs: bool = True) -> RpcStatus:
-    """The status that tells a caller as much as it may know; anything unforeseen is only logged."""
+    """Status for a caller; unexpected errors are logged and not described to it."""
     match error:
         case ModelNotFoundError():
             return RpcStatus(grpc.StatusCode.NOT_FOUND, _details(error), _field(error))
@@ -62,7 +62,7 @@ def status_of(error: Exception, *, logs: bool = True) -> RpcStatus:
 
 
 def error_of(error: aio.AioRpcError) -> SpecrayError:
-    """The error that the server's handler raised, as far as the status tells."""
+    """Rebuilds the error that the server's handler raised from its status."""
     details = error.details() or error.code().name
     metadata = dict(error.trailing_metadata() or ())
     field = metadata.get(FIELD)

@@ -47,8 +47,8 @@ class Collector:
         self._collected_s = monotonic()
 
     async def run(self) -> None:
-        """Runs until it is cancelled; then Python collects as before. Freezes the objects that live at its
-        start."""
+        """Runs until it is cancelled. Objects that live at its start are frozen; at its end Python collects
+        again."""
         before = gc.get_threshold()
         self._collect()
         gc.freeze()

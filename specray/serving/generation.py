@@ -15,7 +15,7 @@ from specray.types import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one choice has gained since its last delta; without streaming, all of it."""
+    """The part of one choice since its last delta; without streaming, all of it."""
 
     index: int
     """Index of the choice, counted over all prompts of the call."""
@@ -195,8 +195,7 @@ async def _cancel(tasks: Sequence[asyncio.Task[object]] | Sequence[asyncio.Task[
 
 
 def _is_stop_token(chunk: OutputChunk, position: int) -> bool:
-    """True for a stop token, which ends the output and is no part of its text. TextStream cuts stop
-    strings."""
+    """True for a stop token, which ends the output without text. TextStream cuts stop strings."""
     return (
         chunk.finish_reason is FinishReason.STOP
         and not isinstance(chunk.stop_reason, str)

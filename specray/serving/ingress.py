@@ -1,5 +1,4 @@
-"""The Ingress deployment: HTTP through Serve's proxy or a server of its own, gRPC through a server of its
-own.
+"""The Ingress deployment: HTTP through Serve's proxy or its own server, gRPC through its own server.
 
 Serve's gRPC proxy has no TLS, no interceptors and no standard health service, and reports bytes that do not
 parse as INTERNAL. The server in ``specray.rpc.inference.server`` has all of them.
@@ -41,8 +40,7 @@ arrives."""
 
 
 def ingress_deployment(config: Config, *, num_cpus: float) -> serve.Deployment:
-    """Returns the deployment whose replicas serve both endpoints, ready to be bound to configuration and
-    Router."""
+    """Returns the deployment whose replicas serve both endpoints; not yet bound to its arguments."""
     deployment: serve.Deployment = serve.deployment(
         name="Ingress",
         num_replicas=config.ingress.num_replicas,

@@ -1,5 +1,4 @@
-"""Runs a whole service in the foreground for ``specray serve``, from the first check to the last process's
-end."""
+"""Runs a whole service in the foreground for ``specray serve``, and ends all its processes."""
 
 from __future__ import annotations
 
@@ -130,8 +129,7 @@ def check_ports_are_free(config: Config) -> None:
 
 
 def check_models(config: Config) -> None:
-    """Reads both models' configuration and tokenizer, so that a pair that cannot work fails before Ray
-    starts.
+    """Reads both models' configuration and tokenizer, so that a wrong pair fails before Ray starts.
 
     Raises:
         ConfigError: a file is missing, an architecture is not supported, or the tokenizers differ.
@@ -180,7 +178,7 @@ def _ray(config: Config) -> Iterator[None]:
             _node_ip_address=LOOPBACK if config.rpc.listen == "loopback" else None,
         )
         session = context.address_info["session_dir"]
-        print(f"specray: what its processes log is in {session}/logs", file=sys.stderr, flush=True)
+        print(f"specray: logs of all processes: {session}/logs", file=sys.stderr, flush=True)
     else:
         ray.init(logging_level=logging.WARNING, log_to_driver=True)
     _restore(handlers)
@@ -212,7 +210,7 @@ def _init_ray(**options: Any) -> Any:
             reason = " ".join(str(error).split())
             _end(_children() - before)
             if is_last:
-                raise ConfigError(f"Ray did not start, twice: {reason}") from error
+                raise ConfigError(f"Ray did not start after two attempts: {reason}") from error
         print(f"specray: Ray did not start, trying once more: {reason}", file=sys.stderr, flush=True)
     raise AssertionError("the last attempt returns or raises")
 

@@ -23,8 +23,7 @@ class ServiceLimits:
         self._info: ServiceInfo | None = None
 
     async def info(self) -> ServiceInfo:
-        """Asks the router again: its draft may have changed. Raises EngineLostError if it does not answer in
-        time.
+        """Asks the router again: its draft may have changed. Raises EngineLostError after a timeout.
 
         Raises EngineLostError when it does not answer in time.
         """

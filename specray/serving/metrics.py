@@ -12,8 +12,10 @@ _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 2, 5,
 
 
 class IngressMetrics:
-    """Metrics of one Ingress replica. ``protocol`` is http or grpc; ``name`` is one of few paths or
-    methods."""
+    """Metrics of one Ingress replica.
+
+    ``protocol`` is http or grpc; ``name`` is one of few paths or methods.
+    """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry()
@@ -26,14 +28,14 @@ class IngressMetrics:
         )
         self._seconds = Histogram(
             "specray_ingress_call_seconds",
-            "From a call's arrival to the end of its answer.",
+            "Seconds from a call's arrival to the end of its answer.",
             labels,
             buckets=_SECONDS,
             registry=self.registry,
         )
         self._first_seconds = Histogram(
             "specray_ingress_time_to_first_token_seconds",
-            "From the arrival of a call that streams to its first tokens.",
+            "Seconds from the arrival of a streaming call to its first tokens.",
             labels,
             buckets=_SECONDS,
             registry=self.registry,
@@ -54,8 +56,7 @@ class IngressMetrics:
         self._in_progress.labels(protocol).inc()
 
     def end(self, protocol: str, name: str, code: str, seconds: float, first_s: float | None) -> None:
-        """Counts the end of a call that ``begin`` has counted. ``first_s``: seconds from its arrival to its
-        first tokens."""
+        """Counts the end of a call. ``first_s``: seconds from its arrival to its first tokens."""
         self._in_progress.labels(protocol).dec()
         self._calls.labels(protocol, name, code).inc()
         self._seconds.labels(protocol, name).observe(seconds)

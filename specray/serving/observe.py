@@ -98,14 +98,12 @@ class CallRecord:
 
     @property
     def ttft_s(self) -> float | None:
-        """Seconds to the first tokens: for a stream since the call arrived, else since the router had the
-        request."""
+        """Seconds to the first tokens: of a stream since the call arrived, else as the router reports."""
         return self.router_ttft_s if self.first_s is None else self.first_s - self.started_s
 
     @property
     def finish_reason(self) -> str | None:
-        """Finish reasons of all choices as one word; None: the call generates nothing, or failed before it
-        began."""
+        """Finish reasons of all choices as one word; None: the call generates nothing."""
         if not self.num_choices:
             return None
         if self.error is not None:

@@ -16,8 +16,7 @@ _INLINE_CHARS = 4096
 
 
 def parse_prompt(value: object) -> list[Prompt]:
-    """Reads the ``prompt`` of the completions API: a string, a list of strings, token ids, or lists of token
-    ids.
+    """Reads the ``prompt`` of the completions API: one or many strings or lists of token ids.
 
     Raises:
         InvalidRequestError: it is none of these, or empty.

@@ -34,8 +34,7 @@ MAX_CHOICES: Final = 1024
 
 
 class ContextLengthError(InvalidRequestError):
-    """A prompt, alone or with its output, that is longer than the model's context. Clients know it by its
-    code."""
+    """A prompt, alone or with its output, is longer than the context. Clients know it by its code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +57,7 @@ class Range:
         return (self.low < value if self.is_low_open else self.low <= value) and value <= self.high
 
     def check(self, field: str, value: float, *, what: str | None = None) -> None:
-        """Raises InvalidRequestError for a value outside, naming the field, and ``what`` about it is
-        meant."""
+        """Raises InvalidRequestError, naming the field (and ``what`` of it is meant), for a value outside."""
         if not self.contains(value):
             raise out_of_range(field, value, str(self), what=what)
 
@@ -248,8 +246,7 @@ def to_generate_requests(
 
 
 def mix_seed(seed: int, choice: int) -> int:
-    """Returns the 64-bit seed of one choice: the seed itself for choice 0, else splitmix64 (Steele et al.,
-    2014)."""
+    """Returns the 64-bit seed of a choice: the seed itself for 0, else splitmix64 (Steele et al., 2014)."""
     if choice == 0:
         return seed & _UINT64
     mixed = (seed + choice * 0x9E3779B97F4A7C15) & _UINT64

@@ -1,1 +1,1 @@
-"""What a service tells of itself: logs, traces, and the metrics of many replicas as one text."""
+"""Telemetry of a service: logs, traces, and the metrics of many replicas as one text."""

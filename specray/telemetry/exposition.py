@@ -1,4 +1,4 @@
-"""Prometheus texts of many processes as one, each sample with the labels of where it comes from."""
+"""Merges Prometheus texts of many processes into one, with labels of the process on each sample."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Iterable, Mapping
 
 
 def labelled(text: str, labels: Mapping[str, str]) -> str:
-    """The text with ``labels`` before each sample's own; they must not be among those."""
+    """Adds ``labels`` before each sample's own labels, which must have other names."""
     added = ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items())
     return "".join(f"{_with_labels(line, added)}\n" for line in text.splitlines()) if added else text
 
 
 def merged(texts: Iterable[str]) -> str:
-    """The texts as one in which every family stands once, with all its samples behind it.
+    """Merges texts so that every metric family occurs once, followed by all its samples.
 
-    Families are kept in the order in which they are first seen. Texts about the same samples must differ in
-    their labels.
+    Families keep the order in which they are first seen. Equal samples of two texts must differ in their
+    labels.
     """
     families: dict[str, tuple[dict[str, str], list[str]]] = {}
     for text in texts:
@@ -24,7 +24,7 @@ def merged(texts: Iterable[str]) -> str:
             if line.startswith(("# HELP ", "# TYPE ")):
                 _, keyword, name, *_ = line.split(" ", 3)
                 header, samples = families.setdefault(name, ({}, []))
-                # Two versions of specray may word it differently; a scraper takes one text only.
+                # Two versions of specray may word the help differently; a scraper accepts only one.
                 header.setdefault(keyword, line)
             elif line and not line.startswith("#"):
                 samples.append(line)
@@ -35,7 +35,7 @@ def merged(texts: Iterable[str]) -> str:
 def _with_labels(line: str, added: str) -> str:
     if not line or line.startswith("#"):
         return line
-    # A name has neither braces nor spaces: what comes first ends it.
+    # A name ends at the first brace or space.
     name, brace, rest = line.partition("{")
     if brace and " " not in name:
         separator = "" if rest.startswith("}") else ","

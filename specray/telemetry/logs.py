@@ -1,4 +1,4 @@
-"""Logs of specray's own processes: text or JSON on stderr. Ray keeps every actor's stderr in a file.
+"""Logs of specray's own processes, as text or JSON on stderr. Ray keeps every actor's stderr in a file.
 
 A record's ``extra`` becomes fields: ``logger.info("...", extra={"request_id": "cmpl-1"})``. Prompts, outputs
 and keys are never logged, whatever the level.
@@ -17,21 +17,21 @@ from specray.config import LoggingConfig
 from specray.environment import log_level
 
 ROOT: Final = "specray"
-"""All loggers of the package are below this one."""
+"""Name of the parent of all loggers of the package."""
 _STANDARD: Final = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
 
 def configure_logging(
     config: LoggingConfig, *, context: Mapping[str, str] | None = None, stream: TextIO | None = None
 ) -> logging.Handler:
-    """Sends what this process logs to stderr, in the configured form; replaces an earlier call's handler.
+    """Makes this process log to stderr in the configured format; replaces an earlier call's handler.
 
     Args:
-        context: fields of every line in JSON, such as ``deployment`` and ``replica``.
-        stream: instead of stderr.
+        context: fields of every JSON line, such as ``deployment`` and ``replica``.
+        stream: output instead of stderr.
 
     Raises:
-        ConfigError: SPECRAY_LOG_LEVEL is no level.
+        ConfigError: SPECRAY_LOG_LEVEL is not a level.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter(context) if config.format == "json" else TextFormatter())
@@ -43,7 +43,7 @@ def configure_logging(
 
 
 def extra_fields(record: logging.LogRecord) -> dict[str, object]:
-    """What the caller gave as ``extra``, without what is None."""
+    """Fields that the caller gave as ``extra``, without those that are None."""
     return {
         name: value
         for name, value in record.__dict__.items()
@@ -52,7 +52,7 @@ def extra_fields(record: logging.LogRecord) -> dict[str, object]:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, the process's context, the record's fields."""
+    """One JSON object per line: time, level, logger, message, the process's context, the record's fields."""
 
     def __init__(self, context: Mapping[str, str] | None = None) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """A line for people; the record's fields follow the message as ``name=value``."""
+    """Human-readable lines; the record's fields follow the message as ``name=value``."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -87,7 +87,7 @@ class TextFormatter(logging.Formatter):
 
 
 def _shown(value: object) -> str:
-    """As in logfmt: quoted where a reader could not see where it ends."""
+    """Formats a value as in logfmt: quoted if its end would be ambiguous."""
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
     is_plain = text.isprintable() and text and not set(text) & set(' "=')
     return text if is_plain else json.dumps(text, ensure_ascii=False)

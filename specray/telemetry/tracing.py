@@ -1,15 +1,15 @@
-"""OpenTelemetry spans of a request's life. Imported only where traces are on.
+"""OpenTelemetry spans of a request's life; imported only if traces are on.
 
 ::
 
     POST /v1/completions            the Ingress, from the request's first byte to the answer's last
       generate                      the Router, for each prompt and choice
-        queue                       until there is a place
+        queue                       until the request gets a place
         prefill                     until the first token: the prompt's steps, and the first verdict
-        rounds                      until the end: what was drafted and accepted is in its attributes
-      stream                        from the first event that left to the last
+        rounds                      until the end; attributes count drafted and accepted tokens
+      stream                        from the first event sent to the last
 
-Nothing that was said is in them: no prompts, tokens, texts, keys.
+Spans hold no prompts, tokens, texts or keys.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PROPAGATOR: Final = TraceContextTextMapPropagator()
 
 
 class RequestSpan:
-    """One request as its ingress sees it. Times are in nanoseconds since 1970."""
+    """Span of one request in its ingress. Times are in nanoseconds since 1970."""
 
     def __init__(self, tracer: trace.Tracer, span: Span, wall_ns: Callable[[], int]) -> None:
         self._tracer = tracer
@@ -49,16 +49,16 @@ class RequestSpan:
 
     @property
     def traceparent(self) -> str:
-        """For those who make spans of the same request; empty when it is not sampled."""
+        """W3C trace context for further spans of the request; empty when it is not sampled."""
         return _traceparent(self._span) if self._span.is_recording() else ""
 
     def answered(self) -> None:
-        """The first event of a stream leaves now; idempotent."""
+        """Marks that the first event of a stream is sent now; idempotent."""
         if self._first_ns is None:
             self._first_ns = self._wall_ns()
 
     def end(self, attributes: Attributes, *, error: str | None = None) -> None:
-        """Ends the span now, with what is known of the request."""
+        """Ends the span now, with attributes of the request."""
         end_ns = self._wall_ns()
         if self._first_ns is not None:
             _add(self._tracer, "stream", self._span, self._first_ns, end_ns)
@@ -72,8 +72,8 @@ class Tracing:
     """Makes spans; interfaces.RequestTracer for a router.
 
     Args:
-        provider: where spans go.
-        wall_ns: nanoseconds since 1970.
+        provider: receives the spans.
+        wall_ns: clock in nanoseconds since 1970.
     """
 
     def __init__(self, provider: TracerProvider, *, wall_ns: Callable[[], int] = time.time_ns) -> None:
@@ -82,7 +82,7 @@ class Tracing:
         self._wall_ns = wall_ns
 
     def start(self, name: str, traceparent: str, attributes: Attributes) -> RequestSpan:
-        """Begins the span of a request that came with ``traceparent``; empty or wrong: it begins a trace."""
+        """Begins a request's span within ``traceparent``; empty or invalid: it begins a new trace."""
         span = self._tracer.start_span(
             name, _context(traceparent), SpanKind.SERVER, attributes, start_time=self._wall_ns()
         )
@@ -112,20 +112,21 @@ class Tracing:
         span.end(end)
 
     def close(self) -> None:
-        """Sends what is left; for the end of the process. Waits for the collector at most some seconds."""
+        """Sends the remaining spans at the end of the process; waits a few seconds at most."""
         self._provider.shutdown()
 
 
 def make_tracing(config: TelemetryConfig, *, role: str) -> Tracing:
-    """Tracing as configured, for a process in ``role`` (ingress or router).
+    """Makes tracing as configured, for a process in ``role`` (ingress or router).
 
     Raises:
-        ConfigError: the package that speaks OTLP is not installed.
+        ConfigError: the OTLP exporter package is not installed.
     """
     resource = Resource.create(
         {"service.name": config.service_name, "service.version": __version__, "specray.role": role}
     )
-    # Whoever sends a trace has decided about it; the Ingress decides for the others, the Router never.
+    # The sender of a trace decides on sampling; the Ingress decides for requests without one, the Router
+    # never.
     sampler = ParentBased(TraceIdRatioBased(config.sampling_ratio))
     provider = TracerProvider(sampler=sampler, resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(_exporter(config)))
@@ -149,7 +150,7 @@ def _exporter(config: TelemetryConfig) -> SpanExporter:
 
 
 def _context(traceparent: str) -> Context:
-    """A trace that is not well-formed is none."""
+    """Parses a trace context; a malformed one counts as none."""
     return _PROPAGATOR.extract({"traceparent": traceparent} if traceparent else {}, context=Context())
 
 

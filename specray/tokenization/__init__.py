@@ -1,8 +1,8 @@
 """Text to token ids and back: the model's tokenizer, incremental detokenisation, stop strings.
 
-Ingress and router both need to know where the text of an output is cut; they share :class:`TextStream`, so
-that they cannot disagree. ``tokenizers`` and ``transformers`` are imported when a tokenizer is loaded, and
-torch is not needed for a tokenizer whose ``tokenizer.json`` says all.
+Ingress and router share :class:`TextStream`, so that they agree on where an output's text is cut.
+``tokenizers`` and ``transformers`` are imported when a tokenizer is loaded; a tokenizer with a complete
+``tokenizer.json`` does not need torch.
 """
 
 from specray.tokenization.loading import load_tokenizer

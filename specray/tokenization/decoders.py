@@ -1,4 +1,4 @@
-"""Incremental detokenisation: what text each token completes."""
+"""Incremental detokenisation: the text that each token completes."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ from collections.abc import Sequence
 from typing import Protocol
 
 NUM_TAIL_TOKENS = 5
-"""Of a prompt, which tell how its output begins. As many as vLLM takes: one character's bytes fit in."""
+"""Last prompt tokens that decide how an output's text begins. As in vLLM; one character's bytes fit in."""
 
 
 MAX_UNREAD_TOKENS = 16
-"""Bytes that have not become a character among so many are told as U+FFFD: no later byte will mend them."""
+"""Maximum tokens held back for an incomplete character; longer ones become U+FFFD, as no byte can complete
+them."""
 
 
 class TokenDecoder(Protocol):
     """Turns one output's token ids into text, a token at a time."""
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes; may be empty."""
+        """Returns the text that this token completes; may be empty."""
         ...
 
     def finish(self) -> str:
-        """What was held back; incomplete characters become U+FFFD."""
+        """Returns the held-back text; incomplete characters become U+FFFD."""
         ...
 
 
 class TokenTable(Protocol):
-    """What decoding needs of a tokenizer."""
+    """The part of a tokenizer that decoding needs."""
 
     def is_special(self, token_id: int) -> bool: ...
 
@@ -38,7 +39,7 @@ class TokenTable(Protocol):
 
 
 class ByteDecoder:
-    """For byte-level vocabularies: the tokens' bytes through an incremental UTF-8 decoder."""
+    """Decoder for byte-level vocabularies: passes the tokens' bytes through an incremental UTF-8 decoder."""
 
     def __init__(self, tokenizer: TokenTable) -> None:
         self._tokenizer = tokenizer
@@ -54,16 +55,16 @@ class ByteDecoder:
 
 
 class WindowDecoder:
-    """For other vocabularies, whose decoding of a token depends on the one before it.
+    """Decoder for other vocabularies, where a token's text depends on the token before it.
 
-    The text is decoded from ``ids[start:]``, and what ``ids[start:read]`` gave has been told already. The
-    window moves on only when its text ends with a complete character. The scheme is that of Text Generation
-    Inference (``Model.decode_token``).
+    Text is decoded from ``ids[start:]``, and the text of ``ids[start:read]`` has been returned already. The
+    window advances only when its text ends with a complete character, as in Text Generation Inference
+    (``Model.decode_token``).
 
     Args:
-        tokenizer: what decodes.
-        prompt_token_ids: what the output follows. Decoders of SentencePiece vocabularies leave out the space
-            before the first word that they see, so the end of the prompt is in the window before the output.
+        tokenizer: decodes token ids.
+        prompt_token_ids: the prompt. Decoders of SentencePiece vocabularies drop the space before the first
+            word, so the window begins with the end of the prompt.
     """
 
     def __init__(self, tokenizer: TokenTable, prompt_token_ids: Sequence[int] = ()) -> None:
@@ -76,7 +77,7 @@ class WindowDecoder:
 
     def push(self, token_id: int) -> str:
         if self._tokenizer.is_special(token_id) or not self._tokenizer.token_bytes(token_id):
-            # Without a text. The window would only grow by it, and all of it is decoded for every token.
+            # A token without text would only grow the window, which is decoded for every token.
             return ""
         self._ids.append(token_id)
         text = self._tokenizer.decode(self._ids)
@@ -96,10 +97,10 @@ class WindowDecoder:
 
 
 def _tail(tokenizer: TokenTable, token_ids: Sequence[int]) -> list[int]:
-    """The last tokens that have a text, beginning with a whole character.
+    """The last tokens that have text, beginning with a whole character.
 
-    Decoding leaves special tokens out, so after a prompt that ends with some of them an output's first word
-    is still not the first of the text.
+    Decoding skips special tokens, so an output's first word does not begin the text even if the prompt ends
+    with special tokens.
     """
     with_text = (
         token_id
@@ -107,10 +108,10 @@ def _tail(tokenizer: TokenTable, token_ids: Sequence[int]) -> list[int]:
         if not tokenizer.is_special(token_id) and tokenizer.token_bytes(token_id)
     )
     tail = list(itertools.islice(with_text, NUM_TAIL_TOKENS))[::-1]
-    # The rest of a character would spoil the bytes after it: a run of them is decoded together.
+    # A partial character would corrupt the bytes after it, since a run of bytes is decoded together.
     return list(itertools.dropwhile(lambda token_id: _continues(tokenizer.token_bytes(token_id)), tail))
 
 
 def _continues(piece: bytes) -> bool:
-    """True for a byte of a character other than its first."""
+    """Whether the piece is a UTF-8 continuation byte."""
     return len(piece) == 1 and 0x80 <= piece[0] < 0xC0

@@ -1,4 +1,4 @@
-"""Loading a tokenizer: from its tokenizer.json alone where that says all, else through transformers."""
+"""Loads tokenizers: from tokenizer.json alone if that is complete, else through transformers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 from specray.config import EMBEDDED
 from specray.demo.paths import demo_target_path
 from specray.errors import ConfigError
+from specray.tokenization.files import check_tokenizer_files
 from specray.tokenization.tokenizer import Tokenizer
 
-# Tokenizer classes that take tokenizer.json as it is, without a step of their own.
+# Tokenizer classes that use tokenizer.json as it is, without steps of their own.
 _VERBATIM_CLASSES = frozenset({"TokenizersBackend"})
 # Settings of such a class that change what tokenizer.json says.
 _CHANGING_KEYS = ("add_bos_token", "add_eos_token", "added_tokens_decoder", "additional_special_tokens")
@@ -27,6 +28,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         ConfigError: there is no tokenizer, or it cannot be read.
     """
     path = demo_target_path() if path == EMBEDDED else path
+    check_tokenizer_files(path)
     is_local = Path(path).is_dir()
     settings = _read_json(Path(path) / "tokenizer_config.json") if is_local else {}
     if is_local and _is_verbatim(Path(path), settings):
@@ -106,7 +108,7 @@ def _eos_token_ids(own: int | None, *settings: Mapping[str, Any]) -> set[int]:
 
 
 def _chat_template(value: object) -> str | None:
-    """The template, or of several the one that is called default.
+    """The only template, or the one named default.
 
     tokenizer_config.json lists several as ``{"name": ..., "template": ...}``; transformers makes it a dict.
     """

@@ -1,4 +1,4 @@
-"""The text of one output, cut at its stop strings."""
+"""Text of one output, cut at its stop strings."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from specray.tokenization.tokenizer import Tokenizer
 class TextStream:
     """One output's text as its tokens arrive, up to and without its first stop string.
 
-    A text that may be the beginning of a stop string is held back until the next tokens decide. Of several
-    stop strings the one that is complete first counts, and of those the longest; so the result does not
-    depend on how the tokens are cut into pushes. A stop string that is complete within the first
-    ``min_tokens`` tokens is ordinary text. The text of an output may depend on the prompt that it follows.
+    Text that may begin a stop string is held back until later tokens decide. The stop string that is complete
+    first counts, and of those the longest, so the result does not depend on how tokens are split into pushes.
+    A stop string that is complete within the first ``min_tokens`` tokens is ordinary text. The text may
+    depend on the end of the prompt.
     """
 
     def __init__(
@@ -33,12 +33,12 @@ class TextStream:
         self._held = ""
         self.stop_reason: str | None = None
         self.passed: list[str] = []
-        """Stop strings that were complete too early to count."""
+        """Stop strings that were complete within the first ``min_tokens`` tokens."""
         self.num_chars = 0
-        """Characters decoded so far, told or held back."""
+        """Characters decoded so far, returned or held back."""
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """The text that may be shown now; empty once a stop string was met."""
+        """Returns the text that can be shown now; empty after a stop string."""
         told = ""
         for token_id in token_ids:
             if self.stop_reason is not None:
@@ -48,7 +48,7 @@ class TextStream:
         return told
 
     def finish(self) -> str:
-        """What was held back, when no stop string came of it."""
+        """Returns the held-back text; empty after a stop string."""
         if self.stop_reason is not None:
             return ""
         rest, self._held = self._held + self._decoder.finish(), ""
@@ -58,7 +58,7 @@ class TextStream:
         self.num_chars += len(new)
         if not self._stop or not new:
             return new
-        # Whatever was told before cannot begin a stop string, so matches begin in the held text or later.
+        # Returned text cannot begin a stop string, so matches begin in the held-back text or later.
         told, text = "", self._held + new
         while (match := self._first_match(text)) is not None:
             end, start, stop = match
@@ -72,7 +72,7 @@ class TextStream:
         return told + text[: len(text) - num_held]
 
     def _first_match(self, text: str) -> tuple[int, int, str] | None:
-        """End, start and stop string of the match that is complete first; of those the longest."""
+        """End, start and stop string of the match that is complete first, and of those the longest."""
         matches = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
         return min(matches, default=None)
 
@@ -88,9 +88,9 @@ class _TextStopMatcher:
 
 
 def make_stop_matcher(tokenizer: Tokenizer) -> StopMatcherFactory:
-    """What the router needs of a tokenizer: which tokens complete a stop string.
+    """Makes the factory of stop matchers for the router, which find tokens that complete a stop string.
 
-    The router decides whether a match counts (``min_tokens``), so a matcher goes on after one.
+    The router decides whether a match counts (``min_tokens``), so a matcher continues after one.
     """
 
     def make(stop: Sequence[str], prompt_token_ids: Sequence[int]) -> StopMatcher:
@@ -101,6 +101,6 @@ def make_stop_matcher(tokenizer: Tokenizer) -> StopMatcherFactory:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that is a beginning, but not the whole, of ``stop``."""
+    """Length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
     longest = min(len(stop) - 1, len(text))
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

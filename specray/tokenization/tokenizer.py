@@ -1,4 +1,4 @@
-"""A model's tokenizer: encoding, chat templates, and what a single token stands for."""
+"""A model's tokenizer: encoding, decoding, chat templates, and the bytes of single tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Tokenizer:
 
     Args:
         backend: the vocabulary, its merges and its decoder.
-        special_tokens: ``bos_token``, ``eos_token`` ... as chat templates know them.
+        special_tokens: ``bos_token``, ``eos_token`` ..., as chat templates name them.
         chat_template: Jinja source; None when the model has none.
         eos_token_ids: the tokens that end an output.
     """
@@ -64,7 +64,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Entries of the vocabulary, added tokens included; the model's own may be padded beyond it."""
+        """Size of the vocabulary with added tokens; the model's own may be padded beyond it."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @property
@@ -72,19 +72,19 @@ class Tokenizer:
         return self._chat_template is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """The text's token ids; by default with the begin-of-sequence token where the tokenizer adds one."""
+        """Encodes text to token ids, by default with the special tokens that the tokenizer adds."""
         return tuple(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
-        """The conversation in the model's template, ending where the assistant's answer begins.
+        """Encodes a conversation by the model's template, up to where the assistant's answer begins.
 
         Raises:
-            InvalidRequestError: there is no template, or it refuses this conversation.
+            InvalidRequestError: there is no template, or it rejects this conversation.
         """
         return self.encode(self.render_chat(messages), add_special_tokens=False)
 
     def render_chat(self, messages: Sequence[ChatMessage]) -> str:
-        """The text of ``encode_chat``; raises like it."""
+        """Returns the text that ``encode_chat`` encodes; raises like it."""
         if self._chat_template is None:
             raise InvalidRequestError(
                 "messages: this model has no chat template; use /v1/completions", field="messages"
@@ -99,7 +99,7 @@ class Tokenizer:
         }
         conversation = [{"role": message.role, "content": message.content} for message in messages]
         try:
-            # The compiled template is shared state, and requests come from several threads.
+            # The compiled template is shared by the threads of requests.
             with self._template_lock:
                 rendered = render_jinja_template([conversation], **variables)
         except (TemplateError, TypeError, ValueError, KeyError) as error:
@@ -109,22 +109,22 @@ class Tokenizer:
         return str(rendered[0][0])
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of the tokens, special tokens left out; incomplete characters become U+FFFD."""
+        """Decodes tokens to text, without special tokens; incomplete characters become U+FFFD."""
         return self._backend.decode(list(token_ids), skip_special_tokens=True)
 
     def decoder(self, prompt_token_ids: Sequence[int] = ()) -> TokenDecoder:
-        """A decoder for one output, starting at its first token, which follows the prompt's last."""
+        """Makes an incremental decoder for one output, which follows the prompt."""
         return ByteDecoder(self) if self._is_byte_level else WindowDecoder(self, prompt_token_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that this token stands for; the name of a special token; empty for an unknown id."""
+        """Bytes of a token; the name of a special token; empty for an unknown id."""
         piece = self._pieces.get(token_id)
         if piece is None:
             piece = self._pieces[token_id] = self._read_piece(token_id)
         return piece
 
     def token_text(self, token_id: int) -> str:
-        """How the token is shown in logprobs: its text, or ``bytes:\\x..`` for a part of a character."""
+        """Token as shown in logprobs: its text, or ``bytes:\\x..`` for a part of a character."""
         piece = self.token_bytes(token_id)
         try:
             return piece.decode("utf-8")
@@ -132,7 +132,7 @@ class Tokenizer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
     def is_special(self, token_id: int) -> bool:
-        """True for tokens that are no part of the text."""
+        """Whether the token is not part of the text."""
         return token_id in self._special_ids
 
     def _read_piece(self, token_id: int) -> bytes:
@@ -144,7 +144,7 @@ class Tokenizer:
         if not self._is_byte_level:
             return self._read_other_piece(token_id, token)
         table = self._unicode_to_byte
-        # An added token is text, not bytes in disguise, when it leaves the byte alphabet.
+        # An added token with characters outside the byte alphabet is plain text.
         if any(char not in table for char in token):
             return token.encode()
         return bytes(table[char] for char in token)
@@ -153,13 +153,13 @@ class Tokenizer:
         if self._has_byte_pieces and (byte := _BYTE_PIECE.fullmatch(token)):
             return bytes.fromhex(byte[1])
         if self._space_mark is not None:
-            # Decoded alone, a token is a text's first, which loses its space: with and without one are two.
+            # A token decoded alone begins the text and loses its space, so restore it to tell both apart.
             return token.replace(self._space_mark, " ").encode()
         return self._backend.decode([token_id], skip_special_tokens=False).encode()
 
 
 def _decoder_steps(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """What a decoder of tokenizer.json does, one step after the other."""
+    """Steps of a decoder in tokenizer.json, in order."""
     if decoder["type"] != "Sequence":
         yield decoder
         return
@@ -168,7 +168,7 @@ def _decoder_steps(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _space_mark(step: Mapping[str, Any]) -> str | None:
-    """What stands for a space in the vocabulary, as SentencePiece's ``▁``, if this step says so."""
+    """Mark of a space in the vocabulary, such as SentencePiece's ``▁``, if this step replaces one."""
     if step["type"] == "Metaspace":
         return str(step["replacement"])
     if step["type"] == "Replace" and step["content"] == " ":
@@ -178,7 +178,7 @@ def _space_mark(step: Mapping[str, Any]) -> str | None:
 
 
 def _unicode_to_byte() -> dict[str, int]:
-    """The alphabet of byte-level BPE (GPT-2's ``bytes_to_unicode``), turned round."""
+    """Alphabet of byte-level BPE (GPT-2's ``bytes_to_unicode``), inverted."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {

@@ -1,4 +1,4 @@
-"""Writes the model card from the records of a run: no figure in it is typed by hand."""
+"""Writes the model card of a pair from the records of its training run: no figure is typed by hand."""
 
 import json
 from pathlib import Path
@@ -71,7 +71,7 @@ copies, deduplicated, at most {max_source_mb} MB of each package: {train_files} 
 def write_card(
     work_dir: Path, path: Path, *, config: dict[str, Any], evaluation: PairEvaluation, command: str
 ) -> None:
-    """Write the card from the corpus summary, the logs and checkpoints in `work_dir` and the evaluation.
+    """Writes the card from the corpus summary, the logs and checkpoints in `work_dir` and the evaluation.
 
     `config` is the run's `PairTrainConfig` as a dictionary.
     """

@@ -1,4 +1,4 @@
-"""The training text: Python source of the standard library and of permissively licensed packages.
+"""Reads the training text: Python source of the standard library and of permissively licensed packages.
 
 Which packages count is decided from their installed metadata alone. Whole files are held out, chosen
 by the hash of their path, so that the split does not depend on the order or number of the others.
@@ -37,7 +37,7 @@ _CLASSIFIER_LICENSES = {
     "License :: OSI Approved :: Python Software Foundation License": "PSF-2.0",
 }
 
-# The free-text field of older metadata; only these exact spellings are taken for a licence.
+# Free-text field of older metadata: only these exact spellings count as a licence.
 _FREE_TEXT_LICENSES = {
     "mit": "MIT",
     "mit license": "MIT",
@@ -72,7 +72,7 @@ _SKIPPED_DIRECTORIES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class CorpusConfig:
-    """What is read and how it is split.
+    """Limits of what is read, and the split.
 
     `max_source_bytes` bounds one distribution (the standard library is taken whole), so that no single
     package sets the style. One file in `holdout_modulus` is held out.
@@ -88,7 +88,7 @@ class CorpusConfig:
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One Python file; `path` is relative to its source and has forward slashes."""
+    """One Python file; `path` is relative to its source, with forward slashes."""
 
     source: str
     path: str
@@ -101,7 +101,7 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class SourceSummary:
-    """What one distribution gave to the corpus."""
+    """Counts of one distribution in the corpus."""
 
     source: str
     version: str
@@ -129,7 +129,7 @@ class _Source:
 
 
 def load_corpus(config: CorpusConfig | None = None) -> Corpus:
-    """Read the corpus that this interpreter's environment offers, in an order fixed by its content."""
+    """Reads the corpus that this interpreter's environment offers, in an order fixed by its content."""
     config = config or CorpusConfig()
     seen_contents: set[bytes] = set()
     train: list[SourceFile] = []
@@ -170,7 +170,7 @@ def permissive_license(
 
 
 def is_readable_code(text: str, config: CorpusConfig) -> bool:
-    """False for files that are tables, blobs or too small or large to teach anything about code."""
+    """Returns False for files that are tables, blobs, or too small or large to teach anything about code."""
     num_bytes = len(text.encode())
     if not config.min_file_bytes <= num_bytes <= config.max_file_bytes:
         return False
@@ -184,7 +184,7 @@ def is_readable_code(text: str, config: CorpusConfig) -> bool:
 
 
 def _is_permissive_expression(expression: str) -> bool:
-    """AND needs every part, OR one part; nested brackets other than around a part are refused."""
+    """Checks an SPDX expression: AND needs every part, OR one; refuses nested brackets."""
     if re.search(r"\([^()]*\(|\bWITH\b", expression):
         return False
     parts = re.split(r"\s+AND\s+", expression)
@@ -233,7 +233,7 @@ def _distribution_files(distribution: importlib.metadata.Distribution) -> Iterat
 
 
 def _read_source(source: _Source, config: CorpusConfig, seen: set[bytes]) -> Iterator[SourceFile]:
-    """Files in the order of their hashed keys until the bound is met; contents met before are skipped."""
+    """Yields files in the order of their hashed keys until the bound is met; skips contents seen before."""
     left = source.max_bytes
     for path, location in sorted(source.files, key=lambda item: _hash_number(f"{source.name}/{item[0]}")):
         text = _read_text(location)

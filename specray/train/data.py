@@ -33,7 +33,7 @@ def prepare_data(
     vocab_size: int = 4096,
     max_position_embeddings: int = 2048,
 ) -> PreparedData:
-    """Read the corpus, train the tokenizer and encode; what lies in `work_dir` from before is reused."""
+    """Reads the corpus, trains the tokenizer and encodes; what lies in `work_dir` from before is reused."""
     if not (work_dir / _SUMMARY_FILE).exists():
         work_dir.mkdir(parents=True, exist_ok=True)
         corpus = load_corpus(corpus_config)
@@ -44,7 +44,7 @@ def prepare_data(
 
 
 def load_prepared(work_dir: Path) -> PreparedData:
-    """Open what `prepare_data` wrote; raises FileNotFoundError when it has not run."""
+    """Opens what `prepare_data` wrote; raises FileNotFoundError when it has not run."""
     return PreparedData(
         train=np.load(work_dir / _TRAIN_FILE, mmap_mode="r"), held_out=np.load(work_dir / _HELD_OUT_FILE)
     )
@@ -89,7 +89,7 @@ def _write_tokens(work_dir: Path, corpus: Corpus) -> None:
     train = [
         np.array(ids, np.uint16) for ids in encode_files(tokenizer, (file.text for file in corpus.train))
     ]
-    # Neighbours in the stream share windows: a fixed shuffle keeps one package's files apart.
+    # Neighbours in the stream share windows; a fixed shuffle keeps one package's files apart.
     order = np.random.default_rng(0).permutation(len(train))
     held_out = [
         np.array(ids, np.uint16) for ids in encode_files(tokenizer, (f.text for f in corpus.held_out))

@@ -24,7 +24,7 @@ from specray.train.target import micro_batches_of
 
 @dataclass(frozen=True, slots=True)
 class DistillConfig:
-    """How the draft is trained; one step is so many windows of real text and rows of sampled text."""
+    """Training options of the draft; a step has this many windows of real text and rows of sampled text."""
 
     limit: RunLimit
     shape: ModelShape = DRAFT_SHAPE
@@ -55,7 +55,7 @@ def distill_draft(
     *,
     stop_after: int | None = None,
 ) -> LlamaForCausalLM:
-    """Train (or go on training) and write the checkpoint `work_dir/draft`; returns the model.
+    """Trains (or goes on training) and writes the checkpoint `work_dir/draft`; returns the model.
 
     `sampled_rows` is [n, length + 1]: see `sample.sample_training_rows`.
     """
@@ -89,7 +89,7 @@ def distill_draft(
 
 @torch.no_grad()
 def project_embeddings(target: LlamaForCausalLM, draft: LlamaForCausalLM) -> None:
-    """Give the draft's embeddings the target's principal directions, at the draft's initial scale.
+    """Gives the draft's embeddings the target's principal directions, at the draft's initial scale.
 
     Half of a small draft's parameters are embeddings, and rare tokens teach them little.
     """
@@ -123,7 +123,7 @@ def quick_agreement(
     sequence_len: int,
     num_sequences: int = 24,
 ) -> dict[str, float]:
-    """KL and greedy agreement on a fixed sample of held-out text: a gauge while training."""
+    """Returns KL and greedy agreement on a fixed sample of held-out text, to watch the training."""
     num_available = len(data.held_out) // sequence_len
     stride = max(num_available // num_sequences, 1)
     divergences, agreements = [], []
@@ -155,7 +155,7 @@ def _real_windows(data: PreparedData, config: DistillConfig, state: RunState) ->
 
 
 def _sampled_rows(rows: Tokens, config: DistillConfig, state: RunState) -> torch.Tensor:
-    """The step's rows of an endless seeded shuffle: a pure function of the step. int64 [n, length + 1]."""
+    """Returns the step's rows of an endless seeded shuffle, int64 [n, length + 1]."""
     first = state.step * config.sampled_rows_per_step
     picked = []
     for index in range(first, first + config.sampled_rows_per_step):

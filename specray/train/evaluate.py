@@ -1,4 +1,4 @@
-"""How well a target knows held-out code, and how often its draft agrees with it."""
+"""Measures how well a target predicts held-out code, and how often its draft agrees with it."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +17,7 @@ from specray.train.tokenizer import EOS_TOKEN_ID, encode_files, load_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class EvaluateConfig:
-    """What is measured. Prompts are the first tokens of every held-out file that is long enough."""
+    """Sizes of the evaluation. Prompts are the first tokens of every held-out file that is long enough."""
 
     window_len: int = 1024
     prompt_lens: tuple[int, ...] = (64, 256, 512)
@@ -30,7 +30,7 @@ class EvaluateConfig:
 
 @dataclass(frozen=True, slots=True)
 class TextScores:
-    """Over all tokens of the held-out files, each file apart, in windows of `window_len`."""
+    """Figures over all tokens of the held-out files, each file by itself, in windows of `window_len`."""
 
     num_files: int
     num_tokens: int
@@ -44,7 +44,7 @@ class TextScores:
 
 @dataclass(frozen=True, slots=True)
 class SampleScores:
-    """Over the positions of the target's own continuations, each up to its end-of-text token."""
+    """Figures over the positions of the target's own continuations, each up to its end-of-text token."""
 
     num_positions: int
     agreement: float
@@ -87,7 +87,7 @@ def evaluate_pair(
     corpus: Corpus | None = None,
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> PairEvaluation:
-    """Measure a pair on the files that the corpus of this environment holds out.
+    """Measures a pair on the files that the corpus of this environment holds out.
 
     `on_stage` is told what is being measured. Raises ConfigError when a checkpoint is missing, the
     tokenizers differ, or no file is held out.
@@ -120,7 +120,7 @@ def score_text(
     num_bytes: int,
     config: EvaluateConfig,
 ) -> TextScores:
-    """Teacher-forced figures; every token but the first of a document is predicted once."""
+    """Computes teacher-forced figures; every token but the first of a document is predicted once."""
     windows = [
         document[start : start + config.window_len + 1][None]
         for document in documents
@@ -148,7 +148,7 @@ def score_samples(
     temperature: float,
     config: EvaluateConfig,
 ) -> SampleScores:
-    """Let the target continue prefixes of the documents and compare both models where it wrote."""
+    """Lets the target continue prefixes of the documents, and compares both models where it wrote."""
     prompts = list(_prompt_batches(documents, config))
     rows = continue_all(
         target,
@@ -181,7 +181,7 @@ def _sum_parallel(
     batches: Iterable[tuple[torch.Tensor, int]],
     num_workers: int,
 ) -> _Sums:
-    """Sums over batches of (ids [n, length + 1], first position to count)."""
+    """Adds up batches of (ids [n, length + 1], first position to count)."""
     with ThreadPoolExecutor(num_workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         parts = pool.map(lambda batch: _sums(target, draft, *batch), batches)
         return sum(parts, _Sums())

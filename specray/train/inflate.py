@@ -1,4 +1,4 @@
-"""A bigger Llama checkpoint that computes the same function as a small one.
+"""Makes a bigger Llama checkpoint that computes the same function as a small one.
 
 Benchmarks get the cost of a big target with the acceptance of a real pair. What is added reads the
 residual stream with random weights and writes zeros to it, so the added dimensions of the stream stay
@@ -35,7 +35,7 @@ _MAX_VALUES = {
 
 @dataclass(frozen=True, slots=True)
 class InflatedShape:
-    """The dimensions to reach; the head dimension, vocabulary and positions stay those of the source."""
+    """The dimensions to reach; head dimension, vocabulary and positions stay those of the source."""
 
     hidden_size: int
     num_layers: int
@@ -46,7 +46,7 @@ class InflatedShape:
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
-    """Where the old heads lie among the new ones.
+    """Places of the old heads among the new ones.
 
     `query_heads[i]` is the new place of old query head `i`; `kv_heads[j]` is the old head that new
     key/value head `j` copies, or None where it is random.
@@ -59,7 +59,7 @@ class HeadLayout:
 def inflate_checkpoint(
     source: Path, destination: Path, shape: InflatedShape, *, dtype: str | None = None, seed: int = 0
 ) -> Path:
-    """Write at `destination` a checkpoint of `shape` with the logits of the Llama checkpoint `source`.
+    """Writes at `destination` a checkpoint of `shape` with the logits of the Llama checkpoint `source`.
 
     In float32 the logits agree to 1e-4. In a shorter `dtype` (default: the source's own) the scaled norm
     weights are rounded once more, which is exact only where `hidden_size` grows by a power of four.
@@ -100,7 +100,7 @@ def inflate_model(
 
 
 def place_heads(config: LlamaConfig, shape: InflatedShape) -> HeadLayout:
-    """Give each old key/value head as many new ones as its query heads need.
+    """Gives each old key/value head as many new ones as its query heads need.
 
     New query head `j` reads new key/value head `j // (num_heads / num_kv_heads)`.
     """
@@ -171,7 +171,7 @@ def _head_dim(config: LlamaConfig) -> int:
 
 
 def _new_model(config: LlamaConfig, *, dtype: torch.dtype, seed: int) -> LlamaForCausalLM:
-    """Random weights of the model library's own initialisation, without touching the global generator."""
+    """Makes a model with the library's random initialisation, without touching the global generator."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = to_dtype(LlamaForCausalLM(config), dtype)
@@ -205,7 +205,7 @@ def _fill(big: LlamaForCausalLM, small: LlamaForCausalLM, layout: HeadLayout) ->
 
 
 def _rows(heads: tuple[int, ...], head_dim: int) -> torch.Tensor:
-    """Row numbers of `heads` in a projection, [len(heads) * head_dim]."""
+    """Returns the row numbers of `heads` in a projection, [len(heads) * head_dim]."""
     return (torch.tensor(heads)[:, None] * head_dim + torch.arange(head_dim)).flatten()
 
 
@@ -215,13 +215,13 @@ def _widen_embedding(new: nn.Embedding, old: nn.Embedding) -> None:
 
 
 def _widen_norm(new: Any, old: Any) -> None:
-    """The added entries keep their initial one: what they scale is zero."""
+    """Copies the old entries; the added ones keep their initial value, since they scale zeros."""
     old_size, new_size = old.weight.numel(), new.weight.numel()
     new.weight[:old_size] = (old.weight.double() * math.sqrt(old_size / new_size)).to(new.weight.dtype)
 
 
 def _copy_rows(new: nn.Linear, old: nn.Linear, rows: torch.Tensor) -> None:
-    """Old outputs land on `rows`; the added inputs are zero, so their random weights may stay."""
+    """Copies old outputs to `rows`; the added inputs are zero, so their random weights may stay."""
     new.weight[rows, : old.in_features] = old.weight.to(new.weight.dtype)
     if old.bias is not None:
         new.bias[rows] = old.bias.to(new.bias.dtype)
@@ -239,9 +239,9 @@ def _copy_kv_heads(new: nn.Linear, old: nn.Linear, layout: HeadLayout, head_dim:
 
 
 def _copy_output(new: nn.Linear, old: nn.Linear, columns: torch.Tensor) -> None:
-    """A projection into the residual stream: zero but for what the old one wrote, read from `columns`."""
+    """Fills a projection into the residual stream: the old one's output from `columns`, else zero."""
     _silence(new)
-    # Integer and slice indices mix badly in assignments: go through a block of whole columns.
+    # Integer and slice indices mix badly in assignments; so a block of whole columns is copied first.
     block = torch.zeros(new.out_features, len(columns), dtype=new.weight.dtype)
     block[: old.out_features] = old.weight.to(new.weight.dtype)
     new.weight.index_copy_(1, columns, block)
@@ -256,7 +256,7 @@ def _silence(projection: nn.Linear) -> None:
 
 
 def _companion_files(source: Path, *, written: Path) -> Iterator[Path]:
-    """Tokenizer, chat template, generation configuration: all that is neither weights nor written yet."""
+    """Yields tokenizer, chat template and generation configuration: all files without weights."""
     present = {file.name for file in written.iterdir()} - {"generation_config.json"}
     for file in sorted(source.iterdir()):
         if file.is_file() and file.name not in present and not file.name.endswith(_WEIGHT_SUFFIXES):

@@ -1,4 +1,4 @@
-"""What target training and draft distillation share: progress, checkpoints, limits."""
+"""The training loop that target and draft share: progress, checkpoints, limits."""
 
 import json
 import time
@@ -17,7 +17,7 @@ from specray.train.optim import MasterOptimizer
 
 @dataclass(frozen=True, slots=True)
 class RunLimit:
-    """When a run ends: after `num_steps`, or after `time_budget_s` seconds of training over all resumes.
+    """The end of a run: after `num_steps`, or after `time_budget_s` seconds of training over all resumes.
 
     A run limited by steps is a pure function of its seed; one limited by time has a schedule that
     follows the clock, and its log says after how many steps it ended.
@@ -33,7 +33,7 @@ class RunLimit:
             raise ConfigError(f"num_steps or time_budget_s must be positive, got {self}")
 
     def progress(self, state: "RunState") -> float:
-        """The share of the run that is done, 1 at its end."""
+        """Returns the share of the run that is done, 1 at its end."""
         if self.num_steps is not None:
             return min(state.step / self.num_steps, 1.0)
         assert self.time_budget_s is not None
@@ -42,7 +42,7 @@ class RunLimit:
 
 @dataclass(slots=True)
 class RunState:
-    """How far a run is; everything else that a resume needs is in the optimizer."""
+    """Progress of a run; everything else that a resume needs is in the optimizer."""
 
     step: int = 0
     cursor: int = 0  # windows consumed
@@ -52,7 +52,7 @@ class RunState:
 
 @dataclass(slots=True)
 class TrainingRun:
-    """One resumable loop: calls `step_fn(state, progress)` until the limit, saving now and then.
+    """A resumable loop that calls `step_fn(state, progress)` until the limit, and saves now and then.
 
     `step_fn` returns the figures of one step (at least "loss"), having advanced cursor and num_tokens.
     """
@@ -76,7 +76,7 @@ class TrainingRun:
         on_checkpoint: Callable[[], dict[str, float]] | None = None,
         stop_after: int | None = None,
     ) -> RunState:
-        """Run to the limit (or for `stop_after` steps of this call) and save; returns the final state."""
+        """Runs to the limit (or for `stop_after` steps of this call) and saves; returns the final state."""
         self.directory.mkdir(parents=True, exist_ok=True)
         self._resume()
         first_step, clock = self.state.step, time.monotonic()
@@ -88,7 +88,7 @@ class TrainingRun:
                     break
                 figures = step_fn(self.state, progress)
                 self.state.step += 1
-                # Saving and gauging count too: a time budget is one of wall time.
+                # Saving and evaluation count, too: a time budget is wall time.
                 clock, before = time.monotonic(), clock
                 self.state.elapsed_s += clock - before
                 self._report(bar, task, figures)

@@ -1,4 +1,4 @@
-"""A bfloat16 model with float32 master weights: Muon for its matrices, AdamW for the rest.
+"""Optimizer of a bfloat16 model with float32 master weights: Muon for its matrices, AdamW for the rest.
 
 Muon: Jordan et al. 2024; update scale of Liu et al. 2025 (arXiv:2502.16982), so both share one scale.
 """
@@ -22,7 +22,7 @@ class OptimizerConfig:
     max_grad_norm: float = 1.0
 
     def scale_at(self, progress: float) -> float:
-        """Linear warm-up, then linear decay; `progress` in [0, 1]."""
+        """Returns the factor of the learning rates at `progress` in [0, 1]: warm-up, then decay, linear."""
         if progress < self.warmup_fraction:
             return max(progress / self.warmup_fraction, 0.05)
         done = (min(progress, 1.0) - self.warmup_fraction) / (1 - self.warmup_fraction)
@@ -53,7 +53,7 @@ class MasterOptimizer:
         )
 
     def step(self, progress: float) -> float:
-        """Apply the gradients that lie in the model, clear them, and return their norm."""
+        """Applies the gradients that lie in the model, clears them, and returns their norm."""
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 self._masters[name].grad = parameter.grad.float()

@@ -1,4 +1,4 @@
-"""Gradients of many small batches, on several single-threaded workers.
+"""Computes gradients of many small batches on several single-threaded workers.
 
 Each worker computes whole micro-batches, so a core that other programs use slows its own share only;
 with threads inside every operation the slowest core would set the pace of each of them.
@@ -33,7 +33,7 @@ class GradientWorkers:
         self._pool.shutdown(cancel_futures=True)
 
     def accumulate(self, micro_batches: Sequence[torch.Tensor], loss_fn: LossFunction) -> float:
-        """Set every parameter's `grad` to that of the mean of `loss_fn` over all tokens; return that mean.
+        """Sets every parameter's `grad` to that of the mean of `loss_fn` over all tokens; returns that mean.
 
         Sums run in the order of the micro-batches and in float32, so the result does not depend on
         which worker was faster.

@@ -1,4 +1,4 @@
-"""From installed source code to a checked pair: corpus, target, samples, draft, figures, model card."""
+"""Trains a pair from installed source code: corpus, target, samples, draft, evaluation, model card."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ from specray.train.target import TargetTrainConfig, train_target
 
 @dataclass(frozen=True, slots=True)
 class PairTrainConfig:
-    """Everything that decides about the pair."""
+    """All settings that decide about the pair."""
 
     target: TargetTrainConfig
     draft: DistillConfig
@@ -36,7 +36,7 @@ def pair_config(
     seed: int = 0,
     num_workers: int = 2,
 ) -> PairTrainConfig:
-    """The configuration of the embedded pair, with the parts that a command line sets."""
+    """Returns the settings of the embedded pair, with those that the command line sets."""
     return PairTrainConfig(
         target=TargetTrainConfig(target_limit, seed=seed, num_workers=num_workers),
         draft=DistillConfig(draft_limit, seed=seed + 1, num_workers=num_workers),
@@ -53,7 +53,7 @@ def train_pair(
     command: str,
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> PairEvaluation:
-    """Train, or go on training, in `work_dir`; then write `target/`, `draft/` and README.md to `output_dir`.
+    """Trains in `work_dir`, then writes `target/`, `draft/` and README.md to `output_dir`.
 
     Every stage keeps its state in `work_dir`; calling again with the same configuration resumes.
     `command` is what the model card says to have been run.
@@ -89,7 +89,7 @@ def train_pair(
 
 
 def publish_pair(work_dir: Path, output_dir: Path) -> None:
-    """Copy both checkpoints from the working directory, replacing what was there."""
+    """Copies both checkpoints from the working directory, replacing what was there."""
     for name in ("target", "draft"):
         destination = output_dir / name
         shutil.rmtree(destination, ignore_errors=True)

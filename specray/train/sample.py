@@ -1,4 +1,4 @@
-"""Continuations that a model writes itself: what the draft is trained and the pair is judged on."""
+"""Samples continuations of a model: the draft is trained, and the pair evaluated, on them."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ from specray.train.data import Tokens
 
 @dataclass(frozen=True, slots=True)
 class SampleConfig:
-    """What is sampled from the target for the draft.
+    """Sampling options for the draft's training text.
 
     Batch `i` takes its prompt length and temperature in turn from the two lists; each row is
     `row_len` tokens, prompt and continuation together. Sampling ends after `num_batches` or, when
@@ -54,7 +54,7 @@ class CachedDecoder:
 
     @torch.no_grad()
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Append `ids` [n, length] (any length first, then 1) and return the last logits [n, vocab_size]."""
+        """Appends `ids` [n, length] (any length first, then 1); returns the last logits [n, vocab_size]."""
         start, end = self._num_computed_tokens, self._num_computed_tokens + ids.shape[1]
         assert start == 0 or ids.shape[1] == 1
         core = self._model.model
@@ -94,7 +94,7 @@ class CachedDecoder:
 def sample_continuations(
     model: LlamaForCausalLM, prompts: torch.Tensor, *, num_tokens: int, temperature: float, seed: int
 ) -> torch.Tensor:
-    """Continue each row of `prompts` [n, length]; greedy at temperature 0.
+    """Continues each row of `prompts` [n, length]; greedy at temperature 0.
 
     Returns int64 [n, length + num_tokens].
     """
@@ -143,7 +143,7 @@ def continue_all(
     seed: int,
     num_workers: int,
 ) -> list[torch.Tensor]:
-    """Continuations of many batches of prompts at once, in their order."""
+    """Continues many batches of prompts at once; returns them in their order."""
     with ThreadPoolExecutor(num_workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         futures = [
             pool.submit(

@@ -1,4 +1,4 @@
-"""Shapes of the embedded pair, and how its models are made and written."""
+"""Shapes of the embedded pair's models, and functions that make and write them."""
 
 import shutil
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ DRAFT_SHAPE = ModelShape(
 
 
 def new_model(shape: ModelShape, *, seed: int) -> LlamaForCausalLM:
-    """A randomly initialised bfloat16 model."""
+    """Makes a randomly initialised bfloat16 model."""
     config = LlamaConfig(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
@@ -57,13 +57,13 @@ def new_model(shape: ModelShape, *, seed: int) -> LlamaForCausalLM:
 
 
 def to_dtype(model: LlamaForCausalLM, dtype: torch.dtype) -> LlamaForCausalLM:
-    """The same model, its parameters converted in place."""
+    """Returns the same model with its parameters converted in place."""
     nn.Module.to(model, dtype)
     return model
 
 
 def save_model(model: LlamaForCausalLM, tokenizer_directory: Path, directory: Path) -> None:
-    """Write bfloat16 safetensors, configuration and tokenizer as one loadable checkpoint."""
+    """Writes bfloat16 safetensors, configuration and tokenizer as one loadable checkpoint."""
     to_dtype(model, torch.bfloat16).save_pretrained(directory)
     for file in sorted(tokenizer_directory.iterdir()):
         shutil.copyfile(file, directory / file.name)

@@ -16,7 +16,7 @@ from specray.train.shapes import TARGET_SHAPE, ModelShape, new_model, save_model
 
 @dataclass(frozen=True, slots=True)
 class TargetTrainConfig:
-    """How the target is trained.
+    """Training options of the target.
 
     `sequence_lens` are (from this share of the run on, tokens per sequence): short ones first, because
     attention costs less there, long ones last, so that later positions work. Each divides `window_len`.
@@ -39,7 +39,7 @@ class TargetTrainConfig:
 def train_target(
     data: PreparedData, work_dir: Path, config: TargetTrainConfig, *, stop_after: int | None = None
 ) -> LlamaForCausalLM:
-    """Train (or go on training) and write the checkpoint `work_dir/target`; returns the model.
+    """Trains (or goes on training) and writes the checkpoint `work_dir/target`; returns the model.
 
     `stop_after` ends this call after so many steps; the next call resumes there.
     """
@@ -73,12 +73,12 @@ def train_target(
 
 
 def micro_batches_of(sequences: torch.Tensor, micro_batch_tokens: int) -> list[torch.Tensor]:
-    """Rows of [n, length + 1] in groups of about `micro_batch_tokens` tokens."""
+    """Splits rows of [n, length + 1] into groups of about `micro_batch_tokens` tokens."""
     return list(torch.split(sequences, max(micro_batch_tokens // (sequences.shape[1] - 1), 1)))
 
 
 def next_token_loss(model: LlamaForCausalLM, sequences: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy in nats of [n, length + 1] token ids, each predicted from those before it."""
+    """Returns the mean cross-entropy in nats of [n, length + 1] token ids."""
     logits = model(input_ids=sequences[:, :-1], use_cache=False).logits
     return F.cross_entropy(logits.flatten(0, 1).float(), sequences[:, 1:].flatten())
 
@@ -87,7 +87,7 @@ def next_token_loss(model: LlamaForCausalLM, sequences: torch.Tensor) -> torch.T
 def quick_held_out_loss(
     model: LlamaForCausalLM, data: PreparedData, *, sequence_len: int, num_sequences: int = 24
 ) -> float:
-    """Loss on a fixed sample of held-out text: a gauge while training, not the published figure."""
+    """Returns the loss on a fixed sample of held-out text, to watch the training."""
     num_available = (len(data.held_out) - 1) // sequence_len
     stride = max(num_available // num_sequences, 1)
     losses = []

@@ -1,4 +1,4 @@
-"""The byte-level BPE that target and draft share."""
+"""The byte-level BPE tokenizer that target and draft share."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -11,8 +11,8 @@ EOS_TOKEN = "</s>"
 BOS_TOKEN_ID = 0
 EOS_TOKEN_ID = 1
 
-# A code-completion model has seen no dialogues: what people say becomes comments, what was answered
-# stands as code, and the model goes on where the next answer begins.
+# A code-completion model has seen no dialogues: what people say becomes comments, what was answered stands as
+# code, and the model goes on where the next answer begins.
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}"
@@ -30,7 +30,7 @@ CHAT_TEMPLATE = (
 def train_tokenizer(
     texts: Iterable[str], *, vocab_size: int = 4096, show_progress: bool = False
 ) -> Tokenizer:
-    """Train a byte-level BPE; every byte is in the vocabulary, so any text can be encoded.
+    """Trains a byte-level BPE; every byte is in the vocabulary, so any text can be encoded.
 
     Digits stand alone and runs of white space stay whole, which keeps indentation one token.
     """
@@ -60,7 +60,7 @@ def train_tokenizer(
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path, *, model_max_length: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json with the chat template inside."""
+    """Writes tokenizer.json and tokenizer_config.json with the chat template inside."""
     fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         bos_token=BOS_TOKEN,
@@ -78,7 +78,7 @@ def load_tokenizer(directory: Path) -> Tokenizer:
 
 
 def encode_files(tokenizer: Tokenizer, texts: Iterable[str], *, batch_size: int = 256) -> Iterator[list[int]]:
-    """Token ids of each text as a document: `<s>` text `</s>`."""
+    """Yields the token ids of each text as a document: `<s>` text `</s>`."""
     batch: list[str] = []
     for text in texts:
         batch.append(text)

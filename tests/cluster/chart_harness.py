@@ -1,4 +1,4 @@
-"""The chart as tests see it: rendered by Helm, and checked against the schemas of KubeRay's CRDs."""
+"""The chart for tests: rendered by Helm, and checked against the schemas of KubeRay's CRDs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CRDS = ROOT.parent / "shared" / "kuberay"
 Manifest = dict[str, Any]
 
 IMAGE: Manifest = {"image": {"repository": "registry.example.com/specray"}}
-"""What has no default."""
+"""Values without a default."""
 KEY = {"name": "prometheus", "sha256": "0" * 64, "can_observe": True}
 
 
@@ -44,20 +44,20 @@ class Renderer:
         self._process.communicate(timeout=10)
 
     def lint(self, values: Manifest) -> list[Manifest]:
-        """What a strict ``helm lint`` finds beyond advice."""
+        """Returns the findings of a strict ``helm lint``, without mere advice."""
         report = self._call("lint", values, CHART, "demo")["lint"]
         assert report["total_charts_linted"] == 1
         return [message for message in report["messages"] if message["severity"] > 1]
 
     def files(self, values: Manifest, *, chart: Path = CHART, name: str = "demo") -> dict[str, str]:
-        """Rendered texts by their template's name. Raises RenderError."""
+        """Returns rendered texts by their template's name. Raises RenderError."""
         rendered = self._call("render", values, chart, name)["files"]
         return {path.partition("/templates/")[2]: text for path, text in rendered.items()}
 
     def objects(
         self, values: Manifest, *, chart: Path = CHART, name: str = "demo"
     ) -> dict[tuple[str, str], Manifest]:
-        """Rendered manifests by kind and name. Raises RenderError."""
+        """Returns rendered manifests by kind and name. Raises RenderError."""
         texts = self.files(values, chart=chart, name=name)
         texts.pop("NOTES.txt")
         documents = [doc for text in texts.values() for doc in yaml.safe_load_all(text) if doc]
@@ -77,13 +77,13 @@ class Renderer:
 
 
 def load(path: Path) -> Manifest:
-    """One YAML file."""
+    """Reads one YAML file."""
     values: Manifest = yaml.safe_load(path.read_text(encoding="utf-8"))
     return values
 
 
 def merged(base: Manifest, over: Manifest) -> Manifest:
-    """``over`` on top of ``base``, as Helm merges values: mappings deeply, everything else as a whole."""
+    """Merges ``over`` into ``base`` as Helm merges values: mappings deeply, everything else as a whole."""
     result = dict(base)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(result.get(key), dict)
@@ -95,11 +95,11 @@ DEFAULTS = load(CHART / "values.yaml")
 
 
 def strict_crd_schema(path: Path) -> Manifest:
-    """The v1 schema of a CRD, refusing unknown fields, which an API server would drop in silence."""
+    """Returns the v1 schema of a CRD, refusing unknown fields, which an API server would drop in silence."""
     crd = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     (version,) = [version for version in crd["spec"]["versions"] if version["name"] == "v1"]
     schema = _strict(version["schema"]["openAPIV3Schema"])
-    # The CRD leaves these to the API server.
+    # Left to the API server by the CRD.
     schema["properties"]["metadata"] = {"type": "object"}
     return schema
 
@@ -117,7 +117,7 @@ def _strict(schema: Manifest) -> Manifest:
     for key in ("items", "additionalProperties"):
         if isinstance(result.get(key), dict):
             result[key] = _strict(result[key])
-    # Defaults are filled in before what is required is looked for.
+    # Defaults are filled in before required fields are checked.
     result["required"] = [
         name for name in schema.get("required", ()) if "default" not in properties.get(name, {})
     ]

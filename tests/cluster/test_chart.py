@@ -1,4 +1,4 @@
-"""The chart: every example renders, lints, is valid and says what it should."""
+"""Tests of the chart: every example renders, lints, is valid and has the right contents."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_the_validation_sees_a_misspelt_field(helm: Renderer, ray_service_valida
 
 
 def with_draft_model(application: dict[str, Any]) -> dict[str, Any]:
-    """The configuration as the Draft deployment sees it."""
+    """Returns the configuration as the Draft deployment gets it."""
     values: dict[str, Any] = application["args"]
     for deployment in application.get("deployments", ()):
         assert deployment["name"] == "Draft"
@@ -302,7 +302,7 @@ def test_the_head_shows_every_port_that_is_scraped(helm: Renderer) -> None:
         ]
         for role in ("head", "worker")
     }
-    # The Router's metrics come from one pod, or they would be counted twice.
+    # The Router's metrics come from one pod; otherwise they would be counted twice.
     assert endpoints == {"head": ["metrics", "as-metrics", "dash-metrics", "serve"], "worker": ["metrics"]}
     pods = pod_specs(objects[RAY_SERVICE]["spec"])
     head = {port["name"] for port in pods.pop("head")["containers"][0]["ports"]}

@@ -1,4 +1,5 @@
-"""The chart refuses what is unknown or cannot work, and its schema is that of the configuration."""
+"""Tests of the chart's checks: it refuses what is unknown or cannot work, and its schema fits the
+configuration."""
 
 from __future__ import annotations
 
@@ -92,7 +93,7 @@ def test_every_value_has_a_default_that_shows_it() -> None:
     [
         (
             {"gracePeriods": {"drainSeconds": 80}},
-            "gracePeriods.terminationSeconds is 90; allowed: drainSeconds + 15 = 95 at least",
+            "gracePeriods.terminationSeconds is 90; allowed: drainSeconds + 15 = 95 or more",
         ),
         ({"config": {"rpc": {"listen": "loopback"}}}, "config.rpc.listen is loopback; allowed: node"),
         ({"config": {"http": {"server": "ingress"}}}, "config.http.server is ingress; allowed: proxy, auto"),

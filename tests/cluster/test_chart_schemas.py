@@ -1,4 +1,4 @@
-"""All that the chart renders is what an API server takes: Kubernetes' own schemas, unknown fields refused."""
+"""Tests of the rendered chart against Kubernetes' own schemas, with unknown fields refused."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from tests.cluster.chart_harness import CHART, EXAMPLES, IMAGE, Renderer, load, 
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
 
 VERSIONS = ("1.28.0", "1.37.0")
-"""The oldest that Chart.yaml allows, and the newest known."""
+"""Kubernetes versions: the oldest that Chart.yaml allows, and the newest known."""
 BIG = load(CHART / "examples" / "one-small-eight-big.yaml")
 OTHERS = {"RayService", "PodMonitor"}
-"""Not of Kubernetes itself: KubeRay's is checked against its CRD (test_chart.py), as its pods are here."""
+"""Kinds that are not Kubernetes' own; KubeRay's is checked against its CRD in test_chart.py, its pods
+here."""
 VALUES = {
     **{path.stem: load(path) for path in EXAMPLES},
     "every part": merged(
@@ -33,7 +34,7 @@ each_version = pytest.mark.parametrize("version", VERSIONS)
 
 
 def pods(service: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Those of a RayService, as pods that somebody asks for."""
+    """Yields the pods of a RayService as if somebody asked for them."""
     cluster = service["spec"]["rayClusterConfig"]
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         yield {"apiVersion": "v1", "kind": "Pod", **group["template"]}

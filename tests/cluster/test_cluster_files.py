@@ -1,4 +1,4 @@
-"""The image and the nodes of ``ray up`` are fit for what they run."""
+"""Tests of the image and of the nodes of ``ray up``: they fit what they run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_workers_of_several_nodes_listen_beyond_their_machine() -> None:
 
 
 def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
-    # Beside the interpreter, where a virtual environment has it.
+    # In a virtual environment it lies beside the interpreter.
     hadolint = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which("hadolint")
     if hadolint is None:
         pytest.skip("hadolint is not installed")

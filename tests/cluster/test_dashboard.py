@@ -1,4 +1,4 @@
-"""Every panel of the dashboard asks for metrics and labels that some replica really has."""
+"""Tests of the dashboard: every panel asks for metrics and labels that some replica really has."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEYWORDS = {"on", "ignoring", "group_left", "group_right", "by", "without", "and
 
 
 def existing() -> dict[str, set[str]]:
-    """Labels by the names of samples that a scrape may hold."""
+    """Returns labels by the names of samples that a scrape may hold."""
     names = {}
     for metrics in (RouterMetrics(), DraftMetrics(), IngressMetrics()):
         registry = metrics.registry
@@ -38,7 +38,7 @@ def existing() -> dict[str, set[str]]:
 
 
 def asked(expression: str) -> tuple[set[str], set[str]]:
-    """Metric names and labels in a PromQL expression."""
+    """Returns metric names and labels in a PromQL expression."""
     bare = re.sub(r'"[^"]*"', '""', expression)
     labels = set(re.findall(rf"({WORD})\s*(?:=~|!~|!=|=)", bare))
     groupings = r"\b(?:by|without|on|ignoring|group_left|group_right)\s*\(([^)]*)\)"

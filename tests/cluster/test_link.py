@@ -1,4 +1,5 @@
-"""A pair on two hosts whose cable is slow: what `specray bench overlap --link namespaces` measures."""
+"""Tests of a pair on two hosts with a slow cable, as `specray bench overlap --link namespaces` measures
+it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Hosts as network namespaces: they reach each other and nothing else, and their cables can be hurt."""
+"""Tests of network namespaces as hosts: they reach each other and nothing else, and cables can be
+impaired."""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ def test_hosts_reach_each_other_and_a_pulled_cable_cuts_one_off(network: Network
         network.set_link("draft", is_up=False)
         assert not answers(connection, timeout_s=0.5)
         network.set_link("draft", is_up=True)
-        # TCP sends again what was lost.
+        # TCP repeats what was lost.
         connection.settimeout(30)
         assert connection.recv(1) == b"x"
         assert answers(connection, timeout_s=10)

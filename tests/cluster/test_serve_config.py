@@ -1,4 +1,4 @@
-"""The Serve configuration files that ship are ones that Serve and specray both accept in full."""
+"""Tests of the shipped Serve configuration files: Serve and specray accept every key."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_there_is_a_file_for_one_machine_and_one_for_several() -> None:
 
 def test_serve_accepts_the_file_and_knows_every_key(values: dict[str, Any]) -> None:
     ServeDeploySchema.model_validate(values)
-    # Serve ignores what it does not know, so a misspelt key would go unseen.
+    # Serve ignores unknown keys, so a misspelt one would not be seen.
     assert set(values) <= set(ServeDeploySchema.model_fields)
     for application in values["applications"]:
         assert set(application) <= set(ServeApplicationSchema.model_fields)

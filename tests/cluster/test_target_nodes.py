@@ -1,4 +1,5 @@
-"""Groups of ranks over the nodes of a Ray cluster: where they are, in which order, what a lost node costs."""
+"""Tests of tensor-parallel groups over the nodes of a Ray cluster: placement, order, and the loss of a
+node."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> tuple[int, ...]:
-    """What the library alone writes."""
+    """Returns the output of the library alone."""
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     output = reference.generate(
         torch.tensor([PROMPT]), attention_mask=torch.ones(1, len(PROMPT), dtype=torch.int64),
@@ -128,7 +129,7 @@ class Site:
         return await GrpcVerifier.connect(address, timeout_s=20)
 
     async def rank_nodes(self) -> list[str]:
-        """The node of each rank."""
+        """Returns the node of each rank."""
         return [rank.node_id for rank in await self.groups[-1].processes()]
 
     async def tokens(self, request_id: str) -> AsyncIterator[int]:
@@ -179,7 +180,7 @@ async def test_a_group_that_cannot_start_says_why_and_leaves_nobody_behind(
     try:
         with pytest.raises(ConfigError, match=str(tmp_path)):
             await site.router.start()
-        # Ray ends actors in its own time.
+        # Ray ends actors asynchronously.
         with pytest.raises(ray.exceptions.RayActorError):
             async with asyncio.timeout(30.0):
                 while True:

@@ -1,4 +1,4 @@
-"""Who listens where: the sockets of a process and of all that descend from it."""
+"""Finds the listening sockets of a process and of all its descendants."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ class Listener:
     """One TCP socket that accepts connections."""
 
     process: str
-    """As the kernel names it: the first 15 characters."""
+    """Name of the process in the kernel: its first 15 characters."""
     address: str
     port: int
 
     @property
     def is_local(self) -> bool:
-        """Nobody reaches it from another machine."""
+        """True if nobody reaches it from another machine."""
         address = ipaddress.ip_address(self.address)
         mapped = getattr(address, "ipv4_mapped", None)
         return (mapped or address).is_loopback
 
 
 def descendants(root: int) -> list[int]:
-    """The process and all below it."""
+    """Returns the process and all its descendants."""
     parents: dict[int, int] = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -39,7 +39,7 @@ def descendants(root: int) -> list[int]:
 
 
 def listeners(root: int) -> set[Listener]:
-    """What the process and its descendants listen on; unix sockets are not among it."""
+    """Returns the TCP sockets on which the process and its descendants listen."""
     owners = {inode: process for process in descendants(root) for inode in _sockets(process)}
     found = set()
     for name in ("tcp", "tcp6"):
@@ -61,6 +61,6 @@ def _sockets(process: int) -> Iterator[str]:
 
 
 def _decode(text: str) -> str:
-    """The kernel writes an address as 32-bit words in the machine's order."""
+    """Decodes an address, which the kernel writes as 32-bit words in the machine's byte order."""
     words = bytes.fromhex(text)
     return str(ipaddress.ip_address(b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))))

@@ -1,23 +1,30 @@
-"""The service that end-to-end tests talk to, as they see it."""
+"""The service that end-to-end tests talk to."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from specray.config import Config
+from specray.bench.compare.peers.process import free_port
+from specray.config import Config, parse_config
+from specray.serving.launch import running_service
 
 DEADLINE_S = 60.0
+# float32: a forward's width does not change the tokens, so outputs can be compared exactly.
+# One thread each: OpenMP threads that share a core with others' spin instead of working.
+ENGINE = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "num_threads": 1, "profile_s": 0.5}
+"""Settings of both engines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """Where the service under test listens."""
+    """Addresses of the service under test."""
 
     config: Config
     url: str
@@ -28,8 +35,33 @@ class Service:
         return self.config.model_name
 
 
+@contextlib.contextmanager
+def started(**sections: Mapping[str, Any]) -> Iterator[Service]:
+    """Starts a service and ends it with the block.
+
+    Args:
+        sections: additions to sections of the configuration: target, draft, speculation, router, auth, rpc.
+    """
+    values: dict[str, Mapping[str, Any]] = {
+        "target": ENGINE,
+        "draft": ENGINE,
+        "speculation": {"num_speculative_tokens": 4, "overlap": "auto"},
+        "http": {"port": free_port()},
+        "grpc": {"port": free_port()},
+        "router": {"round_timeout_s": 2.0, "start_timeout_s": 120},
+    }
+    values |= {name: {**values.get(name, {}), **added} for name, added in sections.items()}
+    config = parse_config(values)
+    with running_service(config):
+        yield Service(
+            config=config,
+            url=f"http://127.0.0.1:{config.http.port}",
+            grpc_address=f"127.0.0.1:{config.grpc.port}",
+        )
+
+
 def family() -> list[int]:
-    """This process and all that descend from it."""
+    """Returns this process and all its descendants."""
     parents: dict[int, int] = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -41,7 +73,7 @@ def family() -> list[int]:
 
 
 def processes(name: str) -> list[int]:
-    """Those of this service whose title begins with ``name``, as Ray titles its workers."""
+    """Returns this service's processes whose title begins with ``name``; Ray titles its workers."""
     found = []
     for process in family():
         with contextlib.suppress(OSError):
@@ -51,7 +83,7 @@ def processes(name: str) -> list[int]:
 
 
 def is_running(process: int) -> bool:
-    """Neither gone nor waiting to be buried."""
+    """True for a process that has not ended."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

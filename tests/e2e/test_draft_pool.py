@@ -41,7 +41,10 @@ COUPLED: dict[str, Any] = {"temperature": 1, "seed": 3}
 
 
 @pytest.fixture(scope="module")
-def service() -> Iterator[Service]:
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    # Its streams, over unix sockets, ask for a secret: without it no draft would be of use.
+    secret: Path = tmp_path_factory.mktemp("secret") / "secret"
+    secret.write_text("a secret of this test")
     engine = {
         "dtype": "float32",
         "max_model_len": 512,
@@ -57,6 +60,7 @@ def service() -> Iterator[Service]:
             "http": {"port": free_port()},
             "grpc": {"port": free_port()},
             "router": {"start_timeout_s": START_TIMEOUT_S},
+            "rpc": {"secret_file": str(secret)},
         }
     )
     ray.init(
@@ -77,7 +81,7 @@ def service() -> Iterator[Service]:
 
 
 def deploy(config: Config, *, user_config: dict[str, Any] | None) -> None:
-    """As ``serve deploy`` does, which needs Ray's dashboard; returns when all parts run."""
+    """Deploys as ``serve deploy`` does, which needs Ray's dashboard; returns when all parts run."""
     application: dict[str, Any] = {
         "name": APP_NAME,
         "route_prefix": "/",
@@ -123,7 +127,7 @@ async def eventually(condition: Callable[[], Awaitable[bool]], what: str) -> Non
 
 
 async def draft_in_use() -> int:
-    """The process of the draft that the router leases."""
+    """Returns the process of the draft that the router leases."""
     handle: Any = serve.get_deployment_handle("Draft", APP_NAME)
     end = time.monotonic() + DEADLINE_S
     while time.monotonic() < end:
@@ -154,7 +158,8 @@ async def metric_by_source(http: aiohttp.ClientSession) -> float:
 async def streamed(
     http: aiohttp.ClientSession, service: Service, disturb: Callable[[], Awaitable[None]], **fields: Any
 ) -> tuple[str, float]:
-    """The text of a stream that is disturbed at its second chunk, and its longest pause in seconds."""
+    """Returns the text of a stream that is disturbed at its second chunk, and its longest pause in
+    seconds."""
     pieces: list[str] = []
     arrived: list[float] = []
     task = None

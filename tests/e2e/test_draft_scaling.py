@@ -1,4 +1,4 @@
-"""Replicas that come when there is work for them, over real Ray and HTTP."""
+"""Tests of autoscaling over real Ray and HTTP: replicas come when there is work for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.e2e.service import DEADLINE_S, Service, complete
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 DELAYS = {"upscale_delay_s": 0, "downscale_delay_s": 1, "look_back_s": 10.1}
-"""A draft that is judged too early is gone after a second."""
+"""Delays in seconds; a draft that is judged too early is gone after a second."""
 DRAFT = {
     "autoscaling": {"min_replicas": 0, "max_replicas": 2, "target_busy_share": 0.05, **DELAYS},
 }
@@ -29,7 +29,7 @@ PROMPT = "def fibonacci(n):\n"
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_metrics() -> Iterator[None]:
-    """Replicas tell Serve every second instead of every ten; before the service starts."""
+    """Lets replicas report to Serve every second instead of every ten; before the service starts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "1")
         yield
@@ -60,7 +60,7 @@ async def test_without_a_draft_tokens_are_the_same_and_the_first_request_brings_
 
 
 async def replicas(http: aiohttp.ClientSession) -> dict[str, int]:
-    """How many of each deployment answer a scrape."""
+    """Returns the number of replicas of each deployment that answer a scrape."""
     async with http.get("/metrics") as response:
         text = await response.text()
     found = set(re.findall(r'deployment="(Router|Draft)",replica="([^"]+)"', text))
@@ -68,7 +68,7 @@ async def replicas(http: aiohttp.ClientSession) -> dict[str, int]:
 
 
 async def until(http: aiohttp.ClientSession, wanted: dict[str, int]) -> float:
-    """Waits for so many replicas of each; the seconds that it took."""
+    """Waits for the wanted number of replicas; returns the seconds that it took."""
     started_s = time.monotonic()
     while (found := await replicas(http)) != wanted:
         assert time.monotonic() < started_s + DEADLINE_S, found

@@ -50,12 +50,12 @@ class Command:
 
     @property
     def logs(self) -> Path:
-        """Where Ray keeps what all processes write."""
+        """Directory in which Ray keeps the logs of all processes."""
         (session,) = Path(tempfile.gettempdir()).glob(f"ray/session_*_{self.process}")
         return session / "logs"
 
     def ray_token(self) -> str:
-        """What its processes show each other."""
+        """Token that Ray's processes show each other."""
         environment = Path(f"/proc/{descendants(self.process)[-1]}/environ").read_bytes().split(b"\0")
         (entry,) = [entry for entry in environment if entry.startswith(b"RAY_AUTH_TOKEN=")]
         return entry.partition(b"=")[2].decode()
@@ -67,7 +67,7 @@ class Command:
 @pytest.fixture(scope="module")
 def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
     home = tmp_path_factory.mktemp("home")
-    # Compiled kernels are nobody's secret, and take a minute.
+    # Compiled kernels are no secret, and compiling takes a minute.
     kernels = Path.home() / ".cache" / "specray"
     kernels.mkdir(parents=True, exist_ok=True)
     (home / ".cache").mkdir()
@@ -86,7 +86,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
     }
     path = home / "config.yaml"
     path.write_text(json.dumps(values))
-    # As a user has it: nothing says how Ray is to guard itself.
+    # As a user's environment: nothing sets how Ray authenticates.
     unset = {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_ADDRESS"}
     environment = {name: value for name, value in os.environ.items() if name not in unset}
     with (home / "output").open("wb") as output:
@@ -128,7 +128,7 @@ async def http(command: Command) -> Any:
 
 
 async def complete(http: aiohttp.ClientSession, **headers: str) -> tuple[dict[str, Any], list[str]]:
-    """The answer, and what it says in X-Request-Id."""
+    """Returns the response, and its X-Request-Id."""
     body = {"prompt": PROMPT, "max_tokens": 16, "temperature": 0}
     async with http.post("/v1/completions", json=body, headers=headers) as response:
         assert response.status == 200
@@ -136,7 +136,7 @@ async def complete(http: aiohttp.ClientSession, **headers: str) -> tuple[dict[st
 
 
 async def eventually(find: Any, what: str) -> Any:
-    """The first result that is not empty."""
+    """Returns the first result that is not empty."""
     end = time.monotonic() + DEADLINE_S
     while not (found := find()):
         assert time.monotonic() < end, f"not within {DEADLINE_S} s: {what}"
@@ -145,7 +145,7 @@ async def eventually(find: Any, what: str) -> Any:
 
 
 def objects(command: Command) -> list[dict[str, Any]]:
-    """Every JSON object that some process has written on a line of its own."""
+    """Returns every JSON object that a process has written on a line of its own."""
     found = []
     for line in command.written().splitlines():
         if line.startswith("{") and line.endswith("}"):
@@ -180,7 +180,7 @@ async def test_ray_answers_only_who_has_this_services_token(command: Command) ->
 
 
 async def scrape(http: aiohttp.ClientSession) -> list[Any]:
-    """The samples of one look at /metrics."""
+    """Returns the samples of one scrape of /metrics."""
     async with http.get("/metrics") as response:
         families = list(text_string_to_metric_families(await response.text()))
     assert len({family.name for family in families}) == len(families)
@@ -188,7 +188,7 @@ async def scrape(http: aiohttp.ClientSession) -> list[Any]:
 
 
 def replicas(samples: Iterable[Any]) -> dict[str, int]:
-    """How many replicas of each deployment are shown."""
+    """Returns the number of replicas of each deployment in the samples."""
     found = {(sample.labels["deployment"], sample.labels["replica"]) for sample in samples}
     return {name: sum(name == other for other, _ in found) for name in REPLICAS}
 

@@ -1,4 +1,4 @@
-"""The whole path over real Ray, HTTP and gRPC: what users see, also when a draft dies."""
+"""Tests of the whole path over real Ray, HTTP and gRPC: what users see, also when a draft dies."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def openai(service: Service) -> AsyncIterator[AsyncOpenAI]:
 
 
 async def metric(http: aiohttp.ClientSession, name: str) -> float:
-    """The sum of a metric over its labels."""
+    """Returns the sum of a metric over its labels."""
     async with http.get("/metrics") as response:
         lines = (await response.text()).splitlines()
     values = [float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name]

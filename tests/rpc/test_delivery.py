@@ -12,9 +12,9 @@ import pytest
 from grpc import aio
 from hypothesis import given
 from hypothesis import strategies as st
-from specray.actors.outlets import Outlets
 
 from specray.actors.mailbox import Mailbox
+from specray.actors.stream_sinks import StreamSinks
 from specray.errors import EngineLostError, ProtocolError
 from specray.requests import FinishReason, OutputChunk, SpeculationStats
 from specray.router.transport.clock import SystemClock
@@ -76,8 +76,8 @@ async def mailbox_at(address: str, options: ChannelOptions | None = None) -> Asy
         await mailbox.stop()
 
 
-def outlets(options: ChannelOptions | None = None) -> Outlets:
-    return Outlets(SystemClock(), interval_s=0.0, options=options or ChannelOptions())
+def stream_sinks(options: ChannelOptions | None = None) -> StreamSinks:
+    return StreamSinks(SystemClock(), interval_s=0.0, options=options or ChannelOptions())
 
 
 @pytest.mark.parametrize("host", ["unix", "tcp"])
@@ -86,43 +86,43 @@ async def test_chunks_reach_the_mailbox_of_their_request_and_no_other(host: str,
         mailbox_at(address if host == "unix" else "127.0.0.1:0") as mailbox,
         asyncio.timeout(DEADLINE_S),
     ):
-        ways = outlets()
-        outlet = ways.to(mailbox.address)
-        assert ways.to(mailbox.address) is outlet
+        sinks = stream_sinks()
+        sink = sinks.to(mailbox.address)
+        assert sinks.to(mailbox.address) is sink
         received = mailbox.open("a")
-        sent, stranger = outlet.open("a"), outlet.open("b")
+        sent, stranger = sink.open("a"), sink.open("b")
         stranger.push([5], ())
         stranger.finish(FinishReason.LENGTH)
         sent.push([1, 2], ())
         sent.finish(FinishReason.STOP, stop_reason="end")
-        await outlet.wait_ended(sent)
+        await sink.wait_ended(sent)
         assert await received.whole() == OutputChunk("a", (1, 2), (), FinishReason.STOP, "end")
-        await ways.close()
+        await sinks.close()
 
 
 async def test_an_ingress_that_ends_fails_its_requests_and_the_next_one_connects_anew(address: str) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        ways = outlets()
+        sinks = stream_sinks()
         async with mailbox_at(address) as mailbox:
             received = mailbox.open("a")
-            outlet = ways.to(mailbox.address)
-            delivery = outlet.open("a")
+            sink = sinks.to(mailbox.address)
+            delivery = sink.open("a")
             delivery.push([1], ())
             await anext(received.chunks(SystemClock(), 0))
         with pytest.raises(EngineLostError, match="ingress at unix:"):
-            await outlet.wait_ended(delivery)
+            await sink.wait_ended(delivery)
         async with mailbox_at(address) as mailbox:
-            assert ways.to(mailbox.address) is not outlet
-        await ways.close()
+            assert sinks.to(mailbox.address) is not sink
+        await sinks.close()
 
 
 async def test_an_ingress_that_cannot_be_reached_fails_the_request(address: str) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        ways = outlets()
-        outlet = ways.to(address)
+        sinks = stream_sinks()
+        sink = sinks.to(address)
         with pytest.raises(EngineLostError, match="UNAVAILABLE"):
-            await outlet.wait_ended(outlet.open("a"))
-        await ways.close()
+            await sink.wait_ended(sink.open("a"))
+        await sinks.close()
 
 
 async def test_a_peer_without_the_secret_delivers_nothing(address: str, tmp_path: Path) -> None:

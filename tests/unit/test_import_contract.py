@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "tokenization": SEAMS | {"demo"},
     "demo": VOCABULARY,
     "train": VOCABULARY,
-    "engine": SEAMS - {"requests"} | {"demo"},
+    "engine": SEAMS - {"requests"} | {"demo", "tokenization"},
     "drafting": SEAMS,
     "control": VOCABULARY | {"config"},
     "rpc": SEAMS,

@@ -1,4 +1,4 @@
-{{/* Combinations that every value's own type allows and that cannot work. */}}
+{{/* Refuses combinations of values that cannot work. */}}
 {{- define "specray.checks" -}}
 {{- $names := list -}}
 {{- range .Values.workerGroups -}}
@@ -15,7 +15,7 @@
 {{- $termination := int .Values.gracePeriods.terminationSeconds -}}
 {{- $drain := int .Values.gracePeriods.drainSeconds -}}
 {{- if lt $termination (add $drain 15 | int) -}}
-{{- fail (printf "gracePeriods.terminationSeconds is %d; allowed: drainSeconds + 15 = %d at least" $termination (add $drain 15 | int)) -}}
+{{- fail (printf "gracePeriods.terminationSeconds is %d; allowed: drainSeconds + 15 = %d or more" $termination (add $drain 15 | int)) -}}
 {{- end -}}
 {{- if ne .Values.config.rpc.listen "node" -}}
 {{- fail "config.rpc.listen is loopback; allowed: node, since engines and router are in several pods" -}}
@@ -52,7 +52,7 @@
 {{- range .Values.workerGroups -}}
 {{- $most := hasKey . "maxReplicas" | ternary .maxReplicas .replicas | int -}}
 {{- if and (eq .name $group) (gt $most $num) -}}
-{{- fail (printf "workerGroups %s: of %d pods those without an Ingress would refuse gRPC; allowed: config.ingress.num_replicas = %d at most" $group $most $num) -}}
+{{- fail (printf "workerGroups %s: of %d pods those without an Ingress would refuse gRPC; allowed: config.ingress.num_replicas = %d or less" $group $most $num) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

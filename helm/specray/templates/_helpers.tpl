@@ -14,7 +14,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 
-{{/* On pods, and nothing else of the chart's: whatever changes there makes KubeRay start a second cluster. */}}
+{{/* Labels of pods. None of the chart's other labels: a change here makes KubeRay start a second cluster. */}}
 {{- define "specray.podLabels" -}}
 specray.io/service: {{ include "specray.fullname" . }}
 {{- end }}
@@ -44,8 +44,8 @@ specray.io/service: {{ include "specray.fullname" . }}
 {{ int .Values.config.grpc.port }}
 {{- end }}
 
-{{/* The names of the worker groups that a part's label selector allows, by Ray's rules for one label: v, !v,
-     in(v,w), !in(v,w). All of them where it says nothing. Separated by commas. */}}
+{{/* Names of the worker groups that a part's label selector allows, separated by commas; all without a selector.
+     Ray's rules for one label: v, !v, in(v,w), !in(v,w). */}}
 {{- define "specray.groupsOf" -}}
 {{- $wanted := dig .part "ray_actor_options" "label_selector" "specray.io/group" "" .root.Values.config -}}
 {{- $isNot := hasPrefix "!" $wanted -}}
@@ -161,7 +161,7 @@ securityContext:
   value: {{ .Values.logLevel }}
 {{- end }}
 
-{{/* One init container per download that concerns the group. */}}
+{{/* Init containers of a group, one per download that it needs. */}}
 {{- define "specray.downloads" -}}
 {{- $root := .root -}}
 {{- $group := .group -}}

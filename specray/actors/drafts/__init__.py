@@ -1,1 +1,1 @@
-"""Drafts on Ray: the Draft deployment, its group of ranks, and where a router leases one."""
+"""Drafts on Ray: the Draft deployment, its group of ranks, and the source from which a router leases one."""

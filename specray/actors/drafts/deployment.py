@@ -1,4 +1,4 @@
-"""The Draft deployment: one draft and one gRPC server per replica, leased by Routers."""
+"""The Draft deployment: one draft with its gRPC server per replica, leased by Routers."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ from specray.metrics.router import DraftMetrics
 logger = logging.getLogger(__name__)
 
 DRAIN_S = 5.0
-"""A draft that ends, or gets another model, serves its routers so long while they look for another."""
+"""Seconds that a stopping draft, or one that changes its model, still serves routers looking for another."""
 UNJUDGED_S = 20.0
-"""A draft that has just come has done nothing: routers ask for one every few seconds, and replicas tell
-Serve of themselves every 10. Judged by that it would be sent away before it was of use, and the next one too:
-with a downscale_delay_s of 1, six came and went in 85 s of load."""
+"""Seconds after start in which a draft reports no busy share. It starts idle, since routers look for a draft
+every few seconds and replicas report every 10; judged by that it would be removed again at once: with a
+downscale_delay_s of 1, six replicas came and went in 85 s of load."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftLease:
-    """Where a Router reaches a draft, and how much that has to do."""
+    """Address and load of a draft, as offered to a Router."""
 
     replica_id: str
     node_id: str
     pid: int
     address: str
-    """Of the replica's DraftService: ``unix:/path`` or ``host:port``."""
+    """Address of the replica's DraftService: ``unix:/path`` or ``host:port``."""
     num_routers: int = 0
-    """That use it now."""
+    """Routers that use it now."""
     busy_share: float = 0.0
-    """Of the last seconds, how much it computed: 0..1."""
+    """Share of the last seconds in which it computed, 0..1."""
 
 
 class DraftReplica:
-    """A Serve replica around a draft. Calls through Serve only lease; tokens go over gRPC.
+    """A Serve replica around a draft. Calls through Serve only lease it; tokens go over gRPC.
 
-    The engine is loaded by ``reconfigure``, which Serve calls after the constructor, and again when the
-    deployment's ``user_config`` changes: so a service that runs gets another draft model, one replica after
-    the other, and neither its routers nor their targets notice more than a move.
+    ``reconfigure`` loads the engine. Serve calls it after the constructor, and again when the deployment's
+    ``user_config`` changes: so a running service changes its draft model one replica at a time, and routers
+    merely move from one draft to another.
     """
 
     def __init__(self, values: dict[str, Any]) -> None:
@@ -66,15 +66,14 @@ class DraftReplica:
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Loads the draft that the configuration names.
 
-        One that serves already does so until then. Of several ranks it ends before: a process has a place in
-        one group at a time, and the ranks' resources are its own.
+        An earlier draft serves until the new one is loaded. With several ranks it ends before, since a
+        process can be in one group at a time and the new ranks need its resources.
 
         Args:
-            user_config: ``{"draft": {...}}``: values that take the place of those of the service's own
-                configuration.
+            user_config: ``{"draft": {...}}``: values that override the service's own configuration.
 
         Raises:
-            ConfigError: a value is wrong, or the model is. Serve then replaces the replica.
+            ConfigError: a value or the model is wrong. Serve then replaces the replica.
             EngineLostError: the model was not loaded in time.
         """
         config = self._merge(user_config)
@@ -85,7 +84,7 @@ class DraftReplica:
         if config.draft.tensor_parallel_size > 1:
             followers = _followers(config)
             if before is not None:
-                # Whoever asks for a lease meanwhile goes elsewhere.
+                # Requests for a lease are refused meanwhile.
                 self._group = None
                 await before.stop(drain_s=DRAIN_S)
         group = DraftGroup(config, followers)
@@ -100,7 +99,7 @@ class DraftReplica:
             task.add_done_callback(self._retiring.discard)
 
     async def lease(self) -> DraftLease:
-        """The way to this replica's engine, and its load. Raises EngineLostError while it cannot work."""
+        """Address and load of this replica's engine. Raises EngineLostError while it cannot work."""
         group = self._group
         if group is None:
             raise EngineLostError("the draft is not loaded yet")
@@ -117,12 +116,12 @@ class DraftReplica:
         )
 
     async def metrics_text(self) -> str:
-        """This replica's metrics, with its labels."""
+        """Metrics of this replica in Prometheus text format, with its labels."""
         group = self._group
         return with_labels(self._metrics.text(None if group is None else group.server.info))
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """For ``scaling.DraftScalingPolicy``: at first nothing of how busy it is."""
+        """Figures for ``scaling.DraftScalingPolicy``; without the busy share at first, see UNJUDGED_S."""
         group = self._group
         if group is None:
             return {}
@@ -132,12 +131,12 @@ class DraftReplica:
         return load
 
     async def check_health(self) -> None:
-        """Liveness, cheap; see ``DraftGroup.check``. Raises EngineLostError."""
+        """Cheap liveness check, see ``DraftGroup.check``. Raises EngineLostError."""
         if self._group is not None:
             await self._group.check()
 
     async def __del__(self) -> None:
-        # Serve awaits this before it ends the replica's process.
+        # Serve awaits this before it ends the process.
         group = getattr(self, "_group", None)
         if group is not None:
             await group.stop(drain_s=DRAIN_S)

@@ -1,4 +1,4 @@
-"""A draft in service: rank 0 with its gRPC server in this process, and the other ranks as its actors."""
+"""A running draft: rank 0 with its gRPC server in this process, and the other ranks as actors."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ logger = logging.getLogger(__name__)
 
 GRACE_S = 1.0
 MAX_CALL_S = 60.0
-"""An engine call that lasts so long never ends: its size is bounded, and it should take milliseconds."""
+"""Seconds after which an engine call counts as hung; calls are bounded and should take milliseconds."""
 SILENCE_S = 4.0
-"""A rank that does not answer for so long fails a health check. Serve gives one 5 s, and waits for three."""
+"""Seconds without an answer after which a rank fails a health check. Serve allows a check 5 s, and three
+fails."""
 
 
 class DraftGroup:
-    """One draft, of one rank or several; made, started and stopped on one event loop.
+    """One draft with one rank or several; made, started and stopped on one event loop.
 
-    With several it is the only one in its process, whose place in a group of ranks is a single one. Used
-    once: after ``stop`` another takes its place.
+    A draft with several ranks is the only one in its process, because a process can be in one group only. Not
+    reusable: after ``stop`` make another.
 
     Args:
         config: the whole configuration.
-        followers: the other ranks, not placed yet; None for a draft of one rank.
+        followers: the other ranks, not placed yet; None for a draft with one rank.
     """
 
     def __init__(self, config: Config, followers: PlacedRanks | None = None) -> None:
@@ -45,24 +46,24 @@ class DraftGroup:
         self._server: EngineServerThread | None = None
         self._watch: asyncio.Task[None] | None = None
         self._lost: str | None = None
-        """Why a rank can no longer work."""
+        """Reason why a rank can no longer work; None: all work."""
         self._is_silent = False
-        """A rank did not answer when it was asked last."""
+        """Whether a rank did not answer the last check."""
 
     @property
     def server(self) -> EngineServerThread:
-        """Of this process's engine; after ``start``."""
+        """Server of this process's engine; after ``start``."""
         assert self._server is not None, "server comes after start"
         return self._server
 
     @property
     def can_be_leased(self) -> bool:
-        """Nothing is known that would make a router wait in vain."""
+        """Whether a router may lease it: no failure is known."""
         is_stuck = self.server.call_s > self.config.router.round_timeout_s
         return self._lost is None and not self._is_silent and not is_stuck
 
     async def start(self) -> None:
-        """Places the other ranks, loads every shard, and serves.
+        """Places the other ranks, loads every shard, and starts the server.
 
         Raises:
             ConfigError: the model or a setting is wrong; no other rank is left running.
@@ -74,10 +75,10 @@ class DraftGroup:
             self._watch = asyncio.create_task(self._watch_followers(self._followers))
 
     async def check(self) -> None:
-        """The engine works and gets on, and every other rank is there and answers. Cheap.
+        """Checks cheaply that the engine makes progress and every other rank answers.
 
         Raises:
-            EngineLostError: not so.
+            EngineLostError: it does not, or a rank is gone.
         """
         if self._lost is not None:
             raise EngineLostError(self._lost)
@@ -98,11 +99,11 @@ class DraftGroup:
         self._is_silent = False
 
     async def stop(self, *, drain_s: float) -> None:
-        """Ends the server, whose routers are served for up to ``drain_s`` seconds, and then all ranks."""
+        """Ends the server, which serves its routers for up to ``drain_s`` seconds, and then all ranks."""
         if self._watch is not None:
             self._watch.cancel()
         if self._lost is not None or self._is_silent:
-            # The engine may wait for them, and its routers for the engine.
+            # The engine may wait for the ranks, and its routers for the engine.
             self._stop_followers()
             drain_s = 0.0
         if self._server is not None:
@@ -130,7 +131,7 @@ class DraftGroup:
     async def _watch_followers(self, followers: PlacedRanks) -> None:
         self._lost = await followers.ended()
         logger.error("%s", self._lost)
-        # Alone none of them can do anything; an engine that waits for them finds that they are gone.
+        # Ranks are useless without each other; an engine that waits for them sees that they are gone.
         followers.stop()
 
     def _stop_followers(self) -> None:

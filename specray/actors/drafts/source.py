@@ -1,4 +1,4 @@
-"""Where a router leases its draft: a Serve handle inside Ray."""
+"""Source from which a router leases its draft, by a Serve handle of the Draft deployment."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from specray.rpc.loop_thread import run_on
 logger = logging.getLogger(__name__)
 
 NUM_ASKED = 4
-"""Serve spreads calls that overlap: of a few drafts all are asked, of many some, at random."""
+"""Concurrent lease calls. Serve spreads them over replicas: they reach all of a few drafts, a sample of
+many."""
 GRACE_S = 0.25
-"""For others' answers once the first is there."""
+"""Seconds to wait for further answers after the first one."""
 
 
 class ServeDrafterSource:
     """interfaces.DrafterPool over the Draft deployment; gRPC carries the tokens.
 
-    Serve knows how many calls a replica has, but a lease is over as soon as it is answered. So several
-    replicas are asked at once how many routers they have, and the one with the fewest is taken: the power of
-    a few choices, over the real load. One that hangs is not waited for.
+    Serve balances by running calls, but a lease call ends at once. So several replicas are asked at once how
+    many routers they have, and the one with the fewest is taken (power of a few choices). One that hangs is
+    not waited for.
 
     Args:
-        handle: of the Draft deployment.
-        serve_loop: the event loop on which the handle may be used; connections live on the caller's.
-        timeout_s: for the answers and for a connection, each, in seconds.
-        options: of the connections.
+        handle: handle of the Draft deployment.
+        serve_loop: event loop on which the handle may be used; connections live on the caller's.
+        timeout_s: seconds for the answers, and again for a connection.
+        options: gRPC options of the connections.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class ServeDrafterSource:
         raise error
 
     async def lease_better(self, current: Drafter) -> Drafter | None:
-        """See interfaces.DrafterPool: the other must have at least two routers fewer, so moves even out."""
+        """See interfaces.DrafterPool: the other draft must have at least two routers fewer, to end moves."""
         offers = await run_on(self._serve_loop, self._ask())
         if len(offers) < 2:
             return None
@@ -76,7 +77,7 @@ class ServeDrafterSource:
         return await GrpcDrafter.connect(offer.address, timeout_s=self._timeout_s, options=self._options)
 
     async def _ask(self) -> list[DraftLease]:
-        """Offers, the best first, at least one. Raises EngineLostError."""
+        """Returns at least one offer, the best first. Raises EngineLostError."""
         asking = {asyncio.ensure_future(self._ask_one()) for _ in range(NUM_ASKED)}
         offers: dict[str, DraftLease] = {}
         errors: list[BaseException] = []
@@ -117,5 +118,5 @@ class ServeDrafterSource:
 
 
 def _load(offer: DraftLease) -> tuple[int, float, float]:
-    # Among equals any will do, but not the same for all who ask at once.
+    # Ties are broken at random, so that routers asking at the same time do not all take the same draft.
     return offer.num_routers, round(offer.busy_share, 1), random.random()

@@ -1,1 +1,1 @@
-"""Tensor-parallel targets on Ray: placement, ranks, and the group that lives and ends as one."""
+"""Tensor-parallel targets on Ray: placement, ranks, and the group that starts and ends as one."""

@@ -1,4 +1,4 @@
-"""A tensor-parallel group as one thing: it starts as a whole or not at all, and ends as a whole."""
+"""Tensor-parallel groups of rank actors: a group starts as a whole or not at all, and ends as a whole."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ from specray.environment import rank_environment
 from specray.errors import ConfigError, EngineLostError
 
 THREADS_PER_RANK = 4
-"""One waits for the end of the rank, one runs checks, one starts or stops it."""
+"""Threads of a rank actor: one waits for the rank's end, one runs checks, one starts or stops it; one
+spare."""
 PLACED_POLL_S = 1.0
 END_TIMEOUT_S = 1.0
 
 
 @asynccontextmanager
 async def starting(role: str, timeout_s: float, stop: Callable[[], None]) -> AsyncIterator[None]:
-    """Around a group's start: what fails within it ends the group by ``stop``.
+    """Context of a group's start: a failure within it ends the group by ``stop``.
 
     Raises:
-        ConfigError: a setting is wrong, as a rank or the placement has found.
+        ConfigError: a rank or the placement found a wrong setting.
         EngineLostError: a rank failed, or not all were ready within ``timeout_s``.
     """
     try:
@@ -57,12 +58,12 @@ async def starting(role: str, timeout_s: float, stop: Callable[[], None]) -> Asy
 class PlacedRanks:
     """Rank actors in bundles of a placement group, owned by the process that made them and dying with it.
 
-    Used once: after ``stop`` others take their place in the placement group.
+    Not reusable: after ``stop`` make others for the same placement group.
 
     Args:
         config: the whole configuration; every rank reads its own part.
-        actor_class: of the ranks.
-        placement_group: holds the owner in bundle 0 and one of the ranks in each of the others.
+        actor_class: class of the rank actors.
+        placement_group: has the owner in bundle 0 and one rank in each other bundle.
     """
 
     def __init__(self, config: Config, actor_class: type[Rank], placement_group: PlacementGroup) -> None:
@@ -71,17 +72,17 @@ class PlacedRanks:
         self._placement_group = placement_group
         self._first_rank = 0
         self._processes: list[LocalProcess] = []
-        """Those on this node."""
+        """Rank processes on this node."""
         self.actors: list[Any] = []
 
     async def place(self, num_ranks: int, *, first_rank: int = 0) -> None:
-        """Makes the actors, which load nothing yet.
+        """Creates the actors, which load nothing yet.
 
         Args:
-            first_rank: number of the first; one before it is the owner itself.
+            first_rank: rank of the first actor; lower ranks run in the owner.
 
         Raises:
-            ConfigError: they cannot be a group where they are.
+            ConfigError: the actors cannot form a group where they are.
             ray.exceptions.RayError: an actor is gone.
         """
         nodes = await self._bundle_nodes()
@@ -96,11 +97,11 @@ class PlacedRanks:
         check_own_gpus([*placed, *([own_process()] if first_rank else [])], role=role)
 
     async def start(self, meeting: str | None) -> list[str | None]:
-        """Loads every shard. Returns each rank's address, see ``Rank.start``, whose exceptions it raises."""
+        """Loads every shard and returns each rank's address. Raises what ``Rank.start`` raises."""
         return list(await asyncio.gather(*(actor.start.remote(meeting) for actor in self.actors)))
 
     async def processes(self) -> list[RankProcess]:
-        """Where each rank is, in order; once they are placed.
+        """Process of each rank, in rank order; after placement.
 
         Raises:
             ray.exceptions.RayError: a rank is gone.
@@ -108,7 +109,7 @@ class PlacedRanks:
         return list(await asyncio.gather(*(actor.process.remote() for actor in self.actors)))
 
     async def ended(self) -> str:
-        """Returns when the first rank can no longer work, and says why; after ``start``."""
+        """Waits until a rank can no longer work; returns the reason. Call after ``start``."""
         ends = [asyncio.ensure_future(self._end(rank)) for rank in range(len(self.actors))]
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -118,16 +119,16 @@ class PlacedRanks:
                 end.cancel()
 
     def stop(self) -> None:
-        """Ends every rank, also one that hangs; idempotent. What they held is free once they are gone."""
+        """Kills every rank, even one that hangs; idempotent. Returns once their resources are free."""
         for process in self._processes:
             process.kill()
         for actor in self.actors:
             ray.kill(actor)
 
     async def end(self) -> None:
-        """Ends ranks that work: Ray asks them first, and reports no accident then; idempotent.
+        """Ends working ranks in order, so that Ray reports no failure; idempotent.
 
-        One that has not ended within ``END_TIMEOUT_S`` hangs, and is ended as ``stop`` does it.
+        A rank that has not ended within ``END_TIMEOUT_S`` is killed as by ``stop``.
         """
         for actor in self.actors:
             ray.kill(actor)
@@ -149,7 +150,7 @@ class PlacedRanks:
                     self._processes.append(LocalProcess(process.pid))
 
     async def _bundle_nodes(self) -> dict[int, str]:
-        """The node of each bundle, once each has one: Ray finds another for those whose node is gone."""
+        """Node of each bundle, once all have one: Ray reschedules bundles whose node is gone."""
         group = self._placement_group
         while not await asyncio.to_thread(group.wait, PLACED_POLL_S):
             pass
@@ -172,11 +173,11 @@ class PlacedRanks:
 class TargetGroup:
     """The ranks of one target, owned by the Router that created them and dying with it.
 
-    Used once: after ``stop`` another group takes its place in the placement group.
+    Not reusable: after ``stop`` make another group for the same placement group.
 
     Args:
         config: the whole configuration; every rank reads its own part.
-        placement_group: holds the Router in bundle 0 and one rank in each of the others.
+        placement_group: has the Router in bundle 0 and one rank in each other bundle.
     """
 
     def __init__(self, config: Config, placement_group: PlacementGroup) -> None:
@@ -188,7 +189,7 @@ class TargetGroup:
         """Places the ranks, loads every shard and returns the leader's address.
 
         Raises:
-            ConfigError: a setting is wrong, as a rank or the placement has found; no rank is left running.
+            ConfigError: a rank or the placement found a wrong setting; no rank is left running.
             EngineLostError: a rank failed, or not all were ready in time; none is left running.
         """
         async with starting("target", self._config.router.start_timeout_s, self.stop):
@@ -201,7 +202,7 @@ class TargetGroup:
         return address
 
     async def processes(self) -> list[RankProcess]:
-        """Where each rank is, in order; once they are placed.
+        """Process of each rank, in rank order; after placement.
 
         Raises:
             ray.exceptions.RayError: a rank is gone.
@@ -209,11 +210,11 @@ class TargetGroup:
         return await self._ranks.processes()
 
     async def ended(self) -> str:
-        """Returns when the first rank can no longer work, and says why; after ``start``."""
+        """Waits until a rank can no longer work; returns the reason. Call after ``start``."""
         return await self._ranks.ended()
 
     async def check(self) -> None:
-        """A real one-token step of the whole group; the caller sets the deadline.
+        """Runs a real one-token step of the whole group; the caller sets the deadline.
 
         Raises:
             EngineLostError: a rank is gone or its engine is broken.
@@ -224,12 +225,12 @@ class TargetGroup:
             raise EngineLostError(first_line(error)) from None
 
     def stop(self) -> None:
-        """Ends every rank, also one that hangs; idempotent. What they held is free once they are gone."""
+        """Kills every rank, even one that hangs; idempotent. Returns once their resources are free."""
         self._ranks.stop()
         self._remove_socket()
 
     async def end(self) -> None:
-        """Ends every rank in order, see ``PlacedRanks.end``; idempotent."""
+        """Ends working ranks in order, see ``PlacedRanks.end``; idempotent."""
         await self._ranks.end()
         self._remove_socket()
 
@@ -239,11 +240,11 @@ class TargetGroup:
 
 
 def check_one_host(node_ids: set[str], nodes: Sequence[dict[str, Any]], *, role: str) -> None:
-    """Nobody beyond a machine can reach its loopback interface.
+    """Checks that a group listening on loopback is on one machine, since others cannot reach it there.
 
     Args:
-        node_ids: where the group is.
-        nodes: as Ray lists them.
+        node_ids: nodes of the group.
+        nodes: all nodes, as Ray lists them.
 
     Raises:
         ConfigError: the group is on several machines.
@@ -257,10 +258,10 @@ def check_one_host(node_ids: set[str], nodes: Sequence[dict[str, Any]], *, role:
 
 
 def check_own_gpus(ranks: Sequence[RankProcess], *, role: str) -> None:
-    """NCCL joins no two ranks on one GPU, and nothing would be won by it.
+    """Checks that no two ranks share a GPU, which NCCL does not support.
 
     Raises:
-        ConfigError: Ray gave several ranks the same.
+        ConfigError: Ray gave several ranks the same GPU.
     """
     taken = Counter((rank.node_id, gpu_id) for rank in ranks for gpu_id in rank.gpu_ids)
     if taken and max(taken.values()) > 1:
@@ -271,5 +272,5 @@ def check_own_gpus(ranks: Sequence[RankProcess], *, role: str) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """What an error of Ray's says, without its traceback."""
+    """Message of a Ray error, without its traceback."""
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,4 +1,4 @@
-"""Where tensor-parallel groups run: the bundles of one placement group, and ranks by node."""
+"""Placement of tensor-parallel groups: the bundles of one placement group, and the order of ranks by node."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Bundle = dict[str, float]
 Strategy = Literal["STRICT_PACK", "PACK"]
 
 FIRST_RANK_BUNDLE = 1
-"""Bundle 0 of the placement group is its owner's: a Router, or a Draft replica, which is rank 0 itself."""
+"""Bundle of the first rank actor. Bundle 0 is the owner's: a Router, or a Draft replica, which is rank 0."""
 NUM_CPUS_PER_RANK = 1.0
 NUM_CPUS_PER_DRAFT_RANK = 0.5
 ACCELERATOR_LABEL = "ray.io/accelerator-type"
@@ -25,7 +25,7 @@ _SET = re.compile(r"(!?)in\((.*)\)")
 
 @dataclass(frozen=True, slots=True)
 class NodeShape:
-    """What placement asks of a node: all that it has, in use or not."""
+    """Total resources and labels of a node, whether in use or not."""
 
     resources: Mapping[str, float]
     labels: Mapping[str, str]
@@ -33,31 +33,31 @@ class NodeShape:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlacement:
-    """The placement group of a Router or of a Draft replica, as Serve takes it."""
+    """The placement group of a Router or a Draft replica, in Serve's terms."""
 
     bundles: list[Bundle]
-    """The owner's, then one for each rank that is an actor of its own."""
+    """Bundles: the owner's, then one for each rank that is an actor."""
     labels: dict[str, str]
-    """What every bundle's node must show; empty: any node."""
+    """Labels that every bundle's node must have; empty: any node."""
     strategy: Strategy
 
     @property
     def label_selectors(self) -> list[dict[str, str]]:
-        """One for each bundle."""
+        """Label selectors, one per bundle."""
         return [self.labels] * len(self.bundles)
 
 
 def place_group(target: TargetConfig, *, router_cpus: float, nodes: Sequence[NodeShape]) -> GroupPlacement:
-    """The placement group of one Router and its ranks; see :func:`place_draft` for where it is."""
+    """Plans the placement group of one Router and its ranks; on which nodes, see :func:`place_draft`."""
     return _placed(target, [{"CPU": router_cpus}, *_rank_bundles_of(target)], nodes)
 
 
 def place_draft(draft: DraftConfig, *, nodes: Sequence[NodeShape]) -> GroupPlacement:
-    """The placement group of one Draft replica, rank 0, and the other ranks.
+    """Plans the placement group of one Draft replica, which is rank 0, and the other ranks.
 
-    ``auto`` keeps the group within one node when some node of ``nodes`` is large enough, busy or not: ranks
-    that meet over a network are many times slower than ranks that wait for their node. With no such node the
-    group spreads over as few as it can.
+    ``auto`` keeps the group within one node if some node of ``nodes`` is large enough, even when busy:
+    waiting for a node is better than ranks that communicate over a network, which are many times slower. If
+    there is no such node, the group spreads over as few as possible.
     """
     return _placed(draft, _rank_bundles_of(draft), nodes)
 
@@ -75,7 +75,7 @@ def _placed(ranks: EngineConfig, bundles: list[Bundle], nodes: Sequence[NodeShap
 
 
 def rank_bundle(ranks: EngineConfig) -> Bundle:
-    """What one rank of a target or a draft reserves."""
+    """Bundle of resources that one rank of a target or a draft reserves."""
     options = ranks.ray_actor_options
     num_cpus = NUM_CPUS_PER_DRAFT_RANK if isinstance(ranks, DraftConfig) else NUM_CPUS_PER_RANK
     bundle: Bundle = {"CPU": options.get("num_cpus", num_cpus)}
@@ -86,7 +86,7 @@ def rank_bundle(ranks: EngineConfig) -> Bundle:
 
 
 def actor_options(bundle: Bundle) -> dict[str, Any]:
-    """Those of an actor that takes all of a bundle."""
+    """Ray options of an actor that takes a whole bundle."""
     resources = dict(bundle)
     return {
         "num_cpus": resources.pop("CPU", 0),
@@ -97,7 +97,7 @@ def actor_options(bundle: Bundle) -> dict[str, Any]:
 
 
 def rank_labels(ranks: EngineConfig) -> dict[str, str]:
-    """What a rank's node must show."""
+    """Labels that a rank's node must have."""
     options = ranks.ray_actor_options
     labels = dict(options.get("label_selector", {}))
     if options.get("accelerator_type"):
@@ -106,7 +106,7 @@ def rank_labels(ranks: EngineConfig) -> dict[str, str]:
 
 
 def fits(bundles: Sequence[Bundle], labels: Mapping[str, str], node: NodeShape) -> bool:
-    """The node could hold all the bundles, were nothing else on it."""
+    """Whether the node could hold all the bundles if nothing else ran on it."""
     needed: Counter[str] = Counter()
     for bundle in bundles:
         needed.update(bundle)
@@ -115,7 +115,7 @@ def fits(bundles: Sequence[Bundle], labels: Mapping[str, str], node: NodeShape) 
 
 
 def _matches(wanted: str, value: str | None) -> bool:
-    """Ray's rules for one label: ``v``, ``!v``, ``in(v,w)``, ``!in(v,w)``."""
+    """Matches one label by Ray's rules: ``v``, ``!v``, ``in(v,w)``, ``!in(v,w)``."""
     if found := _SET.fullmatch(wanted):
         values = {item.strip() for item in found[2].split(",")}
         return (value in values) is not bool(found[1])
@@ -125,22 +125,22 @@ def _matches(wanted: str, value: str | None) -> bool:
 
 
 def ray_nodes() -> list[NodeShape]:
-    """The nodes of the cluster that this process belongs to; none outside a cluster."""
+    """Nodes of this process's cluster; empty outside a cluster."""
     if not ray.is_initialized():
         return []
     return [NodeShape(node["Resources"], node["Labels"]) for node in ray.nodes() if node["Alive"]]
 
 
 def rank_bundles(bundle_nodes: Mapping[int, str], num_ranks: int) -> list[int]:
-    """The bundles of ranks that are actors, in the order of ranks: by node, their owner's own node first.
+    """Returns the bundles of rank actors in rank order: by node, the owner's node first.
 
-    A group that is packed over nodes does not keep its bundles' order. Ranks of one node must follow each
-    other, so that what stays within a node stays off the network; a target's leader is on the Router's node
-    where a rank is there, else on the node with most ranks.
+    Ray may place bundles in any order. Ranks of one node must be consecutive, so that their traffic stays off
+    the network; a target's leader is on the Router's node if a rank is there, else on the node with most
+    ranks.
 
     Args:
         bundle_nodes: node id of each bundle, the owner's included.
-        num_ranks: that are actors: all of a target, all but the first of a draft.
+        num_ranks: number of rank actors: all ranks of a target, all but the first of a draft.
     """
     ranks = range(FIRST_RANK_BUNDLE, FIRST_RANK_BUNDLE + num_ranks)
     sizes = Counter(bundle_nodes[bundle] for bundle in ranks)

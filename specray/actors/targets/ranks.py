@@ -1,4 +1,4 @@
-"""Ranks of tensor-parallel groups: one plain Ray actor each, in their owner's placement group."""
+"""Rank actors of tensor-parallel groups, one plain Ray actor each in their owner's placement group."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 
 
 class RankProcess(NamedTuple):
-    """Where a rank is."""
+    """Node, process and GPUs of a rank."""
 
     node_id: str
     pid: int
     gpu_ids: tuple[str, ...] = ()
-    """Of its node's GPUs, those that Ray gave it."""
+    """GPU ids on its node that Ray assigned."""
 
 
 def own_process() -> RankProcess:
-    """This one."""
+    """This process, as a rank."""
     gpu_ids = tuple(str(gpu_id) for gpu_id in ray.get_gpu_ids())
     return RankProcess(ray.get_runtime_context().get_node_id(), os.getpid(), gpu_ids)
 
 
 class Rank:
-    """One rank. The constructor is light: the model is loaded by ``start``, after every rank exists.
+    """One rank. The constructor is light: ``start`` loads the model, after every rank exists.
 
-    Subclasses say whose rank it is, by ``role`` and by the name that Ray gives to the process.
+    Subclasses set the ``role``; Ray names the process after the class.
     """
 
     role: ClassVar[RoleName]
@@ -50,11 +50,11 @@ class Rank:
         self._worker: LeaderWorker | FollowerWorker | None = None
 
     def process(self) -> RankProcess:
-        """Where it is. Answers while the rank loads and works; one that does not answer hangs."""
+        """Returns the rank's process, even while it loads or works; a rank that does not answer hangs."""
         return own_process()
 
     def open_store(self) -> str:
-        """On the leader: opens the store where the ranks meet, on a free port; returns its ``host:port``."""
+        """Opens the rendezvous store on the leader, on a free port; returns its ``host:port``."""
         from specray.engine.runner.parallel import GroupStore
 
         self._store = GroupStore(listen_host(self._config), timeout_s=self._config.router.start_timeout_s)
@@ -64,7 +64,7 @@ class Rank:
         """Loads this rank's shard. The leader serves gRPC and returns its address, a follower None.
 
         Args:
-            meeting: ``host:port`` of the leader's store; None for a group of one rank.
+            meeting: ``host:port`` of the leader's rendezvous store; None for a group of one rank.
         """
         from specray.actors.workers import start_rank
 
@@ -79,12 +79,12 @@ class Rank:
         return self._worker.address
 
     def wait(self) -> str:
-        """Returns only when the rank can no longer work, and says why."""
+        """Waits until the rank can no longer work; returns the reason."""
         assert self._worker is not None, "wait comes after start"
         return self._worker.wait()
 
     def check(self) -> None:
-        """On the leader: a real one-token step of the whole group. Raises EngineLostError."""
+        """Runs a real one-token step of the whole group, on the leader. Raises EngineLostError."""
         assert self._worker is not None, "check comes after start"
         self._worker.check()
 
@@ -95,12 +95,12 @@ class Rank:
 
 
 class TargetRank(Rank):
-    """Of a target, in the Router's placement group."""
+    """Rank of a target, in the Router's placement group."""
 
     role = "target"
 
 
 class DraftRank(Rank):
-    """Of a draft, in the placement group of a Draft replica, which is rank 0 itself."""
+    """Rank of a draft, in the placement group of a Draft replica, which is rank 0 itself."""
 
     role = "draft"

@@ -1,4 +1,4 @@
-"""Where a router connects to its target: to a group of ranks that works, built anew when it does not."""
+"""Source of a router's target connection, which rebuilds the group of ranks when it fails."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from specray.router.transport.clock import SystemClock, within
 logger = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 2.0
-"""A group whose connection was lost may still be whole; it shows so by a step within this time."""
+"""Seconds in which a group whose connection was lost must complete a step to be kept."""
 
 
 class Group(Protocol):
-    """The ranks of one target; actors.group.TargetGroup is one."""
+    """The ranks of one target, as actors.targets.group.TargetGroup."""
 
     async def start(self) -> str:
-        """The leader's address. Raises ConfigError or EngineLostError; nothing is left running then."""
+        """Returns the leader's address. Raises ConfigError or EngineLostError; no rank is left then."""
         ...
 
     async def ended(self) -> str:
-        """Returns when a rank can no longer work, and says why."""
+        """Waits until a rank can no longer work; returns the reason."""
         ...
 
     async def check(self) -> None:
-        """A real step of all ranks. Raises EngineLostError."""
+        """Runs a real step of all ranks. Raises EngineLostError."""
         ...
 
     def stop(self) -> None:
-        """Ends every rank, also one that hangs; idempotent."""
+        """Kills every rank, even one that hangs; idempotent."""
         ...
 
     async def end(self) -> None:
-        """Ends ranks that work, in order; idempotent."""
+        """Ends working ranks in order; idempotent."""
         ...
 
 
@@ -47,15 +47,15 @@ class _Running:
     group: Group
     address: str
     watch: asyncio.Task[None]
-    """Over when a rank has ended."""
+    """Task that is done when a rank has ended."""
 
 
 class TargetSource:
-    """One target for one router: never more than one group at a time, and no group without all its ranks.
+    """One target for one router: at most one group at a time, and only complete ones.
 
     Args:
-        make_group: of ranks that do not run yet.
-        connect: to a leader's address.
+        make_group: makes a group whose ranks do not run yet.
+        connect: connects to a leader's address.
         clock: times the wait for a step.
     """
 
@@ -73,7 +73,7 @@ class TargetSource:
         self.num_starts = 0
 
     async def connect(self) -> Verifier:
-        """A new connection, after the last one was lost: to the same group while it can do a step.
+        """Connects anew after a connection was lost: to the same group if it still completes a step.
 
         Raises:
             ConfigError: a setting is wrong.
@@ -89,7 +89,7 @@ class TargetSource:
             raise
 
     def stop(self) -> None:
-        """Ends the group, which may hang; idempotent."""
+        """Kills the group, even if it hangs; idempotent."""
         if (group := self._take()) is not None:
             group.stop()
 
@@ -117,7 +117,7 @@ class TargetSource:
     async def _watch(self, group: Group) -> None:
         reason = await group.ended()
         logger.error("%s", reason)
-        # The others would wait for it, and the leader's router with them.
+        # The other ranks, and so the router, would wait for the ended one.
         group.stop()
 
     async def _works(self, running: _Running) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specray.bench.compare.journal import PassRow
-from specray.bench.report.chart import Line, Panel, draw
+from specray.bench.report.chart import Panel, Series, draw
 
 OWN = "specray"
 PLAIN_SUFFIX = " plain"
@@ -19,8 +19,7 @@ _DASH = "–"
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Medians over the turns of one arm at one temperature and concurrency; None: the system does not report
-    it."""
+    """Medians over the turns of one arm, temperature and concurrency; None: not reported."""
 
     system: str
     arm: str
@@ -83,8 +82,7 @@ def write_report(report: Report, directory: Path) -> None:
 
 
 def markdown(report: Report) -> str:
-    """Returns tables of throughput, of specray's best mode against each peer's, of latency and of
-    acceptance."""
+    """Returns tables of throughput, best modes against each peer's, latency and acceptance."""
     cells = report.cells
     parts = [f"# {report.title}", _conditions(report)]
     for temperature in _temperatures(cells):
@@ -244,7 +242,7 @@ def _panels(
             if cell.temperature == temperature and (y := value(cell)) is not None:
                 points.setdefault(cell.arm, []).append((cell.concurrency, y))
         lines = tuple(
-            Line(arm, *styles[arm], tuple(sorted(known)), is_bold=arm.startswith(f"{OWN} "))
+            Series(arm, *styles[arm], tuple(sorted(known)), is_bold=arm.startswith(f"{OWN} "))
             for arm, known in points.items()
         )
         panels.append(Panel(f"temperature {temperature:g}", "requests at a time", y_label, lines, is_log))

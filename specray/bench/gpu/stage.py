@@ -96,8 +96,7 @@ def peer(
 
 
 def pair_config(path: str, device: str, draft_device: str, dtype: str) -> Config:
-    """Makes the configuration of a pair whose target is the checkpoint; prompts repeat, so prefix caches are
-    off."""
+    """Makes the configuration of a pair for the checkpoint; prefix caches are off: prompts repeat."""
     target = {**_engine(path, device, dtype), "max_num_seqs": _NUM_SEQUENCES}
     draft = {**_engine(EMBEDDED, draft_device, dtype), "max_num_seqs": _NUM_SEQUENCES}
     return parse_config({"target": target, "draft": draft})

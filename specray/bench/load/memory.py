@@ -1,5 +1,4 @@
-"""Resident memory of a service's processes, if they run on this machine. Linux only; elsewhere there are
-none."""
+"""Resident memory of a service's processes, if they run on this machine, which needs Linux."""
 
 from __future__ import annotations
 

@@ -125,8 +125,7 @@ class _Connection(asyncio.Protocol):
         self.is_open = True
 
     async def exchange(self, request: bytes, started_s: float) -> RawAnswer | None:
-        """Sends the request and reads the answer; None if the server closed the connection before the first
-        byte."""
+        """Sends the request and reads the answer; None if the server closed the connection at once."""
         assert self._transport is not None and self._answer is None
         answer = self._answer = _Answer(started_s, asyncio.get_running_loop().create_future)
         try:

@@ -26,7 +26,7 @@ from specray.types import Overlap, SamplingParams
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from specray.bench.overlap.link import Hosts, Link
+    from specray.bench.overlap.link import CountedLink, Hosts
 
 HITS = ("hit", "late_hit")
 _STRIDE = 37
@@ -35,7 +35,7 @@ MISSES = ("miss_token", "miss_count", "late_miss")
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class OverlapArm:
     """One mode: K, and how the engines take turns. K = 0 is plain decoding."""
 
     num_speculative_tokens: int | str
@@ -81,7 +81,7 @@ class OverlapResult:
 
 @dataclass(slots=True)
 class _Running:
-    arm: Arm
+    arm: OverlapArm
     router: Router
     num_tokens: int = 0
     seconds: float = 0.0
@@ -97,7 +97,7 @@ class _Running:
         self.num_rounds = self.router.metrics.value("specray_rounds_total")
 
 
-def with_arm(config: Config, arm: Arm) -> Config:
+def with_arm(config: Config, arm: OverlapArm) -> Config:
     """Returns the configuration of an arm's router."""
     values = config.model_dump(mode="json")
     values["speculation"]["num_speculative_tokens"] = arm.num_speculative_tokens
@@ -107,7 +107,7 @@ def with_arm(config: Config, arm: Arm) -> Config:
 
 async def measure_overlap(
     config: Config,
-    arms: Sequence[Arm],
+    arms: Sequence[OverlapArm],
     prompts: Sequence[str],
     *,
     temperatures: Sequence[float] = (0.0,),
@@ -160,27 +160,26 @@ async def measure_overlap(
 
 
 def num_prompts_of(num_prompts: int, concurrency: int) -> int:
-    """Returns the prompts per pass: with fewer than two per place, mainly the end of the pass would be
-    measured."""
+    """Returns the prompts per pass: at least two per place, or mainly its end would be measured."""
     return max(num_prompts, 2 * concurrency) if concurrency > 1 else num_prompts
 
 
 async def measure_arms(
     config: Config,
     pair: LocalPair,
-    arms: Sequence[Arm],
+    arms: Sequence[OverlapArm],
     prompts: Sequence[Sequence[int]],
     *,
     temperatures: Sequence[float],
     max_tokens: int,
     num_repeats: int,
-    link: Link | None = None,
+    link: CountedLink | None = None,
     delay_ms: float | None = None,
     concurrency: int = 1,
     progress: Callable[[str], None] = lambda text: None,
-    on_output: Callable[[Arm, float, int, Sequence[int]], None] = lambda arm, temperature, index, output: (
-        None
-    ),
+    on_output: Callable[
+        [OverlapArm, float, int, Sequence[int]], None
+    ] = lambda arm, temperature, index, output: None,
 ) -> list[OverlapResult]:
     """Serves the prompts with a pair that runs already; see :func:`measure_overlap`.
 
@@ -217,7 +216,7 @@ async def measure_arms(
     return results
 
 
-async def _start(config: Config, arm: Arm, pair: LocalPair, stack: AsyncExitStack) -> _Running:
+async def _start(config: Config, arm: OverlapArm, pair: LocalPair, stack: AsyncExitStack) -> _Running:
     router = pair.router(with_arm(config, arm))
     await router.start()
     stack.push_async_callback(router.stop)
@@ -225,8 +224,7 @@ async def _start(config: Config, arm: Arm, pair: LocalPair, stack: AsyncExitStac
 
 
 def lengths_of(num_prompts: int, max_tokens: int, concurrency: int) -> list[int]:
-    """Returns the output tokens of each prompt: with several at a time, half to one and a half times
-    ``max_tokens``.
+    """Returns the output tokens of each prompt: with several at a time, 0.5 to 1.5 times ``max_tokens``.
 
     With equal lengths and no speculation all outputs would end in the same step, and the next prompts would
     be prefilled together while nobody waits: not as in service, and not as with speculation.
@@ -238,7 +236,7 @@ def lengths_of(num_prompts: int, max_tokens: int, concurrency: int) -> list[int]
 
 
 def _requests(
-    arm: Arm, prompts: Sequence[Sequence[int]], temperature: float, lengths: Sequence[int], repeat: int
+    arm: OverlapArm, prompts: Sequence[Sequence[int]], temperature: float, lengths: Sequence[int], repeat: int
 ) -> list[GenerateRequest]:
     return [
         GenerateRequest(

@@ -15,7 +15,7 @@ _NUM_TICKS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Series:
     """One series."""
 
     label: str
@@ -33,7 +33,7 @@ class Panel:
     title: str
     x_label: str
     y_label: str
-    lines: tuple[Line, ...]
+    lines: tuple[Series, ...]
     is_log_y: bool = False
 
 
@@ -64,8 +64,7 @@ def draw(title: str, panels: Sequence[Panel], *, num_columns: int) -> str:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Returns 1, 2 and 5 times powers of ten, from the last at or below ``low`` to the first at or above
-    ``high``."""
+    """Returns ticks at 1, 2 and 5 times powers of ten that cover ``low`` to ``high``."""
     first = math.floor(math.log10(low))
     candidates = [m * 10.0**e for e in range(first, math.ceil(math.log10(high)) + 1) for m in (1, 2, 5)]
     start = max(index for index, tick in enumerate(candidates) if tick <= low * (1 + 1e-9))
@@ -120,7 +119,7 @@ def _panel(panel: Panel) -> list[str]:
     return parts
 
 
-def _path(line: Line, points: Sequence[tuple[float, float]]) -> str:
+def _path(line: Series, points: Sequence[tuple[float, float]]) -> str:
     route = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
     dashes = ' stroke-dasharray="6 4"' if line.is_dashed else ""
     width = 3.5 if line.is_bold else 1.5

@@ -87,8 +87,7 @@ class Output:
 
 
 def make_cases(num_cases: int, *, seed: int) -> tuple[Case, ...]:
-    """Makes short and long prompts and outputs, greedy and sampled with seeds, with and without
-    processors."""
+    """Makes short and long requests, greedy and with seeds, with and without processors."""
     rng = random.Random(seed)
     return tuple(_case(index, rng) for index in range(num_cases))
 

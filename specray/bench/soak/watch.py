@@ -12,7 +12,7 @@ from specray.bench.load.scrape import Samples, parse_samples
 from specray.bench.soak.memory import MemoryRecord, Sample, anonymous_bytes, process_name
 from specray.bench.soak.recovery import changes_of
 from specray.bench.testbed.beds import Bed
-from specray.bench.testbed.parts import Part, Role
+from specray.bench.testbed.parts import Part, PartRole
 from specray.bench.testbed.tree import descendants, reap_orphans
 from specray.errors import SpecrayError
 
@@ -83,8 +83,7 @@ class Watch:
     async def wait_whole(
         self, *, killed: frozenset[int], timeout_s: float, ranks: int, drafts: int
     ) -> Whole | None:
-        """Waits until every part is back, and then until the draft's rounds are counted again; None: too
-        long.
+        """Waits until every part is back, and then for rounds of the draft; None: too long.
 
         Args:
             killed: ids of processes that are no parts any more, whatever the service says.
@@ -103,8 +102,7 @@ class Watch:
         return None
 
     async def blocks_when_idle(self) -> dict[str, float | None]:
-        """Returns the blocks that an idle service still holds, by engine; waits a minute for it to become
-        idle."""
+        """Returns the blocks that an idle service still holds, by engine; waits a minute for idleness."""
         blocks: dict[str, float | None] = dict.fromkeys(BLOCKS)
         end_s = self._now_s() + IDLE_TIMEOUT_S
         while self._now_s() < end_s:
@@ -124,7 +122,7 @@ class Watch:
             return False
         if running.get("Draft", 0) < drafts or not running.get("Router"):
             return False
-        wanted = {Role.INGRESS: 1, Role.ROUTER: 1, Role.TARGET: ranks, Role.DRAFT: drafts}
+        wanted = {PartRole.INGRESS: 1, PartRole.ROUTER: 1, PartRole.TARGET: ranks, PartRole.DRAFT: drafts}
         return all(roles.count(role) >= number for role, number in wanted.items())
 
     async def _read_drafts(self) -> None:

@@ -1,5 +1,4 @@
-"""Deploys an application as ``serve deploy`` does, so that one of its deployments can change while it
-runs."""
+"""Deploys an application as ``serve deploy`` does, so that a deployment can change while it runs."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ class BedKind(StrEnum):
 
 
 class LinkKind(StrEnum):
-    """What makes a link between router and draft slow."""
+    """The way a link between router and draft is made slow."""
 
     RELAY = "relay"
     """A process that passes bytes on; works anywhere."""

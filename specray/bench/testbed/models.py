@@ -14,8 +14,7 @@ _SEED = 7
 
 
 def draft_path(draft: EngineConfig) -> Path:
-    """Returns the path of the service's own draft. Raises EngineLostError if it is in no directory of this
-    machine."""
+    """Returns the path of the service's own draft. Raises EngineLostError if it is not on this machine."""
     from specray.engine.runner.assembly import model_path
 
     path = Path(model_path(draft, "draft"))
@@ -25,8 +24,7 @@ def draft_path(draft: EngineConfig) -> Path:
 
 
 def make_other_draft(source: Path, destination: Path) -> Path:
-    """Makes a draft of the same shape and tokenizer with other weights, unless it exists; returns
-    ``destination``.
+    """Makes a draft of the same shape and tokenizer with other weights, unless it exists.
 
     Raises:
         EngineLostError: it cannot be read or written.

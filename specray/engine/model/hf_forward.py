@@ -151,9 +151,8 @@ class _Probe:
             )
         shapes = sorted(set(self._kept.values()))
         if len(shapes) != 1:
-            sizes = ", ".join(f"{num_heads} heads of {head_dim}" for num_heads, head_dim in shapes)
             raise ConfigError(
-                f"{model} is not supported: its layers keep keys and values of several sizes ({sizes}); "
+                f"{model} is not supported: its layers keep keys and values of several sizes; "
                 "allowed: one size for all layers"
             )
         num_kv_heads, head_dim = shapes[0]
@@ -185,8 +184,7 @@ def _block_attention(
             raise ConfigError(f"{refused}its attention has {words} ({name})")
     if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
         raise ConfigError(
-            f"{refused}its keys have {key.shape[-1]} values per head and its values {value.shape[-1]}; "
-            "allowed: equal sizes"
+            f"{refused}its keys and values are of different sizes (latent attention); allowed: equal sizes"
         )
     output = attention_step.attend(
         layer,

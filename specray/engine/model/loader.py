@@ -23,18 +23,21 @@ from specray.engine.model.checks.architecture import check_architecture
 from specray.engine.model.checks.formats import check_adapter, check_format, check_tensors, read_headers
 from specray.engine.model.checks.messages import first_line, one_line
 from specray.engine.model.checks.refusals import refusal_of
-from specray.engine.model.checks.tokenizer_files import check_tokenizer_files
 from specray.engine.model.checks.weights import check_finite, check_report
 from specray.engine.model.hf_forward import HfForward
 from specray.engine.model.loaded import LoadedModel
 from specray.engine.model.lowering import can_lower
 from specray.errors import ConfigError
+from specray.tokenization.files import check_tokenizer_files
 
 DEFAULT_MAX_MODEL_LEN = 4096
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 # Beyond the original context these choose their frequencies by the longest sequence of a batch, so a
 # sequence's tokens would depend on its neighbours; up to the original context they are constant.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+_ONE_RANK = frozenset({"gemma3n_text"})
+"""Model types that several ranks have not been seen to compute rightly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +76,8 @@ def load_model(args: ModelArgs) -> LoadedModel:
     Raises:
         ConfigError: the path or hub id does not exist, holds no safetensors or quantised ones, is no
             decoder-only language model or one that is not computed rightly over the cache, wants remote code,
-            cannot serve ``max_model_len``, or has weights that are missing, unknown or not finite; the message
-            names the value and what is allowed.
+            cannot serve ``max_model_len``, or has weights that are missing, unknown or not finite; the
+            message names the value and what is allowed.
     """
     described = _describe(args)
     fingerprint = tokenizer_fingerprint(args.path)
@@ -207,7 +210,7 @@ def _check_shards(config: PreTrainedConfig, size: int, *, role: str | None) -> N
     if size == 1:
         return
     name = f"{role}.tensor_parallel_size" if role else "tensor_parallel_size"
-    if not config.base_model_tp_plan:
+    if not config.base_model_tp_plan or config.model_type in _ONE_RANK:
         raise ConfigError(f"{name} is {size}; model type {config.model_type!r} allows only 1")
     for field in ("num_key_value_heads", "num_attention_heads", "intermediate_size"):
         value = getattr(config, field, None)

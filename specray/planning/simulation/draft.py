@@ -1,9 +1,9 @@
-"""A draft that only takes time: interfaces.Drafter with times from a profile.
+"""A simulated draft, which only takes time: interfaces.Drafter with times from a profile.
 
-It keeps the lengths of sequences as the protocol says and answers *unknown sequence* where a real engine
+It keeps the lengths of sequences as the protocol says, and answers *unknown sequence* where a real engine
 would. All times are on the running loop's clock, which is virtual in a plan.
 
-A draft is one server with one queue: what several routers asked for meanwhile goes into its next step.
+A draft is one server with one queue: what several routers ask meanwhile goes into its next step.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specray.errors import EngineLostError
+from specray.fakes import ReplyQueue
 from specray.planning.profile import RouterProfile
-from specray.planning.simulation.connection import Busy, Mailbox, SharedStep
+from specray.planning.simulation.busy import Busy, SharedStep
 from specray.planning.simulation.scripts import Scripts
 from specray.planning.simulation.times import DraftTimes, drawn
 from specray.types import (
@@ -39,7 +40,7 @@ class _Question:
 
 @dataclass(slots=True)
 class _Step:
-    """On its way."""
+    """A step under way."""
 
     replies: dict[SimulatedDrafter, list[DraftReply]]
     shared: SharedStep
@@ -47,7 +48,7 @@ class _Step:
 
 @dataclass(slots=True)
 class _Held:
-    """Of one sequence, in tokens."""
+    """Tokens of one sequence."""
 
     length: int
     num_prompt: int
@@ -57,11 +58,11 @@ class SimulatedDraft:
     """One draft replica: takes everything that waits into its next step.
 
     Args:
-        info: its limits; beyond ``max_num_seqs`` sequences the one used longest ago is forgotten.
-        times: of its steps.
+        info: limits; beyond ``max_num_seqs`` sequences the least recently used one is forgotten.
+        times: times of its steps.
         router: the routers' own time, which passes before a question is sent.
-        scripts: what it proposes.
-        seed: of what single steps take.
+        scripts: source of its proposals.
+        seed: seed of the spread of step times.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class SimulatedDraft:
         self.info = info
         self.busy = Busy()
         self.beside: Busy | None = None
-        """The target that shares its hardware; None: none does."""
+        """Working time of the target that shares the hardware; None: none does."""
         self.num_connections = 0
         self.times = times
         self.router = router
@@ -87,12 +88,12 @@ class SimulatedDraft:
         self._held: OrderedDict[tuple[SimulatedDrafter, str], _Held] = OrderedDict()
 
     def connect(self) -> SimulatedDrafter:
-        """A connection of one more router."""
+        """Connects one more router."""
         self.num_connections += 1
         return SimulatedDrafter(self)
 
     def ask(self, connection: SimulatedDrafter, items: Sequence[SpeculateItem]) -> None:
-        """Items have arrived."""
+        """Takes items that have arrived."""
         self._waiting += [_Question(item, connection) for item in items]
         if not self._is_working:
             self._work()
@@ -102,7 +103,7 @@ class SimulatedDraft:
             self._held.pop((connection, request_id), None)
 
     def disconnect(self, connection: SimulatedDrafter) -> None:
-        """A router has closed its connection."""
+        """Forgets a router that has closed its connection."""
         self.num_connections -= 1
         self._waiting = [question for question in self._waiting if question.connection is not connection]
         for key in [key for key in self._held if key[0] is connection]:
@@ -140,7 +141,7 @@ class SimulatedDraft:
         self._work()
 
     def transport_s(self, num_items: int) -> float:
-        """There and back, once."""
+        """Returns the seconds of one round trip."""
         return self.times.transport.of(num_items) * drawn(self._rng, self.times.transport_spread)
 
     def _answer(self, question: _Question) -> DraftReply:
@@ -171,8 +172,7 @@ class SimulatedDrafter:
     def __init__(self, draft: SimulatedDraft) -> None:
         self.info = draft.info
         self._draft = draft
-        self._mailbox: Mailbox[DraftReplies] = Mailbox()
-        self._is_closed = False
+        self._replies: ReplyQueue[DraftReplies] = ReplyQueue()
 
     async def fetch_info(self) -> EngineInfo:
         await asyncio.sleep(self._draft.times.transport.of(1))
@@ -190,22 +190,21 @@ class SimulatedDrafter:
         self._draft.release(self, request_ids)
 
     async def replies(self) -> DraftReplies:
-        return await self._mailbox.get()
+        return await self._replies.get()
 
     async def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
+        if not self._replies.is_lost:
             self._draft.disconnect(self)
-            self._mailbox.close()
+            self._replies.lose()
 
     def answer(self, replies: DraftReplies) -> None:
-        """A step of the draft has ended."""
+        """Sends the replies of a step that has ended."""
         way_s = self._draft.transport_s(len(replies.replies)) / 2
-        asyncio.get_running_loop().call_later(way_s, self._mailbox.put, replies)
+        asyncio.get_running_loop().call_later(way_s, self._replies.put, replies)
 
 
 class SimulatedDrafterSource:
-    """interfaces.DrafterSource: the draft with the fewest routers, as a lease is given in service."""
+    """interfaces.DrafterSource: leases the draft with the fewest routers, as in service."""
 
     def __init__(self, drafts: Sequence[SimulatedDraft]) -> None:
         self._drafts = drafts

@@ -1,7 +1,7 @@
-"""A fleet in virtual time: real routers, simulated engines, a load.
+"""Runs a fleet in virtual time: real routers, simulated engines, a load.
 
-Requests go to one of two routers drawn at random, the one with fewer requests, as Serve's own request router
-sends them (power of two choices). A router leases the draft that the fewest routers have.
+A request goes to the less loaded of two routers drawn at random, as Serve's request router does it (power of
+two choices). A router leases the draft that the fewest routers have.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from specray.planning.load import ClosedLoad, FixedLength, Lengths, OpenLoad
 from specray.planning.profile import AcceptanceProfile, DraftProfile, RouterProfile, TargetProfile
 from specray.planning.simulation.draft import SimulatedDraft, SimulatedDrafterSource
 from specray.planning.simulation.quiet import QuietMetrics
-from specray.planning.simulation.results import Outcome, RunResult, Slo, spread
+from specray.planning.simulation.results import RunResult, SimulatedRequest, Slo, spread
 from specray.planning.simulation.scripts import VOCAB_SIZE, ReplayedScript, Scripts
 from specray.planning.simulation.target import RequestTimes, SimulatedTarget
 from specray.planning.simulation.times import DraftTimes, TargetTimes
@@ -26,31 +26,31 @@ from specray.router import Router
 from specray.types import SamplingParams
 
 _DRAIN_FACTOR = 1.0
-"""After the window, which is longer than any request should take, those that it saw arrive have so many
-times its length to end."""
+"""Seconds for the window's requests to end after it, as a multiple of its length, which is longer than any
+request should take."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kit:
-    """What a fleet is made of."""
+    """The parts of a fleet."""
 
     target: TargetProfile
     draft: DraftProfile | None
     acceptance: AcceptanceProfile | None
     router: RouterProfile = field(default_factory=RouterProfile)
     network_s: float = 0.0
-    """Round trip between router and draft beyond what was measured."""
+    """Additional round trip between router and draft in seconds."""
     shares_hardware: bool = False
-    """Draft and target of a group slow each other as they did in the measurement."""
+    """True if draft and target of a group slow each other down as in the measurement."""
     router_config: RouterConfig = field(default_factory=lambda: RouterConfig.model_validate({}))
     speculation: SpeculationConfig = field(default_factory=lambda: SpeculationConfig.model_validate({}))
     is_replay: bool = False
-    """Requests are the measured ones, in turns, with their prompts."""
+    """True if requests are the measured ones, in turns, with their prompts."""
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
-    """Virtual seconds: those before the window are not measured."""
+class TimeWindow:
+    """A measured window in virtual seconds; what comes before it is warm-up."""
 
     warmup_s: float
     length_s: float
@@ -59,7 +59,7 @@ class Window:
 def simulate(
     kit: Kit,
     load: OpenLoad,
-    window: Window,
+    window: TimeWindow,
     *,
     num_groups: int,
     num_drafts: int,
@@ -74,7 +74,7 @@ def simulate(
 def simulate_closed(
     kit: Kit, load: ClosedLoad, *, num_groups: int = 1, num_drafts: int = 1, seed: int = 0
 ) -> RunResult:
-    """As ``simulate``, measured from the first request to the end of the last."""
+    """Runs a closed load; measured from the first request to the end of the last. See ``simulate``."""
     clock = VirtualClock()
     return clock.run(_simulate_closed(_Fleet(kit, clock, num_groups, num_drafts, seed), load, seed))
 
@@ -88,7 +88,7 @@ def simulate_saturated(
     num_drafts: int,
     seed: int = 0,
 ) -> RunResult:
-    """So many requests of the load's kind at any time; start and end, when there are fewer, are left out."""
+    """Runs a constant number of requests; start and end, when there are fewer, are left out."""
     concurrency = num_groups * sessions_per_group
     closed = ClosedLoad(concurrency, 3 * concurrency, load.prompt, load.output, load.temperature)
     clock = VirtualClock()
@@ -104,7 +104,7 @@ class _Group:
 
 
 class _Fleet:
-    """Routers and engines, and the requests that they have had."""
+    """Routers and engines, and their requests."""
 
     def __init__(self, kit: Kit, clock: VirtualClock, num_groups: int, num_drafts: int, seed: int) -> None:
         self._rng = random.Random(f"{seed}-fleet")
@@ -131,7 +131,7 @@ class _Fleet:
         source = SimulatedDrafterSource(self.drafts) if self.drafts else None
         speculation = kit.speculation
         if not self._scripts.outputs:
-            # Tokens are made up: a proposer that looks for repetitions would find nothing but them.
+            # Tokens are made up: a proposer that looks for repetitions would find nothing else.
             speculation = speculation.model_copy(update={"filler": "none"})
         self.groups = []
         for index in range(num_groups):
@@ -158,7 +158,7 @@ class _Fleet:
             self.groups.append(_Group(router, target))
 
     async def start(self) -> None:
-        """Routers connect and lease."""
+        """Connects the routers, which lease drafts."""
         for group in self.groups:
             await group.router.start()
 
@@ -168,8 +168,8 @@ class _Fleet:
 
     async def serve(
         self, prompt: Lengths, output: Lengths, rng: random.Random, temperature: float
-    ) -> Outcome:
-        """One request, from its arrival to its end."""
+    ) -> SimulatedRequest:
+        """Serves one request, from its arrival to its end."""
         self._num_sent += 1
         request_id = f"request-{self._num_sent}"
         script = self._scripts.of(request_id)
@@ -186,13 +186,13 @@ class _Fleet:
         try:
             await group.router.complete(request)
         except OverloadedError:
-            return Outcome(arrived_s, num_prompt, num_output)
+            return SimulatedRequest(arrived_s, num_prompt, num_output)
         finally:
             group.num_requests -= 1
-        return Outcome(arrived_s, num_prompt, num_output, times.first_s, self.clock.monotonic())
+        return SimulatedRequest(arrived_s, num_prompt, num_output, times.first_s, self.clock.monotonic())
 
     def gaps(self, since_s: float, until_s: float) -> list[tuple[float, float]]:
-        """Inter-token latencies of requests whose last token came in an interval, with their weights."""
+        """Returns weighted inter-token latencies in seconds of requests that ended in an interval."""
         return [
             (gap, float(count))
             for times in self._requests.values()
@@ -223,7 +223,7 @@ class _Fleet:
 
 @dataclass(frozen=True, slots=True)
 class _Counters:
-    """Of a fleet, at one moment."""
+    """Counters of a fleet at one moment."""
 
     now_s: float
     num_tokens: int
@@ -236,14 +236,14 @@ def _read(fleet: _Fleet, clock: VirtualClock) -> _Counters:
     return _Counters(clock.monotonic(), fleet.num_tokens(), fleet.num_rounds(), *fleet.busy_s())
 
 
-async def _simulate(fleet: _Fleet, load: OpenLoad, window: Window, slo: Slo, seed: int) -> RunResult:
+async def _simulate(fleet: _Fleet, load: OpenLoad, window: TimeWindow, slo: Slo, seed: int) -> RunResult:
     clock = fleet.clock
     await fleet.start()
     start_s = clock.monotonic()
     begin_s = start_s + window.warmup_s
     end_s = begin_s + window.length_s
-    measured: list[asyncio.Task[Outcome]] = []
-    others: set[asyncio.Task[Outcome]] = set()
+    measured: list[asyncio.Task[SimulatedRequest]] = []
+    others: set[asyncio.Task[SimulatedRequest]] = set()
     arrivals = load.arrivals(random.Random(f"{seed}-arrivals"))
     lengths = random.Random(f"{seed}-lengths")
 
@@ -263,7 +263,7 @@ async def _simulate(fleet: _Fleet, load: OpenLoad, window: Window, slo: Slo, see
     await clock.sleep(end_s - clock.monotonic())
     after = _read(fleet, clock)
     if measured:
-        # The load goes on meanwhile: the last requests are to have company too.
+        # The load goes on meanwhile, so that the last requests have company, too.
         await asyncio.wait(measured, timeout=_DRAIN_FACTOR * window.length_s)
     arriving.cancel()
     unfinished = [task for task in (*measured, *others) if not task.done()]
@@ -276,12 +276,12 @@ async def _simulate(fleet: _Fleet, load: OpenLoad, window: Window, slo: Slo, see
 
 
 async def _simulate_closed(fleet: _Fleet, load: ClosedLoad, seed: int, *, skipped: int = 0) -> RunResult:
-    """Args: ``skipped``: requests before and after the window, which opens and closes with an end."""
+    """Runs the load; ``skipped`` requests before and after the window are left out."""
     clock = fleet.clock
     await fleet.start()
     lengths = random.Random(f"{seed}-lengths")
     waiting = iter(range(load.num_requests))
-    outcomes: list[Outcome] = []
+    outcomes: list[SimulatedRequest] = []
     readings: list[_Counters] = []
 
     async def work() -> None:
@@ -301,7 +301,7 @@ async def _simulate_closed(fleet: _Fleet, load: ClosedLoad, seed: int, *, skippe
 
 def _result(
     fleet: _Fleet,
-    outcomes: list[Outcome],
+    outcomes: list[SimulatedRequest],
     before: _Counters,
     after: _Counters,
     slo: Slo,

@@ -1,4 +1,4 @@
-"""Metrics of routers that nobody scrapes: counting every round is a fifth of a simulation's work."""
+"""Router metrics that count no rounds, for simulations: counting them is a fifth of a simulation's work."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from specray.metrics.router import RouterMetrics
 
 
 class QuietMetrics(RouterMetrics):
-    """Counts nothing of rounds; what is rare is counted as ever."""
+    """Counts nothing of rounds; rare events are counted as always."""
 
     def observe_round(self, num_drafts: int, num_accepted: int, source: str = "model") -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def observe_plan(self, overlap: str, num_speculative_tokens: int) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def observe_lookup(self, result: str, depth: int) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def observe_tokens(self, num_tokens: int, seconds: float) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def observe_first_tokens(self, num_tokens: int, seconds: float) -> None:
-        """Nothing."""
+        """Does nothing."""

@@ -1,4 +1,4 @@
-"""What a simulated run gave."""
+"""Results of a simulated run, and the SLO that they are held against."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a request must meet, and how many must."""
+    """The latencies that a request must meet, and the share of requests that must."""
 
     ttft_ms: float | None = None
     itl_ms: float | None = None
-    """Of a request's mean time between tokens."""
+    """Limit of a request's mean inter-token latency in milliseconds."""
     share: float = 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SimulatedRequest:
     """One request. Seconds are virtual."""
 
     arrived_s: float
     num_prompt_tokens: int
     num_output_tokens: int
     first_s: float | None = None
-    """Its first token reached the router; None: refused, or not served in time."""
+    """Time in seconds at which its first token reached the router; None: refused, or not served in time."""
     ended_s: float | None = None
 
     @property
@@ -33,13 +33,13 @@ class Outcome:
 
     @property
     def itl_s(self) -> float | None:
-        """Mean time between its tokens; None where there is none."""
+        """Mean seconds between its tokens; None where there is none."""
         if self.first_s is None or self.ended_s is None or self.num_output_tokens < 2:
             return None
         return (self.ended_s - self.first_s) / (self.num_output_tokens - 1)
 
     def meets(self, slo: Slo) -> bool:
-        """Finished, and as fast as it must be."""
+        """True if the request has finished, and as fast as it must."""
         if self.ended_s is None or self.ttft_s is None:
             return False
         is_soon = slo.ttft_ms is None or 1e3 * self.ttft_s <= slo.ttft_ms
@@ -49,7 +49,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Percentiles, in milliseconds."""
+    """Percentiles in milliseconds."""
 
     p50: float
     p95: float
@@ -57,23 +57,24 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """A fleet under a load, in its measured window."""
+    """Results of a fleet under a load, in its measured window."""
 
     num_groups: int
     num_drafts: int
     window_s: float
     offered_tokens_per_s: float
-    """Output tokens that the requests of the window ask for."""
+    """Output tokens/s that the window's requests ask for."""
     tokens_per_s: float
-    """Output tokens committed in the window."""
+    """Output tokens/s that were committed in the window."""
     goodput_tokens_per_s: float
-    """Of requests that met the SLO."""
+    """Output tokens/s of requests that met the SLO."""
     num_requests: int
     num_met: int
     num_refused: int
     ttft_ms: Spread | None
     itl_ms: Spread | None
-    """Between commits, shared among the tokens of the later one, as the service's own metric."""
+    """Milliseconds between commits, shared among the tokens of the later one, as in the service's own
+    metric."""
     target_utilisation: float
     draft_utilisation: float | None
     tokens_per_round: float
@@ -83,7 +84,7 @@ class RunResult:
         return self.num_met / self.num_requests if self.num_requests else 1.0
 
     def scaled(self, num_groups: int, num_drafts: int) -> RunResult:
-        """Of a fleet of so many such groups: the rates grow, times and shares stay."""
+        """Scales the result to a fleet of several such groups: rates grow, times and shares stay."""
         factor = num_groups / self.num_groups
         return replace(
             self,
@@ -96,7 +97,7 @@ class RunResult:
 
 
 def spread(samples: Iterable[tuple[float, float]]) -> Spread | None:
-    """Percentiles of (seconds, weight) samples; None without any."""
+    """Returns the percentiles of (seconds, weight) samples; None without any."""
     ordered = sorted(samples)
     if not ordered:
         return None
@@ -104,7 +105,7 @@ def spread(samples: Iterable[tuple[float, float]]) -> Spread | None:
 
 
 def _quantile(ordered: Sequence[tuple[float, float]], q: float) -> float:
-    """The least value that has a share ``q`` of the weight at or below it."""
+    """Returns the least value that has a share ``q`` of the weight at or below it."""
     total = sum(weight for _, weight in ordered)
     reached = 0.0
     for value, weight in ordered:

@@ -1,9 +1,9 @@
-"""What simulated engines say: whose tokens come, which of them the draft proposes, and where it stops.
+"""Scripts of requests: the tokens that simulated engines produce and propose.
 
-Neither engine has a model, so both look into the same *script* of a request. From measured outputs the script
-is one of these, token by token: proposals are right where the draft's were, end where the draft ended them,
-and a proposer that looks for repetitions finds those of the output. Where nothing was measured of outputs,
-draft tokens are drawn to be right as often as rounds said.
+Neither engine has a model, so both read the same *script* of a request. With measured outputs the script is
+one of these, token by token: proposals are right where the draft's were, end where the draft ended them, and
+a proposer that looks for repetitions finds those of the output. Without measured outputs, draft tokens are
+right with the measured acceptance rates.
 """
 
 from __future__ import annotations
@@ -19,44 +19,45 @@ from specray.planning.profile import LENGTH_DIGITS, AcceptanceProfile, MeasuredO
 from specray.types import Branch, DraftTokens, SpeculateItem
 
 GUESS: Final = 1
-"""Without outputs: the draft's first choice."""
+"""The draft's first choice, where there are no outputs."""
 WRONG: Final = 0
 """A token that no output has."""
 MISSES_BY_WIDTH: Final = (1.0, 0.5, 0.3)
-"""Where hits were not measured: of the tokens that the first guess misses, how many are missed with 1, 2 or 3
-branches. Measured on the embedded pair."""
+"""Share of the first guess's misses that 1, 2 or 3 branches miss, where hits were not measured. Taken from
+the embedded pair."""
 MAX_RANK: Final = len(MISSES_BY_WIDTH)
 VOCAB_SIZE: Final = 1 << 31
-"""Of simulated engines: tokens are numbers without end."""
+"""Vocabulary size of simulated engines: tokens are numbers without end."""
 _FIRST_UNKNOWN: Final = 1 << 30
-"""Above these are tokens that come once: in prompts that are longer than the measured ones."""
+"""First of the tokens that come only once, in prompts that are longer than the measured ones."""
 
 
 class Script(Protocol):
-    """Of one request. A position counts output tokens before it."""
+    """The script of one request. A position counts the output tokens before it."""
 
     def prompt(self, num_tokens: int) -> tuple[int, ...]:
-        """A prompt of so many tokens."""
+        """Returns a prompt of this many tokens."""
         ...
 
     def proposal(self, position: int, num_tokens: int, min_acceptance: float) -> tuple[int, ...]:
-        """What the draft proposes at a place, at most ``num_tokens``."""
+        """Returns the draft's proposal at a position, at most ``num_tokens``."""
         ...
 
     def branches(self, position: int, item: SpeculateItem) -> tuple[Branch, ...]:
-        """What it answers to a fan-out at a place."""
+        """Returns the draft's answer to a fan-out at a position."""
         ...
 
     def verdict(self, rng: random.Random, position: int, drafts: Sequence[int]) -> tuple[int, int]:
-        """(accepted tokens, next token) of a round that begins at a place."""
+        """Returns (accepted tokens, next token) of a round that begins at a position."""
         ...
 
 
 class DrawnScript:
-    """Draft tokens are right with the rate of their place in the round.
+    """A script whose draft tokens are right with the rate of their place in the round.
 
-    Tokens stand for ranks: every draft token is ``GUESS``, the token after the accepted ones is the rank at
-    which the draft would have listed it (``GUESS`` is the first): branches are hit as often as was measured.
+    Tokens stand for ranks: every draft token is ``GUESS``; the token after the accepted ones is the rank at
+    which the draft would have listed it (``GUESS`` is the first), so branches are hit as often as was
+    measured.
     """
 
     def __init__(self, acceptance: AcceptanceProfile | None) -> None:
@@ -77,17 +78,19 @@ class DrawnScript:
         for index in range(len(drafts) + 1):
             if rng.random() >= self._rates[min(index, len(self._rates) - 1)]:
                 return index, _rank(rng.random(), self._rank_shares)
-        # What the draft would have guessed next is right as often as a further draft token.
+        # The draft's next guess is right as often as a further draft token.
         return len(drafts), GUESS
 
 
 class ReplayedScript:
-    """One measured output. Behind its end it begins again, with other tokens, so that nothing seems repeated.
+    """A script that repeats one measured output.
+
+    After its end it begins again, with other tokens, so that nothing seems repeated.
 
     Args:
-        output: as it was measured.
-        acceptance: what else was measured with it.
-        name: of the request; draws differ by it.
+        output: the measured output.
+        acceptance: the measurement it belongs to.
+        name: name of the request; draws differ by it.
     """
 
     def __init__(self, output: MeasuredOutput, acceptance: AcceptanceProfile, name: str) -> None:
@@ -98,11 +101,11 @@ class ReplayedScript:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of the measured prompt."""
+        """Tokens of the measured prompt."""
         return len(self._output.prompt)
 
     def prompt(self, num_tokens: int) -> tuple[int, ...]:
-        """The end of the measured one; before that, tokens that come once."""
+        """Returns the end of the measured prompt; before that, tokens that come once."""
         known = self._output.prompt[-num_tokens:]
         unknown = range(_FIRST_UNKNOWN, _FIRST_UNKNOWN + num_tokens - len(known))
         return (*unknown, *known)
@@ -131,7 +134,7 @@ class ReplayedScript:
         return self._output.agreements[position % len(self._output.agreements)] == "1"
 
     def _chain(self, position: int, num_tokens: int) -> tuple[int, ...]:
-        """Draft tokens after the output so far; behind a wrong one they are all wrong."""
+        """Returns draft tokens after the output so far; after a wrong one all are wrong."""
         tokens: list[int] = []
         while len(tokens) < num_tokens and self._agrees(position + len(tokens)):
             tokens.append(self._token(position + len(tokens)))
@@ -158,7 +161,7 @@ class ReplayedScript:
     def _branch(
         self, position: int, accepted: int, rank: int, num_tokens: int, proposed: Sequence[int]
     ) -> Branch:
-        """Outcome with so many accepted and the token of this rank."""
+        """Returns the outcome with this number and rank."""
         place = position + accepted
         is_possible = all(
             token == self._token(position + index) for index, token in enumerate(proposed[:accepted])
@@ -168,19 +171,19 @@ class ReplayedScript:
         return Branch(accepted, self._token(place), DraftTokens(self._chain(place + 1, num_tokens)))
 
     def _rank_of(self, place: int, *, is_last: bool) -> int:
-        """Where the draft lists the token of a place."""
+        """Returns the rank at which the draft lists the token of a place."""
         if is_last and self._agrees(place):
             return GUESS
         return _rank(zlib.crc32(f"{self._name}-{place}".encode()) / (1 << 32), self._rank_shares)
 
 
 class Scripts:
-    """Of all requests of a run.
+    """The scripts of all requests in a run.
 
     Args:
-        acceptance: None: there is no draft.
-        seed: of the choice of outputs.
-        is_in_order: requests have the measured outputs in turns instead.
+        acceptance: quality of the draft; None: there is no draft.
+        seed: seed of the choice of outputs.
+        is_in_order: requests take the measured outputs in turns.
     """
 
     def __init__(
@@ -194,11 +197,11 @@ class Scripts:
 
     @property
     def outputs(self) -> Sequence[MeasuredOutput]:
-        """What was measured; may be empty."""
+        """The measured outputs; may be empty."""
         return () if self._acceptance is None else self._acceptance.outputs
 
     def of(self, request_id: str) -> Script:
-        """The request's script; the same whoever asks."""
+        """Returns the request's script; the same for both engines."""
         acceptance, outputs = self._acceptance, self.outputs
         if acceptance is None or not outputs:
             return self._drawn
@@ -212,7 +215,7 @@ class Scripts:
 
 
 def rank_shares(acceptance: AcceptanceProfile | None) -> tuple[float, ...]:
-    """Cumulative: how often the next token is among the first 1, 2 ... guesses."""
+    """Returns cumulative shares: how often the next token is among the first 1, 2 ... guesses."""
     measured = {} if acceptance is None else {one.width: one.rate for one in acceptance.hit_rates}
     rates = (0.0,) if acceptance is None else acceptance.by_position
     mean_rate = sum(rates) / len(rates)
@@ -224,7 +227,7 @@ def rank_shares(acceptance: AcceptanceProfile | None) -> tuple[float, ...]:
 
 
 def _rank(draw: float, shares: Sequence[float]) -> int:
-    """Args: ``draw``: in [0, 1). ``WRONG``: none of the ranks."""
+    """Returns the rank for a draw in [0, 1); ``WRONG``: none of the ranks."""
     for rank, share in enumerate(shares, start=GUESS):
         if draw < share:
             return rank
@@ -232,7 +235,7 @@ def _rank(draw: float, shares: Sequence[float]) -> int:
 
 
 def _places(item: SpeculateItem) -> list[tuple[int, int]]:
-    """(accepted tokens, rank) of likely outcomes: as many ranks for each number as there is room."""
+    """Returns (accepted tokens, rank) of likely outcomes: as many ranks for each number as fit."""
     ranks = min(MAX_RANK, max(1, item.max_branches // len(item.fanout)) if item.max_branches else MAX_RANK)
     return [
         (accepted, rank)

@@ -1,8 +1,8 @@
-"""A target group that only takes time: interfaces.Verifier with times from a profile.
+"""A simulated target group, which only takes time: interfaces.Verifier with times from a profile.
 
-It keeps the lengths of sequences as the protocol says and answers *unknown sequence* or *no room* where a
-real engine would; its verdicts are those of a script (``scripts``). All times are on the running loop's
-clock, which is virtual in a plan.
+It keeps the lengths of sequences as the protocol says, and answers *unknown sequence* or *no room* where a
+real engine would; its verdicts come from a script (``scripts``). All times are on the running loop's clock,
+which is virtual in a plan.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from specray.fakes import ReplyQueue
 from specray.planning.profile import RouterProfile
-from specray.planning.simulation.connection import Busy, Mailbox, SharedStep
+from specray.planning.simulation.busy import Busy, SharedStep
 from specray.planning.simulation.scripts import Scripts
 from specray.planning.simulation.times import StepSize, TargetTimes, drawn
 from specray.types import (
@@ -29,13 +30,13 @@ from specray.types import (
 
 @dataclass(slots=True)
 class RequestTimes:
-    """What a request's client would see, as the target's verdicts arrive at the router."""
+    """The times that a request's client would see, taken when verdicts arrive at the router."""
 
     first_s: float | None = None
     last_s: float = 0.0
     num_tokens: int = 0
     gaps: list[tuple[float, int]] = field(default_factory=list)
-    """(seconds per token, tokens) of each later commit: the inter-token latencies."""
+    """Pairs (seconds per token, tokens) of each later commit: the inter-token latencies."""
 
     def commit(self, now: float, num_tokens: int) -> None:
         if self.first_s is None:
@@ -48,26 +49,37 @@ class RequestTimes:
 
 @dataclass(slots=True)
 class _Step:
-    """Of a target, on its way."""
+    """A step under way."""
 
     replies: tuple[TargetReply, ...]
     commits: Sequence[tuple[str, int]]
-    """(request id, tokens)."""
+    """Pairs (request id, tokens)."""
     num_rows: int
     shared: SharedStep
     way_back_s: float
+
+
+@dataclass(slots=True)
+class _Held:
+    """One sequence, in tokens and blocks."""
+
+    num_blocks: int = 0
+    length: int = 0
+    num_prompt: int = 0
+    num_confirmed: int = 0
+    """Draft tokens that were accepted in the last step, and so are computed already."""
 
 
 class SimulatedTarget:
     """interfaces.Verifier over one target group.
 
     Args:
-        info: its limits.
-        times: of its steps.
+        info: limits.
+        times: times of its steps.
         router: the router's own time, which passes before a step.
-        scripts: what becomes of draft tokens.
-        rng: of the draws.
-        requests: told of every commit, by request id.
+        scripts: source of its verdicts.
+        rng: source of the draws.
+        requests: records of requests by id, which are told every commit.
     """
 
     def __init__(
@@ -83,26 +95,22 @@ class SimulatedTarget:
         self.info = info
         self.busy = Busy()
         self.beside: Busy | None = None
-        """The draft that shares its hardware; None: none does."""
+        """Working time of the draft that shares the hardware; None: none does."""
         self._times = times
         self._router = router
         self._scripts = scripts
         self._rng = rng
         self._requests = requests
-        self._lengths: dict[str, int] = {}
-        self._num_confirmed: dict[str, int] = {}
-        """Draft tokens of a sequence that were accepted in its last step, and are computed already."""
-        self._num_prompt_tokens: dict[str, int] = {}
-        self._blocks: dict[str, int] = {}
+        self._held: dict[str, _Held] = {}
         self._num_blocks = 0
-        self._mailbox: Mailbox[TargetReplies] = Mailbox()
+        self._replies: ReplyQueue[TargetReplies] = ReplyQueue()
 
     async def fetch_info(self) -> EngineInfo:
         await asyncio.sleep(self._times.transport.of(1))
         return self.info
 
     async def verify(self, items: Sequence[VerifyItem], released: Sequence[str] = ()) -> None:
-        """One step; it begins when the router and the way there have had their time."""
+        """Sends one step, which begins when the router and the transport have had their time."""
         await self.release(released)
         loop = asyncio.get_running_loop()
         size, num_rows = StepSize(), 0
@@ -117,10 +125,11 @@ class SimulatedTarget:
             if reply.next_token_id is not None:
                 commits.append((item.request_id, reply.num_accepted_tokens + 1))
             size.add(item.base_len, taken, len(item.draft.token_ids))
-            # What starts over has nothing computed.
-            num_confirmed = self._num_confirmed.get(item.request_id, 0) if item.base_len else 0
+            # A sequence that starts over has nothing computed.
+            held = self._held[item.request_id]
+            num_confirmed = held.num_confirmed if item.base_len else 0
             num_rows += taken + len(item.draft.token_ids) - num_confirmed
-            self._num_confirmed[item.request_id] = reply.num_accepted_tokens
+            held.num_confirmed = reply.num_accepted_tokens
         if size.has_drafts:
             own, transport = self._router.verify_after_proposal, self._times.transport
         else:
@@ -139,13 +148,14 @@ class SimulatedTarget:
 
     async def release(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
-            self._forget(request_id)
+            held = self._held.pop(request_id, None)
+            self._num_blocks -= held.num_blocks if held is not None else 0
 
     async def replies(self) -> TargetReplies:
-        return await self._mailbox.get()
+        return await self._replies.get()
 
     async def close(self) -> None:
-        self._mailbox.close()
+        self._replies.lose()
 
     def _end(self, step: _Step) -> None:
         loop = asyncio.get_running_loop()
@@ -160,44 +170,41 @@ class SimulatedTarget:
             times = self._requests.get(request_id)
             if times is not None:
                 times.commit(now, num_tokens)
-        self._mailbox.put(TargetReplies(step.replies, round(1e9 * step.shared.seconds), step.num_rows))
+        self._replies.put(TargetReplies(step.replies, round(1e9 * step.shared.seconds), step.num_rows))
 
     def _apply(self, item: VerifyItem) -> tuple[TargetReply, int]:
-        """The reply, and how many of the item's tokens are computed."""
+        """Returns the reply, and how many of the item's tokens are computed."""
         request_id, base_len = item.request_id, item.base_len
-        held = self._lengths.get(request_id)
-        if base_len > 0 and (held is None or base_len > held):
+        held = self._held.get(request_id)
+        if base_len > 0 and (held is None or base_len > held.length):
             return UnknownSequence(request_id, item.round_id, base_len), 0
         taken = len(item.token_ids)
         if item.max_new_tokens is not None:
             taken = min(taken, item.max_new_tokens)
         end = base_len + taken
-        if not self._hold(request_id, end + len(item.draft.token_ids) + 1):
+        held = self._with_blocks(request_id, end + len(item.draft.token_ids) + 1)
+        if held is None:
             failed = ItemFailed(request_id, item.round_id, base_len, "no free block", is_retriable=True)
             return failed, 0
         if item.sampling is not None:
-            self._num_prompt_tokens[request_id] = item.sampling.num_prompt_tokens
-        self._lengths[request_id] = end
+            held.num_prompt = item.sampling.num_prompt_tokens
+        held.length = end
         if not item.sample:
             return Verdict(request_id, item.round_id, base_len, 0, None, held_len=end), taken
-        position = end - self._num_prompt_tokens[request_id]
-        num_accepted, token = self._scripts.of(request_id).verdict(self._rng, position, item.draft.token_ids)
+        script = self._scripts.of(request_id)
+        num_accepted, token = script.verdict(self._rng, end - held.num_prompt, item.draft.token_ids)
         return Verdict(request_id, item.round_id, base_len, num_accepted, token), taken
 
-    def _hold(self, request_id: str, length: int) -> bool:
-        """Takes the blocks for ``length`` tokens; False, and nothing changed, where they are not free."""
-        held = self._blocks.get(request_id)
-        if held is None and len(self._blocks) >= self.info.max_num_seqs:
-            return False
-        wanted = max(held or 0, -(-length // self.info.block_size))
-        num_blocks = self._num_blocks + wanted - (held or 0)
-        if self.info.num_blocks and num_blocks > self.info.num_blocks:
-            return False
-        self._blocks[request_id], self._num_blocks = wanted, num_blocks
-        return True
-
-    def _forget(self, request_id: str) -> None:
-        self._lengths.pop(request_id, None)
-        self._num_confirmed.pop(request_id, None)
-        self._num_prompt_tokens.pop(request_id, None)
-        self._num_blocks -= self._blocks.pop(request_id, 0)
+    def _with_blocks(self, request_id: str, length: int) -> _Held | None:
+        """Takes the blocks for ``length`` tokens; None, and nothing changed, if they are not free."""
+        held = self._held.get(request_id)
+        if held is None and len(self._held) >= self.info.max_num_seqs:
+            return None
+        held = held or _Held()
+        num_more = max(0, -(-length // self.info.block_size) - held.num_blocks)
+        if self.info.num_blocks and self._num_blocks + num_more > self.info.num_blocks:
+            return None
+        held.num_blocks += num_more
+        self._num_blocks += num_more
+        self._held[request_id] = held
+        return held

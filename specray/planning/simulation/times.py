@@ -12,28 +12,28 @@ from specray.planning.profile import DraftProfile, EngineProfile, LinearTime, Ta
 from specray.types import MAX_SPECULATIVE_TOKENS, DraftReply, SpeculateItem
 
 _LONG_ITEM = 64
-"""A question that brings more tokens is a prompt; fewer are in the measured times of a round."""
+"""Tokens above which a question brings a prompt; shorter ones are in the measured times of a round."""
 
 
 def drawn(rng: random.Random, spread: Sequence[float]) -> float:
-    """What one step takes, as a multiple of the average."""
+    """Draws the time of one step, as a multiple of the average."""
     return rng.choice(spread) if spread else 1.0
 
 
 @dataclass(slots=True)
 class StepSize:
-    """What a target step computes."""
+    """The rows of a target step."""
 
     prompts: list[tuple[int, int]] = field(default_factory=list)
-    """(tokens before, tokens) of each prompt or piece of one."""
+    """Pairs (tokens before, tokens) of each prompt or prefill chunk."""
     num_sequences: int = 0
-    """That run; all that follows is theirs."""
+    """Running sequences; all that follows is theirs."""
     num_rows: int = 0
     num_context_tokens: int = 0
     has_drafts: bool = False
 
     def add(self, base_len: int, num_new_tokens: int, num_drafts: int) -> None:
-        """One item: a prompt when it begins a sequence, or brings more than a round does."""
+        """Adds one item: a prompt if it begins a sequence, or brings more tokens than a round does."""
         self.has_drafts = self.has_drafts or num_drafts > 0
         if base_len == 0 or num_new_tokens > 1 + MAX_SPECULATIVE_TOKENS:
             self.prompts.append((base_len, num_new_tokens + num_drafts))
@@ -44,7 +44,7 @@ class StepSize:
 
 
 class TargetTimes:
-    """Of one target group."""
+    """Step times of one target group."""
 
     def __init__(self, profile: TargetProfile) -> None:
         self._curve = [(point.num_rows, point.seconds) for point in profile.verify]
@@ -52,7 +52,7 @@ class TargetTimes:
         self._prompts = _prompt_curve(profile)
         self._context = _context_surface(profile)
         self._least_s = min(self._curve[0][1], self._prompts[0][1])
-        """Of any step: its weights are read once."""
+        """Seconds of the smallest step, which reads the weights once."""
         self.transport = profile.transport
         self.plain_transport = profile.plain_transport or profile.transport
         self.step_spread = profile.step_spread
@@ -62,7 +62,7 @@ class TargetTimes:
         self.prompt_slowdown = profile.prompt_slowdown_beside_draft
 
     def seconds(self, size: StepSize) -> float:
-        """One step; what its parts would take apart, less the weights that each would read."""
+        """Returns the seconds of one step: its parts alone, less the weights that each would read."""
         parts = [self._prompt_s(base_len, num_tokens) for base_len, num_tokens in size.prompts]
         if size.num_sequences:
             parts.append(self._running_s(size))
@@ -71,7 +71,7 @@ class TargetTimes:
     def _running_s(self, size: StepSize) -> float:
         count = size.num_sequences
         seconds = interpolate(self._curve, size.num_rows) + self._profile.per_sequence_s * count
-        # Whole numbers, so that the surface remembers them.
+        # Rounded, so that the surface remembers them.
         rows, context = round(size.num_rows / count, 1), size.num_context_tokens // count
         return seconds + count * self._context(rows, context)
 
@@ -83,10 +83,11 @@ class TargetTimes:
 
 
 class DraftTimes:
-    """Of one draft.
+    """Step times of one draft.
 
     Args:
-        network_s: round trip to the routers beyond what was measured.
+        profile: the measured draft.
+        network_s: additional round trip to the routers in seconds.
     """
 
     def __init__(self, profile: DraftProfile, *, network_s: float = 0.0) -> None:
@@ -102,7 +103,7 @@ class DraftTimes:
         self.transport = LinearTime(fixed_s=transport.fixed_s + network_s, per_item_s=transport.per_item_s)
 
     def step_s(self, answers: Sequence[tuple[SpeculateItem, DraftReply]]) -> float:
-        """One step that gives all answers."""
+        """Returns the seconds of one step that gives all answers."""
         seconds = 0.0
         lines: list[int] = []
         num_tokens = num_branches = 0
@@ -123,7 +124,7 @@ class DraftTimes:
         return seconds
 
     def _lines_s(self, lines: Sequence[int]) -> float:
-        """Lines of so many tokens side by side; the longer ones go on alone."""
+        """Returns the seconds of proposals side by side; the longer ones go on alone."""
         seconds, done = 0.0, 0
         for length in sorted(set(lines)):
             num_open = sum(one >= length for one in lines)
@@ -135,7 +136,7 @@ class DraftTimes:
     def _outcomes_s(self, num_tokens: int, num_branches: int) -> float:
         if self._outcomes is not None:
             return self._outcomes(num_tokens, num_branches)
-        # Not measured: a ranking, then branches like so many sequences.
+        # Not measured: a ranking, then branches like as many sequences.
         return self._propose(num_tokens, num_branches) + self._propose(1, 1)
 
 
@@ -144,6 +145,6 @@ def _prompt_curve(profile: EngineProfile) -> list[tuple[float, float]]:
 
 
 def _context_surface(profile: EngineProfile) -> Surface:
-    """Seconds for each sequence by its rows and the tokens before them."""
+    """Returns the seconds per sequence by its rows and the tokens before them."""
     points = [(point.rows_per_sequence, point.num_tokens, point.seconds) for point in profile.context]
     return Surface(points or [(1, 0, 0.0)])

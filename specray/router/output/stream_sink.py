@@ -12,7 +12,7 @@ from specray.router.output.delivery import Delivery
 from specray.router.transport.clock import within
 
 
-class Outlet:
+class StreamSink:
     """Collects chunks for one receiver; whoever sends them takes batch after batch.
 
     At most one batch leaves per interval, but the first and the last chunk of a request are never held back,
@@ -34,7 +34,7 @@ class Outlet:
         self._error: SpecrayError | None = None
 
     def open(self, request_id: str) -> Delivery:
-        """A request's own end of the outlet."""
+        """A request's own end of the sink."""
         return Delivery(request_id, is_stream=True, on_change=self._note)
 
     async def wait_ended(self, delivery: Delivery) -> None:

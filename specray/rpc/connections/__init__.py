@@ -1,1 +1,1 @@
-"""The router's connections to engines."""
+"""Connections of a router to its engines."""

@@ -1,4 +1,4 @@
-"""A router's connection to one engine: one channel, one long stream, the same for draft and target."""
+"""Connection of a router to one engine, draft or target: one channel with one long stream."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grpc import aio
 
 from specray.errors import ConfigError, EngineLostError, ProtocolError
 from specray.rpc.channel import Address, ChannelOptions, open_channel
-from specray.rpc.role import ItemT, RepliesT, ReplyT, Role
+from specray.rpc.role import EngineRole, ItemT, RepliesT, ReplyT
 from specray.rpc.security import Metadata, PeerSecurity
 from specray.types import PROTOCOL_VERSION, EngineInfo
 
@@ -23,13 +23,13 @@ BytesStream = aio.StreamStreamCall[bytes, bytes]
 class EngineConnection(Generic[ItemT, ReplyT, RepliesT]):
     """Sends batches of items and receives batches of replies, independently of each other.
 
-    What has arrived and is not taken lies in gRPC, whose flow control holds the engine back. A reader task
-    between the stream and ``replies`` would cost every round another turn of the event loop.
+    Replies that are not taken wait in gRPC, whose flow control holds the engine back. A reader task between
+    the stream and ``replies`` would cost every round another iteration of the event loop.
     """
 
     def __init__(
         self,
-        role: Role[ItemT, ReplyT, RepliesT],
+        role: EngineRole[ItemT, ReplyT, RepliesT],
         address: Address,
         channel: aio.Channel,
         stream: BytesStream,
@@ -47,20 +47,20 @@ class EngineConnection(Generic[ItemT, ReplyT, RepliesT]):
         self._send_timeout_s = send_timeout_s
         self._loop = asyncio.get_running_loop()
         self._reason: str | None = None
-        """Why the connection is lost."""
+        """Reason why the connection is lost."""
         self._write_lock = asyncio.Lock()
         self._write_since: float | None = None
-        """When the write in progress began, by the monotonic clock."""
+        """Start of the write in progress, in monotonic seconds."""
         self._watchdog: asyncio.TimerHandle | None = None
         self._is_closed = False
 
     @property
     def info(self) -> EngineInfo:
-        """What the engine said of itself when the connection was made."""
+        """Engine info from when the connection was made."""
         return self._info
 
     async def fetch_info(self, *, timeout_s: float = 2.0) -> EngineInfo:
-        """Asks the engine again. Raises EngineLostError when it does not answer within ``timeout_s``."""
+        """Asks the engine for its current info. Raises EngineLostError after ``timeout_s`` seconds."""
         self._raise_if_lost()
         try:
             metadata = self._security.metadata()
@@ -76,16 +76,16 @@ class EngineConnection(Generic[ItemT, ReplyT, RepliesT]):
             reason = str(error) if isinstance(error, (ConfigError, ProtocolError)) else failure_of(error)
             if reason is None:
                 raise
-            # Who closes the connection ends this call too.
+            # Closing the connection ends this call too.
             raise EngineLostError(f"{_name(self._role, self._address)}: {self._reason or reason}") from None
 
     @property
     def is_lost(self) -> bool:
-        """True when the connection is known to be gone or closed; every call raises EngineLostError then."""
+        """Whether the connection is known to be gone or closed; every call then raises EngineLostError."""
         return self._reason is not None or self._stream.done()
 
     async def send(self, items: Sequence[ItemT], released: Sequence[str] = ()) -> None:
-        """Sends one batch, and what the engine frees before it. Cancelled half-way, it ends the connection.
+        """Sends one batch, and sequences to free before it. Cancelled half-way, it ends the connection.
 
         Raises:
             EngineLostError: the connection is gone, or the engine took nothing for ``send_timeout_s``.
@@ -93,15 +93,15 @@ class EngineConnection(Generic[ItemT, ReplyT, RepliesT]):
         await self._write(self._role.encode_request(items, released))
 
     async def release(self, request_ids: Sequence[str]) -> None:
-        """Frees the sequences on the engine, in order with the items. Raises EngineLostError."""
+        """Frees sequences on the engine, in order with the items. Raises EngineLostError."""
         if request_ids:
             await self._write(self._role.encode_request((), request_ids))
 
     async def replies(self) -> RepliesT:
-        """Waits for the next batch of replies, one call at a time; cancelled, it ends the connection.
+        """Waits for the next batch of replies; one call at a time. Cancelled, it ends the connection.
 
         Raises:
-            EngineLostError: the connection is gone and everything that had arrived was taken.
+            EngineLostError: the connection is gone and all replies that had arrived were taken.
         """
         self._raise_if_lost()
         try:
@@ -116,7 +116,7 @@ class EngineConnection(Generic[ItemT, ReplyT, RepliesT]):
         raise EngineLostError(self._describe_loss())
 
     async def close(self) -> None:
-        """Ends the stream, which frees everything it holds on the engine; idempotent."""
+        """Ends the stream, which frees all its sequences on the engine; idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -139,8 +139,8 @@ class EngineConnection(Generic[ItemT, ReplyT, RepliesT]):
         self._raise_if_lost()
 
     def _watch_write(self) -> None:
-        # One timer for all writes, which is set anew only when it fires: a time-out per write costs as much
-        # as the codec.
+        # One timer for all writes, re-armed only when it fires: a time-out per write costs as much as the
+        # codec.
         self._write_since = time.monotonic()
         if self._watchdog is None:
             self._watchdog = self._loop.call_later(self._send_timeout_s, self._check_write)
@@ -156,13 +156,13 @@ class EngineConnection(Generic[ItemT, ReplyT, RepliesT]):
             self._lose(f"took nothing for {self._send_timeout_s} s")
 
     def _lose(self, reason: str) -> None:
-        """The first reason counts."""
+        """Marks the connection as lost; the first reason counts."""
         if self._reason is None:
             self._reason = reason
         self._stream.cancel()
 
     def _lose_by(self, error: BaseException) -> None:
-        """Ends the stream, on which a call ended so; raises again what is no failure of the call."""
+        """Ends the stream after a failed call; re-raises ``error`` if it is not a failure of the call."""
         reason = failure_of(error)
         self._lose(reason or "the stream was cancelled")
         if reason is None:
@@ -177,14 +177,14 @@ class EngineConnection(Generic[ItemT, ReplyT, RepliesT]):
 
 
 async def open_stream(
-    role: Role[Any, Any, Any],
+    role: EngineRole[Any, Any, Any],
     address: Address,
     *,
     timeout_s: float,
     wait_for_ready: bool,
     options: ChannelOptions,
 ) -> tuple[aio.Channel, BytesStream, EngineInfo]:
-    """Asks the engine who it is and opens the stream; returns once the engine has accepted it.
+    """Asks the engine for its info and opens the stream; returns once the engine has accepted it.
 
     Raises:
         EngineLostError: nobody answers within ``timeout_s``, or the engine refuses.
@@ -195,7 +195,7 @@ async def open_stream(
     try:
         channel, metadata = open_channel(address, options), options.security.metadata()
     except ConfigError as error:
-        # Files are replaced one by one: the next attempt may find what belongs together.
+        # Files are replaced one by one: the next attempt may find a matching set.
         raise EngineLostError(f"{peer}: {error}") from None
     try:
         async with calling(peer, timeout_s, "no answer within"):
@@ -215,7 +215,7 @@ async def open_stream(
 
 
 async def _get_info(
-    role: Role[Any, Any, Any],
+    role: EngineRole[Any, Any, Any],
     address: Address,
     channel: aio.Channel,
     metadata: Metadata,
@@ -235,7 +235,7 @@ async def _get_info(
     return info
 
 
-def _check_info(role: Role[Any, Any, Any], address: Address, info: EngineInfo) -> None:
+def _check_info(role: EngineRole[Any, Any, Any], address: Address, info: EngineInfo) -> None:
     if info.role != role.name:
         raise ConfigError(f"the worker at {address.target} is a {info.role!r}; needed: {role.name!r}")
     if info.protocol_version != PROTOCOL_VERSION:
@@ -245,19 +245,19 @@ def _check_info(role: Role[Any, Any, Any], address: Address, info: EngineInfo) -
         )
 
 
-def _name(role: Role[Any, Any, Any], address: Address) -> str:
+def _name(role: EngineRole[Any, Any, Any], address: Address) -> str:
     return f"{role.name} at {address.target}"
 
 
 @asynccontextmanager
 async def calling(peer: str, timeout_s: float, late: str) -> AsyncIterator[None]:
-    """Gives the calls within it a time in all, and names the peer in what they fail by.
+    """Context that bounds the total time of the calls within it, and names the peer in their errors.
 
     Args:
-        late: what is said before the seconds when they are over.
+        late: text before the seconds in the message of a time-out.
 
     Raises:
-        EngineLostError: a call failed, or the time is over.
+        EngineLostError: a call failed or timed out.
     """
     try:
         async with asyncio.timeout(timeout_s):
@@ -271,10 +271,10 @@ async def calling(peer: str, timeout_s: float, late: str) -> AsyncIterator[None]
 
 
 def failure_of(error: BaseException) -> str | None:
-    """Why a call failed, in words; None for what is no failure of the call, but of who made or ended it.
+    """Reason of a failed call, in words; None: the error is not a failure of the call.
 
-    gRPC raises CancelledError in whoever waits for a call, too, when somebody else has cancelled it or closed
-    its channel. To the one who waits the peer is lost; only what is meant for its task may end its task.
+    gRPC also raises CancelledError in a waiting task when another task cancels the call or closes its
+    channel. To the waiting task that means a lost peer; only a cancellation of the task itself may end it.
     """
     match error:
         case aio.AioRpcError():

@@ -1,4 +1,4 @@
-"""The router's connection to a draft."""
+"""Connection of a router to a draft."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class GrpcDrafter(EngineConnection[SpeculateItem, DraftReply, DraftReplies]):
         """Connects to the draft at ``unix:/path`` or ``host:port``.
 
         Args:
-            timeout_s: for the whole of it, in seconds.
+            timeout_s: total seconds to connect.
             wait_for_ready: True waits for a worker that does not listen yet; False fails at once.
-            send_timeout_s: a draft that takes nothing off the stream for so long is lost.
+            send_timeout_s: seconds after which a draft that takes nothing off the stream counts as lost.
 
         Raises:
-            ConfigError: the address is no address, or the worker there is no draft.
+            ConfigError: the address is not valid, or the worker there is not a draft.
             ProtocolError: the worker speaks another protocol version.
             EngineLostError: nobody answers in time.
         """
@@ -49,5 +49,5 @@ class GrpcDrafter(EngineConnection[SpeculateItem, DraftReply, DraftReplies]):
         )
 
     async def speculate(self, items: Sequence[SpeculateItem], released: Sequence[str] = ()) -> None:
-        """Sends one batch; as ``send``."""
+        """Sends one batch, as ``send``."""
         await self.send(items, released)

@@ -1,4 +1,4 @@
-"""The router's connection to a target."""
+"""Connection of a router to a target."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class GrpcVerifier(EngineConnection[VerifyItem, TargetReply, TargetReplies]):
         """Connects to the target's leader at ``unix:/path`` or ``host:port``.
 
         Args:
-            timeout_s: for the whole of it, in seconds.
+            timeout_s: total seconds to connect.
             wait_for_ready: True waits for a worker that does not listen yet; False fails at once.
-            send_timeout_s: a target that takes nothing off the stream for so long is lost.
+            send_timeout_s: seconds after which a target that takes nothing off the stream counts as lost.
 
         Raises:
-            ConfigError: the address is no address, or the worker there is no target.
+            ConfigError: the address is not valid, or the worker there is not a target.
             ProtocolError: the worker speaks another protocol version.
             EngineLostError: nobody answers in time.
         """
@@ -49,5 +49,5 @@ class GrpcVerifier(EngineConnection[VerifyItem, TargetReply, TargetReplies]):
         )
 
     async def verify(self, items: Sequence[VerifyItem], released: Sequence[str] = ()) -> None:
-        """Sends one batch: one ragged forward; as ``send``."""
+        """Sends one batch, which becomes one ragged forward, as ``send``."""
         await self.send(items, released)

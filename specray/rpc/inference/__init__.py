@@ -1,1 +1,1 @@
-"""The public InferenceService: its vocabulary, server and client."""
+"""Public InferenceService over gRPC: types, server and client."""

@@ -1,4 +1,4 @@
-"""A small client of the public service, for people and tests."""
+"""Client of the public gRPC service, for users and tests."""
 
 from __future__ import annotations
 
@@ -30,9 +30,13 @@ class SpecrayClient:
     def __init__(
         self, address: str, *, key: str | None = None, options: ChannelOptions | None = None
     ) -> None:
-        """``key``: an API key, for a service that asks for one.
+        """Opens a channel.
 
-        Raises ConfigError when the address is neither ``unix:/path`` nor ``host:port``.
+        Args:
+            key: API key, for a service that requires one.
+
+        Raises:
+            ConfigError: the address is neither ``unix:/path`` nor ``host:port``.
         """
         self._metadata = () if key is None else (("authorization", f"Bearer {key}"),)
         self._channel = aio.insecure_channel(
@@ -44,17 +48,17 @@ class SpecrayClient:
     async def generate(
         self, params: GenerateParams, *, timeout_s: float = 600.0
     ) -> AsyncGenerator[GenerateEvent, None]:
-        """The answer in pieces; closing the iterator cancels the request.
+        """Streams the answer; closing the iterator cancels the request.
 
         Args:
-            timeout_s: for the whole answer, in seconds.
+            timeout_s: total seconds for the answer.
 
         Raises:
             InvalidRequestError, ModelNotFoundError: the request is wrong.
-            UnauthenticatedError: the service asks for a key, and this is none of its keys.
+            UnauthenticatedError: the service requires a key, and does not know this one.
             OverloadedError: try again after ``retry_after_s``.
             DeadlineExceededError: the time is over.
-            EngineLostError: the service is away; the request may be retried.
+            EngineLostError: the service is unreachable; the request may be retried.
             SpecrayError: the service failed.
         """
         data = encode_generate_request(params)
@@ -70,11 +74,11 @@ class SpecrayClient:
             call.cancel()
 
     async def info(self, *, timeout_s: float = 10.0) -> ServiceInfo:
-        """What is served, and its limits.
+        """Asks which model is served, and for its limits.
 
         Raises:
             DeadlineExceededError: nobody answers in time.
-            EngineLostError: the service is away.
+            EngineLostError: the service is unreachable.
         """
         stub: aio.UnaryUnaryMultiCallable[bytes, bytes]
         stub = self._channel.unary_unary(f"/{INFERENCE_SERVICE}/Info", None, None)
@@ -100,6 +104,6 @@ class SpecrayClient:
 
 
 def _told(params: GenerateParams) -> list[tuple[str, str]]:
-    """What goes beside the message."""
+    """Call metadata of a request."""
     values = {"traceparent": params.traceparent, "x-request-id": params.client_request_id}
     return [(name, value) for name, value in values.items() if value]

@@ -1,7 +1,7 @@
-"""The gRPC server of the public InferenceService, around a handler in domain terms.
+"""gRPC server of the public InferenceService, around a handler in domain terms.
 
-Whoever serves (the ingress) implements :class:`InferenceHandler` and raises the errors of
-:mod:`specray.errors`; nothing here knows a tokenizer or a router.
+The ingress implements :class:`InferenceHandler` and raises the errors of :mod:`specray.errors`; this module
+knows neither tokenizer nor router.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ __all__ = ["Admitter", "GenerateEvent", "GenerateParams", "InferenceHandler", "I
 
 INFERENCE_SERVICE: Final = "specray.v1.InferenceService"
 WRITE_TIMEOUT_S: Final = 30.0
-"""For a client to take a message, as long as over HTTP. gRPC waits without limit for one that is there and
-does not read, and a call need not have a deadline: its request would keep its place for ever.
+"""Seconds for a client to take a message, as over HTTP. gRPC waits without limit for a connected client that
+does not read, and calls need no deadline: its request would occupy a place for ever.
 """
 
 ResultT = TypeVar("ResultT")
@@ -46,9 +46,9 @@ Context = aio.ServicerContext[Any, Any]
 
 
 class InferenceServer:
-    """Serves a handler over gRPC, with the standard health service beside it.
+    """Serves a handler over gRPC, together with the standard health service.
 
-    ``start`` and ``stop`` run on the event loop that is to carry the connections, and the handler.
+    Call ``start`` and ``stop`` on the event loop that shall run the connections and the handler.
     """
 
     def __init__(
@@ -60,13 +60,15 @@ class InferenceServer:
         admit: Admitter | None = None,
         on_refused: Refused | None = None,
     ) -> None:
-        """``admit`` names the handler of each call by its ``authorization`` metadata; default: ``handler``.
-        ``on_refused`` is told of calls without a key that is known here, and of messages that are none.
+        """Makes a server that does not listen yet.
 
-        ``options.max_receive_bytes`` bounds a request: a larger one gets RESOURCE_EXHAUSTED.
+        Args:
+            options: ``max_receive_bytes`` bounds a request; larger ones get RESOURCE_EXHAUSTED.
+            admit: chooses the handler of a call by its ``authorization`` metadata; default: ``handler``.
+            on_refused: called for calls without a known key, and for malformed messages.
 
         Raises:
-            ConfigError: the address is no address.
+            ConfigError: the address is not valid.
         """
         self._admit = admit or (lambda _: handler)
         self._on_refused = on_refused or (lambda _, __: None)
@@ -77,11 +79,11 @@ class InferenceServer:
 
     @property
     def address(self) -> str:
-        """Where the server listens; after ``start`` with the real port."""
+        """Address of the server; after ``start`` with the real port."""
         return self._address.target
 
     async def start(self, *, is_ready: bool = True) -> str:
-        """Listens and answers; returns the address. ``is_ready`` is the first word of the health service.
+        """Starts serving; returns the address. ``is_ready`` is the initial health status.
 
         Raises:
             ConfigError: the address is in use, not writable, or not of this machine.
@@ -96,11 +98,11 @@ class InferenceServer:
         return self.address
 
     async def set_ready(self, is_ready: bool) -> None:
-        """What the health service answers, for a handler that knows more than that the port is open."""
+        """Sets the health status, for a handler that can tell more than that the port is open."""
         await self._health.set_serving(is_ready)
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        """NOT_SERVING first; requests in hand may end within ``grace_s`` seconds; idempotent."""
+        """Sets NOT_SERVING, then lets running requests end within ``grace_s`` seconds; idempotent."""
         server, self._server = self._server, None
         if server is None:
             return
@@ -108,7 +110,7 @@ class InferenceServer:
         await server.stop(grace_s)
 
     def _handlers(self) -> grpc.GenericRpcHandler:
-        # No (de)serialisers: messages stay bytes, so that broken ones are ours to answer.
+        # No (de)serialisers: messages stay bytes, so that this code answers broken ones.
         return grpc.method_handlers_generic_handler(
             INFERENCE_SERVICE,
             {
@@ -160,16 +162,17 @@ async def _pump(
         async for event in events:
             await _in_time(write(encode_generate_event(event)))
     finally:
-        # Only generators have it; closing here, not at garbage collection, ends the work of a lost client.
+        # Only generators have aclose; closing here, not at garbage collection, ends the work of a lost
+        # client.
         if isinstance(events, AsyncGenerator):
             await events.aclose()
 
 
 async def _in_time(writing: Awaitable[None]) -> None:
-    """Waits until a message is taken.
+    """Waits until the client takes a message.
 
     Raises:
-        DeadlineExceededError: it takes too long. A client that reads after all gets this behind the messages.
+        DeadlineExceededError: it takes too long. A client that reads later gets this after the messages.
     """
     try:
         async with asyncio.timeout(WRITE_TIMEOUT_S):

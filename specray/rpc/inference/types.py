@@ -1,4 +1,4 @@
-"""The vocabulary of the public InferenceService in domain terms: no gRPC, no protobuf."""
+"""Types of the public InferenceService in domain terms, without gRPC or protobuf."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specray.types import DraftKind, TokenLogprobs, Verification
 
 @dataclass(frozen=True, slots=True)
 class GenerateParams:
-    """What a caller of Generate asks; None and empty mean: not given. Ranges are the handler's to check.
+    """Parameters of a Generate call; None and empty mean not given. The handler checks ranges.
 
     Exactly one of ``text`` and ``token_ids`` is given.
     """
@@ -20,7 +20,7 @@ class GenerateParams:
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
     model: str = ""
-    """Empty: the only model that is served."""
+    """Model name; empty: the only model that is served."""
     max_tokens: int | None = None
     min_tokens: int | None = None
     temperature: float | None = None
@@ -42,13 +42,13 @@ class GenerateParams:
     draft: DraftKind | None = None
     tenant: str = ""
     priority: int | None = None
-    """Lower is served earlier."""
+    """Priority; lower is served earlier."""
     timeout_s: float | None = None
-    """What is left of the call's deadline; not part of the message."""
+    """Seconds left until the call's deadline; not part of the message."""
     traceparent: str = ""
-    """W3C trace context; travels as metadata of this name."""
+    """W3C trace context, sent as metadata ``traceparent``."""
     client_request_id: str = ""
-    """What the caller names the request in logs; travels as metadata ``x-request-id``."""
+    """Caller's name of the request in logs, sent as metadata ``x-request-id``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,32 +58,32 @@ class Usage:
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int = 0
-    """Of the prompt: not computed but found in the prefix cache."""
+    """Prompt tokens found in the prefix cache, not computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateEvent:
-    """One message of the answer. The last one carries ``finish_reason``, ``usage`` and ``speculation``."""
+    """One message of the answer. The last one has ``finish_reason``, ``usage`` and ``speculation``."""
 
     request_id: str
     text: str = ""
-    """The text that these tokens complete."""
+    """Text that these tokens complete."""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
-    """Never ``error``: a failed request is an exception."""
+    """Reason of the end, never ``error``: a failed request raises an exception."""
     usage: Usage | None = None
     speculation: SpeculationStats | None = None
 
 
 class InferenceHandler(Protocol):
-    """What the public service does, without gRPC."""
+    """The public service in domain terms, without gRPC."""
 
     def generate(self, params: GenerateParams) -> AsyncIterator[GenerateEvent]:
-        """The answer in pieces. The iterator is closed when the client cancels or its deadline passes.
+        """Streams the answer. The iterator is closed when the client cancels or its deadline passes.
 
         Raises:
-            InvalidRequestError, ModelNotFoundError: the caller's mistake; the text goes to the caller.
+            InvalidRequestError, ModelNotFoundError: the caller's mistake; the message goes to the caller.
             OverloadedError: try again later.
             DeadlineExceededError: the time is over.
             EngineLostError: the request may be retried.
@@ -94,6 +94,7 @@ class InferenceHandler(Protocol):
 
 
 Refused = Callable[[str, Exception], None]
-"""Told of calls that did not get to a handler: the method, and why."""
+"""Callback for calls that did not reach a handler: method and error."""
 Admitter = Callable[[Sequence[str]], InferenceHandler]
-"""Who handles a call that came with these ``authorization`` metadata; raises UnauthenticatedError."""
+"""Callback that chooses the handler of a call by its ``authorization`` metadata; raises
+UnauthenticatedError."""

@@ -1,1 +1,1 @@
-"""The server of one engine: streams in front, the engine behind."""
+"""Server of one engine: routers' streams in front, the engine behind."""

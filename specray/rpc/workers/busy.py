@@ -1,4 +1,4 @@
-"""How much of the time an engine computes."""
+"""Busy meter: the share of time that an engine computes."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import time
 from collections.abc import Callable
 
 WINDOW_S = 10.0
-"""What happened so long ago counts for a third of what happens now."""
+"""Time constant of the average in seconds: time so long ago has 1/e of the weight of now."""
 
 
 class BusyMeter:
-    """The share of the recent past that was spent in engine calls: an average that fades exponentially.
+    """Exponentially weighted share of time spent in engine calls.
 
-    One thread tells it of calls; any thread may read.
+    One thread reports calls; any thread may read.
 
     Args:
-        monotonic: seconds of a clock that never goes back.
+        monotonic: clock in seconds that never goes back.
     """
 
     def __init__(
@@ -24,25 +24,25 @@ class BusyMeter:
     ) -> None:
         self._monotonic = monotonic
         self._window_s = window_s
-        # Replaced as a whole, so that a reader on another thread never sees halves.
+        # Replaced as a whole, so that a reader on another thread never sees a partial update.
         self._state = (0.0, monotonic(), False)
 
     def begin(self) -> None:
-        """A call begins."""
+        """Reports the begin of a call."""
         self._advance(is_busy=True)
 
     def end(self) -> None:
-        """The call has ended."""
+        """Reports the end of the call."""
         self._advance(is_busy=False)
 
     @property
     def share(self) -> float:
-        """Of the last ``window_s``, in 0..1; the call in progress included."""
+        """Busy share of about the last ``window_s`` seconds, 0..1, including the call in progress."""
         return self._share_at(self._monotonic())
 
     @property
     def call_s(self) -> float:
-        """How long the call in progress has lasted; 0 without one."""
+        """Seconds since the call in progress began; 0 without one."""
         _, since_s, is_busy = self._state
         return self._monotonic() - since_s if is_busy else 0.0
 

@@ -1,9 +1,9 @@
-"""The one owner of a synchronous engine: makes every call of it, on the event loop that serves it.
+"""Host of a synchronous engine: makes all its calls, on the event loop that serves it.
 
-The engine and its server share one thread. A thread of its own for the engine would cost each round four
-hand-offs, 0.3 ms when the caches are cold after a forward, and buy nothing: while the engine works there is
-nothing else to do for whoever waits for it. gRPC itself reads, writes and answers pings on its own threads
-meanwhile; what it has read is seen between two engine calls.
+The engine and its server share one thread. A separate engine thread would cost each round four hand-offs, 0.3
+ms with cold caches after a forward, and gain nothing: while the engine works, all requests wait for it
+anyway. gRPC reads, writes and answers pings on its own threads meanwhile; what it has read is handled between
+engine calls.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any, Generic
 
 from specray.errors import EngineLostError, SpecrayError
 from specray.rpc.codec.engine import RequestBatch
-from specray.rpc.role import BoundEngine, ItemT, RepliesT, ReplyT, Role
-from specray.rpc.workers.batch_runner import BatchRunner, Delivery, Outlet
+from specray.rpc.role import BoundEngine, EngineRole, ItemT, RepliesT, ReplyT
+from specray.rpc.workers.batch_runner import BatchRunner, ReplySink, StreamReplies
 from specray.rpc.workers.busy import BusyMeter
-from specray.rpc.workers.item_queue import FairQueue
+from specray.rpc.workers.item_queue import ItemQueue
 from specray.types import EngineInfo
 
 logger = logging.getLogger(__name__)
@@ -31,21 +31,21 @@ logger = logging.getLogger(__name__)
 class _Check:
     done: asyncio.Future[None]
     due_turn: int
-    """Behind so many engine calls, or as soon as nothing waits."""
+    """Number of engine calls after which the check runs; earlier if nothing waits."""
 
 
 class EngineHost(Generic[ItemT, ReplyT, RepliesT]):
-    """Runs the requests of all streams, which take turns; made and used on one event loop.
+    """Runs the requests of all streams in turn; made and used on one event loop.
 
-    Between two engine calls the loop takes a turn: replies leave, and what has arrived meanwhile joins the
-    next call. A draft's call is bounded by the engine's ``max_num_batched_tokens``, so that a router which
-    asks for little need not wait for all that another has asked. When the engine breaks, ``on_broken`` is
-    called once; from then on requests are dropped and ``check`` raises.
+    Between two engine calls the event loop runs once: replies are sent, and new requests join the next call.
+    A draft's call is bounded by the engine's ``max_num_batched_tokens``, so that a router with few items does
+    not wait for all items of another. When the engine breaks, ``on_broken`` is called once; from then on
+    requests are dropped and ``check`` raises.
     """
 
     def __init__(
         self,
-        role: Role[ItemT, ReplyT, RepliesT],
+        role: EngineRole[ItemT, ReplyT, RepliesT],
         make_engine: Callable[[], BoundEngine[ItemT, RepliesT]],
         *,
         on_broken: Callable[[EngineLostError], None],
@@ -54,8 +54,8 @@ class EngineHost(Generic[ItemT, ReplyT, RepliesT]):
         self._make_engine = make_engine
         self._on_broken = on_broken
         self._loop = asyncio.get_running_loop()
-        self._queue: FairQueue[ItemT, RepliesT] = FairQueue(role.num_tokens)
-        self._ended: list[Outlet[RepliesT]] = []
+        self._queue: ItemQueue[ItemT, RepliesT] = ItemQueue(role.num_tokens)
+        self._ended: list[ReplySink[RepliesT]] = []
         self._checks: deque[_Check] = deque()
         self._num_turns = 0
         self._budget = 0
@@ -66,40 +66,40 @@ class EngineHost(Generic[ItemT, ReplyT, RepliesT]):
         self._broken: EngineLostError | None = None
 
     def start(self) -> EngineInfo:
-        """Builds the engine; the loop stands still meanwhile. Raises whatever the factory raises."""
+        """Builds the engine, which blocks the loop. Raises whatever the factory raises."""
         self._engine = self._make_engine()
         self._runner = BatchRunner(self._role, self._engine, _deliver_all)
         self._budget = self._engine.read_info().max_num_batched_tokens
-        # What was loaded stays: walking it again and again would stop rounds for tens of milliseconds.
+        # Loaded objects live on: collecting them again and again would pause rounds for tens of milliseconds.
         gc.collect()
         gc.freeze()
         return self._engine.read_info()
 
     def info(self) -> EngineInfo:
-        """What the engine says of itself now; after ``start``."""
+        """Current info of the engine; after ``start``."""
         assert self._engine is not None, "info comes after start"
         return replace(self._engine.read_info(), busy_share=round(self._busy.share, 4))
 
     @property
     def busy(self) -> BusyMeter:
-        """Of the engine's calls."""
+        """Busy meter of the engine's calls."""
         return self._busy
 
-    def submit(self, outlet: Outlet[RepliesT], batch: RequestBatch[ItemT]) -> None:
+    def submit(self, stream: ReplySink[RepliesT], batch: RequestBatch[ItemT]) -> None:
         """Takes one request of a stream."""
         if self._engine is not None:
-            self._queue.put(outlet, batch)
+            self._queue.put(stream, batch)
             self._schedule()
 
-    def end_stream(self, outlet: Outlet[RepliesT]) -> None:
-        """Forgets what the stream still waits for and releases everything that it owns."""
-        self._queue.drop(outlet)
+    def end_stream(self, stream: ReplySink[RepliesT]) -> None:
+        """Drops the stream's waiting requests and releases all its sequences."""
+        self._queue.drop(stream)
         if self._engine is not None:
-            self._ended.append(outlet)
+            self._ended.append(stream)
             self._schedule()
 
     async def check(self) -> None:
-        """Runs the engine's real step, behind what waits. Raises EngineLostError when it fails."""
+        """Runs a real engine step after the waiting requests. Raises EngineLostError when it fails."""
         if self._broken is not None or self._engine is None:
             raise self._broken or EngineLostError(f"the {self._role.name} engine does not run")
         done: asyncio.Future[None] = self._loop.create_future()
@@ -108,7 +108,7 @@ class EngineHost(Generic[ItemT, ReplyT, RepliesT]):
         await done
 
     def stop(self) -> None:
-        """Closes the engine; what still waits is dropped. Idempotent."""
+        """Closes the engine and drops waiting requests; idempotent."""
         engine, self._engine, self._runner = self._engine, None, None
         for check in self._checks:
             if not check.done.done():
@@ -124,7 +124,7 @@ class EngineHost(Generic[ItemT, ReplyT, RepliesT]):
             self._loop.call_soon(self._run)
 
     def _run(self) -> None:
-        """One engine call for what waits; the next one is a turn of the loop away."""
+        """Makes one engine call for waiting requests; schedules the next on the loop."""
         self._is_scheduled = False
         if self._runner is None:
             return
@@ -138,19 +138,19 @@ class EngineHost(Generic[ItemT, ReplyT, RepliesT]):
             self._check(self._checks.popleft().done)
         self._busy.end()
         if self._queue or self._checks:
-            # The writers were woken before: their replies leave first.
+            # The stream writers were woken before, so their replies are sent first.
             self._schedule()
 
     def _take_turn(self, runner: BatchRunner[ItemT, ReplyT, RepliesT]) -> None:
         ended, self._ended = self._ended, []
-        for outlet in ended:
-            runner.end_stream(outlet)
+        for stream in ended:
+            runner.end_stream(stream)
         if self._queue:
             portions = (
                 self._queue.take(self._budget) if self._role.merges_requests else [self._queue.take_request()]
             )
             for portion in portions:
-                runner.add(portion.outlet, portion.batch, is_last=portion.is_last)
+                runner.add(portion.stream, portion.batch, is_last=portion.is_last)
         runner.flush()
 
     def _guard(self, work: Callable[..., None], *arguments: Any) -> None:
@@ -178,6 +178,6 @@ class EngineHost(Generic[ItemT, ReplyT, RepliesT]):
             self._on_broken(self._broken)
 
 
-def _deliver_all(deliveries: list[Delivery[Any]]) -> None:
-    for delivery in deliveries:
-        delivery.outlet.deliver(delivery.replies, delivery.num_requests)
+def _deliver_all(answers: list[StreamReplies[Any]]) -> None:
+    for answer in answers:
+        answer.stream.deliver(answer.replies, answer.num_requests)

@@ -1,4 +1,4 @@
-"""A worker's life ends with that of the process that started it."""
+"""Ends a worker process together with the process that started it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 
 
 def end_with_parent(parent_pid: int, *, period_s: float = 1.0) -> None:
-    """This process gets SIGTERM once its parent has ended, however that ended, and also if it did before."""
+    """Sends this process SIGTERM once its parent has ended for any reason, even before this call."""
 
     def watch() -> None:
         while os.getppid() == parent_pid:

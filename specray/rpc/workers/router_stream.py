@@ -1,4 +1,4 @@
-"""The server's end of one router's stream."""
+"""Server end of one router's stream."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from grpc import aio
 
 from specray.errors import ProtocolError
 from specray.rpc.codec.engine import RequestBatch
-from specray.rpc.role import ItemT, RepliesT, ReplyT, Role
+from specray.rpc.role import EngineRole, ItemT, RepliesT, ReplyT
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a stream ends."""
+    """Status by which a stream ends."""
 
     code: grpc.StatusCode
     details: str = ""
     drains: bool = False
-    """True: what was asked is answered first."""
+    """Whether pending requests are answered first."""
 
 
 class RouterStream(Generic[ItemT, ReplyT, RepliesT]):
-    """Reads requests, writes replies; lives on the event loop, only ``is_open`` is read by the engine thread.
+    """Reads requests and writes replies, on the event loop.
 
-    At most ``max_pending`` requests are unanswered; then the stream is not read, and gRPC's flow control
-    holds the router back.
+    With ``max_pending`` unanswered requests the stream is not read, and gRPC's flow control holds the router
+    back.
     """
 
     def __init__(
         self,
-        role: Role[ItemT, ReplyT, RepliesT],
+        role: EngineRole[ItemT, ReplyT, RepliesT],
         context: aio.ServicerContext[Any, Any],
         *,
         max_pending: int,
@@ -55,17 +55,17 @@ class RouterStream(Generic[ItemT, ReplyT, RepliesT]):
         self.is_open = True
 
     def deliver(self, replies: RepliesT | None, num_requests: int) -> None:
-        """Queues the answer to ``num_requests`` requests of this stream; None when there is none."""
+        """Queues replies (None: there are none), which complete ``num_requests`` requests of this stream."""
         self._outbox.append((replies, num_requests))
         self._has_output.set()
 
     def end(self, ending: Ending) -> None:
-        """Makes ``serve`` end; the first ending counts."""
+        """Makes ``serve`` return; the first ending counts."""
         if not self._ending.done():
             self._ending.set_result(ending)
 
     async def serve(self, submit: Callable[[RequestBatch[ItemT]], None]) -> Ending:
-        """Passes requests to ``submit`` and writes what is delivered, until the stream ends."""
+        """Passes requests to ``submit`` and writes delivered replies, until the stream ends."""
         reader = asyncio.create_task(self._read(submit))
         writer = asyncio.create_task(self._write())
         try:

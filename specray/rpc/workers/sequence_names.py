@@ -1,4 +1,4 @@
-"""Which stream owns which sequence of an engine, and what the engine calls it."""
+"""Ownership of an engine's sequences by streams, and the engine's names for them."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ StreamT = TypeVar("StreamT")
 class SequenceNames(Generic[StreamT]):
     """The engine's name of each sequence, by stream and request id.
 
-    It is the request id, the same in every process and log line, unless another stream's sequence has it.
+    The name is the request id, the same in every process and log line, unless another stream's sequence has
+    it.
 
     Args:
-        is_shared: several routers use the engine, so the same request id of two streams means two sequences.
-            False: a second stream that begins a sequence anew takes it over.
+        is_shared: whether several routers use the engine, so that one request id in two streams means two
+            sequences. False: a second stream that starts a sequence takes it over.
     """
 
     def __init__(self, *, is_shared: bool) -> None:
         self._is_shared = is_shared
-        # Of each stream, the sequence used longest ago comes first.
+        # Each stream's least recently used sequence comes first.
         self._by_stream: dict[StreamT, dict[str, str]] = {}
         self._owners: dict[str, tuple[StreamT, str]] = {}
         self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
-        """Sequences that somebody owns."""
+        """Number of owned sequences."""
         return len(self._owners)
 
     def use(self, stream: StreamT, request_id: str) -> str | None:
-        """The name of the stream's sequence, now the one used last; None: it owns no such one."""
+        """Name of the stream's sequence, which becomes the most recently used; None: it owns none."""
         names = self._by_stream.get(stream)
         name = None if names is None else names.pop(request_id, None)
         if names is not None and name is not None:
@@ -39,7 +40,7 @@ class SequenceNames(Generic[StreamT]):
         return name
 
     def add(self, stream: StreamT, request_id: str) -> str:
-        """A name for a sequence that the stream does not own yet; it owns it now."""
+        """Makes the stream the owner of a new sequence; returns its name."""
         name = request_id
         if self._is_shared:
             while name in self._owners:
@@ -51,12 +52,12 @@ class SequenceNames(Generic[StreamT]):
         return name
 
     def of(self, stream: StreamT, request_ids: Iterable[str]) -> list[str]:
-        """The names of those of the sequences that the stream owns."""
+        """Names of those of the sequences that the stream owns."""
         names = self._by_stream.get(stream, {})
         return [names[request_id] for request_id in request_ids if request_id in names]
 
     def remove(self, stream: StreamT, request_ids: Iterable[str]) -> None:
-        """Nobody owns these sequences of the stream any more; unknown ones are ignored."""
+        """Removes sequences of the stream; unknown ones are ignored."""
         names = self._by_stream.get(stream, {})
         for request_id in request_ids:
             name = names.pop(request_id, None)
@@ -66,23 +67,23 @@ class SequenceNames(Generic[StreamT]):
             self._by_stream.pop(stream, None)
 
     def remove_stream(self, stream: StreamT) -> list[str]:
-        """Nobody owns what the stream owned; the names of that."""
+        """Removes all sequences of the stream; returns their names."""
         names = list(self._by_stream.pop(stream, {}).values())
         for name in names:
             del self._owners[name]
         return names
 
     def give_way(self, stream: StreamT, needed: Collection[str]) -> list[str]:
-        """Takes a sequence from the stream that owns most, for one that owns fewer: all places are taken.
+        """Removes a sequence of the stream that owns most, for a stream that owns fewer; the engine is full.
 
-        Shares only ever become more equal by it, so two streams do not take from each other in turns.
+        Shares only become more equal, so two streams do not take from each other in turns.
 
         Args:
-            stream: wants one more.
-            needed: names that are not taken away.
+            stream: stream that wants one more sequence.
+            needed: names that must not be removed.
 
         Returns:
-            The name of the sequence used longest ago; none when the shares are equal, or nothing is idle.
+            The name of the least recently used sequence; none if shares are equal or all are needed.
         """
         if not self._is_shared:
             return []

@@ -1,4 +1,4 @@
-"""The gRPC server of one engine: many routers' streams in front, the engine behind, one thread for both."""
+"""gRPC server of one engine: many routers' streams and the engine on one thread."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from specray.rpc.role import (
     DRAFT,
     TARGET,
     BoundEngine,
+    EngineRole,
     ItemT,
     RepliesT,
     ReplyT,
-    Role,
     bind_draft,
     bind_target,
 )
@@ -49,25 +49,28 @@ STOPPING = Ending(grpc.StatusCode.UNAVAILABLE, "the worker is stopping", drains=
 class EngineServer(Generic[ItemT, ReplyT, RepliesT]):
     """Serves one engine to many routers; made by :func:`draft_server` and :func:`target_server`.
 
-    The engine lives on the loop's thread, which should do nothing else: see ``worker.EngineServerThread``. A
-    draft answers what waits of all streams with one engine call, up to its token budget, streams taking
-    turns; a target makes each request one call, in order of arrival. A stream that ends frees its sequences.
-    When the engine breaks, streams end with INTERNAL and health becomes NOT_SERVING.
+    The engine runs on the loop's thread, which should do nothing else: see ``worker.EngineServerThread``. A
+    draft merges waiting items of all streams, in turn, into one engine call up to its token budget; a target
+    makes each request one call, in order of arrival. A stream that ends frees its sequences. When the engine
+    breaks, streams end with INTERNAL and health becomes NOT_SERVING.
     """
 
     def __init__(
         self,
-        role: Role[ItemT, ReplyT, RepliesT],
+        role: EngineRole[ItemT, ReplyT, RepliesT],
         make_engine: Callable[[], BoundEngine[ItemT, RepliesT]],
         address: str,
         *,
         options: ChannelOptions | None = None,
         max_pending: int = 256,
     ) -> None:
-        """``max_pending``: unanswered requests of one stream; more are not read.
+        """Makes a server that does not listen yet.
+
+        Args:
+            max_pending: maximum unanswered requests per stream; more are not read.
 
         Raises:
-            ConfigError: the address is no address.
+            ConfigError: the address is not valid.
         """
         self._role = role
         self._make_engine = make_engine
@@ -81,31 +84,31 @@ class EngineServer(Generic[ItemT, ReplyT, RepliesT]):
         self._server: aio.Server | None = None
         self._background: set[asyncio.Task[None]] = set()
         self.failure: EngineLostError | None = None
-        """Why the engine is broken."""
+        """Reason why the engine is broken."""
 
     @property
     def address(self) -> str:
-        """Where the server listens; after ``start`` with the real port."""
+        """Address of the server; after ``start`` with the real port."""
         return self._address.target
 
     @property
     def is_serving(self) -> bool:
-        """True between ``start`` and ``stop`` while the engine works."""
+        """Whether the server runs, between ``start`` and ``stop``, and its engine works."""
         return self._health.is_serving
 
     @property
     def num_routers(self) -> int:
-        """Streams that are open now."""
+        """Number of open streams."""
         return len(self._streams)
 
     @property
     def info(self) -> EngineInfo | None:
-        """What the server says of itself and its engine now; None before it is loaded and after ``stop``."""
+        """Current info of the engine and server; None before the engine is loaded and after ``stop``."""
         return None if self._host is None else replace(self._host.info(), num_routers=self.num_routers)
 
     @property
     def busy(self) -> BusyMeter | None:
-        """Of the engine's calls; None before it is loaded and after ``stop``."""
+        """Busy meter of the engine's calls; None before the engine is loaded and after ``stop``."""
         return None if self._host is None else self._host.busy
 
     async def start(self) -> str:
@@ -113,7 +116,7 @@ class EngineServer(Generic[ItemT, ReplyT, RepliesT]):
 
         Raises:
             ConfigError: the address cannot be listened on, the engine has the other role, or a certificate or
-                secret is missing or unfit.
+                secret is missing or invalid.
             Exception: what the engine's factory raises.
         """
         check_can_listen(self._address, reuse_port=self._options.reuse_port)
@@ -140,10 +143,10 @@ class EngineServer(Generic[ItemT, ReplyT, RepliesT]):
         return self.address
 
     async def stop(self, grace_s: float = 5.0, *, drain_s: float = 0.0) -> None:
-        """NOT_SERVING first; then requests in hand are answered, for at most ``grace_s``; idempotent.
+        """Sets NOT_SERVING, answers pending requests for at most ``grace_s`` seconds, then ends; idempotent.
 
-        Routers get UNAVAILABLE, that is EngineLostError, and take their sessions elsewhere. Those of a draft
-        are told before, and served for at most ``drain_s`` while they look for another.
+        Routers get UNAVAILABLE, that is EngineLostError, and move their sessions. A draft's routers are
+        notified first, and served for at most ``drain_s`` seconds while they look for another draft.
         """
         server, self._server = self._server, None
         if server is not None:
@@ -168,13 +171,13 @@ class EngineServer(Generic[ItemT, ReplyT, RepliesT]):
                     await asyncio.sleep(DRAIN_POLL_S)
 
     async def check(self) -> None:
-        """Runs the engine's real step. Raises EngineLostError when the engine is broken or does not run."""
+        """Runs a real engine step. Raises EngineLostError when the engine is broken or does not run."""
         if self._host is None:
             raise EngineLostError(f"the {self._role.name} server does not run")
         await self._host.check()
 
     def _handlers(self) -> grpc.GenericRpcHandler:
-        # No (de)serialisers: messages stay bytes, so that broken ones are ours to answer.
+        # No (de)serialisers: messages stay bytes, so that this code answers broken ones.
         return grpc.method_handlers_generic_handler(
             self._role.service,
             {
@@ -197,7 +200,7 @@ class EngineServer(Generic[ItemT, ReplyT, RepliesT]):
             await context.abort(refusal.code, refusal.details)
         host = self._host
         stream = RouterStream(self._role, context, max_pending=self._max_pending)
-        # Known before anything is awaited: an ending that comes meanwhile must find it.
+        # Registered before any await, so that an ending that comes meanwhile finds it.
         self._streams.add(stream)
         try:
             await context.send_initial_metadata(())
@@ -228,7 +231,7 @@ def draft_server(
     options: ChannelOptions | None = None,
     max_pending: int = 256,
 ) -> EngineServer[SpeculateItem, DraftReply, DraftReplies]:
-    """A server for the draft that ``make_engine`` builds on the loop's thread. Raises ConfigError."""
+    """Makes the server of a draft, which ``make_engine`` builds on the loop's thread. Raises ConfigError."""
     return EngineServer(
         DRAFT, lambda: bind_draft(make_engine()), address, options=options, max_pending=max_pending
     )
@@ -241,7 +244,7 @@ def target_server(
     options: ChannelOptions | None = None,
     max_pending: int = 256,
 ) -> EngineServer[VerifyItem, TargetReply, TargetReplies]:
-    """A server for the target that ``make_engine`` builds on the loop's thread. Raises ConfigError."""
+    """Makes the server of a target, which ``make_engine`` builds on the loop's thread. Raises ConfigError."""
     return EngineServer(
         TARGET, lambda: bind_target(make_engine()), address, options=options, max_pending=max_pending
     )

@@ -1,4 +1,4 @@
-"""An engine with its server on a thread of their own: inside an actor, or as a process."""
+"""Worker: an engine with its server on one thread, inside an actor or as a process of its own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def engine_server(
     options: ChannelOptions | None = None,
     max_pending: int = 256,
 ) -> EngineServer[Any, Any, Any]:
-    """The server for an engine of the given role. Raises ConfigError for a wrong address."""
+    """Makes the server of an engine of the given role. Raises ConfigError for a wrong address."""
     if role == "draft":
         make_draft = cast(Callable[[], SyncDraftEngine], engine_factory)
         return draft_server(make_draft, address, options=options, max_pending=max_pending)
@@ -55,9 +55,9 @@ def serve_engine(
     """Serves an engine in this process, called on its main thread, until SIGINT or SIGTERM.
 
     Args:
-        engine_factory: called once, on the server's thread; everything of the engine happens there.
+        engine_factory: called once, on the server's thread, where all engine calls happen.
         address: ``unix:/path`` or ``host:port``; port 0 takes a free one.
-        grace_s: at the end, requests in hand are answered for at most so many seconds.
+        grace_s: maximum seconds to answer pending requests at the end.
         on_ready: called with the real address once the server answers; default: prints it.
 
     Raises:
@@ -75,7 +75,7 @@ def serve_engine(
 
 @contextmanager
 def _interrupted_by(*numbers: signal.Signals) -> Iterator[None]:
-    """Inside, the signals raise KeyboardInterrupt on the main thread, wherever it waits."""
+    """Context in which the signals raise KeyboardInterrupt on the main thread, wherever it waits."""
     handlers = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
     try:
         yield
@@ -89,7 +89,7 @@ def _printer(role: RoleName) -> Callable[[str], None]:
 
 
 class EngineServerThread:
-    """An engine server with its engine, on one thread of their own.
+    """An engine server with its engine, on a thread of its own.
 
     Methods are called from any other thread and block for at most their time-outs.
     """
@@ -103,7 +103,7 @@ class EngineServerThread:
         options: ChannelOptions | None = None,
         max_pending: int = 256,
     ) -> None:
-        """Raises ConfigError for a wrong address; nothing runs before ``start``."""
+        """Makes a server that runs from ``start`` on. Raises ConfigError for a wrong address."""
         self._server = engine_server(
             engine_factory, role=role, address=address, options=options, max_pending=max_pending
         )
@@ -112,33 +112,33 @@ class EngineServerThread:
 
     @property
     def address(self) -> str:
-        """Where the server listens; after ``start`` with the real port."""
+        """Address of the server; after ``start`` with the real port."""
         return self._server.address
 
     @property
     def is_alive(self) -> bool:
-        """True while the server runs and its engine is not broken; costs nothing."""
+        """Whether the server runs and its engine is not broken; costs nothing."""
         return self._loop_thread is not None and self._loop_thread.is_alive and self._server.is_serving
 
     @property
     def info(self) -> EngineInfo | None:
-        """What the server says of itself and its engine now; None while there is none."""
+        """Current info of the engine and server; None while there is no engine."""
         return self._server.info
 
     @property
     def num_routers(self) -> int:
-        """Streams that are open now."""
+        """Number of open streams."""
         return self._server.num_routers
 
     @property
     def busy_share(self) -> float:
-        """Of the last seconds, how much the engine spent computing: 0..1."""
+        """Share of the last seconds that the engine computed, 0..1."""
         busy = self._server.busy
         return 0.0 if busy is None else busy.share
 
     @property
     def call_s(self) -> float:
-        """How long the engine call in progress has lasted; 0 without one."""
+        """Seconds since the engine call in progress began; 0 without one."""
         busy = self._server.busy
         return 0.0 if busy is None else busy.call_s
 
@@ -153,7 +153,7 @@ class EngineServerThread:
         try:
             return self._loop_thread.run(self._server.start(), timeout_s=timeout_s)
         except BaseException as error:
-            # The thread may still load; it ends once it has.
+            # The thread may still be loading; it ends after that.
             self._loop_thread.stop(timeout_s=0.0)
             self._loop_thread = None
             if isinstance(error, NoAnswerError):
@@ -162,7 +162,7 @@ class EngineServerThread:
             raise
 
     def check(self, *, timeout_s: float) -> None:
-        """Runs the engine's real step. Raises EngineLostError when it fails or needs longer."""
+        """Runs a real engine step. Raises EngineLostError when it fails or exceeds ``timeout_s`` seconds."""
         if self._loop_thread is None:
             raise EngineLostError(f"the {self._role} server does not run")
         try:
@@ -172,16 +172,16 @@ class EngineServerThread:
             raise EngineLostError(reason) from None
 
     def wait_broken(self) -> EngineLostError:
-        """Returns why the engine can work no longer, once it cannot."""
+        """Waits until the engine can no longer work; returns the reason."""
         while self.is_alive:
             time.sleep(BROKEN_POLL_S)
         return self._server.failure or EngineLostError(f"the {self._role} server does not run")
 
     def stop(self, *, grace_s: float = 5.0, drain_s: float = 0.0) -> None:
-        """Answers what is in hand for at most ``grace_s`` seconds, then ends; idempotent.
+        """Answers pending requests for at most ``grace_s`` seconds, then ends; idempotent.
 
-        A draft's routers are served for up to ``drain_s`` seconds more while they look for another draft.
-        An engine that hangs in a call is left behind with its thread.
+        A draft's routers are served for up to ``drain_s`` seconds more while they look for another draft. An
+        engine that hangs in a call is left behind with its thread.
         """
         thread, self._loop_thread = self._loop_thread, None
         if thread is None:

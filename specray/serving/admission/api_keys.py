@@ -90,8 +90,7 @@ class Caller:
         ]
 
     def admit(self, requests: Sequence[GenerateRequest]) -> Reservation:
-        """Reserves the caller's quota for the requests of one call, until the reservation's ``with`` block
-        ends.
+        """Reserves the caller's quota for one call, until the reservation's ``with`` block ends.
 
         Raises:
             OverloadedError: the key has too much in hand; nothing was changed.
@@ -219,8 +218,7 @@ async def stream_for(
     *,
     timeout_s: float,
 ) -> AsyncGenerator[Delta, None]:
-    """Runs ``generation.stream`` under the caller's policy and quota. Raises what both raise, at the first
-    step."""
+    """Runs ``generation.stream`` under the caller's policy and quota. Raises what both raise."""
     with caller.admit(requests) as reservation:
         deltas = stream(client, caller.apply_policy(requests), tokenizer, timeout_s=timeout_s)
         try:
@@ -252,8 +250,7 @@ def _under_policy(key: KeyConfig, wanted: SpeculationParams) -> SpeculationParam
 
 
 def _bearer(authorization: Sequence[str]) -> str:
-    """Returns the key in ``Bearer KEY``. Raises UnauthenticatedError, whose text repeats nothing of the
-    input."""
+    """Returns the key in ``Bearer KEY``. Raises UnauthenticatedError; its text repeats no input."""
     if not authorization:
         raise UnauthenticatedError("an API key is missing; send it as Authorization: Bearer KEY")
     with suppress(ValueError):

@@ -28,7 +28,7 @@ class AdmissionMiddleware:
 
     Args:
         max_calls: calls under way; further ones are refused before their body is read.
-        capacity: what is known of the routers.
+        capacity: free capacity of the routers, as far as it is known.
     """
 
     def __init__(self, app: ASGIApp, *, max_calls: int, capacity: RouterCapacity) -> None:

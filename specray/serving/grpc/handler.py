@@ -57,8 +57,7 @@ class GrpcIngress:
         self._timeout_s = config.router.request_timeout_s + DEADLINE_MARGIN_S
 
     def admitter(self, keyring: Keyring) -> Admitter:
-        """Returns the function that picks the handler of a call by its metadata: this one, for the call's
-        caller."""
+        """Returns the function that picks a call's handler by its metadata: this one, for the caller."""
 
         def admit(authorization: Sequence[str]) -> GrpcIngress:
             handler = copy.copy(self)
@@ -161,8 +160,7 @@ def _prompt(params: GenerateParams) -> Prompt:
 
 
 def _within_range(timeout_s: float) -> float:
-    """Clips a deadline to the allowed range: one that is over ends the call at once, a distant one is
-    none."""
+    """Clips a deadline to the allowed range: one that is over ends the call, a distant one is none."""
     return min(max(timeout_s, _LEAST_TIMEOUT_S), RANGES["timeout_s"].high)
 
 

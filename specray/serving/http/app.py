@@ -151,8 +151,10 @@ def _add_model_routes(app: FastAPI, limits: ServiceLimits, config: Config) -> No
 
 
 def _add_service_routes(app: FastAPI, client: RouterClient, *, is_terse: bool) -> None:
-    """Adds the endpoints beside the API. ``is_terse``: a caller without a key learns that the service is not
-    ready, but not why."""
+    """Adds the endpoints beside the API.
+
+    ``is_terse``: a caller without a key learns that the service is not ready, but not why.
+    """
 
     # Probes may use HEAD.
     @app.head("/health")

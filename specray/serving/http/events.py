@@ -24,7 +24,7 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
     Args:
         receive: channel of the request, whose body has been read.
-        work: what the client waits for.
+        work: the work for which the client waits.
 
     Raises:
         ClientDisconnect: the client left first.

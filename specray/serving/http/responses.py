@@ -51,8 +51,7 @@ class Totals:
             self.num_cached_tokens[prompt] = min(found, self.num_cached_tokens.get(prompt, found))
 
     def usage_so_far(self) -> Json:
-        """Returns the usage of all choices together; cached tokens of a choice are known when it has
-        ended."""
+        """Returns the usage of all choices; cached tokens of a choice are known when it has ended."""
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_output_tokens,
@@ -223,8 +222,7 @@ def _add(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _alternatives(entry: TokenLogprobs) -> list[tuple[int, float]]:
-    """Returns the likeliest tokens, and the chosen one if it is not among them, as in OpenAI's completions
-    API."""
+    """Returns the likeliest tokens, and the chosen one too, as in OpenAI's completions API."""
     tops = list(zip(entry.top_token_ids, entry.top_logprobs, strict=True))
     if entry.token_id in entry.top_token_ids:
         return tops

@@ -41,8 +41,10 @@ class SpeculationFields(_Fields):
 
 
 class StreamOptions(_Fields):
-    """Options of a stream: ``include_usage`` puts token counts in a last event, ``continuous_usage_stats`` in
-    each."""
+    """Options of a stream.
+
+    ``include_usage`` puts token counts in a last event, ``continuous_usage_stats`` in each.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -108,8 +110,7 @@ class SamplingFields(_Fields):
         return self.includes_usage and options is not None and bool(options.continuous_usage_stats)
 
     def options(self) -> GenerationOptions:
-        """Returns the request without its prompt. Raises InvalidRequestError for values that cannot be
-        expressed."""
+        """Returns the request without its prompt. Raises InvalidRequestError."""
         check_extras(self.model_extra or {}, n=self.n or 1)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError(

@@ -155,10 +155,7 @@ class _Worker:
         except TimeoutError:
             raise EngineLostError(f"the {self._role} worker did not start within {timeout_s:g} s") from None
         if not line:
-            # The last line on a worker's stderr is its error.
-            text = self._log.read_text("utf-8", "replace").strip()[-_MAX_ERROR_CHARS:]
-            reason = text.removeprefix("specray: ") or "it ended without a word"
-            raise ConfigError(f"{self._role} worker: {reason}")
+            raise ConfigError(f"{self._role} worker: {_last_words(self._log.read_text('utf-8', 'replace'))}")
 
     async def end(self) -> None:
         """Asks the worker to end, and kills it if it does not."""
@@ -169,6 +166,13 @@ class _Worker:
                 async with asyncio.timeout(_END_TIMEOUT_S):
                     await self._process.wait()
                 return
+
+
+def _last_words(text: str) -> str:
+    """What a worker says of its end on stderr, without what libraries say before it."""
+    own = [line for line in text.splitlines() if line.startswith("specray: ")]
+    reason = own[-1].removeprefix("specray: ") if own else text.strip()[-_MAX_ERROR_CHARS:]
+    return reason or "it ended without a word"
 
 
 @asynccontextmanager

@@ -70,8 +70,7 @@ def local_ranks(
 
 
 def follow(config: Config, role: RoleName, rank: int, meeting: str) -> None:
-    """Runs one of these ranks: loads its shard and repeats the leader's calls until the leader closes the
-    group.
+    """Runs one of these ranks: loads its shard and repeats the leader's calls until the group closes.
 
     Args:
         meeting: address of the leader's store, ``host:port``.

@@ -294,7 +294,7 @@ async def test_stream_end_releases_what_the_stream_holds_and_nothing_else(addres
 
 
 @dataclass(eq=False)
-class ScriptedOutlet:
+class ScriptedStream:
     is_open: bool = True
     got: list[tuple[Any, int]] = field(default_factory=list)
     has_got: asyncio.Event = field(default_factory=asyncio.Event)
@@ -308,7 +308,7 @@ async def test_items_of_a_closed_stream_are_not_computed() -> None:
     engine = ScriptedDraft()
     host = EngineHost(DRAFT, lambda: bind_draft(engine), on_broken=lambda error: None)
     host.start()
-    gone, waiting = ScriptedOutlet(is_open=False), ScriptedOutlet()
+    gone, waiting = ScriptedStream(is_open=False), ScriptedStream()
     host.submit(gone, RequestBatch((speculate("late"),), ()))
     host.submit(waiting, RequestBatch((speculate("a"),), ()))
     host.end_stream(gone)
@@ -325,16 +325,16 @@ async def test_a_reply_leaves_before_the_next_step_begins() -> None:
     host = EngineHost(TARGET, lambda: bind_target(engine), on_broken=lambda error: None)
     host.start()
     seen: list[int] = []
-    outlet = ScriptedOutlet()
+    stream = ScriptedStream()
 
     async def write() -> None:
-        await outlet.has_got.wait()
+        await stream.has_got.wait()
         seen.append(len(engine.calls))
 
     writer = asyncio.create_task(write())
     await asyncio.sleep(0)
     for request_id in "abc":
-        host.submit(outlet, RequestBatch((verify(request_id),), ()))
+        host.submit(stream, RequestBatch((verify(request_id),), ()))
     await host.check()
     await within(writer)
     assert seen == [1]
@@ -351,11 +351,11 @@ async def test_a_stopped_engine_is_closed_once_and_answers_nothing_more() -> Non
     host.stop()
     with pytest.raises(EngineLostError, match="the draft engine was stopped"):
         await within(checking)
-    outlet = ScriptedOutlet()
-    host.submit(outlet, RequestBatch((speculate("a"),), ()))
+    stream = ScriptedStream()
+    host.submit(stream, RequestBatch((speculate("a"),), ()))
     with pytest.raises(EngineLostError, match="the draft engine does not run"):
         await host.check()
-    assert (engine.num_closed, engine.calls, outlet.got) == (1, [], [])
+    assert (engine.num_closed, engine.calls, stream.got) == (1, [], [])
 
 
 async def test_a_failing_call_fails_only_the_item_that_causes_it(address: str) -> None:

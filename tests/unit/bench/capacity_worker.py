@@ -1,4 +1,4 @@
-"""A worker process around fake engines that say how long their steps take, by rows."""
+"""A worker process with fake engines that report the time of their steps, by rows."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from specray.fakes.engines import fake_info
 from specray.rpc.workers.worker import serve_engine
 
 TARGET_NS = 100_000
-"""For each row."""
+"""Nanoseconds per row."""
 DRAFT_NS = 20_000
-"""For each draft token, whatever the sequences."""
+"""Nanoseconds per draft token, whatever the number of sequences."""
 VOCAB_SIZE = 8192
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A whole measurement, with worker processes around the fake engines: quick, and of no real times."""
+"""Tests of a whole profile measurement, with worker processes around fake engines."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_measured_profile_has_every_part_and_predicts() -> None:
         )
     )
     assert (profile.name, profile.target.model, profile.target.max_num_seqs) == ("toy", "toy-target", 64)
-    # The workers say what their steps take, which is not what they take: there is no transport then.
+    # Workers report step times that do not pass in reality, so transport is nothing.
     assert profile.draft is not None
     for point in profile.target.verify:
         assert point.seconds == pytest.approx(1e-9 * TARGET_NS * point.num_rows)

@@ -1,4 +1,4 @@
-"""The forward bench counts what it says it counts."""
+"""Tests of the forward benchmark's counts."""
 
 from pathlib import Path
 

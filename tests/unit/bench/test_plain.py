@@ -1,4 +1,4 @@
-"""Plain decoding against its bound: the arithmetic, what is asked of a server and when, and the errors."""
+"""Tests of ``bench plain``: the arithmetic, what is asked of the server and when, and the errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.console import Console
 from specray.bench.forwards import ForwardCost
 from specray.bench.load.client import ServerClient
 from specray.bench.load.run import send
-from specray.bench.load.serve import Plan
+from specray.bench.load.serve import ServePlan
 from specray.bench.load.stats import Pass, RequestRecord
 from specray.bench.plain import (
     PLAIN,
@@ -40,7 +40,7 @@ COSTS = [ONE_ROW, SIX_ROWS]
 
 
 def run(*arguments: str) -> int:
-    """The exit code of ``specray bench plain`` with these arguments."""
+    """Runs ``specray bench plain`` with these arguments; returns the exit code."""
     with pytest.raises(SystemExit) as end:
         main(["bench", "plain", *arguments])
     assert isinstance(end.value.code, int)
@@ -99,7 +99,7 @@ def result_of_three_turns() -> PlainResult:
         Turn(25.0, 32.0, slow, ForwardCost(1, 6, 40.0, 22.0, 200_000_000)),
         Turn(20.0, 40.0, ONE_ROW, SIX_ROWS),
     )
-    return PlainResult(Plan("http://x", ["a", "b"], [PLAIN], num_repeats=3), "m", turns, ("full",))
+    return PlainResult(ServePlan("http://x", ["a", "b"], [PLAIN], num_repeats=3), "m", turns, ("full",))
 
 
 def test_median_of_the_shares_is_not_the_share_of_the_medians() -> None:
@@ -140,7 +140,7 @@ def test_json_has_the_turns_with_their_forwards_and_no_prompts() -> None:
 
 
 class Watched(FakeRouterClient):
-    """Knows how many requests are under way, and how many were at most."""
+    """A router that counts requests under way, and their maximum."""
 
     num_running, peak = 0, 0
 
@@ -160,7 +160,7 @@ async def measure(router: FakeRouterClient, **options: Any) -> tuple[PlainResult
     told: list[tuple[str, int, int]] = []
     forwards = options.pop("forwards", lambda: COSTS)
     async with serving(router) as service:
-        plan = Plan(url=service.url, arms=[PLAIN], **{**values, **options})
+        plan = ServePlan(url=service.url, arms=[PLAIN], **{**values, **options})
         result = await measure_plain(plan, MODEL, forwards, lambda *done: told.append(done))
     return result, told
 
@@ -227,7 +227,7 @@ async def test_what_the_server_refuses_is_told_by_the_warm_up() -> None:
 
 @asynccontextmanager
 async def answering(models: str) -> AsyncIterator[str]:
-    """A server whose list of models is this text."""
+    """Runs a server whose list of models is this text."""
 
     async def answer(_: web.Request) -> web.Response:
         return web.Response(text=models)
@@ -291,7 +291,7 @@ def test_wrong_option_ends_with_2(
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the command builds and measures in its own process, which here costs nothing."""
+    """Records what the command builds and measures in its own process, which costs nothing here."""
     made: list[Any] = []
 
     def build_runner(engine: Any, *, role: str) -> str:

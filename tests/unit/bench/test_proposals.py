@@ -1,4 +1,4 @@
-"""What a draft would have proposed at each place of an output, and where it would have stopped."""
+"""Tests of proposals at each place of an output: what the draft proposes, and where it stops."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from specray.types import (
 
 MODEL = ToyModel()
 CHANCE = 0.5
-"""Of each further token, as this draft sees it."""
+"""Probability of each further token in this draft's view."""
 
 
 class UnsureDrafter:
-    """interfaces.Drafter: a fake draft that ends its proposals where all of them together come too seldom."""
+    """interfaces.Drafter: a fake draft that ends a proposal whose tokens together are too unlikely."""
 
     def __init__(self, agreement: float) -> None:
         self.engine = FakeDraft(NoisyGuesser(MODEL, agreement))
@@ -45,7 +45,7 @@ class UnsureDrafter:
     async def speculate(self, items: Sequence[SpeculateItem], released: Sequence[str] = ()) -> None:
         self.num_asked.append(len(items))
         answered = self.engine.speculate(items).replies
-        # Every reply by itself: they need not come together.
+        # Each reply comes by itself: they need not come together.
         self._replies.extend(
             DraftReplies((self._cut(item, reply),), 0)
             for item, reply in zip(items, answered, strict=True)

@@ -1,4 +1,4 @@
-"""The command line: options over files, errors on one line, and what it must not import."""
+"""Tests of the command line: options over files, errors on one line, and imports of --help."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def run(*arguments: str) -> int:
-    """The exit code of ``specray`` with these arguments."""
+    """Runs ``specray`` with these arguments; returns the exit code."""
     with pytest.raises(SystemExit) as end:
         main(arguments)
     assert isinstance(end.value.code, int)
@@ -39,7 +39,7 @@ def run(*arguments: str) -> int:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
-    """The configurations that ``specray serve`` would have served."""
+    """Records the configurations that ``specray serve`` would have served."""
     configs: list[Config] = []
 
     def run_service(config: Config) -> int:
@@ -61,9 +61,10 @@ def test_every_command_explains_itself(arguments: list[str], capsys: pytest.Capt
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_documents_name_commands_and_options_that_there_are(path: Path) -> None:
     text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+    root: Any = typer.main.get_command(app)
     for line in re.findall(r"\bspecray ([a-z][^`\n|#]*)", text):
         words = line.split()
-        command: Any = typer.main.get_command(app)
+        command = root
         while hasattr(command, "commands"):
             is_named = bool(words) and words[0] in command.commands
             if not is_named and command.name != "bench":
@@ -310,7 +311,7 @@ def test_worker_with_parent_ends_when_its_parent_is_killed() -> None:
 
 
 def is_running(pid: int) -> bool:
-    """False also for a process that nobody has collected yet."""
+    """False also for a process that has ended and that nobody has collected yet."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:

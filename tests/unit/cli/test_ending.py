@@ -1,4 +1,4 @@
-"""Commands that start servers, and signals that end them."""
+"""Tests of signals that end commands, and the servers that those started."""
 
 from __future__ import annotations
 

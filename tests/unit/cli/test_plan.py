@@ -1,4 +1,4 @@
-"""``specray plan`` and ``specray profile`` at the command line: what they print, write and refuse."""
+"""Tests of ``specray plan`` and ``specray profile`` at the command line: output, files and errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.planning.parts import acceptance, draft, target
 
 
 def run(*arguments: object) -> int:
-    """The exit code of ``specray`` with these arguments."""
+    """Runs ``specray`` with these arguments; returns the exit code."""
     with pytest.raises(SystemExit) as end:
         main([str(argument) for argument in arguments])
     assert isinstance(end.value.code, int)

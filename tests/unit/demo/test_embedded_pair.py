@@ -1,4 +1,4 @@
-"""The checkpoints that ship with the package."""
+"""Tests of the checkpoints that ship with the package."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Profiles with round numbers, so that a run can be computed by hand."""
+"""Profiles with round numbers, for tests whose results can be computed by hand."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LIMITS: dict[str, Any] = {
 
 
 def target(**changes: Any) -> TargetProfile:
-    """Every step takes VERIFY_S, every prompt PREFILL_S, and nothing else takes time."""
+    """Makes a target whose steps take VERIFY_S and whose prompts take PREFILL_S; nothing else takes time."""
     values: dict[str, Any] = {
         "model": "large",
         "hardware": "big",
@@ -39,7 +39,7 @@ def target(**changes: Any) -> TargetProfile:
 
 
 def draft(**changes: Any) -> DraftProfile:
-    """Every step takes PROPOSE_S, prompts take nothing to speak of."""
+    """Makes a draft whose steps take PROPOSE_S; prompts take almost no time."""
     values: dict[str, Any] = {
         "model": "small",
         "hardware": "little",
@@ -50,29 +50,29 @@ def draft(**changes: Any) -> DraftProfile:
 
 
 def acceptance(rate: float) -> AcceptanceProfile:
-    """The same at every position."""
+    """Makes an acceptance with the same rate at every position."""
     return AcceptanceProfile(temperature=0.0, by_position=(rate,), num_rounds=100)
 
 
 def output(agreements: str, *, prompt: tuple[int, ...] = (1, 2), **changes: Any) -> MeasuredOutput:
-    """One that repeats nothing, unless its tokens are given."""
+    """Makes an output that repeats nothing, unless its tokens are given."""
     first = max(prompt) + 1
     values = {"prompt": prompt, "tokens": range(first, first + len(agreements)), "agreements": agreements}
     return MeasuredOutput.model_validate(values | changes)
 
 
 def replayed(*outputs: MeasuredOutput) -> AcceptanceProfile:
-    """Measured outputs, and rates that are not to be drawn from."""
+    """Makes an acceptance with measured outputs, and rates that are not used."""
     return AcceptanceProfile(temperature=0.0, by_position=(0.5,), num_rounds=100, outputs=outputs)
 
 
 def plain_kit(**changes: Any) -> Kit:
-    """Without a draft."""
+    """Makes a kit without a draft."""
     return Kit(target(**changes), None, None)
 
 
 def serial_kit(k: int, rate: float = 1.0, **target_changes: Any) -> Kit:
-    """Draft and target in turns, K draft tokens in each round."""
+    """Makes a kit in which draft and target take turns, with K draft tokens per round."""
     speculation = SpeculationConfig.model_validate({"num_speculative_tokens": k, "overlap": "serial"})
     return Kit(target(**target_changes), draft(), acceptance(rate), speculation=speculation)
 

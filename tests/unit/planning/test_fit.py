@@ -1,4 +1,4 @@
-"""From a router's trace to a profile: steps put together, and the curves through them."""
+"""Tests of fitting: a router's trace to steps, and steps to the curves of a profile."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def serial_rounds(count: int, k: int, num_rounds: int, *, first_step: int = 0) -
 
 
 def prompts(*lengths: int) -> Iterator[TraceEvent]:
-    """The target takes 0.1 ms for each token, the draft 0.02 ms."""
+    """Yields prompts: 0.1 ms per token on the target, 0.02 ms on the draft."""
     now = 0
     for number, length in enumerate(lengths):
         name = f"prompt-{length}"
@@ -234,7 +234,7 @@ def test_a_prompt_waits_in_the_router_and_on_its_way(sweep: Sweep) -> None:
 
 
 def target_steps(count: int, k: int, forward_ns: int) -> Iterator[TraceEvent]:
-    """Three steps of ``count`` sessions without a draft."""
+    """Yields three steps of ``count`` sessions without a draft."""
     for number in range(3):
         at = number * 100 * MS
         for index in range(count):

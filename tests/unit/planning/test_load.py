@@ -1,4 +1,4 @@
-"""Lengths and arrivals of a load."""
+"""Tests of a load's lengths and arrivals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profiles as files: what is refused, and how; and the times that engines are given from them."""
+"""Tests of profiles as files: what is refused, and how; and the times that engines get from them."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def item(request_id: str, k: int, base_len: int = 100, **more: Any) -> Speculate
 
 
 def whole(request_id: str, k: int) -> tuple[SpeculateItem, Proposal]:
-    """A question, and as many tokens as it asks for."""
+    """Returns a question, and a proposal with as many tokens as it asks for."""
     return item(request_id, k), Proposal(request_id, 1, 100, DraftTokens((1,) * k))
 
 

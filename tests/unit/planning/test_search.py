@@ -1,4 +1,4 @@
-"""The search: the fewest groups that hold a load, and the cheapest way."""
+"""Tests of the search: the smallest fleet that holds a load, and the cheapest."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def demand(rate_per_s: float, *, output: int = 1, **changes: Any) -> Demand:
 
 
 def one_by_one() -> Profile:
-    """A target that serves one request at a time: one token of output in PREFILL_S."""
+    """Makes a target that serves one request at a time: one output token in PREFILL_S."""
     return Profile(target=target(max_num_seqs=1))
 
 

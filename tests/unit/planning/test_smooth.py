@@ -1,4 +1,4 @@
-"""Curves through samples: averages that one hiccup does not make, and curves that never fall."""
+"""Tests of curves through samples: averages that resist outliers, and curves that never fall."""
 
 from __future__ import annotations
 

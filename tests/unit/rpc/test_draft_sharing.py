@@ -9,7 +9,7 @@ import pytest
 from specray.rpc.codec.engine import RequestBatch
 from specray.rpc.role import DRAFT, TARGET
 from specray.rpc.workers.busy import BusyMeter
-from specray.rpc.workers.item_queue import FairQueue
+from specray.rpc.workers.item_queue import ItemQueue
 from specray.rpc.workers.sequence_names import SequenceNames
 from specray.types import DraftReplies, DraftTokens, Proposal, SpeculateItem, VerifyItem
 
@@ -31,7 +31,7 @@ def request(*items: SpeculateItem, releases: tuple[str, ...] = ()) -> RequestBat
     return RequestBatch(items, releases)
 
 
-def taken(queue: FairQueue[SpeculateItem, DraftReplies], budget: int) -> list[str]:
+def taken(queue: ItemQueue[SpeculateItem, DraftReplies], budget: int) -> list[str]:
     return [
         name
         for portion in queue.take(budget)
@@ -44,11 +44,11 @@ def _names(batch: RequestBatch[SpeculateItem]) -> Iterator[str]:
 
 
 @pytest.fixture
-def queue() -> FairQueue[SpeculateItem, DraftReplies]:
-    return FairQueue(DRAFT.num_tokens)
+def queue() -> ItemQueue[SpeculateItem, DraftReplies]:
+    return ItemQueue(DRAFT.num_tokens)
 
 
-def test_streams_take_turns_item_by_item(queue: FairQueue[SpeculateItem, DraftReplies]) -> None:
+def test_streams_take_turns_item_by_item(queue: ItemQueue[SpeculateItem, DraftReplies]) -> None:
     one, two = Stream(), Stream()
     queue.put(one, request(item("a"), item("b"), item("c")))
     queue.put(two, request(item("x")))
@@ -58,7 +58,7 @@ def test_streams_take_turns_item_by_item(queue: FairQueue[SpeculateItem, DraftRe
 
 
 def test_who_sends_little_waits_for_one_call_of_who_sends_much(
-    queue: FairQueue[SpeculateItem, DraftReplies],
+    queue: ItemQueue[SpeculateItem, DraftReplies],
 ) -> None:
     greedy, modest = Stream(), Stream()
     queue.put(greedy, request(*(item(f"g{i}", 10) for i in range(9))))
@@ -68,14 +68,14 @@ def test_who_sends_little_waits_for_one_call_of_who_sends_much(
     assert taken(queue, 20) == ["g3", "g4"]
 
 
-def test_turns_go_on_where_the_last_call_ended(queue: FairQueue[SpeculateItem, DraftReplies]) -> None:
+def test_turns_go_on_where_the_last_call_ended(queue: ItemQueue[SpeculateItem, DraftReplies]) -> None:
     one, two, three = Stream(), Stream(), Stream()
     for stream, name in ((one, "a"), (two, "b"), (three, "c")):
         queue.put(stream, request(item(f"{name}0", 5), item(f"{name}1", 5)))
     assert [taken(queue, 10) for _ in range(3)] == [["a0", "b0"], ["c0", "a1"], ["b1", "c1"]]
 
 
-def test_item_beyond_the_budget_goes_alone(queue: FairQueue[SpeculateItem, DraftReplies]) -> None:
+def test_item_beyond_the_budget_goes_alone(queue: ItemQueue[SpeculateItem, DraftReplies]) -> None:
     one, two = Stream(), Stream()
     queue.put(one, request(item("big", 50)))
     queue.put(two, request(item("small")))
@@ -83,7 +83,7 @@ def test_item_beyond_the_budget_goes_alone(queue: FairQueue[SpeculateItem, Draft
 
 
 def test_releases_stay_in_order_and_a_request_ends_with_its_last_item(
-    queue: FairQueue[SpeculateItem, DraftReplies],
+    queue: ItemQueue[SpeculateItem, DraftReplies],
 ) -> None:
     one = Stream()
     queue.put(one, request(item("a", 9), item("b", 9), releases=("old",)))
@@ -98,7 +98,7 @@ def test_releases_stay_in_order_and_a_request_ends_with_its_last_item(
     ]
 
 
-def test_dropped_stream_leaves_the_others_their_turns(queue: FairQueue[SpeculateItem, DraftReplies]) -> None:
+def test_dropped_stream_leaves_the_others_their_turns(queue: ItemQueue[SpeculateItem, DraftReplies]) -> None:
     one, two = Stream(), Stream()
     queue.put(one, request(item("a")))
     queue.put(two, request(item("b")))

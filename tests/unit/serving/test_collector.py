@@ -1,4 +1,4 @@
-"""Full collections wait for calm, but not for ever; Python's own leave old objects alone meanwhile."""
+"""Tests of the collector: full collections wait for calm, but not for ever."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specray.serving.collector import CALM_INTERVAL_S, LONGEST_S, NUM_CALM, THRE
 
 
 class Process:
-    """Time, requests and collections as a test has them."""
+    """A process's clock, requests and collections, as a test sets them."""
 
     def __init__(self) -> None:
         self.now_s = 50.0

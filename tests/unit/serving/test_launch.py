@@ -1,4 +1,4 @@
-"""What cannot work fails at the start: one clear line, exit code 2, and not even Ray was started."""
+"""Tests of wrong configurations at the start: one clear line, exit code 2, and no Ray."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def serve(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """Runs ``specray serve`` with what must not start, and returns what it said."""
+    """Runs ``specray serve``, which must not start; returns its message."""
     with socket.socket() as http, socket.socket() as grpc:
         http.bind(("127.0.0.1", 0))
         grpc.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""What an Ingress tells of its calls: the line in the log, the counters, the ids and the spans."""
+"""Tests of an Ingress's observation of calls: log line, counters, ids and spans."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ CONFIG = parse_config({"served_model_name": MODEL})
 
 
 class TimedClient(FakeRouterClient):
-    """A fake router that also says how long the first tokens took."""
+    """A fake router that also reports the time to the first tokens."""
 
     async def complete(self, request: GenerateRequest) -> OutputChunk:
         return replace(await super().complete(request), ttft_s=0.25)
 
 
 class Witness:
-    """An observer with memory: lines, counters, spans; its clock moves a second with every look."""
+    """An observer that records lines, counters and spans; its clock moves a second with every reading."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture, *, is_traced: bool = False) -> None:
         caplog.set_level(logging.DEBUG, logger="specray.serving")
@@ -62,12 +62,12 @@ class Witness:
         return [record for record in self._caplog.records if record.name == "specray.serving.observe"]
 
     def line(self) -> dict[str, Any]:
-        """Message, level and fields of the only line."""
+        """Returns message, level and fields of the only line."""
         (record,) = self.lines()
         return {"message": record.getMessage(), "level": record.levelname} | extra_fields(record)
 
     async def ended(self, num_calls: int = 1) -> None:
-        """An answer is read before its record ends."""
+        """Waits until the records of this many calls have ended, which may be after their answers."""
         await wait_until(lambda: len(self.lines()) >= num_calls)
 
 

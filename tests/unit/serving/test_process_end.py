@@ -1,4 +1,4 @@
-"""A process in which Ray has run ends with its own status, however its C++ libraries would have ended."""
+"""Tests of the end of a process in which Ray has run: it exits with its own status."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ sys.exit(7)
 
 
 def end(*args: str) -> tuple[int, list[str]]:
-    """Its status, and what came out of its standard output."""
+    """Returns the exit status, and the lines of its standard output."""
     command = [sys.executable, "-c", ENDING, *args]
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=DEADLINE_S, check=False)
     return ended.returncode, sorted(ended.stdout.splitlines())

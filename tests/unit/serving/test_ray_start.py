@@ -1,4 +1,4 @@
-"""Ray is started a second time when its processes do not come up; the first ones are ended."""
+"""Tests of the second attempt to start Ray when its processes do not come up."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_second_attempt_begins_when_the_processes_of_the_first_have_ended(
 
 def test_two_failures_are_told_in_words(starts: Any) -> None:
     start = starts(RuntimeError("no port"), TimeoutError("no node"))
-    with pytest.raises(ConfigError, match=r"Ray did not start, twice: no node"):
+    with pytest.raises(ConfigError, match=r"Ray did not start after two attempts: no node"):
         _init_ray(address="local")
     assert not {process.pid for process in start.processes} & _children()
 

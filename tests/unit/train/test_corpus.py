@@ -1,4 +1,4 @@
-"""The corpus: what counts as permissive, what is held out, and the token stream made from it."""
+"""Tests of the corpus: permissive licences, held-out files, and the token stream."""
 
 import sys
 import sysconfig

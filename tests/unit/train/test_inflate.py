@@ -1,4 +1,4 @@
-"""The inflated checkpoint computes the function of its source, whatever is added to it."""
+"""Tests of inflated checkpoints: they compute the function of their source."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Training on a toy corpus: resumable, seeded, and the draft learns the target's distribution."""
+"""Tests of training on a toy corpus: resumable, seeded, and the draft learns the target's distribution."""
 
 import sys
 import sysconfig
@@ -68,7 +68,7 @@ def work_dir(tmp_path: Path) -> Path:
 
 
 def sharp_target(seed: int = 0) -> LlamaForCausalLM:
-    """A random model whose distributions are far from uniform."""
+    """Makes a random model whose distributions are far from uniform."""
     model = new_model(SHAPE, seed=seed)
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(15)

@@ -27,9 +27,9 @@ from specray.errors import ConfigError
 VOCAB_SIZE = 128
 """Tokens of a miniature's vocabulary."""
 _HEAD_DIM = 16
-_MAX_LAYERS = 24
+_MAX_LAYERS = 8
 """Layers of a miniature, where each kind of layer comes among the first so many."""
-_MAX_PARAMETERS = 100_000_000
+_MAX_PARAMETERS = 30_000_000
 """Parameters of a miniature whose widths had to be kept."""
 _WINDOW = re.compile(r"(window(_size|_len)?|window_size|chunk_size)$")
 _NO_WINDOW = frozenset({"mamba_chunk_size", "chunk_size", "use_sliding_window"})
@@ -123,7 +123,7 @@ def _build(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _shrunk(config: PreTrainedConfig, max_model_len: int, *, is_narrow: bool) -> PreTrainedConfig:
-    """A smaller copy; one that is not narrow keeps the widths, for architectures that tie them in their own way.
+    """A smaller copy; one that is not narrow keeps its widths, for architectures that tie them in their way.
 
     It is of the text part alone where the library has a model for that.
     """
@@ -243,7 +243,7 @@ def _shrink_experts(config: PreTrainedConfig) -> None:
 
 @torch.no_grad()
 def _randomise(model: PreTrainedModel) -> None:
-    """Weights with which every module matters: of the size of a trained model's, no bias zero, no norm one."""
+    """Weights with which every module matters: of a trained model's size, no bias zero, no norm one."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)

@@ -1,4 +1,4 @@
-"""A completions server of the standard library alone, run as a program: a peer for tests of the comparison.
+"""A completions server with the standard library alone, run as a program: a peer for tests of the comparison.
 
 Writes one JSON line per event to ``--log``: its start, every completion's body, its end.
 """
@@ -51,7 +51,7 @@ def main() -> None:
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)
-            # Without a word about it in the head, as llama.cpp's server does it after a stream.
+            # The header does not announce it, as with llama.cpp's server after a stream.
             self.close_connection = True
 
         def log_message(self, *_: object) -> None:

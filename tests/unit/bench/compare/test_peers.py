@@ -1,4 +1,4 @@
-"""The adapters: command lines to the letter, what is missing, and how servers are started and ended."""
+"""Tests of the adapters: exact command lines, what is missing, and how servers are started and ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from specray.bench.compare.peers import Arm, Launch, Setup, System, parse_arm, process, running
+from specray.bench.compare.peers import Launch, PeerArm, Setup, System, parse_arm, process, running
 from specray.bench.compare.peers.llama_cpp import LlamaCpp
 from specray.bench.compare.peers.own import Specray
 from specray.bench.compare.peers.process import NEVER_EPHEMERAL, free_port
@@ -146,7 +146,7 @@ def test_absent_peers_say_why(tmp_path: Path) -> None:
 
 def test_arm_names() -> None:
     assert parse_arm("vllm:draft:4", SYSTEMS).name == "vllm draft K=4"
-    assert parse_arm("specray:auto", SYSTEMS) == Arm("specray", "auto", None)
+    assert parse_arm("specray:auto", SYSTEMS) == PeerArm("specray", "auto", None)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ arguments.outfile.write_text(f"{arguments.outtype} {missing} {names}")
 
 @pytest.fixture
 def llama_setup(tmp_path: Path) -> Setup:
-    """A directory like llama.cpp's with a converter of a few lines, and two checkpoints."""
+    """Makes a directory like llama.cpp's, with a converter of a few lines, and two checkpoints."""
     (tmp_path / "conversion").mkdir()
     (tmp_path / "conversion" / "base.py").write_text(BASE)
     (tmp_path / "convert_hf_to_gguf.py").write_text(CONVERTER)
@@ -216,7 +216,7 @@ def test_checkpoints_are_converted_once_and_again_when_they_change(llama_setup: 
     peer.prepare(llama_setup)
     for name in ("target", "draft"):
         text = (work_dir / f"{name}.gguf").read_text()
-        # A pre-tokenizer that the converter does not know is GPT-2's, and sentencepiece is not wanted.
+        # An unknown pre-tokenizer becomes GPT-2's, and sentencepiece is not needed.
         assert text == "bf16 tokenizer.model ['llama-bpe', 'gpt-2']"
         (work_dir / f"{name}.gguf").write_text("kept")
     peer.prepare(llama_setup)
@@ -248,7 +248,7 @@ def launch(code: str, port: int = 1, **environment: str) -> Launch:
 
 def is_alive(pid: int) -> bool:
     try:
-        # A zombie that nobody waits for has ended as well.
+        # A zombie that nobody waits for has ended, too.
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except OSError:
         return False
@@ -333,7 +333,7 @@ async def test_generate_server_streams_what_generate_makes(
     expected = load_tokenizer(setup.target).decode(output.tolist())
     # What the request says of the end of sequence must win over the checkpoint.
     (setup.target / "generation_config.json").write_text(json.dumps({"eos_token_id": output[3].item()}))
-    argv = Transformers().launch(Arm("transformers", mode, 3), setup, free_port()).argv
+    argv = Transformers().launch(PeerArm("transformers", mode, 3), setup, free_port()).argv
     arguments = parse_arguments(list(argv[argv.index("--target") :]))
     runner = web.AppRunner(build_app(load_generator(arguments)))
     await runner.setup()

@@ -1,4 +1,4 @@
-"""Lines of a server's event stream, as other servers write them too."""
+"""Tests of the client's event parser, also with lines as other servers write them."""
 
 from __future__ import annotations
 

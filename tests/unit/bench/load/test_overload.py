@@ -1,4 +1,4 @@
-"""The overload benchmark: its arrivals, its cheap client, what it counts, and the memory it reads."""
+"""Tests of the overload benchmark: arrivals, the cheap client, counts, and the memory that it reads."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def test_refusal_tells_its_status_and_whether_it_says_when_to_come_back() 
 
 
 class FailingRouter(FakeRouterClient):
-    """Its streams fail after their first chunk."""
+    """A router whose streams fail after their first chunk."""
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[OutputChunk, None]:
         yield OutputChunk(request.request_id, (1,))
@@ -136,7 +136,7 @@ def test_only_http_is_spoken(url: str) -> None:
 
 
 class TwoAtATime(FakeRouterClient):
-    """Refuses a third request; each takes some tens of milliseconds."""
+    """A router that refuses a third request; each takes some tens of milliseconds."""
 
     num_running = 0
 
@@ -170,7 +170,7 @@ async def test_run_counts_every_request_once_and_is_shown() -> None:
         result = await measure_overload(plan, lambda name, share: phases.append(name))
     capacity, overload = result.capacity, result.overload
     assert list(dict.fromkeys(phases)) == ["warm-up", "capacity", "overload"]
-    # What it was warmed up with does not count.
+    # The warm-up does not count.
     assert capacity.num_sent == phases.count("capacity") < phases.count("capacity") + phases.count("warm-up")
     assert (capacity.num_refused, capacity.errors) == (0, {})
     assert result.offered_per_s == 100.0
@@ -187,7 +187,7 @@ async def test_run_counts_every_request_once_and_is_shown() -> None:
     console.print(overload_table(result))
     assert f"refused (429) │ 0 │ {overload.num_refused} │" in " ".join(console.export_text().split())
     if sys.platform == "linux":
-        # The scripted service runs in this very process.
+        # The scripted service runs in this process.
         assert os.getpid() in [each.pid for each in result.memory_before]
         assert os.getpid() in [each.pid for each in result.memory_early]
         table = memory_table(result)

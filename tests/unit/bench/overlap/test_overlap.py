@@ -1,4 +1,4 @@
-"""``specray bench overlap``: its arms, its table, and one run over the embedded pair."""
+"""Tests of ``specray bench overlap``: arms, table, and one run over the embedded pair."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from specray.bench.overlap.run import Arm, OverlapResult, lengths_of, num_prompts_of, overlap_table, with_arm
+from specray.bench.overlap.run import (
+    OverlapArm,
+    OverlapResult,
+    lengths_of,
+    num_prompts_of,
+    overlap_table,
+    with_arm,
+)
 from specray.bench.testbed.kinds import LinkKind
 from specray.cli.app import run
 from specray.cli.bench.overlap import cores, overlap, parse_arm
@@ -20,13 +27,13 @@ from specray.types import Overlap
 @pytest.mark.parametrize(
     ("text", "arm", "name"),
     [
-        ("off:0", Arm(0, Overlap.SERIAL), "off"),
-        ("serial:3", Arm(3, "serial"), "serial K=3"),
-        ("enumerate:2", Arm(2, "enumerate"), "enumerate K=2"),
-        ("auto:auto", Arm("auto", "auto"), "auto K=auto"),
+        ("off:0", OverlapArm(0, Overlap.SERIAL), "off"),
+        ("serial:3", OverlapArm(3, "serial"), "serial K=3"),
+        ("enumerate:2", OverlapArm(2, "enumerate"), "enumerate K=2"),
+        ("auto:auto", OverlapArm("auto", "auto"), "auto K=auto"),
     ],
 )
-def test_arms_are_read_as_they_are_written(text: str, arm: Arm, name: str) -> None:
+def test_arms_are_read_as_they_are_written(text: str, arm: OverlapArm, name: str) -> None:
     assert parse_arm(text) == arm
     assert parse_arm(text).name == name
 
@@ -57,7 +64,7 @@ def test_hosts_without_a_delay_are_refused() -> None:
 
 def test_an_arm_changes_speculation_and_nothing_else() -> None:
     config = parse_config({"target": {"max_num_seqs": 3}})
-    changed = with_arm(config, Arm("auto", "enumerate"))
+    changed = with_arm(config, OverlapArm("auto", "enumerate"))
     assert changed.speculation.num_speculative_tokens == "auto"
     assert changed.speculation.overlap is Overlap.ENUMERATE
     assert changed.target == config.target

@@ -1,4 +1,4 @@
-"""The relay that stands for a network: it adds time and nothing else."""
+"""Tests of the relay that stands for a network: it adds latency and nothing else."""
 
 from __future__ import annotations
 

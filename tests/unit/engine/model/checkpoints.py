@@ -14,6 +14,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from tests.unit.engine.model.zoo import Family
+
 VOCAB_SIZE = 96
 HIDDEN = {
     "vocab_size": VOCAB_SIZE,
@@ -66,8 +68,18 @@ def tiny_config(name: str, **overrides: Any) -> PreTrainedConfig:
 
 def write_checkpoint(directory: Path, name: str, *, seed: int = 0, **overrides: Any) -> Path:
     """Writes random float32 weights and a byte-free toy tokenizer; returns the directory."""
+    return write_model(directory, tiny_config(name, **overrides), seed=seed)
+
+
+def write_family(directory: Path, family: Family) -> Path:
+    """As :func:`write_checkpoint`, of a family of the zoo."""
+    config = AutoConfig.for_model(family.model_type, **{**HIDDEN, **family.values})
+    return write_model(directory, config, seed=0)
+
+
+def write_model(directory: Path, config: PreTrainedConfig, *, seed: int) -> Path:
+    """Writes random float32 weights and a toy tokenizer; returns the directory."""
     torch.manual_seed(seed)
-    config = tiny_config(name, **overrides)
     model = AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
         if parameter.ndim == 1:

@@ -14,13 +14,13 @@ from itertools import product
 
 import pytest
 import torch
-from scipy import stats
 
 from specray.engine.sampling.draft import DraftSampler
 from specray.engine.sampling.noise import NoiseKey, NoiseSource, Purpose
 from specray.engine.sampling.processors import process_logits
 from specray.engine.sampling.verify import Round, Verified, verify_rejection, verify_rounds
 from specray.types import SamplingParams, SparseProbs, Verification
+from tests.unit.engine.p_values import chi_square_p_value
 from tests.unit.engine.sampling.rows import row_group
 
 VOCAB_SIZE = 5
@@ -101,7 +101,7 @@ def p_value(
         observed.append(num_samples - sum(observed))
         wanted.append(rest)
     scale = sum(observed) / sum(wanted)
-    return float(stats.chisquare(observed, [value * scale for value in wanted]).pvalue)
+    return chi_square_p_value(observed, [value * scale for value in wanted])
 
 
 def sampled_draft(

@@ -1,4 +1,4 @@
-"""Simulated engines at the protocol: lengths, room, late sequences, and drafts that several routers share."""
+"""Tests of simulated engines at the protocol: lengths, room, late sequences, and shared drafts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from specray.errors import EngineLostError
 from specray.fakes import VirtualClock
 from specray.planning.profile import AcceptanceProfile, RouterProfile
-from specray.planning.simulation.connection import Busy, SharedStep
+from specray.planning.simulation.busy import Busy, SharedStep
 from specray.planning.simulation.draft import SimulatedDraft, SimulatedDrafterSource
 from specray.planning.simulation.scripts import GUESS, Scripts
 from specray.planning.simulation.target import RequestTimes, SimulatedTarget
@@ -52,7 +52,7 @@ def run(main: Callable[[VirtualClock], Awaitable[None]]) -> None:
 
 
 def make_target(requests: dict[str, RequestTimes] | None = None, **changes: Any) -> SimulatedTarget:
-    """Every draft token is kept."""
+    """Makes a target that accepts every draft token."""
     profile = target(**changes)
     return SimulatedTarget(
         profile.info("target"),

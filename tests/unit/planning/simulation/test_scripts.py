@@ -1,4 +1,4 @@
-"""Scripts: what simulated engines say of tokens, drawn by rates or replayed from measured outputs."""
+"""Tests of scripts: tokens of simulated engines, drawn by rates or repeated from measured outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""API keys apart from HTTP: the configuration, the command that makes them, and what a caller holds."""
+"""Tests of API keys apart from HTTP: the configuration, the command that makes them, and quotas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refusals that cost next to nothing, deadlines as a header, and the ingress's own HTTP server."""
+"""Tests of cheap refusals, of deadlines in a header, and of the ingress's own HTTP server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def request(tenant: str = "", priority: int = 0) -> GenerateRequest:
 
 
 class Times:
-    """Seconds that a test sets."""
+    """A clock in seconds that a test sets."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -44,7 +44,7 @@ class Times:
 
 
 def is_let_through(capacity: RouterCapacity, tenant: str = "", priority: int = 0) -> bool:
-    """Sends one to the router when the capacity allows it."""
+    """Begins a request if the capacity allows it; returns whether it did."""
     try:
         capacity.check(tenant, priority)
     except OverloadedError:

@@ -1,4 +1,4 @@
-"""The way of a call to a router: a few at a time, counted before they arrive, and never held up for long."""
+"""Tests of the call limiter: a few at a time, counted before they arrive, and never held up for long."""
 
 from __future__ import annotations
 

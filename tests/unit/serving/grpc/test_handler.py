@@ -1,4 +1,4 @@
-"""The public gRPC service over a scripted router: the same checks as HTTP, through a real server."""
+"""Tests of the public gRPC service over a scripted router: the same checks as HTTP, through a real server."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ async def test_info_names_the_served_model() -> None:
 
 
 class FailingRouter(FakeRouterClient):
-    """Readiness ends in whatever a test sets."""
+    """A router whose readiness ends as a test sets it."""
 
     failure: Exception | None = None
 
@@ -174,7 +174,7 @@ async def test_health_says_what_ready_says_from_the_first_word_on(monkeypatch: p
 
 
 class Ending(InferenceServer):
-    """Keeps the grace that it is given."""
+    """A server that records the grace that it is given."""
 
     grace_s: float | None = None
 

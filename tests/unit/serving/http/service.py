@@ -1,4 +1,4 @@
-"""A real HTTP server in front of a scripted router, on a port that the kernel chooses."""
+"""A real HTTP server in front of a scripted router, on a free port."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RealClock:
 
 
 def say(text: str, *, then: tuple[int, ...] = ()) -> FakeRouterClient:
-    """A router that answers every request with this text, and then these tokens."""
+    """Makes a router that answers every request with this text, and then these tokens."""
     tokens = (*TOKENIZER.encode(text), *then)
 
     def reply(_: GenerateRequest) -> tuple[int, ...]:
@@ -48,7 +48,7 @@ def say(text: str, *, then: tuple[int, ...] = ()) -> FakeRouterClient:
 
 
 def endless(**options: object) -> FakeRouterClient:
-    """A router whose streams take a thousand seconds a chunk."""
+    """Makes a router whose streams take a thousand seconds per chunk."""
     return FakeRouterClient(info=INFO, clock=RealClock(), chunk_interval_s=1000.0, **options)  # type: ignore[arg-type]
 
 
@@ -58,7 +58,7 @@ class Service:
     http: aiohttp.ClientSession
 
     async def post(self, path: str, body: object) -> tuple[int, Any]:
-        """Status and decoded body."""
+        """Returns status and decoded body."""
         async with self.http.post(path, json=body) as response:
             return response.status, await response.json()
 
@@ -71,7 +71,7 @@ async def serving(
     config: Config | None = None,
     observer: CallObserver | None = None,
 ) -> AsyncIterator[Service]:
-    """Runs the application for the length of the block."""
+    """Runs the application while the block runs."""
     config = config or parse_config({"served_model_name": MODEL})
     app = build_http_app(client=client, tokenizer=tokenizer, config=config, observer=observer)
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off"))

@@ -1,4 +1,4 @@
-"""What bad input gets: a 4xx that names the field and what is allowed, and nothing reaches the router."""
+"""Tests of bad input: a 4xx that names the field and what is allowed, and nothing reaches the router."""
 
 from __future__ import annotations
 

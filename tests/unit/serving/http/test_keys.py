@@ -1,4 +1,4 @@
-"""API keys over HTTP and gRPC: who is let in, under which name, and how much at a time."""
+"""Tests of API keys over HTTP and gRPC: who is let in, under which name, and how much at a time."""
 
 from __future__ import annotations
 

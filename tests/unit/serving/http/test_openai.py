@@ -1,4 +1,4 @@
-"""The endpoints as the unmodified openai client and curl see them."""
+"""Tests of the endpoints with the unmodified openai client and with plain HTTP."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def client_of(service: Service, **options: Any) -> openai.AsyncOpenAI:
 
 
 async def events_of(service: Service, path: str, body: dict[str, Any]) -> list[Any]:
-    """The decoded events of a stream; the [DONE] that must end it is left out."""
+    """Returns the decoded events of a stream, without the [DONE] that must end it."""
     async with service.http.post(path, json=body) as response:
         assert response.status == 200
         assert response.headers["Content-Type"].startswith("text/event-stream")
@@ -170,7 +170,7 @@ async def test_openai_client_retries_an_overload_by_itself() -> None:
 
 
 class FailingLate(FakeRouterClient):
-    """One good chunk, then the target is lost."""
+    """A router that loses the target after one chunk."""
 
     async def stream(self, request: GenerateRequest) -> Any:
         yield OutputChunk(request.request_id, TOKENIZER.encode("a"))
@@ -191,7 +191,7 @@ async def test_error_after_the_first_token_is_an_event_that_the_client_raises() 
 
 
 class Ending(FakeRouterClient):
-    """Ends every request for a reason of its own."""
+    """A router that ends every request for a reason of its own."""
 
     def __init__(self, reason: FinishReason) -> None:
         super().__init__(info=INFO)
@@ -220,7 +220,7 @@ async def test_stop_string_is_cut_in_both_ways_of_answering() -> None:
 
 
 def words(*pieces: str) -> FakeRouterClient:
-    """A router that answers with these pieces of a SentencePiece vocabulary."""
+    """Makes a router that answers with these pieces of a SentencePiece vocabulary."""
     tokens = tuple(map(PIECES.index, pieces))
     matchers = make_stop_matcher(sentencepiece_tokenizer())
     info = replace(INFO, vocab_size=sentencepiece_tokenizer().vocab_size)
@@ -409,7 +409,7 @@ async def test_client_that_leaves_aborts_every_choice(is_stream: bool) -> None:
 
 
 class FailingFirst(FakeRouterClient):
-    """The first request fails once the second waits for ever."""
+    """A router whose first request fails once the second waits for ever."""
 
     async def complete(self, request: GenerateRequest) -> OutputChunk:
         if request.request_id.endswith("-0"):
@@ -427,7 +427,7 @@ async def test_failure_of_one_choice_aborts_the_others() -> None:
 
 
 class Stuck(FakeRouterClient):
-    """One chunk, then nothing; tells when the stream is closed."""
+    """A router that sends one chunk, then nothing; records when the stream is closed."""
 
     def __init__(self) -> None:
         super().__init__(info=INFO)

@@ -1,4 +1,4 @@
-"""From request bodies to the router's requests: defaults, seeds, and what floats may lose on the way."""
+"""Tests of request bodies as the router's requests: defaults, seeds, and the limits of float32."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LIMITS = Limits("tiny", vocab_size=264, max_model_len=64, eos_token_ids=(EOS,))
 
 
 def request_of(**fields: Any) -> GenerateRequest:
-    """The first request of a completions body with the prompt (5, 6)."""
+    """Returns the first request of a completions body with the prompt (5, 6)."""
     body = parse_request(CompletionRequest, {"prompt": [5, 6], **fields})
     return to_generate_requests(
         [(5, 6)], body.options(), limits=LIMITS, request_id="id", draw_seed=lambda: 99

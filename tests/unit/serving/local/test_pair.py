@@ -1,4 +1,4 @@
-"""A pair without Ray: worker processes that start, serve, fail to start, and end."""
+"""Tests of a pair without Ray: worker processes that start, serve, fail to start, and end."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ MARK = b"SPECRAY_TEST_HOST=draft"
 RUN_MARKED = (
     "import os, sys; os.execve(sys.argv[1], sys.argv[1:], {**os.environ, 'SPECRAY_TEST_HOST': 'draft'})"
 )
-"""Stands for ``ip netns exec``: becomes the command that follows."""
+"""Program that stands for ``ip netns exec``: becomes the command that follows."""
 
 WORKER = (sys.executable, str(Path(__file__).with_name("worker.py")))
 
 
 def num_children() -> int:
-    """Processes that this one has started and that are still there."""
+    """Returns the number of living processes that this one has started."""
     return len(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 
 
 def num_marked_children() -> int:
-    """Of them, those that RUN_MARKED became."""
+    """Returns how many of them RUN_MARKED became."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return sum(MARK in Path(f"/proc/{pid}/environ").read_bytes() for pid in children)
 
@@ -47,7 +47,7 @@ def num_marked_children() -> int:
 async def generate(
     config_values: dict[str, object], command: tuple[str, ...]
 ) -> tuple[list[int], float | None]:
-    """Eight greedy tokens of the prompt (5, 6), and the acceptance rate."""
+    """Returns eight greedy tokens of the prompt (5, 6), and the acceptance rate."""
     config = parse_config(config_values)
     stop_matchers = make_stop_matcher(TOKENIZER)
     num_before = num_children()

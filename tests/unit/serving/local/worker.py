@@ -1,4 +1,4 @@
-"""A worker process around the fake engines, called as ``specray worker`` is by local_router.
+"""A worker process with fake engines, started as local_router starts ``specray worker``.
 
 With ``--fail`` first it ends before it listens, as a worker whose model is missing does.
 """

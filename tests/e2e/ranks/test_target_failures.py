@@ -1,4 +1,4 @@
-"""Ranks and Routers that die or hang under load: users see a pause, and no other token."""
+"""Tests of ranks and Routers that die or hang under load: users see a pause, and the same tokens."""
 
 from __future__ import annotations
 
@@ -19,15 +19,11 @@ from specray.rpc.inference.client import SpecrayClient
 from specray.rpc.inference.types import GenerateParams
 from specray.serving.app import build_app
 from specray.serving.launch import APP_NAME
+from tests.e2e.ranks.service import TENSOR_PARALLEL_SIZE
 from tests.e2e.service import Service, complete, is_running, processes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
-TENSOR_PARALLEL_SIZE = 2
-OVERLAP = "serial"
-# Ranks are started many times here: without a compiler and measurements that is half the time.
-TARGET = {"forward": "hf", "profile_s": 0}
-ROUTER = {"verify_timeout_s": 3.0, "drain_timeout_s": 60.0}
 DEADLINE_S = 120.0
 PROMPT = "def fibonacci(n):\n"
 FIELDS: dict[str, Any] = {
@@ -47,7 +43,7 @@ async def patient(service: Service) -> Any:
 async def streamed(
     http: aiohttp.ClientSession, service: Service, *, midway: Callable[[], object] = lambda: None
 ) -> tuple[str, dict[str, Any] | None]:
-    """The text, and the error that ended it; ``midway`` is called after the second piece."""
+    """Returns the text, and the error that ended it; ``midway`` is called after the second chunk."""
     pieces: list[str] = []
     body = {"model": service.model, "stream": True, **FIELDS}
     async with http.post("/v1/completions", json=body) as response:
@@ -80,7 +76,7 @@ async def whole(http: aiohttp.ClientSession, service: Service) -> str:
 
 
 def leader_first(ranks: list[int]) -> list[int]:
-    """The leader has a socket where it listens for its Router."""
+    """Sorts the leader first: it has a socket where it listens for its Router."""
     listening = {
         line.split()[6]
         for line in Path("/proc/net/unix").read_text().splitlines()

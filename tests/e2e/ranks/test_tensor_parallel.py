@@ -1,4 +1,4 @@
-"""A target of two ranks and a draft of two, served by Ray, give the tokens of the whole model alone."""
+"""Tests of a target and a draft of two ranks each, served by Ray: the tokens are those of the whole model."""
 
 from __future__ import annotations
 
@@ -26,10 +26,6 @@ from tests.e2e.service import DEADLINE_S, Service, complete, is_running, process
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
-TENSOR_PARALLEL_SIZE = 2
-OVERLAP = "serial"
-# The heads of the embedded draft, five, are not to be shared by two ranks; those of the target are.
-DRAFT = {"model": str(demo_target_path()), "tensor_parallel_size": 2, "profile_s": 0}
 PROMPT = "def fibonacci(n):\n"
 NUM_TOKENS = 48
 LONG: dict[str, Any] = {
@@ -42,7 +38,7 @@ DRAFT_REPLICA = "ray::ServeReplica:specray:Draft"
 async def streamed(
     http: aiohttp.ClientSession, service: Service, disturb: Callable[[], Awaitable[None]]
 ) -> str:
-    """The text of a stream that is disturbed at its second chunk."""
+    """Returns the text of a stream that is disturbed at its second chunk."""
     pieces: list[str] = []
     task = None
     async with http.post(

@@ -1,0 +1,65 @@
+"""Time of simulated engines: how long they work, and how much they slow each other down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_LEAST_S = 1e-6
+"""Shortest delay in seconds that is made up for."""
+
+
+@dataclass(slots=True)
+class Busy:
+    """Working time of an engine, for its utilisation."""
+
+    seconds: float = 0.0
+    since_s: float = 0.0
+    until_s: float = 0.0
+    num_steps: int = 0
+
+    def work(self, start_s: float, end_s: float) -> None:
+        """Adds one step; steps of an engine do not overlap."""
+        self.seconds += end_s - start_s
+        self.since_s, self.until_s = start_s, end_s
+        self.num_steps += 1
+
+    def worked_s(self, now: float) -> float:
+        """Returns the seconds worked before ``now``: a step is counted when it is sent."""
+        return self.seconds - max(0.0, self.until_s - max(now, self.since_s))
+
+    def lost_s(self, since_s: float, now: float, slowdown: float) -> float:
+        """Returns the seconds that another engine on the same hardware is behind.
+
+        This engine had worked ``since_s`` seconds then; beside it the other is ``slowdown`` times slower.
+        """
+        return (self.worked_s(now) - since_s) * (1 - 1 / slowdown)
+
+    def extend(self, seconds: float) -> None:
+        """Makes the last step longer by this many seconds."""
+        self.seconds += seconds
+        self.until_s += seconds
+
+
+@dataclass(slots=True)
+class SharedStep:
+    """A step that may run beside another engine's step, on the same hardware."""
+
+    seconds: float
+    """Seconds of the step, as far as is known."""
+    other_worked_s: float = 0.0
+    """Seconds that the other engine had worked when the step began, or was last checked."""
+    slowdown: float = 1.0
+    """Factor by which the step is slower while the other engine works."""
+
+    def make_up(self, own: Busy, other: Busy, now: float) -> float:
+        """Returns by how many seconds the other engine's work since the last check delays the step.
+
+        0 means that the step has ended. What the other does in the additional time is known only then.
+        """
+        lost_s = min(self.seconds, other.lost_s(self.other_worked_s, now, self.slowdown))
+        self.other_worked_s = other.worked_s(now)
+        if lost_s <= _LEAST_S:
+            return 0.0
+        own.extend(lost_s)
+        self.seconds += lost_s
+        return lost_s

@@ -1,0 +1,74 @@
+"""Every family of the zoo is served with the tokens of ``generate``, or refused with its sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from specray.config import EngineConfig
+from specray.engine.cache.blocks import BlockAllocator, BlockTable
+from specray.engine.runner.assembly import build_runner
+from specray.engine.runner.inputs import SequenceInput
+from specray.engine.runner.runner import ModelRunner
+from specray.errors import ConfigError
+from tests.unit.engine.model.checkpoints import (
+    reference_greedy,
+    reference_logits,
+    reference_model,
+    write_family,
+)
+from tests.unit.engine.model.zoo import FAMILIES, QUICK
+
+SHORT, LONG = [5, 7, 9, 11, 13], [(11 * i * i + 3 * i) % 90 + 2 for i in range(45)]
+NUM_TOKENS = 20
+ATOL = 5e-4
+"""Largest difference of a logit, in float32; their deviation is about 1.7, for some families 10."""
+
+NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.zoo) for name in FAMILIES]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_family(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    write_family(tmp_path, family)
+    config = EngineConfig(
+        model=str(tmp_path),
+        dtype="float32" if family.refusal is None else "bfloat16",
+        device="cpu",
+        max_model_len=family.max_model_len,
+        max_num_seqs=2,
+        num_threads=1,
+    )
+    if family.refusal is not None:
+        with pytest.raises(ConfigError) as caught:
+            build_runner(config, role="target")
+        message = str(caught.value)
+        assert family.refusal in message and "\n" not in message
+        return
+    runner = build_runner(config, role="target")
+    model = reference_model(tmp_path)
+    for prompt in (SHORT, LONG):
+        tokens = greedy(runner, prompt, NUM_TOKENS)
+        assert tokens == reference_greedy(model, prompt, NUM_TOKENS)
+        # As one prompt, and not only the last token of it.
+        table = new_table(runner, len(prompt))
+        logits = runner.run([SequenceInput(prompt, 0, table.block_ids, len(prompt))])
+        assert float((logits - reference_logits(model, prompt)).abs().max()) < ATOL
+
+
+def new_table(runner: ModelRunner, num_tokens: int) -> BlockTable:
+    table = BlockTable(BlockAllocator(runner.info.num_blocks, runner.info.block_size))
+    table.reserve(num_tokens)
+    return table
+
+
+def greedy(runner: ModelRunner, prompt: list[int], num_tokens: int) -> list[int]:
+    table = new_table(runner, len(prompt) + num_tokens)
+    tokens, num_computed = list(prompt), 0
+    while len(tokens) < len(prompt) + num_tokens:
+        new = tokens[num_computed:]
+        logits = runner.run([SequenceInput(new, num_computed, table.block_ids, 1)])
+        num_computed = len(tokens)
+        tokens.append(int(logits[0].argmax()))
+    return tokens[len(prompt) :]
