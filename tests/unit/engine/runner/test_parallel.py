@@ -37,8 +37,8 @@ from tests.unit.engine.model.checkpoints import (
     write_checkpoint,
     write_family,
 )
-from tests.unit.engine.processes import preloaded_context
 from tests.unit.engine.model.zoo import GROUPED, SLIDING, Family
+from tests.unit.engine.processes import preloaded_context
 from tests.unit.engine.runner.group_ranks import DEADLINE_S, hang_or_die, join, start_differently
 
 PROMPT = [5, 7, 9, 11, 13, 2, 4, 60, 33]
