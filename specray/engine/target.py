@@ -1,4 +1,4 @@
-"""The head of the target engine: keep, append, verify.
+"""The target engine: keeps and appends tokens, then verifies draft tokens.
 
 One step is schedule, run, postprocess. A prefill chunk is an item that is not sampled; a rejected draft token
 is undone by lowering a length.
@@ -37,11 +37,11 @@ from specray.types import EngineInfo, TargetReplies, TargetReply, TokenLogprobs,
 
 _log = logging.getLogger(__name__)
 _SHARED_TOKENS = 64
-"""Prompts of one step that begin with the same so many tokens: it pays to compute these once, first."""
+"""Equal first tokens from which on prompts of one step share work: one is computed first."""
 T = TypeVar("T")
 
 Answer = tuple[int, TargetReply]
-"""An item's index in its batch, and the reply to it."""
+"""Index of an item in its batch, and the reply to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ class TargetEngine(EngineBase):
     """Implements ``interfaces.SyncTargetEngine`` over a runner.
 
     Args:
-        runner, info, prefix_cache: those of :class:`EngineBase`.
-        device: where the runner's logits are.
+        runner, info, prefix_cache: see :class:`EngineBase`.
+        device: device of the runner's logits.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What an engine remembers of its requests: tokens, how many of them are computed, and where.
+"""The sequences of an engine: their tokens, how many of them are computed, and in which blocks.
 
 The table owns *which* sequence holds which blocks; it never touches a tensor. Its one verb is *keep, append*:
 keep the first ``base_len`` tokens that the router has told, append more. What others have computed of the
@@ -19,7 +19,7 @@ from specray.errors import InvalidRequestError, OutOfBlocksError, OverloadedErro
 from specray.types import SamplingParams
 
 _MIN_IDLE_STEPS = 32
-"""Evicting what was used a moment ago would make sequences push each other out in turns."""
+"""Steps without use before a sequence may be evicted; fewer would let sequences evict each other in turns."""
 _COMPARED_AT_ONCE = 64
 
 
@@ -46,7 +46,7 @@ class EngineSequence:
     num_cached_tokens: int = 0
     """Tokens of the last item that were found in the prefix cache."""
     prefix: SequencePrefix | None = None
-    """What others may use of it; None: nothing."""
+    """Known units that others may use; None: there is no prefix cache."""
     _state: SamplingState = field(init=False)
 
     def __post_init__(self) -> None:
@@ -138,9 +138,9 @@ class SequenceTable:
         copy_tokens: CopyTokens | None = None,
     ) -> None:
         self.num_queried_tokens = 0
-        """Told tokens that were looked for in the prefix cache, since the start."""
+        """Told tokens looked up in the prefix cache since the start."""
         self.num_cached_tokens = 0
-        """Those of them that were found."""
+        """Told tokens found in the prefix cache since the start."""
         self._allocator = allocator
         self._copy_tokens = copy_tokens
         self._max_num_seqs = max_num_seqs

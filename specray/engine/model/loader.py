@@ -45,12 +45,12 @@ class ModelArgs:
     """What to load, and where to."""
 
     path: str
-    """Directory, or hub id."""
+    """Directory or hub id of the model."""
     dtype: torch.dtype
     device: torch.device
     max_model_len: int | None = None
     tensor_parallel_size: int = 1
-    """With more than one the default process group must be initialised and have this many ranks."""
+    """Number of ranks; with more than one the default process group must have as many."""
     role: str | None = None
     """``draft`` or ``target``: whose settings errors name."""
     forward: str = "auto"

@@ -23,7 +23,7 @@ class Draw(NamedTuple):
 
     token_id: int
     lead: float = 0.0
-    """The log of its part of the sum of exp(score / SCORE_SPREAD) of all, where that was asked for."""
+    """Log of the token's share of the sum of exp(score / SCORE_SPREAD), where it was asked for."""
 
 
 def best_tokens(scores: Tensor) -> list[int]:

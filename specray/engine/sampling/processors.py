@@ -1,4 +1,4 @@
-"""Logits processors, each applied to every row with the state of exactly that row's prefix.
+"""Logits processors: applied to every row with the state of exactly that row's prefix.
 
 Order: logit bias, repetition / presence / frequency penalties, min_tokens, temperature, top-k, top-p, min-p.
 The meaning of each is that of vLLM and transformers. What depends on the prefix is read from its
@@ -20,9 +20,9 @@ from specray.engine.sampling.state import RowGroup
 from specray.types import SamplingParams
 
 _MIN_TEMPERATURE = 1e-5
-"""Below it every draw is the argmax anyway; smaller divisors would overflow float32 logits."""
+"""Smallest divisor of logits; below it every draw is the argmax, and float32 would overflow."""
 _FIRST_TOP = 256
-"""So many of the likeliest tokens are tried for top-p before all are sorted."""
+"""Number of likeliest tokens tried for top-p before all are sorted."""
 
 
 def process_logits(logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:

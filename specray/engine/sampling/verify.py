@@ -133,7 +133,7 @@ class Round(NamedTuple):
     """One sequence's part of a batch to verify."""
 
     group: RowGroup
-    """Its tokens are the draft tokens; one row more than those."""
+    """Rows of the draft tokens and one more."""
     draft_token_ids: Sequence[int]
     draft_probs: Sequence[SparseProbs]
 

@@ -17,7 +17,7 @@ from specray.engine.runner.inputs import SequenceInput
 from specray.engine.runner.runner import ModelRunner
 from specray.engine.schedule import CatchUp, catch_up
 from specray.types import SamplingParams
-from tests.unit.engine.model.checkpoints import reference_model
+from tests.unit.engine.model.checkpoints import reference_model, write_checkpoint
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 LAYERS = (0, 1)
@@ -26,7 +26,7 @@ ATOL = 2e-5
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    return lambda name: save_checkpoint(name, tmp_path_factory.mktemp("models"))
+    return lambda name: write_checkpoint(tmp_path_factory.mktemp(name), name)
 
 
 def make_runner(path: Path, forward: str, layers: tuple[int, ...] = LAYERS, **changes: object) -> ModelRunner:
