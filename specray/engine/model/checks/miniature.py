@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging as stdlib_logging
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -103,7 +104,7 @@ def build_miniature(config: PreTrainedConfig, *, max_model_len: int) -> PreTrain
 def _quiet_library() -> Iterator[None]:
     """Without what the library logs of a model that nobody asked it for."""
     before = logging.get_verbosity()
-    logging.set_verbosity(logging.ERROR)
+    logging.set_verbosity(stdlib_logging.ERROR)
     try:
         yield
     finally:
