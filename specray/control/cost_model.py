@@ -240,7 +240,9 @@ class CostModel:
         """
         items = [item for item, _ in answered]
         kinds = {bool(item.fanout) for item in items}
-        if len(kinds) != 1 or any(item.is_piece or len(item.token_ids) > _MAX_ITEM_TOKENS for item in items):
+        if len(kinds) != 1 or any(
+            item.is_prefill_chunk or len(item.token_ids) > _MAX_ITEM_TOKENS for item in items
+        ):
             return
         num_steps = [num_draft_steps(*answer) for answer in answered]
         if not items[0].fanout:

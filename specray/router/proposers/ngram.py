@@ -19,8 +19,9 @@ from specray.control.goodput import MAX_ACCEPTANCE, expected_tokens
 from specray.control.state import SessionStats
 from specray.drafting import LONG_MATCH_LEN, OutputStore, OutputStores, SessionProposer, make_proposer
 from specray.requests import GenerateRequest
+from specray.router.proposers.base import Budget
 from specray.router.session import Session
-from specray.router.session_values import FALLBACK
+from specray.router.session_values import FALLBACK, Commit
 from specray.types import MAX_SPECULATIVE_TOKENS, NO_DRAFT, DraftKind, DraftTokens
 
 PRIOR_ACCEPTANCE: Final[Mapping[str, float]] = MappingProxyType(
@@ -49,7 +50,7 @@ class Track:
 
 
 @dataclass(slots=True, eq=False)
-class LocalDraft:
+class LocalProposer:
     """One session's proposer and its own statistics, apart from those of a draft model."""
 
     source: str
@@ -70,12 +71,8 @@ class LocalDraft:
     def is_fallback(self) -> bool:
         return self.source == FALLBACK
 
-    def draft(self, session: Session, *, num_running: int) -> DraftTokens:
-        """What to verify after all committed tokens; empty when nothing was found, or when it would not pay.
-
-        Args:
-            num_running: sessions that share the target's steps.
-        """
+    def propose(self, session: Session, budget: Budget) -> DraftTokens:
+        """See Proposer; none when nothing was found, or when it would not pay."""
         self.proposer.extend(session.committed[self.proposer.num_tokens :])
         match_len = self.proposer.match_len
         self.is_long = match_len >= LONG_MATCH_LEN
@@ -84,17 +81,19 @@ class LocalDraft:
         controller, stats = self._track.controller, self._track.stats
         if controller.resting_plan(stats) is not None:
             return NO_DRAFT
-        plan = controller.plan(stats, num_remaining=session.num_remaining, num_running=num_running)
+        plan = controller.plan(stats, num_remaining=session.num_remaining, num_running=budget.num_running)
         if plan.is_off:
             return NO_DRAFT
         return DraftTokens(self.proposer.propose(min(plan.num_speculative_tokens, self.max_tokens)))
 
-    def observe(self, num_drafts: int, num_accepted: int) -> None:
-        """One verdict on what it drafted."""
+    def observe(self, session: Session, commit: Commit) -> None:
+        """Learns from a verdict on its own draft tokens, none included; others' are not its own."""
+        if commit.source != self.source:
+            return
         track = self._track
-        track.controller.observe_round(track.stats, num_drafts, num_accepted)
+        track.controller.observe_round(track.stats, commit.num_draft_tokens, commit.num_accepted_tokens)
         if self.looks is not None:
-            self.looks.add(num_accepted, 1)
+            self.looks.add(commit.num_accepted_tokens, 1)
 
     def pass_over(self) -> None:
         """What it found, if anything, is not verified: a look that brought nothing."""
@@ -124,7 +123,7 @@ class LocalDraft:
         return self.long if self.is_long else self.short
 
 
-class LocalDrafts:
+class LocalProposers:
     """Makes each session's local draft.
 
     Args:
@@ -148,8 +147,10 @@ class LocalDrafts:
         self._num_without = 0
         """Sessions that had no fallback, since it did not pay."""
 
-    def of(self, request: GenerateRequest, draft: DraftKind, *, num_sessions: int = 1) -> LocalDraft | None:
-        """The local draft of a new session.
+    def of(
+        self, request: GenerateRequest, draft: DraftKind, *, num_sessions: int = 1
+    ) -> LocalProposer | None:
+        """The local proposer of a new session.
 
         Args:
             draft: what drafts for the request.
@@ -174,7 +175,7 @@ class LocalDrafts:
         store = self._stores.of(request.speculation.tenant) if kind is DraftKind.SUFFIX else None
         most = fixed_k or MAX_SPECULATIVE_TOKENS
         looks = self._looks if is_fallback else None
-        return LocalDraft(source, make_proposer(kind, store), short, long, most, store, looks)
+        return LocalProposer(source, make_proposer(kind, store), short, long, most, store, looks)
 
     def _may_pay(self, num_sessions: int) -> bool:
         """What the fallback brought lately is worth more than its looks take, or it is time to look again.

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable
 
 from specray.control.controller import Controller
 from specray.errors import ConfigError
 from specray.interfaces import Clock, Drafter, DrafterPool, DrafterSource
 from specray.metrics.router import RouterMetrics
 from specray.router.transport.clock import within
-from specray.router.transport.links import DraftLink, Inbox, close_unused, measure_round_trip
+from specray.router.transport.links import DraftLink, DraftMoved, Inbox, close_unused, measure_round_trip
 from specray.types import EngineInfo
 
 logger = logging.getLogger(__name__)
@@ -68,8 +67,6 @@ class DraftLeases:
         self.link: DraftLink | None = None
         self.model: str | None = None
         """Of the draft leased last."""
-        self.on_moved: Callable[[], None] = _ignore
-        """Called when ``link`` has become another while the one before still served."""
 
     async def start(self) -> None:
         """Asks for a first draft and waits for the answer; without one, goes on asking in the background.
@@ -196,17 +193,13 @@ class DraftLeases:
         if before is not None:
             self._metrics.draft_moves.inc()
             self._close_later(before)
-            self.on_moved()
+            self._inbox.put(DraftMoved(self.link))
         self._inbox.wake()
 
     def _close_later(self, link: DraftLink) -> None:
         closing = asyncio.create_task(link.close(self._clock))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
-
-
-def _ignore() -> None:
-    """Nobody is to be told."""
 
 
 def check_draft(draft: EngineInfo, target: EngineInfo) -> None:

@@ -14,7 +14,7 @@ from specray.fakes.engines import fake_info
 from specray.requests import GenerateRequest, SpeculationParams
 from specray.router.output.delivery import Delivery
 from specray.router.proposers.fallback import NgramFallback
-from specray.router.proposers.ngram import LocalDraft, LocalDrafts
+from specray.router.proposers.ngram import LocalProposer, LocalProposers
 from specray.router.session import Session
 from specray.router.session_record import LiveSession
 from specray.types import DraftKind, DraftTokens, Overlap, StepTime, Verification
@@ -50,14 +50,14 @@ def extended(
     wanted = SpeculationParams(num_speculative_tokens=k)
     sampling: dict[str, Any] = {"temperature": 1.0, "verification": verification}
     asked = request(prompt=prompt, max_tokens=60, speculation=wanted, **sampling)
-    local = LocalDrafts(config, controller, has_model=True).of(asked, DraftKind.MODEL)
+    local = LocalProposers(config, controller, has_model=True).of(asked, DraftKind.MODEL)
     assert local is not None
     local.short.stats.acceptance.add(accepted_short, accepted_short)
     session = Session(asked, None, vocab_size=64)
     stats = controller.start_session(asked)
     stats.acceptance.add(accepted, accepted)
     live = LiveSession(session, Delivery("a", is_stream=False), stats, 0.0, 60.0, local=local, ahead=ahead)
-    return NgramFallback({"a": live}, controller).extend(live, DraftTokens(foreseen))
+    return NgramFallback({"a": live}, controller).extend(live, DraftTokens(foreseen), 0.0)
 
 
 def test_repetition_that_begins_with_what_was_foreseen_goes_on() -> None:
@@ -68,8 +68,8 @@ def test_repetition_that_begins_with_what_was_foreseen_goes_on() -> None:
 
 
 def test_looks_for_repetitions_that_are_not_used_count_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    passed: list[LocalDraft] = []
-    monkeypatch.setattr(LocalDraft, "pass_over", lambda local: passed.append(local))
+    passed: list[LocalProposer] = []
+    monkeypatch.setattr(LocalProposer, "pass_over", lambda local: passed.append(local))
     extended((1, 2))
     assert not passed
     extended((1, 3))

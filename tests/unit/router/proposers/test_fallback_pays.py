@@ -7,7 +7,9 @@ import pytest
 from specray.control.controller import Controller
 from specray.fakes import VirtualClock
 from specray.requests import SpeculationParams
-from specray.router.proposers.ngram import LOOK_S, PROBE_EVERY, LocalDrafts
+from specray.router.proposers.ngram import LOOK_S, PROBE_EVERY, LocalProposers
+from specray.router.session import Session
+from specray.router.session_values import Commit, Lookup
 from specray.types import DraftKind, StepTime
 from tests.unit.router.harness import expected, request, run, serving, speculation_config
 
@@ -15,12 +17,12 @@ STEP_S = 0.02
 """Of any number of rows."""
 
 
-def drafts_of(*, accepted: float) -> LocalDrafts:
+def drafts_of(*, accepted: float) -> LocalProposers:
     """After ten thousand looks that brought so many tokens each."""
     config = speculation_config(fallback="ngram")
     controller = Controller(config)
     controller.cost_model.expect_target([StepTime(1, STEP_S), StepTime(64, STEP_S)], 0.0)
-    drafts = LocalDrafts(config, controller, has_model=True)
+    drafts = LocalProposers(config, controller, has_model=True)
     drafts._looks.add(round(10_000 * accepted), 10_000)
     return drafts
 
@@ -52,7 +54,9 @@ def test_every_round_with_a_fallback_is_a_look_and_who_asks_for_ngrams_has_them(
     before = drafts._looks.value
     fallback = drafts.of(request(), DraftKind.MODEL, num_sessions=1)
     assert fallback is not None
-    fallback.observe(4, 4)
+    asked = request()
+    verdict = Commit((1,) * 5, (), 4, 4, Lookup.NOT_ASKED, fallback.source)
+    fallback.observe(Session(asked, None, vocab_size=64), verdict)
     assert drafts._looks.value > before
     for _ in range(PROBE_EVERY):
         assert drafts.of(request(), DraftKind.NGRAM, num_sessions=64) is not None
@@ -69,7 +73,7 @@ def test_look_whose_find_is_not_verified_brought_nothing() -> None:
 
 def test_before_steps_were_measured_all_have_one() -> None:
     config = speculation_config(fallback="ngram")
-    drafts = LocalDrafts(config, Controller(config), has_model=True)
+    drafts = LocalProposers(config, Controller(config), has_model=True)
     drafts._looks.add(0, 100_000)
     assert drafts.of(request(), DraftKind.MODEL, num_sessions=64) is not None
 
@@ -81,8 +85,8 @@ def test_router_counts_those_that_wait_too() -> None:
         async with serving(clock, fallback="ngram") as pair:
             router = pair.router
             asked: list[int] = []
-            of = router._local_drafts.of
-            router._local_drafts.of = lambda *given, num_sessions: (  # type: ignore[method-assign]
+            of = router._local_proposers.of
+            router._local_proposers.of = lambda *given, num_sessions: (  # type: ignore[method-assign]
                 asked.append(num_sessions),
                 of(*given, num_sessions=num_sessions),
             )[1]

@@ -22,8 +22,10 @@ from specray.fakes import (
 from specray.fakes.engines import fake_info
 from specray.interfaces import Drafter
 from specray.requests import GenerateRequest, OutputChunk, SpeculationParams
-from specray.router.proposers.ngram import LocalDraft, LocalDrafts
+from specray.router.proposers.base import Budget
+from specray.router.proposers.ngram import LocalProposer, LocalProposers
 from specray.router.session import Session
+from specray.router.session_values import Commit, Lookup
 from specray.types import DraftKind, Verification
 from tests.unit.router.harness import (
     Pair,
@@ -327,14 +329,15 @@ def test_long_matches_are_believed_apart_from_short_ones() -> None:
     controller = Controller(speculation_config(overlap="serial", fallback="ngram"))
     for rows in (1, 2, 4, 8, 16, 32, 64):
         controller.cost_model.target.add(rows, 0.020, is_overlapped=False)
-    local = LocalDrafts(speculation_config(fallback="ngram"), controller, has_model=True).of(
+    local = LocalProposers(speculation_config(fallback="ngram"), controller, has_model=True).of(
         request(), DraftKind.MODEL
     )
     assert local is not None
     short, long = (tokens_of(local, is_long=is_long) for is_long in (False, True))
     assert short < 1.5 < 4.5 < long
+    missed = Commit((1,), (), 5, 0, Lookup.NOT_ASKED, local.source)
     for _ in range(200):
-        local.observe(5, 0)
+        local.observe(Session(request(), None, vocab_size=64), missed)
     assert tokens_of(local, is_long=True) < 1.1
     assert tokens_of(local, is_long=False) == short
 
@@ -342,16 +345,16 @@ def test_long_matches_are_believed_apart_from_short_ones() -> None:
 def test_nothing_is_planned_for_a_session_that_repeats_nothing() -> None:
     controller = Controller(speculation_config(overlap="serial"))
     controller.cost_model.target.add(1, 0.020, is_overlapped=False)
-    drafts = LocalDrafts(speculation_config(fallback="ngram"), controller, has_model=True)
+    drafts = LocalProposers(speculation_config(fallback="ngram"), controller, has_model=True)
     for prompt, is_planned in (((1, 2, 3, 4), False), ((1, 2, 3, 1, 2), True)):
         asked = request(prompt=prompt)
         local = drafts.of(asked, DraftKind.MODEL)
         assert local is not None
-        local.draft(Session(asked, None, vocab_size=64), num_running=1)
+        local.propose(Session(asked, None, vocab_size=64), Budget(0.0, num_running=1))
         assert (local.short.stats.plan is not None) is is_planned
 
 
-def tokens_of(local: LocalDraft, *, is_long: bool) -> float:
+def tokens_of(local: LocalProposer, *, is_long: bool) -> float:
     """Expected of a round with five of its draft tokens."""
     local.is_long = is_long
     return local.expect(5, num_running=1)[0]

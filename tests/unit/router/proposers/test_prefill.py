@@ -15,7 +15,7 @@ from specray.control.state import Plan
 from specray.fakes import FakeDraft, FakeTarget, LocalDrafter, PerfectGuesser, VirtualClock
 from specray.requests import GenerateRequest
 from specray.router.proposers.budgets import MIN_DRAFT_PREFILL_TOKENS, Budgets
-from specray.router.proposers.prefill import Reading
+from specray.router.proposers.prefill import DraftPrefill
 from specray.router.session import Session
 from specray.router.session_record import LiveSession
 from specray.types import (
@@ -80,11 +80,11 @@ class RecordingDraft(FakeDraft):
     def told(self, request_id: str) -> list[tuple[int, int, bool]]:
         """Of its items: (base_len, tokens, is a piece)."""
         items = [item for call in self.calls for item in call if item.request_id == request_id]
-        return [(item.base_len, len(item.token_ids), item.is_piece) for item in items]
+        return [(item.base_len, len(item.token_ids), item.is_prefill_chunk) for item in items]
 
     @property
     def num_pieces(self) -> int:
-        return sum(item.is_piece for call in self.calls for item in call)
+        return sum(item.is_prefill_chunk for call in self.calls for item in call)
 
 
 class RecordingTarget(FakeTarget):
@@ -287,8 +287,8 @@ def test_others_are_drafted_for_in_every_round_while_a_prompt_is_read(
             assert clock.monotonic() - begun_s <= 10 * round_s
             await asyncio.gather(stream, reading)
             # What was asked is answered before anything is read.
-            assert all(len({item.is_piece for item in call}) == 1 for call in draft.calls)
-            pieces = [count for _, count, is_piece in draft.told("prompt") if is_piece]
+            assert all(len({item.is_prefill_chunk for item in call}) == 1 for call in draft.calls)
+            pieces = [count for _, count, is_prefill_chunk in draft.told("prompt") if is_prefill_chunk]
             assert pieces[:11] == [num_tokens] * 11
             # It is drafted for as soon as the draft has read it.
             assert set(target.num_drafts["prompt"][-10:-2]) == {2}
@@ -312,7 +312,7 @@ def test_what_is_left_when_a_piece_was_read_goes_with_the_next_question() -> Non
             await call
             told = draft.told("a")[begun:]
             first = next(index for index, (base_len, _, _) in enumerate(told) if base_len == 0)
-            assert [(base_len, is_piece) for base_len, _, is_piece in told[first : first + 2]] == [
+            assert [(base_len, is_chunk) for base_len, _, is_chunk in told[first : first + 2]] == [
                 (0, True),
                 (256, False),
             ]
@@ -419,17 +419,17 @@ def test_a_session_has_the_target_compute_its_last_token_and_what_is_drafted_onc
     assert (session.num_missing, one.num_rows - one.num_drafted) == (3, 1)
 
 
-def reading_of(*sessions: LiveSession, is_draft_idle: bool = False) -> Reading:
+def reading_of(*sessions: LiveSession, is_draft_idle: bool = False) -> DraftPrefill:
     """160 tokens fit into a step of the target; 256 are read at once at most."""
     controller = Controller(speculation_config())
     controller.cost_model.expect_draft(
         [StepTime(size, DRAFT_STEP_S + TOKEN_S * (size - 1)) for size in SIZES], 0.0
     )
     controller.cost_model.expect_target([StepTime(size, TARGET_S) for size in SIZES], 0.0)
-    return Reading(
+    return DraftPrefill(
         {one.request_id: one for one in sessions},
         budgets(controller),
-        most_tokens=256,
+        max_tokens=256,
         patience_s=lambda: 1.0,
         is_draft_idle=lambda: is_draft_idle,
     )
@@ -439,29 +439,29 @@ def test_each_piece_without_an_answer_is_given_up_after_its_own_time() -> None:
     first, second, third = live("a", 300), live("b", 300), live("c", 300)
     reading = reading_of(first, second, third)
     for begun_s, one in ((1.0, first), (2.0, second), (2.5, third)):
-        one.session.piece_item(100)
+        one.session.prefill_chunk_item(100)
         reading.note(one, begun_s)
     views = [one.session.draft for one in (first, second, third)]
     reading.expire(3.9, 3.0)
-    assert [view.is_reading for view in views] == [True, True, True]
+    assert [view.is_prefilling for view in views] == [True, True, True]
     reading.expire(4.0, 3.0)
-    assert [view.is_reading for view in views] == [False, True, True]
+    assert [view.is_prefilling for view in views] == [False, True, True]
     reading.expire(4.9, 3.0)
-    assert [view.is_reading for view in views] == [False, True, True]
+    assert [view.is_prefilling for view in views] == [False, True, True]
     # One that was answered meanwhile is nobody's loss.
     third.session.draft.in_flight = None
     reading.expire(5.0, 3.0)
-    assert not any(view.is_reading for view in views)
+    assert not any(view.is_prefilling for view in views)
     reading.expire(100.0, 3.0)
     assert not reading.is_going_on
 
 
 def test_what_the_draft_is_reading_is_not_given_to_others() -> None:
     first, second = live("a", 300), live("b", 300)
-    first.session.piece_item(100)
+    first.session.prefill_chunk_item(100)
     assert reading_of(first, second).share(second) == 156
     first.session.draft.lose()
-    first.session.piece_item(200)
+    first.session.prefill_chunk_item(200)
     # 56 are left: it may as well wait for more.
     assert reading_of(first, second).share(second) == 0
 
@@ -525,7 +525,7 @@ def test_questions_bring_what_there_is_room_for_and_in_company_a_little() -> Non
 
 def test_nobody_is_asked_before_it_has_read_its_piece() -> None:
     reader = live("a", 20)
-    reader.session.piece_item(21)
+    reader.session.prefill_chunk_item(21)
     assert not reading_of(reader).can_ask(reader)
 
 
@@ -538,7 +538,7 @@ def test_prompts_are_read_and_what_a_round_brought_goes_with_its_question(
 ) -> None:
     one = live("a", num_tokens, num_read=num_read)
     assert reading_of(one).is_due(one) is is_due
-    one.session.piece_item(1)
+    one.session.prefill_chunk_item(1)
     assert not reading_of(one).is_due(one)
 
 
@@ -656,8 +656,8 @@ def test_long_text_that_is_read_anew_beside_others_ends_with_a_piece_and_not_wit
             await asyncio.gather(stream, call)
             told = draft.told("a")[begun:]
             first = next(index for index, (base_len, _, _) in enumerate(told) if base_len == 0)
-            (_, begin, _), (_, rest, is_piece), (_, asked, is_other_piece) = told[first : first + 3]
-            assert (begin, is_piece, is_other_piece) == (128, True, False)
+            (_, begin, _), (_, rest, is_prefill_chunk), (_, asked, is_other_piece) = told[first : first + 3]
+            assert (begin, is_prefill_chunk, is_other_piece) == (128, True, False)
             assert rest > MIN_DRAFT_PREFILL_TOKENS
             assert asked <= 4
 
