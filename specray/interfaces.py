@@ -149,7 +149,7 @@ class StopMatcherFactory(Protocol):
     def __call__(self, stop: Sequence[str], prompt_token_ids: Sequence[int]) -> StopMatcher: ...
 
 
-class DraftEngine(Protocol):
+class SyncDraftEngine(Protocol):
     """The synchronous engine behind a draft worker; one thread calls it."""
 
     @property
@@ -168,7 +168,7 @@ class DraftEngine(Protocol):
         ...
 
 
-class TargetEngine(Protocol):
+class SyncTargetEngine(Protocol):
     """The synchronous engine behind a target worker (its leader); one thread calls it."""
 
     @property

@@ -1,9 +1,36 @@
-"""What must be said before anything else of the tests imports gRPC or starts a Ray.
+"""What must be said before anything else of the tests imports gRPC or starts a Ray, and who runs what.
 
 Importing the package says what it asks of gRPC, as Ray does.
 """
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
 
 from specray.serving.process_end import end_without_destructors
 
 # Several Rays come and go in the process that runs all tests.
 end_without_destructors()
+
+STARTS_RAY = ("tests/e2e/", "tests/cluster/test_target_nodes.py")
+"""Tests that have Ray processes of their own: one worker runs them all, in their order."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With several workers (``-n``): a file's tests are one worker's, and no two services run at a time."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OneRay(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "ray" if nodeid.startswith(STARTS_RAY) else nodeid.partition("::")[0]
+
+    # Files in their order, in which those that start a Ray, and take longest, come first.
+    config.option.loadscopereorder = False
+    return OneRay(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(STARTS_RAY))

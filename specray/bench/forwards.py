@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 from rich.table import Table
 
-from specray.engine.model.decoder import LoweredForward
+from specray.engine.model.decoder import DecoderForward
 from specray.engine.model.linear import Weights
 from specray.engine.runner.inputs import SequenceInput
 from specray.engine.runner.runner import ModelRunner
 from specray.errors import ConfigError
-from specray.interfaces import DraftEngine
+from specray.interfaces import SyncDraftEngine
 from specray.types import SamplingParams, SpeculateItem
 
 ROWS = (1, 2, 4, 6, 8, 16, 64, 256)
@@ -69,12 +69,14 @@ def measure_forwards(
         progress: called after each width with how many of how many are done.
 
     Raises:
-        ConfigError: the runner's forward is not the lowered one, a sequence would be too long, or the cache
+        ConfigError: the runner's forward is not the decoder, a sequence would be too long, or the cache
             has no room for them all.
     """
     forward = runner.forward
-    if not isinstance(forward, LoweredForward):
-        raise ConfigError(f"the forward of {runner.info.model_name} is {forward.name}; allowed: 'lowered'")
+    if not isinstance(forward, DecoderForward):
+        raise ConfigError(
+            f"the forward of {runner.info.model_name} is {forward.name}; measured is only 'decoder'"
+        )
     longest = context_len + max(rows)
     if longest > runner.info.max_model_len:
         raise ConfigError(
@@ -127,7 +129,7 @@ class DraftCost:
 
 
 def measure_drafting(
-    engine: DraftEngine,
+    engine: SyncDraftEngine,
     *,
     num_sequences: int,
     temperature: float = 0.0,

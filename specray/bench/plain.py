@@ -16,12 +16,12 @@ from rich.table import Table
 from specray.bench.forwards import ForwardCost
 from specray.bench.load.client import ServerClient
 from specray.bench.load.run import run_pass, send
-from specray.bench.load.serve import Arm, Plan, request_body
+from specray.bench.load.serve import ServeArm, ServePlan, request_body
 from specray.bench.load.stats import Pass, RequestRecord
 from specray.environment import api_key
 from specray.errors import ConfigError, SpecrayError
 
-PLAIN: Final = Arm("plain", {"enabled": False})
+PLAIN: Final = ServeArm("plain", {"enabled": False})
 ROWS: Final = (1, 6)
 """Rows of the forwards: a token of plain decoding, and a round of speculation with K = 5."""
 STREAM_OPTIONS: Final = {"include_usage": True, "continuous_usage_stats": True}
@@ -58,7 +58,7 @@ class Turn:
 class PlainResult:
     """Results of a whole run."""
 
-    plan: Plan
+    plan: ServePlan
     model: str
     """Name of the model at the server."""
     turns: tuple[Turn, ...]
@@ -137,7 +137,7 @@ async def served_model(url: str) -> str:
 
 
 async def measure_plain(
-    plan: Plan,
+    plan: ServePlan,
     model: str,
     measure_forwards: Callable[[], Sequence[ForwardCost]],
     on_progress: Callable[[str, int, int], None],
@@ -191,7 +191,7 @@ def plain_table(result: PlainResult, *, title: str) -> Table:
 
 
 async def _run_pass(
-    plan: Plan, model: str, turn: int, advance: Callable[[], None]
+    plan: ServePlan, model: str, turn: int, advance: Callable[[], None]
 ) -> tuple[Pass, Sequence[str]]:
     """Runs one pass on a new connection: servers close those that were idle during the forwards."""
     async with ServerClient(plan.url, timeout_s=plan.timeout_s, key=api_key()) as client:
@@ -204,7 +204,7 @@ async def _run_pass(
     return one.measured, one.errors
 
 
-def _body(plan: Plan, model: str, prompt: str, label: str) -> dict[str, Any]:
+def _body(plan: ServePlan, model: str, prompt: str, label: str) -> dict[str, Any]:
     return {**request_body(plan, PLAIN, prompt, label), "model": model, "stream_options": STREAM_OPTIONS}
 
 

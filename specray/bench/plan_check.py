@@ -49,7 +49,7 @@ class CheckRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class LoadPass:
     """One load, served once."""
 
     tokens_per_s: float
@@ -58,13 +58,13 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredPair:
     """Measurements of a pair."""
 
     prompt_lens: tuple[int, ...]
     max_tokens: int
     temperature: float
-    passes: Mapping[int, Sequence[Pass]]
+    passes: Mapping[int, Sequence[LoadPass]]
     """Passes by number of clients."""
 
 
@@ -96,12 +96,12 @@ class LoadRunner:
         self._max_tokens = max_tokens
         self._temperature = temperature
         self._progress = progress
-        self._passes: dict[int, list[Pass]] = {count: [] for count in concurrency}
+        self._passes: dict[int, list[LoadPass]] = {count: [] for count in concurrency}
 
     @property
-    def measured(self) -> Measured:
+    def measured(self) -> MeasuredPair:
         """Everything measured so far."""
-        return Measured(tuple(map(len, self._prompts)), self._max_tokens, self._temperature, self._passes)
+        return MeasuredPair(tuple(map(len, self._prompts)), self._max_tokens, self._temperature, self._passes)
 
     async def run_pass(self, pair: LocalPair) -> None:
         """Serves every load once."""
@@ -122,7 +122,7 @@ async def measure_loads(
     *,
     num_passes: int = NUM_PASSES,
     worker_command: Sequence[str] = WORKER_COMMAND,
-) -> Measured:
+) -> MeasuredPair:
     """Starts the pair and serves all loads, in turns.
 
     Raises:
@@ -135,7 +135,7 @@ async def measure_loads(
     return runner.measured
 
 
-def compare(kit: Kit, measured: Measured) -> list[CheckRow]:
+def compare(kit: Kit, measured: MeasuredPair) -> list[CheckRow]:
     """Simulates what was measured; one row per number of clients."""
     return [_row(kit, measured, count, passes) for count, passes in measured.passes.items()]
 
@@ -147,7 +147,7 @@ def _num_requests(concurrency: int, num_prompts: int) -> int:
 
 async def _measure(
     router: Router, prompts: Sequence[tuple[int, ...]], concurrency: int, max_tokens: int, temperature: float
-) -> Pass:
+) -> LoadPass:
     """Runs a pass without stop tokens, so that every output has ``max_tokens``."""
     count = _num_requests(concurrency, len(prompts))
     waiting = iter(list(enumerate(itertools.islice(itertools.cycle(prompts), count))))
@@ -168,10 +168,10 @@ async def _measure(
     async with asyncio.TaskGroup() as group:
         for _ in range(concurrency):
             group.create_task(work())
-    return Pass(num_tokens / (time.perf_counter() - started_s), percentile(ttft_ms, 50))
+    return LoadPass(num_tokens / (time.perf_counter() - started_s), percentile(ttft_ms, 50))
 
 
-def _row(kit: Kit, measured: Measured, concurrency: int, passes: Sequence[Pass]) -> CheckRow:
+def _row(kit: Kit, measured: MeasuredPair, concurrency: int, passes: Sequence[LoadPass]) -> CheckRow:
     count = _num_requests(concurrency, len(measured.prompt_lens))
     load = ClosedLoad(
         concurrency,

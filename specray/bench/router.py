@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from specray.config import SpeculationConfig
 from specray.fakes import FakeDraft, FakeDrafterSource, FakeTarget, LocalDrafter, LocalVerifier, NoisyGuesser
-from specray.interfaces import DraftEngine, TargetEngine
+from specray.interfaces import SyncDraftEngine, SyncTargetEngine
 from specray.requests import GenerateRequest
 from specray.router import Router, SystemClock
 from specray.types import Overlap, SamplingParams
@@ -101,7 +101,7 @@ class _Watch:
 
 
 class _TimedTarget:
-    def __init__(self, engine: TargetEngine, watch: _Watch) -> None:
+    def __init__(self, engine: SyncTargetEngine, watch: _Watch) -> None:
         self.info = engine.info
         self.release = engine.release
         self.check = engine.check
@@ -109,7 +109,7 @@ class _TimedTarget:
 
 
 class _TimedDraft:
-    def __init__(self, engine: DraftEngine, watch: _Watch) -> None:
+    def __init__(self, engine: SyncDraftEngine, watch: _Watch) -> None:
         self.info = engine.info
         self.release = engine.release
         self.check = engine.check

@@ -16,7 +16,7 @@ NUM_PROFILE_PROMPTS = 48
 """Number of prompts on which ``profile``, and ``plan --check``, measure acceptance."""
 
 
-class Role(StrEnum):
+class EngineRole(StrEnum):
     """The two engines of a pair."""
 
     DRAFT = "draft"

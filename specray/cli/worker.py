@@ -12,9 +12,9 @@ from specray.rpc.workers.parent import end_with_parent
 
 if TYPE_CHECKING:
     from specray.config import Config
-    from specray.engine.draft import DraftHead
+    from specray.engine.draft import DraftEngine
     from specray.engine.runner.parallel import ParallelContext
-    from specray.engine.target import TargetHead
+    from specray.engine.target import TargetEngine
     from specray.rpc.role import RoleName
 
 
@@ -33,7 +33,7 @@ Meeting = Annotated[
 
 
 def worker(
-    role: Annotated[options.Role, typer.Argument(help="Engine to serve.")],
+    role: Annotated[options.EngineRole, typer.Argument(help="Engine to serve.")],
     listen: Listen = None,
     config: options.ConfigPath = None,
     model: Annotated[str | None, typer.Option(help="Model: path, hub id, or embedded.")] = None,
@@ -65,10 +65,10 @@ def worker(
     own = {f"{role}.{key}": value for key, value in values.items()}
     # Without a configuration, this process knows one engine of the pair only.
     other: dict[str, object] = (
-        {"draft.enabled": False} if role is options.Role.TARGET and config is None else {}
+        {"draft.enabled": False} if role is options.EngineRole.TARGET and config is None else {}
     )
     merged = build_config(config, own | other, settings or [])
-    if role is options.Role.DRAFT and merged.draft.model in MODEL_FREE_DRAFTS:
+    if role is options.EngineRole.DRAFT and merged.draft.model in MODEL_FREE_DRAFTS:
         raise ConfigError(
             f"draft.model is {merged.draft.model!r}, which drafts in the Router and has no worker; "
             "allowed: a model"
@@ -110,10 +110,10 @@ def _serve_engine(
     from specray.rpc.channel import channel_options
     from specray.rpc.workers.worker import serve_engine
 
-    def draft() -> DraftHead:
+    def draft() -> DraftEngine:
         return build_draft_engine(config, parallel=join())
 
-    def target() -> TargetHead:
+    def target() -> TargetEngine:
         return build_target_engine(config, parallel=join())
 
     serve_engine(

@@ -47,8 +47,10 @@ class EngineConfig(Section):
     cores: tuple[int, ...] | None = Field(
         None, min_length=1, description="CPU cores that the engine's threads may use; default: all."
     )
-    forward: Literal["auto", "lowered", "generic"] = Field(
-        "auto", description="auto: lowered if the architecture is supported, else generic."
+    forward: Literal["auto", "decoder", "hf"] = Field(
+        "auto",
+        description="auto: specray's own decoder where it covers the architecture, else hf, through "
+        "transformers.",
     )
     attention: Literal["auto", "varlen", "triton", "gather"] = Field(
         "auto",

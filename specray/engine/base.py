@@ -14,7 +14,7 @@ from specray.errors import EngineLostError
 from specray.types import EngineInfo
 
 
-class EngineHead:
+class EngineBase:
     """An engine over a runner, but for its steps.
 
     Args:
@@ -60,7 +60,7 @@ class EngineHead:
 
     def check(self) -> None:
         """Runs a real one-token step in the block kept for it. Raises EngineLostError for broken logits."""
-        logits = self._runner.run([SequenceInput((0,), 0, self._check_table.block_ids, 1)])
+        logits = self._runner.run([SequenceInput((0,), 0, self._check_table.block_ids, 1)]).logits
         if logits.shape[0] != 1 or bool(logits.isnan().any()):
             raise EngineLostError("a one-token step gives logits that are not numbers")
 

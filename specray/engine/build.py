@@ -8,12 +8,12 @@ from dataclasses import replace
 from functools import partial
 
 from specray.config import Config, EngineConfig
-from specray.engine.draft import DraftHead
+from specray.engine.draft import DraftEngine
 from specray.engine.profile import profile_draft, profile_target
 from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.parallel import ParallelContext
 from specray.engine.runner.runner import ModelRunner, RunnerInfo
-from specray.engine.target import TargetHead
+from specray.engine.target import TargetEngine
 from specray.errors import ConfigError
 from specray.types import PROTOCOL_VERSION, EngineInfo, StepTime
 
@@ -23,7 +23,7 @@ _BRANCH_ROOMS = 1
 """Room for so many sequences beside each of a draft, for its branches, if ``cache_memory_gib`` allows it."""
 
 
-def build_target_engine(config: Config, *, parallel: ParallelContext | None = None) -> TargetHead:
+def build_target_engine(config: Config, *, parallel: ParallelContext | None = None) -> TargetEngine:
     """Loads the target; with ``parallel``, as the leader of its group.
 
     Raises:
@@ -31,14 +31,14 @@ def build_target_engine(config: Config, *, parallel: ParallelContext | None = No
     """
     runner = _build_runner(config.target, role="target", parallel=parallel)
     info = _engine_info("target", config.target, runner.info)
-    make_head = partial(TargetHead, runner, device=runner.info.device)
-    speed = profile_target(make_head(info), budget_s=config.target.profile_s)
+    make_engine = partial(TargetEngine, runner, device=runner.info.device)
+    speed = profile_target(make_engine(info), budget_s=config.target.profile_s)
     _log("target", speed.step_times)
     info = replace(info, step_times=speed.step_times, context_token_s=speed.context_token_s)
-    return make_head(info, prefix_cache=config.target.prefix_cache)
+    return make_engine(info, prefix_cache=config.target.prefix_cache)
 
 
-def build_draft_engine(config: Config, *, parallel: ParallelContext | None = None) -> DraftHead:
+def build_draft_engine(config: Config, *, parallel: ParallelContext | None = None) -> DraftEngine:
     """Loads the draft; with ``parallel``, as the leader of its group.
 
     Raises:
@@ -46,15 +46,15 @@ def build_draft_engine(config: Config, *, parallel: ParallelContext | None = Non
     """
     runner = _build_runner(config.draft, role="draft", parallel=parallel)
     info = _engine_info("draft", config.draft, runner.info)
-    make_head = partial(
-        DraftHead,
+    make_engine = partial(
+        DraftEngine,
         runner,
         device=runner.info.device,
         max_num_draft_probs=config.speculation.max_num_draft_probs,
     )
-    step_times = profile_draft(make_head(info), budget_s=config.draft.profile_s)
+    step_times = profile_draft(make_engine(info), budget_s=config.draft.profile_s)
     _log("draft", step_times)
-    return make_head(replace(info, step_times=step_times), prefix_cache=config.draft.prefix_cache)
+    return make_engine(replace(info, step_times=step_times), prefix_cache=config.draft.prefix_cache)
 
 
 def build_follower(config: EngineConfig, *, role: str, parallel: ParallelContext) -> ModelRunner:

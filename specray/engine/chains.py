@@ -1,12 +1,13 @@
 """What a draft continues: a sequence by a proposal, or the likely outcomes of a round as its branches.
 
-Branches share the K/V of the sequence that they leave. Their own lie behind it, branch after branch::
+Branches share the K/V of the prefix that they continue. Their own lie behind the sequence, branch after
+branch::
 
-    sequence                               places behind it
+    sequence                               KV indices behind it
     [told tokens][tokens under verification][its own branch][branch][branch] ...
 
-The likeliest outcome of most acceptance is the sequence's own branch: it lies where the sequence goes on, so
-that it stays computed when the verdict confirms it.
+The branch of full acceptance with the likeliest next token is the sequence's own: it lies where the sequence
+goes on, so that it stays computed when the verdict confirms it.
 """
 
 from __future__ import annotations
@@ -18,23 +19,26 @@ from dataclasses import dataclass, field
 from specray.engine.attention.mask import Visibility, branch_visibility
 from specray.engine.cache.sequences import EngineSequence
 from specray.engine.sampling.draft import DraftToken, RankedRow
-from specray.engine.sampling.processors import RowGroup
+from specray.engine.sampling.state import RowGroup, SamplingState, chain_rows
 from specray.engine.schedule import BranchStep
 from specray.errors import OutOfBlocksError
-from specray.types import Branch, DraftTokens, SamplingParams, SparseProbs, SpeculateItem
+from specray.types import Branch, DraftTokens, SparseProbs, SpeculateItem
 
 
 @dataclass(slots=True, eq=False)
-class Line:
+class Chain:
     """Tokens to continue by ``num_wanted`` draft tokens."""
 
+    state: SamplingState
+    """State of all tokens so far; the chain's own."""
     token_ids: list[int]
-    """With the draft tokens drawn so far."""
-    sampling: SamplingParams
+    """Tokens to which draft tokens are appended; the last one is computed next."""
     num_wanted: int
+    """Number of draft tokens at which the chain is full."""
     min_logprob: float = field(default=-math.inf, kw_only=True)
-    """Of the acceptance of all draft tokens together; the line ends before it would fall below."""
+    """Least log probability that all draft tokens are accepted; the chain ends before it falls below."""
     drawn: list[DraftToken] = field(default_factory=list, init=False)
+    """Draft tokens so far."""
     _logprob: float = field(default=0.0, init=False)
 
     @property
@@ -49,7 +53,7 @@ class Line:
     @property
     def group(self) -> RowGroup:
         """The row from which the next token is drawn."""
-        return RowGroup(self.sampling, self.token_ids, 1)
+        return chain_rows(self.state)
 
     @property
     def draft_token_ids(self) -> tuple[int, ...]:
@@ -60,37 +64,43 @@ class Line:
         return tuple(token.probs for token in self.drawn if token.probs is not None)
 
     def take(self, token: DraftToken) -> None:
-        """Appends a draft token, or ends the line before it."""
+        """Appends a draft token, or ends the chain before it."""
         self._logprob += token.logprob
         if self.drawn and self._logprob < self.min_logprob:
             self.num_wanted = len(self.drawn)
             return
         self.drawn.append(token)
         self.token_ids.append(token.token_id)
+        self.state.advance((token.token_id,))
 
 
 @dataclass(slots=True, eq=False)
-class BranchLine(Line):
-    """One outcome: so many tokens under verification accepted, then a next token, then draft tokens."""
+class BranchChain(Chain):
+    """One outcome: some tokens under verification accepted, then a next token, then draft tokens.
+
+    ``token_ids`` begin with the next token.
+    """
 
     num_accepted: int
-    trunk_len: int
-    """Tokens of the sequence that it begins with."""
-    first_place: int
+    """Number of accepted tokens under verification."""
+    prefix_len: int
+    """Number of the sequence's tokens that the branch continues."""
+    first_index: int
+    """KV index of the next token."""
 
     @property
     def next_token_id(self) -> int:
-        return self.token_ids[self.trunk_len]
+        return self.token_ids[0]
 
     @property
     def visibility(self) -> Visibility:
         """What its last token sees."""
-        return branch_visibility(self.trunk_len, self.first_place, 1 + len(self.drawn))
+        return branch_visibility(self.prefix_len, self.first_index, 1 + len(self.drawn))
 
     @property
-    def end_place(self) -> int:
-        """Its last draft token is never computed."""
-        return self.first_place + self.num_wanted
+    def end_index(self) -> int:
+        """KV index behind the branch; its last draft token is never computed."""
+        return self.first_index + self.num_wanted
 
     @property
     def reply(self) -> Branch:
@@ -100,7 +110,7 @@ class BranchLine(Line):
 
 
 @dataclass(slots=True, eq=False)
-class Branching:
+class OutcomeBranches:
     """An item that asks for outcomes.
 
     Rows are wanted for ``first..last`` accepted tokens; none when no branch fits the model's length.
@@ -111,9 +121,9 @@ class Branching:
     first: int
     last: int
     max_model_len: int
-    branches: list[BranchLine] = field(default_factory=list)
-    """By number accepted, the likeliest next token of each first."""
-    _own: BranchLine | None = None
+    branches: list[BranchChain] = field(default_factory=list)
+    """Branches by number accepted, the likeliest next token first."""
+    _own: BranchChain | None = None
 
     @property
     def num_rows(self) -> int:
@@ -132,7 +142,11 @@ class Branching:
 
     @property
     def group(self) -> RowGroup:
-        return RowGroup(self.sequence.sampling, self.sequence.token_ids, self.num_rows)
+        """The rows that rank next tokens, one for each number of accepted tokens."""
+        state = self.sequence.told_state.fork()
+        proposed = self.item.proposed_token_ids
+        state.advance(proposed[: self.first])
+        return chain_rows(state, proposed[self.first : self.last])
 
     def spread(self, ranked: Sequence[RankedRow]) -> None:
         """Makes branches of the likeliest outcomes, as far as there is room for their K/V."""
@@ -144,23 +158,23 @@ class Branching:
             reached += accepted_logprob
         chosen = sorted(logprobs, key=lambda outcome: -logprobs[outcome])[: self.item.max_branches or None]
         own = next((outcome for outcome in chosen if outcome[0] == self.last), None)
-        place = len(self.sequence.token_ids)
-        branches: dict[tuple[int, int], BranchLine] = {}
+        first_index = len(self.sequence.token_ids)
+        branches: dict[tuple[int, int], BranchChain] = {}
         for outcome in sorted(chosen, key=lambda outcome: outcome != own):
-            branch = self._branch(*outcome, place)
+            branch = self._branch(*outcome, first_index)
             try:
-                self.sequence.block_table.reserve(branch.end_place)
+                self.sequence.block_table.reserve(branch.end_index)
             except OutOfBlocksError:
                 continue
             branches[outcome] = branch
-            place = branch.end_place
+            first_index = branch.end_index
         self.branches = [branches[outcome] for outcome in logprobs if outcome in branches]
         self._own = branches.get(own) if own is not None else None
 
-    def step(self) -> tuple[list[BranchLine], BranchStep | None]:
+    def step(self) -> tuple[list[BranchChain], BranchStep | None]:
         """The branches that are not full, and the rows that continue them."""
         growing = sorted(
-            (branch for branch in self.branches if not branch.is_full), key=lambda branch: branch.first_place
+            (branch for branch in self.branches if not branch.is_full), key=lambda branch: branch.first_index
         )
         if not growing:
             return [], None
@@ -171,18 +185,20 @@ class Branching:
         """When all is drawn: the own branch becomes the sequence's tail, the others' room is free again."""
         sequence, own = self.sequence, self._own
         if own is not None:
-            num_computed = own.end_place
-            sequence.token_ids[own.trunk_len :] = own.token_ids[own.trunk_len :]
+            num_computed = own.end_index
+            sequence.token_ids[own.prefix_len :] = own.token_ids
             sequence.num_computed_tokens = num_computed
         sequence.block_table.truncate(len(sequence.token_ids))
 
-    def _branch(self, num_accepted: int, token_id: int, place: int) -> BranchLine:
-        trunk_len = self.sequence.num_tokens + num_accepted
-        return BranchLine(
-            [*self.sequence.token_ids[:trunk_len], token_id],
-            self.sequence.sampling,
-            min(self.item.num_speculative_tokens, self.max_model_len - trunk_len - 1),
+    def _branch(self, num_accepted: int, token_id: int, first_index: int) -> BranchChain:
+        prefix_len = self.sequence.num_tokens + num_accepted
+        state = self.sequence.told_state.fork()
+        state.advance((*self.item.proposed_token_ids[:num_accepted], token_id))
+        return BranchChain(
+            state,
+            [token_id],
+            min(self.item.num_speculative_tokens, self.max_model_len - prefix_len - 1),
             num_accepted,
-            trunk_len,
-            place,
+            prefix_len,
+            first_index,
         )

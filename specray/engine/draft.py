@@ -1,8 +1,8 @@
 """The head of the draft engine: keep, append, propose; or continue the likely outcomes of a round.
 
-Everything in a batch is a *line*, which grows by one draft token per step, all lines in one ragged forward.
-A proposal is one line. Outcomes begin with one forward over the tokens under verification, whose logits rank
-the next tokens; each (number accepted, next token) is then a line of its own, a branch of the sequence.
+Everything in a batch is a *chain*, which grows by one draft token per step, all chains in one ragged forward.
+A proposal is one chain. Outcomes begin with one forward over the tokens under verification, whose logits rank
+the next tokens; each (number accepted, next token) is then a chain of its own, a branch of the sequence.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from specray.engine.attention.mask import MAX_TREE_ROWS
-from specray.engine.base import EngineHead
+from specray.engine.base import EngineBase
 from specray.engine.cache.sequences import EngineSequence
-from specray.engine.chains import Branching, Line
+from specray.engine.chains import Chain, OutcomeBranches
 from specray.engine.sampling.draft import DraftSampler
 from specray.engine.sampling.noise import NoiseSource
 from specray.engine.schedule import (
@@ -48,17 +48,17 @@ class _Proposing:
     """An item that asks for a proposal."""
 
     sequence: EngineSequence
-    line: Line
+    chain: Chain
 
 
-_Task = _Proposing | Branching
+_Task = _Proposing | OutcomeBranches
 
 
-class DraftHead(EngineHead):
-    """Implements ``interfaces.DraftEngine`` over a runner.
+class DraftEngine(EngineBase):
+    """Implements ``interfaces.SyncDraftEngine`` over a runner.
 
     Args:
-        runner, info, prefix_cache: those of :class:`EngineHead`.
+        runner, info, prefix_cache: those of :class:`EngineBase`.
         device: where the runner's logits are.
         max_num_draft_probs: support of the sparse draft distribution under rejection verification.
     """
@@ -101,22 +101,22 @@ class DraftHead(EngineHead):
         return replies
 
     def _work(self, tasks: Sequence[_Task]) -> None:
-        """Fills the tasks: one forward for proposals and rankings, then all lines together."""
+        """Fills the tasks: one forward for proposals and rankings, then all chains together."""
         proposing = [task for task in tasks if isinstance(task, _Proposing)]
-        branchings = [task for task in tasks if isinstance(task, Branching)]
-        work = [CatchUp(task.sequence, min(1, task.line.num_wanted)) for task in proposing]
-        work += [CatchUp(task.sequence, task.num_rows) for task in branchings]
+        outcomes = [task for task in tasks if isinstance(task, OutcomeBranches)]
+        work = [CatchUp(task.sequence, min(1, task.chain.num_wanted)) for task in proposing]
+        work += [CatchUp(task.sequence, task.num_rows) for task in outcomes]
         logits = self._catch_up(work)
-        growing = [task for task in proposing if not task.line.is_full]
-        branching = [task for task in branchings if task.num_rows > 0]
+        growing = [task for task in proposing if not task.chain.is_full]
+        outcome = [task for task in outcomes if task.num_rows > 0]
         if logits is None:
             return
         if growing:
-            self._draw(logits[: len(growing)], [task.line for task in growing])
-        if branching:
-            self._branch(logits[len(growing) :], branching)
-        self._grow(growing, branching)
-        for task in branching:
+            self._draw(logits[: len(growing)], [task.chain for task in growing])
+        if outcome:
+            self._branch(logits[len(growing) :], outcome)
+        self._grow(growing, outcome)
+        for task in outcome:
             task.settle()
 
     # ---- schedule
@@ -143,19 +143,19 @@ class DraftHead(EngineHead):
                 f"{MAX_TREE_ROWS}",
                 field="num_speculative_tokens",
             )
-        return self._admit_branching(item, length) if item.fanout else self._admit_line(item, length)
+        return self._admit_outcomes(item, length) if item.fanout else self._admit_chain(item, length)
 
-    def _admit_line(self, item: SpeculateItem, length: int) -> _Proposing:
+    def _admit_chain(self, item: SpeculateItem, length: int) -> _Proposing:
         num_wanted = min(item.num_speculative_tokens, self._info.max_model_len - length)
         sequence = self._keep_and_append(item, num_wanted)
         sequence.set_tail(())
         sequence.recompute_last(min(1, num_wanted))
         # Log of 0 is minus infinity: no bound.
         min_logprob = math.log(item.min_acceptance) if item.min_acceptance > 0 else -math.inf
-        line = Line(sequence.token_ids, sequence.sampling, num_wanted, min_logprob=min_logprob)
-        return _Proposing(sequence, line)
+        chain = Chain(sequence.told_state.fork(), sequence.token_ids, num_wanted, min_logprob=min_logprob)
+        return _Proposing(sequence, chain)
 
-    def _admit_branching(self, item: SpeculateItem, length: int) -> Branching:
+    def _admit_outcomes(self, item: SpeculateItem, length: int) -> OutcomeBranches:
         num_proposed = len(item.proposed_token_ids)
         if len(item.fanout) > num_proposed + 1 or min(item.fanout) < 0:
             raise InvalidRequestError(
@@ -174,9 +174,9 @@ class DraftHead(EngineHead):
         num_extra = min(len(proposed) + 1 + item.num_speculative_tokens, self._info.max_model_len - length)
         sequence = self._keep_and_append(item, num_extra)
         sequence.set_tail(proposed)
-        branching = Branching(item, sequence, first, last, self._info.max_model_len)
-        sequence.recompute_last(branching.num_rows)
-        return branching
+        outcome = OutcomeBranches(item, sequence, first, last, self._info.max_model_len)
+        sequence.recompute_last(outcome.num_rows)
+        return outcome
 
     def _keep_and_append(self, item: SpeculateItem, num_extra_tokens: int) -> EngineSequence:
         return self._table.keep_and_append(
@@ -190,67 +190,69 @@ class DraftHead(EngineHead):
     # ---- run
 
     def _catch_up(self, work: Sequence[CatchUp | BranchStep]) -> Tensor | None:
-        return catch_up(self._runner, work, self._info.max_num_batched_tokens)
+        output = catch_up(self._runner, work, self._info.max_num_batched_tokens)
+        return None if output is None or not len(output.logits) else output.logits
 
-    def _branch(self, logits: Tensor, branchings: Sequence[Branching]) -> None:
+    def _branch(self, logits: Tensor, outcomes: Sequence[OutcomeBranches]) -> None:
         """Ranks the next tokens of every outcome and makes a branch of each."""
         ranked = self._sampler.rank(
             logits,
-            [branching.group for branching in branchings],
-            [count for branching in branchings for count in branching.counts],
-            [token for branching in branchings for token in branching.excluded],
+            [outcome.group for outcome in outcomes],
+            [count for outcome in outcomes for count in outcome.counts],
+            [token for outcome in outcomes for token in outcome.excluded],
         )
         rows = iter(ranked)
-        for branching in branchings:
-            branching.spread([next(rows) for _ in range(branching.num_rows)])
+        for outcome in outcomes:
+            outcome.spread([next(rows) for _ in range(outcome.num_rows)])
 
-    def _grow(self, proposing: Sequence[_Proposing], branchings: Sequence[Branching]) -> None:
-        """Continues all lines together until each has its tokens."""
+    def _grow(self, proposing: Sequence[_Proposing], outcomes: Sequence[OutcomeBranches]) -> None:
+        """Continues all chains together until each has its tokens."""
         before: Sequence[_Proposing] = ()
         while True:
-            proposing = [task for task in proposing if not task.line.is_full]
-            lines: list[Line] = [task.line for task in proposing]
-            logits = self._advance(before) if before and lines else None
+            proposing = [task for task in proposing if not task.chain.is_full]
+            chains: list[Chain] = [task.chain for task in proposing]
+            logits = self._advance(before) if before and chains else None
             if logits is None:
                 work: list[CatchUp | BranchStep] = [CatchUp(task.sequence, 1) for task in proposing]
-                for branching in branchings:
-                    growing, step = branching.step()
-                    lines += growing
+                for outcome in outcomes:
+                    growing, step = outcome.step()
+                    chains += growing
                     work += [] if step is None else [step]
-                if not lines:
+                if not chains:
                     return
                 logits = self._catch_up(work)
-            assert logits is not None, "every line wants a logits row"
-            self._draw(logits, lines)
-            # Steps of lines alone, in one forward each, follow from each other.
-            is_simple = not branchings and len(lines) <= self._info.max_num_batched_tokens
+            assert logits is not None, "every chain wants a logits row"
+            self._draw(logits, chains)
+            # Steps of chains alone, in one forward each, follow from each other.
+            is_simple = not outcomes and len(chains) <= self._info.max_num_batched_tokens
             before = proposing if is_simple else ()
 
     def _advance(self, before: Sequence[_Proposing]) -> Tensor | None:
-        """The step after that of these lines, of those that go on; None where it is to be planned anew."""
-        kept = [index for index, task in enumerate(before) if not task.line.is_full]
+        """The step after that of these chains, of those that go on; None where it is to be planned anew."""
+        kept = [index for index, task in enumerate(before) if not task.chain.is_full]
         sequences = [before[index].sequence for index in kept]
-        logits = self._runner.advance(kept, [sequence.token_ids[-1] for sequence in sequences])
-        if logits is not None:
-            for sequence in sequences:
-                sequence.num_computed_tokens = len(sequence.token_ids)
-        return logits
+        output = self._runner.advance(kept, [sequence.token_ids[-1] for sequence in sequences])
+        if output is None:
+            return None
+        for sequence in sequences:
+            sequence.num_computed_tokens = len(sequence.token_ids)
+        return output.logits
 
-    def _draw(self, logits: Tensor, lines: Sequence[Line]) -> None:
-        is_judged = any(line.is_judged for line in lines)
-        tokens = self._sampler.draw(logits, [line.group for line in lines], is_judged=is_judged)
-        for line, token in zip(lines, tokens, strict=True):
-            line.take(token)
+    def _draw(self, logits: Tensor, chains: Sequence[Chain]) -> None:
+        is_judged = any(chain.is_judged for chain in chains)
+        tokens = self._sampler.draw(logits, [chain.group for chain in chains], is_judged=is_judged)
+        for chain, token in zip(chains, tokens, strict=True):
+            chain.take(token)
 
 
 def _reply(item: SpeculateItem, task: _Task) -> DraftReply:
     if isinstance(task, _Proposing):
-        line = task.line
+        chain = task.chain
         return Proposal(
             item.request_id,
             item.round_id,
             item.base_len,
-            DraftTokens(line.draft_token_ids, probs=line.draft_probs),
+            DraftTokens(chain.draft_token_ids, probs=chain.draft_probs),
         )
     branches = tuple(branch.reply for branch in task.branches)
     return Outcomes(item.request_id, item.round_id, item.base_len, branches)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Final, NamedTuple, Protocol
 
-from specray.interfaces import DraftEngine, TargetEngine
+from specray.interfaces import SyncDraftEngine, SyncTargetEngine
 from specray.types import (
     DraftReply,
     DraftTokens,
@@ -97,7 +97,7 @@ class _Workload(Protocol):
 
 
 def profile_target(
-    engine: TargetEngine, *, budget_s: float, clock: Callable[[], float] = time.perf_counter
+    engine: SyncTargetEngine, *, budget_s: float, clock: Callable[[], float] = time.perf_counter
 ) -> TargetSpeed:
     """Measures Verifies of 1 to 128 rows, up to four of each sequence, 8 and 16 with 64 and 128.
 
@@ -116,7 +116,7 @@ def profile_target(
 
 
 def profile_draft(
-    engine: DraftEngine, *, budget_s: float, clock: Callable[[], float] = time.perf_counter
+    engine: SyncDraftEngine, *, budget_s: float, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[StepTime, ...]:
     """Measures what a draft token takes for 1 to 32 sequences side by side, as ``profile_target``."""
     return _measure(_DraftWorkload(engine), DRAFT_ROWS, budget_s=budget_s, clock=clock)
@@ -198,7 +198,7 @@ def _is_answered(replies: Sequence[TargetReply] | Sequence[DraftReply]) -> bool:
 
 
 class _TargetWorkload:
-    def __init__(self, engine: TargetEngine) -> None:
+    def __init__(self, engine: SyncTargetEngine) -> None:
         self._engine = engine
         self._info = engine.info
         self._num_sequences = 1
@@ -278,7 +278,7 @@ class _TargetWorkload:
 
 
 class _DraftWorkload:
-    def __init__(self, engine: DraftEngine) -> None:
+    def __init__(self, engine: SyncDraftEngine) -> None:
         self._engine = engine
         self._info = engine.info
         self._num_sequences = 1

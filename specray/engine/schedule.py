@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
-from torch import Tensor
 
 from specray.engine.attention.mask import Visibility
 from specray.engine.cache.sequences import EngineSequence, UnknownSequenceError
 from specray.engine.runner.inputs import SequenceInput
+from specray.engine.step import ForwardOutput
 from specray.errors import InvalidRequestError, OutOfBlocksError, OverloadedError, SpecrayError
 from specray.types import ItemFailed, SpeculateItem, UnknownSequence, VerifyItem
 
@@ -19,15 +19,15 @@ from specray.types import ItemFailed, SpeculateItem, UnknownSequence, VerifyItem
 class Runner(Protocol):
     """What a head needs of ``runner.ModelRunner``."""
 
-    def run(self, inputs: Sequence[SequenceInput]) -> Tensor:
+    def run(self, inputs: Sequence[SequenceInput]) -> ForwardOutput:
         """One ragged forward; logits ``[sum of num_logits, vocab_size]`` in the order of ``inputs``."""
         ...
 
-    def advance(self, kept: Sequence[int], token_ids: Sequence[int]) -> Tensor | None:
+    def advance(self, kept: Sequence[int], token_ids: Sequence[int]) -> ForwardOutput | None:
         """The step after the last one, in which each sequence had one row: with a further token of some.
 
         Returns:
-            Logits ``[len(kept), vocab_size]``, there until the next step; None where it takes a ``run``.
+            The output of ``len(kept)`` rows, there until the next step; None where it takes a ``run``.
         """
         ...
 
@@ -123,22 +123,25 @@ def check_length(base_len: int, length: int, max_model_len: int) -> None:
 
 def catch_up(
     runner: Runner, work: Sequence[CatchUp | BranchStep], max_num_batched_tokens: int
-) -> Tensor | None:
+) -> ForwardOutput | None:
     """Brings every sequence's computed length up to its tokens, in one forward where the budget allows.
 
     Returns:
-        ``[sum of num_logits, vocab_size]`` in the order of ``work``, a row for each branch's token; None
-        when no logits are wanted.
+        Logits ``[sum of num_logits, vocab_size]`` in the order of ``work``, with a row for each branch's
+        token, and features of all rows that were computed; None when nothing was.
     """
     # Sequences are cut in order, so the pieces of the logits come in the order of ``work`` too.
     pieces = [runner.run(inputs) for inputs in _plan_steps(work, max_num_batched_tokens) if inputs]
     for item in work:
         if isinstance(item, CatchUp):
             item.sequence.num_computed_tokens = len(item.sequence.token_ids)
-    wanted = [piece for piece in pieces if len(piece)]
-    if not wanted:
-        return None
-    return wanted[0] if len(wanted) == 1 else torch.cat(wanted)
+    if len(pieces) < 2:
+        return pieces[0] if pieces else None
+    logits = torch.cat([piece.logits for piece in pieces])
+    parts = [piece.features for piece in pieces if piece.features is not None]
+    if not parts:
+        return ForwardOutput(logits)
+    return ForwardOutput(logits, {layer: torch.cat([part[layer] for part in parts]) for layer in parts[0]})
 
 
 def _plan_steps(work: Iterable[CatchUp | BranchStep], budget: int) -> Iterator[list[SequenceInput]]:

@@ -5,9 +5,9 @@ These types are shared by runners, forwards and attention, so this file imports 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -84,7 +84,7 @@ class SequenceRows:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockBatch:
+class PagedBatch:
     """The rows of a step on the device; int32 but for slots and masks. Rows at the end may be padding."""
 
     first_rows: (
@@ -113,7 +113,7 @@ class AttentionStep:
 
     rows: tuple[SequenceRows, ...]
     cache: KVCache
-    batch: BlockBatch | None = None
+    batch: PagedBatch | None = None
     """The same as tensors of a fixed shape, where a captured forward reads them; ``rows`` are empty then."""
 
 
@@ -127,17 +127,29 @@ class Step:
     logit_rows: Slots | None  # the rows whose logits are wanted, in order; None: all
 
 
+class ForwardOutput(NamedTuple):
+    """What a forward pass computes."""
+
+    logits: torch.Tensor
+    """Float32, ``[number of logit_rows, vocab_size]``."""
+    features: Mapping[int, torch.Tensor] | None = None
+    """Residual stream of all rows by layer: what enters layer k, ``[num_rows, hidden_size]``.
+
+    None where no layer was asked for when the forward was built.
+    """
+
+
 class Forward(Protocol):
     """A model's forward pass over the block cache."""
 
     @property
     def name(self) -> str:
-        """``lowered`` or ``generic``."""
+        """``decoder`` or ``hf``."""
         ...
 
     @property
     def cache_shape(self) -> CacheShape: ...
 
-    def __call__(self, step: Step) -> torch.Tensor:
-        """Fills the cache and returns the logits ``[number of logit_rows, vocab_size]``, float32."""
+    def __call__(self, step: Step) -> ForwardOutput:
+        """Fills the cache and returns logits, and features of the layers that it was built for."""
         ...

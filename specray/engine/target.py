@@ -15,12 +15,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from specray.engine.base import EngineHead
+from specray.engine.base import EngineBase
 from specray.engine.cache.prefix import UNIT_TOKENS
 from specray.engine.cache.sequences import EngineSequence
 from specray.engine.sampling.logprobs import token_logprobs
 from specray.engine.sampling.noise import NoiseSource
-from specray.engine.sampling.processors import RowGroup, process_logits
+from specray.engine.sampling.processors import process_logits
+from specray.engine.sampling.state import chain_rows
 from specray.engine.sampling.verify import Round, Verified, verify_rounds
 from specray.engine.schedule import (
     CatchUp,
@@ -56,11 +57,11 @@ class _Scheduled:
         return len(self.item.draft.token_ids) + 1 if self.item.sample else 0
 
 
-class TargetHead(EngineHead):
-    """Implements ``interfaces.TargetEngine`` over a runner.
+class TargetEngine(EngineBase):
+    """Implements ``interfaces.SyncTargetEngine`` over a runner.
 
     Args:
-        runner, info, prefix_cache: those of :class:`EngineHead`.
+        runner, info, prefix_cache: those of :class:`EngineBase`.
         device: where the runner's logits are.
     """
 
@@ -129,11 +130,11 @@ class TargetHead(EngineHead):
 
     def _run(self, scheduled: Sequence[_Scheduled]) -> Tensor | None:
         work = [CatchUp(entry.sequence, entry.num_logits) for entry in scheduled]
-        logits = catch_up(self._runner, work, self._info.max_num_batched_tokens)
+        output = catch_up(self._runner, work, self._info.max_num_batched_tokens)
         for entry in scheduled:
             if len(entry.item.token_ids) >= UNIT_TOKENS:
                 self._table.publish(entry.sequence)
-        return logits
+        return None if output is None or not len(output.logits) else output.logits
 
     def _postprocess(self, scheduled: Sequence[_Scheduled], logits: Tensor | None) -> Iterator[Answer]:
         sampled = [entry for entry in scheduled if entry.item.sample]
@@ -162,7 +163,7 @@ class TargetHead(EngineHead):
     def _verify(self, sampled: Sequence[_Scheduled], logits: Tensor) -> list[Verified]:
         rounds = [
             Round(
-                RowGroup(entry.sequence.sampling, entry.sequence.token_ids, entry.num_logits),
+                chain_rows(entry.sequence.told_state, entry.item.draft.token_ids),
                 entry.item.draft.token_ids,
                 entry.item.draft.probs,
             )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from specray.errors import EngineLostError
-from specray.interfaces import Clock, DraftEngine, Drafter, TargetEngine
+from specray.interfaces import Clock, Drafter, SyncDraftEngine, SyncTargetEngine
 from specray.types import DraftReplies, EngineInfo, SpeculateItem, TargetReplies, VerifyItem
 
 RepliesT = TypeVar("RepliesT", DraftReplies, TargetReplies)
@@ -126,7 +126,7 @@ class _Wire(ReplyQueue[RepliesT]):
 
 
 class LocalVerifier:
-    """interfaces.Verifier over a TargetEngine in this process.
+    """interfaces.Verifier over a SyncTargetEngine in this process.
 
     Args:
         engine: answers each batch; an exception from it loses the connection.
@@ -134,7 +134,7 @@ class LocalVerifier:
         transport: None delivers at once, in order, exactly once.
     """
 
-    def __init__(self, engine: TargetEngine, clock: Clock, *, transport: Transport | None = None) -> None:
+    def __init__(self, engine: SyncTargetEngine, clock: Clock, *, transport: Transport | None = None) -> None:
         self._engine = engine
         self._wire: _Wire[TargetReplies] = _Wire(clock, transport)
 
@@ -172,7 +172,7 @@ class LocalVerifier:
 
 
 class LocalDrafter:
-    """interfaces.Drafter over a DraftEngine in this process.
+    """interfaces.Drafter over a SyncDraftEngine in this process.
 
     Args:
         engine: answers each batch.
@@ -184,7 +184,7 @@ class LocalDrafter:
 
     def __init__(
         self,
-        engine: DraftEngine,
+        engine: SyncDraftEngine,
         clock: Clock,
         *,
         transport: Transport | None = None,

@@ -96,7 +96,7 @@ def _failed(item: SpeculateItem | VerifyItem, message: str, *, is_retriable: boo
 
 
 class FakeTarget:
-    """interfaces.TargetEngine over a toy model.
+    """interfaces.SyncTargetEngine over a toy model.
 
     Args:
         model: toy model whose tokens are authoritative.
@@ -209,7 +209,7 @@ class FakeTarget:
 
 
 class FakeDraft:
-    """interfaces.DraftEngine with a guesser; answers proposals and general fan-outs.
+    """interfaces.SyncDraftEngine that guesses; answers proposals and general fan-outs.
 
     Args:
         guesser: guesses next tokens.

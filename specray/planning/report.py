@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from specray.planning.curves import Surface, interpolate
 from specray.planning.profile import LinearTime, Profile
-from specray.planning.search import Candidate, Plan
+from specray.planning.search import Candidate, FleetPlan
 from specray.planning.simulation.results import Slo, Spread
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.2f}"
 
 
-def plan_table(plan: Plan, *, has_prices: bool) -> Table:
+def plan_table(plan: FleetPlan, *, has_prices: bool) -> Table:
     """Makes a table with one row per kind of fleet; the recommended one is marked."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Column, Table
@@ -124,7 +124,7 @@ def plan_table(plan: Plan, *, has_prices: bool) -> Table:
     return table
 
 
-def recommendation(plan: Plan, *, has_prices: bool) -> str:
+def recommendation(plan: FleetPlan, *, has_prices: bool) -> str:
     """Says in one sentence what to buy, or that nothing that was tried is enough."""
     best, demand = plan.best, plan.demand
     fleet = _fleet_text(best)
@@ -178,7 +178,7 @@ def check_table(rows: Sequence[Comparison], *, temperature: float) -> Table:
     return table
 
 
-def plan_json(plan: Plan) -> dict[str, Any]:
+def plan_json(plan: FleetPlan) -> dict[str, Any]:
     """Returns everything that was found, for ``--json``."""
     demand = plan.demand
     return {
@@ -215,7 +215,7 @@ def _candidate_json(one: Candidate) -> dict[str, Any]:
     }
 
 
-def _letters(plan: Plan) -> dict[str, str]:
+def _letters(plan: FleetPlan) -> dict[str, str]:
     """Returns a letter for each kind of hardware, whose name would fill the table."""
     names = [
         name

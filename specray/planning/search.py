@@ -14,7 +14,7 @@ from fractions import Fraction
 
 from specray.planning.hardware import Offer
 from specray.planning.load import OpenLoad
-from specray.planning.simulation.fleet import Window, simulate, simulate_saturated
+from specray.planning.simulation.fleet import TimeWindow, simulate, simulate_saturated
 from specray.planning.simulation.results import RunResult, Slo
 
 MAX_GROUPS = 4096
@@ -59,7 +59,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class FleetPlan:
     """Results of a search."""
 
     demand: Demand
@@ -77,7 +77,7 @@ def make_plan(
     *,
     max_whole_requests: int = 10_000,
     progress: Callable[[str], None] = lambda text: None,
-) -> Plan:
+) -> FleetPlan:
     """Searches every offer with every number of drafts per group.
 
     Args:
@@ -104,7 +104,7 @@ def make_plan(
         if enough
         else max(candidates, key=lambda one: one.run.met_share * one.run.goodput_tokens_per_s)
     )
-    return Plan(demand, tuple(candidates), best, _run_whole(best, demand, max_whole_requests, progress))
+    return FleetPlan(demand, tuple(candidates), best, _run_whole(best, demand, max_whole_requests, progress))
 
 
 class _Search:
@@ -196,7 +196,7 @@ def cell_of(num_groups: int, ratio: Fraction) -> tuple[int, int]:
     return groups, int(groups * ratio)
 
 
-def window_for(rate_per_s: float, latency_s: float, num_requests: int) -> Window:
+def window_for(rate_per_s: float, latency_s: float, num_requests: int) -> TimeWindow:
     """Returns a window long enough for this many requests, and for the slowest ones to end.
 
     Args:
@@ -204,7 +204,7 @@ def window_for(rate_per_s: float, latency_s: float, num_requests: int) -> Window
         latency_s: seconds of a request in a saturated fleet.
         num_requests: number of requests.
     """
-    return Window(1.5 * latency_s, max(num_requests / rate_per_s, latency_s))
+    return TimeWindow(1.5 * latency_s, max(num_requests / rate_per_s, latency_s))
 
 
 def _run_whole(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
-from specray.interfaces import DraftEngine, TargetEngine
+from specray.interfaces import SyncDraftEngine, SyncTargetEngine
 from specray.rpc.codec import engine as codec
 from specray.rpc.codec.engine import RequestBatch
 from specray.types import (
@@ -103,12 +103,12 @@ def _close(engine: object) -> None:
         engine.close()
 
 
-def bind_draft(engine: DraftEngine) -> BoundEngine[SpeculateItem, DraftReplies]:
+def bind_draft(engine: SyncDraftEngine) -> BoundEngine[SpeculateItem, DraftReplies]:
     close = partial(_close, engine)
     return BoundEngine(lambda: engine.info, engine.speculate, engine.release, engine.check, close)
 
 
-def bind_target(engine: TargetEngine) -> BoundEngine[VerifyItem, TargetReplies]:
+def bind_target(engine: SyncTargetEngine) -> BoundEngine[VerifyItem, TargetReplies]:
     close = partial(_close, engine)
     return BoundEngine(lambda: engine.info, engine.verify, engine.release, engine.check, close)
 

@@ -17,7 +17,7 @@ from specray.bench.soak.schedule import FaultKind, PlannedFault
 from specray.bench.soak.watch import DRAFTS, total
 from specray.bench.testbed.beds import Bed, open_bed
 from specray.bench.testbed.kinds import BedKind
-from specray.bench.testbed.parts import Role, of_role
+from specray.bench.testbed.parts import PartRole, of_role
 from specray.config import parse_config
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
@@ -54,8 +54,8 @@ async def test_a_lost_draft_node_and_an_upgraded_draft_cost_no_token_and_specula
     assert bed.nodes is not None
     async with ServerClient(bed.url, timeout_s=DEADLINE_S) as http:
         undisturbed = await http.complete({**body, "speculation": {"enabled": False}})
-        (lost,) = of_role(await bed.control.parts(), Role.DRAFT)
-        (router,) = of_role(await bed.control.parts(), Role.ROUTER)
+        (lost,) = of_role(await bed.control.parts(), PartRole.DRAFT)
+        (router,) = of_role(await bed.control.parts(), PartRole.ROUTER)
         assert lost.node_id != router.node_id
 
         pieces: list[str] = []
@@ -76,11 +76,11 @@ async def test_a_lost_draft_node_and_an_upgraded_draft_cost_no_token_and_specula
             assert time.monotonic() < end_s, "no draft came back"
             answer = await http.complete(body)
             assert answer["choices"] == undisturbed["choices"]
-        (found,) = of_role(await bed.control.parts(), Role.DRAFT)
+        (found,) = of_role(await bed.control.parts(), PartRole.DRAFT)
         assert found.actor_id != lost.actor_id
 
         await prepare(bed, [FaultKind.DRAFT_UPGRADE])
-        others = [part for part in await bed.control.parts() if part.role is not Role.DRAFT]
+        others = [part for part in await bed.control.parts() if part.role is not PartRole.DRAFT]
         upgrade = PlannedFault(FaultKind.DRAFT_UPGRADE, 0.0)
         done, answer = await asyncio.gather(inject(bed, upgrade, random.Random(0)), http.complete(body))
         assert done.what == f"the draft is {OTHER_DRAFT}" and not done.killed
@@ -89,4 +89,4 @@ async def test_a_lost_draft_node_and_an_upgraded_draft_cost_no_token_and_specula
         answer = await http.complete(body)
         assert answer["choices"] == undisturbed["choices"]
         assert await drafts_counted(http) > before
-        assert [part for part in await bed.control.parts() if part.role is not Role.DRAFT] == others
+        assert [part for part in await bed.control.parts() if part.role is not PartRole.DRAFT] == others

@@ -14,9 +14,9 @@ import torch
 
 from specray.engine.attention.paged import (
     BatchShape,
-    BlockAttention,
     DeviceBatch,
     HostBatch,
+    PagedAttention,
     attend_gathered,
     make_batch,
     store_rows,
@@ -30,7 +30,7 @@ from specray.engine.attention.select import (
 )
 from specray.engine.model.decoder import HeadNorm, PlainAttention
 from specray.engine.model.operators_torch import rotary_tables
-from specray.engine.step import BlockBatch, HeadShape, SequenceRows
+from specray.engine.step import HeadShape, PagedBatch, SequenceRows
 from tests.gpu.block_cases import (
     CASES,
     SOME_TREES,
@@ -56,7 +56,7 @@ def test_gathered_blocks_equal_plain_attention(case: Case, has_head_norm: bool) 
     shape = case.shape
     rotary = rotary_tables(*tables(shape.head_dim), torch.float32)
     plain = PlainAttention(rotary, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.scale)
-    blocks = BlockAttention(rotary, shape, attend_gathered)
+    blocks = PagedAttention(rotary, shape, attend_gathered)
     weight = torch.rand(shape.num_heads + shape.num_kv_heads, shape.head_dim) + 0.5
     head_norm = HeadNorm(weight, 1e-6) if has_head_norm else None
     rows = sequence_rows(case)
@@ -176,7 +176,7 @@ def test_torch_takes_what_varlen_is_given(window: int | None) -> None:
     on_cpu = make_batch(rows, size, torch.device("cpu"))
     numbers = {
         field.name: getattr(on_cpu, field.name)
-        for field in fields(BlockBatch)
+        for field in fields(PagedBatch)
         if isinstance(getattr(on_cpu, field.name), torch.Tensor)
     }
     batch = replace(on_cpu, **{name: tensor.to("meta") for name, tensor in numbers.items()})

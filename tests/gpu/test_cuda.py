@@ -44,18 +44,21 @@ def steps(runner: ModelRunner) -> list[torch.Tensor]:
         table.reserve(len(CONTEXT) + 16)
     start = len(CONTEXT)
     inputs = [SequenceInput(CONTEXT, 0, table.block_ids, 2) for table in tables]
-    logits = [runner.run(inputs), runner.run([SequenceInput([9], start, tables[0].block_ids, 1)])]
+    logits = [
+        runner.run(inputs).logits,
+        runner.run([SequenceInput([9], start, tables[0].block_ids, 1)]).logits,
+    ]
     rows = ([5, 6, 7], [8], [9, 10])
     inputs = [
         SequenceInput(own, start, table.block_ids, len(own)) for own, table in zip(rows, tables, strict=True)
     ]
-    logits.append(runner.run(inputs))
+    logits.append(runner.run(inputs).logits)
     branches = (
         branch_visibility(30, start, 1),
         branch_visibility(30, start, 2),
         branch_visibility(36, start + 2, 1),
     )
-    logits.append(runner.run([SequenceInput([41, 42, 43], 0, tables[2].block_ids, 3, branches)]))
+    logits.append(runner.run([SequenceInput([41, 42, 43], 0, tables[2].block_ids, 3, branches)]).logits)
     return [piece.cpu() for piece in logits]
 
 

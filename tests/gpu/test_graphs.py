@@ -84,8 +84,8 @@ def test_every_bucket_equals_the_eager_runner(eager: ModelRunner, num_sequences:
     runner = graphed(eager)
     for count in {num_sequences, num_sequences // 2 + 1}:
         inputs = step(eager, count, width)
-        expected = eager.run(inputs)
-        logits = runner.run(inputs)
+        expected = eager.run(inputs).logits
+        logits = runner.run(inputs).logits
         torch.testing.assert_close(logits, expected, atol=ATOL, rtol=0)
         assert logits.argmax(-1).tolist() == expected.argmax(-1).tolist()
     assert runner.graphs is not None
@@ -113,7 +113,7 @@ def test_captured_branches_equal_the_plain_forward(eager: ModelRunner, checkpoin
         branch_visibility(end, end + 2, 1),
     )
     runner = graphed(eager)
-    logits = runner.run([SequenceInput([41, 42, 43], 0, table.block_ids, 3, branches)])
+    logits = runner.run([SequenceInput([41, 42, 43], 0, table.block_ids, 3, branches)]).logits
     model = reference_model(checkpoint)
     expected = [
         reference_logits(model, [*CONTEXT[:7], 41])[-1],
@@ -134,9 +134,9 @@ def test_logits_outlive_the_next_step(eager: ModelRunner) -> None:
 
     runner = graphed(eager, capture)
     first, second = step(eager, 2, 1)
-    logits = runner.run([first])
+    logits = runner.run([first]).logits
     kept = logits.clone()
-    assert not torch.equal(runner.run([second]), kept)
+    assert not torch.equal(runner.run([second]).logits, kept)
     assert torch.equal(logits, kept)
     assert len(static) == 1
 
@@ -161,9 +161,9 @@ def test_all_buckets_keep_their_logits_in_one_place(eager: ModelRunner) -> None:
 def test_logits_outlive_a_step_of_another_bucket(eager: ModelRunner) -> None:
     runner = graphed(eager)
     first, *others = step(eager, 3, 1)
-    logits = runner.run([first])
+    logits = runner.run([first]).logits
     kept = logits.clone()
-    assert not torch.equal(runner.run(others)[:1], kept)
+    assert not torch.equal(runner.run(others).logits[:1], kept)
     assert torch.equal(logits, kept)
     assert runner.graphs is not None
     assert runner.graphs.buckets == (Bucket(1, 1, False), Bucket(2, 1, False))
@@ -186,7 +186,7 @@ def test_a_bucket_without_memory_for_its_capture_runs_as_it_is(
     runner = graphed(eager, capture)
     inputs = step(eager, 2, 2)
     for _ in range(3):
-        torch.testing.assert_close(runner.run(inputs), eager.run(inputs), atol=ATOL, rtol=0)
+        torch.testing.assert_close(runner.run(inputs).logits, eager.run(inputs).logits, atol=ATOL, rtol=0)
     assert len(attempts) == 1
     assert runner.graphs is not None and runner.graphs.buckets == ()
     runner.run(inputs[:1])
@@ -255,10 +255,10 @@ def test_branches_behind_the_longest_sequence_run_as_they_are(eager: ModelRunner
     )
     inputs = [SequenceInput([41, 42], 0, table.block_ids, 2, branches)]
     runner = graphed(eager)
-    assert torch.equal(runner.run(inputs), eager.run(inputs))
+    assert torch.equal(runner.run(inputs).logits, eager.run(inputs).logits)
     assert runner.graphs is not None and runner.graphs.buckets == ()
     last = [SequenceInput([41], max_model_len - 1, table.block_ids, 1)]
-    torch.testing.assert_close(runner.run(last), eager.run(last), atol=ATOL, rtol=0)
+    torch.testing.assert_close(runner.run(last).logits, eager.run(last).logits, atol=ATOL, rtol=0)
     assert runner.graphs.buckets == (Bucket(1, 1, False),)
 
 

@@ -76,7 +76,7 @@ from specray.engine.runner.inputs import SequenceInput
 from specray.engine.runner.assembly import build_runner
 config = EngineConfig(device="cpu", dtype="float32", num_threads=1, max_model_len=64, max_num_seqs=2)
 runner = build_runner(config, role="draft")
-logits = runner.run([SequenceInput([5, 6, 7], 0, [0], 1)])
+logits = runner.run([SequenceInput([5, 6, 7], 0, [0], 1)]).logits
 print(type(runner.forward.attention).__name__, logits.shape[0], bool(logits.isfinite().all()))
 """
     result = _run(code)

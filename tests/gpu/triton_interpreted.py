@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from specray.engine.attention import triton as triton_blocks
-from specray.engine.attention.paged import BlockAttention, attend_gathered, make_batch, store_rows
+from specray.engine.attention import triton as triton_attention
+from specray.engine.attention.paged import PagedAttention, attend_gathered, make_batch, store_rows
 from specray.engine.attention.select import Backend, Model, check_backend
 from specray.engine.attention.triton import TritonAttend
-from specray.engine.model import operators_triton as triton_layers
+from specray.engine.model import operators_triton as operators_triton
 from specray.engine.model.operators_torch import rotary_tables
 from specray.engine.step import HeadShape
 from tests.gpu.block_cases import CASES, SOME_TREES, Case, block_cache, sequence_rows
@@ -34,7 +34,7 @@ def check(case: Case, num_processors: int, dtype: torch.dtype, atol: float) -> N
 
 def check_tree(tree: Tree, num_processors: int) -> None:
     rotary = rotary_tables(*torch_tables(), torch.float32)
-    attention = BlockAttention(rotary, SHAPE, TritonAttend(num_processors))
+    attention = PagedAttention(rotary, SHAPE, TritonAttend(num_processors))
     output = attend_tree(attention, tree, torch.float32, 16)[:-1]
     reference = expected_of_tree(tree, random_rows(tree, SHAPE), SHAPE)
     torch.testing.assert_close(output.double(), reference, atol=1e-5, rtol=0)
@@ -49,7 +49,7 @@ def check_store(case: Case) -> None:
     caches = [block_cache(case).layers[0] for _ in range(2)]
     queries = [
         store(heads.clone(), cache, slots, cos, sin)
-        for store, cache in zip((store_rows, triton_layers.store_rows), caches, strict=True)
+        for store, cache in zip((store_rows, operators_triton.store_rows), caches, strict=True)
     ]
     torch.testing.assert_close(queries[1], queries[0], atol=1e-5, rtol=0)
     torch.testing.assert_close(caches[1], caches[0], atol=1e-5, rtol=0)
@@ -57,7 +57,7 @@ def check_store(case: Case) -> None:
 
 if __name__ == "__main__":
     # So few places are split as in long sequences.
-    triton_blocks._MIN_SPLIT_PLACES = 32
+    triton_attention._MIN_SPLIT_PLACES = 32
     for each in CASES:
         check(each, 1, torch.float32, 1e-5)
         check(each, 64, torch.float32, 1e-5)
@@ -70,7 +70,7 @@ if __name__ == "__main__":
     # The interpreter cannot compute with bfloat16.
     for dtype in (torch.float32, torch.float16):
         # What an engine does at its start before it trusts the kernels.
-        triton_layers.check_gate(torch.device("cpu"), dtype)
+        operators_triton.check_gate(torch.device("cpu"), dtype)
         model = Model(HeadShape(6, 2, 32), dtype, torch.device("cpu"))
-        check_backend(Backend("triton", TritonAttend(64), triton_layers.store_rows, 16), model)
+        check_backend(Backend("triton", TritonAttend(64), operators_triton.store_rows, 16), model)
         print("agreed")

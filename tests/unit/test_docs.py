@@ -105,7 +105,7 @@ def blocks_of(language: str) -> list[Block]:
 
 
 def split_commands(script: str) -> Iterator[list[str]]:
-    """The words of each command of a shell script; newlines in quotes and behind a backslash join lines."""
+    """The words of each command of a script, without assignments; quotes and a backslash join lines."""
     command, quote = "", ""
     for line in script.splitlines():
         for position, char in enumerate(line):
@@ -116,8 +116,9 @@ def split_commands(script: str) -> Iterator[list[str]]:
                 quote = "" if quote else char
         command += line.removesuffix("\\") if not quote else line + "\n"
         if not quote and not line.endswith("\\"):
-            if command.strip():
-                yield shlex.split(command)
+            words = shlex.split(command)
+            if words and not re.match(r"\w+=", words[0]):
+                yield words
             command = ""
     assert not command.strip(), f"the last command does not end: {command}"
 
@@ -146,7 +147,7 @@ def block_id(block: Block) -> str:
 
 
 def test_commands_are_split_as_a_shell_does() -> None:
-    script = "a b  # not c\ncurl -d '{\n  \"x\": 1}' \\\n  --url 'y#z'\n# nothing\ne \"f g\"\n"
+    script = "v='1'\na b  # not c\ncurl -d '{\n  \"x\": 1}' \\\n  --url 'y#z'\n# nothing\ne \"f g\"\n"
     assert list(split_commands(script)) == [
         ["a", "b"],
         ["curl", "-d", '{\n  "x": 1}', "--url", "y#z"],
@@ -206,7 +207,8 @@ def parse_command(words: Sequence[str]) -> tuple[str, Any]:
 def test_the_command_line_accepts_every_command(call: Call) -> None:
     _, values = parse_command(call.words)
     settings = values.get("settings") or []
-    build_config(None, pair_options(), settings)
+    path = values.get("config") or values.get("config_path")
+    build_config(path and ROOT / path, pair_options(), settings)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specray.bench.compare.journal import PassRow
-from specray.bench.report.chart import Line, Panel, draw
+from specray.bench.report.chart import Panel, Series, draw
 
 OWN = "specray"
 PLAIN_SUFFIX = " plain"
@@ -242,7 +242,7 @@ def _panels(
             if cell.temperature == temperature and (y := value(cell)) is not None:
                 points.setdefault(cell.arm, []).append((cell.concurrency, y))
         lines = tuple(
-            Line(arm, *styles[arm], tuple(sorted(known)), is_bold=arm.startswith(f"{OWN} "))
+            Series(arm, *styles[arm], tuple(sorted(known)), is_bold=arm.startswith(f"{OWN} "))
             for arm, known in points.items()
         )
         panels.append(Panel(f"temperature {temperature:g}", "requests at a time", y_label, lines, is_log))

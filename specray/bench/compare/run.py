@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from specray.bench.compare.journal import Journal, PassRow
-from specray.bench.compare.peers import Arm, Setup, System, running
+from specray.bench.compare.peers import PeerArm, Setup, System, running
 from specray.bench.compare.peers.process import free_port
 from specray.bench.load.client import ServerClient
 from specray.bench.load.run import MAX_KEPT_ERRORS, run_pass
@@ -30,7 +30,7 @@ WARMUP_BURST_TOKENS = 16
 class ComparePlan:
     """The arms, prompts and loads of a comparison."""
 
-    arms: tuple[Arm, ...]
+    arms: tuple[PeerArm, ...]
     prompts: Sequence[str]
     """Prompts; at least as many as the highest concurrency."""
     concurrencies: tuple[int, ...] = (1, 4, 8, 16, 32)
@@ -59,7 +59,7 @@ class ComparePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Progress:
     """Progress of a run."""
 
     is_complete: bool
@@ -75,7 +75,7 @@ async def compare(
     *,
     on_progress: Callable[[str], None] = lambda text: None,
     time_limit_s: float = float("inf"),
-) -> Outcome:
+) -> Progress:
     """Measures the passes that are not in the journal yet.
 
     Args:
@@ -94,19 +94,19 @@ async def compare(
             if not missing or arm.name in failed:
                 continue
             if time.monotonic() >= ends_at_s:
-                return Outcome(False, failed)
+                return Progress(False, failed)
             on_progress(f"turn {turn + 1} of {plan.num_turns}: {arm.name}")
             try:
                 await _run_turn(plan, systems[arm.system], arm, setup, tokenizer, journal, turn, missing)
             except SpecrayError as error:
                 failed[arm.name] = str(error)
-    return Outcome(True, failed)
+    return Progress(True, failed)
 
 
 async def _run_turn(
     plan: ComparePlan,
     system: System,
-    arm: Arm,
+    arm: PeerArm,
     setup: Setup,
     tokenizer: Tokenizer,
     journal: Journal,
@@ -160,7 +160,7 @@ def cell_prompts(plan: ComparePlan, tokenizer: Tokenizer, label: str, concurrenc
 async def _measure(
     client: ServerClient,
     plan: ComparePlan,
-    arm: Arm,
+    arm: PeerArm,
     bodies: Sequence[Mapping[str, Any]],
     key: tuple[int, float, int],
 ) -> PassRow:

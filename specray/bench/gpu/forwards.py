@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from specray.config import EngineConfig
-from specray.engine.attention.paged import BlockAttention
+from specray.engine.attention.paged import PagedAttention
 from specray.engine.attention.select import Model, choose_backend
-from specray.engine.model.decoder import LoweredForward
+from specray.engine.model.decoder import DecoderForward
 from specray.engine.model.linear import Weights
 from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.cuda_graphs import CudaCapture, GraphedForward, Work, run_again
@@ -65,11 +65,11 @@ def measure(config: EngineConfig, workload: Workload) -> dict[str, Any]:
     """Measures everything and returns it in the report's form.
 
     Raises:
-        ConfigError: the model cannot be loaded, or its forward is not the lowered one.
+        ConfigError: the model cannot be loaded, or its forward is not the decoder.
     """
     runner = build_runner(config, role="target")
     forward = runner.forward
-    if not isinstance(forward, LoweredForward) or not isinstance(forward.attention, BlockAttention):
+    if not isinstance(forward, DecoderForward) or not isinstance(forward.attention, PagedAttention):
         raise ConfigError(
             f"the forward of {runner.info.model_name} attends in its own way; nothing to capture"
         )
@@ -97,15 +97,15 @@ def measure(config: EngineConfig, workload: Workload) -> dict[str, Any]:
     }
 
 
-def _attention(name: str, attention: BlockAttention, runner: ModelRunner) -> BlockAttention:
+def _attention(name: str, attention: PagedAttention, runner: ModelRunner) -> PagedAttention:
     info = runner.info
     model = Model(attention.shape, info.dtype, info.device)
     backend = choose_backend(name, model, info.block_size)
-    return replace(attention, attend_blocks=backend.attend, store=backend.store)
+    return replace(attention, attend_paged=backend.attend, store=backend.store)
 
 
 def _measure_backend(
-    name: str, forward: LoweredForward, runner: ModelRunner, workload: Workload, bounds: dict[int, float]
+    name: str, forward: DecoderForward, runner: ModelRunner, workload: Workload, bounds: dict[int, float]
 ) -> list[ForwardTime]:
     graphs = GraphedForward(
         forward,
@@ -144,7 +144,7 @@ def _capture(device: torch.device) -> Callable[[Work], Work]:
 
 
 @torch.inference_mode()
-def _bounds_ms(forward: LoweredForward, runner: ModelRunner, workload: Workload) -> dict[int, float]:
+def _bounds_ms(forward: DecoderForward, runner: ModelRunner, workload: Workload) -> dict[int, float]:
     """Times the linear layers alone, by rows of a step; captured where forwards are."""
     linears: list[Weights] = forward.linears()
     device, bounds = runner.info.device, {}

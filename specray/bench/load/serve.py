@@ -17,7 +17,7 @@ from specray.environment import api_key
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class ServeArm:
     """One way to serve the same prompts."""
 
     name: str
@@ -26,12 +26,12 @@ class Arm:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ServePlan:
     """The arms, prompts and load of a run."""
 
     url: str
     prompts: Sequence[str]
-    arms: Sequence[Arm]
+    arms: Sequence[ServeArm]
     num_repeats: int = 2
     concurrency: int = 1
     max_tokens: int = 128
@@ -52,7 +52,7 @@ class Plan:
 class ArmResult:
     """Results of one arm's passes."""
 
-    arm: Arm
+    arm: ServeArm
     passes: list[Pass] = field(default_factory=list)
     server: list[ServerStats] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
@@ -63,10 +63,10 @@ class ArmResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class ServeResult:
     """Results of a whole run."""
 
-    plan: Plan
+    plan: ServePlan
     model: str
     arms: tuple[ArmResult, ...]
 
@@ -88,16 +88,16 @@ class Result:
         }
 
 
-def default_arms(num_speculative_tokens: Sequence[int] = ()) -> list[Arm]:
+def default_arms(num_speculative_tokens: Sequence[int] = ()) -> list[ServeArm]:
     """Returns the arms: speculation off, as the server chooses, and with each given K."""
     return [
-        Arm("off", {"enabled": False}),
-        Arm("on", {"enabled": True}),
-        *(Arm(f"K={k}", {"enabled": True, "num_speculative_tokens": k}) for k in num_speculative_tokens),
+        ServeArm("off", {"enabled": False}),
+        ServeArm("on", {"enabled": True}),
+        *(ServeArm(f"K={k}", {"enabled": True, "num_speculative_tokens": k}) for k in num_speculative_tokens),
     ]
 
 
-async def measure(plan: Plan, on_progress: Callable[[str, int, int], None]) -> Result:
+async def measure(plan: ServePlan, on_progress: Callable[[str, int, int], None]) -> ServeResult:
     """Runs the plan.
 
     Args:
@@ -122,11 +122,11 @@ async def measure(plan: Plan, on_progress: Callable[[str, int, int], None]) -> R
                     on_progress(name, num_done, num_all)
 
                 await _run_pass(client, plan, result, f"pass {repeat + 1}", advance)
-    return Result(plan, model, results)
+    return ServeResult(plan, model, results)
 
 
 async def _run_pass(
-    client: ServerClient, plan: Plan, result: ArmResult, label: str, advance: Callable[[], None]
+    client: ServerClient, plan: ServePlan, result: ArmResult, label: str, advance: Callable[[], None]
 ) -> None:
     before = parse_samples(await client.metrics_text())
     one = await run_pass(
@@ -141,7 +141,7 @@ async def _run_pass(
     result.server.append(server_stats(difference(before, parse_samples(await client.metrics_text()))))
 
 
-def request_body(plan: Plan, arm: Arm, prompt: str, label: str) -> dict[str, Any]:
+def request_body(plan: ServePlan, arm: ServeArm, prompt: str, label: str) -> dict[str, Any]:
     """Makes the body for one prompt; with fresh prompts, ``label`` tells the passes of an arm apart."""
     first_line = f"# {arm.name}, {label}\n" if plan.has_fresh_prompts else ""
     return {

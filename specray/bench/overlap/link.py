@@ -19,7 +19,7 @@ _RECEIVED, _SENT = 0, 8
 """Columns of /proc/net/dev after a device's name."""
 
 
-class Link(Protocol):
+class CountedLink(Protocol):
     """A connection of router and draft that counts its bytes."""
 
     @property
@@ -42,7 +42,7 @@ class Hosts:
 
     @property
     def num_bytes(self) -> int:
-        """See Link. Must be read on the thread that entered the router's host."""
+        """See CountedLink. Must be read on the thread that entered the router's host."""
         return bytes_of(Path("/proc/thread-self/net/dev").read_text(encoding="ascii"), _DEVICE)
 
 
@@ -73,7 +73,7 @@ def two_hosts() -> Iterator[Hosts]:
 @asynccontextmanager
 async def linked_pair(
     config: Config, *, delay_ms: float | None, hosts: Hosts | None = None
-) -> AsyncIterator[tuple[LocalPair, Link | None]]:
+) -> AsyncIterator[tuple[LocalPair, CountedLink | None]]:
     """Starts a pair, and the link between its draft and the router, while the block runs.
 
     Args:

@@ -26,7 +26,7 @@ from specray.types import Overlap, SamplingParams
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from specray.bench.overlap.link import Hosts, Link
+    from specray.bench.overlap.link import CountedLink, Hosts
 
 HITS = ("hit", "late_hit")
 SIMPLE = "simple"
@@ -37,7 +37,7 @@ MISSES = ("miss_token", "miss_count", "late_miss")
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class OverlapArm:
     """One mode: K, and how the engines take turns. K = 0 is plain decoding; simple: auto, by that control."""
 
     num_speculative_tokens: int | str
@@ -83,7 +83,7 @@ class OverlapResult:
 
 @dataclass(slots=True)
 class _Running:
-    arm: Arm
+    arm: OverlapArm
     router: Router
     num_tokens: int = 0
     seconds: float = 0.0
@@ -99,7 +99,7 @@ class _Running:
         self.num_rounds = self.router.metrics.value("specray_rounds_total")
 
 
-def with_arm(config: Config, arm: Arm) -> Config:
+def with_arm(config: Config, arm: OverlapArm) -> Config:
     """Returns the configuration of an arm's router."""
     values = config.model_dump(mode="json")
     is_simple = arm.num_speculative_tokens == SIMPLE
@@ -112,7 +112,7 @@ def with_arm(config: Config, arm: Arm) -> Config:
 
 async def measure_overlap(
     config: Config,
-    arms: Sequence[Arm],
+    arms: Sequence[OverlapArm],
     prompts: Sequence[str],
     *,
     temperatures: Sequence[float] = (0.0,),
@@ -172,19 +172,19 @@ def num_prompts_of(num_prompts: int, concurrency: int) -> int:
 async def measure_arms(
     config: Config,
     pair: LocalPair,
-    arms: Sequence[Arm],
+    arms: Sequence[OverlapArm],
     prompts: Sequence[Sequence[int]],
     *,
     temperatures: Sequence[float],
     max_tokens: int,
     num_repeats: int,
-    link: Link | None = None,
+    link: CountedLink | None = None,
     delay_ms: float | None = None,
     concurrency: int = 1,
     progress: Callable[[str], None] = lambda text: None,
-    on_output: Callable[[Arm, float, int, Sequence[int]], None] = lambda arm, temperature, index, output: (
-        None
-    ),
+    on_output: Callable[
+        [OverlapArm, float, int, Sequence[int]], None
+    ] = lambda arm, temperature, index, output: None,
 ) -> list[OverlapResult]:
     """Serves the prompts with a pair that runs already; see :func:`measure_overlap`.
 
@@ -221,7 +221,7 @@ async def measure_arms(
     return results
 
 
-async def _start(config: Config, arm: Arm, pair: LocalPair, stack: AsyncExitStack) -> _Running:
+async def _start(config: Config, arm: OverlapArm, pair: LocalPair, stack: AsyncExitStack) -> _Running:
     router = pair.router(with_arm(config, arm))
     await router.start()
     stack.push_async_callback(router.stop)
@@ -241,7 +241,7 @@ def lengths_of(num_prompts: int, max_tokens: int, concurrency: int) -> list[int]
 
 
 def _requests(
-    arm: Arm, prompts: Sequence[Sequence[int]], temperature: float, lengths: Sequence[int], repeat: int
+    arm: OverlapArm, prompts: Sequence[Sequence[int]], temperature: float, lengths: Sequence[int], repeat: int
 ) -> list[GenerateRequest]:
     return [
         GenerateRequest(

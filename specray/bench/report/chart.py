@@ -15,7 +15,7 @@ _NUM_TICKS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Series:
     """One series."""
 
     label: str
@@ -33,7 +33,7 @@ class Panel:
     title: str
     x_label: str
     y_label: str
-    lines: tuple[Line, ...]
+    lines: tuple[Series, ...]
     is_log_y: bool = False
 
 
@@ -119,7 +119,7 @@ def _panel(panel: Panel) -> list[str]:
     return parts
 
 
-def _path(line: Line, points: Sequence[tuple[float, float]]) -> str:
+def _path(line: Series, points: Sequence[tuple[float, float]]) -> str:
     route = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
     dashes = ' stroke-dasharray="6 4"' if line.is_dashed else ""
     width = 3.5 if line.is_bold else 1.5

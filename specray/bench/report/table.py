@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 from rich.table import Table
 
-from specray.bench.load.serve import ArmResult, Result
+from specray.bench.load.serve import ArmResult, ServeResult
 from specray.bench.load.stats import ArmSummary, Percentiles, speedup_in_turns
 
 _DASH = "–"
 
 
-def serve_table(result: Result) -> Table:
+def serve_table(result: ServeResult) -> Table:
     """Makes a table with one column per arm, which fits a terminal; the first arm is the base."""
     plan = result.plan
     table = Table(

@@ -33,7 +33,7 @@ class Received:
         return Output("".join(self.text), ids, self.num_tokens)
 
 
-class Caller:
+class CaseSender:
     """Sends cases in any way.
 
     Args:
@@ -137,7 +137,7 @@ class Caller:
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class NextRequest:
     """The next request of a client."""
 
     case: Case
@@ -145,13 +145,13 @@ class Draw:
     cancel_after_s: float | None
 
 
-def draw(cases: Sequence[Case], rng: random.Random, *, cancel_share: float, is_steady: bool) -> Draw:
+def draw(cases: Sequence[Case], rng: random.Random, *, cancel_share: float, is_steady: bool) -> NextRequest:
     """Draws a client's next request. ``is_steady``: a long stream that is not cancelled."""
     if is_steady:
         long = [case for case in cases if case.is_long]
-        return Draw(rng.choice(long or list(cases)), rng.choice((Way.STREAM, Way.GRPC)), None)
+        return NextRequest(rng.choice(long or list(cases)), rng.choice((Way.STREAM, Way.GRPC)), None)
     is_cancelled = rng.random() < cancel_share
-    return Draw(
+    return NextRequest(
         rng.choice(list(cases)),
         rng.choice(list(Way)),
         rng.uniform(*CANCEL_AFTER_S) if is_cancelled else None,

@@ -15,7 +15,7 @@ from pathlib import Path
 from specray.bench.soak.schedule import FaultKind, PlannedFault
 from specray.bench.testbed.beds import Bed
 from specray.bench.testbed.models import draft_path, make_other_draft
-from specray.bench.testbed.parts import Part, Role, of_role
+from specray.bench.testbed.parts import Part, PartRole, of_role
 from specray.errors import EngineLostError, SpecrayError
 from specray.rpc.inference.client import SpecrayClient
 
@@ -60,13 +60,13 @@ async def inject(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
     return await _INJECTORS[fault.kind](bed, fault, rng)
 
 
-async def _kill(bed: Bed, role: Role, rng: random.Random) -> Done:
+async def _kill(bed: Bed, role: PartRole, rng: random.Random) -> Done:
     part = await _pick(bed, role, rng)
     _signal(part, signal.SIGKILL)
     return Done(f"{role} {part.pid}", frozenset({part.pid}))
 
 
-async def _stop(bed: Bed, role: Role, rng: random.Random, hold_s: float, last: signal.Signals) -> Done:
+async def _stop(bed: Bed, role: PartRole, rng: random.Random, hold_s: float, last: signal.Signals) -> Done:
     part = await _pick(bed, role, rng)
     _signal(part, signal.SIGSTOP)
     try:
@@ -79,27 +79,27 @@ async def _stop(bed: Bed, role: Role, rng: random.Random, hold_s: float, last: s
 
 
 async def _kill_draft(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
-    return await _kill(bed, Role.DRAFT, rng)
+    return await _kill(bed, PartRole.DRAFT, rng)
 
 
 async def _kill_target(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
-    return await _kill(bed, Role.TARGET, rng)
+    return await _kill(bed, PartRole.TARGET, rng)
 
 
 async def _kill_router(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
-    return await _kill(bed, Role.ROUTER, rng)
+    return await _kill(bed, PartRole.ROUTER, rng)
 
 
 async def _stop_draft(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
-    return await _stop(bed, Role.DRAFT, rng, fault.hold_s, signal.SIGCONT)
+    return await _stop(bed, PartRole.DRAFT, rng, fault.hold_s, signal.SIGCONT)
 
 
 async def _hang_draft(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
-    return await _stop(bed, Role.DRAFT, rng, fault.hold_s, signal.SIGKILL)
+    return await _stop(bed, PartRole.DRAFT, rng, fault.hold_s, signal.SIGKILL)
 
 
 async def _stop_target(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
-    return await _stop(bed, Role.TARGET, rng, fault.hold_s, signal.SIGCONT)
+    return await _stop(bed, PartRole.TARGET, rng, fault.hold_s, signal.SIGCONT)
 
 
 async def _partition(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
@@ -133,7 +133,7 @@ async def _impair(bed: Bed, hold_s: float, delay_ms: float, loss: float) -> None
 
 async def _remove_node(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
     assert bed.nodes is not None, "a lost node needs a second one"
-    drafts = of_role(await bed.control.parts(), Role.DRAFT)
+    drafts = of_role(await bed.control.parts(), PartRole.DRAFT)
     await bed.nodes.remove()
     try:
         await asyncio.sleep(fault.hold_s)
@@ -144,7 +144,7 @@ async def _remove_node(bed: Bed, fault: PlannedFault, rng: random.Random) -> Don
 
 async def _drain_node(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
     assert bed.nodes is not None, "a drained node needs a second one"
-    draft = await _pick(bed, Role.DRAFT, rng)
+    draft = await _pick(bed, PartRole.DRAFT, rng)
     await bed.nodes.replace(bed.control, draft.node_id)
     return Done("the draft's node", frozenset({draft.pid}))
 
@@ -175,7 +175,7 @@ async def _draft_in_use(client: SpecrayClient) -> str | None:
     return None
 
 
-async def _pick(bed: Bed, role: Role, rng: random.Random) -> Part:
+async def _pick(bed: Bed, role: PartRole, rng: random.Random) -> Part:
     parts = of_role(await bed.control.parts(), role)
     if not parts:
         raise EngineLostError(f"the service has no {role} now")

@@ -21,7 +21,7 @@ class End(StrEnum):
     ERROR = "error"
 
 
-class Verdict(StrEnum):
+class Judgement(StrEnum):
     """The verdict on one request."""
 
     OK = "ok"
@@ -49,7 +49,7 @@ class Entry:
 
     case_index: int
     way: Way
-    verdict: Verdict
+    verdict: Judgement
     reason: str
     started_s: float
     ended_s: float
@@ -57,7 +57,7 @@ class Entry:
 
 def judge(
     attempts: Sequence[Attempt], reference: Output, *, router_deaths_s: Sequence[float], window_s: float
-) -> tuple[Verdict, str]:
+) -> tuple[Judgement, str]:
     """Returns the verdict on a request, and the reason for a bad one.
 
     A retriable error is excused once, and only within ``window_s`` seconds after a Router's death. What was
@@ -65,18 +65,18 @@ def judge(
     """
     for attempt in attempts:
         if (what := difference(attempt.output, reference)) is not None:
-            return Verdict.WRONG, what
+            return Judgement.WRONG, what
     last = attempts[-1]
     for attempt in attempts:
         if attempt.end is End.ERROR:
-            return Verdict.FAILED, attempt.reason
+            return Judgement.FAILED, attempt.reason
         if attempt.end is End.RETRIABLE and not is_excused(attempt.ended_s, router_deaths_s, window_s):
-            return Verdict.FAILED, f"no Router had died: {attempt.reason}"
+            return Judgement.FAILED, f"no Router had died: {attempt.reason}"
     if last.end is End.RETRIABLE:
-        return Verdict.FAILED, f"the second attempt too: {last.reason}"
+        return Judgement.FAILED, f"the second attempt too: {last.reason}"
     if last.end is End.CANCELLED:
-        return Verdict.CANCELLED, ""
-    return (Verdict.OK if len(attempts) == 1 else Verdict.RETRIED), ""
+        return Judgement.CANCELLED, ""
+    return (Judgement.OK if len(attempts) == 1 else Judgement.RETRIED), ""
 
 
 def is_excused(at_s: float, router_deaths_s: Sequence[float], window_s: float) -> bool:
@@ -88,17 +88,17 @@ class Ledger:
     """All requests of a soak: failures are kept, the others counted."""
 
     def __init__(self) -> None:
-        self._counts: Counter[Verdict] = Counter()
+        self._counts: Counter[Judgement] = Counter()
         self._ways: Counter[Way] = Counter()
         self._bad: list[Entry] = []
 
     def add(self, entry: Entry) -> None:
         self._counts[entry.verdict] += 1
         self._ways[entry.way] += 1
-        if entry.verdict in (Verdict.FAILED, Verdict.WRONG):
+        if entry.verdict in (Judgement.FAILED, Judgement.WRONG):
             self._bad.append(entry)
 
-    def count(self, verdict: Verdict) -> int:
+    def count(self, verdict: Judgement) -> int:
         return self._counts[verdict]
 
     @property
@@ -108,7 +108,7 @@ class Ledger:
     @property
     def counts(self) -> dict[str, int]:
         """Returns the number of requests by verdict."""
-        return {verdict.value: self._counts[verdict] for verdict in Verdict}
+        return {verdict.value: self._counts[verdict] for verdict in Judgement}
 
     @property
     def ways(self) -> dict[str, int]:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
-from specray.bench.soak.ledger import Verdict
+from specray.bench.soak.ledger import Judgement
 from specray.bench.soak.run import Fault, SoakResult
 from specray.bench.soak.schedule import FaultKind
 
@@ -31,7 +31,10 @@ _DASH = "–"
 def problems(result: SoakResult, *, max_growth: float = MAX_GROWTH) -> tuple[str, ...]:
     """Lists what did not hold; empty: everything held."""
     found = []
-    for verdict, what in ((Verdict.FAILED, "failed requests"), (Verdict.WRONG, "requests with wrong tokens")):
+    for verdict, what in (
+        (Judgement.FAILED, "failed requests"),
+        (Judgement.WRONG, "requests with wrong tokens"),
+    ):
         if number := result.ledger.count(verdict):
             found.append(f"{number} {what}")
     for role, blocks in result.blocks.items():

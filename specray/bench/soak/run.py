@@ -11,9 +11,9 @@ from pathlib import Path
 
 from specray.bench.load.client import ServerClient
 from specray.bench.soak.cases import Case, Output, make_cases
-from specray.bench.soak.clients import Caller, draw
+from specray.bench.soak.clients import CaseSender, draw
 from specray.bench.soak.faults import inject, prepare
-from specray.bench.soak.ledger import Attempt, Entry, Ledger, Verdict, judge
+from specray.bench.soak.ledger import Attempt, Entry, Judgement, Ledger, judge
 from specray.bench.soak.memory import Growth, MemoryRecord
 from specray.bench.soak.recovery import back_after_s, longest_wait_s
 from specray.bench.soak.schedule import FaultKind, PlannedFault, plan_faults
@@ -33,7 +33,7 @@ FAILED_PAUSE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SoakPlan:
     """The service, load and faults of a soak."""
 
     bed: BedKind
@@ -87,7 +87,7 @@ class Fault:
 class SoakResult:
     """Results of a soak."""
 
-    plan: Plan
+    plan: SoakPlan
     duration_s: float = 0.0
     ledger: Ledger = field(default_factory=Ledger)
     faults: list[Fault] = field(default_factory=list)
@@ -106,7 +106,7 @@ class SoakResult:
 Progress = Callable[[str], None]
 
 
-async def soak(plan: Plan, progress: Progress = lambda text: None) -> SoakResult:
+async def soak(plan: SoakPlan, progress: Progress = lambda text: None) -> SoakResult:
     """Starts the service, gets the reference outputs, runs the load under faults, and ends everything.
 
     Raises:
@@ -125,7 +125,7 @@ async def soak(plan: Plan, progress: Progress = lambda text: None) -> SoakResult
 
 class _Soak:
     def __init__(
-        self, plan: Plan, bed: Bed, http: ServerClient, grpc: SpecrayClient, progress: Progress
+        self, plan: SoakPlan, bed: Bed, http: ServerClient, grpc: SpecrayClient, progress: Progress
     ) -> None:
         self._plan = plan
         self._bed = bed
@@ -134,7 +134,7 @@ class _Soak:
         self._result = SoakResult(plan)
         self._memory = MemoryRecord(warmup_s=plan.warmup_s, min_span_s=MEMORY_SPAN_S)
         self._watch = Watch(bed, http, self._memory, now_s=self._now_s)
-        self._caller = Caller(
+        self._caller = CaseSender(
             http, grpc, model=plan.config.model_name, timeout_s=plan.request_timeout_s, now_s=self._now_s
         )
         self._streams: list[list[float]] = []
@@ -202,11 +202,11 @@ class _Soak:
                 )
             )
             self._result.num_tokens += attempts[-1].output.num_tokens or 0
-            if entry[0] in (Verdict.FAILED, Verdict.WRONG):
+            if entry[0] in (Judgement.FAILED, Judgement.WRONG):
                 self._progress(f"{entry[0]}: {drawn.way} case {drawn.case.index}: {entry[1]}")
                 await asyncio.sleep(FAILED_PAUSE_S)
 
-    def _judge(self, case: Case, attempts: Sequence[Attempt], reference: Output) -> tuple[Verdict, str]:
+    def _judge(self, case: Case, attempts: Sequence[Attempt], reference: Output) -> tuple[Judgement, str]:
         deaths_s = [fault.at_s for fault in self._result.faults if fault.kind is FaultKind.ROUTER_KILL]
         window_s = self._plan.recovery_timeout_s
         return judge(attempts, reference, router_deaths_s=deaths_s, window_s=window_s)

@@ -12,7 +12,7 @@ from specray.bench.load.scrape import Samples, parse_samples
 from specray.bench.soak.memory import MemoryRecord, Sample, anonymous_bytes, process_name
 from specray.bench.soak.recovery import changes_of
 from specray.bench.testbed.beds import Bed
-from specray.bench.testbed.parts import Part, Role
+from specray.bench.testbed.parts import Part, PartRole
 from specray.bench.testbed.tree import descendants, reap_orphans
 from specray.errors import SpecrayError
 
@@ -122,7 +122,7 @@ class Watch:
             return False
         if running.get("Draft", 0) < drafts or not running.get("Router"):
             return False
-        wanted = {Role.INGRESS: 1, Role.ROUTER: 1, Role.TARGET: ranks, Role.DRAFT: drafts}
+        wanted = {PartRole.INGRESS: 1, PartRole.ROUTER: 1, PartRole.TARGET: ranks, PartRole.DRAFT: drafts}
         return all(roles.count(role) >= number for role, number in wanted.items())
 
     async def _read_drafts(self) -> None:

@@ -62,7 +62,7 @@ class Nodes:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class DraftCable:
     """The cable of the draft's host."""
 
     set_up: Callable[[bool], Awaitable[None]]
@@ -80,7 +80,7 @@ class Bed:
     directory: Path
     """Directory of its configuration, its output and Ray's own logs."""
     nodes: Nodes | None = None
-    link: Link | None = None
+    link: DraftCable | None = None
 
     @property
     def url(self) -> str:
@@ -192,7 +192,7 @@ async def _namespaces(
                     control,
                     directory,
                     Nodes(remove, draft_node.start),
-                    Link(set_up, impair),
+                    DraftCable(set_up, impair),
                 )
 
 

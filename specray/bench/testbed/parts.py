@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 
-class Role(StrEnum):
+class PartRole(StrEnum):
     """A part of the service that may be hit by a fault."""
 
     INGRESS = "ingress"
@@ -18,12 +18,12 @@ class Role(StrEnum):
 
 
 _ROLE_OF_CLASS = {
-    "TargetRank": Role.TARGET,
-    "DraftReplica": Role.DRAFT,
-    "RouterReplica": Role.ROUTER,
-    "Draft": Role.DRAFT,
-    "Router": Role.ROUTER,
-    "Ingress": Role.INGRESS,
+    "TargetRank": PartRole.TARGET,
+    "DraftReplica": PartRole.DRAFT,
+    "RouterReplica": PartRole.ROUTER,
+    "Draft": PartRole.DRAFT,
+    "Router": PartRole.ROUTER,
+    "Ingress": PartRole.INGRESS,
 }
 
 
@@ -31,14 +31,14 @@ _ROLE_OF_CLASS = {
 class Part:
     """One living actor of the service."""
 
-    role: Role
+    role: PartRole
     actor_id: str
     pid: int
     node_id: str
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Part:
-        return cls(Role(values["role"]), values["actor_id"], values["pid"], values["node_id"])
+        return cls(PartRole(values["role"]), values["actor_id"], values["pid"], values["node_id"])
 
 
 def living_parts(actors: Mapping[str, Mapping[str, Any]]) -> tuple[Part, ...]:
@@ -51,11 +51,11 @@ def living_parts(actors: Mapping[str, Mapping[str, Any]]) -> tuple[Part, ...]:
     return tuple(part for _, part in sorted(found, key=lambda entry: (entry[0], entry[1].actor_id)))
 
 
-def role_of(class_name: str) -> Role | None:
+def role_of(class_name: str) -> PartRole | None:
     """Returns the role of an actor's class; replicas are ``ServeReplica:application:deployment``."""
     return _ROLE_OF_CLASS.get(class_name.rsplit(":", 1)[-1].rsplit(".", 1)[-1])
 
 
-def of_role(parts: Iterable[Part], role: Role) -> tuple[Part, ...]:
+def of_role(parts: Iterable[Part], role: PartRole) -> tuple[Part, ...]:
     """Returns the parts of one role, in their order."""
     return tuple(part for part in parts if part.role is role)

@@ -16,7 +16,7 @@ from specray.errors import ConfigError
 from specray.types import MAX_SPECULATIVE_TOKENS, Overlap
 
 if TYPE_CHECKING:
-    from specray.bench.overlap.run import Arm
+    from specray.bench.overlap.run import OverlapArm
     from specray.config import Config
 
 DEFAULT_ARMS = ("off:0", "serial:2", "serial:3", "serial:4", "auto:auto")
@@ -34,7 +34,7 @@ Delays = Annotated[
     list[float] | None,
     typer.Option(min=0, help="Delay added between router and draft, each way; may be repeated."),
 ]
-Link = Annotated[
+LinkOption = Annotated[
     LinkKind,
     typer.Option(
         help="What makes the delay: a process that relays the bytes, or a network namespace for the draft "
@@ -62,7 +62,7 @@ def overlap(
     arm: Arms = None,
     temperature: options.Temperatures = None,
     delay_ms: Delays = None,
-    link: Link = LinkKind.RELAY,
+    link: LinkOption = LinkKind.RELAY,
     dataset: options.PromptSource = Dataset.BUILTIN,
     dataset_path: options.PromptPath = None,
     num_prompts: NumPrompts = 4,
@@ -149,9 +149,9 @@ def cores(text: str | None) -> list[int] | None:
         raise ConfigError(f"cores are {text!r}; allowed: numbers with commas between, such as 0,1") from None
 
 
-def parse_arm(text: str) -> Arm:
+def parse_arm(text: str) -> OverlapArm:
     """Reads ``OVERLAP:K``. Raises ConfigError."""
-    from specray.bench.overlap.run import SIMPLE, Arm
+    from specray.bench.overlap.run import SIMPLE, OverlapArm
 
     overlap, _, k = text.partition(":")
     overlaps = [*(str(known) for known in Overlap), "auto", "off"]
@@ -162,5 +162,5 @@ def parse_arm(text: str) -> Arm:
             f"1..{MAX_SPECULATIVE_TOKENS}, auto or simple, or off:0"
         )
     if overlap == "off":
-        return Arm(0, Overlap.SERIAL)
-    return Arm(int(k) if k.isdecimal() else k, overlap)
+        return OverlapArm(0, Overlap.SERIAL)
+    return OverlapArm(int(k) if k.isdecimal() else k, overlap)

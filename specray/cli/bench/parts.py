@@ -29,7 +29,7 @@ RouterMode = Annotated[
 ]
 Agreement = Annotated[float, typer.Option(min=0, max=1, help="Probability that a draft token is right.")]
 TransportOption = Annotated[Transport, typer.Option(help="Connection between router and worker.")]
-RoleOption = Annotated[options.Role, typer.Option(help="Engine, and which model of the embedded pair.")]
+RoleOption = Annotated[options.EngineRole, typer.Option(help="Engine, and which model of the embedded pair.")]
 NewTokens = Annotated[list[int] | None, typer.Option(min=1, help="New tokens per sequence; may be repeated.")]
 ContextLen = Annotated[int, typer.Option(min=0, help="Tokens of each sequence that are in the KV cache.")]
 NumRepeats = Annotated[int, typer.Option(min=1, help="Measurements per size.")]
@@ -93,7 +93,7 @@ def rpc(
 
 def forwards(
     model: options.Model = "embedded",
-    role: RoleOption = options.Role.TARGET,
+    role: RoleOption = options.EngineRole.TARGET,
     dtype: options.Dtype = "bfloat16",
     device: options.Device = "auto",
     num_threads: options.NumThreads = None,
@@ -116,9 +116,9 @@ def forwards(
     from specray.engine.runner.assembly import build_runner
 
     engine_options = {"model": model, "dtype": dtype, "device": device, "num_threads": num_threads}
-    other: dict[str, object] = {"draft.enabled": False} if role is options.Role.TARGET else {}
+    other: dict[str, object] = {"draft.enabled": False} if role is options.EngineRole.TARGET else {}
     config = build_config(None, {f"{role}.{key}": value for key, value in engine_options.items()} | other)
-    engine = config.draft if role is options.Role.DRAFT else config.target
+    engine = config.draft if role is options.EngineRole.DRAFT else config.target
     runner = build_runner(engine, role=role.value)
     sizes = [(sequences, width) for sequences in num_sequences or [1] for width in rows or ROWS]
     costs = [

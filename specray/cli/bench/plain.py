@@ -11,7 +11,7 @@ from specray.bench.load.prompts import Dataset
 from specray.cli import options
 
 if TYPE_CHECKING:
-    from specray.bench.load.serve import Plan
+    from specray.bench.load.serve import ServePlan
     from specray.bench.plain import PlainResult
     from specray.config import EngineConfig
 
@@ -57,7 +57,7 @@ def plain(
 
     apply_thread_environment()
     from specray.bench.load.prompts import load_prompts
-    from specray.bench.load.serve import Plan
+    from specray.bench.load.serve import ServePlan
     from specray.bench.plain import PLAIN, plain_table
     from specray.cli.output import report_failures, write_json
     from specray.cli.settings import NO_DRAFT, build_config, pair_options
@@ -65,7 +65,7 @@ def plain(
     values = pair_options(target=target, draft=NO_DRAFT, dtype=dtype, num_threads=num_threads)
     # One sequence only: the server holds the memory.
     config = build_config(None, {**values, "target.max_num_seqs": 1})
-    plan = Plan(
+    plan = ServePlan(
         url=url,
         prompts=load_prompts(dataset, dataset_path, num_prompts),
         arms=[PLAIN],
@@ -81,7 +81,7 @@ def plain(
     raise typer.Exit(report_failures(result.errors))
 
 
-def _measure(plan: Plan, engine: EngineConfig, context_len: int, num_repeats: int) -> PlainResult:
+def _measure(plan: ServePlan, engine: EngineConfig, context_len: int, num_repeats: int) -> PlainResult:
     from functools import partial
 
     from specray.bench.forwards import measure_forwards

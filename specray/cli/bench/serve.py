@@ -12,7 +12,7 @@ from specray.cli import options
 from specray.types import MAX_SPECULATIVE_TOKENS
 
 if TYPE_CHECKING:
-    from specray.bench.load.serve import Plan, Result
+    from specray.bench.load.serve import ServePlan, ServeResult
 
 NumRepeats = Annotated[int, typer.Option(min=1, help="Passes per arm, in turns.")]
 NumWarmup = Annotated[int, typer.Option(min=0, help="Requests per arm that are not counted.")]
@@ -49,11 +49,11 @@ def serve(
     from rich.console import Console
 
     from specray.bench.load.prompts import load_prompts
-    from specray.bench.load.serve import Plan, default_arms
+    from specray.bench.load.serve import ServePlan, default_arms
     from specray.bench.report.table import serve_table
     from specray.cli.output import report_failures, write_json
 
-    plan = Plan(
+    plan = ServePlan(
         url=url,
         prompts=load_prompts(dataset, dataset_path, num_prompts),
         arms=default_arms(num_speculative_tokens or ()),
@@ -74,7 +74,7 @@ def serve(
     raise typer.Exit(report_failures([text for arm in result.arms for text in arm.errors]))
 
 
-def _measure(plan: Plan) -> Result:
+def _measure(plan: ServePlan) -> ServeResult:
     from specray.bench.load.serve import measure
     from specray.cli.output import counted_progress
 

@@ -12,7 +12,7 @@ from specray.cli import options
 from specray.cli.ending import run_until_told
 
 if TYPE_CHECKING:
-    from specray.bench.soak.run import Plan, SoakResult
+    from specray.bench.soak.run import SoakPlan, SoakResult
     from specray.config import Config
 
 Duration = Annotated[
@@ -76,14 +76,14 @@ def soak(
     if a request failed that no Router's death excuses, a token was wrong, a block was not freed, a process
     grew, or the service did not recover.
     """
-    from specray.bench.soak.run import Plan
+    from specray.bench.soak.run import SoakPlan
     from specray.bench.soak.schedule import parse_faults
     from specray.cli.output import make_directory
 
     kinds = () if faults == "none" else parse_faults(faults, testbed)
     if logs is not None:
         make_directory(logs, "--logs")
-    plan = Plan(
+    plan = SoakPlan(
         bed=testbed,
         config=_config(target, draft, tensor_parallel_size, num_draft_replicas, num_clients, settings or []),
         kinds=kinds,
@@ -128,7 +128,7 @@ def _config(
     return build_config(None, values, settings)
 
 
-def _run(plan: Plan) -> SoakResult:
+def _run(plan: SoakPlan) -> SoakResult:
     from rich.console import Console
 
     from specray.bench.soak.run import soak as run_soak

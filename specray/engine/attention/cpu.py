@@ -1,4 +1,4 @@
-"""The lowered decoder's attention on CPU: all between the qkv and the output projection in one kernel."""
+"""The decoder's attention on CPU: one kernel from the qkv to the output projection."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class FusedAttention:
-    """Implements ``lowered.Attention``.
+class CpuAttention:
+    """Implements ``decoder.Attention``.
 
     Args:
         kernel: ``attention_kernel`` of the heads' size and data type.
@@ -39,7 +39,7 @@ class FusedAttention:
     sin: torch.Tensor
     scale: float
 
-    def prepare(self, step: AttentionStep, positions: object) -> FusedStep:
+    def prepare(self, step: AttentionStep, positions: object) -> CpuAttentionStep:
         """What the layers of one step share."""
         block_size = step.cache.block_size
         spans = [
@@ -62,12 +62,12 @@ class FusedAttention:
             tables=(self.cos, self.sin),
             scale=self.scale,
         )
-        return FusedStep(step.cache, call, self.head_dim, [rows.block_ids for rows in step.rows])
+        return CpuAttentionStep(step.cache, call, self.head_dim, [rows.block_ids for rows in step.rows])
 
 
 @dataclass(frozen=True, slots=True)
-class FusedStep:
-    """Implements ``lowered.StepAttention``."""
+class CpuAttentionStep:
+    """Implements ``decoder.StepAttention``."""
 
     cache: KVCache
     call: AttentionCall
@@ -75,7 +75,7 @@ class FusedStep:
     block_ids: Sequence[Sequence[int]]
     """Of each sequence."""
 
-    def advanced(self, kept: Sequence[int]) -> FusedStep | None:
+    def advanced(self, kept: Sequence[int]) -> CpuAttentionStep | None:
         """The step after, of some of the sequences (``AttentionCall.advance``); this one is no more then.
 
         Returns:

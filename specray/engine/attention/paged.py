@@ -1,7 +1,7 @@
 """Attention over the block cache from tensors alone, so that a forward of one shape can be captured once.
 
 A step's rows are described by small integer tensors on the device: which rows are whose, where each is put,
-and what it sees (``mask.Visibility``). What computes attention from that is an :class:`AttendBlocks`; the one
+and what it sees (``mask.Visibility``). What computes attention from that is an :class:`AttendPaged`; the one
 here gathers blocks with torch's operators, runs anywhere, and is what the others are checked against.
 """
 
@@ -18,17 +18,17 @@ import torch.nn.functional as F
 
 from specray.engine.attention.mask import is_visible
 from specray.engine.model.decoder import HeadNorm, Rotary, rotate_heads
-from specray.engine.step import AttentionStep, BlockBatch, HeadShape, KVCache, SequenceRows, Slots
+from specray.engine.step import AttentionStep, HeadShape, KVCache, PagedBatch, SequenceRows, Slots
 
 
-class AttendBlocks(Protocol):
+class AttendPaged(Protocol):
     """Computes attention of rows whose keys and values are in the cache."""
 
     def __call__(
         self,
         query: torch.Tensor,
         layer: torch.Tensor,
-        batch: BlockBatch,
+        batch: PagedBatch,
         *,
         block_size: int,
         scale: float,
@@ -197,11 +197,11 @@ class DeviceBatch:
         # CUDA has read memory that is not pinned when such a copy returns, though the copy may not be done.
         self._packed.copy_(torch.from_numpy(host.packed), non_blocking=True)
 
-    def batch(self) -> BlockBatch:
+    def batch(self) -> PagedBatch:
         """The step that was loaded last; part of what is captured."""
         ancestors, _, positions, slots, kv_indices, prefix_lens, first_indices, *others = self._views
         first_rows, lengths, tables = others
-        return BlockBatch(
+        return PagedBatch(
             first_rows,
             lengths,
             tables,
@@ -216,7 +216,7 @@ class DeviceBatch:
         )
 
 
-def make_batch(rows: Sequence[SequenceRows], block_size: int, device: torch.device) -> BlockBatch:
+def make_batch(rows: Sequence[SequenceRows], block_size: int, device: torch.device) -> PagedBatch:
     """The batch of one step in a shape of its own."""
     num_rows = sum(item.num_rows for item in rows)
     shape = BatchShape(
@@ -234,27 +234,27 @@ def make_batch(rows: Sequence[SequenceRows], block_size: int, device: torch.devi
 
 
 @dataclass(frozen=True, slots=True)
-class BlockAttention:
-    """Implements ``lowered.Attention`` over tensors that describe the step."""
+class PagedAttention:
+    """Implements ``decoder.Attention`` over tensors that describe the step."""
 
     rotary: Rotary
     shape: HeadShape
-    attend_blocks: AttendBlocks
+    attend_paged: AttendPaged
     store: StoreRows = store_rows
 
-    def prepare(self, step: AttentionStep, positions: Slots) -> _BlockStep:
+    def prepare(self, step: AttentionStep, positions: Slots) -> _PagedStep:
         """What the layers of one step share."""
         batch = step.batch
         if batch is None:
             batch = make_batch(step.rows, step.cache.block_size, step.cache.layers[0].device)
-        return _BlockStep(self, step.cache, batch, *self.rotary.at(positions))
+        return _PagedStep(self, step.cache, batch, *self.rotary.at(positions))
 
 
 @dataclass(frozen=True, slots=True)
-class _BlockStep:
-    attention: BlockAttention
+class _PagedStep:
+    attention: PagedAttention
     cache: KVCache
-    batch: BlockBatch
+    batch: PagedBatch
     cos: torch.Tensor
     sin: torch.Tensor
 
@@ -267,7 +267,7 @@ class _BlockStep:
             normed = heads.narrow(1, 0, shape.num_heads + shape.num_kv_heads)
             normed.copy_(head_norm(normed))
         query = self.attention.store(heads, stored, self.batch.slots, self.cos, self.sin)
-        return self.attention.attend_blocks(
+        return self.attention.attend_paged(
             query,
             stored,
             self.batch,
@@ -280,13 +280,13 @@ class _BlockStep:
 def attend_gathered(
     query: torch.Tensor,
     layer: torch.Tensor,
-    batch: BlockBatch,
+    batch: PagedBatch,
     *,
     block_size: int,
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Implements :class:`AttendBlocks` with torch's operators: gathers every sequence's blocks.
+    """Implements :class:`AttendPaged` with torch's operators: gathers every sequence's blocks.
 
     Its shapes depend on those of its arguments only, never on their contents, so it can be captured.
     """
@@ -324,12 +324,13 @@ def _gather(layer: torch.Tensor, tables: torch.Tensor, block_size: int) -> torch
     return blocks[tables].flatten(1, 2).transpose(1, 2)
 
 
-def _visible(batch: BlockBatch, index: torch.Tensor, num_keys: int, window: int | None) -> torch.Tensor:
+def _visible(batch: PagedBatch, index: torch.Tensor, num_keys: int, window: int | None) -> torch.Tensor:
     """``[num_sequences, max_rows, num_keys]``: which KV indices each row sees."""
     keys = torch.arange(num_keys, device=index.device)
     if batch.has_masks:
-        rows = batch.prefix_lens[index], batch.first_indices[index], batch.ancestors[index]
-        return is_visible(keys, *rows, window)
+        return is_visible(
+            keys, batch.prefix_lens[index], batch.first_indices[index], batch.ancestors[index], window
+        )
     positions = batch.positions[index][:, :, None]
     seen = keys <= positions
     return seen if window is None else seen & (keys > positions - window)

@@ -139,7 +139,7 @@ def _dense(visibility: Sequence[Visibility], keys: torch.Tensor, window: int | N
     table = torch.tensor(
         [(row.prefix_len, row.first_index, row.signed_ancestors) for row in visibility], device=keys.device
     )
-    return is_visible(keys, *table.unbind(1), window)
+    return is_visible(keys, table[:, 0], table[:, 1], table[:, 2], window)
 
 
 def _attend_rows(

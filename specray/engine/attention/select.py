@@ -17,13 +17,13 @@ import torch
 
 from specray.engine.attention.mask import branch_visibility, tree_visibility
 from specray.engine.attention.paged import (
-    AttendBlocks,
+    AttendPaged,
     StoreRows,
     attend_gathered,
     make_batch,
     store_rows,
 )
-from specray.engine.step import BlockBatch, HeadShape, SequenceRows
+from specray.engine.step import HeadShape, PagedBatch, SequenceRows
 from specray.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Backend:
     """A way to attend that works here."""
 
     name: str
-    attend: AttendBlocks
+    attend: AttendPaged
     store: StoreRows
     block_size: int
 
@@ -54,7 +54,7 @@ class Model:
 
 
 class VarlenAttend:
-    """Implements ``blocks.AttendBlocks`` with torch's FlashAttention; steps with masks go another way.
+    """Implements ``paged.AttendPaged`` with torch's FlashAttention; steps with masks go another way.
 
     Args:
         others: attends where rows have masks.
@@ -63,7 +63,7 @@ class VarlenAttend:
         ImportError: this torch has none, or one without block tables.
     """
 
-    def __init__(self, others: AttendBlocks) -> None:
+    def __init__(self, others: AttendPaged) -> None:
         from torch.nn.attention.varlen import varlen_attn
 
         if "block_table" not in inspect.signature(varlen_attn).parameters:
@@ -75,13 +75,13 @@ class VarlenAttend:
         self,
         query: torch.Tensor,
         layer: torch.Tensor,
-        batch: BlockBatch,
+        batch: PagedBatch,
         *,
         block_size: int,
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        """See ``blocks.AttendBlocks``."""
+        """See ``paged.AttendPaged``."""
         if batch.has_masks:
             return self._others(query, layer, batch, block_size=block_size, scale=scale, window=window)
         num_kv_heads = layer.shape[1] // 2
@@ -153,10 +153,10 @@ def _make(name: str, model: Model, block_size: int | None) -> Backend:
 
 def _triton(device: torch.device, block_size: int) -> Backend:
     from specray.engine.attention.triton import TritonAttend
-    from specray.engine.model import operators_triton as triton_layers
+    from specray.engine.model import operators_triton as operators_triton
 
     attend = TritonAttend(torch.cuda.get_device_properties(device).multi_processor_count)
-    return Backend("triton", attend, triton_layers.store_rows, block_size)
+    return Backend("triton", attend, operators_triton.store_rows, block_size)
 
 
 def _beside_varlen(model: Model, block_size: int) -> Backend:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from specray.engine.attention.mask import within_window
-from specray.engine.step import BlockBatch
+from specray.engine.step import PagedBatch
 
 _MAX_SPLITS = 16
 """A power of two."""
@@ -170,7 +170,7 @@ def _join(
 
 
 class TritonAttend:
-    """Implements ``blocks.AttendBlocks``.
+    """Implements ``paged.AttendPaged``.
 
     Args:
         num_processors: of the device; programs for twice as many are wanted.
@@ -183,13 +183,13 @@ class TritonAttend:
         self,
         query: torch.Tensor,
         layer: torch.Tensor,
-        batch: BlockBatch,
+        batch: PagedBatch,
         *,
         block_size: int,
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        """See ``blocks.AttendBlocks``."""
+        """See ``paged.AttendPaged``."""
         num_rows, num_heads, head_dim = query.shape
         num_kv_heads = layer.shape[1] // 2
         group_size = num_heads // num_kv_heads

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from specray.engine.attention.sdpa import SdpaStep
 from specray.engine.model.linear import Gate, Linear, Weights
-from specray.engine.step import AttentionStep, CacheShape, Slots, Step
+from specray.engine.step import AttentionStep, CacheShape, ForwardOutput, Slots, Step
 
 
 class Norm(Protocol):
@@ -172,7 +172,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class LoweredForward:
+class DecoderForward:
     """The decoder."""
 
     embedding: Embedding
@@ -181,10 +181,14 @@ class LoweredForward:
     head: Head
     attention: Attention
     cache_shape: CacheShape
+    feature_layers: tuple[int, ...] = ()
+    """Layers whose input is part of the output."""
+    keeps_residuals: bool = False
+    """Whether projections leave their summand as it is, so that features need no copy."""
 
     @property
     def name(self) -> str:
-        return "lowered"
+        return "decoder"
 
     def linears(self) -> list[Weights]:
         """Every linear layer of this rank that is not part of a group, in the order of the forward."""
@@ -193,14 +197,17 @@ class LoweredForward:
         ]
         return [kind for kind in (*kinds, self.head) if isinstance(kind, Weights)]
 
-    def __call__(self, step: Step) -> torch.Tensor:
+    def __call__(self, step: Step) -> ForwardOutput:
         return self.decode(self.embedding(step.token_ids), step)
 
-    def decode(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
-        """From the embedded tokens, ``[num_rows, hidden_size]``, to the logits."""
+    def decode(self, hidden: torch.Tensor, step: Step) -> ForwardOutput:
+        """From the embedded tokens, ``[num_rows, hidden_size]``, to the output."""
+        features: dict[int, torch.Tensor] | None = {} if self.feature_layers else None
         attention = self.attention.prepare(step.attention, step.positions)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
+            if features is not None and index in self.feature_layers:
+                features[index] = hidden if self.keeps_residuals else hidden.clone()
             qkv = layer.qkv(layer.input_norm(hidden))
             attended = attention.attend(index, qkv, layer.head_norm, layer.window)
             if index == last and step.logit_rows is not None:
@@ -209,4 +216,4 @@ class LoweredForward:
             hidden = layer.output.plus(attended, hidden)
             rows = layer.post_attention_norm(hidden)
             hidden = layer.down.plus(layer.gate(rows), hidden)
-        return self.head.precise(self.final_norm(hidden))
+        return ForwardOutput(self.head.precise(self.final_norm(hidden)), features)

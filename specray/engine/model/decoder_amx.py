@@ -1,4 +1,4 @@
-"""The lowered decoder of kernels whose rows stay packed, as AMX takes them, from the tokens to the logits."""
+"""The decoder of AMX kernels: rows stay packed as AMX takes them, from the tokens to the logits."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import cast
 
 import torch
 
-from specray.engine.attention.cpu import FusedAttention
+from specray.engine.attention.cpu import CpuAttention
 from specray.engine.cpu.gemm import rows as packing
 from specray.engine.cpu.gemm.linear import TiledGate, TiledLinear
 from specray.engine.cpu.gemm.rows import PackedRows
 from specray.engine.cpu.norm import FusedRMSNorm
 from specray.engine.cpu.thread_pool import ThreadPool
-from specray.engine.model.decoder import Embedding, HeadNorm, LoweredForward
-from specray.engine.step import CacheShape, Step
+from specray.engine.model.decoder import DecoderForward, Embedding, HeadNorm
+from specray.engine.step import CacheShape, ForwardOutput, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,8 @@ class _Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedForward:
-    """Computes what its ``LoweredForward`` does, bit for bit."""
+class AmxDecoderForward:
+    """Computes what its ``DecoderForward`` does, bit for bit."""
 
     name: str
     cache_shape: CacheShape
@@ -39,13 +39,13 @@ class PackedForward:
     layers: tuple[_Layer, ...]
     final_norm: FusedRMSNorm
     head: TiledLinear
-    attention: FusedAttention
+    attention: CpuAttention
 
-    def __call__(self, step: Step) -> torch.Tensor:
+    def __call__(self, step: Step) -> ForwardOutput:
         return self.decode(self.embedding(step.token_ids), step)
 
-    def decode(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
-        """From the embedded tokens, ``[num_rows, hidden_size]``, to the logits."""
+    def decode(self, hidden: torch.Tensor, step: Step) -> ForwardOutput:
+        """From the embedded tokens, ``[num_rows, hidden_size]``, to the output, which has no features."""
         attention, thread_pool = (
             self.attention.prepare(step.attention, step.positions),
             self.attention.thread_pool,
@@ -56,12 +56,12 @@ class PackedForward:
             qkv = layer.qkv.packed(layer.input_norm.packed(rows))
             attended = attention.attend_packed(index, qkv, layer.head_norm, layer.window)
             if index == last and step.logit_rows is not None:
-                # As in the lowered forward: nothing more is needed of the others.
+                # As in ``DecoderForward``: nothing more is needed of the others.
                 attended, rows = _take(attended, step, thread_pool), _take(rows, step, thread_pool)
             rows = layer.output.packed_plus(attended, rows)
             gated = layer.gate.packed(layer.post_attention_norm.packed(rows))
             rows = layer.down.packed_plus(gated, rows)
-        return self.head.packed_precise(self.final_norm.packed(rows))
+        return ForwardOutput(self.head.packed_precise(self.final_norm.packed(rows)))
 
 
 def _take(rows: PackedRows, step: Step, thread_pool: ThreadPool) -> PackedRows:
@@ -73,15 +73,15 @@ def _take(rows: PackedRows, step: Step, thread_pool: ThreadPool) -> PackedRows:
     return packing.some_rows(rows, wanted, thread_pool)
 
 
-def packed(forward: LoweredForward) -> PackedForward | None:
+def packed(forward: DecoderForward) -> AmxDecoderForward | None:
     """The forward with packed rows, if its kernels take them. Linear layers do, if attention does.
 
     Args:
         forward: of kernels alone.
     """
     attention = forward.attention
-    assert isinstance(attention, FusedAttention), "attention is a kernel"
-    if not attention.kernel.can_be_packed:
+    assert isinstance(attention, CpuAttention), "attention is a kernel"
+    if not attention.kernel.can_be_packed or forward.feature_layers:
         return None
     layers = tuple(
         _Layer(
@@ -96,7 +96,7 @@ def packed(forward: LoweredForward) -> PackedForward | None:
         )
         for layer in forward.layers
     )
-    return PackedForward(
+    return AmxDecoderForward(
         forward.name,
         forward.cache_shape,
         forward.embedding,

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from specray.engine.attention.sdpa import SdpaStep
 from specray.engine.cache.blocks import BlockCache
-from specray.engine.step import AttentionStep, CacheShape, SequenceRows, Step
+from specray.engine.step import AttentionStep, CacheShape, ForwardOutput, SequenceRows, Step
 from specray.errors import ConfigError
 
 ATTENTION_NAME = "specray_blocks"
@@ -45,7 +45,7 @@ class _Attention(Protocol):
     ) -> torch.Tensor: ...
 
 
-class GenericForward:
+class HfForward:
     """Runs a transformers model as it is, attention excepted.
 
     Raises:
@@ -53,10 +53,11 @@ class GenericForward:
             it keeps more than keys and values.
     """
 
-    name = "generic"
+    name = "hf"
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, feature_layers: tuple[int, ...] = ()) -> None:
         self._model = model
+        self._feature_layers = feature_layers
         with torch.inference_mode():
             expected = model(torch.tensor([_CHECKED_TOKENS], device=model.device), use_cache=False).logits[0]
         AttentionInterface.register(ATTENTION_NAME, _block_attention)
@@ -90,7 +91,7 @@ class GenericForward:
             token_ids = torch.tensor(_CHECKED_TOKENS[first:last], device=device)
             step = Step(token_ids, slice(first, last), AttentionStep((rows,), cache), None)
             with torch.inference_mode():
-                logits.append(self(step))
+                logits.append(self(step).logits)
         error = float((torch.cat(logits) - expected).square().mean().sqrt() / expected.std())
         allowed = 1e-3 if dtype == torch.float32 else 5e-2
         if not error < allowed:
@@ -100,7 +101,7 @@ class GenericForward:
                 "or attends in its own way"
             )
 
-    def __call__(self, step: Step) -> torch.Tensor:
+    def __call__(self, step: Step) -> ForwardOutput:
         positions, device = step.positions, step.token_ids.device
         if isinstance(positions, slice):
             positions = torch.arange(positions.start, positions.stop, device=device)
@@ -113,9 +114,10 @@ class GenericForward:
             use_cache=False,
             logits_to_keep=rows,
             attention_step=SdpaStep(step.attention),
+            output_hidden_states=bool(self._feature_layers),
         )
-        logits: torch.Tensor = output.logits[0]
-        return logits.float()
+        features = {layer: output.hidden_states[layer][0] for layer in self._feature_layers}
+        return ForwardOutput(output.logits[0].float(), features or None)
 
 
 class _Probe:

@@ -1,4 +1,4 @@
-"""Linear layers as the lowered decoder wants them: weights in the layout that streams fastest, ends fused.
+"""Linear layers of the decoder: weights in the layout that streams fastest, epilogues fused.
 
 A decoder at one to eight rows is bound by reading weights. On CPU ``torch.nn.functional.linear`` reads them
 at a third to a half of the speed that memory has. Where the processor multiplies bfloat16 our own kernel

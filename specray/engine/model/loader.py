@@ -24,7 +24,8 @@ from specray.engine.model.checks.formats import check_adapter, check_format, che
 from specray.engine.model.checks.messages import first_line, one_line
 from specray.engine.model.checks.refusals import refusal_of
 from specray.engine.model.checks.weights import check_finite, check_report
-from specray.engine.model.hf_forward import GenericForward
+from specray.engine.model.hf_forward import HfForward
+from specray.engine.model.loaded import LoadedModel
 from specray.engine.model.lowering import can_lower
 from specray.errors import ConfigError
 from specray.tokenization.files import check_tokenizer_files
@@ -34,6 +35,9 @@ _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 # Beyond the original context these choose their frequencies by the longest sequence of a batch, so a
 # sequence's tokens would depend on its neighbours; up to the original context they are constant.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+_ONE_RANK = frozenset({"gemma3n_text"})
+"""Model types that several ranks have not been seen to compute rightly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +54,7 @@ class ModelArgs:
     role: str | None = None
     """``draft`` or ``target``: whose settings errors name."""
     forward: str = "auto"
-    """``auto``, ``lowered`` or ``generic``: which forward will run the model."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A model ready to be lowered or run, with what the engine must know of it."""
-
-    model: PreTrainedModel
-    config: PreTrainedConfig  # of the text part
-    name: str
-    vocab_size: int
-    max_model_len: int
-    tokenizer_fingerprint: str
-    dtype: torch.dtype
-    device: torch.device
+    """``auto``, ``decoder`` or ``hf``: which forward will run the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +116,14 @@ def _describe(args: ModelArgs) -> _Description:
     refusal = refusal_of(text_config, max_model_len=max_model_len)
     if refusal is not None:
         raise ConfigError(f"model {path!r}: {refusal}")
-    if args.forward == "generic" or not can_lower(text_config):
+    if args.forward == "hf" or not can_lower(text_config):
         _check_forward(path, config, max_model_len)
     return _Description(directory, source, config, text_config, max_model_len)
 
 
 def _check_forward(path: str, config: PreTrainedConfig, max_model_len: int) -> None:
     try:
-        check_architecture(config, max_model_len=max_model_len, make_forward=GenericForward)
+        check_architecture(config, max_model_len=max_model_len, make_forward=HfForward)
     except ConfigError as error:
         raise ConfigError(f"model {path!r}: {error}") from None
 
@@ -220,7 +210,7 @@ def _check_shards(config: PreTrainedConfig, size: int, *, role: str | None) -> N
     if size == 1:
         return
     name = f"{role}.tensor_parallel_size" if role else "tensor_parallel_size"
-    if not config.base_model_tp_plan:
+    if not config.base_model_tp_plan or config.model_type in _ONE_RANK:
         raise ConfigError(f"{name} is {size}; model type {config.model_type!r} allows only 1")
     for field in ("num_key_value_heads", "num_attention_heads", "intermediate_size"):
         value = getattr(config, field, None)

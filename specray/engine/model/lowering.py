@@ -1,4 +1,4 @@
-"""From a loaded transformers model to the lowered decoder: takes the weights out, module by module.
+"""From a loaded transformers model to our own decoder: takes the weights out, module by module.
 
 Each original weight is dropped as soon as its packed form exists, so the model is never in memory twice.
 """
@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from specray.engine.model.decoder import HeadNorm, Layer, LoweredForward
+from specray.engine.model.decoder import DecoderForward, HeadNorm, Layer
 from specray.engine.step import CacheShape, HeadShape
 
 if TYPE_CHECKING:
     from specray.engine.model.decoder import Attention, Embedding, Head, Norm, Projection
     from specray.engine.model.linear import Gate, Linear
-    from specray.engine.model.loader import LoadedModel
+    from specray.engine.model.loaded import LoadedModel
     from specray.engine.model.operators import Operators
     from specray.engine.runner.parallel import ParallelContext
 
@@ -27,27 +27,31 @@ _MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 
 def can_lower(config: Any) -> bool:
-    """Whether the lowered decoder computes what a text configuration describes."""
+    """Whether the decoder computes what a text configuration describes."""
     rope = getattr(config, "rope_parameters", None) or {}
     rotary_share = rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
     return config.model_type in _MODEL_TYPES and config.hidden_act == "silu" and rotary_share == 1.0
 
 
 def head_shape(config: Any, parallel: ParallelContext | None) -> HeadShape:
-    """The heads of a model that can be lowered, on this rank."""
+    """The heads of a model that the decoder covers, on this rank."""
     world_size = 1 if parallel is None else parallel.world_size
     num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
     return HeadShape(num_heads // world_size, num_kv_heads // world_size, _head_dim(config))
 
 
 def lower(
-    loaded: LoadedModel, operators: Operators, parallel: ParallelContext | None = None
-) -> LoweredForward:
+    loaded: LoadedModel,
+    operators: Operators,
+    parallel: ParallelContext | None = None,
+    feature_layers: tuple[int, ...] = (),
+) -> DecoderForward:
     """Builds the decoder. The model's modules are empty afterwards.
 
     Args:
         operators: what it is made of, on the model's device and in its data type.
         parallel: the group over which the model was sharded when it was loaded.
+        feature_layers: layers whose input is part of the output.
     """
     model, config = loaded.model, loaded.config
     base: Any = model.base_model
@@ -55,13 +59,14 @@ def lower(
     attention = _attention(base.rotary_emb, loaded, shape, operators)
     embedding, head = _embedding_and_head(model, parallel, operators)
     layers = tuple(_lower_layer(layer, config, shape.head_dim, parallel, operators) for layer in base.layers)
-    return LoweredForward(
+    return DecoderForward(
         embedding=embedding,
         layers=layers,
         final_norm=_norm(base.norm, operators),
         head=head,
         attention=attention,
         cache_shape=CacheShape(len(layers), shape.num_kv_heads, shape.head_dim),
+        feature_layers=feature_layers,
     )
 
 

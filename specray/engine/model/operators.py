@@ -1,4 +1,4 @@
-"""What the lowered decoder is made of on one device: linear layers, norms and attention.
+"""The parts of the decoder on one device: linear layers, norms and attention.
 
 On CPU these are kernels of our own, compiled by numba, where numba is installed; elsewhere torch's operators.
 Nothing of numba is imported where it is not used.
@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from specray.engine.attention.paged import AttendBlocks, BlockAttention, StoreRows
+from specray.engine.attention.paged import AttendPaged, PagedAttention, StoreRows
 from specray.engine.model.decoder import Attention, Norm
 from specray.engine.model.linear import Gate, Linear
 from specray.engine.model.operators_torch import TorchOperators, rotary_tables
@@ -42,7 +42,7 @@ class Operators(Protocol):
         ...
 
 
-class BlockOperators:
+class PagedOperators:
     """Implements :class:`Operators`: as others do, but for attention from tensors that describe the step.
 
     Args:
@@ -52,7 +52,7 @@ class BlockOperators:
         store: what is done with its rows before.
     """
 
-    def __init__(self, others: Operators, dtype: torch.dtype, attend: AttendBlocks, store: StoreRows) -> None:
+    def __init__(self, others: Operators, dtype: torch.dtype, attend: AttendPaged, store: StoreRows) -> None:
         self.linear, self.gate, self.norm = others.linear, others.gate, others.norm
         self._dtype = dtype
         self._attend = attend
@@ -60,7 +60,7 @@ class BlockOperators:
 
     def attention(self, cos: torch.Tensor, sin: torch.Tensor, shape: HeadShape) -> Attention:
         tables = rotary_tables(cos, sin, self._dtype)
-        return BlockAttention(tables, shape, self._attend, self._store)
+        return PagedAttention(tables, shape, self._attend, self._store)
 
 
 def cpu_operators(dtype: torch.dtype, num_threads: int) -> Operators:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specray.engine.attention.cpu import FusedAttention
+from specray.engine.attention.cpu import CpuAttention
 from specray.engine.cpu.attention.kernel import attention_kernel
 from specray.engine.cpu.gemm.linear import TiledGate, TiledLinear, can_tile
 from specray.engine.cpu.norm import FusedRMSNorm
@@ -51,7 +51,7 @@ class KernelOperators(TorchOperators):
 
     def attention(self, cos: torch.Tensor, sin: torch.Tensor, shape: HeadShape) -> Attention:
         half = shape.head_dim // 2
-        return FusedAttention(
+        return CpuAttention(
             attention_kernel(shape.head_dim, str(self.dtype).removeprefix("torch.")),
             self._thread_pool,
             shape.num_heads,

@@ -72,7 +72,7 @@ def store_rows(
     cos: torch.Tensor,
     sin: torch.Tensor,
 ) -> torch.Tensor:
-    """Implements ``blocks.StoreRows``."""
+    """Implements ``paged.StoreRows``."""
     num_rows, num_all_heads, head_dim = heads.shape
     num_kv_heads = layer.shape[1] // 2
     num_heads = num_all_heads - 2 * num_kv_heads

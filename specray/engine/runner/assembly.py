@@ -8,10 +8,11 @@ from specray.config import EMBEDDED, EngineConfig
 from specray.demo.paths import demo_draft_path, demo_target_path
 from specray.engine.attention.select import DEFAULT_BLOCK_SIZE, Backend, Model, choose_backend
 from specray.engine.cache.blocks import BlockCache, bytes_per_token
-from specray.engine.model.hf_forward import GenericForward
-from specray.engine.model.loader import LoadedModel, ModelArgs, load_model
+from specray.engine.model.hf_forward import HfForward
+from specray.engine.model.loaded import LoadedModel
+from specray.engine.model.loader import ModelArgs, load_model
 from specray.engine.model.lowering import can_lower, head_shape, lower
-from specray.engine.model.operators import BlockOperators, Operators, cpu_operators, cuda_operators
+from specray.engine.model.operators import Operators, PagedOperators, cpu_operators, cuda_operators
 from specray.engine.runner.cuda_graphs import WIDTHS, Bucket, CudaCapture, GraphedForward
 from specray.engine.runner.device import (
     available_memory,
@@ -33,12 +34,19 @@ _MAX_PREPARED_WIDTH = 8
 _MAX_PREPARED_BRANCHES = 16
 
 
-def build_runner(config: EngineConfig, *, role: str, parallel: ParallelContext | None = None) -> ModelRunner:
+def build_runner(
+    config: EngineConfig,
+    *,
+    role: str,
+    parallel: ParallelContext | None = None,
+    feature_layers: tuple[int, ...] = (),
+) -> ModelRunner:
     """Loads the model and prepares everything that a first step needs.
 
     Args:
         role: ``draft`` or ``target``: which of the embedded pair ``embedded`` means.
         parallel: this process's place in a tensor-parallel group; every rank calls this with the same config.
+        feature_layers: layers whose input every forward gives beside its logits.
 
     Raises:
         ConfigError: names the setting, its value and what is allowed.
@@ -58,8 +66,8 @@ def build_runner(config: EngineConfig, *, role: str, parallel: ParallelContext |
     )
     num_weight_bytes = sum(weight.nbytes for weight in loaded.model.parameters())
     torch.set_num_threads(config.num_threads or num_threads_for(num_weight_bytes))
-    backend = _block_backend(config, loaded, parallel)
-    forward = _build_forward(config, loaded, parallel, backend)
+    backend = _attention_backend(config, loaded, parallel)
+    forward = _build_forward(config, loaded, parallel, backend, feature_layers)
     shape = forward.cache_shape
     block_size = _block_size(config, loaded, backend)
     num_blocks = _num_blocks(config, loaded, shape, block_size)
@@ -99,7 +107,7 @@ def build_runner(config: EngineConfig, *, role: str, parallel: ParallelContext |
 
 def _with_threads_left(runner: ModelRunner) -> ModelRunner:
     """Takes from torch the threads that its operators do not need beside those of the kernels."""
-    if runner.is_taped:
+    if runner.has_cpu_graphs:
         torch.set_num_threads(num_threads_for_logits(runner.info.vocab_size, torch.get_num_threads()))
     return runner
 
@@ -133,29 +141,33 @@ def model_path(config: EngineConfig, role: str) -> str:
 
 
 def _build_forward(
-    config: EngineConfig, loaded: LoadedModel, parallel: ParallelContext | None, backend: Backend | None
+    config: EngineConfig,
+    loaded: LoadedModel,
+    parallel: ParallelContext | None,
+    backend: Backend | None,
+    feature_layers: tuple[int, ...],
 ) -> Forward:
-    if _is_lowered(config, loaded):
-        return lower(loaded, _operators(loaded, backend), parallel)
-    if config.forward == "lowered":
+    if _uses_decoder(config, loaded):
+        return lower(loaded, _operators(loaded, backend), parallel, feature_layers)
+    if config.forward == "decoder":
         raise ConfigError(
-            f"forward is 'lowered', which does not cover this {loaded.config.model_type!r} model; "
-            "allowed: 'auto' or 'generic'"
+            f"forward is 'decoder', which does not cover this {loaded.config.model_type!r} model; "
+            "allowed: 'auto' or 'hf'"
         )
-    return GenericForward(loaded.model)
+    return HfForward(loaded.model, feature_layers)
 
 
-def _is_lowered(config: EngineConfig, loaded: LoadedModel) -> bool:
-    return config.forward != "generic" and can_lower(loaded.config)
+def _uses_decoder(config: EngineConfig, loaded: LoadedModel) -> bool:
+    return config.forward != "hf" and can_lower(loaded.config)
 
 
-def _block_backend(
+def _attention_backend(
     config: EngineConfig, loaded: LoadedModel, parallel: ParallelContext | None
 ) -> Backend | None:
     """How to attend from tensors that describe the step; None: sequence by sequence."""
-    if not _is_lowered(config, loaded):
+    if not _uses_decoder(config, loaded):
         if config.attention != "auto":
-            raise ConfigError(f"attention is {config.attention!r}; a generic forward allows 'auto' only")
+            raise ConfigError(f"attention is {config.attention!r}; forward hf allows 'auto' only")
         return None
     if loaded.device.type == "cpu" and config.attention == "auto":
         return None
@@ -176,7 +188,7 @@ def _operators(loaded: LoadedModel, backend: Backend | None) -> Operators:
         operators = cuda_operators(loaded.dtype, loaded.device)
     if backend is None:
         return operators
-    return BlockOperators(operators, loaded.dtype, backend.attend, backend.store)
+    return PagedOperators(operators, loaded.dtype, backend.attend, backend.store)
 
 
 def _num_blocks(config: EngineConfig, loaded: LoadedModel, shape: CacheShape, block_size: int) -> int:

@@ -1,8 +1,8 @@
-"""The lowered decoder on CPU, taped: each shape of step runs as it is twice, then from a recording.
+"""CPU graphs of the decoder: each shape of step runs as it is twice, then from a captured graph.
 
 Sessions that propose as many tokens as they like make a step of another number of rows each time. With AMX,
 16 rows take as long as one of them beyond the first 32, so numbers of rows are made up to multiples of 16:
-some recordings serve all. What the further rows compute is nobody's; no row depends on another.
+some graphs serve all. What the further rows compute is nobody's; no row depends on another.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from specray.engine.attention.cpu import FusedAttention, FusedStep
+from specray.engine.attention.cpu import CpuAttention, CpuAttentionStep
 from specray.engine.cpu.gemm.linear import TiledGate, TiledLinear
 from specray.engine.cpu.gemm.rows import HEIGHT
 from specray.engine.cpu.graph import CpuGraph
 from specray.engine.cpu.memory_pool import MemoryPool
 from specray.engine.cpu.norm import FusedRMSNorm
-from specray.engine.model.decoder import LoweredForward
-from specray.engine.model.decoder_amx import PackedForward, packed
+from specray.engine.model.decoder import DecoderForward
+from specray.engine.model.decoder_amx import AmxDecoderForward, packed
 from specray.engine.model.lowering import TableEmbedding
-from specray.engine.step import CacheShape, Forward, KVCache, Step
+from specray.engine.step import CacheShape, Forward, ForwardOutput, KVCache, Step
 
 _MAX_ROWS = 320
 """With more, Python between the kernels is a small part."""
-_MAX_TAPES = 256
+_MAX_GRAPHS = 256
 _RUNS_BEFORE = 2
-"""Of a shape, until it is recorded: of a target of 200M, that takes 10 ms and saves 1 to 2 of each run."""
+"""Of a shape, until it is captured: of a target of 200M, that takes 10 ms and saves 1 to 2 of each run."""
 _MAX_COUNTED = 4096
 _FURTHER_ROWS = HEIGHT // 2
 """Rows beyond a block's height that take as long as one: a tile."""
@@ -40,35 +40,35 @@ _Shape = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class _Taped:
-    tape: CpuGraph
+class _Captured:
+    graph: CpuGraph
     hidden: torch.Tensor
-    logits: torch.Tensor
-    """In the arena: they are there until another tape runs."""
+    output: ForwardOutput
+    """In the memory pool: valid until another graph runs."""
     cache: KVCache
 
 
-class TapedForward:
-    """Implements ``forward.Forward``. Not for two threads at once.
+class CpuGraphForward:
+    """Implements ``step.Forward``. Not for two threads at once.
 
     Args:
-        forward: of kernels only (``taped`` says of which that is so).
+        forward: of kernels only (see ``with_cpu_graphs``).
     """
 
     def __init__(
-        self, forward: LoweredForward | PackedForward, attention: FusedAttention, table: torch.Tensor
+        self, forward: DecoderForward | AmxDecoderForward, attention: CpuAttention, table: torch.Tensor
     ) -> None:
         self._forward = forward
-        self._is_packed = isinstance(forward, PackedForward)
+        self._is_packed = isinstance(forward, AmxDecoderForward)
         self._attention = attention
         self._table = table
         self._memory_pool = MemoryPool()
         # Least recently used first.
-        self._tapes: OrderedDict[_Shape, _Taped] = OrderedDict()
+        self._graphs: OrderedDict[_Shape, _Captured] = OrderedDict()
         self._num_runs: Counter[_Shape] = Counter()
-        """Of shapes without a tape."""
-        self._last: FusedStep | None = None
-        """Of the step before, if it was a recording's and of one row of each sequence."""
+        """Number of runs of each shape without a graph."""
+        self._last: CpuAttentionStep | None = None
+        """Of the step before, if it was a graph's and of one row of each sequence."""
 
     @property
     def name(self) -> str:
@@ -78,49 +78,55 @@ class TapedForward:
     def cache_shape(self) -> CacheShape:
         return self._forward.cache_shape
 
-    def __call__(self, step: Step) -> torch.Tensor:
+    def __call__(self, step: Step) -> ForwardOutput:
         num_rows, self._last = len(step.token_ids), None
         if num_rows > _MAX_ROWS or isinstance(step.logit_rows, torch.Tensor):
             return self._forward(step)
         first = 0 if step.logit_rows is None else step.logit_rows.start
         shape = self._shape(num_rows, first)
-        taped = self._tapes.get(shape)
-        if taped is None or taped.cache is not step.attention.cache:
+        captured = self._graphs.get(shape)
+        if captured is None or captured.cache is not step.attention.cache:
             if not self._is_due(shape):
                 return self._forward(step)
-            taped = self._record(shape, step)
+            captured = self._capture(shape, step)
         else:
-            self._tapes.move_to_end(shape)
-            torch.index_select(self._table, 0, step.token_ids, out=taped.hidden[:num_rows])
+            self._graphs.move_to_end(shape)
+            torch.index_select(self._table, 0, step.token_ids, out=captured.hidden[:num_rows])
             attention = self._attention.prepare(step.attention, step.positions)
-            taped.tape.run(attention.call)
+            captured.graph.run(attention.call)
             rows = step.attention.rows
             if first == 0 and len(rows) == num_rows and not any(item.visibility for item in rows):
                 self._last = attention
         begin = shape[0] - shape[1]
         # A copy, since the next step overwrites them.
-        return taped.logits[first - begin : num_rows - begin].clone()
+        logits, features = captured.output
+        if features is not None:
+            features = {layer: rows[:num_rows].clone() for layer, rows in features.items()}
+        return ForwardOutput(logits[first - begin : num_rows - begin].clone(), features)
 
-    def advance(self, kept: Sequence[int], token_ids: Sequence[int]) -> torch.Tensor | None:
+    def advance(self, kept: Sequence[int], token_ids: Sequence[int]) -> ForwardOutput | None:
         """The step after the one before: a further token of some of its sequences, which had one row each.
 
         Returns:
-            Logits ``[len(kept), vocab_size]``, there until the next step; None where ``run`` has to plan it.
+            The output, there until the next step; None where ``run`` has to plan it.
         """
         before, self._last = self._last, None
-        taped = self._tapes.get(self._shape(len(kept), 0))
-        if before is None or taped is None or taped.cache is not before.cache:
+        captured = self._graphs.get(self._shape(len(kept), 0))
+        if before is None or captured is None or captured.cache is not before.cache:
             return None
         attention = before.advanced(kept)
         if attention is None:
             return None
-        torch.index_select(self._table, 0, torch.tensor(token_ids), out=taped.hidden[: len(kept)])
-        taped.tape.run(attention.call)
+        torch.index_select(self._table, 0, torch.tensor(token_ids), out=captured.hidden[: len(kept)])
+        captured.graph.run(attention.call)
         self._last = attention
-        return taped.logits[: len(kept)]
+        logits, features = captured.output
+        if features is not None:
+            features = {layer: rows[: len(kept)] for layer, rows in features.items()}
+        return ForwardOutput(logits[: len(kept)], features)
 
     def _shape(self, num_rows: int, first: int) -> _Shape:
-        """Of the recording for so many rows, of which those from ``first`` on want logits."""
+        """Of the graph for so many rows, of which those from ``first`` on want logits."""
         if not self._is_packed:
             return num_rows, num_rows - first
         rows = _made_up(num_rows, _FURTHER_ROWS) if num_rows > HEIGHT else num_rows
@@ -130,28 +136,28 @@ class TapedForward:
         return rows, min(rows, _made_up(wanted, _FURTHER_ROWS if wanted > HEIGHT else _LOGIT_ROWS))
 
     def _is_due(self, shape: _Shape) -> bool:
-        """Counts runs of a shape that has no tape: whether this one is to be recorded."""
+        """Counts runs of a shape without a graph: whether this one is to be captured."""
         if len(self._num_runs) == _MAX_COUNTED:
             self._num_runs.clear()
         self._num_runs[shape] += 1
         return self._num_runs[shape] > _RUNS_BEFORE
 
-    def _record(self, shape: _Shape, step: Step) -> _Taped:
+    def _capture(self, shape: _Shape, step: Step) -> _Captured:
         thread_pool = self._attention.thread_pool
-        tape = CpuGraph(thread_pool, self._attention.kernel, self._memory_pool)
+        graph = CpuGraph(thread_pool, self._attention.kernel, self._memory_pool)
         rows, wanted = shape
         further = step.token_ids.new_zeros(rows - len(step.token_ids))
         hidden = self._forward.embedding(torch.cat((step.token_ids, further)))
-        thread_pool.recorder = tape
+        thread_pool.recorder = graph
         try:
-            logits = self._forward.decode(hidden, replace(step, logit_rows=slice(rows - wanted, None)))
+            output = self._forward.decode(hidden, replace(step, logit_rows=slice(rows - wanted, None)))
         finally:
             thread_pool.recorder = None
-        tape.finish()
-        taped = self._tapes[shape] = _Taped(tape, hidden, logits, step.attention.cache)
-        if len(self._tapes) > _MAX_TAPES:
-            self._tapes.popitem(last=False)
-        return taped
+        graph.finish()
+        captured = self._graphs[shape] = _Captured(graph, hidden, output, step.attention.cache)
+        if len(self._graphs) > _MAX_GRAPHS:
+            self._graphs.popitem(last=False)
+        return captured
 
 
 def _made_up(number: int, step: int) -> int:
@@ -159,9 +165,9 @@ def _made_up(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
-def taped(forward: Forward) -> TapedForward | None:
-    """The forward, taped, if it is made of kernels alone."""
-    if not isinstance(forward, LoweredForward) or not isinstance(forward.attention, FusedAttention):
+def with_cpu_graphs(forward: Forward) -> CpuGraphForward | None:
+    """The forward with its shapes captured, if it is made of kernels alone; else None."""
+    if not isinstance(forward, DecoderForward) or not isinstance(forward.attention, CpuAttention):
         return None
     norms: list[object] = [forward.final_norm]
     linears: list[object] = [forward.head]
@@ -173,4 +179,6 @@ def taped(forward: Forward) -> TapedForward | None:
     )
     if not is_kernels or not isinstance(forward.embedding, TableEmbedding):
         return None
-    return TapedForward(packed(forward) or forward, forward.attention, forward.embedding.table)
+    # Kernels write to tensors of their own; those of features stay until the next graph runs.
+    forward = replace(forward, keeps_residuals=True)
+    return CpuGraphForward(packed(forward) or forward, forward.attention, forward.embedding.table)

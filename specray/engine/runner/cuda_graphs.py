@@ -21,13 +21,13 @@ import torch
 from specray.engine.attention.paged import BatchShape, DeviceBatch, HostBatch
 from specray.engine.cache.blocks import BlockCache
 from specray.engine.runner.inputs import SequenceInput
-from specray.engine.step import AttentionStep, Forward, SequenceRows, Step
+from specray.engine.step import AttentionStep, Forward, ForwardOutput, SequenceRows, Step
 
 _log = logging.getLogger(__name__)
 
-Work = Callable[[], torch.Tensor]
+Work = Callable[[], ForwardOutput]
 Capture = Callable[[Work], Work]
-"""Captures some work; what it gives runs that work again, into the same tensor."""
+"""Captures some work; what it gives runs that work again, into the same tensors."""
 
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
@@ -81,7 +81,7 @@ class CudaCapture:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             output = work()
 
-        def replay() -> torch.Tensor:
+        def replay() -> ForwardOutput:
             graph.replay()
             return output
 
@@ -133,7 +133,7 @@ class GraphedForward:
             self._get(bucket)
         _log.info("%d forwards captured in %.1f s", len(self.buckets), time.perf_counter() - began)
 
-    def run(self, bucket: Bucket, rows: Sequence[SequenceRows], token_ids: Sequence[int]) -> torch.Tensor:
+    def run(self, bucket: Bucket, rows: Sequence[SequenceRows], token_ids: Sequence[int]) -> ForwardOutput:
         """Runs a step.
 
         Args:
@@ -142,13 +142,15 @@ class GraphedForward:
             token_ids: of all rows.
 
         Returns:
-            Logits of every row, ``[len(token_ids), vocab_size]``, float32; the next step overwrites them,
-            whatever its bucket.
+            Logits and features of every row; the next step overwrites them, whatever its bucket.
         """
         prepared = self._get(bucket)
         prepared.host.fill(rows, token_ids)
         prepared.on_device.load(prepared.host)
-        return prepared.run()[: len(token_ids)]
+        logits, features = prepared.run()
+        if features is not None:
+            features = {layer: rows[: len(token_ids)] for layer, rows in features.items()}
+        return ForwardOutput(logits[: len(token_ids)], features)
 
     def _get(self, bucket: Bucket) -> _Prepared:
         prepared = self._prepared.get(bucket)
@@ -169,7 +171,7 @@ class GraphedForward:
         host = HostBatch(shape, block_size=cache.block_size, spare_slot=spare_slot)
         on_device = DeviceBatch(shape, cache.layers[0].device)
 
-        def forward() -> torch.Tensor:
+        def forward() -> ForwardOutput:
             batch = on_device.batch()
             step = Step(on_device.token_ids, batch.positions, AttentionStep((), cache, batch), None)
             return self._forward(step)
@@ -179,12 +181,13 @@ class GraphedForward:
         on_device.load(host)
         if self._logits is None:
             # Before any capture, whose memory it must not be: a first forward tells how wide logits are.
-            logits = forward()
+            logits = forward().logits
             self._logits = logits.new_empty(MAX_ROWS, logits.shape[1])
         kept = self._logits[: shape.num_rows]
 
-        def work() -> torch.Tensor:
-            return kept.copy_(forward())
+        def work() -> ForwardOutput:
+            output = forward()
+            return output._replace(logits=kept.copy_(output.logits))
 
         try:
             return _Prepared(host, on_device, self._capture(work), is_captured=True)

@@ -17,10 +17,10 @@ from specray.engine.cache.blocks import BlockCache
 from specray.engine.runner.cuda_graphs import Bucket, GraphedForward
 from specray.engine.runner.inputs import CopyInput, SequenceInput
 from specray.engine.runner.parallel import ParallelContext
-from specray.engine.step import AttentionStep, Forward, SequenceRows, Step
+from specray.engine.step import AttentionStep, Forward, ForwardOutput, SequenceRows, Step
 
 if TYPE_CHECKING:
-    from specray.engine.runner.cpu_graphs import TapedForward
+    from specray.engine.runner.cpu_graphs import CpuGraphForward
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class RunnerInfo:
     device: torch.device
     tensor_parallel_size: int
     forward: str
-    """``lowered`` or ``generic``."""
+    """``decoder`` or ``hf``."""
     attention: str = ""
     """How it attends from tensors that describe the step; empty: it does not."""
 
@@ -63,20 +63,20 @@ class ModelRunner:
         self.forward = forward
         self.graphs = graphs
         self._parallel = parallel
-        self._taped = None if parallel is not None else _taped(forward, info.device)
-        self._forward: Forward = self._taped or forward
+        self._cpu_graphs = None if parallel is not None else _with_cpu_graphs(forward, info.device)
+        self._forward: Forward = self._cpu_graphs or forward
 
     @property
-    def is_taped(self) -> bool:
+    def has_cpu_graphs(self) -> bool:
         """Between its tokens and its logits, a step is kernels alone, which have threads of their own."""
-        return self._taped is not None
+        return self._cpu_graphs is not None
 
     @torch.inference_mode()
-    def run(self, inputs: Sequence[SequenceInput]) -> torch.Tensor:
+    def run(self, inputs: Sequence[SequenceInput]) -> ForwardOutput:
         """One forward over the new tokens of all ``inputs``; every sequence appears at most once.
 
         Returns:
-            Logits ``[sum(num_logits), vocab_size]``, float32, in the order of ``inputs``.
+            Logits ``[sum(num_logits), vocab_size]`` in the order of ``inputs``, and features of all rows.
 
         Raises:
             EngineLostError: a rank of the group is gone.
@@ -88,7 +88,7 @@ class ModelRunner:
         return self._forward(self._plan(inputs))
 
     @torch.inference_mode()
-    def advance(self, kept: Sequence[int], token_ids: Sequence[int]) -> torch.Tensor | None:
+    def advance(self, kept: Sequence[int], token_ids: Sequence[int]) -> ForwardOutput | None:
         """The step after the last one, in which each sequence had one row: with a further token of each.
 
         Args:
@@ -96,10 +96,10 @@ class ModelRunner:
             token_ids: of each, the token that follows; its sequence has a block for it.
 
         Returns:
-            Logits ``[len(kept), vocab_size]``, float32, there until the next step; None where ``run`` has to
-            be told everything.
+            Logits ``[len(kept), vocab_size]`` and features, there until the next step; None where ``run`` has
+            to be told everything.
         """
-        return None if self._taped is None else self._taped.advance(kept, token_ids)
+        return None if self._cpu_graphs is None else self._cpu_graphs.advance(kept, token_ids)
 
     def follow(self) -> None:
         """Ranks other than the leader: runs what the leader runs until it closes.
@@ -178,24 +178,27 @@ class ModelRunner:
 
     def _run_captured(
         self, graphs: GraphedForward, bucket: Bucket, inputs: Sequence[SequenceInput]
-    ) -> torch.Tensor:
+    ) -> ForwardOutput:
         rows = _sequence_rows(inputs)
-        logits = graphs.run(bucket, rows, [token for item in inputs for token in item.token_ids])
+        logits, features = graphs.run(bucket, rows, [token for item in inputs for token in item.token_ids])
         wanted = _logit_rows(inputs, rows)
-        # A copy, since the next step overwrites them.
+        # Copies, since the next step overwrites them.
+        if features is not None:
+            features = {layer: each.clone() for layer, each in features.items()}
         if wanted and wanted[-1] - wanted[0] == len(wanted) - 1:
-            return logits[wanted[0] : wanted[-1] + 1].clone()
-        return logits[torch.tensor(wanted, dtype=torch.int64, device=logits.device)]
+            return ForwardOutput(logits[wanted[0] : wanted[-1] + 1].clone(), features)
+        index = torch.tensor(wanted, dtype=torch.int64, device=logits.device)
+        return ForwardOutput(logits[index], features)
 
 
-def _taped(forward: Forward, device: torch.device) -> TapedForward | None:
+def _with_cpu_graphs(forward: Forward, device: torch.device) -> CpuGraphForward | None:
     if device.type != "cpu":
         return None
     try:
-        from specray.engine.runner.cpu_graphs import taped
+        from specray.engine.runner.cpu_graphs import with_cpu_graphs
     except ImportError:  # Without numba there are no kernels.
         return None
-    return taped(forward)
+    return with_cpu_graphs(forward)
 
 
 def _sequence_rows(inputs: Sequence[SequenceInput]) -> list[SequenceRows]:

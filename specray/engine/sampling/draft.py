@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specray.engine.sampling.draws import SCORE_SPREAD, draw_tokens
+from specray.engine.sampling.draws import SCORE_SPREAD, draw_tokens, draw_weighted
 from specray.engine.sampling.noise import NoiseKey, NoiseSource, Purpose
-from specray.engine.sampling.processors import RowGroup, cuts_tail, process_logits, without_tail_cut
+from specray.engine.sampling.processors import cuts_tail, process_logits, without_tail_cut
+from specray.engine.sampling.state import RowGroup
 from specray.engine.sampling.verify import add_draw_noise, draw_keys
 from specray.types import SparseProbs
 
@@ -112,8 +113,7 @@ class DraftSampler:
         is_possible = probs > 0.0
         probs, token_ids = probs[is_possible], token_ids[is_possible]
         key = NoiseKey(group.sampling.seed, group.first_position, Purpose.DRAFT_DRAW)
-        gumbel = self._noise.gumbel([key])[0, token_ids]
-        choice = int((probs.double().log() + gumbel).argmax())
+        choice = draw_weighted(probs.double(), key, self._noise, token_ids)
         support = tuple(token_ids.tolist())
         return DraftToken(support[choice], SparseProbs(support, tuple(probs.tolist())))
 

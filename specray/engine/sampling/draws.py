@@ -76,6 +76,17 @@ def draw_tokens(
     return draws
 
 
+def draw_weighted(weights: Tensor, key: NoiseKey, noise: NoiseSource, token_ids: Tensor | None = None) -> int:
+    """The index of a draw from unnormalised weights; a scale does not change a Gumbel argmax.
+
+    Args:
+        weights: float64, ``[vocab_size]``, or one for each of ``token_ids``.
+        token_ids: int64; None: all.
+    """
+    gumbel = noise.gumbel([key])[0]
+    return int((weights.log() + (gumbel if token_ids is None else gumbel[token_ids])).argmax())
+
+
 def _best(scores: Tensor, *, is_judged: bool) -> list[Draw]:
     tokens = best_tokens(scores)
     if not is_judged:

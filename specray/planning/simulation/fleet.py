@@ -17,7 +17,7 @@ from specray.planning.load import ClosedLoad, FixedLength, Lengths, OpenLoad
 from specray.planning.profile import AcceptanceProfile, DraftProfile, RouterProfile, TargetProfile
 from specray.planning.simulation.draft import SimulatedDraft, SimulatedDrafterSource
 from specray.planning.simulation.quiet import QuietMetrics
-from specray.planning.simulation.results import Outcome, RunResult, Slo, spread
+from specray.planning.simulation.results import RunResult, SimulatedRequest, Slo, spread
 from specray.planning.simulation.scripts import VOCAB_SIZE, ReplayedScript, Scripts
 from specray.planning.simulation.target import RequestTimes, SimulatedTarget
 from specray.planning.simulation.times import DraftTimes, TargetTimes
@@ -49,7 +49,7 @@ class Kit:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class TimeWindow:
     """A measured window in virtual seconds; what comes before it is warm-up."""
 
     warmup_s: float
@@ -59,7 +59,7 @@ class Window:
 def simulate(
     kit: Kit,
     load: OpenLoad,
-    window: Window,
+    window: TimeWindow,
     *,
     num_groups: int,
     num_drafts: int,
@@ -168,7 +168,7 @@ class _Fleet:
 
     async def serve(
         self, prompt: Lengths, output: Lengths, rng: random.Random, temperature: float
-    ) -> Outcome:
+    ) -> SimulatedRequest:
         """Serves one request, from its arrival to its end."""
         self._num_sent += 1
         request_id = f"request-{self._num_sent}"
@@ -186,10 +186,10 @@ class _Fleet:
         try:
             await group.router.complete(request)
         except OverloadedError:
-            return Outcome(arrived_s, num_prompt, num_output)
+            return SimulatedRequest(arrived_s, num_prompt, num_output)
         finally:
             group.num_requests -= 1
-        return Outcome(arrived_s, num_prompt, num_output, times.first_s, self.clock.monotonic())
+        return SimulatedRequest(arrived_s, num_prompt, num_output, times.first_s, self.clock.monotonic())
 
     def gaps(self, since_s: float, until_s: float) -> list[tuple[float, float]]:
         """Returns weighted inter-token latencies in seconds of requests that ended in an interval."""
@@ -236,14 +236,14 @@ def _read(fleet: _Fleet, clock: VirtualClock) -> _Counters:
     return _Counters(clock.monotonic(), fleet.num_tokens(), fleet.num_rounds(), *fleet.busy_s())
 
 
-async def _simulate(fleet: _Fleet, load: OpenLoad, window: Window, slo: Slo, seed: int) -> RunResult:
+async def _simulate(fleet: _Fleet, load: OpenLoad, window: TimeWindow, slo: Slo, seed: int) -> RunResult:
     clock = fleet.clock
     await fleet.start()
     start_s = clock.monotonic()
     begin_s = start_s + window.warmup_s
     end_s = begin_s + window.length_s
-    measured: list[asyncio.Task[Outcome]] = []
-    others: set[asyncio.Task[Outcome]] = set()
+    measured: list[asyncio.Task[SimulatedRequest]] = []
+    others: set[asyncio.Task[SimulatedRequest]] = set()
     arrivals = load.arrivals(random.Random(f"{seed}-arrivals"))
     lengths = random.Random(f"{seed}-lengths")
 
@@ -281,7 +281,7 @@ async def _simulate_closed(fleet: _Fleet, load: ClosedLoad, seed: int, *, skippe
     await fleet.start()
     lengths = random.Random(f"{seed}-lengths")
     waiting = iter(range(load.num_requests))
-    outcomes: list[Outcome] = []
+    outcomes: list[SimulatedRequest] = []
     readings: list[_Counters] = []
 
     async def work() -> None:
@@ -301,7 +301,7 @@ async def _simulate_closed(fleet: _Fleet, load: ClosedLoad, seed: int, *, skippe
 
 def _result(
     fleet: _Fleet,
-    outcomes: list[Outcome],
+    outcomes: list[SimulatedRequest],
     before: _Counters,
     after: _Counters,
     slo: Slo,

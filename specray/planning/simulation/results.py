@@ -17,7 +17,7 @@ class Slo:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SimulatedRequest:
     """One request. Seconds are virtual."""
 
     arrived_s: float

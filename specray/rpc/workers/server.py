@@ -13,7 +13,7 @@ import grpc
 from grpc import aio
 
 from specray.errors import ConfigError, EngineLostError
-from specray.interfaces import DraftEngine, TargetEngine
+from specray.interfaces import SyncDraftEngine, SyncTargetEngine
 from specray.rpc.channel import ChannelOptions, bind, check_can_listen, parse_address
 from specray.rpc.health import Health
 from specray.rpc.role import (
@@ -225,7 +225,7 @@ class EngineServer(Generic[ItemT, ReplyT, RepliesT]):
 
 
 def draft_server(
-    make_engine: Callable[[], DraftEngine],
+    make_engine: Callable[[], SyncDraftEngine],
     address: str,
     *,
     options: ChannelOptions | None = None,
@@ -238,7 +238,7 @@ def draft_server(
 
 
 def target_server(
-    make_engine: Callable[[], TargetEngine],
+    make_engine: Callable[[], SyncTargetEngine],
     address: str,
     *,
     options: ChannelOptions | None = None,

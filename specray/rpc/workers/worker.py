@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from specray.errors import EngineLostError
-from specray.interfaces import DraftEngine, TargetEngine
+from specray.interfaces import SyncDraftEngine, SyncTargetEngine
 from specray.rpc.channel import ChannelOptions
 from specray.rpc.loop_thread import LoopThread, NoAnswerError
 from specray.rpc.role import RoleName
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 BROKEN_POLL_S = 0.2
 STOP_TIMEOUT_S = 5.0
 
-EngineFactory = Callable[[], DraftEngine] | Callable[[], TargetEngine]
+EngineFactory = Callable[[], SyncDraftEngine] | Callable[[], SyncTargetEngine]
 
 
 def engine_server(
@@ -36,9 +36,9 @@ def engine_server(
 ) -> EngineServer[Any, Any, Any]:
     """Makes the server of an engine of the given role. Raises ConfigError for a wrong address."""
     if role == "draft":
-        make_draft = cast(Callable[[], DraftEngine], engine_factory)
+        make_draft = cast(Callable[[], SyncDraftEngine], engine_factory)
         return draft_server(make_draft, address, options=options, max_pending=max_pending)
-    make_target = cast(Callable[[], TargetEngine], engine_factory)
+    make_target = cast(Callable[[], SyncTargetEngine], engine_factory)
     return target_server(make_target, address, options=options, max_pending=max_pending)
 
 

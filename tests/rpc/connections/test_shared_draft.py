@@ -11,7 +11,7 @@ from dataclasses import replace
 from specray.config import SpeculationConfig
 from specray.fakes import FakeDraft, FakeTarget, NoisyGuesser
 from specray.fakes.engines import fake_info
-from specray.interfaces import DraftEngine, Drafter
+from specray.interfaces import Drafter, SyncDraftEngine
 from specray.requests import GenerateRequest
 from specray.router import Router
 from specray.rpc.connections.drafter import GrpcDrafter
@@ -35,7 +35,7 @@ NUM_TOKENS = 120
 
 @asynccontextmanager
 async def serving(
-    engine: DraftEngine, address: str, num_routers: int = 2
+    engine: SyncDraftEngine, address: str, num_routers: int = 2
 ) -> AsyncIterator[tuple[EngineServer[SpeculateItem, DraftReply, DraftReplies], list[GrpcDrafter]]]:
     server = draft_server(lambda: engine, address)
     await server.start()

@@ -86,6 +86,6 @@ def test_context_that_does_not_fit(tmp_path: Path) -> None:
         measure_forwards(runner_of(tmp_path, "llama"), rows=(1, 4), context_len=125)
 
 
-def test_generic_forward_has_no_bound(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is generic; allowed: 'lowered'"):
+def test_hf_forward_has_no_bound(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is hf; measured is only 'decoder'"):
         measure_forwards(runner_of(tmp_path, "gpt2"), context_len=8)

@@ -16,7 +16,7 @@ from rich.console import Console
 from specray.bench.forwards import ForwardCost
 from specray.bench.load.client import ServerClient
 from specray.bench.load.run import send
-from specray.bench.load.serve import Plan
+from specray.bench.load.serve import ServePlan
 from specray.bench.load.stats import Pass, RequestRecord
 from specray.bench.plain import (
     PLAIN,
@@ -99,7 +99,7 @@ def result_of_three_turns() -> PlainResult:
         Turn(25.0, 32.0, slow, ForwardCost(1, 6, 40.0, 22.0, 200_000_000)),
         Turn(20.0, 40.0, ONE_ROW, SIX_ROWS),
     )
-    return PlainResult(Plan("http://x", ["a", "b"], [PLAIN], num_repeats=3), "m", turns, ("full",))
+    return PlainResult(ServePlan("http://x", ["a", "b"], [PLAIN], num_repeats=3), "m", turns, ("full",))
 
 
 def test_median_of_the_shares_is_not_the_share_of_the_medians() -> None:
@@ -160,7 +160,7 @@ async def measure(router: FakeRouterClient, **options: Any) -> tuple[PlainResult
     told: list[tuple[str, int, int]] = []
     forwards = options.pop("forwards", lambda: COSTS)
     async with serving(router) as service:
-        plan = Plan(url=service.url, arms=[PLAIN], **{**values, **options})
+        plan = ServePlan(url=service.url, arms=[PLAIN], **{**values, **options})
         result = await measure_plain(plan, MODEL, forwards, lambda *done: told.append(done))
     return result, told
 

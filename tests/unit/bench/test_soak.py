@@ -9,11 +9,11 @@ import pytest
 
 from specray.bench.soak.cases import Output, Way, difference, make_cases
 from specray.bench.soak.clients import draw
-from specray.bench.soak.ledger import Attempt, End, Entry, Ledger, Verdict, is_excused, judge
+from specray.bench.soak.ledger import Attempt, End, Entry, Judgement, Ledger, is_excused, judge
 from specray.bench.soak.memory import MemoryRecord, Sample
 from specray.bench.soak.recovery import back_after_s, changes_of, longest_wait_s
 from specray.bench.soak.report import as_json, problems
-from specray.bench.soak.run import Fault, Plan, SoakResult
+from specray.bench.soak.run import Fault, SoakPlan, SoakResult
 from specray.bench.soak.schedule import (
     HOLD_S,
     FaultKind,
@@ -35,7 +35,7 @@ def attempt(end: End, output: Output = NOTHING, at_s: float = 10.0) -> Attempt:
     return Attempt(end, output, at_s - 1, at_s, "because")
 
 
-def verdict(*attempts: Attempt, deaths_s: tuple[float, ...] = (), window_s: float = 60.0) -> Verdict:
+def verdict(*attempts: Attempt, deaths_s: tuple[float, ...] = (), window_s: float = 60.0) -> Judgement:
     return judge(attempts, REFERENCE, router_deaths_s=deaths_s, window_s=window_s)[0]
 
 
@@ -126,22 +126,22 @@ def test_schedule_of_one_and_of_none() -> None:
 
 def test_whole_output_is_right_and_a_changed_one_is_wrong_whatever_ended_it() -> None:
     wrong = Output("abX", None, None)
-    assert verdict(attempt(End.DONE, REFERENCE)) is Verdict.OK
-    assert verdict(attempt(End.CANCELLED, Output("ab", None, None))) is Verdict.CANCELLED
+    assert verdict(attempt(End.DONE, REFERENCE)) is Judgement.OK
+    assert verdict(attempt(End.CANCELLED, Output("ab", None, None))) is Judgement.CANCELLED
     for end in End:
-        assert verdict(attempt(end, wrong), deaths_s=(9.0,)) is Verdict.WRONG
+        assert verdict(attempt(end, wrong), deaths_s=(9.0,)) is Judgement.WRONG
 
 
 def test_a_retriable_error_is_excused_once_after_a_routers_death() -> None:
     broken = attempt(End.RETRIABLE, Output("abc", None, None))
     again = attempt(End.DONE, REFERENCE, at_s=30)
-    assert verdict(broken, again, deaths_s=(9.0,)) is Verdict.RETRIED
-    assert verdict(broken, attempt(End.CANCELLED, at_s=30), deaths_s=(9.0,)) is Verdict.CANCELLED
-    assert verdict(broken, again) is Verdict.FAILED
-    assert verdict(broken, again, deaths_s=(11.0,)) is Verdict.FAILED
-    assert verdict(broken, attempt(End.RETRIABLE, at_s=30), deaths_s=(9.0,)) is Verdict.FAILED
-    assert verdict(attempt(End.ERROR), deaths_s=(9.0,)) is Verdict.FAILED
-    assert verdict(broken, attempt(End.ERROR, at_s=30), deaths_s=(9.0,)) is Verdict.FAILED
+    assert verdict(broken, again, deaths_s=(9.0,)) is Judgement.RETRIED
+    assert verdict(broken, attempt(End.CANCELLED, at_s=30), deaths_s=(9.0,)) is Judgement.CANCELLED
+    assert verdict(broken, again) is Judgement.FAILED
+    assert verdict(broken, again, deaths_s=(11.0,)) is Judgement.FAILED
+    assert verdict(broken, attempt(End.RETRIABLE, at_s=30), deaths_s=(9.0,)) is Judgement.FAILED
+    assert verdict(attempt(End.ERROR), deaths_s=(9.0,)) is Judgement.FAILED
+    assert verdict(broken, attempt(End.ERROR, at_s=30), deaths_s=(9.0,)) is Judgement.FAILED
 
 
 def test_the_window_after_a_death_has_an_end() -> None:
@@ -152,11 +152,11 @@ def test_the_window_after_a_death_has_an_end() -> None:
 
 def test_ledger_counts_all_and_keeps_the_bad_ones() -> None:
     ledger = Ledger()
-    for kind in (Verdict.OK, Verdict.OK, Verdict.FAILED, Verdict.WRONG, Verdict.CANCELLED):
+    for kind in (Judgement.OK, Judgement.OK, Judgement.FAILED, Judgement.WRONG, Judgement.CANCELLED):
         ledger.add(Entry(0, Way.GRPC, kind, "why", 0.0, 1.0))
     assert ledger.counts == {"ok": 2, "retried": 0, "cancelled": 1, "failed": 1, "wrong": 1}
     assert (ledger.num_requests, ledger.ways["grpc"]) == (5, 5)
-    assert [entry.verdict for entry in ledger.bad] == [Verdict.FAILED, Verdict.WRONG]
+    assert [entry.verdict for entry in ledger.bad] == [Judgement.FAILED, Judgement.WRONG]
 
 
 # Recovery
@@ -232,7 +232,7 @@ def test_a_young_process_has_its_own_warm_up_after_the_first_faults() -> None:
 
 @pytest.mark.parametrize(("num_faults", "rehearsal"), [(30, 12), (24, 12), (23, 0), (0, 0)])
 def test_each_kind_is_rehearsed_once_if_each_comes_again(num_faults: int, rehearsal: int) -> None:
-    plan = Plan(
+    plan = SoakPlan(
         bed=BedKind.NAMESPACES, config=parse_config({}), kinds=tuple(FaultKind), num_faults=num_faults
     )
     assert plan.rehearsal == rehearsal
@@ -244,7 +244,7 @@ def test_each_kind_is_rehearsed_once_if_each_comes_again(num_faults: int, rehear
 
 
 def result_of(**changes: object) -> SoakResult:
-    plan = Plan(bed=BedKind.PROCESSES, config=parse_config({}), kinds=(FaultKind.DRAFT_KILL,))
+    plan = SoakPlan(bed=BedKind.PROCESSES, config=parse_config({}), kinds=(FaultKind.DRAFT_KILL,))
     fault = Fault(FaultKind.DRAFT_KILL, 30.0, 0.0, "draft 7", 4.0, 5.0, 0.2, 4.5)
     result = SoakResult(plan, duration_s=600.0, faults=[fault], blocks={"target": 0.0, "draft": 0.0})
     for name, value in changes.items():
@@ -265,8 +265,8 @@ def test_a_good_soak_has_no_problems_and_says_so_in_json() -> None:
 
 def test_every_kind_of_harm_is_a_problem_of_its_own() -> None:
     ledger = Ledger()
-    ledger.add(Entry(0, Way.GRPC, Verdict.FAILED, "why", 0.0, 1.0))
-    ledger.add(Entry(0, Way.GRPC, Verdict.WRONG, "why", 0.0, 1.0))
+    ledger.add(Entry(0, Way.GRPC, Judgement.FAILED, "why", 0.0, 1.0))
+    ledger.add(Entry(0, Way.GRPC, Judgement.WRONG, "why", 0.0, 1.0))
     found = problems(
         result_of(
             ledger=ledger,

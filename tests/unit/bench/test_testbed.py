@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from specray.bench.soak.memory import anonymous_bytes, process_name
 from specray.bench.testbed.control import answer
 from specray.bench.testbed.models import draft_path, make_other_draft
-from specray.bench.testbed.parts import Part, Role, living_parts, of_role, role_of
+from specray.bench.testbed.parts import Part, PartRole, living_parts, of_role, role_of
 from specray.bench.testbed.tree import adopting, descendants, reap_orphans
 from specray.bench.testbed.wire import Cable, Impairment
 from specray.config import parse_config
@@ -52,8 +52,8 @@ def test_parts_are_living_actors_of_known_classes_oldest_first() -> None:
     }
     parts = living_parts(actors)
     assert [(part.role, part.pid) for part in parts] == [("router", 8), ("target", 11), ("draft", 12)]
-    assert of_role(parts, Role.DRAFT) == (Part(Role.DRAFT, "a", 12, "n"),)
-    assert role_of("ServeReplica:other:Ingress") is Role.INGRESS and role_of("ProxyActor") is None
+    assert of_role(parts, PartRole.DRAFT) == (Part(PartRole.DRAFT, "a", 12, "n"),)
+    assert role_of("ServeReplica:other:Ingress") is PartRole.INGRESS and role_of("ProxyActor") is None
 
 
 def test_control_answers_each_line_and_survives_a_failure() -> None:

@@ -61,9 +61,10 @@ def test_every_command_explains_itself(arguments: list[str], capsys: pytest.Capt
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_documents_name_commands_and_options_that_there_are(path: Path) -> None:
     text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+    root: Any = typer.main.get_command(app)
     for line in re.findall(r"\bspecray ([a-z][^`\n|#]*)", text):
         words = line.split()
-        command: Any = typer.main.get_command(app)
+        command = root
         while hasattr(command, "commands"):
             is_named = bool(words) and words[0] in command.commands
             if not is_named and command.name != "bench":

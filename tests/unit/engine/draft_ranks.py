@@ -11,7 +11,7 @@ import torch
 
 from specray.config import Config
 from specray.engine.build import build_draft_engine, build_follower
-from specray.engine.draft import DraftHead
+from specray.engine.draft import DraftEngine
 from specray.engine.runner.parallel import GroupArgs, GroupStore, ParallelContext
 from specray.types import Outcomes, Proposal, SamplingParams, SpeculateItem
 
@@ -27,7 +27,7 @@ Reply = tuple[Any, ...]
 """What a reply says: the draft tokens, or of each branch what it stands for and its draft tokens."""
 
 
-def converse(draft: DraftHead) -> dict[str, list[Reply]]:
+def converse(draft: DraftEngine) -> dict[str, list[Reply]]:
     """Everything that a draft is asked: what it answered, by what was asked."""
     said = {f"serial {name}": serial(draft, name, sampling) for name, sampling in SAMPLINGS.items()}
     said |= {f"outcomes {name}": enumerated(draft, name, sampling) for name, sampling in SAMPLINGS.items()}
@@ -38,7 +38,7 @@ def converse(draft: DraftHead) -> dict[str, list[Reply]]:
 
 
 def serial(
-    draft: DraftHead, name: str, sampling: SamplingParams, *, min_acceptance: float = 0.0
+    draft: DraftEngine, name: str, sampling: SamplingParams, *, min_acceptance: float = 0.0
 ) -> list[Reply]:
     """Proposals, of which more and fewer tokens are accepted: the next rolls the draft's cache back."""
     token_ids = list(PROMPT)
@@ -57,7 +57,7 @@ def serial(
     return replies
 
 
-def enumerated(draft: DraftHead, name: str, sampling: SamplingParams) -> list[Reply]:
+def enumerated(draft: DraftEngine, name: str, sampling: SamplingParams) -> list[Reply]:
     """Outcomes of one round after the other; each goes on with what one of them has drafted."""
     item = SpeculateItem(f"outcomes-{name}", 0, 0, PROMPT, NUM_DRAFTS, sampling=sampling)
     [proposed] = answers(draft, [item])
@@ -78,7 +78,7 @@ def enumerated(draft: DraftHead, name: str, sampling: SamplingParams) -> list[Re
     return replies
 
 
-def side_by_side(draft: DraftHead) -> list[Reply]:
+def side_by_side(draft: DraftEngine) -> list[Reply]:
     """As many sequences as there may be, as long as they may be: all blocks are in use, by branches too."""
     limit = draft.info.max_model_len
     prompts = [tuple((5 * i + 3 * index) % 90 + 2 for i in range(limit - 9)) for index in range(3)]
@@ -99,7 +99,7 @@ def side_by_side(draft: DraftHead) -> list[Reply]:
     return drafted + answers(draft, items)
 
 
-def answers(draft: DraftHead, items: Sequence[SpeculateItem]) -> list[Reply]:
+def answers(draft: DraftEngine, items: Sequence[SpeculateItem]) -> list[Reply]:
     found: list[Reply] = []
     for reply in draft.speculate(items).replies:
         if isinstance(reply, Proposal):

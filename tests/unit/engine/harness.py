@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from specray.engine.attention.mask import Visibility
-from specray.engine.draft import DraftHead
+from specray.engine.draft import DraftEngine
 from specray.engine.runner.inputs import SequenceInput
 from specray.engine.sampling.noise import NoiseSource
-from specray.engine.sampling.processors import RowGroup, process_logits
+from specray.engine.sampling.processors import process_logits
 from specray.engine.sampling.verify import add_draw_noise
-from specray.engine.target import TargetHead
+from specray.engine.step import ForwardOutput
+from specray.engine.target import TargetEngine
 from specray.types import (
     NO_DRAFT,
     DraftTokens,
@@ -31,6 +32,7 @@ from specray.types import (
     Verdict,
     VerifyItem,
 )
+from tests.unit.engine.sampling.rows import row_group
 
 VOCAB_SIZE = 23
 NUM_ROWS = 1021
@@ -67,13 +69,13 @@ class SlotRunner:
         """Tokens computed so far."""
         return sum(len(item.token_ids) for step in self.steps for item in step)
 
-    def run(self, inputs: Sequence[SequenceInput]) -> Tensor:
+    def run(self, inputs: Sequence[SequenceInput]) -> ForwardOutput:
         self.steps.append(list(inputs))
         assert inputs
         self._check_writes(inputs)
         assert sum(len(item.token_ids) for item in inputs) <= self._info.max_num_batched_tokens
         logits = [row for item in inputs for row in self._run_sequence(item)]
-        return torch.stack(logits) if logits else torch.empty(0, VOCAB_SIZE)
+        return ForwardOutput(torch.stack(logits) if logits else torch.empty(0, VOCAB_SIZE))
 
     def _check_writes(self, inputs: Sequence[SequenceInput]) -> None:
         """Sequences may share what they read, never what one of them writes."""
@@ -87,7 +89,7 @@ class SlotRunner:
                     "a sequence writes what others read"
                 )
 
-    def advance(self, kept: Sequence[int], token_ids: Sequence[int]) -> Tensor | None:
+    def advance(self, kept: Sequence[int], token_ids: Sequence[int]) -> ForwardOutput | None:
         before = self.steps[-1]
         if any(len(item.token_ids) != 1 or item.num_logits != 1 or item.visibility for item in before):
             return None
@@ -159,16 +161,16 @@ def engine_info(role: str, **changes: int) -> EngineInfo:
     return replace(info, **changes)  # type: ignore[arg-type]
 
 
-def toy_target(**changes: int) -> tuple[TargetHead, SlotRunner]:
+def toy_target(**changes: int) -> tuple[TargetEngine, SlotRunner]:
     info = engine_info("target", **changes)
     runner = SlotRunner(TARGET, info)
-    return TargetHead(runner, info, device=CPU), runner
+    return TargetEngine(runner, info, device=CPU), runner
 
 
-def toy_draft(rows: Tensor = CLOSE, **changes: int) -> tuple[DraftHead, SlotRunner]:
+def toy_draft(rows: Tensor = CLOSE, **changes: int) -> tuple[DraftEngine, SlotRunner]:
     info = engine_info("draft", **changes)
     runner = SlotRunner(rows, info)
-    return DraftHead(runner, info, device=CPU), runner
+    return DraftEngine(runner, info, device=CPU), runner
 
 
 def target_only(
@@ -181,7 +183,7 @@ def target_only(
     token_ids = list(prompt)
     for _ in range(num_tokens):
         row = logits(token_ids)[None]
-        group = RowGroup(sampling, token_ids, 1)
+        group = row_group(sampling, token_ids, 1)
         noise = NoiseSource(row.shape[1], CPU, max_cached_bytes=0)
         token_ids.append(int(add_draw_noise(process_logits(row, [group]), [group], noise).argmax()))
     return token_ids[len(prompt) :]
@@ -241,14 +243,14 @@ def speculate_item(
     return item
 
 
-def propose(draft: DraftHead, session: Session, num_tokens: int) -> DraftTokens:
+def propose(draft: DraftEngine, session: Session, num_tokens: int) -> DraftTokens:
     [reply] = draft.speculate([speculate_item(session, num_tokens)]).replies
     assert isinstance(reply, Proposal), reply
     return reply.draft
 
 
 def outcomes(
-    draft: DraftHead, session: Session, drafted: DraftTokens, fanout: tuple[int, ...], num_tokens: int
+    draft: DraftEngine, session: Session, drafted: DraftTokens, fanout: tuple[int, ...], num_tokens: int
 ) -> Outcomes:
     item = speculate_item(session, num_tokens, proposed=drafted.token_ids, fanout=fanout)
     [reply] = draft.speculate([item]).replies
@@ -256,7 +258,7 @@ def outcomes(
     return reply
 
 
-def verify(target: TargetHead, session: Session, drafted: DraftTokens) -> Verdict:
+def verify(target: TargetEngine, session: Session, drafted: DraftTokens) -> Verdict:
     [reply] = target.verify([verify_item(session, drafted)]).replies
     assert isinstance(reply, Verdict), reply
     commit(session, drafted, reply)
@@ -267,7 +269,7 @@ Drafter = Callable[[Session, int], DraftTokens]
 
 
 def generate_serial(
-    target: TargetHead, drafter: Drafter, session: Session, num_output: int, num_drafts: int
+    target: TargetEngine, drafter: Drafter, session: Session, num_output: int, num_drafts: int
 ) -> list[int]:
     """Propose, verify, in turns."""
     num_prompt = len(session.token_ids)
@@ -277,8 +279,8 @@ def generate_serial(
 
 
 def generate_overlapped(
-    target: TargetHead,
-    draft: DraftHead,
+    target: TargetEngine,
+    draft: DraftEngine,
     session: Session,
     num_output: int,
     num_drafts: int,
@@ -330,11 +332,11 @@ def empty_drafter(session: Session, count: int) -> DraftTokens:
     return NO_DRAFT
 
 
-def engine_drafter(draft: DraftHead) -> Drafter:
+def engine_drafter(draft: DraftEngine) -> Drafter:
     return lambda session, count: propose(draft, session, count)
 
 
-def dying_drafter(draft: DraftHead, *, rounds: int) -> Drafter:
+def dying_drafter(draft: DraftEngine, *, rounds: int) -> Drafter:
     """A draft that is lost after a few rounds; the session goes on without it."""
 
     def drafter(session: Session, count: int) -> DraftTokens:

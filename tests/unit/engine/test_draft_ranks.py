@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from specray.config import Config, parse_config
 from specray.engine.build import build_draft_engine
 from tests.unit.engine.draft_ranks import DEADLINE_S, NUM_DRAFTS, Reply, converse, run_rank
 from tests.unit.engine.model.checkpoints import write_checkpoint
+from tests.unit.engine.processes import preloaded_context
 
 SIZES = (2, 4)
 
@@ -30,9 +30,7 @@ def test_ranks_propose_and_enumerate_what_one_does(tmp_path: Path) -> None:
         4: write_checkpoint(tmp_path / "4", "qwen3", num_key_value_heads=4, seed=4),
     }
     block_sizes = {2: None, 4: 4}
-    # One import of torch, which most of a process's start is, for all of them.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["specray.engine.build"])
+    context = preloaded_context()
     meetings = {size: context.Queue() for size in SIZES}
     answered = context.Queue()
     configs = [configuration(paths[size], size, block_sizes[size]) for size in SIZES]

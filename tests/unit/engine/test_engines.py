@@ -11,8 +11,8 @@ import torch
 
 from specray.config import Config, parse_config
 from specray.engine.build import build_draft_engine, build_target_engine
-from specray.engine.draft import DraftHead
-from specray.engine.target import TargetHead
+from specray.engine.draft import DraftEngine
+from specray.engine.target import TargetEngine
 from specray.errors import ConfigError
 from specray.types import SamplingParams, Verdict, Verification, VerifyItem
 from tests.unit.engine.harness import (
@@ -87,12 +87,12 @@ def draft_path(tmp_path_factory: pytest.TempPathFactory, target_path: Path) -> P
 
 
 @pytest.fixture(scope="module")
-def target(target_path: Path, draft_path: Path) -> TargetHead:
+def target(target_path: Path, draft_path: Path) -> TargetEngine:
     return build_target_engine(configuration(target_path, draft_path))
 
 
 @pytest.fixture(scope="module")
-def drafts(target_path: Path, draft_path: Path) -> dict[str, DraftHead]:
+def drafts(target_path: Path, draft_path: Path) -> dict[str, DraftEngine]:
     """Block sizes differ: one block for a sequence as on CPU, and small ones."""
     return {
         "perfect": build_draft_engine(configuration(target_path, target_path)),
@@ -114,17 +114,17 @@ def expected(target_path: Path) -> dict[str, list[int]]:
     return outputs
 
 
-def heads_of(target: TargetHead, drafts: dict[str, DraftHead]) -> list[TargetHead | DraftHead]:
+def heads_of(target: TargetEngine, drafts: dict[str, DraftEngine]) -> list[TargetEngine | DraftEngine]:
     return [target, *drafts.values()]
 
 
-def assert_all_free(head: TargetHead | DraftHead) -> None:
+def assert_all_free(head: TargetEngine | DraftEngine) -> None:
     head.release(["a"])
     head.check_integrity()
     assert head.num_free_blocks == head.info.num_blocks - 1
 
 
-def make_drafter(name: str, drafts: dict[str, DraftHead], output: list[int]) -> Drafter:
+def make_drafter(name: str, drafts: dict[str, DraftEngine], output: list[int]) -> Drafter:
     match name:
         case "perfect" | "close":
             return engine_drafter(drafts[name])
@@ -142,8 +142,8 @@ def make_drafter(name: str, drafts: dict[str, DraftHead], output: list[int]) -> 
 def test_output_is_the_models_own_with_any_draft(
     name: str,
     sampling: str,
-    target: TargetHead,
-    drafts: dict[str, DraftHead],
+    target: TargetEngine,
+    drafts: dict[str, DraftEngine],
     expected: dict[str, list[int]],
 ) -> None:
     for num_drafts in range(9):
@@ -164,8 +164,8 @@ def test_output_is_the_models_own_with_any_draft(
 def test_output_is_the_models_own_with_overlap(
     name: str,
     sampling: str,
-    target: TargetHead,
-    drafts: dict[str, DraftHead],
+    target: TargetEngine,
+    drafts: dict[str, DraftEngine],
     expected: dict[str, list[int]],
 ) -> None:
     fanouts = {
@@ -183,7 +183,7 @@ def test_output_is_the_models_own_with_overlap(
                 assert_all_free(head)
 
 
-def test_repetition_penalty_is_that_of_generate(target_path: Path, target: TargetHead) -> None:
+def test_repetition_penalty_is_that_of_generate(target_path: Path, target: TargetEngine) -> None:
     """A processor of the library itself, under speculation by a draft that is always wrong."""
     model = reference_model(target_path)
     output = model.generate(
@@ -203,7 +203,7 @@ def test_repetition_penalty_is_that_of_generate(target_path: Path, target: Targe
 
 
 def test_perfect_draft_under_rejection_is_always_accepted(
-    target: TargetHead, drafts: dict[str, DraftHead]
+    target: TargetEngine, drafts: dict[str, DraftEngine]
 ) -> None:
     """At top-k 40 the draft's whole support travels, so both sides have the same distribution."""
     session = Session("a", list(PROMPT), replace(PROCESSED, verification=Verification.REJECTION))
@@ -213,7 +213,7 @@ def test_perfect_draft_under_rejection_is_always_accepted(
         assert_all_free(head)
 
 
-def test_info_and_check(target: TargetHead, drafts: dict[str, DraftHead]) -> None:
+def test_info_and_check(target: TargetEngine, drafts: dict[str, DraftEngine]) -> None:
     info = target.info
     assert (info.role, info.vocab_size, info.max_model_len, info.max_num_seqs) == (
         "target",
@@ -230,7 +230,7 @@ def test_info_and_check(target: TargetHead, drafts: dict[str, DraftHead]) -> Non
         head.check()
 
 
-def test_every_sequence_fits_at_full_length(target: TargetHead) -> None:
+def test_every_sequence_fits_at_full_length(target: TargetEngine) -> None:
     """max_num_seqs sequences of max_model_len tokens at once, beside the block of the health check."""
     items = [
         VerifyItem(name, 1, 0, tuple(range(2, 66)), sample=True, sampling=GREEDY)

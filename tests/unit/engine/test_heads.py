@@ -8,13 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from scipy import stats
 from torch import Tensor
 
-from specray.engine.draft import DraftHead
+from specray.engine.draft import DraftEngine
 from specray.engine.sampling.logprobs import token_logprobs
-from specray.engine.sampling.processors import RowGroup, process_logits
-from specray.engine.target import TargetHead
+from specray.engine.sampling.processors import process_logits
+from specray.engine.target import TargetEngine
 from specray.errors import EngineLostError
 from specray.types import (
     NO_DRAFT,
@@ -58,6 +57,8 @@ from tests.unit.engine.harness import (
     verify,
     verify_item,
 )
+from tests.unit.engine.p_values import chi_square_p_value
+from tests.unit.engine.sampling.rows import row_group
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 NUM_OUTPUT = 24
@@ -92,7 +93,7 @@ def expected_output(sampling: SamplingParams, num_output: int = NUM_OUTPUT) -> l
     return target_only(lambda prefix: model_logits(TARGET, prefix), PROMPT, sampling, num_output)
 
 
-def make_drafter(name: str, sampling: SamplingParams) -> tuple[Drafter, DraftHead | None]:
+def make_drafter(name: str, sampling: SamplingParams) -> tuple[Drafter, DraftEngine | None]:
     match name:
         case "perfect" | "close":
             draft, _ = toy_draft(TARGET if name == "perfect" else CLOSE)
@@ -110,7 +111,7 @@ def make_drafter(name: str, sampling: SamplingParams) -> tuple[Drafter, DraftHea
     return empty_drafter, None
 
 
-def assert_all_free(head: TargetHead | DraftHead) -> None:
+def assert_all_free(head: TargetEngine | DraftEngine) -> None:
     head.release(["a", "b", "c", "d"])
     head.check_integrity()
     assert head.num_free_blocks == head.info.num_blocks - 1
@@ -217,7 +218,7 @@ def exact_probabilities(sampling: SamplingParams, num_tokens: int) -> dict[tuple
         longer = {}
         for output, probability in found.items():
             prefix = [*PROMPT, *output]
-            row = process_logits(model_logits(TARGET, prefix)[None], [RowGroup(sampling, prefix, 1)])[0]
+            row = process_logits(model_logits(TARGET, prefix)[None], [row_group(sampling, prefix, 1)])[0]
             for token_id, factor in enumerate(row.double().softmax(-1).tolist()):
                 if factor > 0.0:
                     longer[*output, token_id] = probability * factor
@@ -246,7 +247,7 @@ def test_rejection_keeps_the_distribution_through_both_heads(fanout: str) -> Non
     assert set(seen) <= set(expected)
     outputs = list(expected)
     observed = [seen[output] for output in outputs]
-    assert stats.chisquare(observed, [1500 * expected[output] for output in outputs]).pvalue > 1e-3
+    assert chi_square_p_value(observed, [1500 * expected[output] for output in outputs]) > 1e-3
 
 
 def test_accepted_draft_tokens_are_told_again_and_are_no_rows_of_the_next_step() -> None:
@@ -452,7 +453,7 @@ def test_check_works_with_a_full_cache_and_finds_broken_logits() -> None:
         def run(self, inputs: Sequence[object]) -> Tensor:
             return torch.full((1, VOCAB_SIZE), torch.nan)
 
-    broken = TargetHead(Broken(TARGET, target.info), target.info, device=torch.device("cpu"))
+    broken = TargetEngine(Broken(TARGET, target.info), target.info, device=torch.device("cpu"))
     with pytest.raises(EngineLostError, match="not numbers"):
         broken.check()
 

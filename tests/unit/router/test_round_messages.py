@@ -9,7 +9,7 @@ import pytest
 
 from specray.errors import EngineLostError
 from specray.fakes import LocalDrafter, VirtualClock
-from specray.interfaces import Clock, DraftEngine
+from specray.interfaces import Clock, SyncDraftEngine
 from specray.router.deferred import Later
 from specray.router.rounds import Rounds
 from specray.router.session_record import LiveSession
@@ -20,7 +20,7 @@ from tests.unit.router.harness import begin_at_once, fake_draft, request, run, s
 class NotedDrafter(LocalDrafter):
     """Notes what each message asks, what it frees, and whose callers had their output by then."""
 
-    def __init__(self, engine: DraftEngine, clock: Clock, ended: Sequence[str]) -> None:
+    def __init__(self, engine: SyncDraftEngine, clock: Clock, ended: Sequence[str]) -> None:
         super().__init__(engine, clock)
         self.messages: list[tuple[list[str], list[str], list[str]]] = []
         self._ended = ended

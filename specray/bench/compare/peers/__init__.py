@@ -4,7 +4,7 @@ An adapter knows how its server is started and which fields its requests need; `
 stops all of them.
 """
 
-from specray.bench.compare.peers.base import Arm, Launch, Setup, System, parse_arm
+from specray.bench.compare.peers.base import Launch, PeerArm, Setup, System, parse_arm
 from specray.bench.compare.peers.process import running
 
-__all__ = ["Arm", "Launch", "Setup", "System", "parse_arm", "running"]
+__all__ = ["Launch", "PeerArm", "Setup", "System", "parse_arm", "running"]

@@ -16,7 +16,7 @@ DEFAULT_NUM_SPECULATIVE_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class PeerArm:
     """One system in one mode."""
 
     system: str
@@ -89,14 +89,14 @@ class System(Protocol):
     def prepare(self, setup: Setup) -> None:
         """Makes what its server needs beside the checkpoints. Raises ConfigError if that fails."""
 
-    def launch(self, arm: Arm, setup: Setup, port: int) -> Launch:
+    def launch(self, arm: PeerArm, setup: Setup, port: int) -> Launch:
         """Returns the command of a server in this mode that listens on this port of 127.0.0.1."""
 
     def request_fields(self, temperature: float) -> dict[str, Any]:
         """Returns the fields of a request that samples the whole distribution, or takes the argmax."""
 
 
-def parse_arm(text: str, systems: Mapping[str, System]) -> Arm:
+def parse_arm(text: str, systems: Mapping[str, System]) -> PeerArm:
     """Reads ``SYSTEM:MODE`` or ``SYSTEM:MODE:K``. Raises ConfigError, naming what is allowed."""
     name, _, rest = text.partition(":")
     mode, _, k = rest.partition(":")
@@ -108,4 +108,4 @@ def parse_arm(text: str, systems: Mapping[str, System]) -> Arm:
         )
     if k and not (k.isdecimal() and 1 <= int(k) <= MAX_SPECULATIVE_TOKENS):
         raise ConfigError(f"--arm {text}: K is {k!r}; allowed: 1..{MAX_SPECULATIVE_TOKENS}")
-    return Arm(name, mode, int(k) if k else None)
+    return PeerArm(name, mode, int(k) if k else None)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from specray.bench.compare.peers.base import PLAIN, Arm, Launch, Setup
+from specray.bench.compare.peers.base import PLAIN, Launch, PeerArm, Setup
 from specray.bench.compare.peers.process import LOOPBACK
 from specray.errors import ConfigError
 
@@ -66,7 +66,7 @@ class LlamaCpp:
             raise ConfigError(f"{checkpoint}: it cannot be converted to GGUF: {reason}")
         partial.rename(gguf)
 
-    def launch(self, arm: Arm, setup: Setup, port: int) -> Launch:
+    def launch(self, arm: PeerArm, setup: Setup, port: int) -> Launch:
         assert self._directory is not None
         num_threads, num_slots = str(setup.num_threads), str(setup.max_num_seqs)
         command = [str(self._directory / _SERVER), "--model", str(_gguf(setup.target, setup))]
@@ -83,7 +83,7 @@ class LlamaCpp:
         return {"top_k": 0 if temperature else 1, "top_p": 1.0, "min_p": 0.0}
 
 
-def _speculation(arm: Arm, setup: Setup) -> list[str]:
+def _speculation(arm: PeerArm, setup: Setup) -> list[str]:
     k = str(arm.k)
     if arm.mode == "draft":
         draft = ["--spec-type", "draft-simple", "--spec-draft-model", str(_gguf(setup.draft, setup))]

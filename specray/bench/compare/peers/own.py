@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from specray.bench.compare.peers.base import PLAIN, Arm, Launch, Setup
+from specray.bench.compare.peers.base import PLAIN, Launch, PeerArm, Setup
 from specray.bench.compare.peers.process import LOOPBACK
 
 _OVERLAPS = {"serial": "serial", "auto": "auto", "ahead": "ahead", "enumerate": "enumerate"}
@@ -25,7 +25,7 @@ class Specray:
     def prepare(self, setup: Setup) -> None:
         """Does nothing."""
 
-    def launch(self, arm: Arm, setup: Setup, port: int) -> Launch:
+    def launch(self, arm: PeerArm, setup: Setup, port: int) -> Launch:
         options = {
             "--target": str(setup.target),
             "--draft": _draft(arm, setup),
@@ -52,7 +52,7 @@ class Specray:
         return {"return_speculation_metrics": True}
 
 
-def _draft(arm: Arm, setup: Setup) -> str:
+def _draft(arm: PeerArm, setup: Setup) -> str:
     if arm.mode == PLAIN:
         return "none"
     return arm.mode if arm.mode in _MODEL_FREE else str(setup.draft)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from specray.bench.compare.peers.base import PLAIN, Arm, Launch, Setup
+from specray.bench.compare.peers.base import PLAIN, Launch, PeerArm, Setup
 from specray.bench.compare.peers.process import LOOPBACK
 
 
@@ -22,7 +22,7 @@ class Transformers:
     def prepare(self, setup: Setup) -> None:
         """Does nothing."""
 
-    def launch(self, arm: Arm, setup: Setup, port: int) -> Launch:
+    def launch(self, arm: PeerArm, setup: Setup, port: int) -> Launch:
         command = [sys.executable, "-m", "specray.bench.compare.peers.generate_server"]
         command += ["--target", str(setup.target), "--port", str(port)]
         command += ["--num-threads", str(setup.num_threads)]

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specray.bench.compare.peers.base import PLAIN, Arm, Launch, Setup
+from specray.bench.compare.peers.base import PLAIN, Launch, PeerArm, Setup
 from specray.bench.compare.peers.process import LOOPBACK
 
 KV_CACHE_GIB = 4
@@ -37,7 +37,7 @@ class Vllm:
     def prepare(self, setup: Setup) -> None:
         """Does nothing."""
 
-    def launch(self, arm: Arm, setup: Setup, port: int) -> Launch:
+    def launch(self, arm: PeerArm, setup: Setup, port: int) -> Launch:
         command = [str(self._python), "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(setup.target), "--dtype", "bfloat16"]
         command += ["--host", LOOPBACK, "--port", str(port)]
@@ -59,7 +59,7 @@ class Vllm:
         return {"top_p": 1.0, "top_k": 0}
 
 
-def _speculation(arm: Arm, setup: Setup) -> dict[str, object]:
+def _speculation(arm: PeerArm, setup: Setup) -> dict[str, object]:
     if arm.mode == "ngram":
         return {"method": "ngram", "num_speculative_tokens": arm.k, **_PROMPT_LOOKUP}
     config = {"method": "draft_model", "model": str(setup.draft), "num_speculative_tokens": arm.k}

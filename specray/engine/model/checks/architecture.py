@@ -158,13 +158,13 @@ class _Steps:
         logits = self._forward(tokens, positions, tuple(rows))
         return list(logits.split([len(new) for _, _, new in parts]))
 
-    def run_branches(self, first_place: int, branches: Sequence[tuple[int, list[int]]]) -> list[torch.Tensor]:
+    def run_branches(self, first_index: int, branches: Sequence[tuple[int, list[int]]]) -> list[torch.Tensor]:
         """Logits of branches of sequence 0, which grow token by token beside each other."""
         grown: list[list[torch.Tensor]] = [[] for _ in branches]
         for depth in range(_BRANCH_LEN):
             rows = [
-                branch_visibility(trunk, first_place + i * _BRANCH_LEN, depth + 1)
-                for i, (trunk, _) in enumerate(branches)
+                branch_visibility(prefix_len, first_index + i * _BRANCH_LEN, 1 + depth)
+                for i, (prefix_len, _) in enumerate(branches)
             ]
             positions = [row.position for row in rows]
             sequence = SequenceRows(0, len(rows), min(positions), [0], tuple(rows))
@@ -178,4 +178,5 @@ class _Steps:
         self, tokens: list[int], positions: list[int], rows: tuple[SequenceRows, ...]
     ) -> torch.Tensor:
         attention = AttentionStep(rows, self.cache)
-        return self.forward(Step(torch.tensor(tokens), torch.tensor(positions), attention, None))
+        step = Step(torch.tensor(tokens), torch.tensor(positions), attention, None)
+        return self.forward(step).logits

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from specray.bench.compare.journal import Journal, PassRow
-from specray.bench.compare.peers import Arm, Launch, Setup, System
-from specray.bench.compare.run import ComparePlan, Outcome, cell_prompts, checkpoint_digest, compare
+from specray.bench.compare.peers import Launch, PeerArm, Setup, System
+from specray.bench.compare.run import ComparePlan, Progress, cell_prompts, checkpoint_digest, compare
 from specray.cli import main
 from specray.errors import ConfigError
 from specray.tokenization import load_tokenizer
@@ -39,7 +39,7 @@ class FakeSystem:
     def prepare(self, setup: Setup) -> None:
         pass
 
-    def launch(self, arm: Arm, setup: Setup, port: int) -> Launch:
+    def launch(self, arm: PeerArm, setup: Setup, port: int) -> Launch:
         command = [sys.executable, str(PROGRAM), "--name", arm.name, "--log", str(self._log)]
         command += ["--port", str(port), *self._options]
         return Launch(tuple(command), f"http://127.0.0.1:{port}", "/health", {})
@@ -54,7 +54,7 @@ def setup(tmp_path: Path) -> Setup:
 
 
 PLAN = ComparePlan(
-    arms=(Arm("a", "plain"), Arm("b", "draft", 3)),
+    arms=(PeerArm("a", "plain"), PeerArm("b", "draft", 3)),
     prompts=["def", "hello"],
     concurrencies=(1, 2),
     temperatures=(0.0, 1.0),
@@ -71,7 +71,7 @@ def systems(log: Path, *options: str) -> dict[str, System]:
 
 async def run(
     plan: ComparePlan, setup: Setup, known: dict[str, System] | None = None, **options: Any
-) -> tuple[Journal, Outcome]:
+) -> tuple[Journal, Progress]:
     journal = Journal(setup.work_dir / "passes.jsonl", {"threads": 2})
     known = known or systems(setup.work_dir / "log")
     return journal, await compare(plan, known, setup, journal, **options)
@@ -85,7 +85,7 @@ def events(setup: Setup) -> list[dict[str, Any]]:
 async def test_arms_take_turns_and_only_one_server_runs_at_a_time(setup: Setup) -> None:
     said: list[str] = []
     journal, outcome = await run(PLAN, setup, on_progress=said.append)
-    assert outcome == Outcome(True, {})
+    assert outcome == Progress(True, {})
     starts_and_ends = [(one["name"], one["event"]) for one in events(setup) if one["event"] != "request"]
     turn = [("a plain", "start"), ("a plain", "end"), ("b draft K=3", "start"), ("b draft K=3", "end")]
     assert starts_and_ends == turn * 2
@@ -144,7 +144,7 @@ async def test_a_system_of_one_request_is_not_asked_for_more(setup: Setup) -> No
 
 async def test_a_run_goes_on_where_it_ended(setup: Setup) -> None:
     _, outcome = await run(PLAN, setup, time_limit_s=0.0)
-    assert outcome == Outcome(False, {})
+    assert outcome == Progress(False, {})
     assert events(setup) == []
     one_turn = replace(PLAN, num_turns=1)
     await run(one_turn, setup)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from specray.bench.compare.peers import Arm, Launch, Setup, System, parse_arm, process, running
+from specray.bench.compare.peers import Launch, PeerArm, Setup, System, parse_arm, process, running
 from specray.bench.compare.peers.llama_cpp import LlamaCpp
 from specray.bench.compare.peers.own import Specray
 from specray.bench.compare.peers.process import NEVER_EPHEMERAL, free_port
@@ -146,7 +146,7 @@ def test_absent_peers_say_why(tmp_path: Path) -> None:
 
 def test_arm_names() -> None:
     assert parse_arm("vllm:draft:4", SYSTEMS).name == "vllm draft K=4"
-    assert parse_arm("specray:auto", SYSTEMS) == Arm("specray", "auto", None)
+    assert parse_arm("specray:auto", SYSTEMS) == PeerArm("specray", "auto", None)
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,7 @@ async def test_generate_server_streams_what_generate_makes(
     expected = load_tokenizer(setup.target).decode(output.tolist())
     # What the request says of the end of sequence must win over the checkpoint.
     (setup.target / "generation_config.json").write_text(json.dumps({"eos_token_id": output[3].item()}))
-    argv = Transformers().launch(Arm("transformers", mode, 3), setup, free_port()).argv
+    argv = Transformers().launch(PeerArm("transformers", mode, 3), setup, free_port()).argv
     arguments = parse_arguments(list(argv[argv.index("--target") :]))
     runner = web.AppRunner(build_app(load_generator(arguments)))
     await runner.setup()

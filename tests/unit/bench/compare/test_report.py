@@ -10,7 +10,7 @@ import pytest
 
 from specray.bench.compare.journal import PassRow
 from specray.bench.compare.report import Report, latency_chart, markdown, throughput_chart, write_report
-from specray.bench.report.chart import Line, Panel, draw, linear_ticks, log_ticks
+from specray.bench.report.chart import Panel, Series, draw, linear_ticks, log_ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -170,14 +170,14 @@ def test_plain_decoding_is_dashed_and_arms_differ_in_colour() -> None:
 
 
 def test_points_lie_where_their_values_are() -> None:
-    line = Line("a", "#000", False, ((1, 0.0), (2, 50.0), (4, 100.0)))
+    line = Series("a", "#000", False, ((1, 0.0), (2, 50.0), (4, 100.0)))
     drawn = points(draw("t", [Panel("p", "x", "y", (line,))], num_columns=1))
     # y = 0 is on no logarithmic axis and is left out; x = 1, 2, 4 are equally far apart.
     assert drawn == [(214.0, 144.0), (366.0, 34.0)]
 
 
 def test_logarithmic_axis_puts_equal_ratios_at_equal_distances() -> None:
-    line = Line("a", "#000", False, ((1, 1.0), (2, 10.0), (4, 100.0)))
+    line = Series("a", "#000", False, ((1, 1.0), (2, 10.0), (4, 100.0)))
     drawn = points(draw("t", [Panel("p", "x", "y", (line,), True)], num_columns=1))
     assert [y for _, y in drawn] == [254.0, 144.0, 34.0]
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from specray.bench.load.client import ServerClient
 from specray.bench.load.prompts import BUILTIN_PROMPTS, Dataset, load_prompts
 from specray.bench.load.scrape import difference, histogram_quantile, parse_samples, server_stats
-from specray.bench.load.serve import Arm, Plan, default_arms, measure
+from specray.bench.load.serve import ServeArm, ServePlan, default_arms, measure
 from specray.bench.load.stats import (
     Pass,
     Percentiles,
@@ -199,7 +199,7 @@ async def run(router: FakeRouterClient, **options: Any) -> Any:
     progress: list[tuple[str, int, int]] = []
     async with serving(router) as service:
         plan = {"url": service.url, **plan, **options}
-        result = await measure(Plan(**plan), lambda *done: progress.append(done))
+        result = await measure(ServePlan(**plan), lambda *done: progress.append(done))
     return result, progress
 
 
@@ -245,7 +245,7 @@ async def test_concurrency_bounds_the_requests_in_flight() -> None:
             Counting.running -= 1
 
     router = Counting(info=INFO)
-    await run(router, prompts=["a"] * 12, concurrency=3, arms=[Arm("on", {})], num_repeats=1)
+    await run(router, prompts=["a"] * 12, concurrency=3, arms=[ServeArm("on", {})], num_repeats=1)
     assert Counting.peak == 3
     assert len(router.requests) == 12
 

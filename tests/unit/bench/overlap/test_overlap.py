@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from specray.bench.overlap.run import Arm, OverlapResult, lengths_of, num_prompts_of, overlap_table, with_arm
+from specray.bench.overlap.run import (
+    OverlapArm,
+    OverlapResult,
+    lengths_of,
+    num_prompts_of,
+    overlap_table,
+    with_arm,
+)
 from specray.bench.testbed.kinds import LinkKind
 from specray.cli.app import run
 from specray.cli.bench.overlap import cores, overlap, parse_arm
@@ -20,14 +27,14 @@ from specray.types import Overlap
 @pytest.mark.parametrize(
     ("text", "arm", "name"),
     [
-        ("off:0", Arm(0, Overlap.SERIAL), "off"),
-        ("serial:3", Arm(3, "serial"), "serial K=3"),
-        ("enumerate:2", Arm(2, "enumerate"), "enumerate K=2"),
-        ("auto:auto", Arm("auto", "auto"), "auto K=auto"),
-        ("serial:simple", Arm("simple", "serial"), "serial K=simple"),
+        ("off:0", OverlapArm(0, Overlap.SERIAL), "off"),
+        ("serial:3", OverlapArm(3, "serial"), "serial K=3"),
+        ("enumerate:2", OverlapArm(2, "enumerate"), "enumerate K=2"),
+        ("auto:auto", OverlapArm("auto", "auto"), "auto K=auto"),
+        ("serial:simple", OverlapArm("simple", "serial"), "serial K=simple"),
     ],
 )
-def test_arms_are_read_as_they_are_written(text: str, arm: Arm, name: str) -> None:
+def test_arms_are_read_as_they_are_written(text: str, arm: OverlapArm, name: str) -> None:
     assert parse_arm(text) == arm
     assert parse_arm(text).name == name
 
@@ -58,16 +65,16 @@ def test_hosts_without_a_delay_are_refused() -> None:
 
 def test_an_arm_changes_speculation_and_nothing_else() -> None:
     config = parse_config({"target": {"max_num_seqs": 3}})
-    changed = with_arm(config, Arm("auto", "enumerate"))
+    changed = with_arm(config, OverlapArm("auto", "enumerate"))
     assert changed.speculation.num_speculative_tokens == "auto"
     assert changed.speculation.overlap is Overlap.ENUMERATE
     assert changed.target == config.target
 
 
 def test_an_arm_is_under_the_simple_control() -> None:
-    changed = with_arm(parse_config({}), Arm("simple", "serial")).speculation
+    changed = with_arm(parse_config({}), OverlapArm("simple", "serial")).speculation
     assert (changed.num_speculative_tokens, changed.control) == ("auto", "simple")
-    assert with_arm(parse_config({}), Arm("auto", "serial")).speculation.control == "measured"
+    assert with_arm(parse_config({}), OverlapArm("auto", "serial")).speculation.control == "measured"
 
 
 def result(arm: str, tokens_per_s: float, temperature: float = 0.0) -> OverlapResult:

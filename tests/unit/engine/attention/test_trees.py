@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from specray.engine.attention.paged import BlockAttention, attend_gathered
+from specray.engine.attention.paged import PagedAttention, attend_gathered
 from specray.engine.cache.blocks import BlockCache
 from specray.engine.cpu.gemm import tiles
 from specray.engine.model.decoder import Attention, PlainAttention
@@ -30,7 +30,7 @@ def sdpa() -> Attention:
 
 
 def gather() -> Attention:
-    return BlockAttention(rotary_tables(*torch_tables(), torch.float32), SHAPE, attend_gathered)
+    return PagedAttention(rotary_tables(*torch_tables(), torch.float32), SHAPE, attend_gathered)
 
 
 def kernel(dtype: torch.dtype) -> Attention:

@@ -11,8 +11,8 @@ import pytest
 
 from specray.config import parse_config
 from specray.engine.build import build_draft_engine, build_target_engine
-from specray.engine.draft import DraftHead
-from specray.engine.target import TargetHead
+from specray.engine.draft import DraftEngine
+from specray.engine.target import TargetEngine
 from specray.types import ItemFailed, SamplingParams, Verdict, VerifyItem
 from tests.unit.engine.harness import (
     CLOSE,
@@ -43,7 +43,7 @@ def expected(prompt: list[int], sampling: SamplingParams, num_output: int = NUM_
     return target_only(lambda prefix: model_logits(TARGET, prefix), prompt, sampling, num_output)
 
 
-def assert_idle(head: TargetHead | DraftHead) -> None:
+def assert_idle(head: TargetEngine | DraftEngine) -> None:
     head.check_integrity()
     assert (head.info.num_blocks_in_use, head.num_free_blocks) == (0, head.info.num_blocks - 1)
 
@@ -99,7 +99,7 @@ def test_the_hit_is_told_and_counted() -> None:
 def test_without_a_prefix_cache_everything_is_computed() -> None:
     info = engine_info("target", block_size=96, num_blocks=4)
     _, runner = toy_target(block_size=96, num_blocks=4)
-    target = TargetHead(runner, info, device=model_logits(TARGET, []).device, prefix_cache=False)
+    target = TargetEngine(runner, info, device=model_logits(TARGET, []).device, prefix_cache=False)
     for name in "ab":
         target.verify([VerifyItem(name, 1, 0, tuple(PROMPT), sampling=GREEDY)])
     assert runner.num_rows == 80
@@ -163,7 +163,7 @@ ARCHITECTURES = [
     ("mistral-windowed", "auto"),
     ("qwen3", "auto"),
     ("gpt2", "auto"),
-    ("mistral-windowed", "generic"),
+    ("mistral-windowed", "hf"),
 ]
 
 

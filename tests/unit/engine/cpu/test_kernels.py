@@ -12,7 +12,7 @@ import pytest
 import torch
 from numba import carray
 
-from specray.engine.attention.cpu import FusedAttention
+from specray.engine.attention.cpu import CpuAttention
 from specray.engine.cache.blocks import BlockCache
 from specray.engine.cpu import norm as norm_module
 from specray.engine.cpu.attention import kernel as attention_module
@@ -59,10 +59,10 @@ def angles(head_dim: int) -> torch.Tensor:
 
 def fused(
     num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, thread_pool: ThreadPool = ALONE
-) -> FusedAttention:
+) -> CpuAttention:
     kernel = attention_kernel(head_dim, str(dtype).removeprefix("torch."))
     table = angles(head_dim)
-    return FusedAttention(
+    return CpuAttention(
         kernel, thread_pool, num_heads, num_kv_heads, head_dim, table.cos(), table.sin(), head_dim**-0.5
     )
 

@@ -11,7 +11,7 @@ from specray.engine.step import AttentionStep, SequenceRows
 
 pytest.importorskip("numba")
 
-from specray.engine.attention.cpu import FusedAttention
+from specray.engine.attention.cpu import CpuAttention
 from specray.engine.cpu import norm as norm_module
 from specray.engine.cpu.attention.kernel import attention_kernel
 from specray.engine.cpu.gemm import linear as linear_module
@@ -149,7 +149,7 @@ def test_attention_of_packed_rows(head_dim: int, has_norm: bool) -> None:
     """Halves of a head in one block and in several; the caches are left alike."""
     kernel = attention_kernel(head_dim, "bfloat16")
     table = torch.rand(96, head_dim // 2, generator=torch.Generator().manual_seed(7))
-    attention = FusedAttention(kernel, THREAD_POOL, 4, 2, head_dim, table.cos(), table.sin(), head_dim**-0.5)
+    attention = CpuAttention(kernel, THREAD_POOL, 4, 2, head_dim, table.cos(), table.sin(), head_dim**-0.5)
     norm = HeadNorm(random(6, head_dim, seed=1), 1e-6) if has_norm else None
     caches = []
     qkv = random(75, 8 * head_dim)

@@ -13,8 +13,8 @@ from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.inputs import SequenceInput
 from specray.engine.runner.runner import ModelRunner
 from tests.unit.engine.model.checkpoints import (
-    GENERIC,
-    LOWERED,
+    DECODER,
+    HF,
     reference_greedy,
     reference_logits,
     reference_model,
@@ -41,11 +41,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return make
 
 
-@pytest.fixture(params=[*LOWERED, *GENERIC, "llama/generic", "mistral-windowed/generic"])
+@pytest.fixture(params=[*DECODER, *HF, "llama/hf", "mistral-windowed/hf"])
 def case(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> tuple[Path, str]:
     """A checkpoint, and the forward that is expected to run it."""
     name, _, forced = request.param.partition("/")
-    return checkpoint(name), forced or ("lowered" if name in LOWERED else "generic")
+    return checkpoint(name), forced or ("decoder" if name in DECODER else "hf")
 
 
 def make_runner(case: tuple[Path, str], block_size: int | None = None, dtype: str = "float32") -> ModelRunner:
@@ -73,7 +73,7 @@ def run_one(
 ) -> torch.Tensor:
     table.reserve(start + len(token_ids))
     wanted = len(token_ids) if num_logits is None else num_logits
-    return runner.run([SequenceInput(token_ids, start, table.block_ids, wanted)])
+    return runner.run([SequenceInput(token_ids, start, table.block_ids, wanted)]).logits
 
 
 def new_table(runner: ModelRunner) -> BlockTable:
@@ -126,13 +126,13 @@ def test_ragged_batch_equals_single_sequences(case: tuple[Path, str], block_size
             SequenceInput(OTHER, 0, tables[1].block_ids, 4),
             SequenceInput([17, 18], 0, tables[2].block_ids, 0),
         ]
-    )
+    ).logits
     expected = torch.cat([reference_logits(model, PROMPT)[-2:], reference_logits(model, OTHER)])
     torch.testing.assert_close(logits, expected, atol=ATOL, rtol=0)
     # The sequence without logits filled its cache all the same.
     after = runner.run(
         [SequenceInput([40], 2, tables[2].block_ids, 1), SequenceInput([41], 4, tables[1].block_ids, 1)]
-    )
+    ).logits
     expected = torch.stack(
         [reference_logits(model, [17, 18, 40])[-1], reference_logits(model, [*OTHER, 41])[-1]]
     )
@@ -161,7 +161,7 @@ def test_branches_equal_sequences_of_their_own(case: tuple[Path, str], block_siz
             inputs.append(SequenceInput([70], len(OTHER), other.block_ids, 1))
             sequences.append([*OTHER, 70])
         expected = torch.stack([reference_logits(model, tokens)[-1] for tokens in sequences])
-        torch.testing.assert_close(runner.run(inputs), expected, atol=ATOL, rtol=0)
+        torch.testing.assert_close(runner.run(inputs).logits, expected, atol=ATOL, rtol=0)
     after = run_one(runner, table, [40], length)
     torch.testing.assert_close(after[-1], reference_logits(model, [*PROMPT, 40])[-1], atol=ATOL, rtol=0)
 
@@ -197,7 +197,7 @@ def test_the_last_token_of_the_longest_sequence(checkpoint: Callable[[str], Path
     """Position max_model_len - 1 has a rotary row and a slot of its own."""
     path = checkpoint("llama")
     tokens = [(7 * i) % 90 + 2 for i in range(128)]
-    runner = make_runner((path, "lowered"))
+    runner = make_runner((path, "decoder"))
     assert runner.info.max_model_len == 128
     logits = run_one(runner, new_table(runner), tokens, 0, 1)
     expected = reference_logits(reference_model(path), tokens)[-1:]
@@ -206,7 +206,7 @@ def test_the_last_token_of_the_longest_sequence(checkpoint: Callable[[str], Path
 
 def test_copied_tokens_serve_another_sequence(checkpoint: Callable[[str], Path]) -> None:
     path = checkpoint("llama")
-    runner = make_runner((path, "lowered"))
+    runner = make_runner((path, "decoder"))
     allocator = BlockAllocator(runner.info.num_blocks, runner.info.block_size)
     first, second = BlockTable(allocator), BlockTable(allocator)
     run_one(runner, first, PROMPT, 0)

@@ -176,11 +176,11 @@ def test_cache_memory_too_small_for_one_sequence(llama: Path) -> None:
         build(llama, cache_memory_gib=1e-6)
 
 
-def test_lowered_where_it_does_not_apply(tmp_path: Path) -> None:
+def test_decoder_where_it_does_not_apply(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, "gpt_neox")
-    with pytest.raises(ConfigError, match="forward is 'lowered', which does not cover this 'gpt_neox' model"):
-        build(path, forward="lowered")
-    assert build(path).info.forward == "generic"
+    with pytest.raises(ConfigError, match="forward is 'decoder', which does not cover this 'gpt_neox' model"):
+        build(path, forward="decoder")
+    assert build(path).info.forward == "hf"
 
 
 def test_cuda_where_there_is_none(llama: Path) -> None:

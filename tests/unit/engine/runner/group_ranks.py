@@ -1,4 +1,4 @@
-"""What the ranks of a test's group do; imports little, because each rank is a fresh process."""
+"""What the ranks of a test's group do, each in a process of its own."""
 
 from __future__ import annotations
 

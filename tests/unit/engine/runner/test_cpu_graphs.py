@@ -17,7 +17,7 @@ pytest.importorskip("numba")
 
 from specray.engine.cpu.gemm import tiles
 from specray.engine.cpu.gemm.linear import can_tile
-from specray.engine.runner.cpu_graphs import TapedForward, taped
+from specray.engine.runner.cpu_graphs import CpuGraphForward, with_cpu_graphs
 
 pytestmark = pytest.mark.skipif(
     not can_tile(torch.zeros(64, 32, dtype=torch.bfloat16)), reason="the instruction is missing"
@@ -36,9 +36,9 @@ def make_runner(role: str = "draft", num_threads: int = 1) -> ModelRunner:
 
 
 def eager(runner: ModelRunner) -> ModelRunner:
-    """The same weights over a cache of its own, without tapes."""
+    """The same weights over a cache of its own, without graphs."""
     other = ModelRunner(runner.forward, runner.cache, runner.info)
-    other._forward, other._taped = runner.forward, None
+    other._forward, other._cpu_graphs = runner.forward, None
     return other
 
 
@@ -89,13 +89,13 @@ def fill(runner: ModelRunner) -> None:
 
 def run_all(runner: ModelRunner, inputs: Sequence[Sequence[SequenceInput]]) -> list[torch.Tensor]:
     fill(runner)
-    return [runner.run(step) for step in inputs]
+    return [runner.run(step).logits for step in inputs]
 
 
 def test_every_shape_gives_again_what_the_forward_gives(runner: ModelRunner) -> None:
     expected = run_all(eager(runner), steps())
-    assert isinstance(runner._forward, TapedForward)
-    # As they are, while they are recorded, and from tapes.
+    assert isinstance(runner._forward, CpuGraphForward)
+    # As they are, while they are captured, and from graphs.
     for _ in range(4):
         outputs = run_all(runner, steps())
         for output, other in zip(outputs, expected, strict=True):
@@ -104,12 +104,12 @@ def test_every_shape_gives_again_what_the_forward_gives(runner: ModelRunner) -> 
     assert len({tuple(output[0, :8].tolist()) for output in outputs}) > 10
 
 
-def test_repeated_shapes_run_from_the_tape() -> None:
+def test_repeated_shapes_run_from_the_graph() -> None:
     """Recorded the third time: recording a shape that never comes back would cost more than it brings."""
     runner = make_runner()
     fill(runner)
     forward = runner._forward
-    assert isinstance(forward, TapedForward)
+    assert isinstance(forward, CpuGraphForward)
     calls = 0
     decode = type(runner.forward).decode
 
@@ -133,25 +133,25 @@ def test_a_failed_recording_leaves_nothing_behind() -> None:
     runner = make_runner()
     fill(runner)
     forward = runner._forward
-    assert isinstance(forward, TapedForward)
-    expected = eager(runner).run([SequenceInput([70], 21, list(range(8)), 1)])
+    assert isinstance(forward, CpuGraphForward)
+    expected = eager(runner).run([SequenceInput([70], 21, list(range(8)), 1)]).logits
     with pytest.raises((IndexError, AssertionError)):
         runner.run([SequenceInput([70], 21, [], 1)])
     assert forward._attention.thread_pool.recorder is None
     for _ in range(2):
-        assert torch.equal(runner.run([SequenceInput([70], 21, list(range(8)), 1)]), expected)
+        assert torch.equal(runner.run([SequenceInput([70], 21, list(range(8)), 1)]).logits, expected)
 
 
 def test_a_forward_of_other_operators_is_not_recorded() -> None:
     config = EngineConfig(device="cpu", dtype="float32", num_threads=1, max_model_len=64, max_num_seqs=1)
     forward = build_runner(config, role="draft").forward
-    assert taped(forward) is None
+    assert with_cpu_graphs(forward) is None
 
 
-def test_tapes_share_the_room_of_their_tensors() -> None:
+def test_graphs_share_the_room_of_their_tensors() -> None:
     runner = make_runner()
     forward = runner._forward
-    assert isinstance(forward, TapedForward)
+    assert isinstance(forward, CpuGraphForward)
     sizes = []
     for num_rows in range(8, 0, -1):
         runner.run([SequenceInput([60] * num_rows, 0, list(range(8)), num_rows)])
@@ -162,7 +162,7 @@ def test_tapes_share_the_room_of_their_tensors() -> None:
 def test_torch_has_few_threads_beside_those_of_kernels() -> None:
     before = torch.get_num_threads()
     try:
-        assert make_runner("target", 3).is_taped
+        assert make_runner("target", 3).has_cpu_graphs
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
@@ -172,7 +172,7 @@ def test_torch_has_few_threads_beside_those_of_kernels() -> None:
 def test_numbers_of_rows_that_cost_the_same_share_a_recording() -> None:
     runner = make_runner("target")
     forward = runner._forward
-    assert isinstance(forward, TapedForward)
+    assert isinstance(forward, CpuGraphForward)
     plain = eager(runner)
 
     def rows_of(counts: Sequence[tuple[int, int]]) -> list[SequenceInput]:
@@ -189,10 +189,10 @@ def test_numbers_of_rows_that_cost_the_same_share_a_recording() -> None:
     ]
     for group in groups:
         for step in group:
-            expected = plain.run(step)
+            expected = plain.run(step).logits
             for _ in range(3):
-                assert torch.equal(runner.run(step), expected)
-    assert sorted(forward._tapes) == [(48, 48), (64, 8), (64, 16), (64, 24), (64, 48)]
+                assert torch.equal(runner.run(step).logits, expected)
+    assert sorted(forward._graphs) == [(48, 48), (64, 8), (64, 16), (64, 24), (64, 48)]
 
 
 def continued(
@@ -210,9 +210,9 @@ def continued(
             SequenceInput([token], inputs[index].start + 1, inputs[index].block_ids, 1)
             for token, index in zip(tokens, indexes, strict=True)
         ]
-        logits = runner.advance(indexes, tokens)
-        assert logits is not None, step
-        done.append((logits.clone(), inputs))
+        output = runner.advance(indexes, tokens)
+        assert output is not None, step
+        done.append((output.logits.clone(), inputs))
     return done
 
 
@@ -238,7 +238,7 @@ def test_a_step_that_goes_on_gives_what_a_planned_one_gives(
     fill(plain)
     plain.run([SequenceInput([70 + index], start, BLOCKS[index], 1) for index, start in enumerate(starts)])
     for logits, inputs in done:
-        assert torch.equal(logits, plain.run(inputs))
+        assert torch.equal(logits, plain.run(inputs).logits)
 
 
 def test_what_cannot_go_on_is_planned_anew(runner: ModelRunner) -> None:

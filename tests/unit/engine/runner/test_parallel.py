@@ -35,7 +35,10 @@ from tests.unit.engine.model.checkpoints import (
     reference_logits,
     reference_model,
     write_checkpoint,
+    write_family,
 )
+from tests.unit.engine.model.zoo import GROUPED, SLIDING, Family
+from tests.unit.engine.processes import preloaded_context
 from tests.unit.engine.runner.group_ranks import DEADLINE_S, hang_or_die, join, start_differently
 
 PROMPT = [5, 7, 9, 11, 13, 2, 4, 60, 33]
@@ -74,38 +77,39 @@ def build(
 
 def serve_rank(rank: int, meeting: Queue[str], answers: Queue[Any], cases: list[tuple[str, str]]) -> None:
     """One group per case, one after the other in the same processes."""
-    for path, forward in cases:
+    for number, (path, forward) in enumerate(cases):
         runner = build(rank, meeting, path, forward, silence_timeout_s=2)
         if rank > 0:
             runner.follow()
         else:
-            answers.put(lead(runner))
+            # Longer than the silence that the follower allows: an idle leader is not a lost one.
+            answers.put(lead(runner, idle_s=3 if number == 0 else 0))
         runner.close()
         runner.close()
 
 
-def lead(runner: ModelRunner) -> tuple[list[int], list[list[float]], list[list[float]]]:
+def lead(runner: ModelRunner, *, idle_s: float) -> tuple[list[int], list[list[float]], list[list[float]]]:
     """Greedy tokens, the prompt's logits, and those of a batch that does not fit the first broadcast.
 
     The last rows of the batch belong to a prefix that was copied, on every rank, from another block.
     """
-    prompt_logits = runner.run([SequenceInput(PROMPT, 0, [0], len(PROMPT))])
+    prompt_logits = runner.run([SequenceInput(PROMPT, 0, [0], len(PROMPT))]).logits
     tokens = [*PROMPT, int(prompt_logits[-1].argmax())]
-    time.sleep(3)  # Longer than the silence that the follower allows: an idle leader is not a lost one.
+    time.sleep(idle_s)
     while len(tokens) < len(PROMPT) + NUM_TOKENS:
-        logits = runner.run([SequenceInput(tokens[-1:], len(tokens) - 1, [0], 1)])
+        logits = runner.run([SequenceInput(tokens[-1:], len(tokens) - 1, [0], 1)]).logits
         tokens.append(int(logits[0].argmax()))
-    batch = runner.run([SequenceInput(LONG, 0, [1], 1), SequenceInput(LONG, 0, [0], 1)])
+    batch = runner.run([SequenceInput(LONG, 0, [1], 1), SequenceInput(LONG, 0, [0], 1)]).logits
     runner.run([SequenceInput(PROMPT, 0, [0], 0)])
     runner.copy_tokens([1], [0], 60)
     runner.copy_tokens([1], [0], 100, first=60)
-    copied = runner.run([SequenceInput(LONG[100:], 100, [0], 1)])
+    copied = runner.run([SequenceInput(LONG[100:], 100, [0], 1)]).logits
     return tokens, prompt_logits.tolist(), [*batch.tolist(), *copied.tolist()]
 
 
 @contextmanager
 def running_ranks(target: Callable[..., None], *args: Any) -> Iterator[tuple[Ranks, Queue[Any]]]:
-    context = multiprocessing.get_context("spawn")
+    context = preloaded_context()
     meeting: Queue[str] = context.Queue()
     answers: Queue[Any] = context.Queue()
     ranks: Ranks = [context.Process(target=target, args=(r, meeting, answers, *args)) for r in range(2)]
@@ -120,7 +124,7 @@ def running_ranks(target: Callable[..., None], *args: Any) -> Iterator[tuple[Ran
 
 
 # 97 tokens do not divide into two equal shards.
-CASES = [("llama", "lowered", 96), ("llama-biased-scaled", "lowered", 97), ("qwen3", "generic", 96)]
+CASES = [("llama", "decoder", 96), ("llama-biased-scaled", "decoder", 97), ("qwen3", "hf", 96)]
 
 
 def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
@@ -160,7 +164,7 @@ def test_no_rank_starts_where_one_has_blocks_of_another_size() -> None:
 
 
 def test_every_choice_in_which_ranks_differ_is_named() -> None:
-    same = {"forward": "lowered", "attention": "varlen", "block_size": 256}
+    same = {"forward": "decoder", "attention": "varlen", "block_size": 256}
     check_same_choices([same, dict(same), dict(same)])
     with pytest.raises(ConfigError) as caught:
         check_same_choices([same, {**same, "attention": "triton", "block_size": 16}, same])
@@ -182,7 +186,7 @@ def test_what_ranks_choose_is_all_that_places_their_tokens(tmp_path: Path) -> No
     )
     info = build_runner(config, role="target").info
     assert _group_choices(info) == {
-        "forward": "lowered",
+        "forward": "decoder",
         "attention": "gather",
         "block_size": 4,
         "num_blocks": 2 * info.max_model_len // 4,
@@ -206,6 +210,27 @@ def test_size_that_does_not_divide_the_heads(tmp_path: Path, size: int, field: s
     args = ModelArgs(str(path), torch.float32, torch.device("cpu"), tensor_parallel_size=size)
     with pytest.raises(
         ConfigError, match=f"tensor_parallel_size is {size}, which must divide the model's {field}"
+    ):
+        load_model(args)
+
+
+def test_gemma_3n_is_served_by_one_rank(tmp_path: Path) -> None:
+    family = Family(
+        "gemma3n_text",
+        {
+            **GROUPED,
+            **SLIDING,
+            "head_dim": 8,
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 96,
+            "activation_sparsity_pattern": [0.0, 0.0],
+        },
+    )
+    path = write_family(tmp_path, family)
+    args = ModelArgs(str(path), torch.float32, torch.device("cpu"), tensor_parallel_size=2, role="target")
+    with pytest.raises(
+        ConfigError, match=r"target\.tensor_parallel_size is 2; model type 'gemma3n_text' allows only 1"
     ):
         load_model(args)
 

@@ -9,7 +9,13 @@ import pytest
 from specray.config import RouterConfig, SpeculationConfig
 from specray.planning.load import ClosedLoad, FixedLength, LognormalLength, OpenLoad
 from specray.planning.profile import RouterProfile
-from specray.planning.simulation.fleet import Kit, Window, simulate, simulate_closed, simulate_saturated
+from specray.planning.simulation.fleet import (
+    Kit,
+    TimeWindow,
+    simulate,
+    simulate_closed,
+    simulate_saturated,
+)
 from specray.planning.simulation.results import Slo
 from tests.unit.planning.parts import (
     PREFILL_S,
@@ -128,7 +134,7 @@ def test_a_step_beside_the_draft_is_slower_where_they_share_hardware() -> None:
 
 def test_requests_at_equal_intervals_meet_an_idle_target() -> None:
     load = OpenLoad(5.0, FixedLength(10), FixedLength(1), is_poisson=False)
-    run = simulate(plain_kit(), load, Window(1.1, 10.0), num_groups=1, num_drafts=0, slo=Slo(ttft_ms=21))
+    run = simulate(plain_kit(), load, TimeWindow(1.1, 10.0), num_groups=1, num_drafts=0, slo=Slo(ttft_ms=21))
     assert (run.num_requests, run.num_met, run.num_refused) == (50, 50, 0)
     assert run.tokens_per_s == pytest.approx(5.0)
     assert run.target_utilisation == pytest.approx(5.0 * PREFILL_S)
@@ -140,7 +146,7 @@ def test_poisson_arrivals_wait_as_in_an_m_d_1_queue() -> None:
     kit = plain_kit(max_num_seqs=1)
     rate = 0.7 / PREFILL_S
     load = OpenLoad(rate, FixedLength(10), FixedLength(1))
-    run = simulate(kit, load, Window(5.0, 150.0), num_groups=1, num_drafts=0, slo=Slo(), seed=1)
+    run = simulate(kit, load, TimeWindow(5.0, 150.0), num_groups=1, num_drafts=0, slo=Slo(), seed=1)
     assert run.target_utilisation == pytest.approx(0.7, rel=0.03)
     # Erlang's distribution of the wait at 0.7: medians and percentiles of wait and service, in services.
     assert run.ttft_ms is not None
@@ -151,7 +157,7 @@ def test_poisson_arrivals_wait_as_in_an_m_d_1_queue() -> None:
 def test_a_saturated_target_gives_no_more_than_one_over_its_service_time() -> None:
     kit = plain_kit(max_num_seqs=1)
     load = OpenLoad(2 / PREFILL_S, FixedLength(10), FixedLength(1), is_poisson=False)
-    run = simulate(kit, load, Window(2.0, 4.0), num_groups=1, num_drafts=0, slo=Slo(ttft_ms=100))
+    run = simulate(kit, load, TimeWindow(2.0, 4.0), num_groups=1, num_drafts=0, slo=Slo(ttft_ms=100))
     assert run.tokens_per_s == pytest.approx(1 / PREFILL_S, rel=0.01)
     assert run.target_utilisation == pytest.approx(1.0)
     assert run.num_met == 0
@@ -164,7 +170,7 @@ def test_full_queues_refuse() -> None:
     config = RouterConfig.model_validate({"max_queued_requests": 2})
     kit = replace(plain_kit(max_num_seqs=1), router_config=config)
     load = OpenLoad(4 / PREFILL_S, FixedLength(10), FixedLength(1), is_poisson=False)
-    run = simulate(kit, load, Window(1.0, 2.0), num_groups=1, num_drafts=0, slo=Slo())
+    run = simulate(kit, load, TimeWindow(1.0, 2.0), num_groups=1, num_drafts=0, slo=Slo())
     assert run.num_requests == pytest.approx(400, abs=2)
     assert run.num_refused == pytest.approx(300, abs=4)
 
@@ -183,7 +189,7 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another() -> None:
     kit = replace(serial_kit(3, rate=0.7), speculation=SpeculationConfig.model_validate({"overlap": "auto"}))
 
     def run(seed: int) -> object:
-        return simulate(kit, load, Window(1.0, 4.0), num_groups=4, num_drafts=2, slo=Slo(), seed=seed)
+        return simulate(kit, load, TimeWindow(1.0, 4.0), num_groups=4, num_drafts=2, slo=Slo(), seed=seed)
 
     assert run(5) == run(5)
     assert run(5) != run(6)
@@ -191,7 +197,9 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another() -> None:
 
 def test_a_hundred_groups_share_drafts() -> None:
     load = OpenLoad(100.0, FixedLength(20), FixedLength(9))
-    run = simulate(serial_kit(3), load, Window(0.2, 1.0), num_groups=100, num_drafts=25, slo=Slo(ttft_ms=100))
+    run = simulate(
+        serial_kit(3), load, TimeWindow(0.2, 1.0), num_groups=100, num_drafts=25, slo=Slo(ttft_ms=100)
+    )
     assert (run.num_groups, run.num_drafts) == (100, 25)
     assert run.met_share > 0.95
 

@@ -65,18 +65,21 @@ def ready_with_its_rank(process: subprocess.Popen[str]) -> int:
     return rank
 
 
-async def outputs(tensor_parallel_size: int) -> list[tuple[int, ...]]:
-    """Returns a greedy and a sampled output of a pair with this many ranks per engine."""
+async def outputs(tensor_parallel_size: int, *, has_draft: bool) -> list[tuple[int, ...]]:
+    """Returns a greedy and a sampled output of engines that have this many ranks each."""
     model = {"model": str(demo_target_path()), "dtype": "float32", "max_model_len": 128, "profile_s": 0}
     engine = {**model, "tensor_parallel_size": tensor_parallel_size, "num_threads": 1}
     config = parse_config(
-        {"target": engine, "draft": engine, "speculation": {"num_speculative_tokens": 3, "overlap": "serial"}}
+        {
+            "target": engine,
+            "draft": {**engine, "enabled": has_draft},
+            "speculation": {"num_speculative_tokens": 3, "overlap": "serial"},
+        }
     )
     found = []
     async with local_pair(config) as pair:
-        assert [info and info.tensor_parallel_size for info in await pair.infos()] == [
-            tensor_parallel_size
-        ] * 2
+        sizes = [info.tensor_parallel_size for info in await pair.infos() if info is not None]
+        assert sizes == [tensor_parallel_size] * (2 if has_draft else 1)
         router = pair.router(config, make_stop_matcher(TOKENIZER))
         await router.start()
         for temperature in (0.0, 1.0):
@@ -89,7 +92,7 @@ async def outputs(tensor_parallel_size: int) -> list[tuple[int, ...]]:
 
 @pytest.mark.timeout(DEADLINE_S)
 async def test_a_pair_of_two_ranks_each_gives_the_tokens_of_one() -> None:
-    alone, together = await outputs(1), await outputs(2)
+    alone, together = await outputs(1, has_draft=False), await outputs(2, has_draft=True)
     assert together == alone
     assert [len(tokens) for tokens in alone] == [24, 24]
 
