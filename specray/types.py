@@ -25,8 +25,6 @@ MAX_DRAFT_NODES: Final = 64
 """Most nodes of one tree of draft tokens: the ancestors of a node are one 64-bit mask."""
 PROTOCOL_VERSION: Final = 1
 """Of the engines' wire protocol; ``EngineInfo`` carries it, and peers with another one are refused."""
-MAX_SPECULATIVE_TOKENS: Final = 32
-"""Largest K that a configuration or a request may ask for."""
 
 
 class Verification(enum.StrEnum):
