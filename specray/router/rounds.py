@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from specray.config import RouterConfig
-from specray.control.controller import Policy
-from specray.control.state import OFF, Plan
+from specray.control.controller import Controller
+from specray.control.state import Plan
 from specray.errors import ProtocolError
 from specray.interfaces import Clock
 from specray.metrics.router import RouterMetrics
 from specray.router.admission.sessions import Sessions
 from specray.router.deferred import Later
+from specray.router.proposers.budgets import Budgets
 from specray.router.proposers.choice import ProposerChoice
 from specray.router.scheduler import StepScheduler
 from specray.router.session_record import LiveSession
@@ -62,7 +63,7 @@ class Rounds:
     Args:
         sessions: who runs.
         proposers: propose draft tokens.
-        policy: learns target times.
+        controller: learns target times.
         inbox: what happened.
         config: budgets and deadlines.
         clock: of deadlines and measurements.
@@ -77,7 +78,7 @@ class Rounds:
         *,
         sessions: Sessions,
         proposers: ProposerChoice,
-        policy: Policy,
+        controller: Controller,
         inbox: Inbox,
         config: RouterConfig,
         clock: Clock,
@@ -92,7 +93,8 @@ class Rounds:
         self.target: TargetLink | None = None
         """Link to the target; None while it is lost. Set by ``connect``."""
         self.last_verdict_s: float | None = None
-        self._policy = policy
+        self._controller = controller
+        self._usual_verify_s = controller.cost_model.usual_verify_s
         self._inbox = inbox
         self._config = config
         self._clock = clock
@@ -101,7 +103,13 @@ class Rounds:
         self._on_target_lost = on_target_lost
         self._trace = trace
         self._alarm = Alarm(clock, inbox.wake)
-        self._scheduler = StepScheduler(sessions, policy, config, hold_until=self._alarm.set)
+        self._scheduler = StepScheduler(
+            sessions,
+            controller.cost_model,
+            Budgets(controller.cost_model, max_k=controller.max_k),
+            config,
+            hold_until=self._alarm.set,
+        )
         self._num_steps = 0
         self._idle_since_s: float | None = None
         self._step_ended_s: float | None = None
@@ -181,7 +189,7 @@ class Rounds:
             elapsed_s = self._now - verifying.sent_s
             num_rows = verifying.num_rows if replies.num_rows is None else replies.num_rows
             if num_rows:
-                self._policy.measured.target.add(
+                self._controller.cost_model.target.add(
                     num_rows,
                     elapsed_s,
                     is_overlapped=verifying.is_overlapped,
@@ -195,7 +203,7 @@ class Rounds:
     def _end_step(self, verifying: VerifyInFlight) -> None:
         # After a pause or a loss comes a step with prompts, which shows nothing of speculation.
         began_s, self._step_ended_s = self._step_ended_s, self._now
-        self._policy.together.end_step(
+        self._controller.modes.end_step(
             None if began_s is None or verifying.has_prompt else self._now - began_s,
             is_reading=verifying.has_draft_prefill,
             num_sessions=len(verifying.sessions),
@@ -220,7 +228,9 @@ class Rounds:
                     # Also of a chunk of a prompt, which commits nothing.
                     self.last_verdict_s = self._now
                     if self._trace is not None:
-                        self._trace.verdict_received(reply, commit, replies)
+                        self._trace.verdict_received(
+                            reply, commit, replies, reason=live.round_plan.reason.value
+                        )
                     self._deliver(live, commit, replies.forward_ns / 1e9)
                 return commit is not None
             case UnknownSequence():
@@ -257,18 +267,15 @@ class Rounds:
             overhead_s = None
         # One call for all that is counted: keeping a call costs more than counting does.
         waited_s = self._now - (live.arrived_s if since_s is None else since_s)
-        self._later.add(self._count, commit, live.pacing.plan, waited_s, since_s is None, overhead_s)
+        self._later.add(self._count, commit, live.round_plan, waited_s, since_s is None, overhead_s)
 
     def _count(
-        self, commit: Commit, plan: Plan | None, waited_s: float, is_first: bool, overhead_s: float | None
+        self, commit: Commit, plan: Plan, waited_s: float, is_first: bool, overhead_s: float | None
     ) -> None:
         """A verdict that committed tokens, so long after those before it, or after the request came."""
         metrics, num_tokens = self._metrics, len(commit.token_ids)
         metrics.observe_round(commit.num_draft_tokens, commit.num_accepted_tokens, commit.source)
-        if plan is OFF:
-            metrics.plans_off.inc()
-        elif plan is not None:
-            metrics.observe_plan(plan.way, plan.num_speculative_tokens)
+        metrics.observe_plan(plan.overlap_label, plan.num_speculative_tokens, plan.reason)
         if is_first:
             metrics.observe_first_tokens(num_tokens, waited_s)
         else:
@@ -291,7 +298,7 @@ class Rounds:
         """Lets waiting requests in while there are places and a target."""
         if self.target is not None and self.sessions.num_queued:
             # With nobody running, what is expected could be wrong for ever: nothing would correct it.
-            step_s = self._policy.verify_s(1, 1) if self.sessions.running else None
+            step_s = self._usual_verify_s(1, 1) if self.sessions.running else None
             self.sessions.admit(self._now, least_s=step_s or 0.0)
 
     def propose(self) -> None:
@@ -321,7 +328,7 @@ class Rounds:
             num_context_tokens += item.base_len + num_new
             if self._trace is not None:
                 self._trace.verify_sent(item, step=self._num_steps, num_rows=num_new)
-            live.last_step = self._num_steps
+            live.last_step, live.round_plan = self._num_steps, live.plan
             live.timer.start(now)
             self.target.push(item, now)
         self.target.flush()

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from specray import __version__
 from specray.config import RouterConfig, SpeculationConfig
-from specray.control.controller import Policy
+from specray.control.controller import Controller
 from specray.errors import EngineLostError, InvalidRequestError
 from specray.interfaces import Clock, DrafterSource, RequestTracer, StopMatcherFactory, Verifier
 from specray.metrics.router import RouterMetrics
@@ -22,6 +22,7 @@ from specray.router.admission.queue import AdmissionQueue
 from specray.router.admission.sessions import Sessions
 from specray.router.deferred import Later
 from specray.router.loops import overlapped_loop, serial_loop
+from specray.router.observer import ControlObserver
 from specray.router.output.delivery import Delivery
 from specray.router.output.stream_sink import StreamSink
 from specray.router.proposers.choice import ProposerChoice
@@ -96,9 +97,10 @@ class Router:
         self._draft_on_demand = draft_on_demand
         max_events = self._config.trace_events
         self._trace = Trace(self._clock, max_events) if max_events else None
-        self._policy = Policy(self._speculation, trace=self._trace, metrics=self.metrics)
+        observer = ControlObserver(self.metrics, self._trace)
+        self._controller = Controller(self._speculation, observer=observer)
         has_model = drafters is not None
-        self._local_proposers = LocalProposers(self._speculation, self._policy, has_model=has_model)
+        self._local_proposers = LocalProposers(self._speculation, self._controller, has_model=has_model)
         queue: AdmissionQueue[LiveSession] = AdmissionQueue(
             max_requests=self._config.max_queued_requests,
             max_tokens=self._config.max_queued_tokens,
@@ -111,7 +113,7 @@ class Router:
             inbox=inbox,
             clock=self._clock,
             config=self._config,
-            policy=self._policy,
+            controller=self._controller,
             rng=self._rng,
             on_found=self._on_target_found,
             on_given_up=self._on_target_given_up,
@@ -142,7 +144,7 @@ class Router:
         model = ModelProposer(
             leases,
             self._sessions.running,
-            self._policy,
+            self._controller,
             self.metrics,
             self._later,
             round_timeout_s=self._config.round_timeout_s,
@@ -152,8 +154,8 @@ class Router:
         )
         self._rounds = Rounds(
             sessions=self._sessions,
-            proposers=ProposerChoice(model, self._sessions.running, self._policy, self._later),
-            policy=self._policy,
+            proposers=ProposerChoice(model, self._sessions.running, self._controller, self._later),
+            controller=self._controller,
             inbox=self._inbox,
             config=self._config,
             clock=self._clock,
@@ -314,7 +316,7 @@ class Router:
         live = LiveSession(
             Session(request, matcher, vocab_size=info.vocab_size),
             delivery,
-            self._policy.pace(request),
+            self._controller.start_session(request),
             arrived_s=now,
             deadline_s=now + self._timeout_s(request),
             local=self._local_proposers.of(
@@ -392,6 +394,6 @@ class Router:
             clock=self._clock,
             metrics=self.metrics,
             rng=self._rng,
-            policy=self._policy,
+            controller=self._controller,
             on_demand=self._draft_on_demand,
         )

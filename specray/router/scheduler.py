@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from specray.config import RouterConfig
-from specray.control.controller import Policy
+from specray.control.cost_model import CostModel
 from specray.router.admission.sessions import Sessions
 from specray.router.batch import BatchLimits, Share, form_batch
+from specray.router.proposers.budgets import Budgets
 from specray.router.proposers.prefill import are_prompts_first
 from specray.router.session_record import LiveSession
 from specray.types import EngineInfo
@@ -23,7 +24,8 @@ class StepScheduler:
 
     Args:
         sessions: who runs.
-        policy: predicts the time of target steps.
+        cost_model: predicts the time of target steps.
+        budgets: prompt tokens that may share a step.
         config: budgets of a step.
         hold_until: told when an idle target that is held back is to be looked at again.
     """
@@ -31,13 +33,15 @@ class StepScheduler:
     def __init__(
         self,
         sessions: Sessions,
-        policy: Policy,
+        cost_model: CostModel,
+        budgets: Budgets,
         config: RouterConfig,
         *,
         hold_until: Callable[[float], None],
     ) -> None:
         self._sessions = sessions
-        self._policy = policy
+        self._cost_model = cost_model
+        self._budgets = budgets
         self._config = config
         self._hold_until = hold_until
 
@@ -90,7 +94,7 @@ class StepScheduler:
         if not running or (is_burst and are_prompts_first(self._sessions.running)):
             return most
         num_rows = sum(live.num_rows for live in running)
-        return self._policy.prefill_room(
+        return self._budgets.prefill_tokens(
             num_rows, most, max_slowdown=self._config.max_prefill_slowdown, num_running=len(running)
         )
 
@@ -98,7 +102,7 @@ class StepScheduler:
         """An idle target waits a little for sessions whose proposals are late."""
         if idle_since_s is None:
             return False
-        step_s = self._policy.verify_s(sum(live.num_rows for live in ready), len(ready))
+        step_s = self._cost_model.usual_verify_s(sum(live.num_rows for live in ready), len(ready))
         if step_s is None or now >= idle_since_s + GRACE_SHARE * step_s:
             return False
         self._hold_until(idle_since_s + GRACE_SHARE * step_s)

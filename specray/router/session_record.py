@@ -1,10 +1,10 @@
-"""A session with what surrounds it: its caller, its pace and its times."""
+"""A session with what surrounds it: its caller, its statistics and its times."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from specray.control.state import OFF, Pacing, Plan
+from specray.control.state import OFF, OFF_BY_REASON, Plan, Reason, SessionStats
 from specray.requests import RequestLife
 from specray.router.output.delivery import Delivery
 from specray.router.proposers.ngram import LocalProposer
@@ -18,15 +18,19 @@ class LiveSession:
 
     session: Session
     delivery: Delivery
-    pacing: Pacing
+    stats: SessionStats
     arrived_s: float
     deadline_s: float
     local: LocalProposer | None = None
     """What drafts for it without a model, or fills in for the model; None: nothing does."""
     last_step: int = 0
     """Number of the target step that it was last part of."""
+    plan: Plan = field(default=OFF_BY_REASON[Reason.PREFILL])
+    """Plan of the next round."""
+    round_plan: Plan = field(default=OFF_BY_REASON[Reason.PREFILL])
+    """Plan of the round in flight."""
     ahead: Plan = field(default=OFF)
-    """Under which the draft was asked for outcomes of the round in flight."""
+    """Plan under which the draft was asked for outcomes of the round in flight."""
     timer: RoundTimer = field(default_factory=RoundTimer)
     """Timer of the round in flight."""
     num_draft_losses: int = 0

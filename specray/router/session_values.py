@@ -22,7 +22,7 @@ from specray.types import (
 ItemT = TypeVar("ItemT", SpeculateItem, VerifyItem)
 
 
-FALLBACK = "filler"
+FALLBACK = "fallback"
 """Source of draft tokens from the local proposer that stands in for a draft model."""
 
 

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from specray.config import Config
+from specray.bench.compare.peers.process import free_port
+from specray.config import Config, parse_config
+from specray.serving.launch import running_service
 
 DEADLINE_S = 60.0
+# float32: a forward's width does not change the tokens, so outputs can be compared exactly.
+# One thread each: OpenMP threads that share a core with others' spin instead of working.
+ENGINE = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "num_threads": 1, "profile_s": 0.5}
+"""Settings of both engines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +33,31 @@ class Service:
     @property
     def model(self) -> str:
         return self.config.model_name
+
+
+@contextlib.contextmanager
+def started(**sections: Mapping[str, Any]) -> Iterator[Service]:
+    """Starts a service and ends it with the block.
+
+    Args:
+        sections: additions to sections of the configuration: target, draft, speculation, router, auth, rpc.
+    """
+    values: dict[str, Mapping[str, Any]] = {
+        "target": ENGINE,
+        "draft": ENGINE,
+        "speculation": {"num_speculative_tokens": 4, "overlap": "auto"},
+        "http": {"port": free_port()},
+        "grpc": {"port": free_port()},
+        "router": {"round_timeout_s": 2.0, "start_timeout_s": 120},
+    }
+    values |= {name: {**values.get(name, {}), **added} for name, added in sections.items()}
+    config = parse_config(values)
+    with running_service(config):
+        yield Service(
+            config=config,
+            url=f"http://127.0.0.1:{config.http.port}",
+            grpc_address=f"127.0.0.1:{config.grpc.port}",
+        )
 
 
 def family() -> list[int]:

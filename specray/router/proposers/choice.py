@@ -6,7 +6,8 @@ model may have a local proposer as its fallback, which goes first where that pro
 
 from __future__ import annotations
 
-from specray.control.controller import Policy
+from specray.control.controller import Controller
+from specray.control.state import OFF_BY_REASON, Reason
 from specray.router.deferred import Later
 from specray.router.proposers.base import PENDING, Budget, Proposer
 from specray.router.proposers.fallback import NgramFallback
@@ -24,18 +25,18 @@ class ProposerChoice:
     Args:
         model: the draft model, behind a leased draft.
         running: the running sessions, shared with their owner.
-        policy: of the draft model.
+        controller: of the draft model.
         later: work that waits until the messages of a step have left.
     """
 
     def __init__(
-        self, model: ModelProposer, running: dict[str, LiveSession], policy: Policy, later: Later
+        self, model: ModelProposer, running: dict[str, LiveSession], controller: Controller, later: Later
     ) -> None:
         self.model = model
         self._running = running
-        self._policy = policy
+        self._controller = controller
         self._later = later
-        self._fallback = NgramFallback(running, policy)
+        self._fallback = NgramFallback(running, controller)
 
     # Proposals
 
@@ -47,20 +48,27 @@ class ProposerChoice:
             session = live.session
             if session.drafted is not None or session.target.in_flight is not None:
                 continue
-            if is_draft_idle and not session.is_prefilling:
+            if session.is_prefilling:
+                live.plan = OFF_BY_REASON[Reason.PREFILL]
+                if live.local is not None:
+                    self._go_without_model(live, now)
+            elif is_draft_idle:
+                live.plan = OFF_BY_REASON[Reason.PROMPTS_FIRST]
                 session.take_draft(NO_DRAFT)
-            elif live.is_drafted_locally or (session.is_prefilling and live.local is not None):
+            elif live.is_drafted_locally:
+                live.plan = OFF_BY_REASON[Reason.LOCAL]
                 self._go_without_model(live, now)
-            elif session.draft.asked is None and not session.is_prefilling:
+            elif session.draft.asked is None:
                 self._propose_with_model(live, now)
 
     def _propose_with_model(self, live: LiveSession, now: float) -> None:
-        plan = self.model.plan_question(live, now)
+        plan = live.plan = self.model.plan_question(live, now)
         if plan.is_off:
             self._go_without_model(live, now)
             return
         instead = self._fallback.propose_instead(live, plan, now)
         if instead is not None and live.local is not None:
+            live.plan = OFF_BY_REASON[Reason.NGRAM]
             live.session.take_draft(instead, live.local.source)
             return
         answer = self.model.propose(live.session, Budget(now, len(self._running), plan))
@@ -68,7 +76,7 @@ class ProposerChoice:
 
     def _go_without_model(self, live: LiveSession, now: float) -> None:
         """Decides what is verified without asking the draft."""
-        is_plain = self._policy.together.is_plain and self.model.link is not None
+        is_plain = self._controller.modes.is_plain and self.model.link is not None
         if is_plain and not live.is_drafted_locally:
             live.session.take_draft(NO_DRAFT)
         else:
@@ -84,7 +92,11 @@ class ProposerChoice:
     def _extend(self, live: LiveSession, now: float) -> None:
         """A hit goes on with a repetition where that is worth more."""
         foreseen = live.session.drafted
-        longer = None if foreseen is None else self._fallback.extend(live, foreseen, now)
+        if foreseen is None:
+            return
+        if not live.ahead.is_off:
+            live.plan = live.ahead
+        longer = self._fallback.extend(live, foreseen, now)
         if longer is not None and live.local is not None:
             live.session.take_draft(longer, live.local.source)
 

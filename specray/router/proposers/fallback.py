@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from specray.control.controller import Policy
-from specray.control.expected import expected_tokens
-from specray.control.prospects import MAX_ACCEPTANCE
+from specray.control.controller import Controller
+from specray.control.goodput import MAX_ACCEPTANCE, expected_tokens
 from specray.control.state import Plan
 from specray.router.proposers.base import Budget
 from specray.router.proposers.ngram import LocalProposer
@@ -22,12 +21,12 @@ class NgramFallback:
 
     Args:
         running: the running sessions, shared with their owner.
-        policy: of the draft model, with which the local proposer is compared.
+        controller: of the draft model, with which the local proposer is compared.
     """
 
-    def __init__(self, running: Mapping[str, LiveSession], policy: Policy) -> None:
+    def __init__(self, running: Mapping[str, LiveSession], controller: Controller) -> None:
         self._running = running
-        self._policy = policy
+        self._controller = controller
 
     def propose_instead(self, live: LiveSession, plan: Plan, now: float) -> DraftTokens | None:
         """Local draft tokens, to be verified at once, where they promise more than asking the draft.
@@ -44,9 +43,9 @@ class NgramFallback:
         draft = local.propose(live.session, Budget(now, num_running))
         if not draft.token_ids or (plan.overlap is Overlap.SERIAL and not local.is_long):
             return None
-        rate = self._policy.goodput(plan, live.pacing, num_running)
-        asked_rate = self._policy.goodput(Plan(k), live.pacing, num_running)
-        asked_tokens = expected_tokens(min(live.pacing.acceptance.value, MAX_ACCEPTANCE), k)
+        rate = self._controller.goodput(plan, live.stats, num_running)
+        asked_rate = self._controller.goodput(Plan(k), live.stats, num_running)
+        asked_tokens = expected_tokens(min(live.stats.acceptance.value, MAX_ACCEPTANCE), k)
         tokens, seconds = local.expect(len(draft), num_running=num_running)
         is_worth_more = tokens - rate * seconds > asked_tokens * (1 - rate / asked_rate)
         return draft if is_worth_more else None
@@ -78,5 +77,5 @@ class NgramFallback:
         num_running = len(self._running)
         tokens, seconds = local.expect(num_drafts, num_running=num_running)
         fewer_tokens, shorter_s = local.expect(num_fewer, num_running=num_running)
-        rate = self._policy.goodput(live.ahead, live.pacing, num_running)
+        rate = self._controller.goodput(live.ahead, live.stats, num_running)
         return tokens - fewer_tokens > rate * (seconds - shorter_s)

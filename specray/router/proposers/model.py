@@ -16,13 +16,13 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Literal
 
-from specray.control.controller import FAILED_DRAFT_REST_ROUNDS, Policy
-from specray.control.draft_steps import learn_step
-from specray.control.prospects import max_branches
-from specray.control.state import OFF, Plan
+from specray.control.controller import Controller
+from specray.control.goodput import max_branches
+from specray.control.state import OFF_BY_REASON, Plan, Reason
 from specray.metrics.router import RouterMetrics
 from specray.router.deferred import Later
 from specray.router.proposers.base import PENDING, Budget, Pending
+from specray.router.proposers.budgets import Budgets
 from specray.router.proposers.prefill import DraftPrefill, are_prompts_first
 from specray.router.proposers.waits import DraftWaits
 from specray.router.session import Session
@@ -50,7 +50,6 @@ SERIAL_PATIENCE_S = 1.0
 """How long it waits at least when both engines take turns."""
 MAX_DRAFT_LOSSES = 3
 """A request that so many drafts in a row were lost with may be what ended them."""
-_FOR_EVER = 1 << 60
 
 
 class ModelProposer:
@@ -59,7 +58,7 @@ class ModelProposer:
     Args:
         leases: hold the link; None: nothing is ever drafted.
         running: the sessions, shared with their owner.
-        policy: chooses K and fan-out, and learns from what is measured.
+        controller: chooses K and fan-out, and learns from what is measured.
         metrics: of lookups and draft steps.
         later: what is counted when the messages of a step have left.
         round_timeout_s: a draft that is silent for so long is lost.
@@ -72,7 +71,7 @@ class ModelProposer:
         self,
         leases: DraftLeases | None,
         running: dict[str, LiveSession],
-        policy: Policy,
+        controller: Controller,
         metrics: RouterMetrics,
         later: Later,
         *,
@@ -83,15 +82,16 @@ class ModelProposer:
     ) -> None:
         self._leases = leases
         self._running = running
-        self._policy = policy
+        self._controller = controller
         self._metrics = metrics
         self._later = later
         self._round_timeout_s = round_timeout_s
         self._is_serial = is_serial
+        self._budgets = Budgets(controller.cost_model, max_k=controller.max_k)
         self._waits = DraftWaits(running)
         self._prefill = DraftPrefill(
             running,
-            policy,
+            self._budgets,
             max_tokens=max_prefill_tokens,
             patience_s=self._patience_s,
             is_draft_idle=partial(are_prompts_first, running),
@@ -120,12 +120,15 @@ class ModelProposer:
         self._prefill.begin()
 
     def plan_question(self, live: LiveSession, now: float) -> Plan:
-        """Plan under which the draft is asked for a proposal; OFF: it is not asked.
+        """Plan under which the draft is asked for a proposal; off: it is not asked, and why.
 
         Takes the room for the tokens that the draft must prefill first.
         """
         plan = self._plan(live, live.session.num_remaining, now)
-        return OFF if plan.is_off or not self._can_ask(live) else plan
+        if plan.is_off or self._prefill.can_ask(live):
+            return plan
+        self._controller.postpone_exploration(live.stats)
+        return OFF_BY_REASON[Reason.DRAFT_PREFILL]
 
     def propose(self, session: Session, budget: Budget) -> Literal[Pending.PENDING] | None:
         """Asks the draft for a proposal under ``budget.plan``; the reply reaches the session later."""
@@ -151,25 +154,20 @@ class ModelProposer:
         self._prefill.begin()
         self._prefill.begin_step(step)
         for live in self._running.values():
-            session, is_resting = live.session, self._policy.is_resting(live.pacing)
-            if live.is_drafted_locally or is_resting or not self._prefill.is_due(live):
+            session, resting = live.session, self._controller.resting_plan(live.stats)
+            if live.is_drafted_locally or resting is not None or not self._prefill.is_due(live):
                 continue
             plan = self._plan(live, session.num_remaining, now)
             num_tokens = 0 if plan.is_off else self._prefill.share(live)
             if num_tokens == 0:
                 continue
             if num_tokens == live.num_unread and session.is_prefilling:
+                live.plan = plan
                 self._push(session.proposal_item(plan.num_speculative_tokens, plan.min_acceptance), now)
             else:
                 self._push(session.prefill_chunk_item(num_tokens), now)
                 self._prefill.note(live, now)
         return self._prefill.is_going_on
-
-    def _can_ask(self, live: LiveSession) -> bool:
-        can_ask = self._prefill.can_ask(live)
-        if not can_ask:
-            self._policy.put_off_probe(live.pacing)
-        return can_ask
 
     def draft_ahead(self, verified: Iterable[LiveSession], now: float) -> bool:
         """Asks for the outcomes of the rounds that have just been sent. True: the draft was given work."""
@@ -184,7 +182,7 @@ class ModelProposer:
             # At least one token of this round will be committed before the next.
             plan = self._plan(live, session.num_remaining - 1, now)
             num_drafts = len(verifying.draft.token_ids)
-            fanout = self._policy.fanout(plan, num_drafts)
+            fanout = self._controller.fanout(plan, num_drafts)
             most = max_branches(plan, num_drafts, num_running=len(self._running))
             if fanout and self._prefill.can_ask(live):
                 live.ahead = plan
@@ -214,13 +212,13 @@ class ModelProposer:
         if commit.source != self.source:
             has_fallback = num_drafts > 0
             num_drafts = num_accepted = 0
-        self._policy.observe_round(live.pacing, num_drafts, num_accepted, has_filler=has_fallback)
-        if self._policy.is_review_near(live.pacing, num_running):
+        self._controller.observe_round(live.stats, num_drafts, num_accepted, has_ngram=has_fallback)
+        if self._controller.is_replan_near(live.stats, num_running):
             self._later.add(self._prepare, live, num_running)
 
     def _prepare(self, live: LiveSession, num_running: int) -> None:
         unread, remaining = live.num_unread, live.session.num_remaining
-        self._policy.prepare(live.pacing, num_running, num_remaining=remaining, num_unread=unread)
+        self._controller.prepare(live.stats, num_running, num_remaining=remaining, num_unread=unread)
 
     def on_replies(self, link: DraftLink, replies: DraftReplies, now: float) -> list[LiveSession]:
         """Takes a batch of replies; those of a link that was given up are late.
@@ -253,19 +251,20 @@ class ModelProposer:
                 answered.append((asked, reply))
                 if isinstance(reply, Proposal) and asked.min_acceptance:
                     num_drafts = len(reply.draft.token_ids)
-                    self._policy.observe_proposed(live.pacing, asked.num_speculative_tokens, num_drafts)
+                    self._controller.observe_proposal(live.stats, asked.num_speculative_tokens, num_drafts)
             if self._waits.end(live) and isinstance(reply, Proposal):
                 live.timer.add_draft_step(replies.forward_ns / 1e9)
         # What was computed for sessions that have ended is no part of the others' steps.
         if asked_since is not None and len(answered) == len(replies.replies):
             forward_s = replies.forward_ns / 1e9
-            learn_step(self._policy, answered, forward_s, now - asked_since - forward_s)
+            transport_s = now - asked_since - forward_s
+            self._controller.cost_model.observe_draft_step(answered, forward_s, transport_s)
         return settled
 
     def _on_late_outcomes(self, live: LiveSession) -> None:
         is_hit = live.session.drafted is not None
         self._count_lookup(live, "late_hit" if is_hit else "late_miss")
-        self._policy.observe_lookup(live.ahead, Lookup.HIT if is_hit else Lookup.MISS_TOKEN)
+        self._controller.observe_lookup(live.ahead, is_hit=is_hit)
 
     def _take(self, live: LiveSession, reply: DraftReply) -> bool:
         session = live.session
@@ -282,7 +281,7 @@ class ModelProposer:
                 reason = reply.message if isinstance(reply, ItemFailed) else "unknown from its first token"
                 said = {"request_id": reply.request_id}
                 logger.info("the draft refused a request: %s", reason, extra=said)
-                self._policy.rest(live.pacing, FAILED_DRAFT_REST_ROUNDS)
+                self._controller.observe_refusal(live.stats)
                 return session.on_draft_refused(reply)
 
     def on_lookup(self, live: LiveSession, lookup: Lookup, now: float) -> None:
@@ -291,7 +290,7 @@ class ModelProposer:
             self._waits.begin(live.request_id, now)
         elif lookup is not Lookup.NOT_ASKED:
             self._count_lookup(live, lookup.value)
-            self._policy.observe_lookup(live.ahead, lookup)
+            self._controller.observe_lookup(live.ahead, is_hit=lookup is Lookup.HIT)
 
     def _count_lookup(self, live: LiveSession, result: str) -> None:
         self._later.add(self._metrics.observe_lookup, result, live.num_drafted)
@@ -311,7 +310,7 @@ class ModelProposer:
                 if live.num_draft_losses >= MAX_DRAFT_LOSSES:
                     said = {"request_id": live.request_id}
                     logger.warning("a request goes on without a draft: it may have ended several", extra=said)
-                    self._policy.rest(live.pacing, _FOR_EVER)
+                    self._controller.observe_refusal(live.stats, is_final=True)
         self.on_moved()
 
     def on_moved(self) -> None:
@@ -357,7 +356,7 @@ class ModelProposer:
         return min(dues, default=None)
 
     def _patience_s(self) -> float:
-        patience_s = self._policy.patience_s()
+        patience_s = self._budgets.patience_s()
         if patience_s is None:
             patience_s = UNMEASURED_PATIENCE_S
         if self._is_serial:
@@ -366,20 +365,24 @@ class ModelProposer:
         return min(patience_s, self._round_timeout_s)
 
     def _plan(self, live: LiveSession, num_remaining: int, now: float) -> Plan:
+        """The controller's plan, or no speculation where the draft cannot be asked."""
         link = self.link
-        if link is not None and self._policy.is_resting(live.pacing):
-            # Here and not in the policy alone: with many sessions the way there counts too.
-            return OFF
-        if link is None and self._leases is not None and live.pacing.fixed_k != 0:
-            self._leases.want()
-        if link is None or self._is_stalled(link, now) or self._policy.is_trying_plain(live.pacing):
-            return OFF
+        if link is None:
+            if self._leases is not None and live.stats.fixed_k != 0:
+                self._leases.want()
+            return OFF_BY_REASON[Reason.FIXED if live.stats.fixed_k == 0 else Reason.NO_DRAFT]
+        # Here and not in ``plan`` alone: with many sessions the way there counts too.
+        resting = self._controller.resting_plan(live.stats)
+        if resting is not None:
+            return resting
+        if self._is_stalled(link, now):
+            return OFF_BY_REASON[Reason.STALLED]
         num_running, unread = len(self._running), live.num_unread
-        plan = self._policy.plan(
-            live.pacing, num_remaining=num_remaining, num_running=num_running, num_unread=unread
+        plan = self._controller.plan(
+            live.stats, num_remaining=num_remaining, num_running=num_running, num_unread=unread
         )
         longest = len(live.session.committed) + 2 * (plan.num_speculative_tokens + 1)
-        return plan if longest <= link.info.max_model_len else OFF
+        return plan if plan.is_off or longest <= link.info.max_model_len else OFF_BY_REASON[Reason.TOO_LONG]
 
     def _is_stalled(self, link: DraftLink, now: float) -> bool:
         return link.unanswered_since is not None and now >= link.unanswered_since + self._patience_s()

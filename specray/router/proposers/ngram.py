@@ -1,8 +1,8 @@
 """Local proposers, which need no draft model: one per session, in the router's process.
 
 Their draft tokens are there in microseconds, so nothing is asked, sent or waited for. A session has one when
-its request is drafted for by ``ngram`` or ``suffix``; with a draft model it may have one as its *fallback*,
-which proposes where the model has nothing to offer.
+its request is drafted for by ``ngram`` or ``suffix``; with a draft model it may have one as its *n-gram
+fallback*, which proposes where the model has nothing to offer.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from types import MappingProxyType
 from typing import Final
 
 from specray.config import SpeculationConfig
-from specray.control.controller import Policy
+from specray.control.controller import Controller
 from specray.control.estimators import Rate
-from specray.control.expected import expected_tokens
-from specray.control.prospects import MAX_ACCEPTANCE
-from specray.control.state import Pacing
+from specray.control.goodput import MAX_ACCEPTANCE, expected_tokens
+from specray.control.state import SessionStats
 from specray.drafting import LONG_MATCH_LEN, OutputStore, OutputStores, SessionProposer, make_proposer
 from specray.requests import GenerateRequest
 from specray.router.proposers.base import Budget
@@ -32,30 +31,29 @@ PRIOR_LONG_MATCH_ACCEPTANCE = 0.9
 LOOK_S: Final = 12e-6
 """Seconds of the router to look for a repetition in one round of a session.
 
-A round of 64 sessions that do not speculate takes 20 us each without fallbacks, and 31 to 36 with them (2
+A round of 64 sessions that do not speculate takes 20 us each without the fallback, and 31 to 36 with it (2
 cores, Zen 4; engines of no cost)."""
 PRIOR_ACCEPTED, PRIOR_LOOKS = 0.1, 200.0
 LOOKS_FADING = 0.9998
-"""Weight that is left of earlier looks with each one: some thousand count, of many sessions."""
+"""Forgetting factor per look: some thousand looks, so that the rate is of many sessions."""
 PROBE_EVERY = 32
-"""Number of sessions of which one has a fallback where it does not pay, to see whether that has changed.
-
-Of 64 sessions two have one, whose looks take a few thousandths of a small target's step."""
+"""Sessions per one that has a fallback where it does not pay, to see whether that has changed: of 64 sessions
+two, whose looks take a few thousandths of a small target's step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Track:
     """What is known of one kind of match, and the plan that follows from it."""
 
-    policy: Policy
-    """Policy of all sessions for this kind of match."""
-    pacing: Pacing
-    """This session's record in it."""
+    controller: Controller
+    """Chooses plans for all sessions."""
+    stats: SessionStats
+    """Statistics of this session."""
 
 
 @dataclass(slots=True, eq=False)
 class LocalProposer:
-    """One session's proposer and its own part in the policy, apart from that of a draft model."""
+    """One session's proposer and its own statistics, apart from those of a draft model."""
 
     source: str
     """ngram, suffix or FALLBACK."""
@@ -67,7 +65,7 @@ class LocalProposer:
     """Per proposal."""
     store: OutputStore | None = None
     looks: Rate | None = None
-    """Draft tokens accepted per round with a look, of all sessions; None: it is no fallback."""
+    """Accepted draft tokens per look of all sessions; None: the draft is no fallback."""
     is_long: bool = False
     """So was the match of the last proposal."""
 
@@ -82,10 +80,10 @@ class LocalProposer:
         self.is_long = match_len >= LONG_MATCH_LEN
         if match_len == 0 and self.store is None:
             return NO_DRAFT
-        policy, pacing = self._track.policy, self._track.pacing
-        if policy.is_resting(pacing):
+        controller, stats = self._track.controller, self._track.stats
+        if controller.resting_plan(stats) is not None:
             return NO_DRAFT
-        plan = policy.plan(pacing, num_remaining=session.num_remaining, num_running=budget.num_running)
+        plan = controller.plan(stats, num_remaining=session.num_remaining, num_running=budget.num_running)
         if plan.is_off:
             return NO_DRAFT
         return DraftTokens(self.proposer.propose(min(plan.num_speculative_tokens, self.max_tokens)))
@@ -95,7 +93,7 @@ class LocalProposer:
         if commit.source != self.source:
             return
         track = self._track
-        track.policy.observe_round(track.pacing, commit.num_draft_tokens, commit.num_accepted_tokens)
+        track.controller.observe_round(track.stats, commit.num_draft_tokens, commit.num_accepted_tokens)
         if self.looks is not None:
             self.looks.add(commit.num_accepted_tokens, 1)
 
@@ -107,8 +105,10 @@ class LocalProposer:
     def expect(self, num_drafts: int, *, num_running: int) -> tuple[float, float]:
         """Of a round in which every session has so many draft tokens: (tokens that it commits, seconds)."""
         track = self._track
-        tokens = expected_tokens(min(track.pacing.acceptance.value, MAX_ACCEPTANCE), num_drafts)
-        return tokens, track.policy.verify_s(num_running * (1 + num_drafts), num_running) or 0.0
+        tokens = expected_tokens(min(track.stats.acceptance.value, MAX_ACCEPTANCE), num_drafts)
+        return tokens, track.controller.cost_model.usual_verify_s(
+            num_running * (1 + num_drafts), num_running
+        ) or 0.0
 
     def keep_output(self, session: Session) -> None:
         """Adds a finished output to the tenant's past ones, where they are kept.
@@ -130,24 +130,24 @@ class LocalProposers:
 
     Args:
         config: the ``speculation`` section.
-        policy: of the draft model; target times are shared with it.
-        has_model: there is a draft model, and fallbacks stand in for it.
+        controller: of the draft model; target times are shared with it.
+        has_model: there is a draft model, which the fallback stands in for.
     """
 
-    def __init__(self, config: SpeculationConfig, policy: Policy, *, has_model: bool) -> None:
-        self._fallback = None if config.filler == "none" or not has_model else DraftKind(config.filler)
-        self._policies = {
+    def __init__(self, config: SpeculationConfig, controller: Controller, *, has_model: bool) -> None:
+        self._fallback = None if config.fallback == "none" or not has_model else DraftKind(config.fallback)
+        self._controllers = {
             source: tuple(
-                policy.beside(source, prior_acceptance=acceptance)
+                controller.beside(source, prior_acceptance=acceptance)
                 for acceptance in (prior, PRIOR_LONG_MATCH_ACCEPTANCE)
             )
             for source, prior in PRIOR_ACCEPTANCE.items()
         }
         self._stores = OutputStores(config.past_output_tokens)
-        self._policy = policy
+        self._controller = controller
         self._looks = Rate(PRIOR_ACCEPTED, PRIOR_LOOKS, fading=LOOKS_FADING)
         self._num_without = 0
-        """Number of sessions without a fallback, since it did not pay."""
+        """Sessions that had no fallback, since it did not pay."""
 
     def of(
         self, request: GenerateRequest, draft: DraftKind, *, num_sessions: int = 1
@@ -165,26 +165,26 @@ class LocalProposers:
         if kind is None:
             return None
         source = FALLBACK if draft is DraftKind.MODEL else kind.value
-        short, long = (Track(policy, policy.pace(request)) for policy in self._policies[source])
-        fixed_k = short.pacing.fixed_k
-        if fixed_k == 0:
+        is_fallback = source == FALLBACK
+        # A fallback is there to add speed, so it must be free to propose nothing, whatever K is configured.
+        short, long = (
+            Track(controller, controller.start_session(request, is_auto=is_fallback))
+            for controller in self._controllers[source]
+        )
+        fixed_k = self._controller.fixed_k(request)
+        if fixed_k == 0 or (is_fallback and not self._may_pay(num_sessions)):
             return None
-        if source == FALLBACK and not self._may_pay(num_sessions):
-            return None
-        if source == FALLBACK:
-            # A fallback is there to add speed, so it is free to propose nothing, whatever K is configured.
-            short.pacing.fixed_k = long.pacing.fixed_k = None
         store = self._stores.of(request.speculation.tenant) if kind is DraftKind.SUFFIX else None
         most = fixed_k or MAX_SPECULATIVE_TOKENS
-        looks = self._looks if source == FALLBACK else None
+        looks = self._looks if is_fallback else None
         return LocalProposer(source, make_proposer(kind, store), short, long, most, store, looks)
 
     def _may_pay(self, num_sessions: int) -> bool:
-        """What fallbacks brought lately is worth more than their looks take, or it is time to look again.
+        """What the fallback brought lately is worth more than its looks take, or it is time to look again.
 
         With many sessions a token of one is little of a step's time, and there are as many looks as sessions.
         """
-        step_s = self._policy.verify_s(num_sessions, num_sessions)
+        step_s = self._controller.cost_model.usual_verify_s(num_sessions, num_sessions)
         if step_s is None or self._looks.value * step_s / num_sessions >= LOOK_S:
             return True
         self._num_without += 1

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from specray.control.controller import Policy
-from specray.control.cost_model import MIN_READING
+from specray.router.proposers.budgets import MIN_DRAFT_PREFILL_TOKENS, Budgets
 from specray.router.session_record import LiveSession
 
 PATIENCE_SHARE = 0.5
@@ -28,7 +27,7 @@ class DraftPrefill:
 
     Args:
         running: the sessions, in the order of their arrival; shared with their owner.
-        policy: knows how many tokens the draft prefills in the time of a target step.
+        budgets: know how many tokens the draft prefills in the time of a target step.
         max_tokens: tokens at once, also while nobody waits for the draft.
         patience_s: seconds for which a round waits for the draft.
         is_draft_idle: nobody is asked to draft for now, whoever could be.
@@ -37,14 +36,14 @@ class DraftPrefill:
     def __init__(
         self,
         running: Mapping[str, LiveSession],
-        policy: Policy,
+        budgets: Budgets,
         *,
         max_tokens: int,
         patience_s: Callable[[], float],
         is_draft_idle: Callable[[], bool],
     ) -> None:
         self._running = running
-        self._policy = policy
+        self._budgets = budgets
         self._max_tokens = max_tokens
         self._patience_s = patience_s
         self._is_draft_idle = is_draft_idle
@@ -104,7 +103,7 @@ class DraftPrefill:
         """Number of unread tokens that the next chunk may hold; 0: others have all the room."""
         left, wanted = self._num_left(), live.num_unread
         # A few tokens take as long as some more do.
-        if left < min(wanted, MIN_READING, self._max_tokens):
+        if left < min(wanted, MIN_DRAFT_PREFILL_TOKENS, self._max_tokens):
             return 0
         share = min(left, wanted)
         self._left = left - share
@@ -119,7 +118,7 @@ class DraftPrefill:
         if _is_caught_up(live):
             return True
         left = self._num_left()
-        if num_unread > (min(left, MIN_READING) if self._has_company else left):
+        if num_unread > (min(left, MIN_DRAFT_PREFILL_TOKENS) if self._has_company else left):
             return False
         self._left = left - num_unread
         return True
@@ -135,7 +134,7 @@ class DraftPrefill:
         return self._left
 
     def _room_beside(self, company: list[LiveSession]) -> int:
-        return self._policy.reading_room(
+        return self._budgets.draft_prefill_tokens(
             self._max_tokens,
             num_rows=sum(live.num_rows for live in company),
             num_running=len(company),
@@ -146,13 +145,13 @@ class DraftPrefill:
 def _is_caught_up(live: LiveSession) -> bool:
     """All unread tokens are of the last rounds."""
     has_read_prompt = live.session.draft.synced_len >= live.session.num_prompt_tokens
-    return has_read_prompt and live.num_unread <= MIN_READING
+    return has_read_prompt and live.num_unread <= MIN_DRAFT_PREFILL_TOKENS
 
 
 def _is_drafted_for(live: LiveSession) -> bool:
     """Its rounds wait for the draft model."""
-    pacing = live.pacing
-    if live.is_drafted_locally or pacing.rest_rounds > 0 or pacing.plan is None or pacing.plan.is_off:
+    stats = live.stats
+    if live.is_drafted_locally or stats.rest_rounds > 0 or stats.plan is None or stats.plan.is_off:
         return False
     return not live.is_prefilling and _is_caught_up(live)
 
@@ -162,7 +161,7 @@ def _num_being_prefilled(live: LiveSession) -> int:
     if item is None:
         return 0
     is_question = item.base_len > 0 and not item.is_prefill_chunk
-    return 0 if is_question and len(item.token_ids) <= MIN_READING else len(item.token_ids)
+    return 0 if is_question and len(item.token_ids) <= MIN_DRAFT_PREFILL_TOKENS else len(item.token_ids)
 
 
 def are_prompts_first(running: Mapping[str, LiveSession]) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 
-from specray.control.controller import Policy
+from specray.control.controller import Controller
 from specray.errors import ConfigError
 from specray.interfaces import Clock, Drafter, DrafterPool, DrafterSource
 from specray.metrics.router import RouterMetrics
@@ -33,7 +33,7 @@ class DraftLeases:
         clock: of deadlines and backoff.
         metrics: counts leases and losses.
         rng: jitter, so that many routers do not ask at once.
-        policy: learns what a new draft says of its speed.
+        controller: learns what a new draft says of its speed.
         on_demand: a draft is asked for only while some session wants one, so that drafts may scale to none.
     """
 
@@ -46,7 +46,7 @@ class DraftLeases:
         clock: Clock,
         metrics: RouterMetrics,
         rng: random.Random,
-        policy: Policy,
+        controller: Controller,
         on_demand: bool = False,
     ) -> None:
         self._source = source
@@ -55,7 +55,7 @@ class DraftLeases:
         self._clock = clock
         self._metrics = metrics
         self._rng = rng
-        self._policy = policy
+        self._controller = controller
         self._on_demand = on_demand
         self._is_wanted = asyncio.Event()
         self._drafter: Drafter | None = None
@@ -176,7 +176,7 @@ class DraftLeases:
             check_draft(drafter.info, self._target_info)
             if drafter.info.step_times:
                 round_trip_s = await measure_round_trip(drafter.fetch_info, self._clock)
-                self._policy.measured.expect_draft(drafter.info.step_times, round_trip_s)
+                self._controller.cost_model.expect_draft(drafter.info.step_times, round_trip_s)
         except BaseException as error:
             if isinstance(error, ConfigError):
                 self._metrics.draft_refused.inc()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specray.engine.draft import DraftEngine
 from specray.engine.sampling.logprobs import token_logprobs
-from specray.engine.sampling.processors import RowGroup, process_logits
+from specray.engine.sampling.processors import process_logits
 from specray.engine.target import TargetEngine
 from specray.errors import EngineLostError
 from specray.types import (
@@ -58,6 +58,7 @@ from tests.unit.engine.harness import (
     verify_item,
 )
 from tests.unit.engine.p_values import chi_square_p_value
+from tests.unit.engine.sampling.rows import row_group
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 NUM_OUTPUT = 24
@@ -217,7 +218,7 @@ def exact_probabilities(sampling: SamplingParams, num_tokens: int) -> dict[tuple
         longer = {}
         for output, probability in found.items():
             prefix = [*PROMPT, *output]
-            row = process_logits(model_logits(TARGET, prefix)[None], [RowGroup(sampling, prefix, 1)])[0]
+            row = process_logits(model_logits(TARGET, prefix)[None], [row_group(sampling, prefix, 1)])[0]
             for token_id, factor in enumerate(row.double().softmax(-1).tolist()):
                 if factor > 0.0:
                     longer[*output, token_id] = probability * factor

@@ -17,10 +17,11 @@ import torch
 
 from specray.engine.sampling.draft import DraftSampler
 from specray.engine.sampling.noise import NoiseKey, NoiseSource, Purpose
-from specray.engine.sampling.processors import RowGroup, process_logits
+from specray.engine.sampling.processors import process_logits
 from specray.engine.sampling.verify import Round, Verified, verify_rejection, verify_rounds
 from specray.types import SamplingParams, SparseProbs, Verification
 from tests.unit.engine.p_values import chi_square_p_value
+from tests.unit.engine.sampling.rows import row_group
 
 VOCAB_SIZE = 5
 NUM_SAMPLES = 2500
@@ -58,7 +59,7 @@ def exact(sampling: SamplingParams, num_tokens: int) -> dict[tuple[int, ...], fl
         probability = 1.0
         for index, token_id in enumerate(output):
             prefix = PROMPT + list(output[:index])
-            processed = process_logits(rows(TARGET, prefix, 1), [RowGroup(sampling, prefix, 1)])
+            processed = process_logits(rows(TARGET, prefix, 1), [row_group(sampling, prefix, 1)])
             probability *= processed[0].double().softmax(-1)[token_id].item()
         probabilities[output] = probability
     return probabilities
@@ -71,7 +72,7 @@ def generate(
     while len(token_ids) < len(PROMPT) + num_tokens:
         drafts, probs = propose(token_ids, sampling, num_drafts)
         known = token_ids + drafts
-        group = RowGroup(sampling, known, len(drafts) + 1)
+        group = row_group(sampling, known, len(drafts) + 1)
         processed = process_logits(rows(TARGET, known, len(drafts) + 1), [group])
         verified = verify(processed, Round(group, drafts, probs))
         token_ids += [*drafts[: verified.num_accepted_tokens], verified.next_token_id]
@@ -115,7 +116,7 @@ def sampled_draft(
         sampling = replace(sampling, verification=verification or sampling.verification)
         known, probs = list(token_ids), []
         for _ in range(num_drafts):
-            [token] = sampler.draw(rows(DRAFT, known, 1), [RowGroup(sampling, known, 1)])
+            [token] = sampler.draw(rows(DRAFT, known, 1), [row_group(sampling, known, 1)])
             known.append(token.token_id)
             if token.probs is not None:
                 probs.append(token.probs)
