@@ -335,7 +335,7 @@ def test_rejected_tokens_are_not_held() -> None:
     target, _ = toy_target()
     current = session()
     wrong = (expected_output(GREEDY)[0] + 1) % VOCAB_SIZE
-    target.verify([verify_item(current, ((wrong, wrong), ()))])
+    target.verify([verify_item(current, DraftTokens((wrong, wrong)))])
     item = VerifyItem("a", 2, len(PROMPT) + 1, (1,))
     assert target.verify([item]).replies == (UnknownSequence("a", 2, len(PROMPT) + 1),)
 
