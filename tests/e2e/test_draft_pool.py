@@ -140,7 +140,7 @@ async def draft_in_use() -> int:
 
 
 async def speculates(http: aiohttp.ClientSession, service: Service) -> bool:
-    # Fillers draft without the model: only what the model drafted counts.
+    # Fallbacks draft without the model: only what the model drafted counts.
     before = await metric_by_source(http)
     await complete(http, service, prompt=PROMPT, max_tokens=24)
     return await metric_by_source(http) > before

@@ -180,5 +180,6 @@ def with_cpu_graphs(forward: Forward) -> CpuGraphForward | None:
     if not is_kernels or not isinstance(forward.embedding, TableEmbedding):
         return None
     # Kernels write to tensors of their own; those of features stay until the next graph runs.
+    attention, table = forward.attention, forward.embedding.table
     forward = replace(forward, keeps_residuals=True)
-    return CpuGraphForward(packed(forward) or forward, forward.attention, forward.embedding.table)
+    return CpuGraphForward(packed(forward) or forward, attention, table)

@@ -62,6 +62,14 @@ class DraftReplied:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftMoved:
+    """Another draft has taken the place of one that still served."""
+
+    link: DraftLink
+    """Link to the new draft."""
+
+
+@dataclass(frozen=True, slots=True)
 class LinkLost:
     """A connection ended."""
 
@@ -69,7 +77,7 @@ class LinkLost:
     error: Exception
 
 
-Event = TargetReplied | DraftReplied | LinkLost
+Event = TargetReplied | DraftReplied | DraftMoved | LinkLost
 
 
 class Inbox:
@@ -140,6 +148,11 @@ class Link(Generic[ItemT, RepliesT]):
         self._items.append(item)
         if self.unanswered_since is None:
             self.unanswered_since = now
+
+    def take_unanswered_since(self) -> float | None:
+        """Time since when nothing was answered, which ends with a reply of any kind."""
+        since_s, self.unanswered_since = self.unanswered_since, None
+        return since_s
 
     def release(self, request_id: str) -> None:
         """Frees a sequence with the next ``flush``: after the items of earlier ones, before those of its own.
