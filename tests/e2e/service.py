@@ -14,6 +14,7 @@ import aiohttp
 from specray.bench.compare.peers.process import free_port
 from specray.config import Config, parse_config
 from specray.serving.launch import running_service
+from tests.e2e.listeners import descendants
 
 DEADLINE_S = 60.0
 # float32: a forward's width does not change the tokens, so outputs can be compared exactly.
@@ -60,22 +61,10 @@ def started(**sections: Mapping[str, Any]) -> Iterator[Service]:
         )
 
 
-def family() -> list[int]:
-    """Returns this process and all its descendants."""
-    parents: dict[int, int] = {}
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            parents[int(status.parent.name)] = int(status.read_text().rpartition(")")[2].split()[1])
-    found = [os.getpid()]
-    for process in found:
-        found += [child for child, parent in parents.items() if parent == process]
-    return found
-
-
 def processes(name: str) -> list[int]:
     """Returns this service's processes whose title begins with ``name``; Ray titles its workers."""
     found = []
-    for process in family():
+    for process in descendants(os.getpid()):
         with contextlib.suppress(OSError):
             if Path(f"/proc/{process}/cmdline").read_bytes().startswith(name.encode()):
                 found.append(process)
