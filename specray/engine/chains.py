@@ -1,4 +1,4 @@
-"""What a draft continues: a sequence by a proposal, or the likely outcomes of a round as its branches.
+"""Builds the chains that a draft decodes: one per proposal, or one per likely outcome of a round.
 
 Branches share the K/V of the prefix that they continue. Their own lie behind the sequence, branch after
 branch::

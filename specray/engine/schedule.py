@@ -1,4 +1,4 @@
-"""Scheduling of both engines: checks items, forms waves, and catches sequences up in steps."""
+"""Checks the items of a call, forms batches of them, and computes the tokens that sequences lack."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two loops: the same calls in another order.
+"""The Router's main loops, serial and overlapped: the order in which the calls of ``rounds`` are made.
 
 ``serial_loop`` is the reference: propose for all, wait, verify all, commit. ``overlapped_loop`` is event
 driven: whenever something happened it takes one step, and what is in flight on the target is the argument

@@ -1,4 +1,4 @@
-"""The choice of the next target step: which sessions take part, and how many tokens each may bring."""
+"""Chooses the sessions of the next target step, and holds an idle target back for late proposals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A session with what surrounds it: its caller, its statistics and its times."""
+"""``LiveSession``: a session with its caller, times and statistics; what the loop keeps per request."""
 
 from __future__ import annotations
 

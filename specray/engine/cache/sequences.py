@@ -1,4 +1,4 @@
-"""The sequences of an engine: their tokens, how many of them are computed, and in which blocks.
+"""Keeps each request's tokens and cache blocks on one engine; appends, truncates, releases and evicts.
 
 The table owns *which* sequence holds which blocks; it never touches a tensor. Its one verb is *keep, append*:
 keep the first ``base_len`` tokens that the router has told, append more. What others have computed of the

@@ -1,4 +1,4 @@
-"""The three verification rules: pure functions of processed logits, draft tokens and keyed noise.
+"""Decides how many draft tokens are accepted, and which token follows, by one of three rules.
 
 Each keeps the target's output distribution exactly. Greedy and coupled verification accept a draft token
 while it is the target's own choice, which for coupled rows has noise keyed by position in it: their output

@@ -1,4 +1,4 @@
-"""Leasing drafts: one at a time, in the background, with bounded and jittered backoff."""
+"""Leases a draft for the Router, and replaces one that is lost, draining or more shared than another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The router's way to its target: connected at the start, and anew whenever it was lost."""
+"""Connects the Router to its target, and reconnects after a loss."""
 
 from __future__ import annotations
 
