@@ -4,7 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.specray-installed
 # Ray's token is off in tests: their clusters listen on loopback only.
-TEST_ENV := RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0
+# Threads of an operator that wait for the others do not spin on a core that other tests need.
+TEST_ENV := RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0 OMP_WAIT_POLICY=passive
+# Each worker takes a file at a time; one of them takes all that start a Ray.
+TEST_WORKERS ?= 2
+PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(TEST_WORKERS)
 
 .PHONY: setup serve test test-fast zoo lint types protos protos-check schema check clean
 
@@ -20,10 +24,10 @@ serve: setup
 	exec $(BIN)/specray serve
 
 test: setup
-	$(TEST_ENV) $(BIN)/python -m pytest
+	$(PYTEST)
 
 test-fast: setup
-	$(BIN)/python -m pytest tests/unit tests/rpc
+	$(PYTEST) tests/unit tests/rpc
 
 # Tiny models of all families: each served with the tokens of the library's generate, or refused.
 zoo: setup

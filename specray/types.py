@@ -76,37 +76,38 @@ class Grammar:
 class SamplingParams:
     """How the target's next token is drawn at every position; travels to an engine once per sequence.
 
-    All processors are applied per position with the state of exactly that position's prefix.
-    The ingress checks the ranges; engines trust them.
+    All processors are applied per position with the state of exactly that position's prefix. The ingress
+    checks the ranges (``requests.SamplingOptions``); engines trust them.
     """
 
     temperature: float = 1.0
-    """>= 0; 0 means greedy."""
+    """Divisor of the logits, >= 0; 0 means greedy."""
     top_k: int = 0
-    """Keep the k likeliest tokens; 0 keeps all."""
+    """Number of likeliest tokens to keep; 0 keeps all."""
     top_p: float = 1.0
-    """Keep the smallest set of tokens whose probability reaches top_p; in (0, 1]."""
+    """Probability in (0, 1] that the smallest set of tokens to keep must reach."""
     min_p: float = 0.0
-    """Drop tokens less likely than min_p times the likeliest; in [0, 1]."""
+    """Least probability of a token to keep, relative to the likeliest; in [0, 1]."""
     repetition_penalty: float = 1.0
-    """> 0; applies to tokens of prompt and output."""
+    """Divisor > 0 of positive logits (factor of negative ones) of tokens in the prompt or the output."""
     presence_penalty: float = 0.0
-    """In [-2, 2]; applies to tokens of the output."""
+    """Logit in [-2, 2] taken from tokens in the output."""
     frequency_penalty: float = 0.0
-    """In [-2, 2]; times the token's count in the output."""
+    """Logit in [-2, 2] taken from tokens in the output, times their count."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, bias in [-100, 100]) pairs, added to the logits."""
+    """Pairs of a token id and a bias in [-100, 100], which is added to its logit."""
     seed: int = 0
-    """64-bit key of all noise; the ingress draws one when the user gives none."""
+    """Key of all noise, 64 bits; the ingress draws one when the user gives none."""
     min_tokens: int = 0
-    """Stop tokens are impossible before this many output tokens."""
+    """Output tokens before which stop tokens are impossible."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the output (end-of-sequence included unless the request ignores it)."""
     num_prompt_tokens: int = 0
-    """Where the output begins: penalties and min_tokens need it."""
+    """Tokens before the output: penalties and min_tokens need their number."""
     num_logprobs: int | None = None
-    """None: no logprobs. n >= 0: the chosen token's logprob and those of the n likeliest tokens."""
+    """Likeliest tokens whose logprobs are told beside the chosen token's; None: no logprobs."""
     verification: Verification = Verification.COUPLED
+    """Rule by which draft tokens are accepted."""
 
     @property
     def is_greedy(self) -> bool:
@@ -240,7 +241,7 @@ class SpeculateItem:
     and a ``fanout`` it answers :class:`Outcomes`: for each number n of accepted tokens, continuations for
     at most ``fanout[n]`` next tokens; in all for the ``max_branches`` outcomes that it finds likeliest.
 
-    A *piece* asks for nothing: the draft reads its tokens and answers an empty Proposal.
+    A *prefill chunk* asks for nothing: the draft computes its tokens and answers an empty Proposal.
     """
 
     request_id: str
@@ -261,7 +262,7 @@ class SpeculateItem:
     where draft tokens must not be chosen by what they are."""
 
     @property
-    def is_piece(self) -> bool:
+    def is_prefill_chunk(self) -> bool:
         return self.num_speculative_tokens == 0 and not self.fanout
 
 

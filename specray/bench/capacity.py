@@ -270,7 +270,7 @@ class _Loads:
     @asynccontextmanager
     async def _serving(self, overlap: Overlap) -> AsyncIterator[_Serving]:
         values = self._config.model_dump(mode="json")
-        values["speculation"] |= {"overlap": overlap.value, "filler": "none"}
+        values["speculation"] |= {"overlap": overlap.value, "fallback": "none"}
         values["router"]["trace_events"] = _MAX_TRACE_EVENTS
         router = self._pair.router(parse_config(values))
         await router.start()

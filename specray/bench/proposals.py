@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from specray.control.prospects import ANY_K
+from specray.control.goodput import ANY_K
 from specray.errors import EngineLostError
 from specray.interfaces import Drafter
 from specray.planning.profile import LENGTH_DIGITS, MeasuredOutput, ProposalLengths

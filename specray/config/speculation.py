@@ -18,11 +18,15 @@ class SpeculationConfig(Section):
         description=f"K: maximum draft tokens per round, 0..{MAX_SPECULATIVE_TOKENS}; "
         "auto: chosen by measurement.",
     )
+    control: Literal["measured", "simple"] = Field(
+        "measured",
+        description="How K auto is chosen: from measured times, or one K with an on/off experiment.",
+    )
     verification: Verification = Verification.COUPLED
     # Measured on 2 cores shared by both engines, tokens/s: 193M target 164 serial, 168 auto; embedded pair
     # 876 serial, 829 auto. With the draft behind a network, overlap hides the latency: choose auto.
     overlap: Overlap | Literal["auto"] = Overlap.SERIAL
-    filler: Literal["none", "ngram", "suffix"] = Field(
+    fallback: Literal["none", "ngram", "suffix"] = Field(
         "ngram",
         description="Fallback proposer for rounds without a proposal of the draft model, while it pays off.",
     )

@@ -1,1 +1,1 @@
-"""How much to speculate, decided from measurements. Pure: no I/O and no clock."""
+"""Decides how much to speculate from measurements. Pure: no I/O, no clock, no metrics."""

@@ -1,175 +1,210 @@
-"""How much to speculate: for each session and step, K and the fan-out, or nothing at all.
+"""Chooses each session's plan: K and the fan-out, or no speculation, from measurements.
 
-Plans are compared by the goodput that ``prospects`` predicts; whether to speculate at all, and how long the
-longest proposal is for which all wait, all sessions decide ``together``. How sure the draft is of each token,
-only the draft sees. So it decides which outcomes get branches, which a fan-out by position alone (geometric
-in SSD/Saguaro, arXiv 2603.03251, theorem 12) does not; and a proposal ends where the draft believes too
-little of it, K being only the most that it may have.
+Plans are compared by their goodput (``goodput``). Whether to speculate at all, and the longest proposal that
+all wait for, is decided for all sessions together (``mode``). Only the draft sees how sure it is of a token.
+So it chooses which outcomes get branches, which a fan-out by position alone (geometric in SSD/Saguaro, arXiv
+2603.03251, theorem 12) does not; and it ends a proposal that is too unlikely to be accepted, K being only the
+largest length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from specray.config import SpeculationConfig
-from specray.control.cost_model import Measured
-from specray.control.decisions import Decisions
+from specray.control.cost_model import CostModel
 from specray.control.estimators import Rate, chain_trials
-from specray.control.expected import prior_hit_rate
-from specray.control.experiments import Trials
-from specray.control.mode import Together
-from specray.control.probes import PROBE_ROUNDS, Probes
-from specray.control.prospects import ANY_K, HYSTERESIS, Prospects
-from specray.control.state import OFF, OFF_REVIEW_ROUNDS, REVIEW_ROUNDS, Judged, Pacing, Plan
-from specray.metrics.router import RouterMetrics
+from specray.control.experiments import EXPLORATION_ROUNDS, Experiments, Exploration
+from specray.control.goodput import ANY_K, HYSTERESIS, GoodputModel, prior_hit_rate
+from specray.control.mode import ModeController
+from specray.control.simple import SimpleModel
+from specray.control.state import (
+    OFF,
+    OFF_BY_REASON,
+    OFF_REPLAN_ROUNDS,
+    REPLAN_ROUNDS,
+    BoundedProposalStats,
+    Observer,
+    Plan,
+    Reason,
+    SessionStats,
+)
 from specray.requests import GenerateRequest
-from specray.router.session_values import Lookup
-from specray.router.trace import Trace
 from specray.types import MAX_SPECULATIVE_TOKENS, DraftKind, Overlap
 
 PRIOR_ACCEPTANCE = 0.7
+"""Acceptance per draft token before any was verified."""
 ACCEPTANCE_FADING = 0.998
-"""Per round, of what new sessions start from: some hundred rounds, so that no single session makes it."""
+"""Forgetting factor per round of the rates that new sessions start from: no single session makes them."""
 PRIOR_CONTINUATION = 0.95
-PRIOR_JUDGED_DRAFTS, PRIOR_JUDGED_ACCEPTED = 8.0, 4.0
-"""Of a proposal that the draft ends. The pair of docs/peers.md comes to about 11 and 7.5 at temperature 0."""
-RELAXATION = 0.05
-"""Of what was measured, in the time of one session's review, however many sessions have theirs meanwhile."""
+"""P(the draft continues after a token) before any proposal."""
+PRIOR_BOUNDED_DRAFTS, PRIOR_BOUNDED_ACCEPTED = 8.0, 4.0
+"""Tokens per proposal that only the draft ends: drafted, accepted."""
+PRIOR_WEIGHT = 4.0
+"""Weight of a prior, in trials."""
+DECAY = 0.05
+"""Share of measurements forgotten in the time in which one session is re-planned once, however many are."""
 MAX_NEXT_TOKENS = 8
-"""For one number of accepted tokens; what lies behind them is hardly ever drawn."""
-FAILED_DRAFT_REST_ROUNDS = 16
-MIN_PREFILL = 16
-"""Prompt tokens that join every step, whatever they cost: a prompt must get on."""
+"""Fan-out per number of accepted tokens; tokens behind these are hardly ever drawn."""
+REFUSED_REST_ROUNDS = 16
+"""Rounds for which a draft that refused a session is not asked for it."""
+_FOR_EVER = 1 << 60
 
 
-class Policy:
+class Controller:
     """Chooses plans from configuration, request and measurements. Holds no session.
 
     Args:
         config: the ``speculation`` section.
-        trace: told of reviews and decisions; None: nobody is.
-        metrics: told of decisions; None: nobody is.
+        observer: told of plans, decisions and experiments; None: nobody is.
         source: what drafts under its plans.
         prior_acceptance: per token, until some have been verified; in (0, 1).
-        measured: what is known of the engines; None: nothing.
+        cost_model: what is known of the engines; None: nothing.
 
     Attributes:
-        measured: told by whoever sees the engines work.
-        together: what all decide; told by whoever sees steps end.
+        cost_model: told by whoever sees the engines work.
+        modes: the mode of all sessions; told by whoever sees steps end.
     """
 
     def __init__(
         self,
         config: SpeculationConfig,
         *,
-        trace: Trace | None = None,
-        metrics: RouterMetrics | None = None,
+        observer: Observer | None = None,
         source: str = DraftKind.MODEL.value,
         prior_acceptance: float = PRIOR_ACCEPTANCE,
-        measured: Measured | None = None,
+        cost_model: CostModel | None = None,
     ) -> None:
         fixed = config.num_speculative_tokens
         self._config = config
-        self._trace = trace
+        self._observer = observer
         self._source = source
         self._is_model = source == DraftKind.MODEL.value
         self._fixed_k = None if fixed == "auto" else fixed
-        self._acceptance = Rate(prior_acceptance, weight=4.0, fading=ACCEPTANCE_FADING)
-        self._continuation = Rate(PRIOR_CONTINUATION, weight=4.0, fading=ACCEPTANCE_FADING)
-        self._judged = Judged(
-            Rate(PRIOR_JUDGED_DRAFTS, weight=4.0, fading=ACCEPTANCE_FADING),
-            Rate(PRIOR_JUDGED_ACCEPTED, weight=4.0, fading=ACCEPTANCE_FADING),
+        self._acceptance = Rate(prior_acceptance, PRIOR_WEIGHT, fading=ACCEPTANCE_FADING)
+        self._continuation = Rate(PRIOR_CONTINUATION, PRIOR_WEIGHT, fading=ACCEPTANCE_FADING)
+        self._bounded = BoundedProposalStats(
+            Rate(PRIOR_BOUNDED_DRAFTS, PRIOR_WEIGHT, fading=ACCEPTANCE_FADING),
+            Rate(PRIOR_BOUNDED_ACCEPTED, PRIOR_WEIGHT, fading=ACCEPTANCE_FADING),
         )
-        self.measured = Measured() if measured is None else measured
-        self._prospects = Prospects(config, source, self.measured)
-        self._probes = Probes(self._is_model)
-        decisions = Decisions(metrics, trace)
-        self.together = Together(trials=Trials(decisions.trial_ended), decisions=decisions)
+        self.cost_model = CostModel() if cost_model is None else cost_model
+        self._is_simple = self._is_model and config.control == "simple"
+        model = SimpleModel if self._is_simple else GoodputModel
+        self._goodput = model(config, source, self.cost_model)
+        self._exploration = Exploration(self._is_model)
+        self.modes = ModeController(
+            experiments=Experiments(observer), observer=observer, has_ngram=not self._is_simple
+        )
 
-    def beside(self, source: str, *, prior_acceptance: float) -> Policy:
-        """A policy of its own for drafts that take no time and so never overlap; target times are shared.
+    def beside(self, source: str, *, prior_acceptance: float) -> Controller:
+        """A controller for drafts that take no time and so never overlap; target times are shared.
 
         Args:
             source: what drafts so.
             prior_acceptance: per token, until some have been verified; in (0, 1).
         """
         serial = self._config.model_copy(update={"overlap": Overlap.SERIAL})
-        measured = Measured(target=self.measured.target)
-        return Policy(
-            serial, trace=self._trace, source=source, prior_acceptance=prior_acceptance, measured=measured
+        return Controller(
+            serial,
+            observer=self._observer,
+            source=source,
+            prior_acceptance=prior_acceptance,
+            cost_model=CostModel(target=self.cost_model.target),
         )
 
-    def pace(self, request: GenerateRequest) -> Pacing:
-        """The record of a new session; its acceptance starts where the service's stands."""
+    @property
+    def max_k(self) -> int:
+        """Largest K that the configuration allows a plan."""
+        return self._fixed_k or ANY_K
+
+    def fixed_k(self, request: GenerateRequest) -> int | None:
+        """K that the request or the configuration sets; None: it is chosen by measurement."""
         wanted = request.speculation
-        fixed = wanted.num_speculative_tokens if wanted.num_speculative_tokens is not None else self._fixed_k
-        fixed_k = fixed if wanted.enabled else 0
-        return Pacing(
-            Rate(self._acceptance.value, weight=4.0),
-            Rate(self._continuation.value, weight=4.0),
-            self._judged.start(4.0),
-            request.request_id,
-            fixed_k,
-            draft_is_judge=not request.sampling.draws_by_rejection,
-        )
+        if not wanted.enabled:
+            return 0
+        return self._fixed_k if wanted.num_speculative_tokens is None else wanted.num_speculative_tokens
 
-    def plan(self, pacing: Pacing, *, num_remaining: int, num_running: int, num_unread: int = 0) -> Plan:
-        """The plan of the round to come.
+    def start_session(self, request: GenerateRequest, *, is_auto: bool = False) -> SessionStats:
+        """Statistics of a new session; its acceptance starts from the service's.
 
         Args:
-            pacing: of the session.
+            is_auto: K is chosen by measurement even where it is fixed, unless it is 0.
+        """
+        fixed_k = self.fixed_k(request)
+        return SessionStats(
+            Rate(self._acceptance.value, PRIOR_WEIGHT),
+            Rate(self._continuation.value, PRIOR_WEIGHT),
+            self._bounded.start(PRIOR_WEIGHT),
+            request.request_id,
+            None if is_auto and fixed_k else fixed_k,
+            draft_knows_acceptance=not request.sampling.draws_by_rejection,
+        )
+
+    # Plans
+
+    def plan(self, stats: SessionStats, *, num_remaining: int, num_running: int, num_unread: int = 0) -> Plan:
+        """The plan of the next round.
+
+        Args:
+            stats: of the session.
             num_remaining: output tokens that may still come; K stays below.
             num_running: sessions that share the steps.
             num_unread: tokens of the session that the draft has not been told.
         """
-        pacing.num_remaining, pacing.num_unread = num_remaining, num_unread
-        if pacing.fixed_k == 0 or num_remaining <= 1 or pacing.rest_rounds > 0:
-            return OFF
-        if pacing.plan is None or pacing.rounds_to_review <= 0 or self._is_overruled(pacing):
-            self._decide(pacing, num_running)
-            self._review(pacing, num_running)
-        assert pacing.plan is not None
-        plan = pacing.plan
+        if self.modes.is_trying_plain and self._joins(stats):
+            return OFF_BY_REASON[Reason.EXPERIMENT]
+        stats.num_remaining, stats.num_unread = num_remaining, num_unread
+        if stats.fixed_k == 0:
+            return OFF_BY_REASON[Reason.FIXED]
+        if num_remaining <= 1:
+            return OFF_BY_REASON[Reason.LAST_TOKEN]
+        if stats.rest_rounds > 0:
+            return OFF_BY_REASON[Reason.REFUSED]
+        if stats.plan is None or stats.rounds_to_replan <= 0 or self._is_outdated(stats):
+            self._decide(stats, num_running)
+            self._replan(stats, num_running)
+        assert stats.plan is not None
+        plan = stats.plan
         if plan.num_speculative_tokens < num_remaining:
             return plan
         return replace(plan, num_speculative_tokens=num_remaining - 1)
 
-    def is_review_near(self, pacing: Pacing, num_running: int) -> bool:
-        """With the next round a decision of all or a review of the session would be due."""
-        if pacing.plan is None or pacing.fixed_k == 0:
+    def resting_plan(self, stats: SessionStats) -> Plan | None:
+        """The plan of a session without speculation and with nothing due; None: ``plan`` is to be called.
+
+        Cheap: it is asked for each session in each round.
+        """
+        if stats.fixed_k == 0:
+            return OFF_BY_REASON[Reason.FIXED]
+        is_resting = stats.plan is OFF and stats.rounds_to_replan > 0 and not self._is_outdated(stats)
+        return OFF if is_resting else None
+
+    def is_replan_near(self, stats: SessionStats, num_running: int) -> bool:
+        """With the next round a decision of all or a re-plan of the session would be due."""
+        if stats.plan is None or stats.fixed_k == 0:
             return False
         return (
-            pacing.rounds_to_review <= 1
-            or self._is_overruled(pacing)
-            or (self._joins(pacing) and self.together.is_due(num_running))
+            stats.rounds_to_replan <= 1
+            or self._is_outdated(stats)
+            or (self._joins(stats) and self.modes.is_due(num_running))
         )
 
-    def is_resting(self, pacing: Pacing) -> bool:
-        """The session drafts nothing, and nothing is due: asked for each session in each round."""
-        if pacing.fixed_k == 0:
-            return True
-        return pacing.plan is OFF and pacing.rounds_to_review > 0 and not self._is_overruled(pacing)
-
-    def is_trying_plain(self, pacing: Pacing) -> bool:
-        """The session's plan is left aside for a few steps, to see what that brings."""
-        return self.together.is_trying_plain and self._joins(pacing)
-
     def prepare(
-        self, pacing: Pacing, num_running: int, *, num_remaining: int | None = None, num_unread: int = 0
+        self, stats: SessionStats, num_running: int, *, num_remaining: int | None = None, num_unread: int = 0
     ) -> None:
-        """Decides and reviews what would be due with the next round, now, while no engine waits for it.
+        """Decides and re-plans what is due with the next round, while no engine waits for it.
 
         Args:
             num_remaining, num_unread: as for ``plan``; None: as they were then.
         """
-        if pacing.plan is None or pacing.fixed_k == 0:
+        if stats.plan is None or stats.fixed_k == 0:
             return
         if num_remaining is not None:
-            pacing.num_remaining, pacing.num_unread = num_remaining, num_unread
-        self._decide(pacing, num_running)
-        if pacing.rounds_to_review <= 1 or self._is_overruled(pacing):
-            self._review(pacing, num_running)
+            stats.num_remaining, stats.num_unread = num_remaining, num_unread
+        self._decide(stats, num_running)
+        if stats.rounds_to_replan <= 1 or self._is_outdated(stats):
+            self._replan(stats, num_running)
 
     def fanout(self, plan: Plan, num_drafts: int) -> tuple[int, ...]:
         """F_0..F_K for the proposal under verification; empty: the draft rests until the verdict."""
@@ -179,218 +214,193 @@ class Policy:
             return (0,) * num_drafts + (1,)
         return (MAX_NEXT_TOKENS,) * (num_drafts + 1)
 
-    def patience_s(self) -> float | None:
-        """How long a round may wait for the draft: four times what it usually takes. None: not measured."""
-        if self.measured.draft.step_s(1) is None:
-            return None
-        proposal_s = (self._fixed_k or ANY_K) * self.measured.draft_step_s(1, 0.0)
-        slowest_s = max(proposal_s, self.measured.slowest_outcomes_s)
-        return max(0.05, 4 * (slowest_s + self.measured.round_trip_s))
-
-    def verify_s(self, rows: int, num_sequences: int) -> float | None:
-        """Expected seconds of a target step; None before the first measurement."""
-        target = self.measured.target
-        return target.predict(rows, num_sequences, is_overlapped=bool(target.rounds[True]))
-
-    def prefill_room(self, num_rows: int, most: int, *, max_slowdown: float, num_running: int = 0) -> int:
-        """Prompt tokens that may share a step with the running sessions.
-
-        Args:
-            num_rows: of the running sessions, >= 1.
-            num_running: these sessions.
-            most: that may be asked for, >= 1.
-            max_slowdown: the step may take so many times as long as without the prompt tokens.
-
-        Returns:
-            In 1..most: what fits into that time, but never fewer than MIN_PREFILL.
-        """
-        target = self.measured.target
-        times = target.of(is_overlapped=True)
-        alone = times.least(num_rows)
-        if alone is None:
-            return most
-        # What their contexts take is part of the step, and becomes no more.
-        more_s = (max_slowdown - 1) * times.pace * target.context_s(num_running)
-        room = (target.prompts or times).largest_within(max_slowdown * alone + more_s) - num_rows
-        return min(most, max(MIN_PREFILL, room))
-
-    def reading_room(self, most: int, *, num_rows: int, num_running: int, most_s: float) -> int:
-        """Tokens that the draft may read in a step of those who run; as ``Measured.reading_room``."""
-        step_s = self.verify_s(num_rows, num_running)
-        if step_s is not None:
-            # The draft works meanwhile where both overlap.
-            step_s -= self.measured.slowest_outcomes_s
-        return self.measured.reading_room(most, step_s=step_s, most_s=most_s)
+    def goodput(self, plan: Plan, stats: SessionStats, num_running: int) -> float:
+        """Predicted tokens per second of one session under ``plan``."""
+        return self._goodput.goodput(plan, stats, num_running)
 
     # Measurements
 
     def observe_round(
-        self, pacing: Pacing, num_drafts: int, num_accepted: int, *, has_filler: bool = False
+        self, stats: SessionStats, num_drafts: int, num_accepted: int, *, has_ngram: bool = False
     ) -> None:
-        """One verdict of a session; ``has_filler``: on draft tokens that are not counted here."""
-        pacing.rounds_to_review -= 1
-        if pacing.rest_rounds:
-            pacing.rest_rounds -= 1
-        self._probes.add(is_used=num_drafts > 0 and not pacing.is_probing)
+        """Takes a verdict of a session; ``has_ngram``: on draft tokens that are not counted here."""
+        stats.rounds_to_replan -= 1
+        if stats.rest_rounds:
+            stats.rest_rounds -= 1
+        self._exploration.add(is_used=num_drafts > 0 and not stats.is_exploring)
         # Without a draft nothing is planned, and nobody would decide and forget. While plain decoding is
-        # tried nothing is planned for newcomers: they take part, or the trial would wait for their end.
-        takes_part = pacing.plan is not None or self.together.is_trying_plain
-        if takes_part and self._joins(pacing):
-            self.together.add(pacing, is_drafted=has_filler or num_drafts > 0)
+        # tried nothing is planned for newcomers: they take part, or the experiment would wait for their end.
+        takes_part = stats.plan is not None or self.modes.is_trying_plain
+        if takes_part and self._joins(stats):
+            self.modes.add(stats, is_drafted=has_ngram or num_drafts > 0)
         if num_drafts == 0:
-            pacing.rounds_off += 1
-        else:
-            pacing.rounds_off = 0
-            trials = chain_trials(num_drafts, num_accepted)
-            pacing.acceptance.add(num_accepted, trials)
-            self._acceptance.add(num_accepted, trials)
-            if pacing.num_asked == ANY_K:
-                pacing.judged.add(num_drafts, num_accepted)
-                self._judged.add(num_drafts, num_accepted)
-            pacing.num_asked = 0
+            stats.rounds_off += 1
+            return
+        stats.rounds_off = 0
+        trials = chain_trials(num_drafts, num_accepted)
+        stats.acceptance.add(num_accepted, trials)
+        self._acceptance.add(num_accepted, trials)
+        if stats.num_asked == ANY_K:
+            stats.bounded.add(num_drafts, num_accepted)
+            self._bounded.add(num_drafts, num_accepted)
+        stats.num_asked = 0
 
-    def observe_proposed(self, pacing: Pacing, num_asked: int, num_drafts: int) -> None:
-        """How far the draft went under a bound, of the tokens that it was asked for at most."""
-        pacing.num_asked = num_asked
+    def observe_proposal(self, stats: SessionStats, num_asked: int, num_drafts: int) -> None:
+        """Takes the length of a proposal under a bound, for which ``num_asked`` tokens were asked at most."""
+        stats.num_asked = num_asked
         num_further = max(0, num_drafts - 1)
         num_trials = num_further + (0 < num_drafts < num_asked)
-        for rate in (pacing.continuation, self._continuation):
+        for rate in (stats.continuation, self._continuation):
             rate.add(num_further, num_trials)
 
-    def observe_lookup(self, plan: Plan, lookup: Lookup) -> None:
-        """What outcomes asked under ``plan`` were good for."""
+    def observe_lookup(self, plan: Plan, *, is_hit: bool) -> None:
+        """Takes whether a verdict was among the outcomes asked under ``plan``."""
         if plan.overlap is Overlap.ENUMERATE:
-            rate = self.measured.hit_rate.get(plan.width)
-            if rate is None:
-                prior = prior_hit_rate(plan.width, self._acceptance.value)
-                rate = self.measured.hit_rate[plan.width] = Rate(prior)
-            rate.add(int(lookup is Lookup.HIT), 1)
+            hit_rate = self.cost_model.hit_rate
+            if plan.width not in hit_rate:
+                hit_rate[plan.width] = Rate(prior_hit_rate(plan.width, self._acceptance.value))
+            hit_rate[plan.width].add(int(is_hit), 1)
 
-    def goodput(self, plan: Plan, pacing: Pacing, num_running: int) -> float:
-        """Predicted tokens per second of one session under ``plan``."""
-        return self._prospects.goodput(plan, pacing, num_running)
+    def observe_refusal(self, stats: SessionStats, *, is_final: bool = False) -> None:
+        """The draft refused the session; ``is_final``: it is not asked again for this session."""
+        stats.rest_rounds = _FOR_EVER if is_final else REFUSED_REST_ROUNDS
+
+    def postpone_exploration(self, stats: SessionStats) -> None:
+        """The draft could not be asked in this round: an exploration has not begun yet."""
+        stats.rounds_to_replan += stats.is_exploring
 
     # Choice
 
-    def _joins(self, pacing: Pacing) -> bool:
-        """The session speculates or not as all do. Drafts at no cost keep nobody waiting."""
-        return self._is_model and pacing.fixed_k is None
+    def _joins(self, stats: SessionStats) -> bool:
+        """The session's speculation is decided for all. Drafts at no cost keep nobody waiting."""
+        return self._is_model and stats.fixed_k is None
 
-    def _decide(self, pacing: Pacing, num_running: int) -> None:
-        """Whether all speculate, and how far, when that is due."""
-        if not self._joins(pacing) or not self.together.is_due(num_running):
+    def _decide(self, stats: SessionStats, num_running: int) -> None:
+        """Decides the mode and the plan of all sessions, if that is due."""
+        modes = self.modes
+        if not self._joins(stats) or not modes.is_due(num_running):
             return
-        together = self.together
-        promised = self._prospects.gain(together.take_mean(pacing), num_running)
-        if promised is None:
+        predicted = self._goodput.speedup(modes.take_mean(stats), num_running)
+        if predicted is None:
             return
-        together.decide(promised, num_running)
-        sessions = together.sample or (pacing,)
-        shares = num_running > 1 and together.is_on
-        together.agree(self._prospects.best_for_all(sessions, num_running, together.plan) if shares else None)
+        modes.decide(predicted, num_running)
+        shares = num_running > 1 and modes.uses_model
+        sample = modes.sample or (stats,)
+        modes.set_plan(self._goodput.best_for_all(sample, num_running, modes.plan) if shares else None)
 
-    def _joint(self, pacing: Pacing) -> Plan | None:
-        """What all do; None where each does as it likes, and where the session does otherwise."""
-        return self.together.plan if self._joins(pacing) and not pacing.is_probing else None
+    def _joint(self, stats: SessionStats) -> Plan | None:
+        """Plan of all; None where each session chooses its own, and for one that is apart."""
+        if not self._joins(stats) or stats.is_exploring or not self.modes.uses_model:
+            # After an experiment's window with the model its plan stands until the next decision.
+            return None
+        return self.modes.plan
 
-    def _is_overruled(self, pacing: Pacing) -> bool:
-        """All decided otherwise since its last review."""
-        return pacing.num_turns != self.together.num_turns and self._joins(pacing)
+    def _is_outdated(self, stats: SessionStats) -> bool:
+        """Mode or plan of all have changed since the session's last re-plan."""
+        return stats.num_changes != self.modes.num_changes and self._joins(stats)
 
-    def _review(self, pacing: Pacing, num_running: int) -> None:
-        pacing.num_turns = self.together.num_turns
-        # A probe is a look, not a change of plan.
-        current = OFF if pacing.is_probing else pacing.plan
-        pacing.is_probing = (
-            pacing.fixed_k is None and current == OFF and self._is_probe_due(pacing, num_running)
+    def _replan(self, stats: SessionStats, num_running: int) -> None:
+        stats.num_changes = self.modes.num_changes
+        current = OFF if stats.is_exploring else stats.plan
+        stats.is_exploring = (
+            stats.fixed_k is None and current == OFF and self._is_exploration_due(stats, num_running)
         )
-        plans = self._allowed(pacing)
-        if pacing.is_probing:
-            self._probes.begin()
-            plan = self._prospects.best(plans, pacing, num_running)
+        plans = self._allowed(stats)
+        if stats.is_exploring:
+            self._exploration.begin()
+            plan = self._goodput.best(plans, stats, num_running)
         else:
-            plan = self._choose(plans, current, pacing, num_running)
-        limit = self._prospects.with_bound if self._joint(pacing) is None else self._prospects.part_of
-        pacing.plan = limit(plan, pacing, num_running)
-        most = OFF_REVIEW_ROUNDS if plan.is_off else REVIEW_ROUNDS
-        pacing.rounds_to_review = PROBE_ROUNDS if pacing.is_probing else min(most, pacing.review_rounds)
-        pacing.review_rounds = min(most, 2 * pacing.review_rounds)
-        if self._trace is not None:
-            self._tell(self._trace, pacing, num_running)
+            plan = self._choose(plans, current, stats, num_running)
+        limit = self._goodput.with_bound if self._joint(stats) is None else self._goodput.share_of
+        stats.plan = self._with_reason(limit(plan, stats, num_running), stats, num_running)
+        most = OFF_REPLAN_ROUNDS if plan.is_off else REPLAN_ROUNDS
+        stats.rounds_to_replan = EXPLORATION_ROUNDS if stats.is_exploring else min(most, stats.replan_rounds)
+        stats.replan_rounds = min(most, 2 * stats.replan_rounds)
+        if self._observer is not None:
+            self._observer.replanned(
+                stats,
+                stats.plan,
+                source=self._source,
+                num_running=num_running,
+                predict=lambda: self._predict(stats, num_running),
+            )
 
-    def _allowed(self, pacing: Pacing) -> list[Plan]:
-        """What all decided leaves to a session; what a probe may be."""
-        if pacing.fixed_k is not None:
-            return self._prospects.plans(pacing)
-        is_decided = self._joins(pacing) and self.together.is_on is not None
-        if is_decided and not self.together.is_on and not pacing.is_probing:
+    def _with_reason(self, plan: Plan, stats: SessionStats, num_running: int) -> Plan:
+        if plan.is_off:
+            return OFF
+        if stats.fixed_k is not None:
+            reason = Reason.FIXED
+        elif stats.is_exploring:
+            reason = Reason.EXPLORATION
+        elif self._joins(stats) and self.modes.is_trying_model:
+            reason = Reason.EXPERIMENT
+        elif self.cost_model.verify_s(num_running, num_running) is None:
+            reason = Reason.UNMEASURED
+        else:
+            reason = Reason.PROFITABLE
+        return replace(plan, reason=reason)
+
+    def _allowed(self, stats: SessionStats) -> list[Plan]:
+        """Plans that the mode leaves to a session, or to its exploration."""
+        if stats.fixed_k is not None:
+            return self._goodput.plans(stats)
+        is_decided = self._joins(stats) and self.modes.uses_model is not None
+        if is_decided and not self.modes.uses_model and not stats.is_exploring:
             return [OFF]
-        plans = self._prospects.plans(pacing)
-        return [plan for plan in plans if not plan.is_off] if is_decided or pacing.is_probing else plans
+        plans = self._goodput.plans(stats)
+        return [plan for plan in plans if not plan.is_off] if is_decided or stats.is_exploring else plans
 
-    def _choose(self, plans: Sequence[Plan], current: Plan | None, pacing: Pacing, num_running: int) -> Plan:
-        if pacing.fixed_k is None or len(plans) > 1:
-            self._relax(RELAXATION / max(1, num_running))
+    def _choose(
+        self, plans: Sequence[Plan], current: Plan | None, stats: SessionStats, num_running: int
+    ) -> Plan:
+        if stats.fixed_k is None or len(plans) > 1:
+            self.cost_model.decay(DECAY / max(1, num_running))
             if current is not None and current.num_speculative_tokens != ANY_K:
-                pacing.judged.relax(RELAXATION)
-        joint = self._joint(pacing)
+                stats.bounded.decay(DECAY)
+        joint = self._joint(stats)
         best = plans[0] if joint is None else joint
         if joint is None and len(plans) > 1:
-            best = self._prospects.best(plans, pacing, num_running)
+            best = self._goodput.best(plans, stats, num_running)
         if current is None or best in (current, OFF):
             return best
         if current.is_off:
-            return best if self._pays_back(pacing, num_running) else OFF
+            return best if self._pays_back(stats, num_running) else OFF
         if joint is not None:
             return joint
         # Speculation is left as soon as it promises too little; any other change must be worth it.
-        expected, promised = (self.goodput(plan, pacing, num_running) for plan in (current, best))
-        return best if promised > HYSTERESIS * expected else current
+        kept, changed = (self.goodput(plan, stats, num_running) for plan in (current, best))
+        return best if changed > HYSTERESIS * kept else current
 
-    def _tell(self, trace: Trace, pacing: Pacing, num_running: int) -> None:
-        plan = pacing.plan
-        assert plan is not None, "a plan was chosen"
+    def _predict(self, stats: SessionStats, num_running: int) -> Mapping[str, float]:
+        """Predicted tokens per second of the best plan by overlap label; empty while unmeasured."""
         best: dict[str, float] = {}
-        if self.measured.verify_s(num_running, num_running) is not None:
-            for candidate in self._prospects.plans(pacing):
-                tokens_per_s = self._prospects.goodput(candidate, pacing, num_running)
-                best[candidate.way] = max(tokens_per_s, best.get(candidate.way, 0.0))
-        trace.planned(
-            pacing.request_id,
-            self._source,
-            overlap=plan.way,
-            num_speculative_tokens=plan.num_speculative_tokens,
-            width=plan.width,
-            num_running=num_running,
-            acceptance=pacing.acceptance.value,
-            tokens_per_s=best,
+        if self.cost_model.verify_s(num_running, num_running) is not None:
+            for plan in self._goodput.plans(stats):
+                tokens_per_s = self.goodput(plan, stats, num_running)
+                best[plan.overlap_label] = max(tokens_per_s, best.get(plan.overlap_label, 0.0))
+        return best
+
+    def _is_exploration_due(self, stats: SessionStats, num_running: int) -> bool:
+        def num_prefill_steps() -> float:
+            step_s = self.cost_model.verify_s(num_running, num_running) or 0.0
+            return self._draft_prefill_s(stats) / step_s if step_s > 0 else 0.0
+
+        if self._is_simple:
+            return False
+        return self._exploration.is_due(
+            stats.rounds_off, num_running=num_running, num_prefill_steps=num_prefill_steps
         )
 
-    def _is_probe_due(self, pacing: Pacing, num_running: int) -> bool:
-        def num_reading_steps() -> float:
-            step_s = self.measured.verify_s(num_running, num_running) or 0.0
-            return self._reading_s(pacing) / step_s if step_s > 0 else 0.0
-
-        return self._probes.is_due(
-            pacing.rounds_off, num_running=num_running, num_reading_steps=num_reading_steps
-        )
-
-    def _pays_back(self, pacing: Pacing, num_running: int) -> bool:
-        """What is left of the session is worth that the draft first reads what it has not been told."""
-        reading_s = self._reading_s(pacing)
-        if reading_s <= 0.0:
+    def _pays_back(self, stats: SessionStats, num_running: int) -> bool:
+        """The rest of the session is worth that the draft first reads what it has not been told."""
+        prefill_s = self._draft_prefill_s(stats)
+        if prefill_s <= 0.0:
             return True
-        plain_s = pacing.num_remaining / self.measured.plain_goodput(num_running)
-        return plain_s * (1 - 1 / self.together.gain) > reading_s
+        plain_s = stats.num_remaining / self._goodput.plain_goodput(num_running)
+        return plain_s * (1 - 1 / self.modes.calibrated_speedup) > prefill_s
 
-    def _reading_s(self, pacing: Pacing) -> float:
-        """What the draft needs for that: about what a step of so many sequences takes."""
-        if not self._is_model or pacing.num_unread <= 1 + MAX_SPECULATIVE_TOKENS:
+    def _draft_prefill_s(self, stats: SessionStats) -> float:
+        """Seconds of the draft to read that: about a step of as many sequences."""
+        if not self._is_model or stats.num_unread <= 1 + MAX_SPECULATIVE_TOKENS:
             return 0.0
-        return self.measured.draft_step_s(pacing.num_unread, 0.0)
-
-    def _relax(self, share: float) -> None:
-        """What was measured of ways of working that were left since becomes less certain."""
-        self.measured.outcomes.relax(share)
-        for rate in self.measured.hit_rate.values():
-            rate.relax(share)
+        return self.cost_model.draft_step_s(stats.num_unread, 0.0)

@@ -1,69 +1,216 @@
-"""What both engines were measured to take, and the goodput that follows from it.
+"""Seconds of both engines' steps: measured, corrected for the machine's load, and predicted.
 
-With a = acceptance per token, n = running sessions, V = target step by rows, D = draft time, R = round trip
-to the draft, H = the router's time for a proposal, h = hit rate::
+Target steps are tabled by rows, apart for steps beside a working draft and for steps with prompts, with the
+attention to what their sequences hold as a term of its own. Draft steps are predicted from their sizes::
 
-    tokens per round   E(a, K) = (1 - a^(K+1)) / (1 - a)                          (Leviathan et al. 2023)
-    no speculation     V(n)
-    serial             V(n(K+1)) + D(K) + R + H n
-    drafts at no cost  V(n+K); only now and then has a session any, so the others have none
-    ahead, enumerate   max(V(n(K+1)), D_outcomes(K) + R) + (1 - h)(D(K) + R + H n)      outcomes are pushed
+    seconds = factor * sum over steps of shape(rows in it) + overhead * sqrt(proposals)
 
-Where the draft may end a proposal early, V has as many rows as proposals come to on average, and D as many
-steps as the longest of all comes to; where nothing else ends it, K and E are measured. D_outcomes grows with
-the branches, h too: so the width of the fan-out is part of what is chosen.
+The shape is what the draft measured of itself at its start. Factor and overhead are fitted to what proposals
+take here (recursive least squares with forgetting, of relative errors). The overhead is of beginning (caches
+are cold then) and of what each proposal needs besides its steps. Answers to about as many proposals each do
+not tell both apart; with the square root, the overhead of one proposal is credited neither to each of many
+nor to all of them together.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, geometric_mean
-from typing import Final
 
-from specray.control.draft_times import DraftTimes
-from specray.control.estimators import Average, OutcomesTime, Rate
-from specray.control.expected import Round, expected_steps, expected_tokens, prior_hit_rate
-from specray.control.state import Plan
-from specray.control.target_times import TargetTimes
-from specray.types import Overlap, StepTime
+from specray.control.estimators import Average, OutcomesTime, Rate, TimeTable
+from specray.types import DraftReply, Proposal, SpeculateItem, StepTime
 
 PRIOR_DRAFT_SHARE = 0.15
-"""A draft step as part of a target step, before both are measured."""
-LEAST_SLOWDOWN = 1.04
-"""Of a step with a few more rows: about as far as what steps take is known. With 32 others, draft tokens at
-no cost cost an eighth of a step where they make it one of 36 rows, and nothing where it has 40 anyway."""
-MIN_READING = 64
-"""Unread tokens that the draft is given at once, whatever they cost; a round or two bring no more."""
-_UNKNOWN_S = 1e-3
-HANDLING_S: Final = 40e-6
-"""Of a router's time, for one proposal: it asks, takes the answer, and has more to send and to commit. Of 64
-sessions of the embedded pair, rounds with proposals took 5.7 ms beside both engines' steps, the way to the
-draft among them, and rounds without 0.3 (2 cores, ``specray bench overlap``). Chosen, not fitted: with it
-they came to 0.94 times plain decoding, with none to 0.84."""
+"""Draft step as a share of a target step, before the draft's steps are known."""
+UNMEASURED_SLOWDOWN = 1.1
+"""Ratio of a target step beside a working draft to one alone, before one was measured: engines often share
+cores or memory. On two shared cores it is 1.25."""
+_MIN_ROWS_SHARE = 0.1
+"""Least share of a target step that is credited to its rows, whatever its context is predicted to take."""
+_CONTEXT_WEIGHT = 0.1
+"""Weight of a step in the average length of a sequence."""
+_FADING = 0.97
+"""Forgetting factor of the draft's fit, per answer; a hundred answers are some seconds."""
+_PRIOR_WEIGHT = 0.1
+"""Weight, in answers, of the fit's prior: factor 1 and overhead 0."""
+_MIN_FACTOR = 0.1
+_FURTHER_ROW_SHARE = 0.5
+"""Cost of a further row of the same proposal's first step: it shares the context of the first row."""
+_MAX_SURPRISE = 3.0
+"""Longest answer that the fit takes, as a multiple of its prediction."""
+_MAX_ITEM_TOKENS = 64
+"""Largest new tokens of an item whose step is measured: items with more are prefills."""
 
 
 @dataclass(slots=True)
-class Measured:
-    """Running averages, and predictions from them in tokens per second of one session."""
+class TargetTimes:
+    """Times of one target's steps.
+
+    Steps with prompts are tabled apart: of as many rows they take a third longer, since nearly each has a
+    size of its own, prompts attend to themselves, and arriving requests are read on the same machine.
+    """
+
+    rounds: dict[bool, TimeTable] = field(default_factory=lambda: {False: TimeTable(), True: TimeTable()})
+    """Steps without prompts, by whether the draft works meanwhile and slows the target."""
+    prompts: TimeTable = field(default_factory=TimeTable)
+    """Steps with prompts."""
+    context_token_s: float = 0.0
+    """Seconds per token that a step's sequences hold, as the engine says. The tables are without it."""
+    context_len: float = 0.0
+    """Average tokens of a sequence, in recent steps."""
+    load_factor: float = 1.0
+    """``TimeTable.load_factor`` of the last step without prompts."""
+
+    def add(
+        self,
+        num_rows: int,
+        seconds: float,
+        *,
+        num_sequences: int = 0,
+        num_context_tokens: int = 0,
+        is_overlapped: bool = False,
+        has_prompt: bool = False,
+    ) -> None:
+        """Takes a step.
+
+        Args:
+            num_context_tokens: that all its sequences hold together, with its rows.
+        """
+        if num_sequences and not has_prompt:
+            weight = _CONTEXT_WEIGHT if self.context_len else 1.0
+            self.context_len += weight * (num_context_tokens / num_sequences - self.context_len)
+        times = self.prompts if has_prompt else self.rounds[is_overlapped]
+        context_s = times.load_factor * self.context_token_s * num_context_tokens
+        times.add(num_rows, max(_MIN_ROWS_SHARE * seconds, seconds - context_s))
+        if not has_prompt:
+            self.load_factor = times.load_factor
+
+    def predict(self, num_rows: int, num_sequences: int, *, is_overlapped: bool = False) -> float | None:
+        """Seconds of a step without prompts; None: nothing is known."""
+        times = self.of(is_overlapped=is_overlapped)
+        seconds = times.predict(num_rows)
+        if seconds is None:
+            return None
+        seconds += times.load_factor * self.context_s(num_sequences)
+        if self.rounds[is_overlapped] or not is_overlapped:
+            return seconds
+        return UNMEASURED_SLOWDOWN * seconds
+
+    def context_s(self, num_sequences: int) -> float:
+        """Seconds of a step for the tokens that its sequences hold, at a load factor of 1."""
+        return self.context_token_s * self.context_len * num_sequences
+
+    def of(self, *, is_overlapped: bool) -> TimeTable:
+        """Table of steps without prompts; of the other kind while this kind was not measured."""
+        return self.rounds[is_overlapped] or self.rounds[not is_overlapped]
+
+
+class DraftTimes:
+    """Seconds per draft step, and the overhead of proposals; see the module."""
+
+    _factor: float
+    _overhead: float
+    """Overhead of one proposal, in steps of one proposal."""
+    # Sums of products of both regressors and of the answer, which is one.
+    _steps_steps: float
+    _steps_rest: float
+    _rest_rest: float
+    _steps_answer: float
+    _rest_answer: float
+
+    def __init__(self) -> None:
+        self._shape = TimeTable()
+        self._forget()
+
+    def expect(self, seconds_by_number: Mapping[int, float]) -> None:
+        """Sets the seconds of a step by its proposals, as a draft says; forgets the fit to another draft."""
+        self._shape.expect(seconds_by_number)
+        self._forget()
+
+    def step_s(self, num_proposals: int) -> float | None:
+        """Seconds of a step in which so many proposals grow; None: nothing is known."""
+        shape = self._shape.predict(max(1, num_proposals))
+        return None if shape is None else self._factor * shape
+
+    def unread_s(self, num_proposals: int, num_tokens: float) -> float:
+        """Extra seconds of the first step for reading ``num_tokens`` of each proposal instead of one."""
+        first, read = self.step_s(num_proposals), self.step_s(first_rows(num_proposals, num_tokens))
+        return 0.0 if first is None or read is None else max(0.0, read - first)
+
+    def overhead_s(self, num_proposals: int) -> float:
+        """Seconds of so many proposals besides their steps."""
+        return self._overhead * math.sqrt(num_proposals) * (self._shape.predict(1) or 0.0)
+
+    def add(self, num_steps: Sequence[int], seconds: float, *, num_read: int = 0) -> None:
+        """Takes the time of an answer to proposals, and to nothing else.
+
+        Args:
+            num_steps: of each proposal; at least one has some.
+            seconds: more than 0.
+            num_read: tokens that all proposals began with together; 0: one each.
+        """
+        most = max(num_steps)
+        if self._shape.predict(1) is None:
+            # As good as any: all that is known.
+            self.expect({1: seconds / most})
+        unit = self._shape.predict(1) or 0.0
+        rows = [sum(steps > index for steps in num_steps) for index in range(most)]
+        rows[0] = max(rows[0], first_rows(len(num_steps), num_read / len(num_steps)))
+        steps_s = sum(self._shape.predict(count) or 0.0 for count in rows)
+        rest_s = unit * math.sqrt(len(num_steps))
+        predicted_s = self._factor * steps_s + self._overhead * rest_s
+        seconds = min(seconds, _MAX_SURPRISE * predicted_s) if predicted_s > 0 else seconds
+        if seconds <= 0 or unit <= 0:
+            return
+        steps, rest = steps_s / seconds, rest_s / seconds
+        self._steps_steps = _FADING * self._steps_steps + steps * steps
+        self._steps_rest = _FADING * self._steps_rest + steps * rest
+        self._rest_rest = _FADING * self._rest_rest + rest * rest
+        self._steps_answer = _FADING * self._steps_answer + steps
+        self._rest_answer = _FADING * self._rest_answer + rest
+        self._fit()
+
+    def _forget(self) -> None:
+        self._factor, self._overhead = 1.0, 0.0
+        self._steps_steps = self._steps_rest = self._rest_rest = 0.0
+        self._steps_answer = self._rest_answer = 0.0
+
+    def _fit(self) -> None:
+        first, second = self._steps_steps + _PRIOR_WEIGHT, self._rest_rest + _PRIOR_WEIGHT
+        mixed, answer = self._steps_rest, self._steps_answer + _PRIOR_WEIGHT
+        determinant = first * second - mixed * mixed
+        overhead = (first * self._rest_answer - mixed * answer) / determinant
+        factor = (second * answer - mixed * self._rest_answer) / determinant
+        if overhead < 0:
+            overhead, factor = 0.0, answer / first
+        elif factor < _MIN_FACTOR:
+            factor = _MIN_FACTOR
+            overhead = max(0.0, (self._rest_answer - mixed * factor) / second)
+        self._factor, self._overhead = factor, overhead
+
+
+@dataclass(slots=True)
+class CostModel:
+    """Everything measured of both engines, and the seconds predicted from it."""
 
     target: TargetTimes = field(default_factory=TargetTimes)
     draft: DraftTimes = field(default_factory=DraftTimes)
-    """Of proposals."""
+    """Times of proposals."""
     outcomes: OutcomesTime = field(default_factory=OutcomesTime)
     slowest_outcomes_s: float = 0.0
+    """Longest recent draft step for outcomes, in seconds; it fades."""
     draft_round_trip: Average = field(default_factory=Average)
+    """Seconds to the draft and back, at a load factor of 1."""
     hit_rate: dict[int, Rate] = field(default_factory=dict)
-    """Of enumeration, by width."""
+    """P(a verdict is among the outcomes) under enumeration, by width."""
 
     # Measurements
 
     def expect_target(
         self, step_times: Sequence[StepTime], round_trip_s: float, *, context_token_s: float = 0.0
     ) -> None:
-        """What to believe of the target's steps before they were measured here.
+        """Sets the expected times of a target that was not measured here yet.
 
         Args:
             step_times: what the engine says of itself; may be empty.
@@ -76,123 +223,92 @@ class Measured:
             times.expect(seconds)
 
     def expect_draft(self, step_times: Sequence[StepTime], round_trip_s: float) -> None:
-        """What to believe of the draft's; as ``expect_target``."""
+        """Sets the expected times of a draft; as ``expect_target``."""
         pairs = [(entry.num_rows, entry.seconds) for entry in step_times]
         self.draft.expect(dict(pairs))
         self.outcomes.expect(pairs)
         self.draft_round_trip.expect(round_trip_s)
 
+    def observe_draft_step(
+        self, answered: Sequence[tuple[SpeculateItem, DraftReply]], forward_s: float, transport_s: float
+    ) -> None:
+        """Takes a draft step that answered items of one kind; ignores mixed steps and prefills.
+
+        Args:
+            answered: what was asked, and proposals or outcomes.
+            transport_s: from the first question to the answers, less ``forward_s``.
+        """
+        items = [item for item, _ in answered]
+        kinds = {bool(item.fanout) for item in items}
+        if len(kinds) != 1 or any(
+            item.is_prefill_chunk or len(item.token_ids) > _MAX_ITEM_TOKENS for item in items
+        ):
+            return
+        num_steps = [num_draft_steps(*answer) for answer in answered]
+        if not items[0].fanout:
+            num_read = sum(len(item.token_ids) for item in items)
+            self.observe_proposals(num_steps, forward_s, transport_s, num_read=num_read)
+            return
+        num_branches = sum(item.max_branches or sum(item.fanout) for item in items)
+        self.observe_outcomes(max(num_steps), num_branches, forward_s)
+
     def observe_proposals(
         self, num_steps: Sequence[int], forward_s: float, round_trip_s: float, *, num_read: int = 0
     ) -> None:
-        """One draft step that answered proposals and nothing else; as ``DraftTimes.add``."""
+        """Takes a draft step that answered proposals and nothing else; as ``DraftTimes.add``."""
         if max(num_steps) > 0:
-            self.draft.add(num_steps, forward_s / self.pace, num_read=num_read)
-            self.draft_round_trip.add(max(0.0, round_trip_s) / self.pace)
+            self.draft.add(num_steps, forward_s / self.load_factor, num_read=num_read)
+            self.draft_round_trip.add(max(0.0, round_trip_s) / self.load_factor)
 
     def observe_outcomes(self, num_tokens: int, num_branches: int, forward_s: float) -> None:
-        """One draft step that answered outcomes with branches of ``num_tokens`` and nothing else."""
+        """Takes a draft step that answered outcomes, with branches of ``num_tokens``, and nothing else."""
         if self.draft.step_s(1) is None:
-            # No proposal was asked for yet: the branches cost what is expected of them.
+            # No proposal was asked for yet: infer a step from the branches' expected cost.
             step_s = forward_s / OutcomesTime().predict(num_tokens, num_branches, step_s=1.0)
-            self.draft.add([1], step_s / self.pace)
+            self.draft.add([1], step_s / self.load_factor)
         step_s = self.draft_step_s(1, 0.0)
         self.outcomes.add(num_tokens, num_branches, forward_s, step_s=step_s)
-        # What was slow once may be so again; it fades.
         self.slowest_outcomes_s = max(forward_s, 0.98 * self.slowest_outcomes_s)
+
+    def decay(self, share: float) -> None:
+        """Forgets a share of what was measured of outcomes, which may not have been asked for since."""
+        self.outcomes.decay(share)
+        for rate in self.hit_rate.values():
+            rate.decay(share)
 
     # Predictions
 
-    def plain_goodput(self, num_running: int) -> float:
-        """Without speculation."""
-        return 1.0 / max(self.verify_s(num_running, num_running) or _UNKNOWN_S, 1e-9)
+    def verify_s(self, num_rows: int, num_sequences: int, *, is_overlapped: bool = False) -> float | None:
+        """Seconds of a target step; None: nothing is known."""
+        return self.target.predict(num_rows, num_sequences, is_overlapped=is_overlapped)
 
-    def serial_goodput(self, k: int, rounds: Sequence[Round], num_running: int) -> float:
-        """Draft and target in turns.
-
-        Of several sessions the geometric mean: those that go slowly are there for longer. Where each that
-        ends makes room for another, it is what requests per second grow with; tokens of the moment grow with
-        what fast ones gain, who are only gone sooner for it.
-
-        Args:
-            k: most draft tokens of a proposal, >= 1.
-            rounds: of some sessions, which stand for all.
-        """
-        num_drafts = fmean(one.num_drafts for one in rounds)
-        steps = expected_steps(k, [one.continuation for one in rounds], num_running)
-        verify = self.verify_s(round(num_running * (1 + num_drafts)), num_running) or _UNKNOWN_S
-        draft = sum(step.chance * self.draft_step_s(round(step.num_lines), verify) for step in steps)
-        num_read = fmean(one.num_tokens for one in rounds)
-        draft += self.pace * (
-            self.draft.reading_s(num_running, num_read) + self.draft.overhead_s(num_running)
-        )
-        round_s = verify + draft + self.round_trip_s + HANDLING_S * num_running
-        return geometric_mean(one.num_tokens for one in rounds) / round_s
-
-    def lone_goodput(self, k: int, acceptance: float, num_running: int) -> float:
-        """Of one session with ``k`` draft tokens, which took no time, among others with none.
-
-        What it adds to the tokens per second of all: its own tokens, less what the longer step costs the
-        others. So it is compared with ``plain_goodput`` as the others' are. The more others there are, the
-        less are a few rows worth: what they cost is not known so well.
-        """
-        plain, longer = (self.verify_s(num_running + rows, num_running) or _UNKNOWN_S for rows in (0, k))
-        longer = max(longer, LEAST_SLOWDOWN * plain)
-        num_others = num_running - 1
-        return (num_others + expected_tokens(acceptance, k)) / longer - num_others / plain
-
-    def overlapped_goodput(self, plan: Plan, acceptance: float, num_branches: int, num_running: int) -> float:
-        """Draft and target at the same time; ``num_branches`` of all sessions together."""
-        k = plan.num_speculative_tokens
-        verify = self.verify_s(num_running * (k + 1), num_running, is_overlapped=True) or _UNKNOWN_S
-        round_trip = self.round_trip_s
-        step = self.draft_step_s(1, verify)
-        outcomes = self.outcomes.predict(k, num_branches, step_s=step) + round_trip
-        misses = 1 - self._hit_rate(plan, acceptance)
-        fresh = self.draft_step_s(max(1, round(misses * num_running)), verify) * k + round_trip
-        fresh += HANDLING_S * num_running
-        return expected_tokens(acceptance, k) / (max(verify, outcomes) + misses * fresh)
+    def usual_verify_s(self, num_rows: int, num_sequences: int) -> float | None:
+        """Seconds of a target step, beside a working draft if one was measured; None: nothing is known."""
+        return self.verify_s(num_rows, num_sequences, is_overlapped=bool(self.target.rounds[True]))
 
     def draft_step_s(self, num_sequences: int, verify_s: float) -> float:
-        """Seconds per draft token, for so many sequences side by side."""
+        """Seconds per draft token for so many sequences side by side; a share of ``verify_s`` until known."""
         known = self.draft.step_s(num_sequences)
-        return PRIOR_DRAFT_SHARE * verify_s if known is None else self.pace * known
-
-    def reading_room(self, most: int, *, step_s: float | None, most_s: float) -> int:
-        """Tokens that the draft may read at once while running sessions are drafted for.
-
-        Args:
-            most: that may be asked for, >= 1.
-            step_s: of the target's step with these sessions it has left; None: nothing is known.
-            most_s: the draft may take for it, however long that step is.
-
-        Returns:
-            In 1..most: what it is believed to read in that time, but never fewer than MIN_READING.
-        """
-        if step_s is None:
-            return most
-        sizes, within_s = range(1, most + 1), min(step_s, most_s)
-        num_readable = bisect_right(sizes, within_s, key=lambda size: self.draft_step_s(size, 0.0))
-        return min(most, max(MIN_READING, num_readable))
+        return PRIOR_DRAFT_SHARE * verify_s if known is None else self.load_factor * known
 
     @property
     def round_trip_s(self) -> float:
-        """To the draft; 0 when nothing is known."""
-        return self.pace * (self.draft_round_trip.value or 0.0)
-
-    def verify_s(self, rows: int, num_sequences: int, *, is_overlapped: bool = False) -> float | None:
-        """Seconds of a target step; None: nothing is known."""
-        return self.target.predict(rows, num_sequences, is_overlapped=is_overlapped)
+        """Seconds to the draft and back; 0 while unknown."""
+        return self.load_factor * (self.draft_round_trip.value or 0.0)
 
     @property
-    def pace(self) -> float:
-        """The target's. The draft's times are divided by it too: where engines share a machine, what slows
-        one slows the other, and the draft's were measured at other moments."""
-        return self.target.pace
+    def load_factor(self) -> float:
+        """The target's, applied to the draft too: where engines share a machine, what slows one slows both,
+        and the draft was measured at other moments."""
+        return self.target.load_factor
 
-    def _hit_rate(self, plan: Plan, acceptance: float) -> float:
-        if plan.overlap is Overlap.AHEAD:
-            # One chain holds only when all K tokens are accepted and the bonus guess is right as well.
-            return float(acceptance ** (plan.num_speculative_tokens + 1))
-        measured = self.hit_rate.get(plan.width)
-        return prior_hit_rate(plan.width, acceptance) if measured is None else measured.value
+
+def first_rows(num_proposals: int, num_tokens: float) -> int:
+    """Rows that the first draft step counts as, if each proposal begins with so many tokens."""
+    return round(num_proposals * (1 + _FURTHER_ROW_SHARE * max(0.0, num_tokens - 1)))
+
+
+def num_draft_steps(item: SpeculateItem, reply: DraftReply) -> int:
+    """Draft steps of an answer: the token before which a proposal was ended had been drafted too."""
+    asked = item.num_speculative_tokens
+    return min(asked, len(reply.draft.token_ids) + 1) if isinstance(reply, Proposal) else asked

@@ -1,4 +1,4 @@
-"""Running averages of what was measured: step times by rows, acceptance, hit rates."""
+"""Estimators of what is measured: an average, a table of step times by rows, a rate."""
 
 from __future__ import annotations
 
@@ -8,30 +8,38 @@ from collections.abc import Mapping, Sequence
 from operator import itemgetter
 
 _NUM_WARMUP = 5
+"""Samples of which an average takes the least: warm-up only slows down."""
 _WEIGHT = 0.1
+"""Weight of a sample in a settled average."""
 _MAX_JUMP = 3.0
+"""Largest sample that a settled average takes, as a multiple of it."""
 _MAX_SETTLING_JUMP = 1.5
+"""Largest sample that an average takes while it settles, as a multiple of it."""
 _EXACT_ROWS = 64
-_NUM_TRUSTED = 3
+"""Largest size with an average of its own; larger sizes share buckets."""
 _BUCKET_ROWS = 32
+"""Rows per bucket of larger sizes."""
+_NUM_TRUSTED = 3
+"""Samples from which on a size's average is trusted."""
 _GROWTH = 4
+"""Extrapolation limit, as a multiple of the largest known size."""
 _BRANCH_SHARE = 0.5
-"""Of what a further sequence costs, a further branch: it shares the context of its sequence."""
+"""Cost of a further branch as a share of a further sequence's: it shares its sequence's context."""
 _REACH = 4
-"""What a size took against what was expected of it tells of sizes up to so many times larger or smaller."""
-_FOLLOWING = 0.05
-"""Share of what a step is off by, in logarithms, that is its size's own; less than the machine's."""
+"""Ratio of sizes up to which a measured size corrects the expectation of another."""
+_OWN_SHARE = 0.05
+"""Share of the log residual credited to this size's average."""
+_LOAD_SHARE = 0.3
+"""Share of the log residual credited to the machine's load, which changes within tenths of a second."""
 _MAX_DRIFT = 0.01
-"""Predictions may be so much older than the averages: the curve is not drawn again for each step."""
-_PACE_WEIGHT = 0.3
-"""The machine's share: one that others use is slow for tenths of a second at a time."""
+"""Relative change of the averages up to which the cached curve is still used."""
 
 
 class Average:
-    """A running average that starts with the least of its first samples, since warm-up only slows down.
+    """Running average that starts from the least of its first samples and then approaches their mean.
 
-    From there it soon reaches their mean. A sample counts for at most a few times the average: one hiccup
-    must not change a plan. So does the first one where something was expected, which stands until then.
+    A sample is cut to a few times the average: one hiccup must not change a plan. So is the first sample
+    where a value was expected.
     """
 
     __slots__ = ("count", "value")
@@ -41,7 +49,7 @@ class Average:
         self.count = 0
 
     def expect(self, value: float) -> None:
-        """What to believe before the first measurement."""
+        """Sets the value before the first measurement."""
         if self.count == 0:
             self.value = value
 
@@ -60,52 +68,52 @@ class Average:
             self.value += max(_WEIGHT, weight) * (min(sample, jump * self.value) - self.value)
 
     def follow(self, ratio: float) -> None:
-        """Takes a sample that is so many times what was expected, for reasons that may lie elsewhere."""
+        """Takes a sample as a ratio to its expected value, most of which other causes may explain."""
         assert self.value is not None, "there is something to follow from"
         self.count += 1
-        self.value *= ratio ** max(_FOLLOWING, 1 / (self.count - _NUM_WARMUP + 2))
+        self.value *= ratio ** max(_OWN_SHARE, 1 / (self.count - _NUM_WARMUP + 2))
 
 
 class TimeTable:
-    """Seconds of a step by its size. Unknown sizes are interpolated; smaller ones than any known cost as much
-    as the smallest, larger ones grow as the known ones do from the smallest to the largest.
+    """Seconds of a step by its size in rows: averages, interpolated; never falling with the size.
 
-    That is optimistic upwards, so a larger size is tried once it looks worth it, and then measured. The
-    first step of a size costs several times the later ones (kernels are chosen, memory is touched), so one
-    sample says nothing: sizes with fewer than three are left aside while there are others. Otherwise a size
-    that was slow once would never be tried again. Nor does a size take longer than a larger one: where they
-    say so, both are believed to take what they do on average (isotonic regression).
+    Sizes below the smallest known one cost as much as it does; above the largest, the slope from the smallest
+    to the largest goes on. That is optimistic, so a larger size is tried once it looks worth it, and then
+    measured. The first step of a size takes several times the later ones (kernels are chosen, memory is
+    touched), so sizes with fewer than three samples are ignored while there are others: otherwise a size that
+    was slow once would never be tried again. Where a size's average exceeds a larger one's, both are pooled
+    (isotonic regression).
 
-    What was *expected* of a size stands until the size is trusted. By as much as trusted sizes took more or
-    less than had been expected of them, others near them are expected to take. What they took more may be so
-    many times as much (a busy machine) or so much more (a step's messages, and what is done for each of its
-    sequences): the less of both is expected, since what looks too dear is never tried.
+    An *expected* time of a size holds until the size is trusted. Trusted sizes correct the expectation of
+    sizes near them, by the ratio (a busy machine) or by the difference (messages, and work per sequence)
+    between measured and expected time: the smaller correction of both, since a size that looks too expensive
+    is never tried.
 
-    Samples are divided by the *pace*, how much longer steps take now than their averages say, and predictions
-    are multiplied by it. Sizes come at different times, and what is compared are sizes: without it, plain
-    decoding looked slow for as long as the machine was, and what had been measured before fast. Pace and
-    average take fixed shares of the logarithm of what a sample is off by: so neither wanders at the other's
-    cost while one size comes alone, which would change how that size compares with the others.
+    Samples are divided by ``load_factor``, the time that steps take now over what their averages say, and
+    predictions are multiplied by it. Sizes are measured at different times and compared with each other:
+    without the factor, plain decoding looked slow while the machine was, and sizes measured before it fast.
+    Load factor and average take fixed shares of the log residual of a sample. So neither drifts at the
+    other's cost while only one size is measured, which would distort that size against the others.
     """
 
     def __init__(self) -> None:
         self._averages: dict[int, Average] = {}
         self._expected: _Curve = []
         self._trusted: list[int] = []
-        self.pace = 1.0
+        self.load_factor = 1.0
         self._points: _Curve | None = None
         self._drift = 0.0
-        """Of the averages since the points were made from them, in shares."""
+        """Relative change of the averages since ``_points`` was made from them."""
 
     def __bool__(self) -> bool:
         """True once something was measured."""
         return bool(self._averages)
 
     def expect(self, seconds_by_size: Mapping[int, float]) -> None:
-        """Replaces what is expected of steps that were not measured yet.
+        """Replaces the expected times of sizes that were not measured yet.
 
-        Beyond the largest size, up to _GROWTH times as much, steps are expected to go on growing as they did
-        since half that size: of two sizes near each other, neither is known well enough to say.
+        From the largest size up to _GROWTH times it, times are expected to grow with the slope since half
+        that size: two neighbouring sizes are not known well enough for a slope.
         """
         known = ((size_of(size), seconds) for size, seconds in seconds_by_size.items())
         self._expected = sorted({size: seconds for size, seconds in known if seconds > 0}.items())
@@ -126,15 +134,15 @@ class TimeTable:
         if average is None:
             average = self._averages[bucket] = Average()
         if average.count > _NUM_WARMUP and average.value and seconds > 0:
-            ratio = max(1 / _MAX_JUMP, min(_MAX_JUMP, seconds / (average.value * self.pace)))
-            self.pace *= ratio**_PACE_WEIGHT
+            ratio = max(1 / _MAX_JUMP, min(_MAX_JUMP, seconds / (average.value * self.load_factor)))
+            self.load_factor *= ratio**_LOAD_SHARE
             before = average.value
             average.follow(ratio)
             self._drift += abs(average.value / before - 1.0)
             if self._drift <= _MAX_DRIFT:
                 return
         else:
-            average.add(seconds / self.pace)
+            average.add(seconds / self.load_factor)
         if average.count == _NUM_TRUSTED:
             insort(self._trusted, bucket)
         self._points = None
@@ -148,23 +156,25 @@ class TimeTable:
             return None
         (first, less), (last, more) = self._points[0], self._points[-1]
         if size <= last or first == last:
-            return self.pace * _interpolate(self._points, size_of(size))
-        return self.pace * (more + max(0.0, more - less) / (last - first) * (size - last))
+            return self.load_factor * _interpolate(self._points, size_of(size))
+        return self.load_factor * (more + max(0.0, more - less) / (last - first) * (size - last))
 
     def least(self, size: int) -> float | None:
-        """As ``predict``, but no more than larger sizes took: such a sample was disturbed."""
+        """As ``predict``, but at most what larger sizes took: a longer sample was disturbed."""
         predicted = self.predict(size)
         if predicted is None:
             return None
         bucket = size_of(size)
-        return min([predicted, *(self.pace * seconds for other, seconds in self._all() if other >= bucket)])
+        return min(
+            [predicted, *(self.load_factor * seconds for other, seconds in self._all() if other >= bucket)]
+        )
 
     def largest_within(self, seconds: float) -> int:
-        """The largest size that is believed to take no longer than ``seconds``; 0: none.
+        """Largest size predicted to take at most ``seconds``; 0: none.
 
-        A known size vouches for all smaller ones. Beyond the largest one, _GROWTH times as much is tried.
+        A known size that fits vouches for all smaller ones. Beyond the largest, _GROWTH times it is tried.
         """
-        known, seconds = self._all(), seconds / self.pace
+        known, seconds = self._all(), seconds / self.load_factor
         for index in range(len(known) - 1, -1, -1):
             size, value = known[index]
             if value > seconds:
@@ -177,7 +187,7 @@ class TimeTable:
         return 0
 
     def _curve(self) -> _Curve:
-        """What predictions are made from: trusted sizes, else expected ones, else whatever was measured."""
+        """Points to predict from: trusted sizes, else expected ones, else whatever was measured."""
         if not self._trusted and not self._expected:
             return self._all()
         trusted = _ascending([(size, self._value(size)) for size in self._trusted])
@@ -193,10 +203,10 @@ class TimeTable:
         return _raised(sorted((known | dict(trusted)).items()), dict(trusted))
 
     def _all(self) -> _Curve:
-        """Every size of which anything is known; a measurement, even a single one, before an expectation.
+        """Points of all known sizes; a measurement, even a single one, replaces an expectation.
 
-        No row takes longer for being one of more: what is not trusted is at most as much per row as the next
-        smaller trusted size. Otherwise one disturbed step of a size would keep larger ones from being tried.
+        An untrusted size costs per row at most what the next smaller trusted size does: otherwise one
+        disturbed step would keep larger sizes from being tried.
         """
         known = dict(self._curve()) if self._expected else {}
         known |= {size: self._value(size) for size in self._averages}
@@ -220,7 +230,7 @@ _Curve = list[tuple[int, float]]
 
 
 def _ascending(curve: _Curve) -> _Curve:
-    """The nearest curve that never falls: neighbours that do are pooled (Ayer et al. 1955)."""
+    """Isotonic regression: neighbours that fall are pooled (Ayer et al. 1955)."""
     pools: list[tuple[float, int]] = []
     for _, seconds in curve:
         total, count = seconds, 1
@@ -233,7 +243,7 @@ def _ascending(curve: _Curve) -> _Curve:
 
 
 def _raised(curve: _Curve, trusted: Mapping[int, float]) -> _Curve:
-    """What is only expected takes no less than smaller trusted sizes took, and no more than larger ones."""
+    """Bounds expected sizes by the trusted sizes below and above them."""
     raised: _Curve = []
     least = 0.0
     for size, seconds in curve:
@@ -260,39 +270,39 @@ def _interpolate(curve: _Curve, size: int) -> float:
 
 
 def _near(values: _Curve, size: int, otherwise: float) -> float:
-    """Between those of sizes within _REACH; ``otherwise`` without any."""
+    """Interpolates values of sizes within _REACH; ``otherwise`` if there are none."""
     first = bisect_left(values, size / _REACH, key=itemgetter(0))
     last = bisect_right(values, _REACH * size, key=itemgetter(0))
     return _interpolate(values[first:last], size) if first < last else otherwise
 
 
 def size_of(size: int) -> int:
-    """Under which a number of rows is kept."""
+    """Bucket of a number of rows, named by its largest."""
     return size if size <= _EXACT_ROWS else -(-size // _BUCKET_ROWS) * _BUCKET_ROWS
 
 
 class OutcomesTime:
-    """Seconds that the draft needs for outcomes: a step for the ranking, then one per token for all branches.
+    """Seconds of the draft for outcomes: a step for the ranking, then one per token for all branches.
 
-    What a step costs by the number of its branches is expected; how much more or less outcomes of about so
-    many branches take than that is learnt, and believed of others until they are measured.
+    The cost of a step by its branches is expected; a correction is learnt by the (rounded) number of
+    branches, and used for other numbers until they are measured.
     """
 
     _PRIOR_SHARE = 0.05
-    """A further branch, as part of a step of one line."""
+    """Cost of a further branch as a share of a step of one sequence, before the draft says its own."""
 
     def __init__(self) -> None:
         self._widths: _Curve = [(1, 1.0), (2, 1.0 + self._PRIOR_SHARE)]
         self._factors: dict[int, Average] = {}
 
     def add(self, num_tokens: int, num_branches: int, seconds: float, *, step_s: float) -> None:
-        """Takes the time of branches of ``num_tokens``, given that a step of one line takes ``step_s``."""
+        """Takes the time of branches of ``num_tokens``, given the seconds of a step of one sequence."""
         if num_tokens > 0 and num_branches > 0 and step_s > 0:
             factor = self._factors.setdefault(num_branches.bit_length(), Average())
             factor.add(seconds / (step_s * self._num_steps(num_tokens, num_branches)))
 
     def expect(self, step_s: Sequence[tuple[int, float]]) -> None:
-        """Sets what a step costs.
+        """Sets the expected cost of a step.
 
         Args:
             step_s: (sequences, seconds of a step) pairs, that of one first.
@@ -305,14 +315,14 @@ class OutcomesTime:
         """Seconds of ``num_branches`` branches of ``num_tokens`` each."""
         return step_s * self._num_steps(num_tokens, num_branches) * self._factor(num_branches)
 
-    def relax(self, share: float) -> None:
-        """Doubts by a share that outcomes are dearer than expected: what is not chosen is never measured."""
+    def decay(self, share: float) -> None:
+        """Takes back a share of corrections above 1, since outcomes not chosen are not measured again."""
         for factor in self._factors.values():
             if factor.value is not None and factor.value > 1.0:
                 factor.value += share * (1.0 - factor.value)
 
     def _num_steps(self, num_tokens: int, num_branches: int) -> float:
-        """In steps of one line."""
+        """Cost in steps of one sequence."""
         last = self._widths[-1]
         if num_branches <= last[0]:
             return 1 + num_tokens * _interpolate(self._widths, num_branches)
@@ -330,7 +340,7 @@ class OutcomesTime:
 
 
 class Rate:
-    """A share of trials, or a number per trial, with a prior; old trials fade.
+    """Share of trials that succeeded, or a number per trial, with a prior; old trials fade.
 
     ``(successes + prior * weight) / (trials + weight)``.
     """
@@ -346,11 +356,11 @@ class Rate:
 
     @property
     def value(self) -> float:
-        """Of a share: in (0, 1)."""
+        """Estimate; of a share in (0, 1)."""
         return (self._successes + self._prior * self._weight) / (self._trials + self._weight)
 
-    def relax(self, share: float) -> None:
-        """Forgets a share of the trials: what is not chosen is not tried again."""
+    def decay(self, share: float) -> None:
+        """Forgets a share of the trials, so that the estimate returns towards its prior."""
         self._successes *= 1.0 - share
         self._trials *= 1.0 - share
 
@@ -361,5 +371,5 @@ class Rate:
 
 
 def chain_trials(num_drafts: int, num_accepted: int) -> int:
-    """Independent acceptance tests that one round made: those passed, and the one that failed, if any."""
+    """Acceptance tests of one round: those passed, and the one that failed, if any."""
     return num_accepted + (num_accepted < num_drafts)

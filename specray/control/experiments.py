@@ -1,13 +1,14 @@
-"""What speculation really brings, seen in short trials beside what it was promised to bring.
+"""Experiments that measure what predictions cannot know: A/B windows of all sessions, and exploration.
 
-Predictions know both engines' steps. What else a round takes, they do not: the router's own work, others on
-the same machine, an engine that is slower beside a busy one, caches that the other has emptied. So now and
-then all sessions work for a few steps in another way, and their tokens per second are held against those of
-the steps before and after: in turns, since a machine's own speed changes from second to second. From then on
-promises are believed as far as such promises were kept.
+Predictions know both engines' steps, but not what else a round takes: the router's own work, others on the
+same machine, an engine that is slower beside a busy one, caches that the other has emptied. So now and then
+all sessions work in another mode for a few steps (a switchback experiment), and their tokens per second are
+compared with those of the steps before and after, since a machine's speed changes from second to second. The
+ratio of measured to predicted speedup calibrates later predictions.
 
-A trial costs what the worse way loses in a few steps. So the next one is twice as far away each time, until
-all that trials cost is a small share of the time.
+An experiment costs what the slower mode loses in a few steps. So intervals double until experiments cost a
+small share of the time. While speculation is off, one session explores it for two rounds: what the draft is
+worth is measured again, and an experiment follows if it promises enough.
 """
 
 from __future__ import annotations
@@ -16,46 +17,45 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import IntEnum
 
-
-class Level(IntEnum):
-    """How much all sessions speculate, at most."""
-
-    PLAIN = 0
-    """One token a step."""
-    FILLERS = 1
-    """With draft tokens that need no model."""
-    MODEL = 2
-    """With the draft model's too."""
-
+from specray.control.state import Mode, Observer
 
 PLAIN_STEPS = 8
-"""Of a trial, without speculation: each brings one token of each session."""
+"""Steps of a window of plain decoding: each brings one token of each session."""
 SPECULATED_ROUNDS = 64
-"""Of a trial, of all sessions: what a round brings is left to chance."""
-FIRST_INTERVAL_STEPS, LARGE_GAIN_INTERVAL_STEPS = 16, 256
-"""Until the first trial, and where a trial would lose most of its time; the next one is twice as far away."""
-MAX_TRIAL_SHARE = 0.005
-"""Of the time, at most, for what the worse of both ways loses: trials become no rarer than that asks for."""
+"""Session-rounds per window with speculation; acceptance is noisy."""
+FIRST_INTERVAL_STEPS, LARGE_SPEEDUP_INTERVAL_STEPS = 16, 256
+"""Steps until the first experiment; the second where it would lose most of its time."""
+MAX_EXPERIMENT_SHARE = 0.005
+"""Largest share of the time that the slower modes of experiments may lose."""
 PLAIN_INTERVAL_STEPS, MAX_INTERVAL_STEPS = 256, 8192
-"""From plain decoding, at least; at most."""
-LARGE_GAIN = 2.0
-_PRIOR_TRIALS = 0.25
-"""So much is a promise worth, beside trials."""
-_MEMORY_TRIALS = 8.0
+"""Minimum interval in steps while plain; maximum interval."""
+LARGE_SPEEDUP = 2.0
+"""Predicted speedup from which on LARGE_SPEEDUP_INTERVAL_STEPS holds."""
+_PRIOR_EXPERIMENTS = 0.25
+"""Weight of a prediction beside experiments, in experiments."""
+_MEMORY_EXPERIMENTS = 8.0
+"""Number of past experiments that a calibration averages."""
 _MAX_SURPRISE = 3.0
-"""A step counts as no more than so many times an ordinary one: something else disturbed it."""
+"""Longest step that a window takes, as a multiple of its average step: something else disturbed it."""
 _MAX_ERROR = math.log(8.0)
-_HALF_STALE_STEPS = 2048
-"""What was seen so long ago, and not tried again since, is believed by half."""
+"""Largest log ratio of measured to predicted speedup."""
+_HALF_LIFE_STEPS = 2048
+"""Steps at another mode after which a calibration weighs half."""
 _PATIENCE = 6
-"""A trial that took so many times its steps, with those that show nothing, is given up."""
+"""Steps after which an experiment is given up, as a multiple of its windows."""
+EXPLORATION_INTERVAL_ROUNDS = 256
+"""Rounds between explorations while speculation is off."""
+EXPLORATION_ROUNDS = 2
+"""Rounds of an exploration: half a percent of the time where speculation costs half. One of several sessions
+explores for all: they all wait for its draft, which must read the session's whole text first."""
+MAX_EXPLORATION_SHARE = 0.005
+"""Largest share of the time that the draft may read before explorations."""
 
 
 @dataclass(slots=True)
 class Window:
-    """The last steps of one way of working, at most ``num_steps``."""
+    """The last steps at one mode, at most ``num_steps``."""
 
     num_steps: int
     _steps: deque[tuple[float, float]] = field(default_factory=deque)
@@ -63,7 +63,7 @@ class Window:
     _seconds: float = 0.0
 
     def add(self, tokens: float, seconds: float) -> None:
-        """One step, and what it brought."""
+        """Takes a step and the tokens that it committed."""
         if self._steps:
             seconds = min(seconds, _MAX_SURPRISE * self._seconds / len(self._steps))
         self._steps.append((tokens, seconds))
@@ -80,192 +80,192 @@ class Window:
 
     @property
     def tokens_per_s(self) -> float:
-        """0 when nothing is in it."""
+        """Tokens per second; 0 for an empty window."""
         return self._tokens / self._seconds if self._seconds > 0 else 0.0
 
 
 @dataclass(slots=True)
-class Trial:
-    """One way of working between two windows of another; one of both is plain decoding."""
+class Experiment:
+    """A window at one mode between two windows at another; one of both is plain decoding."""
 
-    base: Level
-    level: Level
-    """That is tried."""
-    promised: float
-    """By the one that speculates, as a multiple of plain decoding."""
+    base: Mode
+    """Mode that was decided for."""
+    tried: Mode
+    predicted_speedup: float
+    """Of the speculating mode over plain decoding."""
     before: Window
     during: Window
     after: Window
     num_left: int
-    """Steps that show nothing, until it is given up."""
+    """Steps that may still show nothing, until it is given up."""
 
     @property
-    def contender(self) -> Level:
-        """The one that speculates."""
-        return max(self.base, self.level)
+    def speculating(self) -> Mode:
+        """The mode of both that speculates."""
+        return max(self.base, self.tried)
 
     @property
-    def gain(self) -> float | None:
-        """Of the one that speculates over the other; None: nothing came of it."""
+    def measured_speedup(self) -> float | None:
+        """Of the speculating mode over the other; None: a window brought no token."""
         bases = [window.tokens_per_s for window in (self.before, self.after)]
         tried = self.during.tokens_per_s
         if min(*bases, tried) <= 0:
             return None
         ratio = tried / math.sqrt(bases[0] * bases[1])
-        return ratio if self.level is self.contender else 1 / ratio
+        return ratio if self.tried is self.speculating else 1 / ratio
 
 
 @dataclass(slots=True)
-class _Kept:
-    """Promises of one level, with about so many sessions."""
+class _Calibration:
+    """What experiments have shown of one mode with about so many sessions, and when the next is due."""
 
     weight: float = 0.0
-    """Trials, of which old ones count for less."""
+    """Number of experiments; old ones count for less."""
     error: float = 0.0
-    """Mean logarithm of what they brought over what was promised."""
+    """Mean log ratio of measured to predicted speedup."""
     interval: int = 0
-    """Steps until the next trial; 0: there was none yet."""
+    """Steps from the last experiment to the next; 0: there was none yet."""
     since: int = 0
-    """Step of the last one, of those that were counted."""
+    """Number of the step at which the last one ended."""
     num_elsewhere: int = 0
-    """Steps since then at another level."""
+    """Steps since then at another mode."""
 
-    def add(self, gain: float, promised: float) -> None:
-        error = max(-_MAX_ERROR, min(_MAX_ERROR, math.log(gain / promised)))
-        self.weight = min(self.weight, _MEMORY_TRIALS - 1) + 1
+    def add(self, measured: float, predicted: float) -> None:
+        error = max(-_MAX_ERROR, min(_MAX_ERROR, math.log(measured / predicted)))
+        self.weight = min(self.weight, _MEMORY_EXPERIMENTS - 1) + 1
         self.error += (error - self.error) / self.weight
 
     @property
     def factor(self) -> float:
-        """Of what is promised now."""
+        """Factor of a predicted speedup now."""
         weight = self._weight
-        return math.exp(self.error * weight / (weight + _PRIOR_TRIALS))
+        return math.exp(self.error * weight / (weight + _PRIOR_EXPERIMENTS))
 
     def put_off(self, num_steps: int, interval: int) -> None:
-        """From that step on, the next trial is so many steps away."""
+        """Counts from step ``num_steps`` on; the next experiment is ``interval`` steps away."""
         self.weight, self.num_elsewhere = self._weight, 0
         self.since, self.interval = num_steps, interval
 
     @property
     def _weight(self) -> float:
-        # What is at work is tried again. What is not may have become better, which nothing tells.
-        return float(self.weight * 0.5 ** (self.num_elsewhere / _HALF_STALE_STEPS))
+        # The mode at work is measured again. Another may have become better, which nothing shows.
+        return float(self.weight * 0.5 ** (self.num_elsewhere / _HALF_LIFE_STEPS))
 
 
-class Trials:
-    """Holds promises against what came, by level and by the number of sessions, in powers of two.
+class Experiments:
+    """Runs one experiment at a time, and calibrates predictions by mode and number of sessions.
 
     Args:
-        on_end: told of each trial that ends, and of the gain that it showed; None: given up, it showed none.
+        observer: told of each experiment that ends; None: nobody is.
 
     Attributes:
-        running: the trial that goes on; None: there is none.
+        running: the experiment that goes on; None: there is none.
     """
 
-    def __init__(self, on_end: Callable[[Trial, float | None], None] | None = None) -> None:
-        self.running: Trial | None = None
-        self._on_end = on_end
-        self._kept: dict[tuple[Level, int], _Kept] = {}
+    def __init__(self, observer: Observer | None = None) -> None:
+        self.running: Experiment | None = None
+        self._observer = observer
+        self._calibrations: dict[tuple[Mode, int], _Calibration] = {}
         self._num_steps = 0
         self._size = 0
-        self._level: Level | None = None
+        self._mode: Mode | None = None
         self._window = Window(0)
 
     @property
-    def tried(self) -> Level | None:
-        """What is tried now instead of what was decided."""
-        trial = self.running
-        return None if trial is None or trial.during.is_full else trial.level
+    def tried(self) -> Mode | None:
+        """Mode that is tried now instead of the decided one; None: the decided one holds."""
+        experiment = self.running
+        return None if experiment is None or experiment.during.is_full else experiment.tried
 
-    def believed(self, promised: Mapping[Level, float], num_running: int) -> dict[Level, float]:
-        """The promises, as multiples of plain decoding, as far as such ones were kept."""
-        return {level: gain * self._of(level, num_running).factor for level, gain in promised.items()}
+    def calibrated(self, predicted: Mapping[Mode, float], num_running: int) -> dict[Mode, float]:
+        """Predicted speedups over plain decoding, corrected by what experiments have shown."""
+        return {mode: speedup * self._of(mode, num_running).factor for mode, speedup in predicted.items()}
 
-    def observe(self, level: Level, num_running: int, tokens: float, seconds: float) -> bool:
-        """Takes a step in which all sessions worked alike.
+    def observe(self, mode: Mode, num_running: int, tokens: float, seconds: float) -> bool:
+        """Takes a step in which all sessions worked at one mode.
 
         Args:
-            level: at which they did.
+            mode: at which they did.
             num_running: sessions, >= 1.
             tokens: that all committed.
             seconds: since the end of the step before; more than 0.
 
         Returns:
-            True: ``tried`` has changed, or a trial has ended.
+            True: ``tried`` has changed, or an experiment has ended.
         """
         self._num_steps += 1
-        for contender in (Level.FILLERS, Level.MODEL):
-            if contender is not level:
-                self._of(contender, num_running).num_elsewhere += 1
-        trial, size = self.running, size_of(num_running)
+        for other in (Mode.NGRAM, Mode.MODEL):
+            if other is not mode:
+                self._of(other, num_running).num_elsewhere += 1
+        experiment, size = self.running, size_class(num_running)
         # Sessions end and others follow: for a few steps there are fewer, which shows nothing of them all.
         tokens /= num_running
-        if trial is None:
-            if (level, size) != (self._level, self._size):
-                self._level, self._size = level, size
-                self._window = Window(num_steps_of(level, num_running))
+        if experiment is None:
+            if (mode, size) != (self._mode, self._size):
+                self._mode, self._size = mode, size
+                self._window = Window(num_window_steps(mode, num_running))
             self._window.add(tokens, seconds)
             return False
         if size != self._size:
             return self.pass_by()
-        if not trial.during.is_full:
-            trial.during.add(tokens, seconds)
-            return trial.during.is_full
-        trial.after.add(tokens, seconds)
-        if not trial.after.is_full:
+        if not experiment.during.is_full:
+            experiment.during.add(tokens, seconds)
+            return experiment.during.is_full
+        experiment.after.add(tokens, seconds)
+        if not experiment.after.is_full:
             return False
-        self._end(trial)
+        self._end(experiment)
         return True
 
     def pass_by(self) -> bool:
-        """A step that shows nothing. True: the trial waited for too long and was given up."""
-        trial = self.running
-        if trial is None:
+        """Takes a step that shows nothing. True: the experiment waited for too long and was given up."""
+        experiment = self.running
+        if experiment is None:
             return False
-        trial.num_left -= 1
-        if trial.num_left > 0:
+        experiment.num_left -= 1
+        if experiment.num_left > 0:
             return False
         self.abandon()
         return True
 
-    def take_up(self, level: Level, num_running: int) -> None:
-        """All turn to that level: whether it keeps what it promises is seen soon."""
+    def switch_to(self, mode: Mode, num_running: int) -> None:
+        """All sessions switch to that mode: an experiment soon shows whether it keeps its prediction."""
         self.abandon()
-        self._of(level, num_running).put_off(self._num_steps, 0)
+        self._of(mode, num_running).put_off(self._num_steps, 0)
 
     def abandon(self) -> None:
-        """Ends the trial without a result; the next one is as far away as this one was."""
-        trial = self.running
-        if trial is not None:
-            kept = self._kept[trial.contender, self._size]
-            kept.put_off(self._num_steps, kept.interval)
-            self._tell(trial, None)
+        """Ends the experiment without a result; the next one is as far away as this one was."""
+        experiment = self.running
+        if experiment is not None:
+            calibration = self._calibrations[experiment.speculating, self._size]
+            calibration.put_off(self._num_steps, calibration.interval)
+            self._tell(experiment, None)
         self.running = None
-        self._level = None
+        self._mode = None
 
-    def is_due(self, level: Level, promised: Mapping[Level, float], num_running: int) -> bool:
-        """``begin`` would begin a trial."""
-        return self._due(level, promised, num_running) is not None
+    def is_due(self, mode: Mode, predicted: Mapping[Mode, float], num_running: int) -> bool:
+        """``begin`` would begin an experiment."""
+        return self._due(mode, predicted, num_running) is not None
 
-    def begin(self, level: Level, promised: Mapping[Level, float], num_running: int) -> Level | None:
-        """Begins a trial beside ``level`` when one is due.
+    def begin(self, mode: Mode, predicted: Mapping[Mode, float], num_running: int) -> Mode | None:
+        """Begins an experiment beside ``mode`` if one is due.
 
         Args:
-            level: that was decided for.
-            promised: by those that speculate, over plain decoding.
+            mode: that was decided for.
+            predicted: speedups of the speculating modes over plain decoding.
 
         Returns:
-            What is tried from now on; None: nothing.
+            The mode that is tried from now on; None: none is.
         """
-        contender = self._due(level, promised, num_running)
-        if contender is None:
+        speculating = self._due(mode, predicted, num_running)
+        if speculating is None:
             return None
-        tried = Level.PLAIN if level is contender else contender
-        sizes = [num_steps_of(one, num_running) for one in (tried, level)]
-        self.running = Trial(
-            level,
+        tried = Mode.PLAIN if mode is speculating else speculating
+        sizes = [num_window_steps(one, num_running) for one in (tried, mode)]
+        self.running = Experiment(
+            mode,
             tried,
-            promised[contender],
+            predicted[speculating],
             self._window,
             Window(sizes[0]),
             Window(sizes[1]),
@@ -273,74 +273,119 @@ class Trials:
         )
         return tried
 
-    def _due(self, level: Level, promised: Mapping[Level, float], num_running: int) -> Level | None:
-        """What speculates in the trial that may begin now; None: none may."""
-        if self.running is not None or self._level is not level or not self._window.is_full:
+    def _due(self, mode: Mode, predicted: Mapping[Mode, float], num_running: int) -> Mode | None:
+        """The speculating mode of the experiment that may begin now; None: none may."""
+        if self.running is not None or self._mode is not mode or not self._window.is_full:
             return None
-        if size_of(num_running) != self._size:
+        if size_class(num_running) != self._size:
             return None
-        if level is not Level.PLAIN:
-            contenders: list[Level] = [level]
+        if mode is not Mode.PLAIN:
+            candidates: list[Mode] = [mode]
         else:
-            # What promises less than nothing is looked at when it promises more.
-            contenders = [other for other, gain in promised.items() if gain >= 1.0]
+            # A mode predicted to be slower is tried once it is predicted to be faster.
+            candidates = [other for other, speedup in predicted.items() if speedup >= 1.0]
         return next(
-            (other for other in contenders if self._is_due(other, level, promised, num_running)), None
+            (other for other in candidates if self._is_due(other, mode, predicted, num_running)), None
         )
 
     def _is_due(
-        self, contender: Level, level: Level, promised: Mapping[Level, float], num_running: int
+        self, speculating: Mode, mode: Mode, predicted: Mapping[Mode, float], num_running: int
     ) -> bool:
-        kept = self._of(contender, num_running)
-        # As it was seen last: what is believed since then is better, for want of trials.
-        gain = promised[contender] * math.exp(kept.error)
-        tried = Level.PLAIN if level is contender else contender
-        lost_share = 1 - 1 / gain if level is contender else 1 / gain - 1
-        num_lost = num_steps_of(tried, num_running) * max(0.0, lost_share)
-        affordable = min(MAX_INTERVAL_STEPS, num_lost / MAX_TRIAL_SHARE)
-        if level is Level.PLAIN:
+        calibration = self._of(speculating, num_running)
+        # As measured last: calibrations that fade towards 1 since then do so for want of experiments.
+        speedup = predicted[speculating] * math.exp(calibration.error)
+        tried = Mode.PLAIN if mode is speculating else speculating
+        lost_share = 1 - 1 / speedup if mode is speculating else 1 / speedup - 1
+        num_lost = num_window_steps(tried, num_running) * max(0.0, lost_share)
+        affordable = min(MAX_INTERVAL_STEPS, num_lost / MAX_EXPERIMENT_SHARE)
+        if mode is Mode.PLAIN:
             interval = max(PLAIN_INTERVAL_STEPS, affordable)
         else:
             interval = min(
-                kept.interval or first_interval(promised[contender]), max(FIRST_INTERVAL_STEPS, affordable)
+                calibration.interval or first_interval(predicted[speculating]),
+                max(FIRST_INTERVAL_STEPS, affordable),
             )
-        return self._num_steps - kept.since >= interval
+        return self._num_steps - calibration.since >= interval
 
-    def _end(self, trial: Trial) -> None:
-        self._put_off(trial)
-        gain = trial.gain
-        if gain is not None:
-            self._kept[trial.contender, self._size].add(gain, trial.promised)
-        self._tell(trial, gain)
+    def _end(self, experiment: Experiment) -> None:
+        calibration = self._calibrations[experiment.speculating, self._size]
+        interval = 2 * max(calibration.interval, first_interval(experiment.predicted_speedup))
+        calibration.put_off(self._num_steps, min(MAX_INTERVAL_STEPS, interval))
+        measured = experiment.measured_speedup
+        if measured is not None:
+            calibration.add(measured, experiment.predicted_speedup)
+        self._tell(experiment, measured)
         self.running = None
 
-    def _tell(self, trial: Trial, gain: float | None) -> None:
-        if self._on_end is not None:
-            self._on_end(trial, gain)
+    def _tell(self, experiment: Experiment, measured_speedup: float | None) -> None:
+        if self._observer is not None:
+            self._observer.experiment_ended(
+                base=experiment.base,
+                tried=experiment.tried,
+                speculating=experiment.speculating,
+                predicted_speedup=experiment.predicted_speedup,
+                measured_speedup=measured_speedup,
+            )
 
-    def _put_off(self, trial: Trial) -> None:
-        kept = self._kept[trial.contender, self._size]
-        interval = 2 * max(kept.interval, first_interval(trial.promised))
-        kept.put_off(self._num_steps, min(MAX_INTERVAL_STEPS, interval))
-
-    def _of(self, level: Level, num_running: int) -> _Kept:
-        key = level, size_of(num_running)
-        kept = self._kept.get(key)
-        if kept is None:
-            kept = self._kept[key] = _Kept(since=self._num_steps)
-        return kept
-
-
-def first_interval(promised: float) -> int:
-    """Steps until the first trial of what promises so much."""
-    return LARGE_GAIN_INTERVAL_STEPS if promised >= LARGE_GAIN else FIRST_INTERVAL_STEPS
+    def _of(self, mode: Mode, num_running: int) -> _Calibration:
+        key = mode, size_class(num_running)
+        calibration = self._calibrations.get(key)
+        if calibration is None:
+            calibration = self._calibrations[key] = _Calibration(since=self._num_steps)
+        return calibration
 
 
-def size_of(num_running: int) -> int:
-    """Numbers of sessions that are alike: up to about half as many again, or two thirds."""
+@dataclass(slots=True)
+class Exploration:
+    """When a session tries speculation that is off, so that what has changed since is measured.
+
+    Args:
+        has_draft: drafts come from an engine, for which rounds wait.
+    """
+
+    has_draft: bool
+    _rounds_unused: int = 0
+    """Rounds of all sessions since one had draft tokens under a plan that was no exploration."""
+    _rounds_unexplored: int = 0
+    """Rounds of all sessions since one began to explore."""
+
+    def add(self, *, is_used: bool) -> None:
+        """Takes a round of a session; ``is_used``: with draft tokens, and not as an exploration."""
+        self._rounds_unexplored += 1
+        self._rounds_unused = 0 if is_used else self._rounds_unused + 1
+
+    def begin(self) -> None:
+        """A session explores."""
+        self._rounds_unexplored = 0
+
+    def is_due(self, rounds_off: int, *, num_running: int, num_prefill_steps: Callable[[], float]) -> bool:
+        """A session without speculation should try it.
+
+        Args:
+            rounds_off: of this session, since it had draft tokens.
+            num_running: sessions that share the steps.
+            num_prefill_steps: target steps in the time in which the draft reads what it was not told of the
+                session; called only where that decides.
+        """
+        if not self.has_draft or self._rounds_unused < num_running:
+            # Nobody waits for its drafts, or all wait for the draft anyway.
+            return rounds_off >= EXPLORATION_INTERVAL_ROUNDS
+        num_rounds = min(self._rounds_unused, self._rounds_unexplored)
+        if num_rounds < EXPLORATION_INTERVAL_ROUNDS * num_running:
+            return False
+        return num_rounds >= round(num_prefill_steps() / MAX_EXPLORATION_SHARE) * num_running
+
+
+def first_interval(predicted_speedup: float) -> int:
+    """Steps until the first experiment of a mode with that predicted speedup."""
+    return LARGE_SPEEDUP_INTERVAL_STEPS if predicted_speedup >= LARGE_SPEEDUP else FIRST_INTERVAL_STEPS
+
+
+def size_class(num_running: int) -> int:
+    """Class of numbers of sessions that are alike: up to about half as many again, or two thirds."""
     return round(math.log2(num_running))
 
 
-def num_steps_of(level: Level, num_running: int) -> int:
-    """Of a window at that level."""
-    return PLAIN_STEPS if level is Level.PLAIN else max(PLAIN_STEPS, -(-SPECULATED_ROUNDS // num_running))
+def num_window_steps(mode: Mode, num_running: int) -> int:
+    """Steps of a window at that mode."""
+    return PLAIN_STEPS if mode is Mode.PLAIN else max(PLAIN_STEPS, -(-SPECULATED_ROUNDS // num_running))

@@ -1,114 +1,116 @@
-"""How much sessions speculate: those that share the target's steps decide it together.
+"""Chooses the mode of all sessions: plain decoding, the n-gram fallback alone, or the draft model too.
 
-One that waits for the draft while others do not keeps them waiting, or misses their step and has fewer of its
-own: some speculating can be slower than all or none. And where it hardly pays, one session's few first drafts
-decide nothing; those of all are many. What is promised is believed as far as ``trials`` have shown.
+Sessions that share the target's steps decide it together. One that waits for the draft while others do not
+keeps them waiting, or misses their step and has fewer of its own: some speculating can be slower than all or
+none. And where speculation hardly pays, one session's few first drafts show nothing; those of all are many.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
 
-from specray.control.decisions import Decisions
-from specray.control.estimators import Rate
-from specray.control.experiments import Level, Trials, size_of
-from specray.control.state import Judged, Pacing, Plan
+from specray.control.experiments import Experiments, size_class
+from specray.control.goodput import MIN_SPEEDUP, mean_of
+from specray.control.state import Mode, Observer, Plan, SessionStats
 
-FIRST_REVIEW_STEPS = 4
-REVIEW_STEPS = 16
-"""A decision stands for so many, and while about as many sessions run; one that turned, or was of another
-number, for fewer, each time twice as many: what it promised had not been tried."""
-OFF_REVIEW_STEPS, OFF_REVIEW_GROWTH = 128, 4
-"""As REVIEW_STEPS, without the model, and how many times as many each time: until a session tries it again,
-nothing is learnt of it, and where steps are short a decision is part of one."""
-MIN_GAIN = 1.08
-"""Speculation must promise so much more than none to be taken up: none is sure, and predictions err by what
-the machine does meanwhile."""
+FIRST_DECISION_STEPS = 4
+"""Steps for which a decision holds after a change of mode or of the number of sessions."""
+DECISION_STEPS = 16
+"""Steps for which a decision with the model holds at most; twice as many as the one before."""
+OFF_DECISION_STEPS, OFF_DECISION_GROWTH = 128, 4
+"""Steps for which a decision without the model holds at most, and their growth: until a session explores it,
+nothing is measured of the model, and where steps are short a decision is part of one."""
 MAX_SAMPLE = 8
 """Sessions that stand for all when their plan is chosen."""
-LEAST_GAIN = 1.03
-"""It is left when it promises less than this."""
-MIN_FILLER_GAIN, LEAST_FILLER_GAIN = 1.03, 1.0
-"""As MIN_GAIN and LEAST_GAIN, of fillers: what they bring is not predicted, but seen in trials."""
+KEEP_SPEEDUP = 1.03
+"""Least calibrated speedup at which the model stays on; MIN_SPEEDUP switches it on."""
+NGRAM_MIN_SPEEDUP, NGRAM_KEEP_SPEEDUP = 1.03, 1.0
+"""As MIN_SPEEDUP and KEEP_SPEEDUP, of the n-gram fallback: experiments measure it, nothing predicts it."""
 _UNSETTLED_STEPS = 2
-"""After a turn, which show neither way of working: the draft reads what it has missed."""
+"""Steps after a change that count for neither mode: the draft reads what it has missed."""
 
 
 @dataclass(slots=True)
 class _Step:
-    """What the verdicts of a step have in common."""
+    """Counts of sessions over the verdicts of a step."""
 
     num_joining: int = 0
-    """Of sessions that take part."""
+    """Sessions that take part in the decision."""
     num_drafted: int = 0
-    """With draft tokens, whoever proposed them."""
+    """Sessions with draft tokens of any source."""
     num_on: int = 0
-    """Under a plan with the model."""
-    has_probe: bool = False
+    """Sessions whose plan uses the model."""
+    has_exploration: bool = False
 
 
 @dataclass(slots=True)
-class Together:
-    """The decision of all sessions under one policy, and what the next one is made from."""
+class ModeController:
+    """The mode of all sessions under one controller, and what the next decision is made from."""
 
-    level: Level | None = None
+    mode: Mode | None = None
     """None: nothing was decided yet."""
-    gain: float = MIN_GAIN
-    """What is believed of the model, as a multiple of plain decoding."""
-    trials: Trials = field(default_factory=Trials)
-    decisions: Decisions = field(default_factory=Decisions)
-    """Told of each; trials tell it themselves."""
+    calibrated_speedup: float = MIN_SPEEDUP
+    """Tokens per second with the model, as a multiple of plain decoding."""
+    experiments: Experiments = field(default_factory=Experiments)
+    observer: Observer | None = None
+    """Told of decisions; experiments tell it themselves."""
+    has_ngram: bool = True
+    """The n-gram fallback alone is a mode; False: speculation is on or off."""
     plan: Plan | None = None
-    """Of all who speculate, where there are several; each has its own part of it."""
-    num_turns: int = 0
-    """How often it was decided otherwise than before."""
-    sample: Sequence[Pacing] = ()
-    """Some of the sessions that the last mean is of."""
+    """Plan of all sessions that speculate, if there are several; each has its own share of it."""
+    num_changes: int = 0
+    """Changes of mode or plan so far."""
+    sample: Sequence[SessionStats] = ()
+    """Some of the sessions of the last mean."""
     _num_rounds: int = 0
-    """Since the last decision."""
-    _sessions: dict[int, Pacing] = field(default_factory=dict)
-    """Those that had a round since then, by identity."""
-    _last: Pacing | None = None
+    """Rounds since the last decision."""
+    _sessions: dict[int, SessionStats] = field(default_factory=dict)
+    """Sessions that had a round since then, by identity."""
+    _last: SessionStats | None = None
     _num_running: int = 0
-    """At the last decision."""
-    _promises: dict[Level, float] = field(default_factory=dict)
-    """Made for it."""
-    _is_trial_due: bool = False
-    _num_steps: int = FIRST_REVIEW_STEPS
-    """For which it stands."""
+    """Sessions at the last decision."""
+    _predicted: dict[Mode, float] = field(default_factory=dict)
+    """Predicted speedups of the last decision."""
+    _is_experiment_due: bool = False
+    _num_steps: int = FIRST_DECISION_STEPS
+    """Steps for which the last decision holds."""
     _step: _Step = field(default_factory=_Step)
     _num_unsettled: int = 0
 
     @property
-    def is_on(self) -> bool | None:
-        """Sessions have plans with the model, also while none is tried; None: nothing was decided yet."""
-        return None if self.level is None else Level.MODEL in (self.level, self.trials.tried)
+    def uses_model(self) -> bool | None:
+        """Sessions have plans with the model, decided or tried; None: nothing was decided yet."""
+        return None if self.mode is None else Mode.MODEL in (self.mode, self.experiments.tried)
 
     @property
     def is_plain(self) -> bool:
-        """Nobody has draft tokens, not even fillers."""
-        tried = self.trials.tried
-        return (self.level if tried is None else tried) is Level.PLAIN
+        """No session has draft tokens now, not even of the n-gram fallback."""
+        tried = self.experiments.tried
+        return (self.mode if tried is None else tried) is Mode.PLAIN
 
     @property
     def is_trying_plain(self) -> bool:
-        """Plans are left aside for a few steps."""
-        return self.trials.tried is Level.PLAIN
+        """An experiment sets plans aside for a few steps."""
+        return self.experiments.tried is Mode.PLAIN
 
-    def add(self, pacing: Pacing, *, is_drafted: bool = False) -> None:
-        """One round of a session that takes part; ``is_drafted``: with draft tokens of any source."""
+    @property
+    def is_trying_model(self) -> bool:
+        """An experiment uses the model for a few steps."""
+        return self.experiments.tried is Mode.MODEL
+
+    def add(self, stats: SessionStats, *, is_drafted: bool = False) -> None:
+        """Takes a round of a session; ``is_drafted``: with draft tokens of any source."""
         self._num_rounds += 1
-        self._sessions[id(pacing)] = pacing
+        self._sessions[id(stats)] = stats
         step = self._step
         step.num_joining += 1
         step.num_drafted += is_drafted
-        step.num_on += pacing.plan is not None and not pacing.plan.is_off
-        if pacing.is_probing:
-            step.has_probe = True
-            # It has learnt something.
-            self._num_steps = min(self._num_steps, REVIEW_STEPS)
+        step.num_on += stats.plan is not None and not stats.plan.is_off
+        if stats.is_exploring:
+            step.has_exploration = True
+            # Something was measured: decide soon.
+            self._num_steps = min(self._num_steps, DECISION_STEPS)
 
     def end_step(
         self,
@@ -119,62 +121,62 @@ class Together:
         num_running: int,
         num_tokens: int,
     ) -> None:
-        """All verdicts of a step are there.
+        """Takes a step whose verdicts are all there.
 
         Args:
             seconds: since the end of the step before; None: it shows nothing of speculation.
-            is_reading: the draft has read meanwhile, as it must of every prompt, where it is used.
+            is_reading: the draft has prefilled meanwhile, as it must of every prompt while it is used.
             num_sessions: of the step.
             num_running: sessions, in the step or waiting for the next.
             num_tokens: that were committed.
         """
         step, self._step = self._step, _Step()
-        if self.level is None:
+        if self.mode is None:
             return
         is_seen = seconds is not None and seconds > 0 and self._is_alike(step, num_sessions)
-        if is_reading and (self._num_unsettled or self.trials.tried is not None or not self.is_on):
+        if is_reading and (self._num_unsettled or self.experiments.tried is not None or not self.uses_model):
             # It catches up with what it was not told before.
             is_seen = False
         if is_seen and self._num_unsettled:
             self._num_unsettled -= 1
             is_seen = False
         if seconds is None or not is_seen:
-            has_turned = self.trials.pass_by()
+            has_changed = self.experiments.pass_by()
         else:
-            level = self.trials.tried
-            level = self.level if level is None else level
-            has_turned = self.trials.observe(level, num_running, num_tokens, seconds)
-        if has_turned:
-            self._turn()
-            # What was tried is weighed with the next round.
-            self._num_steps = 0 if self.trials.running is None else self._num_steps
-        elif self._num_running and size_of(num_running) == size_of(self._num_running):
+            tried = self.experiments.tried
+            mode = self.mode if tried is None else tried
+            has_changed = self.experiments.observe(mode, num_running, num_tokens, seconds)
+        if has_changed:
+            self._change()
+            # The result is weighed with the next round.
+            self._num_steps = 0 if self.experiments.running is None else self._num_steps
+        elif self._num_running and size_class(num_running) == size_class(self._num_running):
             # Decisions are rare where little changes, and a burst may be over before the next one.
-            self._is_trial_due = self.trials.is_due(self.level, self._promises, num_running)
+            self._is_experiment_due = self.experiments.is_due(self.mode, self._predicted, num_running)
 
     def _is_alike(self, step: _Step, num_sessions: int) -> bool:
-        """All sessions of the step worked as was decided, or tried."""
-        if step.num_joining == 0 or step.num_joining < num_sessions or step.has_probe:
+        """All sessions of the step worked at the mode that was decided, or tried."""
+        if step.num_joining == 0 or step.num_joining < num_sessions or step.has_exploration:
             return False
         if self.is_plain:
             return step.num_drafted == 0
-        if self.is_on:
+        if self.uses_model:
             # With fewer, the draft is not there, or has yet to read.
             return step.num_on == step.num_joining <= 2 * step.num_drafted
         return step.num_on == 0
 
-    def _turn(self) -> None:
-        self.num_turns += 1
+    def _change(self) -> None:
+        self.num_changes += 1
         self._num_unsettled = _UNSETTLED_STEPS
 
     def is_due(self, num_running: int) -> bool:
-        """It is time to decide anew."""
-        if self.level is None or self._is_trial_due or self._is_another(num_running):
+        """A decision is due."""
+        if self.mode is None or self._is_experiment_due or self._is_another(num_running):
             return True
-        return self.trials.running is None and self._num_rounds >= self._num_steps * num_running
+        return self.experiments.running is None and self._num_rounds >= self._num_steps * num_running
 
-    def take_mean(self, new: Pacing) -> Pacing:
-        """A session as all are on average; ``new`` where none had a round yet. Begins to collect anew."""
+    def take_mean(self, new: SessionStats) -> SessionStats:
+        """The mean of sessions since the last call; ``new`` if none ever had a round. Begins a new mean."""
         if self._sessions:
             sessions = list(self._sessions.values())
             self._last = mean_of(sessions)
@@ -183,59 +185,59 @@ class Together:
             self._num_rounds = 0
         return self._last or new
 
-    def decide(self, promised: float, num_running: int) -> None:
-        """``promised`` of the model, as a multiple of plain decoding, decides, as far as it is believed."""
-        self._promises = promises = {Level.FILLERS: 1.0, Level.MODEL: promised}
-        believed = self.trials.believed(promises, num_running)
-        self.gain = believed[Level.MODEL]
-        level = self._choose(believed)
-        is_turn = level is not self.level
+    def decide(self, predicted_speedup: float, num_running: int) -> None:
+        """Chooses the mode.
+
+        Args:
+            predicted_speedup: of the model over plain decoding, before calibration.
+        """
+        predicted = {Mode.MODEL: predicted_speedup}
+        if self.has_ngram:
+            predicted = {Mode.NGRAM: 1.0, **predicted}
+        self._predicted = predicted
+        calibrated = self.experiments.calibrated(predicted, num_running)
+        self.calibrated_speedup = calibrated[Mode.MODEL]
+        mode = self._choose(calibrated)
+        is_change = mode is not self.mode
         is_another = self._is_another(num_running)
-        if is_turn:
-            self.trials.take_up(level, num_running)
+        if is_change:
+            self.experiments.switch_to(mode, num_running)
         elif is_another:
-            self.trials.abandon()
-        tried = self.trials.begin(level, promises, num_running)
-        most = REVIEW_STEPS if level is Level.MODEL else OFF_REVIEW_STEPS
-        if is_turn or is_another:
-            self._num_steps = FIRST_REVIEW_STEPS
+            self.experiments.abandon()
+        tried = self.experiments.begin(mode, predicted, num_running)
+        most = DECISION_STEPS if mode is Mode.MODEL else OFF_DECISION_STEPS
+        if is_change or is_another:
+            self._num_steps = FIRST_DECISION_STEPS
         else:
-            growth = 2 if level is Level.MODEL else OFF_REVIEW_GROWTH
+            growth = 2 if mode is Mode.MODEL else OFF_DECISION_GROWTH
             self._num_steps = min(most, growth * max(1, self._num_steps))
-        self.level, self._num_running, self._is_trial_due = level, num_running, False
-        if is_turn or tried is not None:
-            self._turn()
-        self.decisions.decided(level, tried, promised=promised, believed=self.gain, num_running=num_running)
+        self.mode, self._num_running, self._is_experiment_due = mode, num_running, False
+        if is_change or tried is not None:
+            self._change()
+        if self.observer is not None:
+            self.observer.decided(
+                mode,
+                tried,
+                predicted_speedup=predicted_speedup,
+                calibrated_speedup=self.calibrated_speedup,
+                num_running=num_running,
+            )
 
-    def _choose(self, believed: Mapping[Level, float]) -> Level:
-        """The level that brings most; that of now is left only for one that brings a little more."""
-        now = Level.FILLERS if self.level is None else self.level
-        filler, model = believed[Level.FILLERS], believed[Level.MODEL]
-        takes_filler = filler >= (MIN_FILLER_GAIN if now is Level.PLAIN else LEAST_FILLER_GAIN)
-        if model >= (LEAST_GAIN if now is Level.MODEL else MIN_GAIN):
-            margin = MIN_FILLER_GAIN if now is Level.MODEL else 1 / MIN_FILLER_GAIN
-            return Level.FILLERS if takes_filler and filler > margin * model else Level.MODEL
-        return Level.FILLERS if takes_filler else Level.PLAIN
+    def _choose(self, calibrated: Mapping[Mode, float]) -> Mode:
+        """The fastest mode; the current one is left only for one that is a little faster."""
+        now = Mode.NGRAM if self.mode is None else self.mode
+        ngram, model = calibrated.get(Mode.NGRAM, 0.0), calibrated[Mode.MODEL]
+        takes_ngram = ngram >= (NGRAM_MIN_SPEEDUP if now is Mode.PLAIN else NGRAM_KEEP_SPEEDUP)
+        if model >= (KEEP_SPEEDUP if now is Mode.MODEL else MIN_SPEEDUP):
+            margin = NGRAM_MIN_SPEEDUP if now is Mode.MODEL else 1 / NGRAM_MIN_SPEEDUP
+            return Mode.NGRAM if takes_ngram and ngram > margin * model else Mode.MODEL
+        return Mode.NGRAM if takes_ngram else Mode.PLAIN
 
-    def agree(self, plan: Plan | None) -> None:
-        """What all do who speculate; None: each as it likes."""
-        self.num_turns += plan != self.plan
+    def set_plan(self, plan: Plan | None) -> None:
+        """Sets the plan of all sessions that speculate; None: each chooses its own."""
+        self.num_changes += plan != self.plan
         self.plan = plan
 
     def _is_another(self, num_running: int) -> bool:
         """Half as many sessions run as at the last decision, or twice as many."""
         return not self._num_running < 2 * num_running < 4 * self._num_running
-
-
-def mean_of(sessions: Sequence[Pacing]) -> Pacing:
-    """A session as these, of which there is one at least, are on average."""
-    judged = [pacing.judged for pacing in sessions]
-    return Pacing(
-        Rate(fmean(pacing.acceptance.value for pacing in sessions)),
-        Rate(fmean(pacing.continuation.value for pacing in sessions)),
-        Judged(
-            Rate(fmean(one.num_drafts.value for one in judged)),
-            Rate(fmean(one.num_accepted.value for one in judged)),
-        ),
-        draft_is_judge=2 * sum(pacing.draft_is_judge for pacing in sessions) > len(sessions),
-    )

@@ -1,97 +1,221 @@
-"""What a session does until the next review, and the record that the policy keeps of it."""
+"""Values of the control: a session's plan and its reason, its statistics, and the mode of all sessions."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from types import MappingProxyType
+from typing import Final, Protocol
 
 from specray.control.estimators import Rate
 from specray.types import Overlap
 
-FIRST_REVIEW_ROUNDS = 4
-REVIEW_ROUNDS = 16
-"""A plan stands for so many rounds; the first ones for fewer, each twice as long as the one before."""
-OFF_REVIEW_ROUNDS = 32
-"""As REVIEW_ROUNDS, without speculation: nothing is learnt meanwhile, and a small target's step is short."""
+FIRST_REPLAN_ROUNDS = 4
+REPLAN_ROUNDS = 16
+"""Rounds for which a plan holds; the first plans hold for fewer, each twice as long as the one before."""
+OFF_REPLAN_ROUNDS = 32
+"""Rounds for which a plan without speculation holds: nothing is measured meanwhile."""
+
+
+class Reason(StrEnum):
+    """Why a round has its plan. ``docs/control.md`` explains each."""
+
+    FIXED = "fixed"
+    """K is set by the configuration or the request; also K = 0."""
+    UNMEASURED = "unmeasured"
+    """Nothing is known of the target yet: a first K is tried."""
+    PROFITABLE = "profitable"
+    """Measurements promise more tokens per second with this K than without speculation."""
+    UNPROFITABLE = "unprofitable"
+    """Measurements promise too little, for all sessions or for the rest of this one."""
+    EXPERIMENT = "experiment"
+    """An A/B experiment of all sessions tries another mode for a few steps."""
+    EXPLORATION = "exploration"
+    """Speculation is off, and one session tries it for two rounds."""
+    LAST_TOKEN = "last_token"
+    """One output token is left: a draft token could not be used."""
+    NO_DRAFT = "no_draft"
+    """No draft is leased."""
+    STALLED = "stalled"
+    """The draft has not answered for longer than a round waits for it."""
+    REFUSED = "refused"
+    """The draft refused the session, or several drafts were lost with it."""
+    TOO_LONG = "too_long"
+    """The session is longer than the draft's ``max_model_len``."""
+    DRAFT_PREFILL = "draft_prefill"
+    """The draft has yet to read the session's tokens."""
+    PROMPTS_FIRST = "prompts_first"
+    """Several prompts wait to be prefilled: the step's rows are theirs."""
+    PREFILL = "prefill"
+    """The round computes the session's own prompt."""
+    LOCAL = "local"
+    """The request is drafted for without a draft model."""
+    NGRAM = "ngram"
+    """The n-gram fallback found a repetition that promises more than asking the draft."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a session does until the next review."""
+    """How a session speculates until it is re-planned, and why."""
 
     num_speculative_tokens: int
+    """Most draft tokens of a proposal; 0: no speculation."""
     overlap: Overlap = Overlap.SERIAL
     width: int = 1
-    """Under enumeration: branches for each number of accepted tokens, on average; the draft chooses which."""
+    """Branches per number of accepted tokens, on average, under enumeration; the draft chooses which."""
     min_acceptance: float = field(default=0.0, compare=False)
-    """A proposal ends where the draft believes less than this of the acceptance of all of it."""
+    """Least P(all of a proposal is accepted), by the draft; below it the proposal ends. 0: no bound."""
+    reason: Reason = field(default=Reason.PROFITABLE, compare=False)
 
     @property
     def is_off(self) -> bool:
         return self.num_speculative_tokens == 0
 
     @property
-    def way(self) -> str:
-        """``off``, or the overlap."""
+    def overlap_label(self) -> str:
+        """``off``, or the overlap: as metrics and traces have it."""
         return "off" if self.is_off else self.overlap.value
 
 
-OFF = Plan(0)
+OFF_BY_REASON: Final[Mapping[Reason, Plan]] = MappingProxyType(
+    {reason: Plan(0, reason=reason) for reason in Reason}
+)
+OFF: Final = OFF_BY_REASON[Reason.UNPROFITABLE]
+
+
+class Mode(IntEnum):
+    """How all sessions of a router draft; each mode includes those below it."""
+
+    PLAIN = 0
+    """No draft tokens: one token per step and session."""
+    NGRAM = 1
+    """Draft tokens of the n-gram fallback alone."""
+    MODEL = 2
+    """Draft tokens of the draft model, and of the n-gram fallback where the model has none."""
+
+    @property
+    def label(self) -> str:
+        """``plain``, ``ngram`` or ``model``: as metrics and traces have it."""
+        return self.name.lower()
 
 
 @dataclass(slots=True)
-class Judged:
-    """What proposals come to that may have any length and end where the draft is too unsure of them.
+class BoundedProposalStats:
+    """Averages of proposals without a largest K, which end where the draft is too unsure.
 
-    Measured as they are: the texts in which a draft is sure for long are those in which it is right, so
-    rates per token say too little of them.
+    Measured as they are: a draft is sure for long in texts in which it is right, so rates per token
+    underestimate such proposals.
     """
 
     num_drafts: Rate
-    """Per proposal."""
+    """Draft tokens per proposal."""
     num_accepted: Rate
-    """Per proposal."""
+    """Accepted tokens per proposal."""
 
-    def start(self, weight: float) -> Judged:
-        """Of a new session, which knows what this has come to so far."""
-        return Judged(Rate(self.num_drafts.value, weight), Rate(self.num_accepted.value, weight))
+    def start(self, weight: float) -> BoundedProposalStats:
+        """The statistics of a new session, with these as its prior."""
+        return BoundedProposalStats(
+            Rate(self.num_drafts.value, weight), Rate(self.num_accepted.value, weight)
+        )
 
     def add(self, num_drafts: int, num_accepted: int) -> None:
-        """One verdict."""
+        """Takes one verdict."""
         self.num_drafts.add(num_drafts, 1)
         self.num_accepted.add(num_accepted, 1)
 
-    def relax(self, share: float) -> None:
+    def decay(self, share: float) -> None:
         """Forgets a share of the verdicts."""
-        self.num_drafts.relax(share)
-        self.num_accepted.relax(share)
+        self.num_drafts.decay(share)
+        self.num_accepted.decay(share)
 
 
 @dataclass(slots=True)
-class Pacing:
-    """One session's part in the policy."""
+class SessionStats:
+    """One session's measurements and plan. Only the controller writes to it."""
 
     acceptance: Rate
-    """Per draft token."""
+    """P(a draft token is accepted), given that those before it are."""
     continuation: Rate
-    """Per draft token, given that there is one: that the draft was sure enough to go on."""
-    judged: Judged
+    """P(the draft continues after a token), under a bound."""
+    bounded: BoundedProposalStats
     request_id: str = ""
     fixed_k: int | None = None
-    """What configuration or request say; None: chosen by measurement."""
-    draft_is_judge: bool = True
-    """The draft can say of a draft token how likely it is accepted; not of one drawn for rejection."""
+    """K of the configuration or the request; None: chosen by measurement."""
+    draft_knows_acceptance: bool = True
+    """The draft can estimate a token's acceptance; False where rejection sampling draws the draft tokens."""
     plan: Plan | None = None
+    """Plan until the next re-plan; None: there was none yet."""
     num_remaining: int = 0
-    """Output tokens that may still come, when its plan was asked for last."""
+    """Output tokens that may still come, at the last call of ``plan``."""
     num_unread: int = 0
-    """Tokens that the draft had not been told then: it must read them before its next proposal."""
+    """Committed tokens that the draft had not been told at that call; it prefills them before it proposes."""
     num_asked: int = 0
-    """Most draft tokens of the proposal that is verified next, where it has a bound; else 0."""
-    rounds_to_review: int = 0
-    review_rounds: int = FIRST_REVIEW_ROUNDS
+    """Most draft tokens of the proposal that is verified next, if it has a bound; else 0."""
+    rounds_to_replan: int = 0
+    replan_rounds: int = FIRST_REPLAN_ROUNDS
+    """Rounds for which the next plan will hold."""
     rounds_off: int = 0
-    is_probing: bool = False
-    num_turns: int = 0
-    """Of the decision of all, at its last review."""
+    """Rounds since the session last had draft tokens."""
+    is_exploring: bool = False
+    """The plan is an exploration while speculation is off."""
+    num_changes: int = 0
+    """Value of ``ModeController.num_changes`` at the last re-plan."""
     rest_rounds: int = 0
-    """Rounds without draft after the draft refused the session."""
+    """Rounds for which the draft is not asked, after it refused the session."""
+
+
+class Observer(Protocol):
+    """Whoever is told what the control decides; the router tells metrics and trace."""
+
+    def replanned(
+        self,
+        stats: SessionStats,
+        plan: Plan,
+        *,
+        source: str,
+        num_running: int,
+        predict: Callable[[], Mapping[str, float]],
+    ) -> None:
+        """A session has a new plan.
+
+        Args:
+            source: what drafts under the plan.
+            predict: tokens per second of the best plan by overlap label; empty before anything is measured.
+        """
+
+    def decided(
+        self,
+        mode: Mode,
+        tried: Mode | None,
+        *,
+        predicted_speedup: float,
+        calibrated_speedup: float,
+        num_running: int,
+    ) -> None:
+        """All sessions have decided their mode, the same as before or another.
+
+        Args:
+            tried: mode of the experiment that begins with the decision; None: none begins.
+            predicted_speedup: tokens per second with the draft model, as a multiple of plain decoding.
+            calibrated_speedup: the same, corrected by what experiments measured.
+            num_running: sessions, >= 1.
+        """
+
+    def experiment_ended(
+        self,
+        *,
+        base: Mode,
+        tried: Mode,
+        speculating: Mode,
+        predicted_speedup: float,
+        measured_speedup: float | None,
+    ) -> None:
+        """An A/B experiment has ended.
+
+        Args:
+            base: mode that was decided for.
+            speculating: the one of both modes that speculates more.
+            predicted_speedup: of that mode over plain decoding.
+            measured_speedup: of that mode over the other; None: the experiment was given up.
+        """

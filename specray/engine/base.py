@@ -1,4 +1,4 @@
-"""What the heads of both engines have in common: sequences, the blocks that they own, and a health check."""
+"""The base of both engines: sequences, the blocks that they own, and a health check."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from specray.types import EngineInfo
 
 
 class EngineBase:
-    """An engine over a runner, but for its steps.
+    """Everything of an engine over a runner but its steps.
 
     Args:
-        runner: the leader's; followers of a tensor-parallel group run what it broadcasts.
-        info: what the engine says of itself; its limits hold here. One block is kept for ``check``.
+        runner: runner of the leader; followers of a tensor-parallel group run what it broadcasts.
+        info: description of the engine, whose limits hold here; one block is kept for ``check``.
         can_evict: whether idle sequences may be forgotten.
         prefix_cache: whether computed prefixes are used again.
     """
@@ -65,7 +65,7 @@ class EngineBase:
             raise EngineLostError("a one-token step gives logits that are not numbers")
 
     def close(self) -> None:
-        """Lets the runner go, and with it the other ranks of its group; idempotent."""
+        """Closes the runner, and with it the other ranks of its group; idempotent."""
         self._runner.close()
 
     def check_integrity(self) -> None:

@@ -1,4 +1,4 @@
-"""The one place where an engine is put together: a runner and the head above it."""
+"""Builds engines: a runner, and the draft or target engine above it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from specray.types import PROTOCOL_VERSION, EngineInfo, StepTime
 
 logger = logging.getLogger(__name__)
 
-_BRANCH_ROOMS = 1
-"""Room for so many sequences beside each of a draft, for its branches, if ``cache_memory_gib`` allows it."""
+_BRANCH_SEQUENCES = 1
+"""Extra sequences' worth of cache for each of a draft's, for its branches, if ``cache_memory_gib`` allows."""
 
 
 def build_target_engine(config: Config, *, parallel: ParallelContext | None = None) -> TargetEngine:
@@ -58,7 +58,7 @@ def build_draft_engine(config: Config, *, parallel: ParallelContext | None = Non
 
 
 def build_follower(config: EngineConfig, *, role: str, parallel: ParallelContext) -> ModelRunner:
-    """Loads another rank's shard, with as many blocks as the leader has: it is told which to use.
+    """Loads the shard of a follower rank, with as many blocks as the leader, which chooses among them.
 
     Raises:
         ConfigError: names the setting, its value and what is allowed.
@@ -73,10 +73,12 @@ def _log(role: str, step_times: Sequence[StepTime]) -> None:
 
 
 def _build_runner(config: EngineConfig, *, role: str, parallel: ParallelContext | None) -> ModelRunner:
-    """A runner with room for every sequence, its branches, and the block of the health check."""
-    num_extra_rooms = _BRANCH_ROOMS if role == "draft" else 0
-    num_rooms = config.max_num_seqs * (1 + num_extra_rooms) + 1
-    runner = build_runner(config.model_copy(update={"max_num_seqs": num_rooms}), role=role, parallel=parallel)
+    """Builds a runner with cache for every sequence, its branches, and the block of the health check."""
+    num_branch_sequences = _BRANCH_SEQUENCES if role == "draft" else 0
+    num_sequences = config.max_num_seqs * (1 + num_branch_sequences) + 1
+    runner = build_runner(
+        config.model_copy(update={"max_num_seqs": num_sequences}), role=role, parallel=parallel
+    )
     info = runner.info
     needed = -(-info.max_model_len // info.block_size) + 1
     if info.num_blocks < needed:

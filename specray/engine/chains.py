@@ -1,12 +1,13 @@
-"""What a draft continues: a sequence by a proposal, or the likely outcomes of a round as its branches.
+"""Builds the chains that a draft decodes: one per proposal, or one per likely outcome of a round.
 
-Branches share the K/V of the sequence that they leave. Their own lie behind it, branch after branch::
+Branches share the K/V of the prefix that they continue. Their own lie behind the sequence, branch after
+branch::
 
-    sequence                               places behind it
+    sequence                               KV indices behind it
     [told tokens][tokens under verification][its own branch][branch][branch] ...
 
-The likeliest outcome of most acceptance is the sequence's own branch: it lies where the sequence goes on, so
-that it stays computed when the verdict confirms it.
+The branch of full acceptance with the likeliest next token is the sequence's own: it lies where the sequence
+goes on, so that it stays computed when the verdict confirms it.
 """
 
 from __future__ import annotations
@@ -18,23 +19,26 @@ from dataclasses import dataclass, field
 from specray.engine.attention.mask import Visibility, branch_visibility
 from specray.engine.cache.sequences import EngineSequence
 from specray.engine.sampling.draft import DraftToken, RankedRow
-from specray.engine.sampling.processors import RowGroup
+from specray.engine.sampling.state import RowGroup, SamplingState, chain_rows
 from specray.engine.schedule import BranchStep
 from specray.errors import OutOfBlocksError
-from specray.types import Branch, DraftTokens, SamplingParams, SparseProbs, SpeculateItem
+from specray.types import Branch, DraftTokens, SparseProbs, SpeculateItem
 
 
 @dataclass(slots=True, eq=False)
 class Chain:
     """Tokens to continue by ``num_wanted`` draft tokens."""
 
+    state: SamplingState
+    """State of all tokens so far; the chain's own."""
     token_ids: list[int]
-    """With the draft tokens drawn so far."""
-    sampling: SamplingParams
+    """Tokens to which draft tokens are appended; the last one is computed next."""
     num_wanted: int
+    """Number of draft tokens at which the chain is full."""
     min_logprob: float = field(default=-math.inf, kw_only=True)
-    """Of the acceptance of all draft tokens together; the chain ends before it would fall below."""
+    """Least log probability that all draft tokens are accepted; the chain ends before it falls below."""
     drawn: list[DraftToken] = field(default_factory=list, init=False)
+    """Draft tokens so far."""
     _logprob: float = field(default=0.0, init=False)
 
     @property
@@ -49,7 +53,7 @@ class Chain:
     @property
     def group(self) -> RowGroup:
         """The row from which the next token is drawn."""
-        return RowGroup(self.sampling, self.token_ids, 1)
+        return chain_rows(self.state)
 
     @property
     def draft_token_ids(self) -> tuple[int, ...]:
@@ -67,20 +71,26 @@ class Chain:
             return
         self.drawn.append(token)
         self.token_ids.append(token.token_id)
+        self.state.advance((token.token_id,))
 
 
 @dataclass(slots=True, eq=False)
 class BranchChain(Chain):
-    """One outcome: so many tokens under verification accepted, then a next token, then draft tokens."""
+    """One outcome: some tokens under verification accepted, then a next token, then draft tokens.
+
+    ``token_ids`` begin with the next token.
+    """
 
     num_accepted: int
+    """Number of accepted tokens under verification."""
     prefix_len: int
-    """Tokens of the sequence that it begins with."""
+    """Number of the sequence's tokens that the branch continues."""
     first_index: int
+    """KV index of the next token."""
 
     @property
     def next_token_id(self) -> int:
-        return self.token_ids[self.prefix_len]
+        return self.token_ids[0]
 
     @property
     def visibility(self) -> Visibility:
@@ -89,7 +99,7 @@ class BranchChain(Chain):
 
     @property
     def end_index(self) -> int:
-        """Its last draft token is never computed."""
+        """KV index behind the branch; its last draft token is never computed."""
         return self.first_index + self.num_wanted
 
     @property
@@ -112,7 +122,7 @@ class OutcomeBranches:
     last: int
     max_model_len: int
     branches: list[BranchChain] = field(default_factory=list)
-    """By number accepted, the likeliest next token of each first."""
+    """Branches by number accepted, the likeliest next token first."""
     _own: BranchChain | None = None
 
     @property
@@ -132,7 +142,11 @@ class OutcomeBranches:
 
     @property
     def group(self) -> RowGroup:
-        return RowGroup(self.sequence.sampling, self.sequence.token_ids, self.num_rows)
+        """The rows that rank next tokens, one for each number of accepted tokens."""
+        state = self.sequence.told_state.fork()
+        proposed = self.item.proposed_token_ids
+        state.advance(proposed[: self.first])
+        return chain_rows(state, proposed[self.first : self.last])
 
     def spread(self, ranked: Sequence[RankedRow]) -> None:
         """Makes branches of the likeliest outcomes, as far as there is room for their K/V."""
@@ -144,16 +158,16 @@ class OutcomeBranches:
             reached += accepted_logprob
         chosen = sorted(logprobs, key=lambda outcome: -logprobs[outcome])[: self.item.max_branches or None]
         own = next((outcome for outcome in chosen if outcome[0] == self.last), None)
-        place = len(self.sequence.token_ids)
+        first_index = len(self.sequence.token_ids)
         branches: dict[tuple[int, int], BranchChain] = {}
         for outcome in sorted(chosen, key=lambda outcome: outcome != own):
-            branch = self._branch(*outcome, place)
+            branch = self._branch(*outcome, first_index)
             try:
                 self.sequence.block_table.reserve(branch.end_index)
             except OutOfBlocksError:
                 continue
             branches[outcome] = branch
-            place = branch.end_index
+            first_index = branch.end_index
         self.branches = [branches[outcome] for outcome in logprobs if outcome in branches]
         self._own = branches.get(own) if own is not None else None
 
@@ -172,17 +186,19 @@ class OutcomeBranches:
         sequence, own = self.sequence, self._own
         if own is not None:
             num_computed = own.end_index
-            sequence.token_ids[own.prefix_len :] = own.token_ids[own.prefix_len :]
+            sequence.token_ids[own.prefix_len :] = own.token_ids
             sequence.num_computed_tokens = num_computed
         sequence.block_table.truncate(len(sequence.token_ids))
 
-    def _branch(self, num_accepted: int, token_id: int, place: int) -> BranchChain:
+    def _branch(self, num_accepted: int, token_id: int, first_index: int) -> BranchChain:
         prefix_len = self.sequence.num_tokens + num_accepted
+        state = self.sequence.told_state.fork()
+        state.advance((*self.item.proposed_token_ids[:num_accepted], token_id))
         return BranchChain(
-            [*self.sequence.token_ids[:prefix_len], token_id],
-            self.sequence.sampling,
+            state,
+            [token_id],
             min(self.item.num_speculative_tokens, self.max_model_len - prefix_len - 1),
             num_accepted,
             prefix_len,
-            place,
+            first_index,
         )

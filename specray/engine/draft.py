@@ -1,7 +1,7 @@
-"""The head of the draft engine: keep, append, propose; or continue the likely outcomes of a round.
+"""The draft engine: keeps and appends tokens, then proposes, or drafts the likely outcomes of a round.
 
-Everything in a batch is a *chain*, which grows by one draft token per step, all chains in one ragged forward.
-A proposal is one chain. Outcomes begin with one forward over the tokens under verification, whose logits rank
+A batch is a set of *chains*, each of which grows by one draft token per step, all in one ragged forward. A
+proposal is one chain. Outcomes begin with one forward over the tokens under verification, whose logits rank
 the next tokens; each (number accepted, next token) is then a chain of its own, a branch of the sequence.
 """
 
@@ -58,8 +58,8 @@ class DraftEngine(EngineBase):
     """Implements ``interfaces.SyncDraftEngine`` over a runner.
 
     Args:
-        runner, info, prefix_cache: those of :class:`EngineBase`.
-        device: where the runner's logits are.
+        runner, info, prefix_cache: see :class:`EngineBase`.
+        device: device of the runner's logits.
         max_num_draft_probs: support of the sparse draft distribution under rejection verification.
     """
 
@@ -101,7 +101,7 @@ class DraftEngine(EngineBase):
         return replies
 
     def _work(self, tasks: Sequence[_Task]) -> None:
-        """Fills the tasks: one forward for proposals and rankings, then all chains together."""
+        """Runs the tasks: one forward for first draft tokens and rankings, then a step per further token."""
         proposing = [task for task in tasks if isinstance(task, _Proposing)]
         outcomes = [task for task in tasks if isinstance(task, OutcomeBranches)]
         work = [CatchUp(task.sequence, min(1, task.chain.num_wanted)) for task in proposing]
@@ -152,7 +152,7 @@ class DraftEngine(EngineBase):
         sequence.recompute_last(min(1, num_wanted))
         # Log of 0 is minus infinity: no bound.
         min_logprob = math.log(item.min_acceptance) if item.min_acceptance > 0 else -math.inf
-        chain = Chain(sequence.token_ids, sequence.sampling, num_wanted, min_logprob=min_logprob)
+        chain = Chain(sequence.told_state.fork(), sequence.token_ids, num_wanted, min_logprob=min_logprob)
         return _Proposing(sequence, chain)
 
     def _admit_outcomes(self, item: SpeculateItem, length: int) -> OutcomeBranches:
@@ -223,12 +223,12 @@ class DraftEngine(EngineBase):
                 logits = self._catch_up(work)
             assert logits is not None, "every chain wants a logits row"
             self._draw(logits, chains)
-            # Steps of chains alone, in one forward each, follow from each other.
+            # Without branches, and in one forward each, a step follows from the one before.
             is_simple = not outcomes and len(chains) <= self._info.max_num_batched_tokens
             before = proposing if is_simple else ()
 
     def _advance(self, before: Sequence[_Proposing]) -> Tensor | None:
-        """The step after that of these chains, of those that go on; None where it is to be planned anew."""
+        """Next decode step of the unfinished chains; None: it must be planned anew."""
         kept = [index for index, task in enumerate(before) if not task.chain.is_full]
         sequences = [before[index].sequence for index in kept]
         output = self._runner.advance(kept, [sequence.token_ids[-1] for sequence in sequences])

@@ -1,7 +1,7 @@
-"""What an engine's steps take, measured at its start through the head that will serve.
+"""Measures step times of an engine at its start, through an engine like the one that will serve.
 
-The router chooses K, fan-out and overlap from these times until it has measured its own. The head that is
-measured is thrown away afterwards with all its sequences; weights and cache are the runner's.
+The router chooses K, fan-out and overlap from these times until it has measured its own. The engine
+that is measured is thrown away afterwards with all its sequences; weights and cache are the runner's.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from specray.types import (
 )
 
 COMPARED_SEQUENCES: Final = 8
-"""At most, of a row each; as many with hardly a context take turns with them: the difference is what context
-takes. Rows and sequences are the same, each of which costs something too."""
+"""Sequences of one row each, at most, measured with a long and a short context in turns. Rows and
+sequences are the same in both, so the difference is the cost of context."""
 COMPARED_BEFORE: Final = 64
 """Rows: from there on a step takes long, and what context takes must be known. Without it, steps of few
 sequences with many draft tokens stand for as many rows of many sequences, which are longer (32 sequences of
@@ -36,38 +36,38 @@ sequences with many draft tokens stand for as many rows of many sequences, which
 SHORT_CONTEXT_LEN: Final = 16
 _LEAST_COMPARED: Final = 4
 TARGET_ROWS: Final = (1, 2, 4, 8, 16, 32, 36, 64, 128)
-"""With one beyond a size at which kernels take a further block of rows."""
+"""Rows of the measured target steps; one size lies just beyond a block of kernel rows."""
 DRAFT_ROWS: Final = (1, 2, 4, 8, 16, 32)
 CONTEXT_LEN: Final = 128
-"""Tokens before the measured ones, where the time allows it."""
+"""Context tokens before the measured rows, where time allows."""
 _ROWS_PER_SEQUENCE: Final = 4
-"""Of a target step: three draft tokens and the one before them; more of the largest."""
+"""Rows per sequence of a target step: three draft tokens and the one before them."""
 _MAX_TARGET_SEQUENCES: Final = 8
-"""Each has a context that must be computed: a second for a target of 200M on two cores without AMX."""
+"""Sequences of a target step, at most: each needs a context, a second for a 200M target on 2 cores."""
 _DRAFT_TOKENS: Final = 4
 _NUM_RUNS: Final = 2
-"""Of each width at first; the least of all counts, since warm-up and whatever disturbs only slow down."""
+"""Runs of each width in the first pass; the shortest counts, since disturbances only slow down."""
 _NUM_PAIRS: Final = 16
-"""With long and short contexts, where the time allows it. Their median counts: another engine that starts on
+"""Pairs of long and short contexts, where time allows. Their median counts: another engine that starts on
 the same machine disturbs both of a pair, and hardly ever all."""
 _PAIRS_SHARE: Final = 0.3
-"""Of the time, for pairs beyond the first ones."""
+"""Share of the time budget for pairs beyond the first ones."""
 _NUM_MORE_PASSES: Final = 3
-"""Over all widths, where the time allows it."""
+"""Further passes over all widths, where time allows."""
 _CONTEXT_SHARE: Final = 0.25
-"""Of the time, for computing the context."""
+"""Share of the time budget for computing contexts."""
 _FIRST_CHUNK: Final = 16
 _LEAST_ROWS_SHARE: Final = 0.1
-"""Of a step that its rows take at least."""
+"""Share of a step that its rows take, at least."""
 
 
 class TargetSpeed(NamedTuple):
     """What a target's steps take."""
 
     step_times: tuple[StepTime, ...]
-    """Without what follows."""
+    """Step times by rows, without the cost of context."""
     context_token_s: float
-    """Seconds of a step per token that its sequences hold."""
+    """Seconds of a step per context token of its sequences."""
 
 
 class _Workload(Protocol):
@@ -204,7 +204,7 @@ class _TargetWorkload:
         self._num_sequences = 1
         self.num_context_tokens = _context_limit(self._info)
         self.context_token_s = 0.0
-        """0 until it was measured."""
+        """Seconds per context token; 0 until measured."""
 
     def extend(self, num_tokens: int) -> None:
         self._fill(["0"], self.num_context_tokens, num_tokens)

@@ -1,4 +1,4 @@
-"""What both heads do before and around a forward: check items, form waves, catch sequences up in steps."""
+"""Checks the items of a call, forms batches of them, and computes the tokens that sequences lack."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specray.types import ItemFailed, SpeculateItem, UnknownSequence, VerifyItem
 
 
 class Runner(Protocol):
-    """What a head needs of ``runner.ModelRunner``."""
+    """The part of ``runner.ModelRunner`` that an engine uses."""
 
     def run(self, inputs: Sequence[SequenceInput]) -> ForwardOutput:
         """One ragged forward; logits ``[sum of num_logits, vocab_size]`` in the order of ``inputs``."""
@@ -47,7 +47,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CatchUp:
-    """Compute all missing tokens of a sequence; logits are wanted for the last ``num_logits`` of them."""
+    """Work: all missing tokens of a sequence, with logits of the last ``num_logits``."""
 
     sequence: EngineSequence
     num_logits: int
@@ -55,12 +55,12 @@ class CatchUp:
 
 @dataclass(frozen=True, slots=True)
 class BranchStep:
-    """Compute one token of each of some branches of a sequence, with its logits."""
+    """Work: one token, with logits, of each of some branches of a sequence."""
 
     sequence: EngineSequence
     token_ids: Sequence[int]
     visibility: Sequence[Visibility]
-    """What each token sees, their KV indices ascending."""
+    """Visibility of each token, KV indices ascending."""
 
 
 Item = TypeVar("Item", SpeculateItem, VerifyItem)

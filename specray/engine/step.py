@@ -65,10 +65,10 @@ class SequenceRows:
     first_row: int
     num_rows: int
     start: int
-    """Lowest position of a row; of a chain, that of the first."""
+    """Lowest position of the rows; in a chain that of the first."""
     block_ids: Sequence[int]
     visibility: Sequence[Visibility] = ()
-    """What each row sees, their KV indices ascending; empty: the rows are a chain from ``start`` on."""
+    """Visibility of each row, KV indices ascending; empty: a chain from ``start`` on."""
 
     @property
     def end(self) -> int:
@@ -101,7 +101,7 @@ class PagedBatch:
     max_rows: int
     """Most rows of one sequence."""
     has_masks: bool
-    """False: every sequence's rows are a chain, its last tokens, and nobody reads their visibility."""
+    """Whether visibility is read; False: each sequence's rows are a chain of its last tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class AttentionStep:
     rows: tuple[SequenceRows, ...]
     cache: KVCache
     batch: PagedBatch | None = None
-    """The same as tensors of a fixed shape, where a captured forward reads them; ``rows`` are empty then."""
+    """The same rows as tensors of a fixed shape, for captured forwards; ``rows`` are empty then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class ForwardOutput(NamedTuple):
     """What a forward pass computes."""
 
     logits: torch.Tensor
-    """Float32, ``[number of logit_rows, vocab_size]``."""
+    """Logits, float32, ``[number of logit_rows, vocab_size]``."""
     features: Mapping[int, torch.Tensor] | None = None
     """Residual stream of all rows by layer: what enters layer k, ``[num_rows, hidden_size]``.
 

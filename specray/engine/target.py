@@ -1,4 +1,4 @@
-"""The head of the target engine: keep, append, verify.
+"""The target engine: keeps and appends tokens, then verifies draft tokens.
 
 One step is schedule, run, postprocess. A prefill chunk is an item that is not sampled; a rejected draft token
 is undone by lowering a length.
@@ -20,7 +20,8 @@ from specray.engine.cache.prefix import UNIT_TOKENS
 from specray.engine.cache.sequences import EngineSequence
 from specray.engine.sampling.logprobs import token_logprobs
 from specray.engine.sampling.noise import NoiseSource
-from specray.engine.sampling.processors import RowGroup, process_logits
+from specray.engine.sampling.processors import process_logits
+from specray.engine.sampling.state import chain_rows
 from specray.engine.sampling.verify import Round, Verified, verify_rounds
 from specray.engine.schedule import (
     CatchUp,
@@ -36,11 +37,11 @@ from specray.types import EngineInfo, TargetReplies, TargetReply, TokenLogprobs,
 
 _log = logging.getLogger(__name__)
 _SHARED_TOKENS = 64
-"""Prompts of one step that begin with the same so many tokens: it pays to compute these once, first."""
+"""Equal first tokens from which on prompts of one step share work: one is computed first."""
 T = TypeVar("T")
 
 Answer = tuple[int, TargetReply]
-"""An item's index in its batch, and the reply to it."""
+"""Index of an item in its batch, and the reply to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,8 @@ class TargetEngine(EngineBase):
     """Implements ``interfaces.SyncTargetEngine`` over a runner.
 
     Args:
-        runner, info, prefix_cache: those of :class:`EngineBase`.
-        device: where the runner's logits are.
+        runner, info, prefix_cache: see :class:`EngineBase`.
+        device: device of the runner's logits.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class TargetEngine(EngineBase):
     def _verify(self, sampled: Sequence[_Scheduled], logits: Tensor) -> list[Verified]:
         rounds = [
             Round(
-                RowGroup(entry.sequence.sampling, entry.sequence.token_ids, entry.num_logits),
+                chain_rows(entry.sequence.told_state, entry.item.draft.token_ids),
                 entry.item.draft.token_ids,
                 entry.item.draft.probs,
             )

@@ -1,4 +1,4 @@
-"""Async connections to engines in this process, over a transport that may misbehave on schedule."""
+"""Fake connections to engines in this process, over a transport that misbehaves by a seeded schedule."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ RepliesT = TypeVar("RepliesT", DraftReplies, TargetReplies)
 
 @dataclass(slots=True)
 class Transport:
-    """How replies travel; each reply on its own, so different delays reorder them.
+    """Delays, loses and duplicates replies, each independently, so that they may be reordered.
 
     Args:
-        rng: the seeded schedule.
+        rng: seeded random source of the schedule.
         max_delay_s: delays are uniform in [0, max_delay_s].
         loss: probability that a reply never arrives.
-        duplication: probability that it arrives twice.
+        duplication: probability that a reply arrives twice.
     """
 
     rng: random.Random
@@ -33,7 +33,7 @@ class Transport:
     duplication: float = 0.0
 
     def delays(self) -> list[float]:
-        """When the copies of one reply arrive, in seconds from now; empty: lost."""
+        """Delays in seconds of one reply's copies; empty: lost."""
         if self.rng.random() < self.loss:
             return []
         copies = 2 if self.rng.random() < self.duplication else 1
@@ -74,7 +74,7 @@ class ReplyQueue(Generic[RepliesT]):
 
 
 class _Wire(ReplyQueue[RepliesT]):
-    """Replies on their way back, and whether the connection still stands."""
+    """Replies in flight, and the state of the connection."""
 
     def __init__(self, clock: Clock, transport: Transport | None) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class _Wire(ReplyQueue[RepliesT]):
         self.is_hanging = False
 
     def answer(self, replies: RepliesT) -> None:
-        """Takes the step's result; a step of zero cost over a perfect transport is answered at once."""
+        """Sends a step's replies; a step of zero cost over a perfect transport is answered at once."""
         if self.is_hanging:
             return
         if replies.forward_ns == 0 and self._transport is None:
@@ -108,7 +108,7 @@ class _Wire(ReplyQueue[RepliesT]):
         task.add_done_callback(self._tasks.discard)
 
     async def _work(self) -> None:
-        """One step after the other, like the thread of a real worker."""
+        """Runs one step after the other, like the thread of a real worker."""
         while True:
             replies = await self._steps.get()
             await self._clock.sleep(replies.forward_ns / 1e9)
@@ -129,9 +129,9 @@ class LocalVerifier:
     """interfaces.Verifier over a SyncTargetEngine in this process.
 
     Args:
-        engine: answers each batch; an exception from it loses the connection.
-        clock: the step's ``forward_ns`` passes on it.
-        transport: None delivers at once, in order, exactly once.
+        engine: answers each batch; its exceptions lose the connection.
+        clock: clock on which a step's ``forward_ns`` pass.
+        transport: delays of replies; None delivers at once, in order, exactly once.
     """
 
     def __init__(self, engine: SyncTargetEngine, clock: Clock, *, transport: Transport | None = None) -> None:
@@ -163,11 +163,11 @@ class LocalVerifier:
         self._wire.lose()
 
     def lose(self) -> None:
-        """Cuts the connection."""
+        """Loses the connection."""
         self._wire.lose()
 
     def hang(self) -> None:
-        """From now on nothing is answered."""
+        """Stops answering."""
         self._wire.is_hanging = True
 
 
@@ -176,10 +176,10 @@ class LocalDrafter:
 
     Args:
         engine: answers each batch.
-        clock: the step's ``forward_ns`` passes on it.
-        transport: None delivers at once, in order, exactly once.
-        dies_after: so many batches are answered, then the connection is lost.
-        hangs_after: so many batches are answered, then none any more.
+        clock: clock on which a step's ``forward_ns`` pass.
+        transport: delays of replies; None delivers at once, in order, exactly once.
+        dies_after: batches answered before the connection is lost.
+        hangs_after: batches answered before it stops answering.
     """
 
     def __init__(
@@ -228,15 +228,15 @@ class LocalDrafter:
         self._wire.lose()
 
     def lose(self) -> None:
-        """Cuts the connection."""
+        """Loses the connection."""
         self._wire.lose()
 
 
 class FakeDrafterSource:
-    """interfaces.DrafterSource.
+    """interfaces.DrafterSource with drafters that a test makes.
 
     Args:
-        make: called with the number of the lease, 0 first; may raise EngineLostError.
+        make: makes the drafter of a lease, given its number from 0 on; may raise EngineLostError.
     """
 
     def __init__(self, make: Callable[[int], Drafter]) -> None:

@@ -54,7 +54,7 @@ class Guesser(Protocol):
     """Guesses next tokens for a fake draft."""
 
     def ranked(self, tokens: Sequence[int], seed: int, count: int) -> tuple[int, ...]:
-        """Up to ``count`` different next tokens, likeliest first; empty: no guess."""
+        """Returns at most ``count`` different next tokens, likeliest first; empty: no guess."""
         ...
 
 

@@ -86,41 +86,39 @@ class RouterMetrics:
         )
         self._plans = counts.LabelledCounter(
             "specray_plans",
-            "Verdicts, by what their session's plan said: how both engines work, and at most how many tokens "
-            "are drafted.",
-            ["overlap", "num_speculative_tokens"],
+            "Verdicts, by the plan of their round: how both engines work, the most tokens that are drafted, "
+            "and why.",
+            ["overlap", "num_speculative_tokens", "reason"],
             registry=registry,
         )
-        self._plan_counters: dict[tuple[str, int], counts.Count] = {}
-        self.plans_off = self._plans.labels("off", "0")
-        """Of verdicts without speculation, which nearly all are where many sessions run: at hand."""
+        self._plan_counters: dict[tuple[str, int, str], counts.Count] = {}
         self._decisions = Counter(
             "specray_speculation_decisions",
-            "Decisions of all sessions together, by how much they speculate: plain, fillers or model.",
-            ["level"],
+            "Decisions of all sessions together, by their mode: plain, ngram or model.",
+            ["mode"],
             registry=registry,
         )
-        self._trials = Counter(
-            "specray_speculation_trials",
-            "Short turns of all sessions at another level, by that level and whether they showed a gain "
-            "(measured) or were given up.",
+        self._experiments = Counter(
+            "specray_speculation_experiments",
+            "A/B experiments of all sessions, by the mode that was tried and whether they measured a speedup "
+            "or were given up.",
             ["tried", "result"],
             registry=registry,
         )
-        self._level = Gauge(
-            "specray_speculation_level",
-            "As decided last: 0 plain decoding, 1 drafts that need no model, 2 the draft model.",
+        self._mode = Gauge(
+            "specray_speculation_mode",
+            "As decided last: 0 plain decoding, 1 the n-gram fallback, 2 the draft model.",
             registry=registry,
         )
-        gain = Gauge(
-            "specray_speculation_gain",
-            "Tokens per second of speculation as a multiple of plain decoding: promised for the model by "
-            "predictions, believed of that after trials, seen in the last trial.",
+        speedup = Gauge(
+            "specray_speculation_speedup",
+            "Tokens per second of speculation as a multiple of plain decoding: predicted for the model, "
+            "calibrated by experiments, measured in the last experiment.",
             ["kind"],
             registry=registry,
         )
-        self._promised, self._believed, self._seen = (
-            gain.labels(kind) for kind in ("promised", "believed", "seen")
+        self._predicted, self._calibrated, self._measured = (
+            speedup.labels(kind) for kind in ("predicted", "calibrated", "measured")
         )
         self._ahead_depth = Histogram(
             "specray_draft_ahead_depth",
@@ -243,7 +241,7 @@ class RouterMetrics:
                 self._step_time_s.labels(role, str(entry.num_rows)).set(entry.seconds)
 
     def observe_round(self, num_drafts: int, num_accepted: int, source: str = "model") -> None:
-        """One verdict of one session; ``source``: model, ngram, suffix, or filler in place of a model."""
+        """One verdict of one session; ``source``: model, ngram, suffix, or fallback in place of a model."""
         self.rounds.inc()
         if num_drafts == 0:
             return
@@ -256,33 +254,35 @@ class RouterMetrics:
             for child in self._per_position[:num_accepted]:
                 child.inc()
 
-    def observe_plan(self, overlap: str, num_speculative_tokens: int) -> None:
+    def observe_plan(self, overlap: str, num_speculative_tokens: int, reason: str) -> None:
         """One verdict under a plan; ``overlap``: off, serial, ahead or enumerate."""
-        plan = (overlap, num_speculative_tokens)
+        plan = (overlap, num_speculative_tokens, reason)
         counter = self._plan_counters.get(plan)
         if counter is None:
             # Looking one up by its labels costs several times the counting.
-            labels = overlap, str(num_speculative_tokens)
+            labels = overlap, str(num_speculative_tokens), str(reason)
             counter = self._plan_counters[plan] = self._plans.labels(*labels)
         counter.inc()
 
-    def observe_decision(self, level: str, rank: int, *, promised: float, believed: float) -> None:
-        """All sessions decided for ``level`` (plain, fillers or model; ``rank``: 0, 1 or 2).
+    def observe_decision(
+        self, mode: str, rank: int, *, predicted_speedup: float, calibrated_speedup: float
+    ) -> None:
+        """All sessions decided for ``mode`` (plain, ngram or model; ``rank``: 0, 1 or 2).
 
         Args:
-            promised: tokens per second with the model, as a multiple of plain decoding.
-            believed: of that, after trials.
+            predicted_speedup: tokens per second with the model, as a multiple of plain decoding.
+            calibrated_speedup: the same, corrected by experiments.
         """
-        self._decisions.labels(level).inc()
-        self._level.set(rank)
-        self._promised.set(promised)
-        self._believed.set(believed)
+        self._decisions.labels(mode).inc()
+        self._mode.set(rank)
+        self._predicted.set(predicted_speedup)
+        self._calibrated.set(calibrated_speedup)
 
-    def observe_trial(self, tried: str, gain: float | None) -> None:
-        """A trial of ``tried`` ended; ``gain``: seen, of speculation over none; None: given up."""
-        self._trials.labels(tried, "given_up" if gain is None else "measured").inc()
-        if gain is not None:
-            self._seen.set(gain)
+    def observe_experiment(self, tried: str, measured_speedup: float | None) -> None:
+        """An experiment with mode ``tried`` ended; ``measured_speedup``: of speculation; None: given up."""
+        self._experiments.labels(tried, "given_up" if measured_speedup is None else "measured").inc()
+        if measured_speedup is not None:
+            self._measured.set(measured_speedup)
 
     def observe_lookup(self, result: str, depth: int) -> None:
         """What a verdict found: ``hit``, ``miss_token``, ``miss_count``; or what came of waiting for outcomes

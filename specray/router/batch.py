@@ -1,4 +1,4 @@
-"""Which sessions go into the next Verify, and how many tokens each may bring."""
+"""Shares one target step's token budget out between the sessions that are ready."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work of a step that no engine waits for."""
+"""Puts off metrics and deliveries until a step's messages have left, so that no engine waits for them."""
 
 from __future__ import annotations
 

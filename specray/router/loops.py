@@ -1,4 +1,4 @@
-"""The two loops: the same calls in another order.
+"""The Router's main loops, serial and overlapped: the order in which the calls of ``rounds`` are made.
 
 ``serial_loop`` is the reference: propose for all, wait, verify all, commit. ``overlapped_loop`` is event
 driven: whenever something happened it takes one step, and what is in flight on the target is the argument
@@ -36,13 +36,13 @@ async def serial_step(rounds: Rounds) -> bool:
     if not rounds.is_open or not batch:
         return False
     verifying: VerifyInFlight | None = rounds.verify(batch)
-    rounds.prime(verifying)
+    rounds.prefill_draft(verifying)
     rounds.flush()
     while rounds.is_open and verifying is not None:
         await rounds.wait(verifying)
         verifying = rounds.collect(verifying)
         if verifying is not None:
-            # Nobody's round has ended: what is left are releases, and primes of new sessions.
+            # Nobody's round has ended: what is left are releases, and draft prefill of new sessions.
             rounds.flush()
     return True
 
@@ -65,6 +65,6 @@ def overlapped_step(rounds: Rounds, verifying: VerifyInFlight | None) -> VerifyI
         if batch:
             verifying = rounds.verify(batch)
             rounds.draft_ahead(verifying)
-    rounds.prime(verifying)
+    rounds.prefill_draft(verifying)
     rounds.flush()
     return verifying

@@ -8,28 +8,31 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from specray.config import RouterConfig
-from specray.control.controller import Policy
-from specray.control.state import OFF, Plan
+from specray.control.controller import Controller
+from specray.control.state import Plan
 from specray.errors import ProtocolError
 from specray.interfaces import Clock
 from specray.metrics.router import RouterMetrics
 from specray.router.admission.sessions import Sessions
-from specray.router.batch import BatchLimits, Share, form_batch
 from specray.router.deferred import Later
-from specray.router.proposers.model import Drafting
+from specray.router.proposers.budgets import Budgets
+from specray.router.proposers.choice import ProposerChoice
+from specray.router.scheduler import StepScheduler
 from specray.router.session_record import LiveSession
 from specray.router.session_values import Commit
 from specray.router.trace import Trace
 from specray.router.transport.clock import Alarm
-from specray.router.transport.links import DraftReplied, Inbox, LinkLost, TargetLink, TargetReplied
+from specray.router.transport.links import (
+    DraftMoved,
+    DraftRepliesArrived,
+    Inbox,
+    LinkLost,
+    TargetLink,
+    TargetRepliesArrived,
+)
 from specray.types import ItemFailed, TargetReplies, TargetReply, UnknownSequence, Verdict
 
 logger = logging.getLogger(__name__)
-
-GRACE_SHARE = 0.25
-"""An idle target waits for late proposals so long, as part of its own step, when others could go."""
-ESTABLISHED_TOKENS = 32
-"""From so many output tokens on somebody reads along: prompts of others must not stall the session."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,8 +53,8 @@ class VerifyInFlight:
     """Sessions, also those that wait for their draft."""
     is_overlapped: bool = False
     """The draft works at the same time."""
-    is_reading: bool = False
-    """The draft reads meanwhile: what it was not told, as it must of every prompt."""
+    has_draft_prefill: bool = False
+    """The draft prefills meanwhile, as it must with every prompt."""
 
 
 class Rounds:
@@ -59,13 +62,13 @@ class Rounds:
 
     Args:
         sessions: who runs.
-        drafting: the draft's side.
-        policy: learns target times.
+        proposers: propose draft tokens.
+        controller: learns target times.
         inbox: what happened.
         config: budgets and deadlines.
         clock: of deadlines and measurements.
         metrics: of rounds.
-        later: what is counted when the messages of a step have left; shared with ``drafting``.
+        later: what is counted when the messages of a step have left; shared with ``proposers``.
         trace: told of items and verdicts; None: nobody is.
         on_target_lost: decides what becomes of the sessions.
     """
@@ -74,8 +77,8 @@ class Rounds:
         self,
         *,
         sessions: Sessions,
-        drafting: Drafting,
-        policy: Policy,
+        proposers: ProposerChoice,
+        controller: Controller,
         inbox: Inbox,
         config: RouterConfig,
         clock: Clock,
@@ -85,11 +88,13 @@ class Rounds:
         trace: Trace | None = None,
     ) -> None:
         self.sessions = sessions
-        self.drafting = drafting
+        self.proposers = proposers
         self.is_open = True
         self.target: TargetLink | None = None
+        """Link to the target; None while it is lost. Set by ``connect``."""
         self.last_verdict_s: float | None = None
-        self._policy = policy
+        self._controller = controller
+        self._usual_verify_s = controller.cost_model.usual_verify_s
         self._inbox = inbox
         self._config = config
         self._clock = clock
@@ -98,6 +103,13 @@ class Rounds:
         self._on_target_lost = on_target_lost
         self._trace = trace
         self._alarm = Alarm(clock, inbox.wake)
+        self._scheduler = StepScheduler(
+            sessions,
+            controller.cost_model,
+            Budgets(controller.cost_model, max_k=controller.max_k),
+            config,
+            hold_until=self._alarm.set,
+        )
         self._num_steps = 0
         self._idle_since_s: float | None = None
         self._step_ended_s: float | None = None
@@ -127,6 +139,11 @@ class Rounds:
             except Exception:
                 logger.exception("what was put off failed")
 
+    def connect(self, link: TargetLink) -> None:
+        """Goes on with a target, the first one or the next after a loss."""
+        self.target = link
+        self._inbox.wake()
+
     def cancel_alarm(self) -> None:
         """Nothing will be due any more."""
         self._alarm.cancel()
@@ -138,23 +155,25 @@ class Rounds:
         self._now = now = self._clock.monotonic()
         for event in self._inbox.drain():
             match event:
-                case TargetReplied():
+                case TargetRepliesArrived():
                     if event.link is self.target:
                         self._on_target_replies(event.replies, verifying)
-                case DraftReplied():
-                    self.drafting.on_replies(event.link, event.replies, now)
+                case DraftRepliesArrived():
+                    self.proposers.on_replies(event.link, event.replies, now)
+                case DraftMoved():
+                    self.proposers.model.on_moved()
                 case LinkLost(link, error):
                     if isinstance(link, TargetLink):
                         self._lose_target(link, error)
                     else:
-                        self.drafting.on_lost(link, error)
+                        self.proposers.model.on_lost(link, error)
         self.sessions.expire(now)
         if verifying is not None and now >= verifying.sent_s + self._config.verify_timeout_s:
             timeout = f"silent for verify_timeout_s = {self._config.verify_timeout_s:g} s"
             self._lose_target(verifying.link, TimeoutError(timeout))
         if verifying is not None and (verifying.link is not self.target or not verifying.pending):
             verifying = None
-        self.drafting.expire(now)
+        self.proposers.expire(now)
         return verifying
 
     def _on_target_replies(self, replies: TargetReplies, verifying: VerifyInFlight | None) -> None:
@@ -170,23 +189,23 @@ class Rounds:
             elapsed_s = self._now - verifying.sent_s
             num_rows = verifying.num_rows if replies.num_rows is None else replies.num_rows
             if num_rows:
-                self._policy.measured.target.add(
+                self._controller.cost_model.target.add(
                     num_rows,
                     elapsed_s,
                     is_overlapped=verifying.is_overlapped,
                     num_sequences=len(verifying.sessions),
                     num_context_tokens=verifying.num_context_tokens,
                     # Of a prompt on the same machine too, it may be.
-                    has_prompt=verifying.has_prompt or verifying.is_reading,
+                    has_prompt=verifying.has_prompt or verifying.has_draft_prefill,
                 )
             self._idle_since_s = self._now
 
     def _end_step(self, verifying: VerifyInFlight) -> None:
         # After a pause or a loss comes a step with prompts, which shows nothing of speculation.
         began_s, self._step_ended_s = self._step_ended_s, self._now
-        self._policy.together.end_step(
+        self._controller.modes.end_step(
             None if began_s is None or verifying.has_prompt else self._now - began_s,
-            is_reading=verifying.is_reading,
+            is_reading=verifying.has_draft_prefill,
             num_sessions=len(verifying.sessions),
             num_running=verifying.num_running,
             num_tokens=self._num_committed,
@@ -209,7 +228,9 @@ class Rounds:
                     # Also of a chunk of a prompt, which commits nothing.
                     self.last_verdict_s = self._now
                     if self._trace is not None:
-                        self._trace.verdict_received(reply, commit, replies)
+                        self._trace.verdict_received(
+                            reply, commit, replies, reason=live.round_plan.reason.value
+                        )
                     self._deliver(live, commit, replies.forward_ns / 1e9)
                 return commit is not None
             case UnknownSequence():
@@ -235,32 +256,26 @@ class Rounds:
         if live.session.is_finished:
             self.sessions.end(live, now)
         else:
-            self.drafting.on_lookup(live, commit.lookup, now)
+            self.proposers.on_lookup(live, commit.lookup, now)
 
     def _measure(self, live: LiveSession, commit: Commit, forward_s: float) -> None:
-        self.drafting.on_commit(live, commit)
+        self.proposers.on_commit(live, commit)
         since_s = live.committed_s
-        overhead_s = None
+        overhead_s = live.timer.end(self._now, forward_s)
         if since_s is None:
             live.first_token_s = self._now
-        elif live.round_started_s is not None:
-            overhead_s = max(0.0, self._now - live.round_started_s - forward_s - live.draft_forward_s)
-        live.round_started_s = None
-        live.draft_forward_s = 0.0
+            overhead_s = None
         # One call for all that is counted: keeping a call costs more than counting does.
         waited_s = self._now - (live.arrived_s if since_s is None else since_s)
-        self._later.add(self._count, commit, live.pacing.plan, waited_s, since_s is None, overhead_s)
+        self._later.add(self._count, commit, live.round_plan, waited_s, since_s is None, overhead_s)
 
     def _count(
-        self, commit: Commit, plan: Plan | None, waited_s: float, is_first: bool, overhead_s: float | None
+        self, commit: Commit, plan: Plan, waited_s: float, is_first: bool, overhead_s: float | None
     ) -> None:
         """A verdict that committed tokens, so long after those before it, or after the request came."""
         metrics, num_tokens = self._metrics, len(commit.token_ids)
         metrics.observe_round(commit.num_draft_tokens, commit.num_accepted_tokens, commit.source)
-        if plan is OFF:
-            metrics.plans_off.inc()
-        elif plan is not None:
-            metrics.observe_plan(plan.way, plan.num_speculative_tokens)
+        metrics.observe_plan(plan.overlap_label, plan.num_speculative_tokens, plan.reason)
         if is_first:
             metrics.observe_first_tokens(num_tokens, waited_s)
         else:
@@ -283,75 +298,19 @@ class Rounds:
         """Lets waiting requests in while there are places and a target."""
         if self.target is not None and self.sessions.num_queued:
             # With nobody running, what is expected could be wrong for ever: nothing would correct it.
-            step_s = self._policy.verify_s(1, 1) if self.sessions.running else None
+            step_s = self._usual_verify_s(1, 1) if self.sessions.running else None
             self.sessions.admit(self._now, least_s=step_s or 0.0)
 
     def propose(self) -> None:
         """Asks the draft for sessions that have nothing to verify yet."""
-        self.drafting.propose(self._now)
+        self.proposers.propose(self._now)
 
     def schedule(self, *, has_grace: bool) -> list[tuple[LiveSession, int]]:
-        """Chooses the next target step: (session, room) pairs; empty: nothing to do yet.
-
-        Stragglers: while some sessions could go and others wait for the draft, an idle target holds back for
-        at most GRACE_SHARE of its usual step. A proposal that comes in that time rides along at no cost to
-        anybody; a later one misses this step and takes part in the next. So nobody is delayed by another's
-        draft for more than that share, and a straggler's own wait ends with its patience (``drafting``).
-        """
+        """Chooses the next target step, as (session, room) pairs; empty: nothing to do yet."""
         if self.target is None:
             return []
-        suspect = self.sessions.suspect()
-        if suspect is not None:
-            return self._alone(suspect)
-        ready: list[LiveSession] = []
-        has_stragglers = False
-        for live in self.sessions.running.values():
-            session = live.session
-            if session.target.in_flight is not None:
-                continue
-            if session.drafted is not None or session.is_prefilling:
-                ready.append(live)
-            else:
-                has_stragglers = True
-        if not ready or (has_stragglers and has_grace and self._holds_back(ready)):
-            return []
-        return [(ready[share.position], share.max_new_tokens) for share in self._shares(ready)]
-
-    def _alone(self, live: LiveSession) -> list[tuple[LiveSession, int]]:
-        # Neither has it anything in flight after a loss, nor does it wait for a draft: it begins anew.
-        return [(live, share.max_new_tokens) for share in self._shares([live])]
-
-    def _shares(self, ready: Sequence[LiveSession]) -> list[Share]:
-        assert self.target is not None
-        info = self.target.info
-        limits = BatchLimits(info.max_num_seqs, info.max_num_batched_tokens, self._prefill_room(ready))
-        return form_batch(ready, limits)
-
-    def _prefill_room(self, ready: Sequence[LiveSession]) -> int:
-        """Prompt tokens of the step: few enough that the sessions which run keep their pace."""
-        most = self._config.prefill_chunk_tokens
-        if not any(live.is_prefilling for live in ready):
-            return most
-        # Also those that wait for their draft: they would wait for this step next.
-        running = [live for live in self.sessions.running.values() if not live.is_prefilling]
-        is_burst = all(live.session.num_output_tokens < ESTABLISHED_TOKENS for live in running)
-        if not running or (is_burst and self.drafting.are_prompts_first()):
-            return most
-        num_rows = sum(live.num_rows for live in running)
-        return self._policy.prefill_room(
-            num_rows, most, max_slowdown=self._config.max_prefill_slowdown, num_running=len(running)
-        )
-
-    def _holds_back(self, ready: Sequence[LiveSession]) -> bool:
-        num_rows = sum(live.num_rows for live in ready)
-        step_s = self._policy.verify_s(num_rows, len(ready))
-        if step_s is None or self._idle_since_s is None:
-            return False
-        until_s = self._idle_since_s + GRACE_SHARE * step_s
-        if self._now >= until_s:
-            return False
-        self._alarm.set(until_s)
-        return True
+        idle_since_s = self._idle_since_s if has_grace else None
+        return self._scheduler.schedule(self.target.info, now=self._now, idle_since_s=idle_since_s)
 
     def verify(self, batch: Sequence[tuple[LiveSession, int]]) -> VerifyInFlight:
         """Sends one target step."""
@@ -369,9 +328,8 @@ class Rounds:
             num_context_tokens += item.base_len + num_new
             if self._trace is not None:
                 self._trace.verify_sent(item, step=self._num_steps, num_rows=num_new)
-            live.last_step = self._num_steps
-            if live.round_started_s is None:
-                live.round_started_s = now
+            live.last_step, live.round_plan = self._num_steps, live.plan
+            live.timer.start(now)
             self.target.push(item, now)
         self.target.flush()
         if self._idle_since_s is not None:
@@ -385,12 +343,12 @@ class Rounds:
 
     def draft_ahead(self, verifying: VerifyInFlight) -> None:
         """The draft works on the outcomes of ``verifying`` meanwhile."""
-        verifying.is_overlapped = self.drafting.draft_ahead(verifying.sessions, self._now)
+        verifying.is_overlapped = self.proposers.model.draft_ahead(verifying.sessions, self._now)
 
-    def prime(self, verifying: VerifyInFlight | None) -> None:
-        """The draft gets what it has to read: prompts that the target is filling in, and what it has lost."""
-        if self.drafting.prime(self._now, step=self._num_steps) and verifying is not None:
-            verifying.is_reading = True
+    def prefill_draft(self, verifying: VerifyInFlight | None) -> None:
+        """Gives the draft what it has to prefill: prompts that the target prefills too, and what it lost."""
+        if self.proposers.model.prefill(self._now, step=self._num_steps) and verifying is not None:
+            verifying.has_draft_prefill = True
 
     def is_waiting_for_draft(self) -> bool:
         """Some session's next Verify is held back for the draft."""
@@ -400,13 +358,13 @@ class Rounds:
         """Ends a step: sends what is left."""
         if self.target is not None:
             self.target.flush()
-        self.drafting.flush()
+        self.proposers.model.flush()
 
     def _set_alarm(self, verifying: VerifyInFlight | None) -> None:
         """Sees to it that the next step is taken when something is due."""
         if not self.sessions.running:
             self._idle_since_s = None
-        dues = [self.drafting.next_due_s, self.sessions.next_due_s]
+        dues = [self.proposers.model.next_due_s, self.sessions.next_due_s]
         if verifying is not None:
             dues.append(verifying.sent_s + self._config.verify_timeout_s)
         known = [due for due in dues if due is not None]
@@ -417,4 +375,4 @@ class Rounds:
         """Frees a session on both engines, with the next flush."""
         if self.target is not None:
             self.target.release(request_id)
-        self.drafting.release(request_id)
+        self.proposers.model.release(request_id)

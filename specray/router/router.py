@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from specray import __version__
 from specray.config import RouterConfig, SpeculationConfig
-from specray.control.controller import Policy
+from specray.control.controller import Controller
 from specray.errors import EngineLostError, InvalidRequestError
 from specray.interfaces import Clock, DrafterSource, RequestTracer, StopMatcherFactory, Verifier
 from specray.metrics.router import RouterMetrics
@@ -22,10 +22,12 @@ from specray.router.admission.queue import AdmissionQueue
 from specray.router.admission.sessions import Sessions
 from specray.router.deferred import Later
 from specray.router.loops import overlapped_loop, serial_loop
+from specray.router.observer import ControlObserver
 from specray.router.output.delivery import Delivery
 from specray.router.output.stream_sink import StreamSink
-from specray.router.proposers.model import Drafting
-from specray.router.proposers.ngram import LocalDrafts
+from specray.router.proposers.choice import ProposerChoice
+from specray.router.proposers.model import ModelProposer
+from specray.router.proposers.ngram import LocalProposers
 from specray.router.rounds import Rounds
 from specray.router.session import Session
 from specray.router.session_record import LiveSession
@@ -95,8 +97,10 @@ class Router:
         self._draft_on_demand = draft_on_demand
         max_events = self._config.trace_events
         self._trace = Trace(self._clock, max_events) if max_events else None
-        self._policy = Policy(self._speculation, trace=self._trace, metrics=self.metrics)
-        self._local_drafts = LocalDrafts(self._speculation, self._policy, has_model=drafters is not None)
+        observer = ControlObserver(self.metrics, self._trace)
+        self._controller = Controller(self._speculation, observer=observer)
+        has_model = drafters is not None
+        self._local_proposers = LocalProposers(self._speculation, self._controller, has_model=has_model)
         queue: AdmissionQueue[LiveSession] = AdmissionQueue(
             max_requests=self._config.max_queued_requests,
             max_tokens=self._config.max_queued_tokens,
@@ -109,7 +113,7 @@ class Router:
             inbox=inbox,
             clock=self._clock,
             config=self._config,
-            policy=self._policy,
+            controller=self._controller,
             rng=self._rng,
             on_found=self._on_target_found,
             on_given_up=self._on_target_given_up,
@@ -137,21 +141,21 @@ class Router:
         self._sessions.set_limit(link.info.max_num_seqs)
         leases = self._leases = self._make_leases(link.info)
         is_serial = self._speculation.overlap is Overlap.SERIAL
-        drafting = Drafting(
+        model = ModelProposer(
             leases,
             self._sessions.running,
-            self._policy,
+            self._controller,
             self.metrics,
             self._later,
             round_timeout_s=self._config.round_timeout_s,
             is_serial=is_serial,
-            most_reading_tokens=self._config.prefill_chunk_tokens,
+            max_prefill_tokens=self._config.prefill_chunk_tokens,
             trace=self._trace,
         )
         self._rounds = Rounds(
             sessions=self._sessions,
-            drafting=drafting,
-            policy=self._policy,
+            proposers=ProposerChoice(model, self._sessions.running, self._controller, self._later),
+            controller=self._controller,
             inbox=self._inbox,
             config=self._config,
             clock=self._clock,
@@ -160,7 +164,7 @@ class Router:
             on_target_lost=self._on_target_lost,
             trace=self._trace,
         )
-        self._rounds.target = link
+        self._rounds.connect(link)
         if leases is not None:
             try:
                 await leases.start()
@@ -207,7 +211,7 @@ class Router:
             await asyncio.gather(self._loop, return_exceptions=True)
         await self._target.stop()
         self._rounds.cancel_alarm()
-        await self._rounds.drafting.close()
+        await self._rounds.proposers.model.close()
         if self._rounds.target is not None:
             await self._rounds.target.close(self._clock)
 
@@ -249,12 +253,19 @@ class Router:
         assert self._rounds is not None
         return ServiceInfo(
             model=self._model or info.model,
-            draft_model=self._rounds.drafting.model if self._draft is DraftKind.MODEL else self._draft.value,
+            draft_model=self._draft_name,
             vocab_size=info.vocab_size,
             max_model_len=info.max_model_len,
             protocol_version=info.protocol_version,
             version=self._version,
         )
+
+    @property
+    def _draft_name(self) -> str | None:
+        """Name of the draft model leased last, or the kind of what drafts without one."""
+        if self._draft is not DraftKind.MODEL:
+            return self._draft.value
+        return None if self._leases is None else self._leases.model
 
     async def check_ready(self) -> None:
         """See interfaces.RouterClient. A verdict of the last seconds counts as the real step."""
@@ -305,10 +316,10 @@ class Router:
         live = LiveSession(
             Session(request, matcher, vocab_size=info.vocab_size),
             delivery,
-            self._policy.pace(request),
+            self._controller.start_session(request),
             arrived_s=now,
             deadline_s=now + self._timeout_s(request),
-            local=self._local_drafts.of(
+            local=self._local_proposers.of(
                 request, request.speculation.draft or self._draft, num_sessions=len(self._sessions) + 1
             ),
         )
@@ -367,8 +378,7 @@ class Router:
 
     def _on_target_found(self, link: TargetLink) -> None:
         assert self._rounds is not None
-        self._rounds.target = link
-        self._inbox.wake()
+        self._rounds.connect(link)
 
     def _on_target_given_up(self, error: Exception) -> None:
         self._fail_all(EngineLostError(f"the target was lost: {error}"))
@@ -384,6 +394,6 @@ class Router:
             clock=self._clock,
             metrics=self.metrics,
             rng=self._rng,
-            policy=self._policy,
+            controller=self._controller,
             on_demand=self._draft_on_demand,
         )

@@ -13,6 +13,7 @@ An item in flight changes nothing here until its reply arrives: lengths are plan
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from specray.errors import ProtocolError
 from specray.interfaces import StopMatcher
@@ -30,7 +31,6 @@ from specray.router.session_values import (
 from specray.types import (
     MAX_SPECULATIVE_TOKENS,
     NO_DRAFT,
-    Branch,
     DraftKind,
     DraftTokens,
     ItemFailed,
@@ -71,10 +71,11 @@ class Session:
         if request.resumed is not None:
             self._resume(request.resumed.token_ids)
         # A model's draft tokens are samples; those of anything else were chosen without randomness.
-        self._needs_probs = request.sampling.draws_by_rejection
+        needs_probs = request.sampling.draws_by_rejection
+        self._usable = partial(usable_draft, vocab_size=vocab_size, needs_probs=needs_probs)
         self._vocab_size = vocab_size
         self._source = DraftKind.MODEL.value
-        """Source of ``drafted``: a DraftKind's value, or FILLER."""
+        """Source of ``drafted``: a DraftKind's value, or FALLBACK."""
         self._branches: dict[tuple[int, int], DraftTokens] = {}
         self._has_outcomes = False
         self._open_verdict: tuple[int, int] | None = None
@@ -185,8 +186,8 @@ class Session:
         self._has_outcomes = False
         return self._speculate_item(num_speculative_tokens, proposed, fanout, max_branches)
 
-    def piece_item(self, num_tokens: int) -> SpeculateItem:
-        """Lets the draft read the next tokens of those that it was not told; it is asked nothing."""
+    def prefill_chunk_item(self, num_tokens: int) -> SpeculateItem:
+        """Lets the draft prefill the next of the tokens that it was not told; it is asked nothing."""
         assert self.draft.in_flight is None and num_tokens >= 1
         return self._speculate_item(0, (), (), end=self.draft.synced_len + num_tokens)
 
@@ -292,16 +293,16 @@ class Session:
         """Takes a proposal. False: a late reply.
 
         While the target verifies something else after the same prefix (nothing for the first token, or a
-        filler), a proposal is one branch: as many tokens as both have in common, then its next one.
+        fallback), a proposal is one branch: as many tokens as both have in common, then its next one.
         """
         item = self.draft.accept(proposal)
         if item is None or item.fanout:
             return False
         self.draft.synced_len = item.base_len + len(item.token_ids)
-        if item.is_piece:
+        if item.is_prefill_chunk:
             self.draft.in_flight = None
             return True
-        drafted = self._usable(proposal, item)
+        drafted = self._usable(proposal.draft, most=item.num_speculative_tokens)
         is_current = self.draft.synced_len == len(self.committed)
         verifying = self.target.in_flight
         if is_current and (verifying is None or not verifying.sample):
@@ -323,7 +324,8 @@ class Session:
             return False
         self.draft.synced_len = item.base_len + len(item.token_ids)
         for branch in outcomes.branches:
-            self._branches[branch.num_accepted_tokens, branch.next_token_id] = self._usable(branch, item)
+            draft = self._usable(branch.draft, most=item.num_speculative_tokens)
+            self._branches[branch.num_accepted_tokens, branch.next_token_id] = draft
         self._take_branches()
         return True
 
@@ -396,11 +398,3 @@ class Session:
         self._branches.clear()
         self._open_verdict = None
         self.draft.in_flight = None
-
-    def _usable(self, answer: Proposal | Branch, item: SpeculateItem) -> DraftTokens:
-        return usable_draft(
-            answer.draft,
-            most=item.num_speculative_tokens,
-            vocab_size=self._vocab_size,
-            needs_probs=self._needs_probs,
-        )

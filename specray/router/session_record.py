@@ -1,14 +1,15 @@
-"""A session with what surrounds it: its caller, its pace and its times."""
+"""``LiveSession``: a session with its caller, times and statistics; what the loop keeps per request."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from specray.control.state import OFF, Pacing, Plan
+from specray.control.state import OFF, OFF_BY_REASON, Plan, Reason, SessionStats
 from specray.requests import RequestLife
 from specray.router.output.delivery import Delivery
-from specray.router.proposers.ngram import LocalDraft
+from specray.router.proposers.ngram import LocalProposer
 from specray.router.session import Session
+from specray.router.session_values import RoundTimer
 
 
 @dataclass(slots=True, eq=False)
@@ -17,21 +18,21 @@ class LiveSession:
 
     session: Session
     delivery: Delivery
-    pacing: Pacing
+    stats: SessionStats
     arrived_s: float
     deadline_s: float
-    local: LocalDraft | None = None
+    local: LocalProposer | None = None
     """What drafts for it without a model, or fills in for the model; None: nothing does."""
     last_step: int = 0
     """Number of the target step that it was last part of."""
+    plan: Plan = field(default=OFF_BY_REASON[Reason.PREFILL])
+    """Plan of the next round."""
+    round_plan: Plan = field(default=OFF_BY_REASON[Reason.PREFILL])
+    """Plan of the round in flight."""
     ahead: Plan = field(default=OFF)
-    """Under which the draft was asked for outcomes of the round in flight."""
-    waiting_since_s: float | None = None
-    """Since when the next Verify has been held back for the draft."""
-    round_started_s: float | None = None
-    """When the first item of the round in flight was sent."""
-    draft_forward_s: float = 0.0
-    """Draft steps that the round in flight had to wait for."""
+    """Plan under which the draft was asked for outcomes of the round in flight."""
+    timer: RoundTimer = field(default_factory=RoundTimer)
+    """Timer of the round in flight."""
     num_draft_losses: int = 0
     """Drafts lost in a row while they owed this session an answer."""
     num_target_losses: int = 0
@@ -42,8 +43,8 @@ class LiveSession:
     """When it left the queue for the first time."""
     first_token_s: float | None = None
     num_preemptions: int = 0
-    reading_since_s: float | None = None
-    """When the draft was given the last piece to read."""
+    prefill_since_s: float | None = None
+    """Time when the draft was given the last prefill chunk."""
 
     @property
     def request_id(self) -> str:
@@ -73,7 +74,7 @@ class LiveSession:
     @property
     def is_drafted_locally(self) -> bool:
         """No draft model is asked for it."""
-        return self.local is not None and not self.local.is_filler
+        return self.local is not None and not self.local.is_fallback
 
     def life(self, now: float) -> RequestLife:
         """What is to be told of the request, which ends now with a finish reason."""

@@ -22,8 +22,45 @@ from specray.types import (
 ItemT = TypeVar("ItemT", SpeculateItem, VerifyItem)
 
 
-FILLER = "filler"
-"""Source of draft tokens that stand in for those of a draft model."""
+FALLBACK = "fallback"
+"""Source of draft tokens from the local proposer that stands in for a draft model."""
+
+
+@dataclass(slots=True)
+class RoundTimer:
+    """Measures what a round takes beside the work of both engines. Seconds are on the router's clock."""
+
+    _started_s: float | None = None
+    """Time when the first item of the round in flight was sent."""
+    _draft_s: float = 0.0
+    """Time of the draft steps that the round had to wait for."""
+
+    def restart(self, now: float) -> None:
+        """A proposal is asked for: the round begins."""
+        self._started_s = now
+
+    def start(self, now: float) -> None:
+        """A Verify is sent: the round begins, if it has not yet."""
+        if self._started_s is None:
+            self._started_s = now
+
+    def add_draft_step(self, seconds: float) -> None:
+        """The round waited for a draft step that took so long."""
+        self._draft_s += seconds
+
+    def end(self, now: float, target_s: float) -> float | None:
+        """Ends the round, whose target step took ``target_s``; the seconds that no engine worked.
+
+        Returns:
+            None: no round had begun.
+        """
+        started_s, draft_s = self._started_s, self._draft_s
+        self._started_s, self._draft_s = None, 0.0
+        return None if started_s is None else max(0.0, now - started_s - target_s - draft_s)
+
+    def stop(self) -> None:
+        """The round is lost with its engine."""
+        self._started_s = None
 
 
 class Lookup(enum.Enum):
@@ -86,14 +123,14 @@ class DraftView(EngineView[SpeculateItem]):
 
     @property
     def asked(self) -> SpeculateItem | None:
-        """What it is to answer with draft tokens; a piece that it only reads is no question."""
+        """Item that it is to answer with draft tokens; a prefill chunk is no question."""
         item = self.in_flight
-        return None if item is None or item.is_piece else item
+        return None if item is None or item.is_prefill_chunk else item
 
     @property
-    def is_reading(self) -> bool:
-        """It was given a piece, and has not said that it has read it."""
-        return self.in_flight is not None and self.in_flight.is_piece
+    def is_prefilling(self) -> bool:
+        """It was given a prefill chunk, and has not answered yet."""
+        return self.in_flight is not None and self.in_flight.is_prefill_chunk
 
 
 @dataclass(slots=True)

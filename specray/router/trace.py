@@ -30,51 +30,53 @@ from specray.types import (
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A session's plan was reviewed: it holds until the next review."""
+    """A session was re-planned: the plan holds until the next re-plan."""
 
     ns: int
     request_id: str
     source: str
-    """Whose plan: of the draft model, or of what drafts without one."""
+    """What drafts under the plan: the draft model, or what drafts without one."""
     overlap: str
     num_speculative_tokens: int
     width: int
-    """F_0 under enumeration."""
+    """Branches per number of accepted tokens under enumeration."""
+    reason: str
+    """A ``control.state.Reason``."""
     num_running: int
     acceptance: float
     tokens_per_s: Mapping[str, float]
-    """Predicted for the best plan of each way of working; empty before anything is known of the target."""
+    """Predictions for the best plan by overlap label; empty before anything is known of the target."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """All sessions decided how much they speculate; levels are plain, fillers and model."""
+    """All sessions decided their mode: plain, ngram or model."""
 
     ns: int
-    level: str
+    mode: str
     tried: str | None
-    """Instead of it for a few steps, to see what that brings; None: nothing."""
-    promised: float
+    """Mode of an experiment that begins; None: none begins."""
+    predicted_speedup: float
     """Tokens per second with the model, as a multiple of plain decoding."""
-    believed: float
-    """Of that, after what trials have shown."""
+    calibrated_speedup: float
+    """The predicted speedup, corrected by what experiments measured."""
     num_running: int
 
 
 @dataclass(frozen=True, slots=True)
-class TrialEnded:
-    """A few steps at another level are over, and as many after them at the one that was decided for."""
+class ExperimentEnded:
+    """An A/B experiment is over: a window at another mode between two at the decided one."""
 
     ns: int
-    level: str
-    """That was decided for."""
+    mode: str
+    """Mode that was decided for."""
     tried: str
-    contender: str
-    """The one of both that speculates (more)."""
-    promised: float
-    """By the contender, as a multiple of plain decoding."""
-    gain: float | None
-    """Seen, of the contender over the other; None: the trial was given up."""
+    speculating: str
+    """The one of both modes that speculates more."""
+    predicted_speedup: float
+    """Of the speculating mode over plain decoding."""
+    measured_speedup: float | None
+    """Of the speculating mode over the other; None: the experiment was given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,8 @@ class VerdictReceived:
     num_accepted_tokens: int
     num_committed_tokens: int
     """0 for a chunk of a prompt."""
+    reason: str
+    """Reason of the round's plan, a ``control.state.Reason``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +167,7 @@ class LookedUp:
 TraceEvent = (
     Planned
     | Decided
-    | TrialEnded
+    | ExperimentEnded
     | DraftAsked
     | DraftReplied
     | DraftSkipped
@@ -175,7 +179,7 @@ _NAMES: Final[Mapping[str, type[TraceEvent]]] = MappingProxyType(
     {
         "planned": Planned,
         "decided": Decided,
-        "trial_ended": TrialEnded,
+        "experiment_ended": ExperimentEnded,
         "draft_asked": DraftAsked,
         "draft_replied": DraftReplied,
         "draft_skipped": DraftSkipped,
@@ -207,16 +211,16 @@ class Trace:
         return list(self._events)
 
     def planned(self, request_id: str, source: str, **decision: Any) -> None:
-        """A review; ``decision`` is the rest of ``Planned``."""
+        """A re-plan; ``decision`` is the rest of ``Planned``."""
         self._events.append(Planned(self._ns(), request_id, source, **decision))
 
     def decided(self, **decision: Any) -> None:
         """All sessions decided; ``decision`` is the rest of ``Decided``."""
         self._events.append(Decided(self._ns(), **decision))
 
-    def trial_ended(self, **result: Any) -> None:
-        """``result`` is the rest of ``TrialEnded``."""
-        self._events.append(TrialEnded(self._ns(), **result))
+    def experiment_ended(self, **result: Any) -> None:
+        """``result`` is the rest of ``ExperimentEnded``."""
+        self._events.append(ExperimentEnded(self._ns(), **result))
 
     def draft_asked(self, item: SpeculateItem) -> None:
         self._events.append(
@@ -274,7 +278,9 @@ class Trace:
             )
         )
 
-    def verdict_received(self, verdict: Verdict, commit: Commit, replies: TargetReplies) -> None:
+    def verdict_received(
+        self, verdict: Verdict, commit: Commit, replies: TargetReplies, *, reason: str
+    ) -> None:
         self._events.append(
             VerdictReceived(
                 self._ns(),
@@ -285,6 +291,7 @@ class Trace:
                 commit.num_draft_tokens,
                 commit.num_accepted_tokens,
                 len(commit.token_ids),
+                reason,
             )
         )
 

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Sequence
 
 from specray.errors import InvalidRequestError
-from specray.serving.validation import MAX_PROMPTS, Range, shown
+from specray.requests import Range
+from specray.serving.validation import MAX_PROMPTS, check_range, shown
 from specray.tokenization import ChatMessage, Tokenizer
 
 Prompt = str | tuple[int, ...]
@@ -29,7 +30,7 @@ def parse_prompt(value: object) -> list[Prompt]:
         raise InvalidRequestError("prompt is empty; allowed: at least one token", field="prompt")
     if all(_is_int(entry) for entry in value):
         return [tuple(value)]
-    Range(1, MAX_PROMPTS).check("prompt", len(value), what="number of prompts in prompt")
+    check_range(Range(1, MAX_PROMPTS), "prompt", len(value), what="number of prompts in prompt")
     if all(isinstance(entry, str) for entry in value):
         return [_text(entry) for entry in value]
     if all(isinstance(entry, list) and all(_is_int(part) for part in entry) for entry in value):

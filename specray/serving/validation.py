@@ -14,7 +14,14 @@ from types import MappingProxyType
 from typing import Final
 
 from specray.errors import InvalidRequestError, ModelNotFoundError
-from specray.requests import GenerateRequest, SpeculationParams
+from specray.requests import (
+    SAMPLING_RANGES,
+    GenerateRequest,
+    Range,
+    SamplingOptions,
+    SpeculationParams,
+    sampling_options,
+)
 from specray.types import MAX_SPECULATIVE_TOKENS, DraftKind, SamplingParams, Verification
 
 _UINT64: Final = (1 << 64) - 1
@@ -22,6 +29,14 @@ _UINT64: Final = (1 << 64) - 1
 # output is the same as with the smaller value.
 _GREEDY_BELOW: Final = 1e-5
 _MIN_TOP_P: Final = 1e-6
+_ADJUSTED: Final[Mapping[str, Callable[[float], float]]] = MappingProxyType(
+    {
+        "temperature": lambda value: value if value >= _GREEDY_BELOW else 0.0,
+        "top_k": lambda value: max(value, 0),
+        "top_p": lambda value: max(value, _MIN_TOP_P),
+    }
+)
+"""What engines are told instead of some values that may be asked for, by the field's name."""
 
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_LEN: Final = 256
@@ -37,42 +52,10 @@ class ContextLengthError(InvalidRequestError):
     """A prompt, alone or with its output, is longer than the context. Clients know it by its code."""
 
 
-@dataclass(frozen=True, slots=True)
-class Range:
-    """The allowed values of a numeric field, both ends included unless ``is_low_open``."""
-
-    low: float
-    high: float
-    is_low_open: bool = False
-
-    def __str__(self) -> str:
-        return (
-            f"more than {self.low} and at most {self.high}"
-            if self.is_low_open
-            else f"{self.low}..{self.high}"
-        )
-
-    def contains(self, value: float) -> bool:
-        """True if the value is in the range; False for NaN."""
-        return (self.low < value if self.is_low_open else self.low <= value) and value <= self.high
-
-    def check(self, field: str, value: float, *, what: str | None = None) -> None:
-        """Raises InvalidRequestError, naming the field (and ``what`` of it is meant), for a value outside."""
-        if not self.contains(value):
-            raise out_of_range(field, value, str(self), what=what)
-
-
 RANGES: Final[Mapping[str, Range]] = MappingProxyType(
     {
-        "temperature": Range(0, 2),
-        "top_k": Range(-1, 2**31 - 1),  # 0 means all tokens; -1 too, as in vLLM.
-        "top_p": Range(0, 1, is_low_open=True),
-        "min_p": Range(0, 1),
-        "repetition_penalty": Range(1 / 64, 64),
-        "presence_penalty": Range(-2, 2),
-        "frequency_penalty": Range(-2, 2),
+        **SAMPLING_RANGES,
         "logit_bias": Range(-100, 100),
-        "seed": Range(-(1 << 63), _UINT64),
         "n": Range(1, 128),
         "logprobs": Range(0, 20),
         "top_logprobs": Range(0, 20),
@@ -81,6 +64,7 @@ RANGES: Final[Mapping[str, Range]] = MappingProxyType(
         "timeout_s": Range(0, 86_400, is_low_open=True),
     }
 )
+"""Allowed values of every numeric field that do not depend on others, by the field's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +84,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationOptions:
+class GenerationOptions(SamplingOptions):
     """Options of one call, whatever API it came through; None is the default.
 
     :func:`to_generate_requests` checks their ranges.
@@ -109,16 +93,7 @@ class GenerationOptions:
     max_tokens: int | None = None
     default_max_tokens: int | None = None
     """Output tokens without ``max_tokens``, cut to the context that is left; None: all that is left."""
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
-    seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -138,6 +113,12 @@ class GenerationOptions:
     def name(self, own_name: str) -> str:
         """Returns the field's name in the user's API."""
         return self.names.get(own_name, own_name)
+
+
+def check_range(allowed: Range, field: str, value: float, *, what: str | None = None) -> None:
+    """Raises InvalidRequestError for a value outside, naming the field (and ``what`` of it is meant)."""
+    if not allowed.contains(value):
+        raise out_of_range(field, value, str(allowed), what=what)
 
 
 def out_of_range(field: str, value: object, allowed: str, *, what: str | None = None) -> InvalidRequestError:
@@ -162,14 +143,7 @@ def check_model(name: str | None, limits: Limits) -> None:
 def check_options(options: GenerationOptions, limits: Limits) -> None:
     """Raises InvalidRequestError for the first option out of range, prompts aside."""
     ranged: dict[str, float | None] = {
-        "temperature": options.temperature,
-        "top_k": options.top_k,
-        "top_p": options.top_p,
-        "min_p": options.min_p,
-        "repetition_penalty": options.repetition_penalty,
-        "presence_penalty": options.presence_penalty,
-        "frequency_penalty": options.frequency_penalty,
-        "seed": options.seed,
+        **{name: getattr(options, name) for name in SAMPLING_RANGES},
         "n": options.n,
         "num_speculative_tokens": options.num_speculative_tokens,
         "logprobs": options.num_logprobs,
@@ -178,7 +152,7 @@ def check_options(options: GenerationOptions, limits: Limits) -> None:
     }
     for own_name, value in ranged.items():
         if value is not None:
-            RANGES[own_name].check(options.name(own_name), value)
+            check_range(RANGES[own_name], options.name(own_name), value)
     _check_draft(options, limits)
     _check_lengths(options, limits)
     _check_stop(options, limits)
@@ -188,8 +162,10 @@ def check_options(options: GenerationOptions, limits: Limits) -> None:
 def check_prompts(prompts: Sequence[tuple[int, ...]], options: GenerationOptions, limits: Limits) -> None:
     """Raises InvalidRequestError for the first prompt that is empty, too long or outside the vocabulary."""
     name = options.name("prompt")
-    Range(1, MAX_PROMPTS).check(name, len(prompts), what=f"number of prompts in {name}")
-    Range(1, limits.max_choices).check("n", len(prompts) * (options.n or 1), what="number of prompts times n")
+    check_range(Range(1, MAX_PROMPTS), name, len(prompts), what=f"number of prompts in {name}")
+    check_range(
+        Range(1, limits.max_choices), "n", len(prompts) * (options.n or 1), what="number of prompts times n"
+    )
     for token_ids in prompts:
         if not token_ids:
             raise InvalidRequestError(f"{name} is empty; allowed: at least one token", field=name)
@@ -280,19 +256,15 @@ def _generate_request(
 def _sampling_params(
     options: GenerationOptions, limits: Limits, *, seed: int, num_prompt_tokens: int
 ) -> SamplingParams:
-    temperature = _default(options.temperature, 1.0)
     eos_token_ids = () if options.ignore_eos else limits.eos_token_ids
+    values = {name: value for name, value in sampling_options(options).items() if value is not None}
+    values["seed"] = seed
+    for name, adjust in _ADJUSTED.items():
+        if name in values:
+            values[name] = adjust(values[name])
     return SamplingParams(
-        temperature=temperature if temperature >= _GREEDY_BELOW else 0.0,
-        top_k=max(options.top_k or 0, 0),
-        top_p=max(_default(options.top_p, 1.0), _MIN_TOP_P),
-        min_p=_default(options.min_p, 0.0),
-        repetition_penalty=_default(options.repetition_penalty, 1.0),
-        presence_penalty=_default(options.presence_penalty, 0.0),
-        frequency_penalty=_default(options.frequency_penalty, 0.0),
+        **values,
         logit_bias=options.logit_bias,
-        seed=seed,
-        min_tokens=options.min_tokens or 0,
         stop_token_ids=tuple(sorted({*eos_token_ids, *options.stop_token_ids})),
         num_prompt_tokens=num_prompt_tokens,
         num_logprobs=options.num_logprobs,
@@ -309,10 +281,6 @@ def _too_long(
     return ContextLengthError(f"{problem}; {maximum}", field=field)
 
 
-def _default(value: float | None, default: float) -> float:
-    return default if value is None else float(value)
-
-
 def _max_tokens(options: GenerationOptions, room: int) -> int:
     if options.max_tokens is not None:
         return options.max_tokens
@@ -326,37 +294,43 @@ def _check_draft(options: GenerationOptions, limits: Limits) -> None:
             options.name("draft"), options.draft.value, f"{allowed} (no draft model is served)"
         )
     tenant = options.name("tenant")
-    Range(0, MAX_TENANT_LEN).check(tenant, len(options.tenant), what=f"length of {tenant}")
+    check_range(Range(0, MAX_TENANT_LEN), tenant, len(options.tenant), what=f"length of {tenant}")
 
 
 def _check_lengths(options: GenerationOptions, limits: Limits) -> None:
     longest = limits.max_model_len - 1
     if options.max_tokens is not None:
-        Range(1, longest).check(options.name("max_tokens"), options.max_tokens)
+        check_range(Range(1, longest), options.name("max_tokens"), options.max_tokens)
         longest = options.max_tokens
     elif options.default_max_tokens is not None:
         longest = options.default_max_tokens
     if options.min_tokens is not None:
-        Range(0, longest).check("min_tokens", options.min_tokens)
+        check_range(Range(0, longest), "min_tokens", options.min_tokens)
 
 
 def _check_stop(options: GenerationOptions, limits: Limits) -> None:
-    Range(0, MAX_STOP_STRINGS).check("stop", len(options.stop), what="number of strings in stop")
+    check_range(Range(0, MAX_STOP_STRINGS), "stop", len(options.stop), what="number of strings in stop")
     for stop in options.stop:
-        Range(1, MAX_STOP_STRING_LEN).check("stop", len(stop), what="length of a string in stop")
-    Range(0, MAX_STOP_TOKEN_IDS).check(
-        "stop_token_ids", len(options.stop_token_ids), what="number of ids in stop_token_ids"
+        check_range(Range(1, MAX_STOP_STRING_LEN), "stop", len(stop), what="length of a string in stop")
+    check_range(
+        Range(0, MAX_STOP_TOKEN_IDS),
+        "stop_token_ids",
+        len(options.stop_token_ids),
+        what="number of ids in stop_token_ids",
     )
     check_token_ids("stop_token_ids", options.stop_token_ids, limits)
 
 
 def _check_logit_bias(options: GenerationOptions, limits: Limits) -> None:
-    Range(0, MAX_LOGIT_BIAS_ENTRIES).check(
-        "logit_bias", len(options.logit_bias), what="number of entries in logit_bias"
+    check_range(
+        Range(0, MAX_LOGIT_BIAS_ENTRIES),
+        "logit_bias",
+        len(options.logit_bias),
+        what="number of entries in logit_bias",
     )
     check_token_ids("logit_bias", [token_id for token_id, _ in options.logit_bias], limits)
     for token_id, bias in options.logit_bias:
-        RANGES["logit_bias"].check("logit_bias", bias, what=f"logit_bias of token {token_id}")
+        check_range(RANGES["logit_bias"], "logit_bias", bias, what=f"logit_bias of token {token_id}")
 
 
 def _random_seed() -> int:

@@ -1,4 +1,4 @@
-"""Token streams on disk, and batches that are a pure function of (seed, cursor)."""
+"""Stores token streams on disk and cuts training batches from them, reproducibly from (seed, cursor)."""
 
 import json
 from dataclasses import asdict, dataclass

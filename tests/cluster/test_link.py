@@ -38,10 +38,10 @@ def test_serial_rounds_wait_for_a_slow_cable_both_ways(tmp_path: Path) -> None:
     command = (sys.executable, "-m", "specray.cli", "bench", "overlap", "--link", "namespaces")
     arms = ("--arm", "serial:2", "--num-prompts", "1", "--num-repeats", "1", f"--max-tokens={NUM_TOKENS}")
     delays = ("--delay-ms", "0", "--delay-ms", f"{DELAY_MS:g}")
-    # Rounds of which none is a filler's, which would not cross the cable.
+    # Rounds of which none is a fallback's, which would not cross the cable.
     settings = (
         "--set",
-        "speculation.filler=none",
+        "speculation.fallback=none",
         "--set",
         "target.profile_s=0",
         "--set",

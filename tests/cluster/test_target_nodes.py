@@ -98,7 +98,7 @@ def config_of(model: Path, size: int, **target: Any) -> Config:
                 **target,
             },
             "draft": {"enabled": False},
-            "speculation": {"num_speculative_tokens": 0, "filler": "none"},
+            "speculation": {"num_speculative_tokens": 0, "fallback": "none"},
             "router": {"start_timeout_s": 120, "verify_timeout_s": 20},
         }
     )

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from specray.config import Config
+from specray.bench.compare.peers.process import free_port
+from specray.config import Config, parse_config
+from specray.serving.launch import running_service
+from tests.e2e.listeners import descendants
 
 DEADLINE_S = 60.0
+# float32: a forward's width does not change the tokens, so outputs can be compared exactly.
+# One thread each: OpenMP threads that share a core with others' spin instead of working.
+ENGINE = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "num_threads": 1, "profile_s": 0.5}
+"""Settings of both engines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +36,35 @@ class Service:
         return self.config.model_name
 
 
-def family() -> list[int]:
-    """Returns this process and all its descendants."""
-    parents: dict[int, int] = {}
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            parents[int(status.parent.name)] = int(status.read_text().rpartition(")")[2].split()[1])
-    found = [os.getpid()]
-    for process in found:
-        found += [child for child, parent in parents.items() if parent == process]
-    return found
+@contextlib.contextmanager
+def started(**sections: Mapping[str, Any]) -> Iterator[Service]:
+    """Starts a service and ends it with the block.
+
+    Args:
+        sections: additions to sections of the configuration: target, draft, speculation, router, auth, rpc.
+    """
+    values: dict[str, Mapping[str, Any]] = {
+        "target": ENGINE,
+        "draft": ENGINE,
+        "speculation": {"num_speculative_tokens": 4, "overlap": "auto"},
+        "http": {"port": free_port()},
+        "grpc": {"port": free_port()},
+        "router": {"round_timeout_s": 2.0, "start_timeout_s": 120},
+    }
+    values |= {name: {**values.get(name, {}), **added} for name, added in sections.items()}
+    config = parse_config(values)
+    with running_service(config):
+        yield Service(
+            config=config,
+            url=f"http://127.0.0.1:{config.http.port}",
+            grpc_address=f"127.0.0.1:{config.grpc.port}",
+        )
 
 
 def processes(name: str) -> list[int]:
     """Returns this service's processes whose title begins with ``name``; Ray titles its workers."""
     found = []
-    for process in family():
+    for process in descendants(os.getpid()):
         with contextlib.suppress(OSError):
             if Path(f"/proc/{process}/cmdline").read_bytes().startswith(name.encode()):
                 found.append(process)

@@ -41,7 +41,10 @@ COUPLED: dict[str, Any] = {"temperature": 1, "seed": 3}
 
 
 @pytest.fixture(scope="module")
-def service() -> Iterator[Service]:
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    # Its streams, over unix sockets, ask for a secret: without it no draft would be of use.
+    secret: Path = tmp_path_factory.mktemp("secret") / "secret"
+    secret.write_text("a secret of this test")
     engine = {
         "dtype": "float32",
         "max_model_len": 512,
@@ -57,6 +60,7 @@ def service() -> Iterator[Service]:
             "http": {"port": free_port()},
             "grpc": {"port": free_port()},
             "router": {"start_timeout_s": START_TIMEOUT_S},
+            "rpc": {"secret_file": str(secret)},
         }
     )
     ray.init(
@@ -136,7 +140,7 @@ async def draft_in_use() -> int:
 
 
 async def speculates(http: aiohttp.ClientSession, service: Service) -> bool:
-    # Fillers draft without the model: only what the model drafted counts.
+    # Fallbacks draft without the model: only what the model drafted counts.
     before = await metric_by_source(http)
     await complete(http, service, prompt=PROMPT, max_tokens=24)
     return await metric_by_source(http) > before

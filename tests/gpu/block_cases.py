@@ -9,7 +9,7 @@ import torch
 from specray.engine.attention.mask import branch_visibility
 from specray.engine.cache.blocks import BlockCache
 from specray.engine.step import AttentionStep, HeadShape, SequenceRows
-from tests.unit.engine.attention.trees import TREES
+from tests.unit.engine.attention.trees import Tree, random_tree
 
 NUM_BLOCKS = 24
 BRANCHES = (
@@ -48,8 +48,8 @@ CASES = [
     Case("branches longer than the window", ((6, 2),), 4, GQA, window=2, with_branches=True),
 ]
 
-SOME_TREES = TREES[::3]
-"""For what takes seconds each."""
+SOME_TREES = (Tree(9, random_tree(20, 1)), Tree(3, random_tree(64, 2), 5))
+"""Trees for an interpreter, which takes seconds for each: one whole, one in a window."""
 
 
 def block_cache(case: Case, dtype: torch.dtype = torch.float32) -> BlockCache:

@@ -24,6 +24,7 @@ from specray.engine.runner.cuda_graphs import (
 )
 from specray.engine.runner.inputs import SequenceInput
 from specray.engine.runner.runner import ModelRunner
+from specray.engine.step import ForwardOutput
 from specray.errors import ConfigError
 from tests.unit.engine.model.checkpoints import reference_logits, reference_model, write_checkpoint
 
@@ -129,8 +130,8 @@ def test_logits_outlive_the_next_step(eager: ModelRunner) -> None:
     static: list[torch.Tensor] = []
 
     def capture(work: Work) -> Work:
-        static.append(work().clone())
-        return lambda: static[-1].copy_(work())
+        static.append(work().logits.clone())
+        return lambda: ForwardOutput(static[-1].copy_(work().logits))
 
     runner = graphed(eager, capture)
     first, second = step(eager, 2, 1)
@@ -146,7 +147,7 @@ def test_all_buckets_keep_their_logits_in_one_place(eager: ModelRunner) -> None:
     given: list[torch.Tensor] = []
 
     def capture(work: Work) -> Work:
-        given.append(work())
+        given.append(work().logits)
         return work
 
     graphs = graphed(eager, capture).graphs

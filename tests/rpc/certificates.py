@@ -1,4 +1,4 @@
-"""Certificate authorities and certificates for tests, made on the spot."""
+"""Certificate authorities and certificates for tests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Authority:
         return cls(_sign(name, key, x509.Name(_name(name)), key, is_authority=True), key)
 
     def write(self, directory: Path, *, trusts: Authority | None = None, **tls: str) -> TlsConfig:
-        """Writes (anew) a certificate of this CA, and the CA to trust; the configuration that names them."""
+        """Writes a new certificate of this CA, and the CA to trust; returns their configuration."""
         directory.mkdir(exist_ok=True)
         key = ec.generate_private_key(ec.SECP256R1())
         certificate = _sign("peer", key, self.certificate.subject, self.key)

@@ -1,4 +1,4 @@
-"""Scripted engines and handlers: small, exact, and able to fail on command."""
+"""Scripted engines and handlers that fail on command."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SAMPLING = SamplingParams(seed=7, num_prompt_tokens=3)
 
 @dataclass
 class ScriptedEngine:
-    """Keeps sequences as the design says, counts its calls, and breaks when told to.
+    """Keeps sequences by the protocol, records its calls, and fails on command.
 
     A draft proposes ``last token + 1, + 2, ...``; a target accepts exactly these.
     """
@@ -58,16 +58,16 @@ class ScriptedEngine:
     releases: list[tuple[str, ...]] = field(default_factory=list)
     threads: set[int] = field(default_factory=set)
     poison: str = "\0"
-    """A call with this request id raises."""
+    """Request id that makes a call raise."""
     silent: str = "\0"
-    """This request id gets no reply."""
+    """Request id that gets no reply."""
     num_closed: int = 0
     is_broken: bool = False
-    """``check`` raises."""
+    """Whether ``check`` raises."""
     gate: threading.Event = field(default_factory=threading.Event)
-    """Calls wait for it; open from the start."""
+    """Gate that calls wait for; open from the start."""
     entered: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    """Released once per call, before it waits at the gate."""
+    """Semaphore released once per call, before it waits at the gate."""
 
     def __post_init__(self) -> None:
         self.gate.set()
@@ -152,7 +152,7 @@ class ScriptedTarget(ScriptedEngine):
 
 
 async def eventually(is_so: Callable[[], bool], *, timeout_s: float = 10.0) -> None:
-    """Polls, for what announces itself nowhere."""
+    """Polls until the condition holds."""
     async with asyncio.timeout(timeout_s):
         while not is_so():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
@@ -197,10 +197,10 @@ class ScriptedHandler:
 
     failure: Exception | None = None
     waits_after: int | None = None
-    """After so many events the answer never goes on."""
+    """Number of events after which the answer hangs."""
     seen: list[GenerateParams] = field(default_factory=list)
     closed: threading.Event = field(default_factory=threading.Event)
-    """Set when an answer's iterator is closed, however it ended."""
+    """Event set when an answer's iterator is closed for any reason."""
 
     async def generate(self, params: GenerateParams) -> AsyncIterator[GenerateEvent]:
         self.seen.append(params)

@@ -1,4 +1,4 @@
-"""A process that uses gRPC and starts programs; run by itself or called."""
+"""A process that uses gRPC and forks, run as a program or called."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Echo(grpc.GenericRpcHandler):
 
 
 def exit_codes(num_forks: int) -> list[int]:
-    """Of so many children, while another thread talks to itself over gRPC; each once, ascending."""
+    """Distinct exit codes of ``num_forks`` children, ascending, while another thread uses gRPC."""
     busy, stop = threading.Event(), threading.Event()
 
     async def talk() -> None:

@@ -1,4 +1,4 @@
-"""The measurement itself: a worker process comes up, answers and goes."""
+"""``bench rpc``: a worker process starts, answers and ends."""
 
 from __future__ import annotations
 

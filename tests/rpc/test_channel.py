@@ -1,4 +1,4 @@
-"""Addresses and options."""
+"""Addresses and gRPC options of channels."""
 
 from __future__ import annotations
 

@@ -65,9 +65,10 @@ def sparse_probs(draw: st.DrawFn) -> SparseProbs:
 def draft_tokens(draw: st.DrawFn) -> DraftTokens:
     """A chain or a tree, with distributions or without any."""
     token_ids = draw(IDS)
-    parents = tuple(draw(st.integers(-1, index - 1)) for index in range(len(token_ids)))
-    probs = draw(tuples_of(sparse_probs(), size=len(token_ids)))
-    return DraftTokens(token_ids, draw(st.sampled_from((None, parents))), draw(st.sampled_from(((), probs))))
+    is_tree, has_probs = draw(st.booleans()), draw(st.booleans())
+    parents = tuple(draw(st.integers(-1, index - 1)) for index in range(len(token_ids))) if is_tree else None
+    probs = draw(tuples_of(sparse_probs(), size=len(token_ids))) if has_probs else ()
+    return DraftTokens(token_ids, parents, probs)
 
 
 @st.composite

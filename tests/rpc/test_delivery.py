@@ -144,7 +144,7 @@ async def test_a_peer_without_the_secret_delivers_nothing(address: str, tmp_path
 
 @asynccontextmanager
 async def deaf_ingress_at(address: str) -> AsyncIterator[None]:
-    """Lets routers in and reads nothing."""
+    """An ingress that admits routers and reads nothing."""
 
     async def accept(_: object, context: aio.ServicerContext[bytes, bytes]) -> None:
         await context.send_initial_metadata(((ACCEPTED, "1"),))

@@ -1,4 +1,4 @@
-"""Children of a process that uses gRPC: what Ray does to start its own programs."""
+"""Forked children of a process that uses gRPC, as Ray forks to start its programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_every_child_of_a_process_that_uses_grpc_reaches_its_program() -> None:
 
 
 def test_what_the_tests_start_reaches_its_program() -> None:
-    """Whichever module was imported first: ``conftest.py`` speaks to gRPC before all of them."""
+    """Regardless of import order: ``conftest.py`` uses gRPC before all tests."""
     assert forking_process.exit_codes(150) == [0]
 
 

@@ -1,4 +1,4 @@
-"""The committed stubs are what the protos give."""
+"""The committed stubs match the protos."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ async def serving(handler: ScriptedHandler, address: str, **options: Any) -> Asy
 
 
 async def send_raw(address: str, data: bytes) -> aio.AioRpcError:
-    """The error that a Generate call with these bytes ends in."""
+    """Sends raw bytes as a Generate request; returns the error."""
     async with aio.insecure_channel(address) as channel:
         call = channel.unary_stream(GENERATE, None, None)(data, timeout=DEADLINE_S)
         with pytest.raises(aio.AioRpcError) as caught:
@@ -227,7 +227,7 @@ async def test_a_client_that_vanishes_closes_the_handlers_iterator(address: str)
 
 @dataclass
 class EndlessHandler(ScriptedHandler):
-    """Has always more to say."""
+    """A handler whose answer never ends."""
 
     num_produced: int = 0
 

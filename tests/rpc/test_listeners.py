@@ -1,4 +1,4 @@
-"""Nothing listens beyond its own address, and beyond the machine only when asked."""
+"""Servers listen on their own address only, and on other than loopback only when configured."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.rpc.engines import ScriptedDraft, ScriptedHandler
 
 
 def own_listeners() -> set[str]:
-    """Addresses at which this process listens over TCP, as the kernel writes them."""
+    """Local TCP addresses on which this process listens, in the kernel's format."""
     inodes = set()
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):

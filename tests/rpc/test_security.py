@@ -1,4 +1,4 @@
-"""Who may open a stream to an engine: certificates, secrets, files' modes, and addresses."""
+"""Access to engine streams: certificates, secrets, file modes and addresses."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def options(tls: TlsConfig | None = None, secret_file: Path | None = None) -> Ch
 async def serving(
     server_options: ChannelOptions, address: str = "127.0.0.1:0", engine: ScriptedDraft | None = None
 ) -> AsyncIterator[str]:
-    """A draft's server on this loop; its address."""
+    """Runs a draft's server on this loop; yields its address."""
     server = draft_server(lambda: engine or ScriptedDraft(), address, options=server_options)
     await server.start()
     try:

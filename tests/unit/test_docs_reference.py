@@ -25,12 +25,12 @@ def test_architecture_has_a_line_for_every_module() -> None:
     text = (DOCS / "architecture.md").read_text(encoding="utf-8")
     listed = re.findall(r"^- `([\w/]+\.py)`: .", text, re.M)
     modules = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"}
-    # Generated code has no line, and docs/control.md tells of what is in control.
-    expected = {name for name in modules if not name.startswith(("rpc/pb/", "control/"))}
+    # Generated code has no line.
+    expected = {name for name in modules if not name.startswith("rpc/pb/")}
     assert len(listed) == len(set(listed))
     assert set(listed) == expected
     named = set(re.findall(r"`((?:\w+/)+\w+\.py)`", text))
-    assert {name for name in named if not name.startswith(("tests/", "control/"))} <= modules
+    assert {name for name in named if not name.startswith("tests/")} <= modules
 
 
 def config_keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any, set[str]]]:

@@ -1,4 +1,4 @@
-"""What a Ray of our own finds in the environment: a token that is only this service's, and loopback."""
+"""Environment of our own Ray: a token for this cluster alone, and loopback."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def decided(environment: dict[str, str]) -> dict[str, str]:
-    """Of the environment, what is about who reaches Ray."""
+    """Variables of the environment that decide who reaches Ray."""
     prefixes = ("RAY_AUTH_", *LOOPBACK)
     return {name: value for name, value in environment.items() if name.startswith(prefixes)}
 

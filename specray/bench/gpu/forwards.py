@@ -23,6 +23,7 @@ from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.cuda_graphs import CudaCapture, GraphedForward, Work, run_again
 from specray.engine.runner.inputs import SequenceInput
 from specray.engine.runner.runner import ModelRunner
+from specray.engine.step import ForwardOutput
 from specray.errors import ConfigError
 
 BACKENDS = ("varlen", "triton", "gather")
@@ -154,10 +155,10 @@ def _bounds_ms(forward: DecoderForward, runner: ModelRunner, workload: Workload)
             for linear in linears
         ]
 
-        def work(inputs: list[torch.Tensor] = inputs) -> torch.Tensor:
+        def work(inputs: list[torch.Tensor] = inputs) -> ForwardOutput:
             for linear, rows in zip(linears, inputs, strict=True):
                 output = linear(rows)
-            return output
+            return ForwardOutput(output)
 
         bounds[num_rows] = _median_ms(_capture(device)(work), device, workload.num_repeats)
     return bounds

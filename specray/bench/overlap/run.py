@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from specray.bench.overlap.link import CountedLink, Hosts
 
 HITS = ("hit", "late_hit")
+SIMPLE = "simple"
+"""K of an arm under ``speculation.control: simple``."""
 _STRIDE = 37
 """Stride of output lengths, so that neighbours are not alike."""
 MISSES = ("miss_token", "miss_count", "late_miss")
@@ -36,7 +38,7 @@ MISSES = ("miss_token", "miss_count", "late_miss")
 
 @dataclass(frozen=True, slots=True)
 class OverlapArm:
-    """One mode: K, and how the engines take turns. K = 0 is plain decoding."""
+    """One mode: K, and how the engines take turns. K = 0 is plain decoding; simple: auto, by that control."""
 
     num_speculative_tokens: int | str
     overlap: Overlap | str
@@ -100,7 +102,10 @@ class _Running:
 def with_arm(config: Config, arm: OverlapArm) -> Config:
     """Returns the configuration of an arm's router."""
     values = config.model_dump(mode="json")
-    values["speculation"]["num_speculative_tokens"] = arm.num_speculative_tokens
+    is_simple = arm.num_speculative_tokens == SIMPLE
+    if is_simple:
+        values["speculation"]["control"] = SIMPLE
+    values["speculation"]["num_speculative_tokens"] = "auto" if is_simple else arm.num_speculative_tokens
     values["speculation"]["overlap"] = str(arm.overlap)
     return parse_config(values)
 

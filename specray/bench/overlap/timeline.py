@@ -6,17 +6,17 @@ import enum
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from specray.bench.overlap.run import HITS
 from specray.router.trace import (
     Decided,
     DraftAsked,
     DraftReplied,
+    ExperimentEnded,
     LookedUp,
     Planned,
     TraceEvent,
-    TrialEnded,
     VerdictReceived,
     VerifySent,
 )
@@ -81,8 +81,8 @@ class Timeline:
     spans: tuple[Span, ...]
     marks: tuple[Mark, ...]
     plans: tuple[Planned, ...]
-    decisions: tuple[Decided | TrialEnded, ...] = ()
-    """Of all sessions together."""
+    decisions: tuple[Decided | ExperimentEnded, ...] = ()
+    """Of all sessions."""
 
     @property
     def request_ids(self) -> tuple[str, ...]:
@@ -114,7 +114,9 @@ class Summary:
     num_draft_tokens: int
     num_accepted_tokens: int
     lookups: Mapping[str, int]
-    """By result."""
+    """Verdicts by the result of their look-up."""
+    reasons: Mapping[str, int] = field(default_factory=dict)
+    """Verdicts that committed tokens, by the reason of their round's plan."""
     first_token_s: float | None = None
     """From a session's first Verify to its first verdict with tokens, on average; None: none was seen."""
     later_tokens_per_s: float | None = None
@@ -168,7 +170,7 @@ def make_timeline(events: Sequence[TraceEvent]) -> Timeline:
         for span in spans
     ]
     plans = tuple(event for event in events if isinstance(event, Planned))
-    decisions = tuple(event for event in events if isinstance(event, Decided | TrialEnded))
+    decisions = tuple(event for event in events if isinstance(event, Decided | ExperimentEnded))
     return Timeline(tuple(sorted(_placed(found), key=_by_time)), tuple(marks), plans, decisions)
 
 
@@ -195,6 +197,7 @@ def summarize(timeline: Timeline, events: Sequence[TraceEvent]) -> Summary:
         num_draft_tokens=sum(event.num_draft_tokens for event in verdicts),
         num_accepted_tokens=sum(event.num_accepted_tokens for event in verdicts),
         lookups=dict(Counter(mark.result for mark in timeline.marks)),
+        reasons=dict(Counter(event.reason for event in verdicts)),
         first_token_s=first_token_s,
         later_tokens_per_s=later_tokens_per_s,
     )
@@ -220,7 +223,7 @@ def _first_and_later(events: Sequence[TraceEvent]) -> tuple[float | None, float 
 
 
 def changed_plans(timeline: Timeline) -> list[Planned]:
-    """The reviews that chose something else than the session's review before."""
+    """Re-plans whose plan differs from the session's plan before."""
     last: dict[tuple[str, str], tuple[str, int, int]] = {}
     changes = []
     for plan in timeline.plans:
@@ -233,44 +236,44 @@ def changed_plans(timeline: Timeline) -> list[Planned]:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """All sessions worked at one level; times in ns on the router's clock."""
+    """All sessions worked at one mode; times in ns on the router's clock."""
 
     start_ns: int
     end_ns: int
-    level: str
-    is_trial: bool
-    """It is tried for a few steps, which those of the decided level around them are held against."""
+    mode: str
+    is_experiment: bool
+    """An experiment tries the mode between two windows at the decided one."""
 
 
 def stretches(timeline: Timeline) -> list[Stretch]:
-    """From the first decision to the end of the timeline. A trial's is as long as the trial."""
+    """From the first decision to the end of the timeline. An experiment's lasts as long as its windows."""
     found: list[Stretch] = []
     bounds = [*(event.ns for event in timeline.decisions), timeline.end_ns]
     for event, (start_ns, end_ns) in zip(timeline.decisions, itertools.pairwise(bounds), strict=True):
-        level, is_trial = _shown(event)
+        mode, is_experiment = _shown(event)
         last = found[-1] if found else None
-        if last is not None and (last.level, last.is_trial) == (level, is_trial):
+        if last is not None and (last.mode, last.is_experiment) == (mode, is_experiment):
             found[-1] = replace(last, end_ns=end_ns)
         elif end_ns > start_ns:
-            found.append(Stretch(start_ns, end_ns, level, is_trial))
+            found.append(Stretch(start_ns, end_ns, mode, is_experiment))
     return found
 
 
-def changed_decisions(timeline: Timeline) -> list[Decided | TrialEnded]:
-    """Trials, and the decisions for another level than the one before."""
-    changes: list[Decided | TrialEnded] = []
-    level: str | None = None
+def changed_decisions(timeline: Timeline) -> list[Decided | ExperimentEnded]:
+    """Experiments, and the decisions for another mode than the one before."""
+    changes: list[Decided | ExperimentEnded] = []
+    mode: str | None = None
     for event in timeline.decisions:
-        if isinstance(event, TrialEnded) or event.tried is not None or event.level != level:
+        if isinstance(event, ExperimentEnded) or event.tried is not None or event.mode != mode:
             changes.append(event)
-        level = event.level
+        mode = event.mode
     return changes
 
 
-def _shown(event: Decided | TrialEnded) -> tuple[str, bool]:
+def _shown(event: Decided | ExperimentEnded) -> tuple[str, bool]:
     if isinstance(event, Decided) and event.tried is not None:
         return event.tried, True
-    return event.level, False
+    return event.mode, False
 
 
 def waits(timeline: Timeline, request_id: str) -> list[Interval]:

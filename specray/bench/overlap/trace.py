@@ -17,7 +17,7 @@ from specray.config import Config
 from specray.environment import api_key
 from specray.errors import ConfigError, EngineLostError
 from specray.requests import GenerateRequest
-from specray.router.session_values import FILLER
+from specray.router.session_values import FALLBACK
 from specray.router.trace import Decided, TraceEvent, decode_trace
 from specray.serving.local.pair import local_router
 from specray.tokenization import load_tokenizer
@@ -108,25 +108,37 @@ def summary_table(summary: Summary) -> Table:
     return table
 
 
+def reasons_table(summary: Summary) -> Table:
+    """Why rounds had their plans: each reason with its verdicts, the most frequent first."""
+    total = sum(summary.reasons.values())
+    table = Table(title="plans by reason")
+    for heading in ("reason", "plans", "share"):
+        table.add_column(heading, no_wrap=True, justify="left" if heading == "reason" else "right")
+    for reason, count in sorted(summary.reasons.items(), key=lambda one: (-one[1], one[0])):
+        table.add_row(reason, str(count), f"{100 * count / total:.1f} %")
+    return table
+
+
 def plans_table(timeline: Timeline, *, max_rows: int = 16) -> Table:
-    """When a session's plan changed, and what had been predicted for each way of working."""
-    ways = ("off", "serial", "ahead", "enumerate")
-    changes = [plan for plan in changed_plans(timeline) if plan.source != FILLER]
+    """Changes of sessions' plans with their reasons, and the goodput predicted for each overlap."""
+    overlaps = ("off", "serial", "ahead", "enumerate")
+    changes = [plan for plan in changed_plans(timeline) if plan.source != FALLBACK]
     hidden = len(changes) - max_rows
     table = Table(
-        title="changes of plan, and the tokens/s predicted for the best plan of each way",
+        title="changes of plan, and the tokens/s predicted for the best plan of each overlap",
         caption=f"and {hidden} more" if hidden > 0 else None,
     )
-    for heading in ("ms", "session", "plan"):
+    for heading in ("ms", "session", "plan", "reason"):
         table.add_column(heading, no_wrap=True, justify="right" if heading == "ms" else "left")
-    for heading in ("running", "acceptance", *ways):
+    for heading in ("running", "acceptance", *overlaps):
         table.add_column(heading, justify="right", no_wrap=True)
     for plan in changes[:max_rows]:
-        predicted = [plan.tokens_per_s.get(way) for way in ways]
+        predicted = [plan.tokens_per_s.get(overlap) for overlap in overlaps]
         table.add_row(
             f"{(plan.ns - timeline.start_ns) / 1e6:.1f}",
             shortened(plan.request_id, 16),
             plan_text(plan),
+            plan.reason,
             str(plan.num_running),
             f"{plan.acceptance:.2f}",
             *("–" if value is None else f"{value:.0f}" for value in predicted),
@@ -135,22 +147,22 @@ def plans_table(timeline: Timeline, *, max_rows: int = 16) -> Table:
 
 
 def decisions_table(timeline: Timeline, *, max_rows: int = 16) -> Table:
-    """What all sessions decided together, where it changed, and what trials showed."""
+    """Changes of the mode of all sessions, and experiments."""
     changes = changed_decisions(timeline)
     hidden = len(changes) - max_rows
     table = Table(
-        title="decisions of all sessions, and trials; gains over plain decoding",
+        title="modes of all sessions, and experiments; speedups over plain decoding",
         caption=f"and {hidden} more" if hidden > 0 else None,
     )
-    for heading in ("ms", "event", "running", "promised", "believed", "seen"):
+    for heading in ("ms", "event", "running", "predicted", "calibrated", "measured"):
         table.add_column(heading, no_wrap=True, justify="left" if heading == "event" else "right")
     for event in changes[:max_rows]:
         ms = f"{(event.ns - timeline.start_ns) / 1e6:.1f}"
         if isinstance(event, Decided):
-            trial = "" if event.tried is None else f", trying {event.tried}"
-            numbers = (str(event.num_running), f"{event.promised:.2f}", f"{event.believed:.2f}", "–")
-            table.add_row(ms, f"{event.level}{trial}", *numbers)
+            tried = "" if event.tried is None else f", trying {event.tried}"
+            speedups = (f"{event.predicted_speedup:.2f}", f"{event.calibrated_speedup:.2f}", "–")
+            table.add_row(ms, f"{event.mode}{tried}", str(event.num_running), *speedups)
         else:
-            seen = "given up" if event.gain is None else f"{event.gain:.2f}"
-            table.add_row(ms, f"tried {event.tried}", "–", f"{event.promised:.2f}", "–", seen)
+            measured = "given up" if event.measured_speedup is None else f"{event.measured_speedup:.2f}"
+            table.add_row(ms, f"tried {event.tried}", "–", f"{event.predicted_speedup:.2f}", "–", measured)
     return table

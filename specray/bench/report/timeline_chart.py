@@ -20,6 +20,7 @@ from specray.bench.overlap.timeline import (
     waits,
 )
 from specray.bench.report.chart import linear_ticks
+from specray.router.session_values import FALLBACK
 from specray.router.trace import Planned
 
 WIDTH, LEFT, RIGHT = 1480, 78, 26
@@ -43,11 +44,11 @@ _COLORS: Final[Mapping[Kind, tuple[str, str]]] = MappingProxyType(
 )
 """Colours by kind: of the bar, and of the text on it."""
 _HIT, _MISS = "#059669", "#dc2626"
-_LEVELS: Final[Mapping[str, str]] = MappingProxyType(
-    {"plain": "#cbd5e1", "fillers": "#ddd6fe", "model": "#a5b4fc"}
+_MODES: Final[Mapping[str, str]] = MappingProxyType(
+    {"plain": "#cbd5e1", "ngram": "#ddd6fe", "model": "#a5b4fc"}
 )
-"""Colours of the strip by level; an unknown level is grey."""
-_TRIAL_BORDER: Final = f'stroke="{_INK}" stroke-dasharray="4 3"'
+"""Colours of the strip by mode; an unknown mode is grey."""
+_EXPERIMENT_BORDER: Final = f'stroke="{_INK}" stroke-dasharray="4 3"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ def draw_timeline(timeline: Timeline, summary: Summary, window: Window, *, title
         parts += _session(timeline, window, request_id, top)
     parts += _legend(bottom + AXIS)
     if decided:
-        parts += _levels_legend(bottom + AXIS + 2 * LEGEND_LINE)
+        parts += _modes_legend(bottom + AXIS + 2 * LEGEND_LINE)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -141,14 +142,14 @@ def _strip(window: Window, decided: Sequence[Stretch]) -> list[str]:
     """Draws what was decided, or tried, for all sessions, above them."""
     parts = [_text(LEFT - 12, HEADER + 13, "decided", anchor="end")] if decided else []
     for stretch in decided:
-        label = f"{stretch.level}, on trial" if stretch.is_trial else stretch.level
+        label = f"{stretch.mode}, experiment" if stretch.is_experiment else stretch.mode
         left, right = window.x(stretch.start_ns), window.x(stretch.end_ns)
-        border = f" {_TRIAL_BORDER}" if stretch.is_trial else ""
+        border = f" {_EXPERIMENT_BORDER}" if stretch.is_experiment else ""
         parts.append(
             f'<rect x="{left:.1f}" y="{HEADER}" width="{max(0.8, right - left):.1f}" height="{STRIP}" '
-            f'fill="{_LEVELS.get(stretch.level, _GRID)}"{border}><title>{escape(label)}</title></rect>'
+            f'fill="{_MODES.get(stretch.mode, _GRID)}"{border}><title>{escape(label)}</title></rect>'
         )
-        for text in (label, stretch.level):
+        for text in (label, stretch.mode):
             if _CHAR * len(text) + 14 <= right - left:
                 parts.append(_text((left + right) / 2, HEADER + 13, text, anchor="middle", size=11))
                 break
@@ -182,7 +183,7 @@ def _session(timeline: Timeline, window: Window, request_id: str, top: float) ->
 
 def _plan_at(plans: Sequence[Planned], request_id: str, window: Window) -> str:
     """Returns the plan with which the window begins."""
-    mine = [plan for plan in plans if plan.request_id == request_id and plan.source != "filler"]
+    mine = [plan for plan in plans if plan.request_id == request_id and plan.source != FALLBACK]
     before = [plan for plan in mine if plan.ns <= window.start_ns] or mine[:1]
     return plan_text(before[-1]) if before else ""
 
@@ -283,12 +284,12 @@ def _legend(top: float) -> list[str]:
     return parts
 
 
-def _levels_legend(top: float) -> list[str]:
+def _modes_legend(top: float) -> list[str]:
     parts = []
     x, y = float(LEFT), top + 6
     signs = (
-        *((f"all sessions: {level}", f'fill="{fill}"') for level, fill in _LEVELS.items()),
-        ("on trial", f'fill="white" {_TRIAL_BORDER}'),
+        *((f"all sessions: {mode}", f'fill="{fill}"') for mode, fill in _MODES.items()),
+        ("experiment", f'fill="white" {_EXPERIMENT_BORDER}'),
     )
     for label, look in signs:
         parts.append(f'<rect x="{x}" y="{y}" width="22" height="14" {look}/>')

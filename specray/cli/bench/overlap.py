@@ -151,16 +151,16 @@ def cores(text: str | None) -> list[int] | None:
 
 def parse_arm(text: str) -> OverlapArm:
     """Reads ``OVERLAP:K``. Raises ConfigError."""
-    from specray.bench.overlap.run import OverlapArm
+    from specray.bench.overlap.run import SIMPLE, OverlapArm
 
     overlap, _, k = text.partition(":")
     overlaps = [*(str(known) for known in Overlap), "auto", "off"]
-    is_k = k == "auto" or (k.isdecimal() and int(k) <= MAX_SPECULATIVE_TOKENS)
+    is_k = k in ("auto", SIMPLE) or (k.isdecimal() and int(k) <= MAX_SPECULATIVE_TOKENS)
     if overlap not in overlaps or not is_k or (overlap == "off") != (k == "0"):
         raise ConfigError(
             f"--arm is {text!r}; allowed: OVERLAP:K with OVERLAP one of {', '.join(overlaps[:-1])} and K in "
-            f"1..{MAX_SPECULATIVE_TOKENS} or auto, or off:0"
+            f"1..{MAX_SPECULATIVE_TOKENS}, auto or simple, or off:0"
         )
     if overlap == "off":
         return OverlapArm(0, Overlap.SERIAL)
-    return OverlapArm(k if k == "auto" else int(k), overlap)
+    return OverlapArm(int(k) if k.isdecimal() else k, overlap)

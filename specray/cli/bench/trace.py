@@ -125,6 +125,8 @@ def _show(
     summary = summarize(timeline, events)
     console = wide_console()
     console.print(traces.summary_table(summary))
+    if summary.reasons:
+        console.print(traces.reasons_table(summary))
     console.print(traces.plans_table(timeline))
     if timeline.decisions:
         console.print(traces.decisions_table(timeline))

@@ -73,7 +73,7 @@ class CpuAttentionStep:
     call: AttentionCall
     head_dim: int
     block_ids: Sequence[Sequence[int]]
-    """Of each sequence."""
+    """Block ids of each sequence."""
 
     def advanced(self, kept: Sequence[int]) -> CpuAttentionStep | None:
         """The step after, of some of the sequences (``AttentionCall.advance``); this one is no more then.

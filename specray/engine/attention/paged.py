@@ -95,7 +95,7 @@ class BatchShape:
     num_sequences: int
     num_rows: int
     max_num_blocks: int
-    """Of one sequence."""
+    """Most blocks of one sequence."""
     max_rows: int
     """Most rows of one sequence."""
     has_masks: bool = False

@@ -1,4 +1,4 @@
-"""Attention of a ragged step over the block cache.
+"""Attention over the block cache with torch's SDPA, for steps whose sequences differ in length.
 
 A step's new tokens are rows ``0..num_rows - 1``, sequence after sequence. Each layer first writes the rows'
 keys and values to their slots, then attends; so a row sees all that is before it in its sequence, and itself:

@@ -1,4 +1,4 @@
-"""Which attention over the block cache a device gets, tried out before it is trusted.
+"""Chooses the paged attention of a device; kernels are tried before they are trusted.
 
 ``varlen``: torch's own, FlashAttention with block tables (``torch.nn.attention.varlen``): 16-bit numbers on
 CUDA, blocks of a multiple of 256 tokens, chains only. ``triton``: our kernel, any number format and block
@@ -29,14 +29,14 @@ from specray.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 VARLEN_BLOCK_SIZE = 256
-"""FlashAttention 2 in torch refuses blocks of any other multiple."""
+"""Tokens per block; FlashAttention 2 in torch takes multiples of this only."""
 DEFAULT_BLOCK_SIZE = 16
 _CHECKED_WINDOWS = (None, 7)
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A way to attend that works here."""
+    """An attention backend that works here."""
 
     name: str
     attend: AttendPaged
@@ -46,7 +46,7 @@ class Backend:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What of a model decides the way."""
+    """The parts of a model that decide which backends can serve it."""
 
     shape: HeadShape
     dtype: torch.dtype

@@ -16,11 +16,11 @@ from specray.engine.attention.mask import within_window
 from specray.engine.step import PagedBatch
 
 _MAX_SPLITS = 16
-"""A power of two."""
+"""Most parts of one sequence, a power of two."""
 _MIN_SPLIT_PLACES = 128
-"""A shorter part costs more to join than it saves."""
+"""KV indices per part, at least; a shorter part costs more to join than it saves."""
 _MAX_TILE = 64
-"""Rows times query heads of a program, at most; at least 16, which the product of matrices wants."""
+"""Rows times query heads of a program, at most; the matrix product needs at least 16."""
 _LOG2_E = 1.4426950408889634
 
 

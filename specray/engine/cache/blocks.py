@@ -1,4 +1,4 @@
-"""Where keys and values live: who owns which block, and the tensors behind the blocks.
+"""The block cache: which sequence owns which block, and the K/V tensors behind the blocks.
 
 A *slot* is one token's place: ``block_id * block_size + offset``. Truncating a sequence frees whole tail
 blocks and nothing else; stale slots are overwritten before anything attends to them.
@@ -19,7 +19,7 @@ from specray.engine.cpu.huge_pages import HUGE_PAGE
 from specray.errors import OutOfBlocksError
 
 _MADV_POPULATE_WRITE = 23
-"""Of Linux; Python does not name it."""
+"""Linux's code for madvise; Python does not name it."""
 
 
 class BlockAllocator:

@@ -1,4 +1,4 @@
-"""Which computed tokens can serve again: the contents of blocks by the tokens they were computed from.
+"""The index of the prefix cache: contents of blocks by the tokens they were computed from.
 
 Contents are named in *units* of at most 16 tokens that do not cross blocks::
 

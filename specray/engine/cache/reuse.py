@@ -1,4 +1,4 @@
-"""One sequence and the index of prefixes: what it makes known, and what it takes from others.
+"""The prefix cache of one sequence: what it publishes, and what it adopts from others.
 
 Units of a sequence, with its blocks below (block size of two units)::
 
@@ -35,9 +35,9 @@ class Found(NamedTuple):
     start: int
     """Tokens that the sequence has computed itself."""
     length: int
-    """Tokens of the prefix."""
+    """Tokens of the known prefix."""
     keys: list[bytes]
-    """Of all its units."""
+    """Keys of all the prefix's units."""
 
 
 class SequencePrefix:

@@ -1,4 +1,4 @@
-"""What an engine remembers of its requests: tokens, how many of them are computed, and where.
+"""Keeps each request's tokens and cache blocks on one engine; appends, truncates, releases and evicts.
 
 The table owns *which* sequence holds which blocks; it never touches a tensor. Its one verb is *keep, append*:
 keep the first ``base_len`` tokens that the router has told, append more. What others have computed of the
@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from specray.engine.cache.blocks import BlockAllocator, BlockTable
 from specray.engine.cache.prefix import UNIT_TOKENS
 from specray.engine.cache.reuse import CopyTokens, SequencePrefix
+from specray.engine.sampling.state import SamplingState
 from specray.errors import InvalidRequestError, OutOfBlocksError, OverloadedError, SpecrayError
 from specray.types import SamplingParams
 
 _MIN_IDLE_STEPS = 32
-"""Evicting what was used a moment ago would make sequences push each other out in turns."""
+"""Steps without use before a sequence may be evicted; fewer would let sequences evict each other in turns."""
 _COMPARED_AT_ONCE = 64
 
 
@@ -45,7 +46,22 @@ class EngineSequence:
     num_cached_tokens: int = 0
     """Tokens of the last item that were found in the prefix cache."""
     prefix: SequencePrefix | None = None
-    """What others may use of it; None: nothing."""
+    """Known units that others may use; None: there is no prefix cache."""
+    _state: SamplingState = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._state = SamplingState(self.sampling)
+
+    @property
+    def told_state(self) -> SamplingState:
+        """Sampling state of what the router has told; fork it to go on from there."""
+        self._state.advance(self.token_ids[self._state.length : self.num_tokens])
+        return self._state
+
+    def set_sampling(self, sampling: SamplingParams) -> None:
+        """Changes the parameters of the request."""
+        if sampling != self.sampling:
+            self.sampling, self._state = sampling, SamplingState(sampling)
 
     @property
     def num_missing_tokens(self) -> int:
@@ -66,6 +82,7 @@ class EngineSequence:
         tail = self.token_ids[base_len:]
         num_equal = common_prefix_len(tail, token_ids)
         self.num_tokens = base_len + len(token_ids)
+        self._state.truncate(base_len + num_equal)
         if num_equal < len(token_ids):
             self.token_ids[base_len + num_equal :] = token_ids[num_equal:]
             self.num_computed_tokens = min(self.num_computed_tokens, base_len + num_equal)
@@ -85,6 +102,7 @@ class EngineSequence:
     def truncate(self, length: int) -> None:
         """Forgets all tokens from index ``length`` on; their blocks are kept until the next reservation."""
         del self.token_ids[length:]
+        self._state.truncate(length)
         self.num_tokens = min(self.num_tokens, length)
         self.num_computed_tokens = min(self.num_computed_tokens, length)
 
@@ -120,9 +138,9 @@ class SequenceTable:
         copy_tokens: CopyTokens | None = None,
     ) -> None:
         self.num_queried_tokens = 0
-        """Told tokens that were looked for in the prefix cache, since the start."""
+        """Told tokens looked up in the prefix cache since the start."""
         self.num_cached_tokens = 0
-        """Those of them that were found."""
+        """Told tokens found in the prefix cache since the start."""
         self._allocator = allocator
         self._copy_tokens = copy_tokens
         self._max_num_seqs = max_num_seqs
@@ -179,7 +197,7 @@ class SequenceTable:
         self._sequences[request_id] = sequence
         self._sequences.move_to_end(request_id)
         if sampling is not None:
-            sequence.sampling = sampling
+            sequence.set_sampling(sampling)
         sequence.replace_tail(base_len, token_ids)
         sequence.truncate(num_reserved)
         sequence.block_table.truncate(num_reserved)

@@ -26,7 +26,7 @@ _pointwise_binary = torch.ops.mkldnn._linear_pointwise.binary
 
 
 _EXACT_ROWS = 8
-"""Up to so many rows are not padded: a step of one sequence, where a row more costs most."""
+"""Rows up to which none is padded: a step of one sequence, where a further row costs most."""
 
 
 def padded_width(num_rows: int) -> int:

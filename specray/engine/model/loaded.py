@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run, or to become our own decoder,, with what the engine must know of it."""
+    """A model ready to run, or to become our own decoder, with what the engine must know of it."""
 
     model: PreTrainedModel
     config: PreTrainedConfig  # of the text part

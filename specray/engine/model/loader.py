@@ -36,18 +36,21 @@ _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 # sequence's tokens would depend on its neighbours; up to the original context they are constant.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
+_ONE_RANK = frozenset({"gemma3n_text"})
+"""Model types that several ranks have not been seen to compute rightly."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelArgs:
     """What to load, and where to."""
 
     path: str
-    """Directory, or hub id."""
+    """Directory or hub id of the model."""
     dtype: torch.dtype
     device: torch.device
     max_model_len: int | None = None
     tensor_parallel_size: int = 1
-    """With more than one the default process group must be initialised and have this many ranks."""
+    """Number of ranks; with more than one the default process group must have as many."""
     role: str | None = None
     """``draft`` or ``target``: whose settings errors name."""
     forward: str = "auto"
@@ -207,7 +210,7 @@ def _check_shards(config: PreTrainedConfig, size: int, *, role: str | None) -> N
     if size == 1:
         return
     name = f"{role}.tensor_parallel_size" if role else "tensor_parallel_size"
-    if not config.base_model_tp_plan:
+    if not config.base_model_tp_plan or config.model_type in _ONE_RANK:
         raise ConfigError(f"{name} is {size}; model type {config.model_type!r} allows only 1")
     for field in ("num_key_value_heads", "num_attention_heads", "intermediate_size"):
         value = getattr(config, field, None)

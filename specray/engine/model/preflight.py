@@ -1,4 +1,4 @@
-"""What can be known of a model before its weights are loaded, so that a start fails early and clearly."""
+"""Checks a model's files and configuration before its weights are loaded, so that a bad start fails early."""
 
 from __future__ import annotations
 

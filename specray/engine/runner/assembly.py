@@ -1,4 +1,4 @@
-"""A runner from its configuration: which device, weights, forward, block size, cache and graphs."""
+"""Builds a runner from its configuration: device, weights, forward, block size, cache and graphs."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ from specray.errors import ConfigError
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _POPULATED_SHARE = 4
-"""One part in so many of the memory at hand, for other engines on this machine do the same."""
+"""Divisor of the available memory: the share populated at start, since other engines do the same."""
 _MAX_PREPARED_WIDTH = 8
-"""Of a sequence alone: forwards captured before the first request. Others are when they first come."""
+"""Rows of one sequence, at most, whose forwards are captured before the first request."""
 _MAX_PREPARED_BRANCHES = 16
+"""Branch rows of one sequence, at most, whose forwards are captured before the first request."""
 
 
 def build_runner(

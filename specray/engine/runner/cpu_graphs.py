@@ -25,18 +25,18 @@ from specray.engine.model.lowering import TableEmbedding
 from specray.engine.step import CacheShape, Forward, ForwardOutput, KVCache, Step
 
 _MAX_ROWS = 320
-"""With more, Python between the kernels is a small part."""
+"""Rows of a captured step, at most; beyond, Python between the kernels hardly counts."""
 _MAX_GRAPHS = 256
 _RUNS_BEFORE = 2
-"""Of a shape, until it is captured: of a target of 200M, that takes 10 ms and saves 1 to 2 of each run."""
+"""Runs of a shape before its capture, which takes 10 ms for a 200M target and saves 1 to 2 ms per run."""
 _MAX_COUNTED = 4096
 _FURTHER_ROWS = HEIGHT // 2
 """Rows beyond a block's height that take as long as one: a tile."""
 _LOGIT_ROWS = 8
-"""Numbers of the last rows are made up to a multiple, where there are few: what follows is a small part."""
+"""Multiple to which few logit rows are padded; what follows attention is a small part."""
 
 _Shape = tuple[int, int]
-"""Rows, and how many of the last ones get logits."""
+"""Number of rows, and number of last rows that get logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class _Captured:
     graph: CpuGraph
     hidden: torch.Tensor
     output: ForwardOutput
-    """In the memory pool: valid until another graph runs."""
+    """Output in the memory pool: valid until another graph runs."""
     cache: KVCache
 
 
@@ -68,7 +68,7 @@ class CpuGraphForward:
         self._num_runs: Counter[_Shape] = Counter()
         """Number of runs of each shape without a graph."""
         self._last: CpuAttentionStep | None = None
-        """Of the step before, if it was a graph's and of one row of each sequence."""
+        """Attention of the last step, if a graph ran it with one row per sequence."""
 
     @property
     def name(self) -> str:
@@ -180,5 +180,6 @@ def with_cpu_graphs(forward: Forward) -> CpuGraphForward | None:
     if not is_kernels or not isinstance(forward.embedding, TableEmbedding):
         return None
     # Kernels write to tensors of their own; those of features stay until the next graph runs.
+    attention, table = forward.attention, forward.embedding.table
     forward = replace(forward, keeps_residuals=True)
-    return CpuGraphForward(packed(forward) or forward, forward.attention, forward.embedding.table)
+    return CpuGraphForward(packed(forward) or forward, attention, table)

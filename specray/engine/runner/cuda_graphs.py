@@ -27,14 +27,14 @@ _log = logging.getLogger(__name__)
 
 Work = Callable[[], ForwardOutput]
 Capture = Callable[[Work], Work]
-"""Captures some work; what it gives runs that work again, into the same tensors."""
+"""Function that captures some work and returns a function that runs it again, into the same tensors."""
 
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
 MAX_ROWS = 512
-"""Of a bucket: with more a forward is long enough to hide its launches."""
+"""Rows of a bucket, at most; a longer forward hides its launches."""
 _WARM_UPS = 2
-"""Before a capture: compilers, handles and workspaces are made by the first run."""
+"""Runs before a capture; the first one makes compilers, handles and workspaces."""
 
 
 class Bucket(NamedTuple):
@@ -42,7 +42,7 @@ class Bucket(NamedTuple):
 
     num_sequences: int
     width: int
-    """Rows of each sequence, at most."""
+    """Most rows of each sequence."""
     has_masks: bool
 
 

@@ -1,4 +1,4 @@
-"""Which device and how many threads a process uses."""
+"""Choice of device, CPU cores and threads of a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a runner is given, on the leader by an engine and on the other ranks by the leader."""
+"""Inputs of a runner: from the engine on the leader, and from the leader on other ranks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class SequenceInput:
     start: int
     """Position of the first new token: the number of tokens of the sequence whose K/V are valid."""
     block_ids: Sequence[int]
-    """Enough blocks for ``end`` tokens."""
+    """Ids of blocks for at least ``end`` tokens."""
     num_logits: int
-    """Logits are wanted for the last so many of ``token_ids``; 0 only fills the cache."""
+    """Number of last tokens whose logits are wanted; 0 only fills the cache."""
     visibility: Sequence[Visibility] = ()
     """What each row sees, their KV indices ascending; empty: the rows are a chain from ``start`` on."""
 

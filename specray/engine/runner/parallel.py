@@ -81,9 +81,9 @@ class GroupArgs:
     device_type: str
     """``cpu`` or ``cuda``. Under ``cuda`` each rank must see its own device as device 0."""
     start_timeout_s: float = 600.0
-    """For meeting, for loading (ranks may differ by so much) and for any one collective."""
+    """Seconds to wait for the other ranks: to meet, to load, and in any one collective."""
     silence_timeout_s: float = 60.0
-    """A leader that says nothing for so long is lost."""
+    """Seconds of silence after which the leader counts as lost."""
 
 
 class ParallelContext:

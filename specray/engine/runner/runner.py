@@ -38,9 +38,9 @@ class RunnerInfo:
     device: torch.device
     tensor_parallel_size: int
     forward: str
-    """``decoder`` or ``hf``."""
+    """Name of the forward: ``decoder`` or ``hf``."""
     attention: str = ""
-    """How it attends from tensors that describe the step; empty: it does not."""
+    """Name of the paged attention backend; empty: attention runs sequence by sequence."""
 
 
 class ModelRunner:

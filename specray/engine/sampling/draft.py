@@ -1,4 +1,4 @@
-"""How the draft draws its tokens, and how it ranks what the target may draw."""
+"""Draws draft tokens, and ranks the tokens that the target may draw."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specray.engine.sampling.draws import SCORE_SPREAD, draw_tokens
+from specray.engine.sampling.draws import SCORE_SPREAD, draw_tokens, draw_weighted
 from specray.engine.sampling.noise import NoiseKey, NoiseSource, Purpose
-from specray.engine.sampling.processors import RowGroup, cuts_tail, process_logits, without_tail_cut
+from specray.engine.sampling.processors import cuts_tail, process_logits, without_tail_cut
+from specray.engine.sampling.state import RowGroup
 from specray.engine.sampling.verify import add_draw_noise, draw_keys
 from specray.types import SparseProbs
 
 _MIN_RANKED = 8
-"""Alternatives of a row by which its draft token's acceptance is judged."""
+"""Alternatives per row, at least, from which a draft token's acceptance is estimated."""
 _UNLIKELY = -20.0
+"""Log probability of an excluded token that is not among the ranked ones."""
 _REJECTION_ACCEPTANCE = 0.7
-"""Of a draft token under rejection; of the others at its place each has half of what is left."""
+"""Estimated acceptance of a draft token under rejection; each next token gets half of the remainder."""
 _DEMOTION = 1e6
-"""More than logits and noise differ: every token of the nucleus ranks before every other."""
+"""Penalty on tokens outside the nucleus, larger than any difference of logits and noise."""
 
 
 class DraftToken(NamedTuple):
@@ -30,16 +32,16 @@ class DraftToken(NamedTuple):
     token_id: int
     probs: SparseProbs | None
     logprob: float = 0.0
-    """Of its acceptance, where that was asked for and may decide what is proposed."""
+    """Log probability of acceptance, where it was asked for and may decide what is proposed."""
 
 
 class RankedRow(NamedTuple):
     """What the target may draw at one row, by the draft's judgement."""
 
     next_tokens: list[tuple[int, float]]
-    """(token id, log probability), the likeliest first; without the excluded token."""
+    """Pairs (token id, log probability), likeliest first, without the excluded token."""
     excluded_logprob: float
-    """Of the excluded token: of its acceptance."""
+    """Log probability that the excluded token is accepted."""
 
 
 class DraftSampler:
@@ -112,8 +114,7 @@ class DraftSampler:
         is_possible = probs > 0.0
         probs, token_ids = probs[is_possible], token_ids[is_possible]
         key = NoiseKey(group.sampling.seed, group.first_position, Purpose.DRAFT_DRAW)
-        gumbel = self._noise.gumbel([key])[0, token_ids]
-        choice = int((probs.double().log() + gumbel).argmax())
+        choice = draw_weighted(probs.double(), key, self._noise, token_ids)
         support = tuple(token_ids.tolist())
         return DraftToken(support[choice], SparseProbs(support, tuple(probs.tolist())))
 

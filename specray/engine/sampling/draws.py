@@ -23,7 +23,7 @@ class Draw(NamedTuple):
 
     token_id: int
     lead: float = 0.0
-    """The log of its part of the sum of exp(score / SCORE_SPREAD) of all, where that was asked for."""
+    """Log of the token's share of the sum of exp(score / SCORE_SPREAD), where it was asked for."""
 
 
 def best_tokens(scores: Tensor) -> list[int]:
@@ -74,6 +74,17 @@ def draw_tokens(
     for row, draw in zip(rows, drawn, strict=True):
         draws[row] = draw
     return draws
+
+
+def draw_weighted(weights: Tensor, key: NoiseKey, noise: NoiseSource, token_ids: Tensor | None = None) -> int:
+    """The index of a draw from unnormalised weights; a scale does not change a Gumbel argmax.
+
+    Args:
+        weights: float64, ``[vocab_size]``, or one for each of ``token_ids``.
+        token_ids: int64; None: all.
+    """
+    gumbel = noise.gumbel([key])[0]
+    return int((weights.log() + (gumbel if token_ids is None else gumbel[token_ids])).argmax())
 
 
 def _best(scores: Tensor, *, is_judged: bool) -> list[Draw]:

@@ -38,7 +38,7 @@ class Purpose(enum.IntEnum):
     COUPLED_DRAW = 0
     """Gumbel noise of the committed token, shared by draft and target."""
     ACCEPT_TEST = 1
-    """The uniform of rejection sampling's acceptance."""
+    """Uniform number of rejection sampling's acceptance."""
     RESIDUAL_DRAW = 2
     """Gumbel noise of the recovered or bonus token under rejection sampling."""
     DRAFT_DRAW = 3
@@ -194,7 +194,7 @@ class NoiseSource:
         self._vocab_size = vocab_size
         self._device = device
         self.is_on_device = device.type != "cpu" if on_device is None else on_device
-        """Noise is computed by torch, not by numpy."""
+        """Whether torch computes the noise, not numpy."""
         self._generator = PhiloxGenerator()
         self._max_cached_rows = max_cached_bytes // (8 * vocab_size)
         self._cached_rows: OrderedDict[NoiseKey, Tensor] = OrderedDict()

@@ -1,44 +1,28 @@
-"""Logits processors, each applied to every row with the state of exactly that row's prefix.
+"""Logits processors: applied to every row with the state of exactly that row's prefix.
 
 Order: logit bias, repetition / presence / frequency penalties, min_tokens, temperature, top-k, top-p, min-p.
-The meaning of each is that of vLLM and transformers. Nothing is kept between calls: what depends on the
-prefix is counted from its tokens, so a rejected token needs no undoing.
+The meaning of each is that of vLLM and transformers. What depends on the prefix is read from its
+``SamplingState``; tokens under verification are counted row by row here, so a rejected one needs no undoing.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from specray.engine.sampling.state import RowGroup
 from specray.types import SamplingParams
 
 _MIN_TEMPERATURE = 1e-5
-"""Below it every draw is the argmax anyway; smaller divisors would overflow float32 logits."""
+"""Smallest divisor of logits; below it every draw is the argmax, and float32 would overflow."""
 _FIRST_TOP = 256
-"""So many of the likeliest tokens are tried for top-p before all are sorted."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowGroup:
-    """Consecutive logits rows of one sequence; the last predicts the token after all of ``token_ids``.
-
-    Row j predicts the token after the first ``len(token_ids) - num_rows + 1 + j`` tokens.
-    """
-
-    sampling: SamplingParams
-    token_ids: Sequence[int]
-    num_rows: int
-
-    @property
-    def first_position(self) -> int:
-        """Absolute position of the token that row 0 predicts."""
-        return len(self.token_ids) - self.num_rows + 1
+"""Number of likeliest tokens tried for top-p before all are sorted."""
 
 
 def process_logits(logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
@@ -139,38 +123,41 @@ def _add_bias(logits: Tensor, sampling: SamplingParams) -> None:
 
 def _apply_penalties(logits: Tensor, group: RowGroup) -> None:
     """Repetition penalty over prompt and output, presence and frequency penalties over the output."""
-    sampling = group.sampling
-    if sampling.repetition_penalty != 1.0:
-        is_seen = _count_tokens(logits, group, 0) > 0
+    sampling, state = group.sampling, group.state
+    if state.counts is not None:
+        is_seen = _counts_by_row(logits, group, state.counts, 0) > 0
         penalty = sampling.repetition_penalty
         penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
         logits.copy_(torch.where(is_seen, penalised, logits))
-    if sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0:
-        counts = _count_tokens(logits, group, sampling.num_prompt_tokens)
+    if state.output_counts is not None:
+        counts = _counts_by_row(logits, group, state.output_counts, sampling.num_prompt_tokens)
         logits.sub_(counts, alpha=sampling.frequency_penalty)
         logits.sub_((counts > 0).to(logits.dtype), alpha=sampling.presence_penalty)
 
 
-def _count_tokens(logits: Tensor, group: RowGroup, start: int) -> Tensor:
+def _counts_by_row(logits: Tensor, group: RowGroup, of_prefix: Mapping[int, int], start: int) -> Tensor:
     """Counts of each token in each row's prefix from index ``start`` on: ``[num_rows, vocab_size]``."""
-    num_rows, vocab_size = logits.shape
-    first = group.first_position
-    common = torch.tensor(group.token_ids[start:first], dtype=torch.int64, device=logits.device)
-    counts = torch.bincount(common, minlength=vocab_size).to(logits.dtype).repeat(num_rows, 1)
+    counts = torch.zeros_like(logits)
+    if of_prefix:
+        token_ids = torch.tensor(list(of_prefix), device=logits.device)
+        values = torch.tensor(list(of_prefix.values()), dtype=logits.dtype, device=logits.device)
+        counts[:, token_ids] = values
     # Row j sees everything that row j - 1 sees and one token more.
-    for row, index in enumerate(range(first, len(group.token_ids)), start=1):
-        if index >= start:
-            counts[row:, group.token_ids[index]] += 1.0
+    for row, token_id in enumerate(group.token_ids, start=1):
+        if group.state.length + row - 1 >= start:
+            counts[row:, token_id] += 1.0
     return counts
 
 
 def _forbid_early_stop(logits: Tensor, group: RowGroup) -> None:
     sampling = group.sampling
-    # Row j predicts output token number first_position + j - num_prompt_tokens, counted from 0.
-    num_rows = sampling.num_prompt_tokens + sampling.min_tokens - group.first_position
+    first_allowed = sampling.num_prompt_tokens + sampling.min_tokens
+    rows = [row for row, position in enumerate(group.positions) if position < first_allowed]
     stop_ids = [token_id for token_id in sampling.stop_token_ids if token_id < logits.shape[1]]
-    if num_rows > 0 and stop_ids:
-        logits[:num_rows, stop_ids] = -math.inf
+    if rows and stop_ids:
+        logits[
+            torch.tensor(rows, device=logits.device)[:, None], torch.tensor(stop_ids, device=logits.device)
+        ] = -math.inf
 
 
 def keep_top(logits: Tensor, *, top_k: int = 0, top_p: float = 1.0) -> Tensor:

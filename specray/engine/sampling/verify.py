@@ -1,4 +1,4 @@
-"""The three verification rules: pure functions of processed logits, draft tokens and keyed noise.
+"""Decides how many draft tokens are accepted, and which token follows, by one of three rules.
 
 Each keeps the target's output distribution exactly. Greedy and coupled verification accept a draft token
 while it is the target's own choice, which for coupled rows has noise keyed by position in it: their output
@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specray.engine.sampling.draws import add_noise, draw_tokens
+from specray.engine.sampling.draws import add_noise, draw_tokens, draw_weighted
 from specray.engine.sampling.noise import NoiseKey, NoiseSource, Purpose
-from specray.engine.sampling.processors import RowGroup
+from specray.engine.sampling.state import RowGroup
 from specray.types import SparseProbs
 
 
@@ -69,8 +69,7 @@ def draw_keys(group: RowGroup, rejection_purpose: Purpose | None = None) -> list
     purpose = rejection_purpose if sampling.draws_by_rejection else Purpose.COUPLED_DRAW
     if sampling.is_greedy or purpose is None:
         return [None] * group.num_rows
-    first = group.first_position
-    return [NoiseKey(sampling.seed, first + row, purpose) for row in range(group.num_rows)]
+    return [NoiseKey(sampling.seed, position, purpose) for position in group.positions]
 
 
 def verify_rejection(
@@ -126,16 +125,15 @@ def _residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
 
 
 def _draw_residual(weights: Tensor, noise: NoiseSource, seed: int, position: int) -> int:
-    """Draws from unnormalised ``weights`` ``[vocab_size]``; a scale does not change a Gumbel argmax."""
-    gumbel = noise.gumbel([NoiseKey(seed, position, Purpose.RESIDUAL_DRAW)])[0]
-    return int((weights.log() + gumbel).argmax())
+    """Draws from unnormalised ``weights`` ``[vocab_size]``."""
+    return draw_weighted(weights, NoiseKey(seed, position, Purpose.RESIDUAL_DRAW), noise)
 
 
 class Round(NamedTuple):
     """One sequence's part of a batch to verify."""
 
     group: RowGroup
-    """Its tokens end with the draft tokens; one row more than those."""
+    """Rows of the draft tokens and one more."""
     draft_token_ids: Sequence[int]
     draft_probs: Sequence[SparseProbs]
 

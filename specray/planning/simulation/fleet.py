@@ -132,7 +132,7 @@ class _Fleet:
         speculation = kit.speculation
         if not self._scripts.outputs:
             # Tokens are made up: a proposer that looks for repetitions would find nothing else.
-            speculation = speculation.model_copy(update={"filler": "none"})
+            speculation = speculation.model_copy(update={"fallback": "none"})
         self.groups = []
         for index in range(num_groups):
             target = SimulatedTarget(

@@ -11,7 +11,7 @@ class QuietMetrics(RouterMetrics):
     def observe_round(self, num_drafts: int, num_accepted: int, source: str = "model") -> None:
         """Does nothing."""
 
-    def observe_plan(self, overlap: str, num_speculative_tokens: int) -> None:
+    def observe_plan(self, overlap: str, num_speculative_tokens: int, reason: str) -> None:
         """Does nothing."""
 
     def observe_lookup(self, result: str, depth: int) -> None:

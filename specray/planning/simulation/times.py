@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from specray.control.draft_steps import num_draft_steps
+from specray.control.cost_model import num_draft_steps
 from specray.planning.curves import Surface, interpolate
 from specray.planning.profile import DraftProfile, EngineProfile, LinearTime, TargetProfile
 from specray.types import MAX_SPECULATIVE_TOKENS, DraftReply, SpeculateItem

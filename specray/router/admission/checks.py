@@ -1,4 +1,4 @@
-"""The router's own defence: what no engine must be asked. The ingress checks requests as well."""
+"""Refuses requests that no engine could run, even if the Ingress let them through."""
 
 from __future__ import annotations
 

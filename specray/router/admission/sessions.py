@@ -149,8 +149,7 @@ class Sessions:
         self._release(live.request_id)
         live.session.lose_target()
         live.session.lose_draft()
-        live.waiting_since_s = None
-        live.round_started_s = None
+        live.timer.stop()
         self._max_running = max(1, len(self.running))
         if not self.running:
             self._retry_at_s = now + RETRY_S
@@ -169,7 +168,7 @@ class Sessions:
         for live in list(self.running.values()):
             live.num_target_losses += live.session.target.in_flight is not None
             live.session.lose_target()
-            live.round_started_s = None
+            live.timer.stop()
             if live.num_target_losses >= MAX_TARGET_LOSSES:
                 said = {"request_id": live.request_id}
                 logger.error(

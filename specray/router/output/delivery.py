@@ -1,4 +1,4 @@
-"""The way of one request's tokens back to its caller."""
+"""Carries the new tokens of one request from the session to its caller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where an output ends."""
+"""Decides when an output is finished: stop tokens, stop strings, max_tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One way for the chunks of many requests: everything that a step has brought leaves together."""
+"""Collects the chunks of many requests and sends one message per step to each Ingress."""
 
 from __future__ import annotations
 

@@ -1,36 +1,35 @@
-"""What a session verifies without asking a draft model: what its local draft finds, or nothing."""
+"""The fallback to a local proposer: n-grams or suffixes stand in where the draft model has nothing to offer.
+
+What they find is accounted under ``FALLBACK``, apart from the model's draft tokens.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from specray.control.controller import Policy
-from specray.control.expected import expected_tokens
-from specray.control.prospects import MAX_ACCEPTANCE
+from specray.control.controller import Controller
+from specray.control.goodput import MAX_ACCEPTANCE, expected_tokens
 from specray.control.state import Plan
-from specray.router.proposers.ngram import LocalDraft
+from specray.router.proposers.base import Budget
+from specray.router.proposers.ngram import LocalProposer
 from specray.router.session_record import LiveSession
 from specray.types import DraftTokens, Overlap
 
 
-class Fillers:
-    """Local draft tokens of all running sessions.
+class NgramFallback:
+    """Decides where a session's local proposer goes before its draft model.
 
     Args:
-        running: the sessions, shared with their owner.
-        policy: of the draft model, which fillers are compared with.
+        running: the running sessions, shared with their owner.
+        controller: of the draft model, with which the local proposer is compared.
     """
 
-    def __init__(self, running: Mapping[str, LiveSession], policy: Policy) -> None:
+    def __init__(self, running: Mapping[str, LiveSession], controller: Controller) -> None:
         self._running = running
-        self._policy = policy
+        self._controller = controller
 
-    def draft(self, live: LiveSession, local: LocalDraft) -> DraftTokens:
-        """What needs no draft model: a round without the model need not be one without draft tokens."""
-        return local.draft(live.session, num_running=len(self._running))
-
-    def fill_in(self, live: LiveSession, plan: Plan) -> DraftTokens | None:
-        """A filler, to be verified at once, where that promises more than asking the draft.
+    def propose_instead(self, live: LiveSession, plan: Plan, now: float) -> DraftTokens | None:
+        """Local draft tokens, to be verified at once, where they promise more than asking the draft.
 
         With g tokens per second in the long run, a round that commits E tokens in t seconds is worth E - g t.
         Where both engines take turns anyway, only after a long match: short ones are rarely worth more.
@@ -38,44 +37,45 @@ class Fillers:
         Returns:
             None: the draft is to be asked.
         """
-        if live.local is None:
+        local, num_running, k = live.local, len(self._running), plan.num_speculative_tokens
+        if local is None:
             return None
-        filler = self.draft(live, live.local)
-        if not filler.token_ids or (plan.overlap is Overlap.SERIAL and not live.local.is_long):
+        draft = local.propose(live.session, Budget(now, num_running))
+        if not draft.token_ids or (plan.overlap is Overlap.SERIAL and not local.is_long):
             return None
-        num_running, k = len(self._running), plan.num_speculative_tokens
-        rate = self._policy.goodput(plan, live.pacing, num_running)
-        asked_rate = self._policy.goodput(Plan(k), live.pacing, num_running)
-        asked_tokens = expected_tokens(min(live.pacing.acceptance.value, MAX_ACCEPTANCE), k)
-        tokens, seconds = live.local.expect(len(filler.token_ids), num_running=num_running)
+        rate = self._controller.goodput(plan, live.stats, num_running)
+        asked_rate = self._controller.goodput(Plan(k), live.stats, num_running)
+        asked_tokens = expected_tokens(min(live.stats.acceptance.value, MAX_ACCEPTANCE), k)
+        tokens, seconds = local.expect(len(draft), num_running=num_running)
         is_worth_more = tokens - rate * seconds > asked_tokens * (1 - rate / asked_rate)
-        return filler if is_worth_more else None
+        return draft if is_worth_more else None
 
-    def extend(self, live: LiveSession, foreseen: DraftTokens) -> DraftTokens | None:
-        """A long repetition that begins with what was foreseen and goes on, where that brings more.
+    def extend(self, live: LiveSession, foreseen: DraftTokens, now: float) -> DraftTokens | None:
+        """A long repetition that begins with the draft tokens of a hit and goes on, where that brings more.
 
         Not by rejection: the choice looks at what the draft drew, which then would be no free draw any more.
 
         Returns:
             None: what was foreseen is verified.
         """
-        sampling, num_foreseen = live.session.request.sampling, len(foreseen.token_ids)
-        if live.local is None or live.ahead.is_off or sampling.draws_by_rejection:
+        sampling, num_foreseen = live.session.request.sampling, len(foreseen)
+        local = live.local
+        if local is None or live.ahead.is_off or sampling.draws_by_rejection:
             return None
-        if live.local.max_tokens <= num_foreseen:
+        if local.max_tokens <= num_foreseen:
             # With a fixed K nothing could be longer: no reason to look.
             return None
-        filler = self.draft(live, live.local)
-        agrees = live.local.is_long and filler.token_ids[:num_foreseen] == foreseen.token_ids
-        if agrees and self._brings_more(live, live.local, len(filler.token_ids), num_foreseen):
-            return filler
-        live.local.pass_over()
+        longer = local.propose(live.session, Budget(now, len(self._running)))
+        agrees = local.is_long and longer.token_ids[:num_foreseen] == foreseen.token_ids
+        if agrees and self._brings_more(live, local, len(longer), num_foreseen):
+            return longer
+        local.pass_over()
         return None
 
-    def _brings_more(self, live: LiveSession, local: LocalDraft, num_drafts: int, num_fewer: int) -> bool:
-        """A round of so many draft tokens of its local draft brings more than of fewer, for its time."""
+    def _brings_more(self, live: LiveSession, local: LocalProposer, num_drafts: int, num_fewer: int) -> bool:
+        """A round with so many local draft tokens brings more than one with fewer, for its time."""
         num_running = len(self._running)
         tokens, seconds = local.expect(num_drafts, num_running=num_running)
         fewer_tokens, shorter_s = local.expect(num_fewer, num_running=num_running)
-        rate = self._policy.goodput(live.ahead, live.pacing, num_running)
+        rate = self._controller.goodput(live.ahead, live.stats, num_running)
         return tokens - fewer_tokens > rate * (seconds - shorter_s)

@@ -1,36 +1,38 @@
-"""What the draft is asked, and when; what its answers are worth; when it is given up.
+"""The draft model as a proposer: what the draft is asked and when, what its answers are worth, its loss.
 
-What it was not told it reads first, long prompts in pieces (``reading``): rounds go without it until then.
+Tokens that it was not told it prefills first, long prompts in chunks (``prefill``): rounds go without it
+until then.
 
 A draft is never waited for beyond ``patience_s``, a few times what it usually takes: a session whose proposal
 is late goes on without one in that round. A draft that has not answered anything for so long is asked nothing
 more until it answers, and after ``round_timeout_s`` it is given up and another is leased. So a draft that
 hangs costs its sessions a second or so, and one that is only slow is not lost for it.
-
-A session that needs no draft model is settled at once by its local draft. That of the others is a *filler*:
-it proposes where the model has nothing to offer, and its tokens are accounted for apart from the model's.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from functools import partial
+from typing import Literal
 
-from specray.control.controller import FAILED_DRAFT_REST_ROUNDS, Policy
-from specray.control.draft_steps import learn_step
-from specray.control.prospects import max_branches
-from specray.control.state import OFF, Plan
+from specray.control.controller import Controller
+from specray.control.goodput import max_branches
+from specray.control.state import OFF_BY_REASON, Plan, Reason
 from specray.metrics.router import RouterMetrics
 from specray.router.deferred import Later
-from specray.router.proposers.fallback import Fillers
-from specray.router.proposers.prefill import Reading
+from specray.router.proposers.base import PENDING, Budget, Pending
+from specray.router.proposers.budgets import Budgets
+from specray.router.proposers.prefill import DraftPrefill, are_prompts_first
+from specray.router.proposers.waits import DraftWaits
+from specray.router.session import Session
 from specray.router.session_record import LiveSession
-from specray.router.session_values import FILLER, Commit, Lookup
+from specray.router.session_values import Commit, Lookup
 from specray.router.trace import Trace
 from specray.router.transport.leases import DraftLeases
 from specray.router.transport.links import DraftLink
 from specray.types import (
-    NO_DRAFT,
+    DraftKind,
     DraftReplies,
     DraftReply,
     ItemFailed,
@@ -48,25 +50,20 @@ SERIAL_PATIENCE_S = 1.0
 """How long it waits at least when both engines take turns."""
 MAX_DRAFT_LOSSES = 3
 """A request that so many drafts in a row were lost with may be what ended them."""
-_FOR_EVER = 1 << 60
-PROMPTS_FIRST_SHARE = 0.25
-"""Of the sessions. On 2 cores, tokens/s of 16 and 32 requests that arrive at once, single runs: 338 and 358
-without this rule, 353 and 367 with it; with fillers left out beside prompts too, 361 and 358 at a half, and
-385 and 391 at this share. The command is in docs/peers.md, with ``--arm specray:serial``."""
 
 
-class Drafting:
-    """The draft's side of all running sessions.
+class ModelProposer:
+    """Proposer that asks a leased draft model, for all running sessions.
 
     Args:
         leases: hold the link; None: nothing is ever drafted.
         running: the sessions, shared with their owner.
-        policy: chooses K and fan-out, and learns from what is measured.
+        controller: chooses K and fan-out, and learns from what is measured.
         metrics: of lookups and draft steps.
         later: what is counted when the messages of a step have left.
         round_timeout_s: a draft that is silent for so long is lost.
         is_serial: both engines take turns.
-        most_reading_tokens: that the draft is given to read at once.
+        max_prefill_tokens: tokens that the draft is given to prefill at once.
         trace: told of questions and answers; None: nobody is.
     """
 
@@ -74,43 +71,42 @@ class Drafting:
         self,
         leases: DraftLeases | None,
         running: dict[str, LiveSession],
-        policy: Policy,
+        controller: Controller,
         metrics: RouterMetrics,
         later: Later,
         *,
         round_timeout_s: float,
         is_serial: bool,
-        most_reading_tokens: int,
+        max_prefill_tokens: int,
         trace: Trace | None = None,
     ) -> None:
         self._leases = leases
         self._running = running
-        self._policy = policy
+        self._controller = controller
         self._metrics = metrics
         self._later = later
         self._round_timeout_s = round_timeout_s
         self._is_serial = is_serial
-        self._fillers = Fillers(running, policy)
-        self._reading = Reading(
+        self._budgets = Budgets(controller.cost_model, max_k=controller.max_k)
+        self._waits = DraftWaits(running)
+        self._prefill = DraftPrefill(
             running,
-            policy,
-            most_tokens=most_reading_tokens,
+            self._budgets,
+            max_tokens=max_prefill_tokens,
             patience_s=self._patience_s,
-            is_draft_idle=self.are_prompts_first,
+            is_draft_idle=partial(are_prompts_first, running),
         )
         self._trace = trace
-        if leases is not None:
-            leases.on_moved = self._on_moved
+
+    @property
+    def source(self) -> str:
+        """See Proposer."""
+        return DraftKind.MODEL.value
 
     @property
     def link(self) -> DraftLink | None:
         """To the leased draft."""
         return None if self._leases is None else self._leases.link
-
-    @property
-    def model(self) -> str | None:
-        """Name of the draft leased last."""
-        return None if self._leases is None else self._leases.model
 
     async def close(self) -> None:
         """Ends the lease."""
@@ -119,85 +115,59 @@ class Drafting:
 
     # Questions
 
-    def propose(self, now: float) -> None:
-        """Settles what every idle session verifies next: asks the draft, or decides to go without."""
-        self._reading.begin()
-        are_prompts_first = self.are_prompts_first()
-        for live in self._running.values():
-            session = live.session
-            if session.drafted is not None or session.target.in_flight is not None:
-                continue
-            if are_prompts_first and not session.is_prefilling:
-                session.take_draft(NO_DRAFT)
-                continue
-            if live.is_drafted_locally or (session.is_prefilling and live.local is not None):
-                self._fill(live)
-                continue
-            if session.draft.asked is not None or session.is_prefilling:
-                continue
-            plan = self._plan(live, session.num_remaining, now)
-            is_off = plan.is_off or not self._can_ask(live)
-            if is_off:
-                self._fill(live)
-                continue
-            filler = self._fillers.fill_in(live, plan)
-            if filler is not None:
-                session.take_draft(filler, FILLER)
-                continue
-            self._push(session.proposal_item(plan.num_speculative_tokens, plan.min_acceptance), now)
-            live.waiting_since_s = now
-            live.round_started_s = now
+    def begin_questions(self) -> None:
+        """Begins a message to the draft, before any of its items is made."""
+        self._prefill.begin()
 
-    def _fill(self, live: LiveSession) -> None:
-        """Decides what is verified without asking the draft."""
-        is_plain = self._policy.together.is_plain and self.link is not None
-        if live.local is None or (is_plain and not live.is_drafted_locally):
-            live.session.take_draft(NO_DRAFT)
-        else:
-            live.session.take_draft(self._fillers.draft(live, live.local), live.local.source)
+    def plan_question(self, live: LiveSession, now: float) -> Plan:
+        """Plan under which the draft is asked for a proposal; off: it is not asked, and why.
 
-    def are_prompts_first(self) -> bool:
-        """Several sessions, and a good part of all, wait for their prompts to be filled in.
-
-        Steps are full of prompts then and cost by the row: a row of a draft token that is rejected would have
-        been one of a prompt. And the fewer such steps there are, the sooner all go on.
+        Takes the room for the tokens that the draft must prefill first.
         """
-        num_prefilling = sum(live.is_prefilling for live in self._running.values())
-        return num_prefilling > 1 and num_prefilling > PROMPTS_FIRST_SHARE * len(self._running)
+        plan = self._plan(live, live.session.num_remaining, now)
+        if plan.is_off or self._prefill.can_ask(live):
+            return plan
+        self._controller.postpone_exploration(live.stats)
+        return OFF_BY_REASON[Reason.DRAFT_PREFILL]
 
-    def prime(self, now: float, *, step: int) -> bool:
-        """Gives the draft what it has to read while the target works on ``step``: prompts above all.
+    def propose(self, session: Session, budget: Budget) -> Literal[Pending.PENDING] | None:
+        """Asks the draft for a proposal under ``budget.plan``; the reply reaches the session later."""
+        live, now = self._running[session.request_id], budget.now
+        plan = self.plan_question(live, now) if budget.plan is None else budget.plan
+        if plan.is_off:
+            return None
+        self._push(session.proposal_item(plan.num_speculative_tokens, plan.min_acceptance), now)
+        self._waits.begin(session.request_id, now)
+        live.timer.restart(now)
+        return PENDING
 
-        With the last of a prompt that the target is filling in too, it is asked what follows.
+    def prefill(self, now: float, *, step: int) -> bool:
+        """Gives the draft prefill chunks while the target works on ``step``: prompts above all.
+
+        With the last chunk of a prompt that the target is prefilling too, it is asked what follows.
 
         Returns:
-            True: the draft has pieces to read.
+            True: the draft has chunks to prefill.
         """
-        # What it was asked goes first, and is answered before it reads.
+        # What it was asked goes first, and is answered before it prefills.
         self.flush()
-        self._reading.begin()
-        self._reading.begin_step(step)
+        self._prefill.begin()
+        self._prefill.begin_step(step)
         for live in self._running.values():
-            session, is_resting = live.session, self._policy.is_resting(live.pacing)
-            if live.is_drafted_locally or is_resting or not self._reading.is_due(live):
+            session, resting = live.session, self._controller.resting_plan(live.stats)
+            if live.is_drafted_locally or resting is not None or not self._prefill.is_due(live):
                 continue
             plan = self._plan(live, session.num_remaining, now)
-            num_tokens = 0 if plan.is_off else self._reading.share(live)
+            num_tokens = 0 if plan.is_off else self._prefill.share(live)
             if num_tokens == 0:
                 continue
             if num_tokens == live.num_unread and session.is_prefilling:
+                live.plan = plan
                 self._push(session.proposal_item(plan.num_speculative_tokens, plan.min_acceptance), now)
             else:
-                self._push(session.piece_item(num_tokens), now)
-                self._reading.note(live, now)
-        return self._reading.is_going_on
-
-    def _can_ask(self, live: LiveSession) -> bool:
-        can_ask = self._reading.can_ask(live)
-        if not can_ask and live.pacing.is_probing:
-            # It has not begun to try yet.
-            live.pacing.rounds_to_review += 1
-        return can_ask
+                self._push(session.prefill_chunk_item(num_tokens), now)
+                self._prefill.note(live, now)
+        return self._prefill.is_going_on
 
     def draft_ahead(self, verified: Iterable[LiveSession], now: float) -> bool:
         """Asks for the outcomes of the rounds that have just been sent. True: the draft was given work."""
@@ -212,9 +182,9 @@ class Drafting:
             # At least one token of this round will be committed before the next.
             plan = self._plan(live, session.num_remaining - 1, now)
             num_drafts = len(verifying.draft.token_ids)
-            fanout = self._policy.fanout(plan, num_drafts)
+            fanout = self._controller.fanout(plan, num_drafts)
             most = max_branches(plan, num_drafts, num_running=len(self._running))
-            if fanout and self._reading.can_ask(live):
+            if fanout and self._prefill.can_ask(live):
                 live.ahead = plan
                 self._push(session.outcomes_item(plan.num_speculative_tokens, fanout, most), now)
                 is_asked = True
@@ -232,37 +202,46 @@ class Drafting:
 
     # Answers
 
-    def on_commit(self, live: LiveSession, commit: Commit) -> None:
-        """What a verdict says of the draft tokens' source; the model's acceptance is the model's alone."""
-        local, num_drafts, num_accepted = live.local, commit.num_draft_tokens, commit.num_accepted_tokens
-        if local is not None and live.session.is_finished:
-            self._later.add(local.keep_output, live.session)
-        has_filler = False
-        if local is not None and commit.source == local.source:
-            local.observe(num_drafts, num_accepted)
-            has_filler = num_drafts > 0
+    def observe(self, session: Session, commit: Commit) -> None:
+        """Learns from a verdict of a session; draft tokens of others count as a round without the model."""
+        live, num_running = self._running.get(session.request_id), len(self._running)
+        if live is None:
+            return
+        num_drafts, num_accepted = commit.num_draft_tokens, commit.num_accepted_tokens
+        has_fallback = False
+        if commit.source != self.source:
+            has_fallback = num_drafts > 0
             num_drafts = num_accepted = 0
-        self._policy.observe_round(live.pacing, num_drafts, num_accepted, has_filler=has_filler)
-        if self._policy.is_review_near(live.pacing, len(self._running)):
-            self._later.add(self._prepare, live, len(self._running))
+        self._controller.observe_round(live.stats, num_drafts, num_accepted, has_ngram=has_fallback)
+        if self._controller.is_replan_near(live.stats, num_running):
+            self._later.add(self._prepare, live, num_running)
 
     def _prepare(self, live: LiveSession, num_running: int) -> None:
         unread, remaining = live.num_unread, live.session.num_remaining
-        self._policy.prepare(live.pacing, num_running, num_remaining=remaining, num_unread=unread)
+        self._controller.prepare(live.stats, num_running, num_remaining=remaining, num_unread=unread)
 
-    def on_replies(self, link: DraftLink, replies: DraftReplies, now: float) -> None:
-        """Takes a batch of replies; those of a link that was given up are late."""
+    def on_replies(self, link: DraftLink, replies: DraftReplies, now: float) -> list[LiveSession]:
+        """Takes a batch of replies; those of a link that was given up are late.
+
+        Returns:
+            Sessions whose verdict had come before its outcomes, which these have now settled.
+        """
         if replies.is_draining and self._leases is not None:
             self._leases.leave(link, is_wanted=bool(self._running))
         if not replies.replies:
-            return
+            return []
         self._later.add(self._metrics.draft_forward_s.observe, replies.forward_ns / 1e9)
-        asked_since, link.unanswered_since = link.unanswered_since, None
+        asked_since = link.take_unanswered_since()
+        settled: list[LiveSession] = []
         answered: list[tuple[SpeculateItem, DraftReply]] = []
         for reply in replies.replies:
             live = self._running.get(reply.request_id)
             asked = None if live is None else live.session.draft.in_flight
+            had_open_verdict = live is not None and live.session.has_open_verdict
             is_taken = live is not None and link is self.link and self._take(live, reply)
+            if live is not None and is_taken and had_open_verdict and isinstance(reply, (Proposal, Outcomes)):
+                settled.append(live)
+                self._on_late_outcomes(live)
             if self._trace is not None:
                 self._trace.draft_replied(reply, replies, is_late=not is_taken)
             if live is None or not is_taken:
@@ -272,26 +251,29 @@ class Drafting:
                 answered.append((asked, reply))
                 if isinstance(reply, Proposal) and asked.min_acceptance:
                     num_drafts = len(reply.draft.token_ids)
-                    self._policy.observe_proposed(live.pacing, asked.num_speculative_tokens, num_drafts)
-            if live.waiting_since_s is not None and not live.session.is_waiting_for_draft:
-                live.waiting_since_s = None
-                if isinstance(reply, Proposal):
-                    live.draft_forward_s += replies.forward_ns / 1e9
+                    self._controller.observe_proposal(live.stats, asked.num_speculative_tokens, num_drafts)
+            if self._waits.end(live) and isinstance(reply, Proposal):
+                live.timer.add_draft_step(replies.forward_ns / 1e9)
         # What was computed for sessions that have ended is no part of the others' steps.
         if asked_since is not None and len(answered) == len(replies.replies):
             forward_s = replies.forward_ns / 1e9
-            learn_step(self._policy, answered, forward_s, now - asked_since - forward_s)
+            transport_s = now - asked_since - forward_s
+            self._controller.cost_model.observe_draft_step(answered, forward_s, transport_s)
+        return settled
+
+    def _on_late_outcomes(self, live: LiveSession) -> None:
+        is_hit = live.session.drafted is not None
+        self._count_lookup(live, "late_hit" if is_hit else "late_miss")
+        self._controller.observe_lookup(live.ahead, is_hit=is_hit)
 
     def _take(self, live: LiveSession, reply: DraftReply) -> bool:
         session = live.session
         live.num_draft_losses = 0
         match reply:
             case Proposal():
-                is_awaited = session.has_open_verdict
-                is_taken = session.on_proposal(reply)
+                return session.on_proposal(reply)
             case Outcomes():
-                is_awaited = session.has_open_verdict
-                is_taken = session.on_outcomes(reply)
+                return session.on_outcomes(reply)
             case UnknownSequence() if reply.base_len > 0:
                 return session.on_draft_refused(reply)
             case UnknownSequence() | ItemFailed():
@@ -299,30 +281,16 @@ class Drafting:
                 reason = reply.message if isinstance(reply, ItemFailed) else "unknown from its first token"
                 said = {"request_id": reply.request_id}
                 logger.info("the draft refused a request: %s", reason, extra=said)
-                live.pacing.rest_rounds = FAILED_DRAFT_REST_ROUNDS
+                self._controller.observe_refusal(live.stats)
                 return session.on_draft_refused(reply)
-        if is_taken and is_awaited:
-            is_hit = session.drafted is not None
-            self._count_lookup(live, "late_hit" if is_hit else "late_miss")
-            self._policy.observe_lookup(live.ahead, Lookup.HIT if is_hit else Lookup.MISS_TOKEN)
-            self._extend(live)
-        return is_taken
-
-    def _extend(self, live: LiveSession) -> None:
-        """A hit goes on with a repetition where that is worth more."""
-        foreseen = live.session.drafted
-        longer = None if foreseen is None else self._fillers.extend(live, foreseen)
-        if longer is not None:
-            live.session.take_draft(longer, FILLER)
 
     def on_lookup(self, live: LiveSession, lookup: Lookup, now: float) -> None:
         """What the outcomes said of a verdict that has just been committed."""
         if lookup is Lookup.PENDING:
-            live.waiting_since_s = now
+            self._waits.begin(live.request_id, now)
         elif lookup is not Lookup.NOT_ASKED:
             self._count_lookup(live, lookup.value)
-            self._policy.observe_lookup(live.ahead, lookup)
-            self._extend(live)
+            self._controller.observe_lookup(live.ahead, is_hit=lookup is Lookup.HIT)
 
     def _count_lookup(self, live: LiveSession, result: str) -> None:
         self._later.add(self._metrics.observe_lookup, result, live.num_drafted)
@@ -342,19 +310,23 @@ class Drafting:
                 if live.num_draft_losses >= MAX_DRAFT_LOSSES:
                     said = {"request_id": live.request_id}
                     logger.warning("a request goes on without a draft: it may have ended several", extra=said)
-                    live.pacing.rest_rounds = _FOR_EVER
-        self._on_moved()
+                    self._controller.observe_refusal(live.stats, is_final=True)
+        self.on_moved()
 
-    def _on_moved(self) -> None:
-        """What the draft held and owed is not to be had from the next one."""
+    def on_moved(self) -> None:
+        """Forgets what the draft held and owed: it is not to be had from the next one."""
         for live in self._running.values():
             if live.session.has_open_verdict:
                 self._count_lookup(live, "draft_lost")
             live.session.lose_draft()
-            live.waiting_since_s = None
+        self._waits.clear()
 
-    def expire(self, now: float) -> None:
-        """Gives up waits that took too long, and a draft that is silent."""
+    def expire(self, now: float) -> list[LiveSession]:
+        """Gives up a draft that is silent, and waits that took too long.
+
+        Returns:
+            Sessions that go on without a proposal in this round.
+        """
         link = self.link
         # Also when the sessions that asked have ended: a draft answers all the same, and the next would wait.
         if (
@@ -363,36 +335,28 @@ class Drafting:
             and now >= link.unanswered_since + self._round_timeout_s
         ):
             self.on_lost(link, f"silent for round_timeout_s = {self._round_timeout_s:g} s")
-        self._reading.expire(now, self._round_timeout_s)
-        # Deadlines are compared as sums, as the alarm is set: a difference can round to just below.
-        patience_s = self._patience_s()
-        for live in self._running.values():
-            if live.waiting_since_s is None:
-                continue
-            if not live.session.is_waiting_for_draft:
-                live.waiting_since_s = None
-            elif now >= live.waiting_since_s + patience_s:
-                if live.session.has_open_verdict:
-                    self._count_lookup(live, "timed_out")
-                live.session.skip_draft()
-                if live.local is not None:
-                    live.session.take_draft(self._fillers.draft(live, live.local), live.local.source)
-                live.waiting_since_s = None
-                if self._trace is not None:
-                    self._trace.draft_skipped(live.request_id)
+        self._prefill.expire(now, self._round_timeout_s)
+        given_up = self._waits.take_expired(now, self._patience_s())
+        for live in given_up:
+            if live.session.has_open_verdict:
+                self._count_lookup(live, "timed_out")
+            live.session.skip_draft()
+            if self._trace is not None:
+                self._trace.draft_skipped(live.request_id)
+        return given_up
 
     @property
     def next_due_s(self) -> float | None:
         """When ``expire`` has something to do if nothing else happens."""
-        waits = [live.waiting_since_s for live in self._running.values() if live.waiting_since_s is not None]
-        dues = [min(waits) + self._patience_s()] if waits else []
+        oldest_s = self._waits.oldest_s
+        dues = [] if oldest_s is None else [oldest_s + self._patience_s()]
         link = self.link
         if link is not None and link.unanswered_since is not None:
             dues.append(link.unanswered_since + self._round_timeout_s)
         return min(dues, default=None)
 
     def _patience_s(self) -> float:
-        patience_s = self._policy.patience_s()
+        patience_s = self._budgets.patience_s()
         if patience_s is None:
             patience_s = UNMEASURED_PATIENCE_S
         if self._is_serial:
@@ -401,20 +365,24 @@ class Drafting:
         return min(patience_s, self._round_timeout_s)
 
     def _plan(self, live: LiveSession, num_remaining: int, now: float) -> Plan:
+        """The controller's plan, or no speculation where the draft cannot be asked."""
         link = self.link
-        if link is not None and self._policy.is_resting(live.pacing):
-            # Here and not in the policy alone: with many sessions the way there counts too.
-            return OFF
-        if link is None and self._leases is not None and live.pacing.fixed_k != 0:
-            self._leases.want()
-        if link is None or self._is_stalled(link, now) or self._policy.is_trying_plain(live.pacing):
-            return OFF
+        if link is None:
+            if self._leases is not None and live.stats.fixed_k != 0:
+                self._leases.want()
+            return OFF_BY_REASON[Reason.FIXED if live.stats.fixed_k == 0 else Reason.NO_DRAFT]
+        # Here and not in ``plan`` alone: with many sessions the way there counts too.
+        resting = self._controller.resting_plan(live.stats)
+        if resting is not None:
+            return resting
+        if self._is_stalled(link, now):
+            return OFF_BY_REASON[Reason.STALLED]
         num_running, unread = len(self._running), live.num_unread
-        plan = self._policy.plan(
-            live.pacing, num_remaining=num_remaining, num_running=num_running, num_unread=unread
+        plan = self._controller.plan(
+            live.stats, num_remaining=num_remaining, num_running=num_running, num_unread=unread
         )
         longest = len(live.session.committed) + 2 * (plan.num_speculative_tokens + 1)
-        return plan if longest <= link.info.max_model_len else OFF
+        return plan if plan.is_off or longest <= link.info.max_model_len else OFF_BY_REASON[Reason.TOO_LONG]
 
     def _is_stalled(self, link: DraftLink, now: float) -> bool:
         return link.unanswered_since is not None and now >= link.unanswered_since + self._patience_s()

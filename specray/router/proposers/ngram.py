@@ -1,8 +1,8 @@
-"""Drafts that need no model: a proposer per session, here in the router's process.
+"""Local proposers, which need no draft model: one per session, in the router's process.
 
-What it proposes is there in microseconds, so nothing is asked, sent or waited for. A session has one when its
-request is drafted for by ``ngram`` or ``suffix``; with a draft model it may have one as its *filler*, which
-proposes where the model has nothing to offer.
+Their draft tokens are there in microseconds, so nothing is asked, sent or waited for. A session has one when
+its request is drafted for by ``ngram`` or ``suffix``; with a draft model it may have one as its *n-gram
+fallback*, which proposes where the model has nothing to offer.
 """
 
 from __future__ import annotations
@@ -13,29 +13,31 @@ from types import MappingProxyType
 from typing import Final
 
 from specray.config import SpeculationConfig
-from specray.control.controller import Policy
+from specray.control.controller import Controller
 from specray.control.estimators import Rate
-from specray.control.expected import expected_tokens
-from specray.control.prospects import MAX_ACCEPTANCE
-from specray.control.state import Pacing
+from specray.control.goodput import MAX_ACCEPTANCE, expected_tokens
+from specray.control.state import SessionStats
 from specray.drafting import LONG_MATCH_LEN, OutputStore, OutputStores, SessionProposer, make_proposer
 from specray.requests import GenerateRequest
+from specray.router.proposers.base import Budget
 from specray.router.session import Session
-from specray.router.session_values import FILLER
+from specray.router.session_values import FALLBACK, Commit
 from specray.types import MAX_SPECULATIVE_TOKENS, NO_DRAFT, DraftKind, DraftTokens
 
 PRIOR_ACCEPTANCE: Final[Mapping[str, float]] = MappingProxyType(
-    {DraftKind.NGRAM: 0.5, DraftKind.SUFFIX: 0.5, FILLER: 0.3}
+    {DraftKind.NGRAM: 0.5, DraftKind.SUFFIX: 0.5, FALLBACK: 0.3}
 )
 PRIOR_LONG_MATCH_ACCEPTANCE = 0.9
 LOOK_S: Final = 12e-6
-"""Of a router's time, to look for a repetition in one round of a session. A round of 64 sessions that do not
-speculate takes 20 us each without fillers, and 31 to 36 with them (2 cores, Zen 4; engines of no cost)."""
+"""Seconds of the router to look for a repetition in one round of a session.
+
+A round of 64 sessions that do not speculate takes 20 us each without the fallback, and 31 to 36 with it (2
+cores, Zen 4; engines of no cost)."""
 PRIOR_ACCEPTED, PRIOR_LOOKS = 0.1, 200.0
 LOOKS_FADING = 0.9998
-"""Some thousand looks, so that what is believed is of many sessions."""
+"""Forgetting factor per look: some thousand looks, so that the rate is of many sessions."""
 PROBE_EVERY = 32
-"""Where fillers do not pay every so many sessions have one, to see whether that has changed: of 64 sessions
+"""Sessions per one that has a fallback where it does not pay, to see whether that has changed: of 64 sessions
 two, whose looks take a few thousandths of a small target's step."""
 
 
@@ -43,18 +45,18 @@ two, whose looks take a few thousandths of a small target's step."""
 class Track:
     """What is known of one kind of match, and the plan that follows from it."""
 
-    policy: Policy
-    """Of all sessions."""
-    pacing: Pacing
-    """Of this one."""
+    controller: Controller
+    """Chooses plans for all sessions."""
+    stats: SessionStats
+    """Statistics of this session."""
 
 
 @dataclass(slots=True, eq=False)
-class LocalDraft:
-    """One session's proposer and its own part in the policy, apart from that of a draft model."""
+class LocalProposer:
+    """One session's proposer and its own statistics, apart from those of a draft model."""
 
     source: str
-    """ngram, suffix or FILLER."""
+    """ngram, suffix or FALLBACK."""
     proposer: SessionProposer
     short: Track
     long: Track
@@ -63,39 +65,37 @@ class LocalDraft:
     """Per proposal."""
     store: OutputStore | None = None
     looks: Rate | None = None
-    """Draft tokens accepted for each round in which something was looked for, of all sessions; of fillers."""
+    """Accepted draft tokens per look of all sessions; None: the draft is no fallback."""
     is_long: bool = False
     """So was the match of the last proposal."""
 
     @property
-    def is_filler(self) -> bool:
-        return self.source == FILLER
+    def is_fallback(self) -> bool:
+        return self.source == FALLBACK
 
-    def draft(self, session: Session, *, num_running: int) -> DraftTokens:
-        """What to verify after all committed tokens; empty when nothing was found, or when it would not pay.
-
-        Args:
-            num_running: sessions that share the target's steps.
-        """
+    def propose(self, session: Session, budget: Budget) -> DraftTokens:
+        """See Proposer; none when nothing was found, or when it would not pay."""
         self.proposer.extend(session.committed[self.proposer.num_tokens :])
         match_len = self.proposer.match_len
         self.is_long = match_len >= LONG_MATCH_LEN
         if match_len == 0 and self.store is None:
             return NO_DRAFT
-        policy, pacing = self._track.policy, self._track.pacing
-        if policy.is_resting(pacing):
+        controller, stats = self._track.controller, self._track.stats
+        if controller.resting_plan(stats) is not None:
             return NO_DRAFT
-        plan = policy.plan(pacing, num_remaining=session.num_remaining, num_running=num_running)
+        plan = controller.plan(stats, num_remaining=session.num_remaining, num_running=budget.num_running)
         if plan.is_off:
             return NO_DRAFT
         return DraftTokens(self.proposer.propose(min(plan.num_speculative_tokens, self.max_tokens)))
 
-    def observe(self, num_drafts: int, num_accepted: int) -> None:
-        """One verdict on what it drafted."""
+    def observe(self, session: Session, commit: Commit) -> None:
+        """Learns from a verdict on its own draft tokens, none included; others' are not its own."""
+        if commit.source != self.source:
+            return
         track = self._track
-        track.policy.observe_round(track.pacing, num_drafts, num_accepted)
+        track.controller.observe_round(track.stats, commit.num_draft_tokens, commit.num_accepted_tokens)
         if self.looks is not None:
-            self.looks.add(num_accepted, 1)
+            self.looks.add(commit.num_accepted_tokens, 1)
 
     def pass_over(self) -> None:
         """What it found, if anything, is not verified: a look that brought nothing."""
@@ -105,8 +105,10 @@ class LocalDraft:
     def expect(self, num_drafts: int, *, num_running: int) -> tuple[float, float]:
         """Of a round in which every session has so many draft tokens: (tokens that it commits, seconds)."""
         track = self._track
-        tokens = expected_tokens(min(track.pacing.acceptance.value, MAX_ACCEPTANCE), num_drafts)
-        return tokens, track.policy.verify_s(num_running * (1 + num_drafts), num_running) or 0.0
+        tokens = expected_tokens(min(track.stats.acceptance.value, MAX_ACCEPTANCE), num_drafts)
+        return tokens, track.controller.cost_model.usual_verify_s(
+            num_running * (1 + num_drafts), num_running
+        ) or 0.0
 
     def keep_output(self, session: Session) -> None:
         """Adds a finished output to the tenant's past ones, where they are kept.
@@ -123,32 +125,34 @@ class LocalDraft:
         return self.long if self.is_long else self.short
 
 
-class LocalDrafts:
-    """Makes each session's local draft.
+class LocalProposers:
+    """Makes each session's local proposer.
 
     Args:
         config: the ``speculation`` section.
-        policy: of the draft model; target times are shared with it.
-        has_model: there is a draft model, and fillers stand in for it.
+        controller: of the draft model; target times are shared with it.
+        has_model: there is a draft model, which the fallback stands in for.
     """
 
-    def __init__(self, config: SpeculationConfig, policy: Policy, *, has_model: bool) -> None:
-        self._filler = None if config.filler == "none" or not has_model else DraftKind(config.filler)
-        self._policies = {
+    def __init__(self, config: SpeculationConfig, controller: Controller, *, has_model: bool) -> None:
+        self._fallback = None if config.fallback == "none" or not has_model else DraftKind(config.fallback)
+        self._controllers = {
             source: tuple(
-                policy.beside(source, prior_acceptance=acceptance)
+                controller.beside(source, prior_acceptance=acceptance)
                 for acceptance in (prior, PRIOR_LONG_MATCH_ACCEPTANCE)
             )
             for source, prior in PRIOR_ACCEPTANCE.items()
         }
         self._stores = OutputStores(config.past_output_tokens)
-        self._policy = policy
+        self._controller = controller
         self._looks = Rate(PRIOR_ACCEPTED, PRIOR_LOOKS, fading=LOOKS_FADING)
         self._num_without = 0
-        """Sessions that had no filler, since it did not pay."""
+        """Sessions that had no fallback, since it did not pay."""
 
-    def of(self, request: GenerateRequest, draft: DraftKind, *, num_sessions: int = 1) -> LocalDraft | None:
-        """The local draft of a new session.
+    def of(
+        self, request: GenerateRequest, draft: DraftKind, *, num_sessions: int = 1
+    ) -> LocalProposer | None:
+        """The local proposer of a new session.
 
         Args:
             draft: what drafts for the request.
@@ -157,30 +161,30 @@ class LocalDrafts:
         Returns:
             None when only a model drafts for it, or nothing does.
         """
-        kind = self._filler if draft is DraftKind.MODEL else draft
+        kind = self._fallback if draft is DraftKind.MODEL else draft
         if kind is None:
             return None
-        source = FILLER if draft is DraftKind.MODEL else kind.value
-        short, long = (Track(policy, policy.pace(request)) for policy in self._policies[source])
-        fixed_k = short.pacing.fixed_k
-        if fixed_k == 0:
+        source = FALLBACK if draft is DraftKind.MODEL else kind.value
+        is_fallback = source == FALLBACK
+        # A fallback is there to add speed, so it must be free to propose nothing, whatever K is configured.
+        short, long = (
+            Track(controller, controller.start_session(request, is_auto=is_fallback))
+            for controller in self._controllers[source]
+        )
+        fixed_k = self._controller.fixed_k(request)
+        if fixed_k == 0 or (is_fallback and not self._may_pay(num_sessions)):
             return None
-        if source == FILLER and not self._may_pay(num_sessions):
-            return None
-        if source == FILLER:
-            # A filler is there to add speed, so it must be free to propose nothing, whatever K is configured.
-            short.pacing.fixed_k = long.pacing.fixed_k = None
         store = self._stores.of(request.speculation.tenant) if kind is DraftKind.SUFFIX else None
         most = fixed_k or MAX_SPECULATIVE_TOKENS
-        looks = self._looks if source == FILLER else None
-        return LocalDraft(source, make_proposer(kind, store), short, long, most, store, looks)
+        looks = self._looks if is_fallback else None
+        return LocalProposer(source, make_proposer(kind, store), short, long, most, store, looks)
 
     def _may_pay(self, num_sessions: int) -> bool:
-        """What fillers brought lately is worth more than looking for them takes, or it is time to look again.
+        """What the fallback brought lately is worth more than its looks take, or it is time to look again.
 
         With many sessions a token of one is little of a step's time, and there are as many looks as sessions.
         """
-        step_s = self._policy.verify_s(num_sessions, num_sessions)
+        step_s = self._controller.cost_model.usual_verify_s(num_sessions, num_sessions)
         if step_s is None or self._looks.value * step_s / num_sessions >= LOOK_S:
             return True
         self._num_without += 1

@@ -1,18 +1,17 @@
-"""Leasing drafts: one at a time, in the background, with bounded and jittered backoff."""
+"""Leases a draft for the Router, and replaces one that is lost, draining or more shared than another."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import random
-from collections.abc import Callable
 
-from specray.control.controller import Policy
+from specray.control.controller import Controller
 from specray.errors import ConfigError
 from specray.interfaces import Clock, Drafter, DrafterPool, DrafterSource
 from specray.metrics.router import RouterMetrics
 from specray.router.transport.clock import within
-from specray.router.transport.links import DraftLink, Inbox, close_unused, measure_round_trip
+from specray.router.transport.links import DraftLink, DraftMoved, Inbox, close_unused, measure_round_trip
 from specray.types import EngineInfo
 
 logger = logging.getLogger(__name__)
@@ -34,7 +33,7 @@ class DraftLeases:
         clock: of deadlines and backoff.
         metrics: counts leases and losses.
         rng: jitter, so that many routers do not ask at once.
-        policy: learns what a new draft says of its speed.
+        controller: learns what a new draft says of its speed.
         on_demand: a draft is asked for only while some session wants one, so that drafts may scale to none.
     """
 
@@ -47,7 +46,7 @@ class DraftLeases:
         clock: Clock,
         metrics: RouterMetrics,
         rng: random.Random,
-        policy: Policy,
+        controller: Controller,
         on_demand: bool = False,
     ) -> None:
         self._source = source
@@ -56,7 +55,7 @@ class DraftLeases:
         self._clock = clock
         self._metrics = metrics
         self._rng = rng
-        self._policy = policy
+        self._controller = controller
         self._on_demand = on_demand
         self._is_wanted = asyncio.Event()
         self._drafter: Drafter | None = None
@@ -68,8 +67,6 @@ class DraftLeases:
         self.link: DraftLink | None = None
         self.model: str | None = None
         """Of the draft leased last."""
-        self.on_moved: Callable[[], None] = _ignore
-        """Called when ``link`` has become another while the one before still served."""
 
     async def start(self) -> None:
         """Asks for a first draft and waits for the answer; without one, goes on asking in the background.
@@ -179,7 +176,7 @@ class DraftLeases:
             check_draft(drafter.info, self._target_info)
             if drafter.info.step_times:
                 round_trip_s = await measure_round_trip(drafter.fetch_info, self._clock)
-                self._policy.measured.expect_draft(drafter.info.step_times, round_trip_s)
+                self._controller.cost_model.expect_draft(drafter.info.step_times, round_trip_s)
         except BaseException as error:
             if isinstance(error, ConfigError):
                 self._metrics.draft_refused.inc()
@@ -196,17 +193,13 @@ class DraftLeases:
         if before is not None:
             self._metrics.draft_moves.inc()
             self._close_later(before)
-            self.on_moved()
+            self._inbox.put(DraftMoved(self.link))
         self._inbox.wake()
 
     def _close_later(self, link: DraftLink) -> None:
         closing = asyncio.create_task(link.close(self._clock))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
-
-
-def _ignore() -> None:
-    """Nobody is to be told."""
 
 
 def check_draft(draft: EngineInfo, target: EngineInfo) -> None:

@@ -46,7 +46,7 @@ class Connection(Protocol[RepliesT_co]):
 
 
 @dataclass(frozen=True, slots=True)
-class TargetReplied:
+class TargetRepliesArrived:
     """A batch of replies of a target."""
 
     link: TargetLink
@@ -54,11 +54,19 @@ class TargetReplied:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftReplied:
+class DraftRepliesArrived:
     """A batch of replies of a draft."""
 
     link: DraftLink
     replies: DraftReplies
+
+
+@dataclass(frozen=True, slots=True)
+class DraftMoved:
+    """Another draft has taken the place of one that still served."""
+
+    link: DraftLink
+    """Link to the new draft."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +77,7 @@ class LinkLost:
     error: Exception
 
 
-Event = TargetReplied | DraftReplied | LinkLost
+Event = TargetRepliesArrived | DraftRepliesArrived | DraftMoved | LinkLost
 
 
 class Inbox:
@@ -141,6 +149,11 @@ class Link(Generic[ItemT, RepliesT]):
         if self.unanswered_since is None:
             self.unanswered_since = now
 
+    def take_unanswered_since(self) -> float | None:
+        """Time since when nothing was answered, which ends with a reply of any kind."""
+        since_s, self.unanswered_since = self.unanswered_since, None
+        return since_s
+
     def release(self, request_id: str) -> None:
         """Frees a sequence with the next ``flush``: after the items of earlier ones, before those of its own.
 
@@ -209,7 +222,7 @@ class TargetLink(Link[VerifyItem, TargetReplies]):
         super().__init__(
             verifier,
             verifier.verify,
-            lambda replies: inbox.put(TargetReplied(self, replies)),
+            lambda replies: inbox.put(TargetRepliesArrived(self, replies)),
             lambda error: inbox.put(LinkLost(self, error)),
         )
 
@@ -221,7 +234,7 @@ class DraftLink(Link[SpeculateItem, DraftReplies]):
         super().__init__(
             drafter,
             drafter.speculate,
-            lambda replies: inbox.put(DraftReplied(self, replies)),
+            lambda replies: inbox.put(DraftRepliesArrived(self, replies)),
             lambda error: inbox.put(LinkLost(self, error)),
         )
 

@@ -1,4 +1,4 @@
-"""The router's way to its target: connected at the start, and anew whenever it was lost."""
+"""Connects the Router to its target, and reconnects after a loss."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import random
 from collections.abc import Awaitable, Callable
 
 from specray.config import RouterConfig
-from specray.control.controller import Policy
+from specray.control.controller import Controller
 from specray.errors import ConfigError, EngineLostError
 from specray.interfaces import Clock, Verifier
 from specray.router.transport.clock import within
@@ -30,7 +30,7 @@ class TargetRenewal:
         inbox: of the links.
         clock: of deadlines.
         config: start_timeout_s limits every search.
-        policy: told what a new target says of its steps.
+        controller: told what a new target says of its steps.
         rng: of the jitter of retries.
         on_found: told of the target that takes a lost one's place.
         on_given_up: told why there will be none.
@@ -43,7 +43,7 @@ class TargetRenewal:
         inbox: Inbox,
         clock: Clock,
         config: RouterConfig,
-        policy: Policy,
+        controller: Controller,
         rng: random.Random,
         on_found: Callable[[TargetLink], None],
         on_given_up: Callable[[Exception], None],
@@ -54,7 +54,7 @@ class TargetRenewal:
         self._inbox = inbox
         self._clock = clock
         self._config = config
-        self._policy = policy
+        self._controller = controller
         self._rng = rng
         self._on_found = on_found
         self._on_given_up = on_given_up
@@ -72,7 +72,7 @@ class TargetRenewal:
             if verifier.info.step_times:
                 round_trip_s = await measure_round_trip(verifier.fetch_info, self._clock)
                 info = verifier.info
-                self._policy.measured.expect_target(
+                self._controller.cost_model.expect_target(
                     info.step_times, round_trip_s, context_token_s=info.context_token_s
                 )
         except BaseException:

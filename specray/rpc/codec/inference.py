@@ -10,7 +10,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from specray.errors import InvalidRequestError, ProtocolError
-from specray.requests import FinishReason, ServiceInfo, SpeculationStats
+from specray.requests import SAMPLING_OPTIONS, FinishReason, ServiceInfo, SpeculationStats
 from specray.rpc.codec.values import (
     decode_logit_bias,
     decode_token_logprobs,
@@ -42,21 +42,8 @@ DRAFT_KIND_FROM_PB = {
     inference_pb2.DRAFT_KIND_UNSPECIFIED: None,
     **{number: kind for kind, number in DRAFT_KIND_TO_PB.items()},
 }
-OPTIONAL_FIELDS = (
-    "max_tokens",
-    "min_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "logprobs",
-    "priority",
-)
-"""Of GenerateRequest and GenerateParams alike; absent is None."""
+OPTIONAL_FIELDS = ("max_tokens", *SAMPLING_OPTIONS, "logprobs", "priority")
+"""Names of optional numbers of GenerateRequest and GenerateParams alike; absent is None."""
 
 
 def encode_generate_request(params: GenerateParams) -> bytes:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from dataclasses import fields
+from typing import Final, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
@@ -21,6 +22,10 @@ from specray.types import (
     Verification,
 )
 
+SAMPLING_SCALARS: Final = tuple(
+    scalar.name for scalar in fields(SamplingParams) if type(scalar.default) in (int, float)
+)
+"""Names of the fields of SamplingParams, and of its message, that are a number and never absent."""
 MessageT = TypeVar("MessageT", bound=Message)
 DraftMessage = draft_pb2.Proposal | draft_pb2.Branch | target_pb2.VerifyItem
 """Messages with draft tokens in fields of their own: a message inside would cost bytes per round."""
@@ -55,19 +60,12 @@ def decode_verification(verification: int) -> Verification:
 
 
 def encode_sampling(out: types_pb2.SamplingParams, sampling: SamplingParams) -> None:
-    out.temperature = sampling.temperature
-    out.top_k = sampling.top_k
-    out.top_p = sampling.top_p
-    out.min_p = sampling.min_p
-    out.repetition_penalty = sampling.repetition_penalty
-    out.presence_penalty = sampling.presence_penalty
-    out.frequency_penalty = sampling.frequency_penalty
+    """Sets the message, once per sequence; numbers go by their names, which both sides share."""
+    for name in SAMPLING_SCALARS:
+        setattr(out, name, getattr(sampling, name))
     if sampling.logit_bias:
         out.logit_bias.extend(encode_logit_bias(sampling.logit_bias))
-    out.seed = sampling.seed
-    out.min_tokens = sampling.min_tokens
     out.stop_token_ids.extend(sampling.stop_token_ids)
-    out.num_prompt_tokens = sampling.num_prompt_tokens
     if sampling.num_logprobs is not None:
         out.num_logprobs = sampling.num_logprobs
     out.verification = encode_verification(sampling.verification)
@@ -75,18 +73,9 @@ def encode_sampling(out: types_pb2.SamplingParams, sampling: SamplingParams) -> 
 
 def decode_sampling(sampling: types_pb2.SamplingParams) -> SamplingParams:
     return SamplingParams(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
+        **{name: getattr(sampling, name) for name in SAMPLING_SCALARS},
         logit_bias=decode_logit_bias(sampling.logit_bias),
-        seed=sampling.seed,
-        min_tokens=sampling.min_tokens,
         stop_token_ids=tuple(sampling.stop_token_ids[:]),
-        num_prompt_tokens=sampling.num_prompt_tokens,
         num_logprobs=sampling.num_logprobs if sampling.HasField("num_logprobs") else None,
         verification=decode_verification(sampling.verification),
     )

@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from specray.requests import FinishReason, ServiceInfo, SpeculationStats
+from specray.requests import FinishReason, SamplingOptions, ServiceInfo, SpeculationStats
 from specray.types import DraftKind, TokenLogprobs, Verification
 
 
 @dataclass(frozen=True, slots=True)
-class GenerateParams:
+class GenerateParams(SamplingOptions):
     """Parameters of a Generate call; None and empty mean not given. The handler checks ranges.
 
     Exactly one of ``text`` and ``token_ids`` is given.
@@ -22,16 +22,7 @@ class GenerateParams:
     model: str = ""
     """Model name; empty: the only model that is served."""
     max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
-    seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False

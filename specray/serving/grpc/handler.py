@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager, contextmanager
 from specray.config import Config
 from specray.errors import InvalidRequestError
 from specray.interfaces import RouterClient
-from specray.requests import GenerateRequest, ServiceInfo
+from specray.requests import GenerateRequest, ServiceInfo, sampling_options
 from specray.rpc.inference.server import Admitter, GenerateEvent, GenerateParams, InferenceServer, Usage
 from specray.rpc.status import status_of
 from specray.serving.admission.api_keys import Caller, Keyring, stream_for
@@ -168,16 +168,8 @@ def _options(params: GenerateParams) -> GenerationOptions:
     return GenerationOptions(
         max_tokens=params.max_tokens,
         default_max_tokens=DEFAULT_MAX_TOKENS,
-        min_tokens=params.min_tokens,
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
+        **sampling_options(params),
         logit_bias=params.logit_bias,
-        seed=params.seed,
         stop=params.stop,
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,

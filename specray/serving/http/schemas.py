@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from enum import StrEnum
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from specray.errors import InvalidRequestError
+from specray.requests import SamplingOptions, sampling_options
 from specray.serving.http.extras import check_extras
 from specray.serving.prompts import Prompt, parse_prompt
-from specray.serving.validation import RANGES, GenerationOptions, out_of_range, shown
+from specray.serving.validation import RANGES, GenerationOptions, check_range, out_of_range, shown
 from specray.tokenization import ChatMessage
 from specray.types import DraftKind, Verification
 
@@ -55,24 +56,23 @@ class StreamOptions(_Fields):
     """Accepted and ignored: nothing is padded here."""
 
 
-class SamplingFields(_Fields):
+_OptionFields = create_model(  # type: ignore[call-overload]
+    "_OptionFields",
+    __base__=_Fields,
+    **{name: (kind, None) for name, kind in get_type_hints(SamplingOptions).items()},
+)
+"""Fields of a body that ``requests.SamplingOptions`` declares, under the same names."""
+
+
+class SamplingFields(_OptionFields):
     """Fields that both APIs have."""
 
     model: str | None = None
     n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    seed: int | None = None
     stop: Any = None
     stop_token_ids: list[int] | None = None
     max_tokens: int | None = None
-    min_tokens: int | None = None
     ignore_eos: bool | None = None
     priority: int | None = None
     """Priority as in vLLM: lower is served earlier; default 0."""
@@ -121,16 +121,8 @@ class SamplingFields(_Fields):
         return GenerationOptions(
             max_tokens=max_tokens,
             default_max_tokens=self.default_max_tokens,
-            min_tokens=self.min_tokens,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
+            **sampling_options(self),
             logit_bias=_logit_bias(self.logit_bias or {}),
-            seed=self.seed,
             stop=_stop(self.stop),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
@@ -210,7 +202,7 @@ class ChatCompletionRequest(SamplingFields):
 
     def options(self) -> GenerationOptions:
         if self.top_logprobs is not None:
-            RANGES["top_logprobs"].check("top_logprobs", self.top_logprobs)
+            check_range(RANGES["top_logprobs"], "top_logprobs", self.top_logprobs)
             if not self.logprobs:
                 raise InvalidRequestError(
                     "top_logprobs is set without logprobs; allowed: only with logprobs true",

@@ -1,4 +1,4 @@
-"""What a caller learns when the connection that it waits on is closed, or answers nonsense."""
+"""Errors of a caller whose connection is closed or gets malformed answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from grpc import aio
 
 from specray.config import SpeculationConfig
-from specray.control.controller import Policy
+from specray.control.controller import Controller
 from specray.errors import EngineLostError
 from specray.interfaces import Drafter
 from specray.metrics.router import RouterMetrics
@@ -31,7 +31,7 @@ Context = aio.ServicerContext[bytes, bytes]
 
 @dataclass
 class SilentDraft:
-    """Takes streams, and answers the question who it is as it is told."""
+    """A draft service that accepts streams and answers Info as scripted."""
 
     answer: bytes = codec.encode_draft_info(DRAFT_INFO)
     may_answer: asyncio.Event = field(default_factory=asyncio.Event)
@@ -127,7 +127,7 @@ async def test_a_scrape_goes_on_without_the_engine_that_is_lost_meanwhile(addres
 
 
 class Pool:
-    """interfaces.DrafterPool that asks the draft in use, as the one over Serve does."""
+    """interfaces.DrafterPool that asks the draft in use for its info, as the one over Serve does."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -155,7 +155,7 @@ async def test_a_better_draft_is_sought_on_after_the_one_that_was_asked_is_lost(
             clock=SystemClock(),
             metrics=RouterMetrics(),
             rng=random.Random(0),
-            policy=Policy(SpeculationConfig()),
+            controller=Controller(SpeculationConfig()),
         )
         await leases.start()
         draft.may_answer.clear()

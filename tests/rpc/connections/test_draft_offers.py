@@ -1,4 +1,4 @@
-"""Which draft a router takes of those that Serve's replicas offer."""
+"""Choice of a draft among those that Serve's replicas offer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Answer = DraftLease | Exception | object
 
 
 class Handle:
-    """A Serve handle whose calls are answered by turns."""
+    """A Serve handle whose calls are answered by its replicas in turn."""
 
     def __init__(self, answers: Sequence[Answer]) -> None:
         self._answers = list(answers)

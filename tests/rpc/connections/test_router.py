@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from specray.config import SpeculationConfig
-from specray.control.target_times import TargetTimes
+from specray.control.cost_model import TargetTimes
 from specray.errors import EngineLostError
 from specray.fakes import FakeDraft, FakeTarget, NoisyGuesser
 from specray.interfaces import Drafter
@@ -82,7 +82,7 @@ async def test_router_over_grpc_gives_the_targets_own_tokens(
 
 
 class SevenRows(FakeTarget):
-    """Says so of every step."""
+    """A target that reports seven rows for every step."""
 
     def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
         return replace(super().verify(items), num_rows=7)
@@ -91,7 +91,7 @@ class SevenRows(FakeTarget):
 async def test_the_router_learns_what_a_step_took_by_the_rows_that_the_engine_computed(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It tells accepted draft tokens once more, so its own count would be another."""
+    """The router sends accepted draft tokens again, so its own count would differ."""
     learnt: list[int] = []
     monkeypatch.setattr(
         TargetTimes, "add", lambda times, num_rows, seconds, **others: learnt.append(num_rows)

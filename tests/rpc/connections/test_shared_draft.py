@@ -49,7 +49,7 @@ async def serving(
 
 
 async def answers(drafter: GrpcDrafter, items: Sequence[SpeculateItem]) -> list[DraftReply]:
-    """All of them, of as many messages as there are."""
+    """Collects the replies to all items, from any number of messages."""
     await drafter.speculate(items)
     got: list[DraftReply] = []
     async with asyncio.timeout(DEADLINE_S):
@@ -59,7 +59,7 @@ async def answers(drafter: GrpcDrafter, items: Sequence[SpeculateItem]) -> list[
 
 
 class SlowDraft(ScriptedDraft):
-    """What is sent while a call runs has arrived before the next but one."""
+    """A draft slow enough that items sent during a call arrive before the call after the next."""
 
     def speculate(self, items: Sequence[SpeculateItem]) -> DraftReplies:
         time.sleep(0.03)
@@ -76,7 +76,7 @@ async def test_router_that_sends_much_lets_another_into_its_next_call(address: s
         many = asyncio.create_task(
             answers(greedy, [speculate(f"g{i}", token_ids=long, k=2) for i in range(40)])
         )
-        # Not before there is somebody to be let in beside.
+        # Wait until another router's items are queued.
         await eventually(lambda: bool(engine.calls))
         one = asyncio.create_task(answers(modest, [speculate("m")]))
         await many
@@ -168,7 +168,7 @@ async def router(target: FakeTarget, address: str, leases: Leases) -> AsyncItera
     server = target_server(lambda: target, address)
     await server.start()
     verifier = await GrpcVerifier.connect(address, timeout_s=DEADLINE_S)
-    speculation = SpeculationConfig.model_validate({"num_speculative_tokens": 3, "filler": "none"})
+    speculation = SpeculationConfig.model_validate({"num_speculative_tokens": 3, "fallback": "none"})
     made = Router(verifier, leases, speculation=speculation)
     await made.start()
     try:

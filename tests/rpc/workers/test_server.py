@@ -73,7 +73,7 @@ async def serving_target(
 
 @asynccontextmanager
 async def running(server: EngineServerThread, engine: ScriptedDraft | ScriptedTarget) -> AsyncIterator[None]:
-    """Its loop is not the test's: a test may hold the engine back at its gate."""
+    """Runs a server on a loop of its own, since a test may block the engine at its gate."""
     await asyncio.to_thread(server.start, timeout_s=DEADLINE_S)
     try:
         yield
@@ -132,7 +132,7 @@ async def test_target_verifies_a_request_as_one_step_with_one_reply_per_item(add
                 ItemFailed("c", 0, 0, "nothing to do", is_retriable=False),
             ),
             forward_ns=2003,
-            # As the engine says, which knows what of them it had computed before.
+            # Rows as the engine reports them, without those it had computed before.
             num_rows=106,
         )
         await verifier.verify([verify("zzz", round_id=8, base_len=5)])
@@ -158,7 +158,7 @@ async def test_engine_lives_on_one_thread_which_is_not_its_owners(address: str) 
 async def test_waiting_requests_of_all_routers_become_one_draft_call(address: str) -> None:
     engine = ScriptedDraft()
     async with serving_draft(engine, address), drafters(address, 2) as [one, two]:
-        # An answer says that the server reads the stream: it would not begin to while the engine is held.
+        # Wait for an answer first: the server would not begin to read the stream while the engine is blocked.
         for router in (one, two):
             await router.speculate([speculate("opening")])
             await within(router.replies())
@@ -603,7 +603,7 @@ async def test_an_engine_that_cannot_be_built_is_the_error_of_start(address: str
 
 
 class Partition:
-    """A TCP forwarder that can fall silent without closing anything, as a lost network does."""
+    """A TCP forwarder that can go silent without closing connections, like a lost network."""
 
     def __init__(self, target: str) -> None:
         self._host, self._port = target.rsplit(":", 1)

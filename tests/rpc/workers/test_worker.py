@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @contextmanager
 def worker_process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process and the last word of its first line: the address, once it listens."""
+    """A worker process, and its address from the first output line."""
     command = [sys.executable, "-m", "tests.rpc.workers.worker_process", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:

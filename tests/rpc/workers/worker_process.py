@@ -1,4 +1,4 @@
-"""A scripted draft as a process of its own: ``python worker_process.py ADDRESS [SECONDS_TO_LOAD]``."""
+"""Worker process with a scripted draft: ``python worker_process.py ADDRESS [SECONDS_TO_LOAD]``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One text of all replicas, whoever of them answers and whoever does not."""
+"""Metrics of all replicas in one text, even if some do not answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specray.actors.telemetry import GATHER_TIMEOUT_S, STALE_S, AllMetrics
 
 
 class Broadcast:
-    """A handle and its broadcast in one."""
+    """A Serve handle and the result of its broadcast."""
 
     def __init__(self, results: Sequence[object] | Exception) -> None:
         self._results = results

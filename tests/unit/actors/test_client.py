@@ -1,4 +1,4 @@
-"""A router behind a Serve handle: what callers see of Ray's errors, and that no call is left behind."""
+"""Router client over a Serve handle: translated Ray errors, no leaked calls, and resumption."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from specray.types import SamplingParams
 
 
 class Response:
-    """A DeploymentResponse that never comes."""
+    """A DeploymentResponse that never resolves."""
 
     is_cancelled = False
 
@@ -32,7 +32,7 @@ class Response:
 
 
 class Handle:
-    """A DeploymentHandle whose every method is answered by one response."""
+    """A DeploymentHandle that answers every method with one response."""
 
     def __init__(self) -> None:
         self.response = Response()
@@ -66,7 +66,7 @@ async def test_a_cancelled_caller_cancels_the_call() -> None:
 
 
 class Deliveries(Handle):
-    """A Router deployment that plays a script into the mailbox."""
+    """A Router deployment that puts scripted chunks into the mailbox."""
 
     def __init__(self, mailbox: Mailbox, chunks: Sequence[OutputChunk], end: Exception | None = None) -> None:
         self.deliver = self
@@ -123,7 +123,7 @@ async def test_a_stream_that_is_closed_cancels_the_call() -> None:
 
 
 class Deaths:
-    """A Router deployment whose first calls find a dead replica."""
+    """A Router deployment whose first calls hit a dead replica."""
 
     def __init__(self, num_deaths: int, box: Mailbox) -> None:
         self.complete = self.deliver = self
@@ -163,9 +163,9 @@ def test_a_request_that_has_brought_nothing_goes_to_the_next_router_under_a_new_
 
 
 class Mortals:
-    """A Router deployment: each call brings what the next part of the script says, and then its replica dies.
+    """A Router deployment that plays one part of the script per call, after which its replica dies.
 
-    A part is tokens and the seconds that they take; after the last part the output has ended.
+    A part is tokens and the seconds that they take; the last part ends the output.
     """
 
     def __init__(self, clock: VirtualClock, box: Mailbox, *parts: tuple[tuple[int, ...], float]) -> None:
@@ -187,7 +187,7 @@ class Mortals:
         if token_ids or end:
             chunk = OutputChunk(request.request_id, token_ids, finish_reason=end)
             self._mailbox._put([chunk])
-        # The caller takes what has come.
+        # The caller takes the chunks that have arrived.
         await self._clock.sleep(0.01)
         if end is None:
             raise self.error
@@ -196,7 +196,7 @@ class Mortals:
 def play(
     request: GenerateRequest, *parts: tuple[tuple[int, ...], float]
 ) -> tuple[list[OutputChunk], Mortals]:
-    """The chunks that a caller gets, and who was asked for them."""
+    """Chunks that a caller gets, and the deployment that was asked."""
     clock, box = VirtualClock(), mailbox()
     handle: Any = Mortals(clock, box, *parts)
     client = ServeRouterClient(handle, timeout_s=100, mailbox=box, clock=clock, checkpoint="model")
@@ -230,7 +230,7 @@ def test_the_time_to_the_first_token_is_that_of_the_router_that_wrote_it() -> No
 
 
 def test_a_stream_that_ends_router_after_router_is_ended() -> None:
-    """Each brings a token, so that patience begins anew each time."""
+    """Each router sends a token, which restarts the time limit."""
     with pytest.raises(EngineLostError, match="the request may be sent again"):
         play(REQUEST, *[((1,), 1.0)] * 7)
     chunks, _ = play(REQUEST, *[((1,), 1.0)] * 6)

@@ -1,4 +1,4 @@
-"""A router is lost in the middle of an output: another goes on with it, and nobody can tell where."""
+"""Resumption: when a router is lost in the middle of an output, another continues it seamlessly."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ GIVEN = request(max_tokens=12, temperature=1.0, seed=5)
 
 
 def resumed(given: GenerateRequest, num_tokens: int, *, request_id: str = "b") -> GenerateRequest:
-    """The request as a router gets it after another has written so many tokens of it."""
+    """The request as a second router gets it, after ``num_tokens`` output tokens of the first."""
     done = Resumption(expected(given)[:num_tokens], "checkpoint")
     return replace(given, request_id=request_id, resumed=done)
 
 
 def answer(given: GenerateRequest, **options: Any) -> tuple[OutputChunk, Pair]:
-    """What a router of its own answers, and what is left of it."""
+    """Answer of a separate router, and the pair it ran on."""
     clock = VirtualClock()
 
     async def main() -> tuple[OutputChunk, Pair]:
@@ -76,7 +76,7 @@ def test_penalties_and_noise_know_where_the_prompt_ended() -> None:
 
 
 class Ends:
-    """A matcher for a stop string of three tokens."""
+    """Matcher of a stop string of three tokens."""
 
     def __init__(self, stop: Sequence[int]) -> None:
         self._stop, self._seen = list(stop), list[int]()
@@ -200,7 +200,7 @@ def test_what_no_router_can_have_written_is_refused(token_ids: tuple[int, ...], 
 
 
 async def test_another_checkpoint_does_not_go_on_with_an_output() -> None:
-    """What ``RouterReplica`` knows of itself is all that it looks at before."""
+    """``RouterReplica`` compares only its own checkpoint name."""
     served = parse_config({"target": {"model": "/models/new"}}).target.checkpoint
     begun = parse_config({"target": {"model": "/models/old"}}).target.checkpoint
     assert served != parse_config({"target": {"model": "/models/new", "dtype": "float32"}}).target.checkpoint

@@ -1,4 +1,4 @@
-"""How many drafts and routers there should be."""
+"""Autoscaling policies: numbers of drafts and routers."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_fixed_numbers_stay_the_default() -> None:
 
 
 def deployments(values: dict[str, Any]) -> dict[str, Any]:
-    """By name, whatever is bound to what."""
+    """All deployments of the application by name."""
     found: dict[str, Any] = {}
     waiting = [build_app(values)]
     while waiting:

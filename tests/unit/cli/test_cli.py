@@ -161,8 +161,8 @@ def test_worker_for_a_draft_that_needs_no_model_is_refused(capsys: pytest.Captur
         (["--draft", "n-gram"], "draft.model is 'n-gram'"),
         (["--draft", "n-gram"], "allowed: embedded, ngram, suffix"),
         (
-            ["--set", "speculation.filler=tree"],
-            "speculation.filler: Input should be 'none', 'ngram' or 'suffix'",
+            ["--set", "speculation.fallback=tree"],
+            "speculation.fallback: Input should be 'none', 'ngram' or 'suffix'",
         ),
         (["--set", "speculation.past_output_tokens=-1"], "speculation.past_output_tokens"),
         (["--set", "router.nothing=1"], "router.nothing"),

@@ -7,27 +7,36 @@ from typing import Any
 
 import pytest
 
-from specray.control.controller import Policy
-from specray.control.cost_model import HANDLING_S, Measured
-from specray.control.draft_times import DraftTimes
+from specray.control.controller import Controller
+from specray.control.cost_model import CostModel, DraftTimes
 from specray.control.estimators import Average, OutcomesTime, Rate, TimeTable, chain_trials
-from specray.control.expected import Round, expected_drafts, expected_steps, expected_tokens, prior_hit_rate
-from specray.control.mode import MIN_GAIN
-from specray.control.probes import PROBE_INTERVAL_ROUNDS, PROBE_ROUNDS
-from specray.control.prospects import (
+from specray.control.experiments import EXPLORATION_INTERVAL_ROUNDS, EXPLORATION_ROUNDS
+from specray.control.goodput import (
     ANY_K,
     AUTO_K,
+    HANDLING_S,
     LONGER_GAIN,
     MANY_SESSIONS,
     MAX_SHARED_K,
     WIDTHS,
+    ExpectedRound,
+    GoodputModel,
+    expected_drafts,
+    expected_steps,
+    expected_tokens,
     max_branches,
+    prior_hit_rate,
 )
-from specray.control.state import OFF, OFF_REVIEW_ROUNDS, Pacing, Plan
+from specray.control.mode import MIN_SPEEDUP
+from specray.control.state import OFF, OFF_REPLAN_ROUNDS, Plan, SessionStats
 from specray.requests import SpeculationParams
-from specray.router.session_values import Lookup
+from specray.router.proposers.budgets import Budgets
 from specray.types import Overlap, StepTime, Verification
 from tests.unit.router.harness import request, speculation_config
+
+
+def budgets(controller: Controller) -> Budgets:
+    return Budgets(controller.cost_model, max_k=controller.max_k)
 
 
 def times(*pairs: tuple[int, float]) -> tuple[StepTime, ...]:
@@ -42,30 +51,32 @@ def measured(
     acceptance: float = 0.6,
     hits: float = 0.85,
     **config: Any,
-) -> tuple[Policy, Pacing]:
-    """A policy and a session that have seen a pair of this speed and agreement."""
-    policy = Policy(speculation_config(**config))
-    pacing = policy.pace(request())
+) -> tuple[Controller, SessionStats]:
+    """A controller and a session that have seen a pair of this speed and agreement."""
+    controller = Controller(speculation_config(**config))
+    stats = controller.start_session(request())
     for rows in (1, 2, 4, 8, 16, 32, 64, 256):
         for is_overlapped in (False, True):
-            policy.measured.target.add(rows, verify_s + rows_s * rows, is_overlapped=is_overlapped)
+            controller.cost_model.target.add(rows, verify_s + rows_s * rows, is_overlapped=is_overlapped)
     for _ in range(10):
-        policy.measured.observe_proposals([4], 4 * draft_step_s, 0.0002)
+        controller.cost_model.observe_proposals([4], 4 * draft_step_s, 0.0002)
         # A branch costs a twentieth of a step: 8 branches of 4 tokens 1.6 steps, besides 5.
-        policy.measured.observe_outcomes(4, 8, 6.6 * draft_step_s)
+        controller.cost_model.observe_outcomes(4, 8, 6.6 * draft_step_s)
     for index in range(200):
         for width in WIDTHS:
-            lookup = Lookup.HIT if index * 37 % 100 < 100 * hits else Lookup.MISS_TOKEN
-            policy.observe_lookup(Plan(4, Overlap.ENUMERATE, width), lookup)
+            is_hit = index * 37 % 100 < 100 * hits
+            controller.observe_lookup(Plan(4, Overlap.ENUMERATE, width), is_hit=is_hit)
         passed = index * 37 % 100 < 100 * acceptance
-        policy.observe_round(pacing, 1, int(passed))
-    pacing.plan = None
-    pacing.rounds_to_review = 0
-    return policy, pacing
+        controller.observe_round(stats, 1, int(passed))
+    stats.plan = None
+    stats.rounds_to_replan = 0
+    return controller, stats
 
 
-def chosen(policy: Policy, pacing: Pacing, *, num_remaining: int = 100, num_running: int = 1) -> Plan:
-    return policy.plan(pacing, num_remaining=num_remaining, num_running=num_running)
+def chosen(
+    controller: Controller, stats: SessionStats, *, num_remaining: int = 100, num_running: int = 1
+) -> Plan:
+    return controller.plan(stats, num_remaining=num_remaining, num_running=num_running)
 
 
 # Fixed by configuration or request
@@ -73,14 +84,14 @@ def chosen(policy: Policy, pacing: Pacing, *, num_remaining: int = 100, num_runn
 
 @pytest.mark.parametrize("overlap", [Overlap.SERIAL, Overlap.AHEAD, Overlap.ENUMERATE])
 def test_configured_mode_and_k_stand(overlap: Overlap) -> None:
-    policy, pacing = measured(overlap=overlap, num_speculative_tokens=5)
-    assert chosen(policy, pacing) == Plan(5, overlap)
+    controller, stats = measured(overlap=overlap, num_speculative_tokens=5)
+    assert chosen(controller, stats) == Plan(5, overlap)
 
 
 def test_k_stays_below_what_remains() -> None:
-    policy, pacing = measured(overlap="serial", num_speculative_tokens=5)
-    assert chosen(policy, pacing, num_remaining=4).num_speculative_tokens == 3
-    assert chosen(policy, pacing, num_remaining=1) == OFF
+    controller, stats = measured(overlap="serial", num_speculative_tokens=5)
+    assert chosen(controller, stats, num_remaining=4).num_speculative_tokens == 3
+    assert chosen(controller, stats, num_remaining=1) == OFF
 
 
 @pytest.mark.parametrize(
@@ -94,24 +105,24 @@ def test_k_stays_below_what_remains() -> None:
     ],
 )
 def test_request_goes_before_configuration(wanted: SpeculationParams, k: int) -> None:
-    policy = Policy(speculation_config(num_speculative_tokens=5))
-    pacing = policy.pace(request(speculation=wanted))
-    assert chosen(policy, pacing).num_speculative_tokens == k
+    controller = Controller(speculation_config(num_speculative_tokens=5))
+    stats = controller.start_session(request(speculation=wanted))
+    assert chosen(controller, stats).num_speculative_tokens == k
 
 
 def test_draft_that_refused_is_left_alone_for_some_rounds() -> None:
-    policy, pacing = measured(num_speculative_tokens=3)
-    pacing.rest_rounds = 2
+    controller, stats = measured(num_speculative_tokens=3)
+    stats.rest_rounds = 2
     for expected in (0, 0, 3):
-        assert chosen(policy, pacing).num_speculative_tokens == expected
-        policy.observe_round(pacing, 0, 0)
+        assert chosen(controller, stats).num_speculative_tokens == expected
+        controller.observe_round(stats, 0, 0)
 
 
 # Fan-out
 
 
 def test_fanout_of_each_mode() -> None:
-    policy, _ = measured(acceptance=0.58)
+    controller, _ = measured(acceptance=0.58)
     for plan, fanout, most in (
         (Plan(3, Overlap.SERIAL), (), 0),
         (Plan(3, Overlap.AHEAD), (0, 0, 0, 1), 0),
@@ -119,18 +130,18 @@ def test_fanout_of_each_mode() -> None:
         (Plan(3, Overlap.ENUMERATE, 1), (8, 8, 8, 8), 4),
         (OFF, (), 0),
     ):
-        assert policy.fanout(plan, 3) == fanout
+        assert controller.fanout(plan, 3) == fanout
         assert max_branches(plan, 3, num_running=1) == most
 
 
 def test_fanout_of_a_round_without_draft_tokens_foresees_the_next_token() -> None:
-    policy, _ = measured()
-    assert policy.fanout(Plan(3, Overlap.AHEAD), 0) == (1,)
+    controller, _ = measured()
+    assert controller.fanout(Plan(3, Overlap.AHEAD), 0) == (1,)
     plan = Plan(3, Overlap.ENUMERATE, 3)
-    assert (policy.fanout(plan, 0), max_branches(plan, 0, num_running=1)) == ((8,), 3)
+    assert (controller.fanout(plan, 0), max_branches(plan, 0, num_running=1)) == ((8,), 3)
 
 
-def test_long_filler_gets_no_more_branches_than_the_drafts_own_proposals() -> None:
+def test_long_fallback_gets_no_more_branches_than_the_drafts_own_proposals() -> None:
     numbers = [
         max_branches(Plan(3, Overlap.ENUMERATE, 2), count, num_running=1) for count in (0, 2, 3, 4, 16)
     ]
@@ -149,21 +160,21 @@ def test_branches_get_fewer_as_load_grows() -> None:
 def test_k_grows_with_acceptance() -> None:
     ks = []
     for acceptance in (0.3, 0.6, 0.9):
-        policy, pacing = measured(acceptance=acceptance, overlap="serial")
-        ks.append(chosen(policy, pacing).num_speculative_tokens)
+        controller, stats = measured(acceptance=acceptance, overlap="serial")
+        ks.append(chosen(controller, stats).num_speculative_tokens)
     assert ks == sorted(ks) and ks[0] < ks[2]
 
 
 def test_serial_k_is_the_optimum_of_the_formula() -> None:
-    policy, pacing = measured(acceptance=0.6, overlap="serial", draft_step_s=0.004)
+    controller, stats = measured(acceptance=0.6, overlap="serial", draft_step_s=0.004)
     for _ in range(1000):
-        policy.observe_proposed(pacing, 8, 8)
-    acceptance = pacing.acceptance.value
+        controller.observe_proposal(stats, 8, 8)
+    acceptance = stats.acceptance.value
 
     def goodput(k: int) -> float:
         return (1 - acceptance ** (k + 1)) / (1 - acceptance) / (0.020 + 0.004 * k + 0.0002)
 
-    assert chosen(policy, pacing).num_speculative_tokens == max(AUTO_K, key=goodput)
+    assert chosen(controller, stats).num_speculative_tokens == max(AUTO_K, key=goodput)
 
 
 def test_rounds_under_a_bound_are_sums_over_the_tokens_that_come() -> None:
@@ -175,112 +186,116 @@ def test_rounds_under_a_bound_are_sums_over_the_tokens_that_come() -> None:
 
 
 def test_a_draft_that_ends_its_proposals_early_is_expected_to_do_so() -> None:
-    policy, pacing = measured(overlap="serial")
+    controller, stats = measured(overlap="serial")
     for _ in range(200):
-        policy.observe_proposed(pacing, 8, 2)
-    # One continuation and one end for each proposal; some of what was believed before is left.
-    goes_on = pacing.continuation.value
+        controller.observe_proposal(stats, 8, 2)
+    # One continuation and one end for each proposal; some of what was calibrated before is left.
+    goes_on = stats.continuation.value
     assert goes_on == pytest.approx(0.5, abs=0.02)
-    expected = expected_tokens(pacing.acceptance.value, 8, goes_on)
+    expected = expected_tokens(stats.acceptance.value, 8, goes_on)
     drafted_s = 0.004 * (expected_drafts(8, goes_on) + 1 - goes_on**7)
-    goodput = policy.goodput(Plan(8), pacing, 1)
+    goodput = controller.goodput(Plan(8), stats, 1)
     assert goodput == pytest.approx(expected / (0.020 + drafted_s + 0.0002), rel=0.01)
 
 
 def test_a_draft_token_must_promise_what_its_row_and_its_step_could_bring() -> None:
-    policy, pacing = measured(overlap="serial", rows_s=0.0005, draft_step_s=0.001)
+    controller, stats = measured(overlap="serial", rows_s=0.0005, draft_step_s=0.001)
     for num_running in (1, 4):
-        pacing.rounds_to_review = 0
-        plan = chosen(policy, pacing, num_running=num_running)
-        rate = num_running * policy.goodput(plan, pacing, num_running)
+        stats.rounds_to_replan = 0
+        plan = chosen(controller, stats, num_running=num_running)
+        rate = num_running * controller.goodput(plan, stats, num_running)
         # Of four proposals others are as long as one that ends a token earlier: its step is taken for them.
         assert plan.min_acceptance == pytest.approx(rate * (0.0005 + 0.001 / num_running**2), rel=0.05)
 
 
 def test_a_draft_token_of_many_costs_its_part_of_a_step_that_is_taken_anyway() -> None:
-    policy = Policy(speculation_config(overlap="serial"))
-    policy.measured.expect_draft(times((1, 0.001), (32, 0.0041)), 0.0)
-    line_s = policy._prospects._line_s
+    controller = Controller(speculation_config(overlap="serial"))
+    controller.cost_model.expect_draft(times((1, 0.001), (32, 0.0041)), 0.0)
+    line_s = controller._goodput._draft_token_s
     assert line_s(1, 0.020) == pytest.approx(0.001)
     assert line_s(32, 0.020) == pytest.approx(0.0001 + 0.0009 / 32**2)
 
 
 def test_rows_of_many_sessions_cost_what_they_do_beyond_the_first_half() -> None:
     """The first 16 draft rows take 20 ms, the next 16 take 4; nobody leaves out the first ones."""
-    policy = Policy(speculation_config(overlap="serial"))
+    controller = Controller(speculation_config(overlap="serial"))
     for rows, seconds in ((8, 0.020), (24, 0.040), (40, 0.044)):
         for _ in range(3):
-            policy.measured.target.add(rows, seconds, is_overlapped=False)
-    policy.measured.expect_draft(times((1, 1e-9)), 0.0)
-    pacing = policy.pace(request())
-    pacing.continuation = Rate(1.0)
-    rate = policy.goodput(Plan(4), pacing, 8)
-    assert policy._prospects._worth(Plan(4), pacing, 8) == pytest.approx(8 * rate * 0.004 / 16, rel=1e-3)
+            controller.cost_model.target.add(rows, seconds, is_overlapped=False)
+    controller.cost_model.expect_draft(times((1, 1e-9)), 0.0)
+    stats = controller.start_session(request())
+    stats.continuation = Rate(1.0)
+    rate = controller.goodput(Plan(4), stats, 8)
+    assert controller._goodput._break_even(Plan(4), stats, 8) == pytest.approx(
+        8 * rate * 0.004 / 16, rel=1e-3
+    )
 
 
-def judge(policy: Policy, pacing: Pacing, num_asked: int, num_drafts: int, num_accepted: int) -> None:
+def judge(
+    controller: Controller, stats: SessionStats, num_asked: int, num_drafts: int, num_accepted: int
+) -> None:
     """One round with a proposal under a bound."""
-    policy.observe_proposed(pacing, num_asked, num_drafts)
-    policy.observe_round(pacing, num_drafts, num_accepted)
+    controller.observe_proposal(stats, num_asked, num_drafts)
+    controller.observe_round(stats, num_drafts, num_accepted)
 
 
 def test_proposals_of_any_length_are_worth_what_they_came_to() -> None:
-    policy, pacing = measured(overlap="serial", acceptance=0.95, draft_step_s=0.001)
+    controller, stats = measured(overlap="serial", acceptance=0.95, draft_step_s=0.001)
     for _ in range(400):
-        judge(policy, pacing, ANY_K, 10, 10)
-    plan = chosen(policy, pacing)
+        judge(controller, stats, ANY_K, 10, 10)
+    plan = chosen(controller, stats)
     assert plan == Plan(ANY_K)
-    # Some of what was believed before is left. One more is drafted, before which the proposal ends.
-    drafts, accepted = pacing.judged.num_drafts.value, pacing.judged.num_accepted.value
+    # Some of what was calibrated before is left. One more is drafted, before which the proposal ends.
+    drafts, accepted = stats.bounded.num_drafts.value, stats.bounded.num_accepted.value
     assert (drafts, accepted) == pytest.approx((9.85, 9.56), abs=0.01)
     drafted_s = 0.001 * num_steps(ANY_K, [1 - 1 / drafts], 1)
     assert 0.0103 < drafted_s < 0.0109
-    assert policy.goodput(plan, pacing, 1) == pytest.approx(
+    assert controller.goodput(plan, stats, 1) == pytest.approx(
         (1 + accepted) / (0.0202 + drafted_s + HANDLING_S)
     )
 
 
 def test_the_router_takes_its_time_for_what_a_miss_asks_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, pacing = measured(overlap="enumerate", hits=0.75)
+    controller, stats = measured(overlap="enumerate", hits=0.75)
     plan = Plan(4, Overlap.ENUMERATE, 1)
-    policy.measured.hit_rate[1] = Rate(0.75)
-    before = 1 / policy.goodput(plan, pacing, 8)
-    monkeypatch.setattr("specray.control.cost_model.HANDLING_S", HANDLING_S + 0.001)
+    controller.cost_model.hit_rate[1] = Rate(0.75)
+    before = 1 / controller.goodput(plan, stats, 8)
+    monkeypatch.setattr("specray.control.goodput.HANDLING_S", HANDLING_S + 0.001)
     more_s = 0.25 * 8 * 0.001
-    assert 1 / policy.goodput(plan, pacing, 8) - before == pytest.approx(
-        more_s / expected_tokens(pacing.acceptance.value, 4)
+    assert 1 / controller.goodput(plan, stats, 8) - before == pytest.approx(
+        more_s / expected_tokens(stats.acceptance.value, 4)
     )
 
 
 def test_proposals_of_any_length_are_left_when_little_of_them_is_accepted() -> None:
-    policy, pacing = measured(overlap="serial", rows_s=0.0005, draft_step_s=0.001)
+    controller, stats = measured(overlap="serial", rows_s=0.0005, draft_step_s=0.001)
     for _ in range(400):
-        judge(policy, pacing, ANY_K, 30, 2)
-    assert 0 < chosen(policy, pacing).num_speculative_tokens < 8
+        judge(controller, stats, ANY_K, 30, 2)
+    assert 0 < chosen(controller, stats).num_speculative_tokens < 8
 
 
 def test_nobody_accepts_more_than_acceptance_allows_of_however_many() -> None:
-    policy, pacing = measured(overlap="serial", acceptance=0.6)
-    acceptance = pacing.acceptance.value
-    assert pacing.judged.num_accepted.value == 4.0
-    assert policy.goodput(Plan(ANY_K), pacing, 1) == pytest.approx(
+    controller, stats = measured(overlap="serial", acceptance=0.6)
+    acceptance = stats.acceptance.value
+    assert stats.bounded.num_accepted.value == 4.0
+    assert controller.goodput(Plan(ANY_K), stats, 1) == pytest.approx(
         (1 + acceptance / (1 - acceptance)) / (0.020 + 9 * 0.004 + 0.0002), rel=0.02
     )
 
 
 def test_only_rounds_whose_proposal_could_have_any_length_tell_of_such_ones() -> None:
-    policy, pacing = measured(overlap="serial")
+    controller, stats = measured(overlap="serial")
     for _ in range(50):
-        judge(policy, pacing, 8, 8, 8)
-        # Outcomes, fillers and proposals without a bound.
-        policy.observe_round(pacing, 3, 3)
-    assert (pacing.judged.num_drafts.value, pacing.judged.num_accepted.value) == (8.0, 4.0)
-    judge(policy, pacing, ANY_K, 13, 9)
-    policy.observe_round(pacing, 3, 3)
-    assert pacing.judged.num_drafts.value == pytest.approx((4 * 8.0 + 13) / 5)
-    assert pacing.judged.num_accepted.value == pytest.approx((4 * 4.0 + 9) / 5)
-    new = policy.pace(request())
-    assert new.judged.num_drafts.value == pytest.approx((4 * 8.0 + 13) / 5)
+        judge(controller, stats, 8, 8, 8)
+        # Outcomes, fallback and proposals without a bound.
+        controller.observe_round(stats, 3, 3)
+    assert (stats.bounded.num_drafts.value, stats.bounded.num_accepted.value) == (8.0, 4.0)
+    judge(controller, stats, ANY_K, 13, 9)
+    controller.observe_round(stats, 3, 3)
+    assert stats.bounded.num_drafts.value == pytest.approx((4 * 8.0 + 13) / 5)
+    assert stats.bounded.num_accepted.value == pytest.approx((4 * 4.0 + 9) / 5)
+    new = controller.start_session(request())
+    assert new.bounded.num_drafts.value == pytest.approx((4 * 8.0 + 13) / 5)
 
 
 def num_steps(num_drafts: int, continuations: Sequence[float], num_proposals: int) -> float:
@@ -300,53 +315,57 @@ def test_all_wait_for_the_longest_proposal_and_rows_are_those_of_the_mean() -> N
     assert num_steps(4, [0.5], 2) == pytest.approx(num_steps(4, [0.5, 0.5], 2))
     # What happens in less than a hundredth of the rounds is left out.
     assert [step.chance for step in expected_steps(8, [0.05], 1)] == pytest.approx([1.0, 1.0, 0.05])
-    measured_times = Measured()
+    measured_times = CostModel()
     for rows in (4, 8, 16, 64):
         for _ in range(3):
             measured_times.target.add(rows, 0.010 + 0.001 * rows)
     measured_times.draft.expect({1: 0.001, 4: 0.002})
-    rounds = [Round(4.0, 5.0, 1.0), *(Round(0.0, 1.0, 0.0) for _ in range(3))]
+    model = GoodputModel(speculation_config(), "model", measured_times)
+    rounds = [ExpectedRound(4.0, 5.0, 1.0), *(ExpectedRound(0.0, 1.0, 0.0) for _ in range(3))]
     # Each begins with the two tokens that a round commits on average: as six proposals, by half a row each.
     read_s = (6 - 4) / 3 * 0.001
     tokens, seconds = 5 ** (1 / 4), 0.018 + 2 * 0.002 + 2 * 0.001 + read_s + 4 * HANDLING_S
-    assert measured_times.serial_goodput(4, rounds, 4) == pytest.approx(tokens / seconds)
+    assert model.serial_goodput(4, rounds, 4) == pytest.approx(tokens / seconds)
     # And what four proposals take beside their steps: twice what one does.
     measured_times.draft._overhead = 0.5
-    assert measured_times.serial_goodput(4, rounds, 4) == pytest.approx(tokens / (seconds + 2 * 0.0005))
+    assert model.serial_goodput(4, rounds, 4) == pytest.approx(tokens / (seconds + 2 * 0.0005))
 
 
 def test_a_plan_for_all_is_not_as_long_as_the_surest_session_would_like() -> None:
-    policy, _ = measured(verify_s=0.020, draft_step_s=0.002, overlap="serial")
-    sure, others = policy.pace(request()), [policy.pace(request()) for _ in range(7)]
-    for pacing, rate in ((sure, 0.97), *((other, 0.5) for other in others)):
-        pacing.acceptance, pacing.continuation = Rate(rate), Rate(rate)
-    prospects = policy._prospects
-    alone = prospects.best(prospects.plans(sure), sure, 8)
-    joint = prospects.best_for_all([sure, *others], 8, None)
+    controller, _ = measured(verify_s=0.020, draft_step_s=0.002, overlap="serial")
+    sure, others = (
+        controller.start_session(request()),
+        [controller.start_session(request()) for _ in range(7)],
+    )
+    for stats, rate in ((sure, 0.97), *((other, 0.5) for other in others)):
+        stats.acceptance, stats.continuation = Rate(rate), Rate(rate)
+    goodput_model = controller._goodput
+    alone = goodput_model.best(goodput_model.plans(sure), sure, 8)
+    joint = goodput_model.best_for_all([sure, *others], 8, None)
     assert joint.num_speculative_tokens < alone.num_speculative_tokens
     # Sure sessions have what they like, but for a step or two that bring next to nothing.
-    surest = prospects.best_for_all([sure], MANY_SESSIONS - 1, None)
-    alone = prospects.best(prospects.plans(sure), sure, MANY_SESSIONS - 1)
-    most, least = (policy.goodput(plan, sure, MANY_SESSIONS - 1) for plan in (alone, surest))
+    surest = goodput_model.best_for_all([sure], MANY_SESSIONS - 1, None)
+    alone = goodput_model.best(goodput_model.plans(sure), sure, MANY_SESSIONS - 1)
+    most, least = (controller.goodput(plan, sure, MANY_SESSIONS - 1) for plan in (alone, surest))
     assert alone.num_speculative_tokens > MAX_SHARED_K and LONGER_GAIN * least >= most
     # Many never wait for longer ones, whatever these promise.
     for count, longest in ((MANY_SESSIONS - 1, 10), (MANY_SESSIONS, MAX_SHARED_K), (32, MAX_SHARED_K)):
-        assert prospects.best_for_all([sure], count, None).num_speculative_tokens == longest
+        assert goodput_model.best_for_all([sure], count, None).num_speculative_tokens == longest
     # What all do is kept while another plan promises little more.
     near = next(k for k in reversed(AUTO_K) if k < joint.num_speculative_tokens)
-    assert prospects.best_for_all([sure, *others], 8, Plan(near)) == Plan(near)
+    assert goodput_model.best_for_all([sure, *others], 8, Plan(near)) == Plan(near)
 
 
 def test_what_a_proposal_takes_whatever_its_length_is_no_part_of_its_steps() -> None:
     """2 ms a step, and 3 ms beside, of eight sequences: steps that were expected stay what they are."""
-    measured_times = Measured()
+    measured_times = CostModel()
     measured_times.draft.expect({1: 0.002, 8: 0.002})
     for index in range(300):
         num_steps = (1, 2, 7)[index % 3]
         measured_times.observe_proposals([num_steps] * 8, 0.003 + 0.002 * num_steps, 0.0)
     assert measured_times.draft.overhead_s(8) == pytest.approx(0.003, rel=0.05)
     assert measured_times.draft_step_s(8, 1.0) == pytest.approx(0.002, rel=0.05)
-    # A draft that is as fast as was believed has none.
+    # A draft that is as fast as was calibrated has none.
     for index in range(300):
         num_steps = (1, 2, 7)[index % 3]
         measured_times.observe_proposals([num_steps] * 8, 0.002 * num_steps, 0.0)
@@ -362,8 +381,8 @@ def test_tokens_that_a_proposal_begins_with_are_rows_of_its_first_step() -> None
         times.add([2], 0.002 + 0.001, num_read=63)
     assert times.step_s(1) == pytest.approx(0.001, rel=0.01)
     assert times.overhead_s(1) < 1e-5, "it did not take longer than its tokens do"
-    assert times.reading_s(1, 63) == pytest.approx(0.001, rel=0.01)
-    assert times.reading_s(1, 1) == 0.0
+    assert times.unread_s(1, 63) == pytest.approx(0.001, rel=0.01)
+    assert times.unread_s(1, 1) == 0.0
 
 
 def test_what_one_proposal_takes_besides_is_not_believed_of_each_of_many() -> None:
@@ -377,78 +396,78 @@ def test_what_one_proposal_takes_besides_is_not_believed_of_each_of_many() -> No
 
 
 def test_rows_that_the_weights_hide_cost_nothing_in_the_bound() -> None:
-    policy = Policy(speculation_config(overlap="serial"))
-    pacing = policy.pace(request())
+    controller = Controller(speculation_config(overlap="serial"))
+    stats = controller.start_session(request())
     for rows, seconds in ((1, 0.020), (9, 0.020), (18, 0.040), (64, 0.150)):
-        policy.measured.target.add(rows, seconds, is_overlapped=False)
+        controller.cost_model.target.add(rows, seconds, is_overlapped=False)
     for _ in range(10):
-        policy.measured.observe_proposals([4], 4 * 0.001, 0.0)
-    plan = chosen(policy, pacing)
-    # 8 draft tokens are believed: rows 2 to 9.
+        controller.cost_model.observe_proposals([4], 4 * 0.001, 0.0)
+    plan = chosen(controller, stats)
+    # 8 draft tokens are calibrated: rows 2 to 9.
     assert plan == Plan(ANY_K)
-    assert plan.min_acceptance == pytest.approx(0.001 * policy.goodput(plan, pacing, 1), abs=0.001)
+    assert plan.min_acceptance == pytest.approx(0.001 * controller.goodput(plan, stats, 1), abs=0.001)
 
 
 def test_what_proposals_of_any_length_once_came_to_is_doubted_while_others_are_chosen() -> None:
-    policy, pacing = measured(overlap="serial", rows_s=0.0005, draft_step_s=0.001)
+    controller, stats = measured(overlap="serial", rows_s=0.0005, draft_step_s=0.001)
     for _ in range(50):
-        judge(policy, pacing, ANY_K, 30, 2)
-    before = pacing.judged.num_drafts.value
+        judge(controller, stats, ANY_K, 30, 2)
+    before = stats.bounded.num_drafts.value
     for _ in range(40):
-        pacing.rounds_to_review = 0
-        assert chosen(policy, pacing).num_speculative_tokens < ANY_K
-        assert pacing.judged.num_drafts.value <= before
-    assert 8.0 < pacing.judged.num_drafts.value < before - 4
+        stats.rounds_to_replan = 0
+        assert chosen(controller, stats).num_speculative_tokens < ANY_K
+        assert stats.bounded.num_drafts.value <= before
+    assert 8.0 < stats.bounded.num_drafts.value < before - 4
 
 
 def test_draft_tokens_drawn_for_rejection_are_not_judged() -> None:
-    policy, _ = measured(overlap="serial", rows_s=0.0005)
-    rejection = policy.pace(request(temperature=1.0, verification=Verification.REJECTION))
-    plan = chosen(policy, rejection)
+    controller, _ = measured(overlap="serial", rows_s=0.0005)
+    rejection = controller.start_session(request(temperature=1.0, verification=Verification.REJECTION))
+    plan = chosen(controller, rejection)
     assert 0 < plan.num_speculative_tokens < ANY_K and plan.min_acceptance == 0.0
-    greedy = policy.pace(request(temperature=0.0, verification=Verification.REJECTION))
-    assert chosen(policy, greedy).min_acceptance > 0.0
+    greedy = controller.start_session(request(temperature=0.0, verification=Verification.REJECTION))
+    assert chosen(controller, greedy).min_acceptance > 0.0
 
 
 @pytest.mark.parametrize(
     "config", [{"overlap": "enumerate"}, {"overlap": "serial", "num_speculative_tokens": 4}]
 )
 def test_a_k_that_was_asked_for_and_outcomes_have_no_bound(config: dict[str, Any]) -> None:
-    policy, pacing = measured(rows_s=0.0005, **config)
-    plan = chosen(policy, pacing)
+    controller, stats = measured(rows_s=0.0005, **config)
+    plan = chosen(controller, stats)
     assert not plan.is_off and plan.min_acceptance == 0.0
 
 
 def test_drafts_without_a_model_have_no_bound() -> None:
-    policy, _ = measured(overlap="serial", rows_s=0.0005)
-    local = policy.beside("ngram", prior_acceptance=0.9)
-    plan = chosen(local, local.pace(request()))
+    controller, _ = measured(overlap="serial", rows_s=0.0005)
+    local = controller.beside("ngram", prior_acceptance=0.9)
+    plan = chosen(local, local.start_session(request()))
     assert not plan.is_off and plan.min_acceptance == 0.0
 
 
 def test_enumeration_is_chosen_where_it_hides_the_draft() -> None:
-    policy, pacing = measured(overlap="auto", draft_step_s=0.002, hits=0.9)
-    assert chosen(policy, pacing).overlap is Overlap.ENUMERATE
+    controller, stats = measured(overlap="auto", draft_step_s=0.002, hits=0.9)
+    assert chosen(controller, stats).overlap is Overlap.ENUMERATE
 
 
 def test_overlap_is_not_chosen_where_it_slows_the_target_more_than_it_hides() -> None:
-    policy, pacing = measured(overlap="auto", draft_step_s=0.002)
+    controller, stats = measured(overlap="auto", draft_step_s=0.002)
     for rows in (1, 2, 4, 8, 16, 32):
         for _ in range(60):
-            policy.measured.target.add(rows, 0.035, is_overlapped=True)
-    assert chosen(policy, pacing).overlap is Overlap.SERIAL
+            controller.cost_model.target.add(rows, 0.035, is_overlapped=True)
+    assert chosen(controller, stats).overlap is Overlap.SERIAL
 
 
 def test_overlap_that_was_never_tried_must_promise_to_hide_more_than_a_little() -> None:
     chosen_ways = []
     for draft_step_s in (0.0003, 0.002):
-        policy = Policy(speculation_config(overlap="auto", num_speculative_tokens=4))
-        pacing = policy.pace(request())
+        controller = Controller(speculation_config(overlap="auto", num_speculative_tokens=4))
+        stats = controller.start_session(request())
         for rows in (1, 4, 5, 8):
-            policy.measured.target.add(rows, 0.020, is_overlapped=False)
+            controller.cost_model.target.add(rows, 0.020, is_overlapped=False)
         for _ in range(10):
-            policy.measured.observe_proposals([4], 4 * draft_step_s, 0.0005)
-        chosen_ways.append(chosen(policy, pacing).overlap)
+            controller.cost_model.observe_proposals([4], 4 * draft_step_s, 0.0005)
+        chosen_ways.append(chosen(controller, stats).overlap)
     assert chosen_ways == [Overlap.SERIAL, Overlap.ENUMERATE]
 
 
@@ -462,229 +481,229 @@ def test_overlap_that_was_never_tried_must_promise_to_hide_more_than_a_little() 
     ids=["poor acceptance", "slow draft", "every row costs"],
 )
 def test_speculation_that_would_lose_is_off(pair: dict[str, Any]) -> None:
-    policy, pacing = measured(**pair)
-    assert chosen(policy, pacing) == OFF
+    controller, stats = measured(**pair)
+    assert chosen(controller, stats) == OFF
 
 
 def test_large_batches_switch_speculation_off() -> None:
-    policy, pacing = measured(verify_s=0.018, rows_s=0.002, overlap="serial", acceptance=0.7)
-    assert not chosen(policy, pacing, num_running=1).is_off
-    pacing.plan, pacing.rounds_to_review = None, 0
-    assert chosen(policy, pacing, num_running=64).is_off
+    controller, stats = measured(verify_s=0.018, rows_s=0.002, overlap="serial", acceptance=0.7)
+    assert not chosen(controller, stats, num_running=1).is_off
+    stats.plan, stats.rounds_to_replan = None, 0
+    assert chosen(controller, stats, num_running=64).is_off
 
 
 def test_plan_is_kept_while_another_promises_little_more() -> None:
-    policy, pacing = measured(overlap="serial", acceptance=0.6)
-    best = chosen(policy, pacing)
+    controller, stats = measured(overlap="serial", acceptance=0.6)
+    best = chosen(controller, stats)
     near = next(
         Plan(k)
         for k in AUTO_K
         if k != best.num_speculative_tokens
-        and policy.goodput(best, pacing, 1) < 1.05 * policy.goodput(Plan(k), pacing, 1)
+        and controller.goodput(best, stats, 1) < 1.05 * controller.goodput(Plan(k), stats, 1)
     )
-    pacing.plan, pacing.rounds_to_review = near, 0
-    assert chosen(policy, pacing) == near
-    pacing.plan, pacing.rounds_to_review = Plan(16), 0
-    assert chosen(policy, pacing) == best
+    stats.plan, stats.rounds_to_replan = near, 0
+    assert chosen(controller, stats) == near
+    stats.plan, stats.rounds_to_replan = Plan(16), 0
+    assert chosen(controller, stats) == best
 
 
-def test_probes_are_rare_and_short_while_speculation_is_off() -> None:
-    policy, pacing = measured(hits=0.0, acceptance=0.02)
-    probes = 0
-    for _ in range(4 * PROBE_INTERVAL_ROUNDS):
-        plan = chosen(policy, pacing)
-        probes += not plan.is_off
-        policy.observe_round(pacing, plan.num_speculative_tokens, 0)
-    assert 2 * PROBE_ROUNDS <= probes <= 4 * PROBE_ROUNDS
+def test_explorations_are_rare_and_short_while_speculation_is_off() -> None:
+    controller, stats = measured(hits=0.0, acceptance=0.02)
+    explorations = 0
+    for _ in range(4 * EXPLORATION_INTERVAL_ROUNDS):
+        plan = chosen(controller, stats)
+        explorations += not plan.is_off
+        controller.observe_round(stats, plan.num_speculative_tokens, 0)
+    assert 2 * EXPLORATION_ROUNDS <= explorations <= 4 * EXPLORATION_ROUNDS
 
 
 def test_of_many_sessions_without_speculation_one_tries_for_all() -> None:
-    policy, _ = measured(hits=0.0, acceptance=0.02)
-    sessions = [policy.pace(request()) for _ in range(8)]
-    num_probes, widest = 0, 0
-    for step in range(5 * PROBE_INTERVAL_ROUNDS):
-        plans = [chosen(policy, pacing, num_running=8) for pacing in sessions]
-        for pacing, plan in zip(sessions, plans, strict=True):
-            policy.observe_round(pacing, plan.num_speculative_tokens, 0)
-        if step >= PROBE_INTERVAL_ROUNDS:
-            num_probes += sum(not plan.is_off for plan in plans)
+    controller, _ = measured(hits=0.0, acceptance=0.02)
+    sessions = [controller.start_session(request()) for _ in range(8)]
+    num_explorations, widest = 0, 0
+    for step in range(5 * EXPLORATION_INTERVAL_ROUNDS):
+        plans = [chosen(controller, stats, num_running=8) for stats in sessions]
+        for stats, plan in zip(sessions, plans, strict=True):
+            controller.observe_round(stats, plan.num_speculative_tokens, 0)
+        if step >= EXPLORATION_INTERVAL_ROUNDS:
+            num_explorations += sum(not plan.is_off for plan in plans)
             widest = max(widest, sum(not plan.is_off for plan in plans))
     assert widest == 1
-    assert 2 * PROBE_ROUNDS <= num_probes <= 4 * PROBE_ROUNDS
+    assert 2 * EXPLORATION_ROUNDS <= num_explorations <= 4 * EXPLORATION_ROUNDS
 
 
-def reading_policy(read_s: float) -> tuple[Policy, Pacing]:
+def unread_controller(read_s: float) -> tuple[Controller, SessionStats]:
     """Speculation pays, has been off, and the draft would have to read 224 tokens first."""
-    policy, pacing = measured(overlap="serial", acceptance=0.7)
-    policy.measured.draft.expect({1: 0.004, 224: read_s})
-    pacing.plan = Plan(0)
-    return policy, pacing
+    controller, stats = measured(overlap="serial", acceptance=0.7)
+    controller.cost_model.draft.expect({1: 0.004, 224: read_s})
+    stats.plan = Plan(0)
+    return controller, stats
 
 
 @pytest.mark.parametrize(("num_remaining", "is_off"), [(8, True), (9, False)])
 def test_speculation_is_taken_up_only_where_what_is_left_pays_for_what_the_draft_must_read(
     num_remaining: int, is_off: bool
 ) -> None:
-    policy, pacing = reading_policy(0.05)
-    best = chosen(policy, policy.pace(request()))
-    saved_s = 1 / policy.goodput(Plan(0), pacing, 1) - 1 / policy.goodput(best, pacing, 1)
+    controller, stats = unread_controller(0.05)
+    best = chosen(controller, controller.start_session(request()))
+    saved_s = 1 / controller.goodput(Plan(0), stats, 1) - 1 / controller.goodput(best, stats, 1)
     read_s = 8.5 * saved_s
-    policy, pacing = reading_policy(read_s)
-    plan = policy.plan(pacing, num_remaining=num_remaining, num_running=1, num_unread=224)
+    controller, stats = unread_controller(read_s)
+    plan = controller.plan(stats, num_remaining=num_remaining, num_running=1, num_unread=224)
     assert plan.is_off is is_off
 
 
 def test_what_the_draft_has_been_told_costs_nothing_to_take_up_again() -> None:
-    policy, pacing = reading_policy(10.0)
-    assert not policy.plan(pacing, num_remaining=8, num_running=1, num_unread=33).is_off
-    pacing.plan, pacing.rounds_to_review = Plan(0), 0
-    assert policy.plan(pacing, num_remaining=8, num_running=1, num_unread=34).is_off
+    controller, stats = unread_controller(10.0)
+    assert not controller.plan(stats, num_remaining=8, num_running=1, num_unread=33).is_off
+    stats.plan, stats.rounds_to_replan = Plan(0), 0
+    assert controller.plan(stats, num_remaining=8, num_running=1, num_unread=34).is_off
 
 
 @pytest.mark.parametrize(("read_s", "interval"), [(0.02, 256), (0.08, 800)])
 def test_a_try_is_as_rare_as_what_the_draft_must_read_for_it_is_long(read_s: float, interval: int) -> None:
-    policy, pacing = measured(overlap="serial", acceptance=0.02)
-    policy.measured.draft.expect({1: 0.004, 224: read_s})
+    controller, stats = measured(overlap="serial", acceptance=0.02)
+    controller.cost_model.draft.expect({1: 0.004, 224: read_s})
     tries = []
     for step in range(2500):
-        plan = policy.plan(pacing, num_remaining=1000, num_running=1, num_unread=224)
+        plan = controller.plan(stats, num_remaining=1000, num_running=1, num_unread=224)
         if not plan.is_off:
             tries.append(step)
-        policy.observe_round(pacing, plan.num_speculative_tokens, 0)
+        controller.observe_round(stats, plan.num_speculative_tokens, 0)
     first, *others = tries
-    distances = {later - first for later in others if later - first > PROBE_ROUNDS}
+    distances = {later - first for later in others if later - first > EXPLORATION_ROUNDS}
     assert interval <= min(distances) <= interval + 40
 
 
 def test_beside_others_that_speculate_a_session_tries_for_itself() -> None:
-    policy, busy = measured(hits=0.0, acceptance=0.02)
-    alone = policy.pace(request())
+    controller, busy = measured(hits=0.0, acceptance=0.02)
+    alone = controller.start_session(request())
     tried = 0
-    for _ in range(2 * (PROBE_INTERVAL_ROUNDS + OFF_REVIEW_ROUNDS)):
-        plan = chosen(policy, alone, num_running=2)
+    for _ in range(2 * (EXPLORATION_INTERVAL_ROUNDS + OFF_REPLAN_ROUNDS)):
+        plan = chosen(controller, alone, num_running=2)
         tried += not plan.is_off
-        policy.observe_round(alone, plan.num_speculative_tokens, 0)
-        policy.observe_round(busy, 1, 0)
-    assert tried == 2 * PROBE_ROUNDS
+        controller.observe_round(alone, plan.num_speculative_tokens, 0)
+        controller.observe_round(busy, 1, 0)
+    assert tried == 2 * EXPLORATION_ROUNDS
 
 
-def slowed(policy: Policy) -> None:
+def slowed(controller: Controller) -> None:
     """The machine takes twice as long from now on; of the target's steps those of one row say so."""
     for _ in range(60):
-        policy.measured.target.add(1, 0.040, is_overlapped=False)
+        controller.cost_model.target.add(1, 0.040, is_overlapped=False)
 
 
 def test_a_slow_machine_slows_all_ways_of_working_alike() -> None:
-    policy, pacing = measured(overlap="serial", acceptance=0.7)
+    controller, stats = measured(overlap="serial", acceptance=0.7)
     for _ in range(60):
-        policy.measured.observe_proposals([4], 0.016, 0.010)
-        policy.measured.target.add(1, 0.020, is_overlapped=False)
+        controller.cost_model.observe_proposals([4], 0.016, 0.010)
+        controller.cost_model.target.add(1, 0.020, is_overlapped=False)
     plans = (Plan(0), Plan(1), Plan(4))
-    before = [policy.goodput(plan, pacing, 1) for plan in plans]
-    patience_s = policy.patience_s()
-    slowed(policy)
-    shares = [policy.goodput(plan, pacing, 1) / fast for plan, fast in zip(plans, before, strict=True)]
+    before = [controller.goodput(plan, stats, 1) for plan in plans]
+    patience_s = budgets(controller).patience_s()
+    slowed(controller)
+    shares = [controller.goodput(plan, stats, 1) / fast for plan, fast in zip(plans, before, strict=True)]
     assert shares[0] == pytest.approx(0.5, rel=0.02)
     assert shares[1:] == pytest.approx(2 * shares[:1], rel=0.1)
-    assert patience_s is not None and (policy.patience_s() or 0.0) > 1.5 * patience_s
+    assert patience_s is not None and (budgets(controller).patience_s() or 0.0) > 1.5 * patience_s
 
 
 def test_what_the_draft_took_on_a_slow_machine_is_not_what_it_takes_on_a_fast_one() -> None:
-    slow, pacing = measured(overlap="serial", acceptance=0.7)
+    slow, stats = measured(overlap="serial", acceptance=0.7)
     fast, _ = measured(overlap="serial", acceptance=0.7)
     for _ in range(60):
-        slow.measured.target.add(1, 0.020, is_overlapped=False)
+        slow.cost_model.target.add(1, 0.020, is_overlapped=False)
     slowed(slow)
-    for policy, seconds in ((slow, 0.008), (fast, 0.004)):
+    for controller, seconds in ((slow, 0.008), (fast, 0.004)):
         for _ in range(60):
-            policy.measured.observe_proposals([4], 4 * seconds, seconds)
+            controller.cost_model.observe_proposals([4], 4 * seconds, seconds)
     for _ in range(60):
-        slow.measured.target.add(1, 0.020, is_overlapped=False)
-    assert slow.goodput(Plan(4), pacing, 1) == pytest.approx(fast.goodput(Plan(4), pacing, 1), rel=0.1)
+        slow.cost_model.target.add(1, 0.020, is_overlapped=False)
+    assert slow.goodput(Plan(4), stats, 1) == pytest.approx(fast.goodput(Plan(4), stats, 1), rel=0.1)
 
 
 @pytest.mark.parametrize(("draft_step_s", "is_off"), [(0.0090, False), (0.0098, True)])
 def test_speculation_that_promises_a_little_more_than_none_is_not_taken_up(
     draft_step_s: float, is_off: bool
 ) -> None:
-    policy, pacing = measured(overlap="serial", acceptance=0.6, draft_step_s=draft_step_s)
-    gains = [policy.goodput(Plan(k), pacing, 1) / policy.goodput(Plan(0), pacing, 1) for k in AUTO_K]
+    controller, stats = measured(overlap="serial", acceptance=0.6, draft_step_s=draft_step_s)
+    gains = [controller.goodput(Plan(k), stats, 1) / controller.goodput(Plan(0), stats, 1) for k in AUTO_K]
     assert max(gains) > 1.02
-    assert (max(gains) < MIN_GAIN) is is_off
-    pacing.plan = Plan(0)
-    assert chosen(policy, pacing).is_off is is_off
+    assert (max(gains) < MIN_SPEEDUP) is is_off
+    stats.plan = Plan(0)
+    assert chosen(controller, stats).is_off is is_off
 
 
 def test_one_session_that_tries_does_not_make_the_others_try() -> None:
-    policy, _ = measured(hits=0.0, acceptance=0.02)
-    sessions = [policy.pace(request()) for _ in range(4)]
-    for pacing in sessions:
-        pacing.rounds_off = PROBE_INTERVAL_ROUNDS
+    controller, _ = measured(hits=0.0, acceptance=0.02)
+    sessions = [controller.start_session(request()) for _ in range(4)]
+    for stats in sessions:
+        stats.rounds_off = EXPLORATION_INTERVAL_ROUNDS
     trying = sessions[0]
-    trying.plan, trying.is_probing = Plan(4), True
-    for _ in range(4 * PROBE_INTERVAL_ROUNDS):
-        policy.observe_round(sessions[1], 0, 0)
-    policy._probes.begin()
-    policy.observe_round(trying, 4, 0)
-    for pacing in sessions[1:]:
-        pacing.plan, pacing.rounds_to_review = Plan(0), 0
-        assert chosen(policy, pacing, num_running=4).is_off
+    trying.plan, trying.is_exploring = Plan(4), True
+    for _ in range(4 * EXPLORATION_INTERVAL_ROUNDS):
+        controller.observe_round(sessions[1], 0, 0)
+    controller._exploration.begin()
+    controller.observe_round(trying, 4, 0)
+    for stats in sessions[1:]:
+        stats.plan, stats.rounds_to_replan = Plan(0), 0
+        assert chosen(controller, stats, num_running=4).is_off
 
 
 def test_what_drafts_without_a_model_is_tried_by_each_session_and_reads_nothing() -> None:
-    policy, _ = measured(hits=0.0, acceptance=0.02)
-    local = policy.beside("filler", prior_acceptance=0.02)
-    local.measured.draft.expect({1: 0.004, 224: 10.0})
-    sessions = [local.pace(request()) for _ in range(4)]
+    controller, _ = measured(hits=0.0, acceptance=0.02)
+    local = controller.beside("fallback", prior_acceptance=0.02)
+    local.cost_model.draft.expect({1: 0.004, 224: 10.0})
+    sessions = [local.start_session(request()) for _ in range(4)]
     tried = 0
-    for _ in range(PROBE_INTERVAL_ROUNDS + 32):
-        for pacing in sessions:
-            plan = local.plan(pacing, num_remaining=50, num_running=4, num_unread=224)
+    for _ in range(EXPLORATION_INTERVAL_ROUNDS + 32):
+        for stats in sessions:
+            plan = local.plan(stats, num_remaining=50, num_running=4, num_unread=224)
             tried += not plan.is_off
-            local.observe_round(pacing, plan.num_speculative_tokens, 0)
-    assert tried >= 4 * PROBE_ROUNDS
-    assert local._reading_s(sessions[0]) == 0.0
+            local.observe_round(stats, plan.num_speculative_tokens, 0)
+    assert tried >= 4 * EXPLORATION_ROUNDS
+    assert local._draft_prefill_s(sessions[0]) == 0.0
 
 
-def test_speculation_returns_when_a_probe_finds_agreement() -> None:
-    policy, pacing = measured(hits=0.0, acceptance=0.02)
-    for _ in range(12 * PROBE_INTERVAL_ROUNDS):
-        k = chosen(policy, pacing).num_speculative_tokens
-        policy.observe_round(pacing, k, k)
-    assert not chosen(policy, pacing).is_off
+def test_speculation_returns_when_an_exploration_finds_agreement() -> None:
+    controller, stats = measured(hits=0.0, acceptance=0.02)
+    for _ in range(12 * EXPLORATION_INTERVAL_ROUNDS):
+        k = chosen(controller, stats).num_speculative_tokens
+        controller.observe_round(stats, k, k)
+    assert not chosen(controller, stats).is_off
 
 
 def test_never_below_098_of_plain_decoding_with_a_draft_that_is_always_wrong() -> None:
-    policy, pacing = measured(hits=0.0, acceptance=0.02, draft_step_s=0.004)
+    controller, stats = measured(hits=0.0, acceptance=0.02, draft_step_s=0.004)
     seconds = tokens = 0.0
     for _ in range(2000):
-        k = chosen(policy, pacing).num_speculative_tokens
-        policy.observe_round(pacing, k, 0)
+        k = chosen(controller, stats).num_speculative_tokens
+        controller.observe_round(stats, k, 0)
         seconds += 0.020 + 0.004 * k
         tokens += 1
     assert tokens / seconds > 0.98 / 0.020
 
 
 def test_first_plan_before_any_measurement_speculates_moderately() -> None:
-    policy = Policy(speculation_config(overlap="auto"))
-    assert chosen(policy, policy.pace(request())) == Plan(3, Overlap.ENUMERATE)
+    controller = Controller(speculation_config(overlap="auto"))
+    assert chosen(controller, controller.start_session(request())) == Plan(3, Overlap.ENUMERATE)
 
 
 def test_patience_is_unknown_before_the_first_proposal_and_follows_the_draft_after() -> None:
-    assert Policy(speculation_config()).patience_s() is None
-    policy, _ = measured(num_speculative_tokens=4, draft_step_s=0.010)
-    assert policy.patience_s() == pytest.approx(4 * (6.6 * 0.010 + 0.0002))
+    assert budgets(Controller(speculation_config())).patience_s() is None
+    controller, _ = measured(num_speculative_tokens=4, draft_step_s=0.010)
+    assert budgets(controller).patience_s() == pytest.approx(4 * (6.6 * 0.010 + 0.0002))
 
 
 def test_a_wider_fanout_is_chosen_while_it_still_hides_behind_the_target() -> None:
     chosen_widths = {}
     for draft_step_s in (0.001, 0.0028, 0.0033):
-        policy, pacing = measured(draft_step_s=draft_step_s, overlap="enumerate", num_speculative_tokens=4)
+        controller, stats = measured(draft_step_s=draft_step_s, overlap="enumerate", num_speculative_tokens=4)
         for width, hits in ((1, 55), (2, 75), (3, 84)):
             for index in range(400):
-                lookup = Lookup.HIT if index * 37 % 100 < hits else Lookup.MISS_TOKEN
-                policy.observe_lookup(Plan(4, Overlap.ENUMERATE, width), lookup)
-        chosen_widths[draft_step_s] = chosen(policy, pacing).width
+                is_hit = index * 37 % 100 < hits
+                controller.observe_lookup(Plan(4, Overlap.ENUMERATE, width), is_hit=is_hit)
+        chosen_widths[draft_step_s] = chosen(controller, stats).width
     assert chosen_widths == {0.001: 3, 0.0028: 2, 0.0033: 1}
 
 
@@ -692,25 +711,25 @@ def test_hits_before_any_lookup_are_those_of_a_trained_pair() -> None:
     assert [prior_hit_rate(width, 0.55) for width in (1, 2, 3)] == pytest.approx([0.55, 0.775, 0.865])
 
 
-def test_a_review_that_was_prepared_is_not_repeated_by_the_next_plan() -> None:
-    policy, pacing = measured(overlap="serial", acceptance=0.6)
-    prepared = chosen(policy, pacing)
-    pacing.rounds_to_review = 2
-    policy.prepare(pacing, 1)
-    assert pacing.rounds_to_review == 2
-    pacing.rounds_to_review = 1
-    policy.prepare(pacing, 1)
-    assert pacing.rounds_to_review > 1
-    left = pacing.rounds_to_review
-    assert chosen(policy, pacing) == prepared
-    assert pacing.rounds_to_review == left
+def test_a_replan_that_was_prepared_is_not_repeated_by_the_next_plan() -> None:
+    controller, stats = measured(overlap="serial", acceptance=0.6)
+    prepared = chosen(controller, stats)
+    stats.rounds_to_replan = 2
+    controller.prepare(stats, 1)
+    assert stats.rounds_to_replan == 2
+    stats.rounds_to_replan = 1
+    controller.prepare(stats, 1)
+    assert stats.rounds_to_replan > 1
+    left = stats.rounds_to_replan
+    assert chosen(controller, stats) == prepared
+    assert stats.rounds_to_replan == left
 
 
 def test_nothing_is_prepared_for_a_session_without_speculation() -> None:
-    policy = Policy(speculation_config())
-    pacing = policy.pace(request(speculation=SpeculationParams(enabled=False)))
-    policy.prepare(pacing, 1)
-    assert pacing.plan is None
+    controller = Controller(speculation_config())
+    stats = controller.start_session(request(speculation=SpeculationParams(enabled=False)))
+    controller.prepare(stats, 1)
+    assert stats.plan is None
 
 
 # Estimates
@@ -734,17 +753,17 @@ def test_outcomes_cost_what_the_draft_said_of_its_steps() -> None:
     assert widths == pytest.approx([3, 1 + 2 * 1.25, 1 + 2 * 1.5, 1 + 2 * 2.0])
 
 
-def test_what_was_measured_once_is_doubted_review_by_review() -> None:
+def test_what_was_measured_once_is_doubted_replan_by_replan() -> None:
     """A way of working that was slow when it was tried is tried again one day."""
-    policy, pacing = measured(overlap="auto", draft_step_s=0.002)
-    assert chosen(policy, pacing).overlap is Overlap.ENUMERATE
+    controller, stats = measured(overlap="auto", draft_step_s=0.002)
+    assert chosen(controller, stats).overlap is Overlap.ENUMERATE
     for _ in range(60):
         for num_branches in (1, 4, 8, 20, 40):
-            policy.measured.observe_outcomes(3, num_branches, 0.080)
+            controller.cost_model.observe_outcomes(3, num_branches, 0.080)
     ways = []
     for _ in range(100):
-        pacing.rounds_to_review = 0
-        ways.append(chosen(policy, pacing).overlap)
+        stats.rounds_to_replan = 0
+        ways.append(chosen(controller, stats).overlap)
     assert ways[0] is not Overlap.ENUMERATE
     assert ways[-1] is Overlap.ENUMERATE
 
@@ -756,11 +775,11 @@ def test_many_sessions_doubt_no_faster_than_one() -> None:
         times = OutcomesTime()
         times.add(3, 4, 0.080, step_s=0.002)
         before = times.predict(3, 4, step_s=0.002)
-        policy, pacing = measured(overlap="auto")
-        policy.measured.outcomes = times
+        controller, stats = measured(overlap="auto")
+        controller.cost_model.outcomes = times
         for _ in range(num_running):
-            pacing.rounds_to_review = 0
-            chosen(policy, pacing, num_running=num_running)
+            stats.rounds_to_replan = 0
+            chosen(controller, stats, num_running=num_running)
         left.append(times.predict(3, 4, step_s=0.002) / before)
     assert left[0] < 0.97
     assert left[1] == pytest.approx(left[0], rel=1e-2)

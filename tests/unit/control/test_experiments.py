@@ -1,4 +1,4 @@
-"""Trials: what speculation brings is held against what it promised; a simulated machine holds it to 0.98."""
+"""Experiments: measured against predicted speedup; a simulated machine holds sessions to 0.98."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ from typing import Any
 
 import pytest
 
-from specray.control.controller import Policy
+from specray.control.controller import Controller
 from specray.control.experiments import (
     FIRST_INTERVAL_STEPS,
-    LARGE_GAIN,
-    LARGE_GAIN_INTERVAL_STEPS,
+    LARGE_SPEEDUP,
+    LARGE_SPEEDUP_INTERVAL_STEPS,
     MAX_INTERVAL_STEPS,
     PLAIN_INTERVAL_STEPS,
     PLAIN_STEPS,
     SPECULATED_ROUNDS,
-    Level,
-    Trial,
-    Trials,
+    Experiment,
+    Experiments,
     Window,
-    num_steps_of,
-    size_of,
+    num_window_steps,
+    size_class,
 )
-from specray.control.mode import FIRST_REVIEW_STEPS, OFF_REVIEW_STEPS, Together
-from specray.control.state import OFF, Pacing, Plan
+from specray.control.mode import FIRST_DECISION_STEPS, OFF_DECISION_STEPS, ModeController
+from specray.control.state import OFF, Mode, Plan, SessionStats
 from specray.errors import EngineLostError
 from specray.fakes import FakeDraft, FakeTarget, NoisyGuesser, PerfectGuesser, ToyModel, VirtualClock
 from specray.fakes.engines import fake_info
@@ -46,7 +45,7 @@ from tests.unit.router.harness import (
 )
 
 NUM_RUNNING = 8
-PROMISES = {Level.FILLERS: 1.0, Level.MODEL: 1.5}
+PROMISES = {Mode.NGRAM: 1.0, Mode.MODEL: 1.5}
 
 
 # Windows and what is concluded from them
@@ -72,297 +71,309 @@ def test_a_step_that_was_disturbed_counts_as_three_ordinary_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("base", "tried", "gain"),
-    [(Level.MODEL, Level.PLAIN, math.sqrt(2 * 8)), (Level.PLAIN, Level.MODEL, 1 / math.sqrt(2 * 8))],
+    ("base", "tried", "speedup"),
+    [(Mode.MODEL, Mode.PLAIN, math.sqrt(2 * 8)), (Mode.PLAIN, Mode.MODEL, 1 / math.sqrt(2 * 8))],
 )
 def test_a_gain_is_that_of_whoever_speculates_over_what_lies_on_both_sides(
-    base: Level, tried: Level, gain: float
+    base: Mode, tried: Mode, speedup: float
 ) -> None:
-    trial = Trial(base, tried, 1.5, window((2, 1.0)), window((1, 1.0)), window((8, 1.0)), num_left=9)
-    assert trial.contender is Level.MODEL
-    assert trial.gain == pytest.approx(gain)
-    assert replace(trial, after=Window(1)).gain is None
+    experiment = Experiment(
+        base, tried, 1.5, window((2, 1.0)), window((1, 1.0)), window((8, 1.0)), num_left=9
+    )
+    assert experiment.speculating is Mode.MODEL
+    assert experiment.measured_speedup == pytest.approx(speedup)
+    assert replace(experiment, after=Window(1)).measured_speedup is None
 
 
 def test_plain_steps_tell_as_much_as_many_rounds_with_drafts() -> None:
-    assert num_steps_of(Level.PLAIN, 1) == num_steps_of(Level.MODEL, 64) == PLAIN_STEPS
-    assert num_steps_of(Level.MODEL, 1) == SPECULATED_ROUNDS
-    assert num_steps_of(Level.FILLERS, 3) == math.ceil(SPECULATED_ROUNDS / 3)
+    assert num_window_steps(Mode.PLAIN, 1) == num_window_steps(Mode.MODEL, 64) == PLAIN_STEPS
+    assert num_window_steps(Mode.MODEL, 1) == SPECULATED_ROUNDS
+    assert num_window_steps(Mode.NGRAM, 3) == math.ceil(SPECULATED_ROUNDS / 3)
 
 
 def test_numbers_of_sessions_that_are_alike_lie_around_powers_of_two() -> None:
-    assert [size_of(n) for n in (1, 2, 3, 5, 6, 11, 12, 22, 23, 45, 46, 90)] == [
+    assert [size_class(n) for n in (1, 2, 3, 5, 6, 11, 12, 22, 23, 45, 46, 90)] == [
         0, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6,
     ]  # fmt: skip
 
 
-# One trial
+# One experiment
 
 
 def steps(
-    trials: Trials, level: Level, count: int, tokens_per_s: float, num_running: int = NUM_RUNNING
+    experiments: Experiments, mode: Mode, count: int, tokens_per_s: float, num_running: int = NUM_RUNNING
 ) -> list[bool]:
     """Steps of a tenth of a second; says of each whether something has turned."""
-    return [trials.observe(level, num_running, 0.1 * tokens_per_s * num_running, 0.1) for _ in range(count)]
+    return [
+        experiments.observe(mode, num_running, 0.1 * tokens_per_s * num_running, 0.1) for _ in range(count)
+    ]
 
 
-def tried(trials: Trials, *, gain: float, promised: float = 1.5, num_running: int = NUM_RUNNING) -> None:
-    """A whole trial of plain decoding beside the model."""
-    trials.take_up(Level.MODEL, num_running)
-    size = num_steps_of(Level.MODEL, num_running)
-    promises = PROMISES | {Level.MODEL: promised}
-    steps(trials, Level.MODEL, max(size, LARGE_GAIN_INTERVAL_STEPS), gain, num_running)
-    assert trials.begin(Level.MODEL, promises, num_running) is Level.PLAIN
-    assert steps(trials, Level.PLAIN, PLAIN_STEPS, 1.0, num_running)[-1]
-    assert steps(trials, Level.MODEL, size, gain, num_running)[-1]
-    assert trials.running is None
+def tried(
+    experiments: Experiments,
+    *,
+    speedup: float,
+    predicted_speedup: float = 1.5,
+    num_running: int = NUM_RUNNING,
+) -> None:
+    """A whole experiment of plain decoding beside the model."""
+    experiments.switch_to(Mode.MODEL, num_running)
+    size = num_window_steps(Mode.MODEL, num_running)
+    promises = PROMISES | {Mode.MODEL: predicted_speedup}
+    steps(experiments, Mode.MODEL, max(size, LARGE_SPEEDUP_INTERVAL_STEPS), speedup, num_running)
+    assert experiments.begin(Mode.MODEL, promises, num_running) is Mode.PLAIN
+    assert steps(experiments, Mode.PLAIN, PLAIN_STEPS, 1.0, num_running)[-1]
+    assert steps(experiments, Mode.MODEL, size, speedup, num_running)[-1]
+    assert experiments.running is None
 
 
 def test_promises_are_believed_as_far_as_they_were_kept() -> None:
-    trials = Trials()
-    assert trials.believed(PROMISES, NUM_RUNNING) == PROMISES
-    tried(trials, gain=0.9)
-    # One trial against the quarter of one that the promise stands for.
+    experiments = Experiments()
+    assert experiments.calibrated(PROMISES, NUM_RUNNING) == PROMISES
+    tried(experiments, speedup=0.9)
+    # One experiment against the quarter of one that the promise stands for.
     factor = (0.9 / 1.5) ** (1 / 1.25)
-    believed = trials.believed(PROMISES, NUM_RUNNING)
-    assert believed == pytest.approx({Level.FILLERS: 1.0, Level.MODEL: 1.5 * factor})
-    assert trials.believed({Level.MODEL: 3.0}, NUM_RUNNING)[Level.MODEL] == pytest.approx(3 * factor)
+    calibrated = experiments.calibrated(PROMISES, NUM_RUNNING)
+    assert calibrated == pytest.approx({Mode.NGRAM: 1.0, Mode.MODEL: 1.5 * factor})
+    assert experiments.calibrated({Mode.MODEL: 3.0}, NUM_RUNNING)[Mode.MODEL] == pytest.approx(3 * factor)
     # Of other numbers of sessions nothing was seen.
-    assert trials.believed(PROMISES, 2 * NUM_RUNNING) == PROMISES
+    assert experiments.calibrated(PROMISES, 2 * NUM_RUNNING) == PROMISES
 
 
 def test_what_was_seen_long_ago_is_believed_less() -> None:
-    trials = Trials()
-    tried(trials, gain=0.9)
-    fresh = trials.believed(PROMISES, NUM_RUNNING)[Level.MODEL]
-    steps(trials, Level.PLAIN, 2048, 1.0)
-    stale = trials.believed(PROMISES, NUM_RUNNING)[Level.MODEL]
+    experiments = Experiments()
+    tried(experiments, speedup=0.9)
+    fresh = experiments.calibrated(PROMISES, NUM_RUNNING)[Mode.MODEL]
+    steps(experiments, Mode.PLAIN, 2048, 1.0)
+    stale = experiments.calibrated(PROMISES, NUM_RUNNING)[Mode.MODEL]
     assert stale == pytest.approx(1.5 * (0.9 / 1.5) ** (0.5 / (0.5 + 0.25)))
     assert fresh < stale < 1.5
 
 
-def test_a_trial_turns_there_and_back_and_the_next_is_twice_as_far_away_while_that_is_often() -> None:
-    trials = Trials()
-    trials.believed(PROMISES, NUM_RUNNING)
-    size = num_steps_of(Level.MODEL, NUM_RUNNING)
+def test_an_experiment_turns_there_and_back_and_the_next_is_twice_as_far_away_while_that_is_often() -> None:
+    experiments = Experiments()
+    experiments.calibrated(PROMISES, NUM_RUNNING)
+    size = num_window_steps(Mode.MODEL, NUM_RUNNING)
     distances = []
     for _ in range(7):
         num_steps = 0
-        while trials.begin(Level.MODEL, PROMISES, NUM_RUNNING) is None:
-            assert steps(trials, Level.MODEL, 1, 1.5) == [False]
+        while experiments.begin(Mode.MODEL, PROMISES, NUM_RUNNING) is None:
+            assert steps(experiments, Mode.MODEL, 1, 1.5) == [False]
             num_steps += 1
         distances.append(num_steps)
-        assert trials.tried is Level.PLAIN
-        turned = steps(trials, Level.PLAIN, PLAIN_STEPS, 1.0)
+        assert experiments.tried is Mode.PLAIN
+        turned = steps(experiments, Mode.PLAIN, PLAIN_STEPS, 1.0)
         assert turned == [False] * (PLAIN_STEPS - 1) + [True]
         # The other half of what it is compared with.
-        assert trials.tried is None and trials.running is not None
-        turned = steps(trials, Level.MODEL, size, 1.5)
+        assert experiments.tried is None and experiments.running is not None
+        turned = steps(experiments, Mode.MODEL, size, 1.5)
         assert turned == [False] * (size - 1) + [True]
     # Eight steps that lose a third are half a percent of 534.
     assert distances == [FIRST_INTERVAL_STEPS * 2**n for n in range(6)] + [534]
 
 
 @pytest.mark.parametrize(
-    ("promised", "distance"),
-    [(LARGE_GAIN - 0.01, FIRST_INTERVAL_STEPS), (LARGE_GAIN, LARGE_GAIN_INTERVAL_STEPS)],
+    ("predicted_speedup", "distance"),
+    [(LARGE_SPEEDUP - 0.01, FIRST_INTERVAL_STEPS), (LARGE_SPEEDUP, LARGE_SPEEDUP_INTERVAL_STEPS)],
 )
-def test_where_a_trial_would_lose_much_it_comes_later(promised: float, distance: int) -> None:
-    trials = Trials()
-    promises = PROMISES | {Level.MODEL: promised}
-    trials.believed(promises, NUM_RUNNING)
+def test_where_an_experiment_would_lose_much_it_comes_later(predicted_speedup: float, distance: int) -> None:
+    experiments = Experiments()
+    promises = PROMISES | {Mode.MODEL: predicted_speedup}
+    experiments.calibrated(promises, NUM_RUNNING)
     num_steps = 0
-    while trials.begin(Level.MODEL, promises, NUM_RUNNING) is None:
-        steps(trials, Level.MODEL, 1, 1.2)
+    while experiments.begin(Mode.MODEL, promises, NUM_RUNNING) is None:
+        steps(experiments, Mode.MODEL, 1, 1.2)
         num_steps += 1
     assert num_steps == distance
 
 
-@pytest.mark.parametrize(("gain", "interval"), [(0.9, 256), (0.75, 534), (0.5, 1600)])
-def test_from_plain_decoding_a_trial_is_as_rare_as_what_it_loses_asks_for(gain: float, interval: int) -> None:
-    trials = Trials()
-    promises = {Level.FILLERS: 0.9, Level.MODEL: 1.0}
-    kept = trials._of(Level.MODEL, NUM_RUNNING)
-    kept.weight, kept.error = 1e9, math.log(gain)
+@pytest.mark.parametrize(("speedup", "interval"), [(0.9, 256), (0.75, 534), (0.5, 1600)])
+def test_from_plain_decoding_an_experiment_is_as_rare_as_what_it_loses_asks_for(
+    speedup: float, interval: int
+) -> None:
+    experiments = Experiments()
+    promises = {Mode.NGRAM: 0.9, Mode.MODEL: 1.0}
+    kept = experiments._of(Mode.MODEL, NUM_RUNNING)
+    kept.weight, kept.error = 1e9, math.log(speedup)
     num_steps = 0
-    while trials.begin(Level.PLAIN, promises, NUM_RUNNING) is None:
-        steps(trials, Level.PLAIN, 1, 1.0)
+    while experiments.begin(Mode.PLAIN, promises, NUM_RUNNING) is None:
+        steps(experiments, Mode.PLAIN, 1, 1.0)
         num_steps += 1
         kept.num_elsewhere = 0
     assert num_steps == interval
 
 
 def test_from_plain_decoding_whoever_may_gain_is_tried_in_turns() -> None:
-    trials = Trials()
+    experiments = Experiments()
     order = []
     for _ in range(4):
         num_steps = 0
-        while (level := trials.begin(Level.PLAIN, PROMISES, NUM_RUNNING)) is None:
-            steps(trials, Level.PLAIN, 1, 1.0)
+        while (mode := experiments.begin(Mode.PLAIN, PROMISES, NUM_RUNNING)) is None:
+            steps(experiments, Mode.PLAIN, 1, 1.0)
             num_steps += 1
-        order.append(level)
-        steps(trials, level, num_steps_of(level, NUM_RUNNING), 1.0)
-        steps(trials, Level.PLAIN, PLAIN_STEPS, 1.0)
+        order.append(mode)
+        steps(experiments, mode, num_window_steps(mode, NUM_RUNNING), 1.0)
+        steps(experiments, Mode.PLAIN, PLAIN_STEPS, 1.0)
         assert num_steps <= MAX_INTERVAL_STEPS
-    assert sorted(order[:2]) == sorted(order[2:]) == [Level.FILLERS, Level.MODEL]
+    assert sorted(order[:2]) == sorted(order[2:]) == [Mode.NGRAM, Mode.MODEL]
     # Nobody who promises a loss is.
-    steps(trials, Level.PLAIN, 4 * PLAIN_INTERVAL_STEPS, 1.0)
-    assert trials.begin(Level.PLAIN, {Level.FILLERS: 0.99, Level.MODEL: 0.99}, NUM_RUNNING) is None
+    steps(experiments, Mode.PLAIN, 4 * PLAIN_INTERVAL_STEPS, 1.0)
+    assert experiments.begin(Mode.PLAIN, {Mode.NGRAM: 0.99, Mode.MODEL: 0.99}, NUM_RUNNING) is None
 
 
-def test_a_trial_waits_while_others_come_and_go_but_not_for_ever() -> None:
-    trials = Trials()
-    trials.believed(PROMISES, NUM_RUNNING)
-    steps(trials, Level.MODEL, FIRST_INTERVAL_STEPS, 1.2)
-    assert trials.begin(Level.MODEL, PROMISES, NUM_RUNNING) is Level.PLAIN
-    before = trials.believed(PROMISES, NUM_RUNNING)
-    waits = 6 * (PLAIN_STEPS + num_steps_of(Level.MODEL, NUM_RUNNING))
+def test_an_experiment_waits_while_others_come_and_go_but_not_for_ever() -> None:
+    experiments = Experiments()
+    experiments.calibrated(PROMISES, NUM_RUNNING)
+    steps(experiments, Mode.MODEL, FIRST_INTERVAL_STEPS, 1.2)
+    assert experiments.begin(Mode.MODEL, PROMISES, NUM_RUNNING) is Mode.PLAIN
+    before = experiments.calibrated(PROMISES, NUM_RUNNING)
+    waits = 6 * (PLAIN_STEPS + num_window_steps(Mode.MODEL, NUM_RUNNING))
     # Half as many sessions, and steps that show nothing.
-    turned = [trials.observe(Level.PLAIN, NUM_RUNNING // 2, 1.0, 0.1) for _ in range(waits // 2)]
-    turned += [trials.pass_by() for _ in range(waits // 2)]
+    turned = [experiments.observe(Mode.PLAIN, NUM_RUNNING // 2, 1.0, 0.1) for _ in range(waits // 2)]
+    turned += [experiments.pass_by() for _ in range(waits // 2)]
     assert turned == [False] * (waits - 1) + [True]
-    assert trials.running is None and trials.tried is None
-    assert trials.believed(PROMISES, NUM_RUNNING) == before
-    assert not trials.pass_by()
+    assert experiments.running is None and experiments.tried is None
+    assert experiments.calibrated(PROMISES, NUM_RUNNING) == before
+    assert not experiments.pass_by()
 
 
-def test_old_trials_count_for_less_and_steps_at_work_make_none_stale() -> None:
-    trials = Trials()
+def test_old_experiments_count_for_less_and_steps_at_work_make_none_stale() -> None:
+    experiments = Experiments()
     for _ in range(12):
-        tried(trials, gain=1.5)
-    kept = trials._of(Level.MODEL, NUM_RUNNING)
+        tried(experiments, speedup=1.5)
+    kept = experiments._of(Mode.MODEL, NUM_RUNNING)
     assert kept.weight == pytest.approx(8.0)
-    tried(trials, gain=0.75)
+    tried(experiments, speedup=0.75)
     assert kept.error == pytest.approx(math.log(0.5) / 8)
-    believed = trials.believed(PROMISES, NUM_RUNNING)
-    steps(trials, Level.MODEL, 3000, 1.2)
-    assert trials.believed(PROMISES, NUM_RUNNING) == believed
+    calibrated = experiments.calibrated(PROMISES, NUM_RUNNING)
+    steps(experiments, Mode.MODEL, 3000, 1.2)
+    assert experiments.calibrated(PROMISES, NUM_RUNNING) == calibrated
 
 
 def test_sessions_that_come_and_go_are_each_counted_for_what_it_had() -> None:
-    trials = Trials()
-    trials.believed(PROMISES, NUM_RUNNING)
-    steps(trials, Level.MODEL, FIRST_INTERVAL_STEPS, 1.2)
-    assert trials.begin(Level.MODEL, PROMISES, NUM_RUNNING) is Level.PLAIN
-    steps(trials, Level.PLAIN, PLAIN_STEPS, 1.0, NUM_RUNNING - 2)
-    trial = trials.running
-    steps(trials, Level.MODEL, num_steps_of(Level.MODEL, NUM_RUNNING), 1.2, NUM_RUNNING + 2)
-    assert trial is not None and trial.gain == pytest.approx(1.2)
+    experiments = Experiments()
+    experiments.calibrated(PROMISES, NUM_RUNNING)
+    steps(experiments, Mode.MODEL, FIRST_INTERVAL_STEPS, 1.2)
+    assert experiments.begin(Mode.MODEL, PROMISES, NUM_RUNNING) is Mode.PLAIN
+    steps(experiments, Mode.PLAIN, PLAIN_STEPS, 1.0, NUM_RUNNING - 2)
+    experiment = experiments.running
+    steps(experiments, Mode.MODEL, num_window_steps(Mode.MODEL, NUM_RUNNING), 1.2, NUM_RUNNING + 2)
+    assert experiment is not None and experiment.measured_speedup == pytest.approx(1.2)
 
 
-def test_a_trial_needs_steps_before_it_with_as_many_sessions() -> None:
-    trials = Trials()
+def test_an_experiment_needs_steps_before_it_with_as_many_sessions() -> None:
+    experiments = Experiments()
     for num_running in (NUM_RUNNING, 2 * NUM_RUNNING):
-        trials.believed(PROMISES, num_running)
-    steps(trials, Level.MODEL, FIRST_INTERVAL_STEPS, 1.2)
-    assert trials.begin(Level.MODEL, PROMISES, 2 * NUM_RUNNING) is None
-    trials.abandon()
-    size = num_steps_of(Level.MODEL, NUM_RUNNING)
+        experiments.calibrated(PROMISES, num_running)
+    steps(experiments, Mode.MODEL, FIRST_INTERVAL_STEPS, 1.2)
+    assert experiments.begin(Mode.MODEL, PROMISES, 2 * NUM_RUNNING) is None
+    experiments.abandon()
+    size = num_window_steps(Mode.MODEL, NUM_RUNNING)
     begun = []
     for _ in range(size):
-        begun.append(trials.begin(Level.MODEL, PROMISES, NUM_RUNNING))
-        steps(trials, Level.MODEL, 1, 1.2)
+        begun.append(experiments.begin(Mode.MODEL, PROMISES, NUM_RUNNING))
+        steps(experiments, Mode.MODEL, 1, 1.2)
     assert begun == [None] * size
-    assert trials.begin(Level.MODEL, PROMISES, NUM_RUNNING) is Level.PLAIN
+    assert experiments.begin(Mode.MODEL, PROMISES, NUM_RUNNING) is Mode.PLAIN
 
 
 # What all decide from it
 
 
 @pytest.mark.parametrize(
-    ("now", "filler", "model", "level"),
+    ("now", "fallback", "model", "mode"),
     [
-        (None, 1.0, 1.079, Level.FILLERS),
-        (None, 1.0, 1.08, Level.MODEL),
-        (Level.MODEL, 1.0, 1.03, Level.MODEL),
-        (Level.MODEL, 1.0, 1.029, Level.FILLERS),
-        (Level.MODEL, 0.99, 1.029, Level.PLAIN),
-        (Level.MODEL, 1.2, 1.17, Level.MODEL),
-        (Level.MODEL, 1.21, 1.17, Level.FILLERS),
-        (Level.FILLERS, 1.2, 1.23, Level.FILLERS),
-        (Level.FILLERS, 1.2, 1.24, Level.MODEL),
-        (Level.FILLERS, 0.99, 1.07, Level.PLAIN),
-        (Level.PLAIN, 1.029, 1.07, Level.PLAIN),
-        (Level.PLAIN, 1.03, 1.07, Level.FILLERS),
-        (Level.PLAIN, 1.0, 1.08, Level.MODEL),
+        (None, 1.0, 1.079, Mode.NGRAM),
+        (None, 1.0, 1.08, Mode.MODEL),
+        (Mode.MODEL, 1.0, 1.03, Mode.MODEL),
+        (Mode.MODEL, 1.0, 1.029, Mode.NGRAM),
+        (Mode.MODEL, 0.99, 1.029, Mode.PLAIN),
+        (Mode.MODEL, 1.2, 1.17, Mode.MODEL),
+        (Mode.MODEL, 1.21, 1.17, Mode.NGRAM),
+        (Mode.NGRAM, 1.2, 1.23, Mode.NGRAM),
+        (Mode.NGRAM, 1.2, 1.24, Mode.MODEL),
+        (Mode.NGRAM, 0.99, 1.07, Mode.PLAIN),
+        (Mode.PLAIN, 1.029, 1.07, Mode.PLAIN),
+        (Mode.PLAIN, 1.03, 1.07, Mode.NGRAM),
+        (Mode.PLAIN, 1.0, 1.08, Mode.MODEL),
     ],
 )
 def test_what_is_at_work_is_left_only_for_what_brings_a_little_more(
-    now: Level | None, filler: float, model: float, level: Level
+    now: Mode | None, fallback: float, model: float, mode: Mode
 ) -> None:
-    believed = {Level.FILLERS: filler, Level.MODEL: model}
-    assert Together(level=now)._choose(believed) is level
+    calibrated = {Mode.NGRAM: fallback, Mode.MODEL: model}
+    assert ModeController(mode=now)._choose(calibrated) is mode
 
 
-def test_a_decision_turns_begins_trials_and_ends_those_of_other_numbers() -> None:
-    together = Together()
+def test_a_decision_turns_begins_experiments_and_ends_those_of_other_numbers() -> None:
+    modes = ModeController()
     on = sessions_of(NUM_RUNNING, Plan(3))
-    together.decide(1.5, NUM_RUNNING)
-    kept = together.trials._of(Level.MODEL, NUM_RUNNING)
+    modes.decide(1.5, NUM_RUNNING)
+    kept = modes.experiments._of(Mode.MODEL, NUM_RUNNING)
     kept.interval = 4096
-    together.decide(0.9, NUM_RUNNING)
-    assert together.level is Level.FILLERS
-    together.decide(1.5, NUM_RUNNING)
+    modes.decide(0.9, NUM_RUNNING)
+    assert modes.mode is Mode.NGRAM
+    modes.decide(1.5, NUM_RUNNING)
     # It is seen soon what it brings now.
     assert kept.interval == 0
     for _ in range(2 + FIRST_INTERVAL_STEPS):
-        step_of(together, on, 0.1, 12, is_drafted=True)
-    num_turns = together.num_turns
-    together.decide(1.5, NUM_RUNNING)
-    assert together.is_trying_plain and together.num_turns == num_turns + 1
+        step_of(modes, on, 0.1, 12, is_drafted=True)
+    num_changes = modes.num_changes
+    modes.decide(1.5, NUM_RUNNING)
+    assert modes.is_trying_plain and modes.num_changes == num_changes + 1
     for _ in range(2 + PLAIN_STEPS):
-        assert together.is_trying_plain
-        step_of(together, on, 0.1, NUM_RUNNING, is_drafted=False)
-    assert not together.is_trying_plain and not together.is_due(NUM_RUNNING)
-    for _ in range(2 + num_steps_of(Level.MODEL, NUM_RUNNING)):
-        assert not together.is_due(NUM_RUNNING)
-        together.take_mean(on[0])
-        step_of(together, on, 0.1, 12, is_drafted=True)
+        assert modes.is_trying_plain
+        step_of(modes, on, 0.1, NUM_RUNNING, is_drafted=False)
+    assert not modes.is_trying_plain and not modes.is_due(NUM_RUNNING)
+    for _ in range(2 + num_window_steps(Mode.MODEL, NUM_RUNNING)):
+        assert not modes.is_due(NUM_RUNNING)
+        modes.take_mean(on[0])
+        step_of(modes, on, 0.1, 12, is_drafted=True)
     # What was tried is weighed at once.
-    assert together.is_due(NUM_RUNNING)
-    together.trials.running = Trial(
-        Level.MODEL, Level.PLAIN, 1.5, Window(8), Window(8), Window(8), num_left=9
+    assert modes.is_due(NUM_RUNNING)
+    modes.experiments.running = Experiment(
+        Mode.MODEL, Mode.PLAIN, 1.5, Window(8), Window(8), Window(8), num_left=9
     )
-    together.decide(1.5, NUM_RUNNING // 2)
-    assert together.trials.running is None
+    modes.decide(1.5, NUM_RUNNING // 2)
+    assert modes.experiments.running is None
 
 
-def test_steps_with_fillers_have_no_plan_with_the_model() -> None:
-    together = Together(level=Level.FILLERS)
+def test_steps_with_fallback_have_no_plan_with_the_model() -> None:
+    modes = ModeController(mode=Mode.NGRAM)
     mixed = [*sessions_of(3, OFF), *sessions_of(1, Plan(3))]
-    step_of(together, mixed, 0.1, 4, is_drafted=True)
-    assert together.trials._num_steps == 0
-    step_of(together, mixed[:3], 0.1, 4, is_drafted=True)
-    assert together.trials._num_steps == 1
+    step_of(modes, mixed, 0.1, 4, is_drafted=True)
+    assert modes.experiments._num_steps == 0
+    step_of(modes, mixed[:3], 0.1, 4, is_drafted=True)
+    assert modes.experiments._num_steps == 1
 
 
 def test_what_is_promised_of_many_is_of_plans_that_many_may_be_under() -> None:
-    policy = Policy(speculation_config(overlap="serial"))
+    controller = Controller(speculation_config(overlap="serial"))
     for rows in (1, 4, 32, 256):
-        policy.measured.target.add(rows, 0.020, is_overlapped=False)
-    policy.measured.observe_proposals([4], 4 * 0.0005, 0.0)
-    pacing = policy.pace(request())
-    pacing.draft_is_judge = False
+        controller.cost_model.target.add(rows, 0.020, is_overlapped=False)
+    controller.cost_model.observe_proposals([4], 4 * 0.0005, 0.0)
+    stats = controller.start_session(request())
+    stats.draft_knows_acceptance = False
     for _ in range(200):
-        pacing.acceptance.add(1, 1)
-    plain = policy.measured.plain_goodput(1)
+        stats.acceptance.add(1, 1)
+    plain = controller._goodput.plain_goodput(1)
     for num_running, longest in ((3, 16), (4, 7)):
-        gain = policy._prospects.gain(pacing, num_running)
-        assert gain == pytest.approx(policy.goodput(Plan(longest), pacing, num_running) / plain)
+        speedup = controller._goodput.speedup(stats, num_running)
+        assert speedup == pytest.approx(controller.goodput(Plan(longest), stats, num_running) / plain)
 
 
 def step_of(
-    together: Together,
-    sessions: list[Pacing],
+    modes: ModeController,
+    sessions: list[SessionStats],
     seconds: float | None,
     num_tokens: int,
     *,
     is_drafted: bool,
     is_reading: bool = False,
 ) -> None:
-    for pacing in sessions:
-        together.add(pacing, is_drafted=is_drafted)
-    together.end_step(
+    for stats in sessions:
+        modes.add(stats, is_drafted=is_drafted)
+    modes.end_step(
         seconds,
         is_reading=is_reading,
         num_sessions=len(sessions),
@@ -371,17 +382,17 @@ def step_of(
     )
 
 
-def sessions_of(num_running: int, plan: Plan) -> list[Pacing]:
-    policy = Policy(speculation_config())
-    sessions = [policy.pace(request(f"r{index}")) for index in range(num_running)]
-    for pacing in sessions:
-        pacing.plan = plan
+def sessions_of(num_running: int, plan: Plan) -> list[SessionStats]:
+    controller = Controller(speculation_config())
+    sessions = [controller.start_session(request(f"r{index}")) for index in range(num_running)]
+    for stats in sessions:
+        stats.plan = plan
     return sessions
 
 
 @pytest.mark.parametrize("num_running", [1, 8, 64])
 @pytest.mark.parametrize(
-    ("promised", "model", "filler"),
+    ("predicted_speedup", "model", "fallback"),
     [
         (1.4, 0.7, 0.9),
         (1.4, 0.95, 1.0),
@@ -394,47 +405,47 @@ def sessions_of(num_running: int, plan: Plan) -> list[Pacing]:
     ],
 )
 def test_whatever_was_promised_all_work_about_as_fast_as_the_best_way(
-    promised: float, model: float, filler: float, num_running: int
+    predicted_speedup: float, model: float, fallback: float, num_running: int
 ) -> None:
     """A machine whose own speed wanders by a third; tokens of a round with drafts are left to chance."""
-    chance = random.Random(f"{promised} {model} {filler} {num_running}")
-    gains = {Level.PLAIN: 1.0, Level.FILLERS: filler, Level.MODEL: model}
-    together = Together()
+    chance = random.Random(f"{predicted_speedup} {model} {fallback} {num_running}")
+    speedups = {Mode.PLAIN: 1.0, Mode.NGRAM: fallback, Mode.MODEL: model}
+    modes = ModeController()
     tokens, best = [0.0, 0.0], [0.0, 0.0]
     num_first, num_steps = 1200, 6000
     on, off = sessions_of(num_running, Plan(3)), sessions_of(num_running, OFF)
     for step in range(num_steps):
-        if together.is_due(num_running):
-            together.take_mean(off[0])
-            together.decide(promised, num_running)
-        level = together.trials.tried
-        level = together.level if level is None else level
-        assert level is not None
-        sessions = on if together.is_on else off
+        if modes.is_due(num_running):
+            modes.take_mean(off[0])
+            modes.decide(predicted_speedup, num_running)
+        mode = modes.experiments.tried
+        mode = modes.mode if mode is None else mode
+        assert mode is not None
+        sessions = on if modes.uses_model else off
         pace = 1 + 0.3 * math.sin(step / 300) + chance.uniform(-0.05, 0.05)
-        per_round = 1.0 if level is Level.PLAIN else 2.0
+        per_round = 1.0 if mode is Mode.PLAIN else 2.0
         num_tokens = sum(chance.choice((0.5, 1.5)) * per_round for _ in range(num_running))
-        num_tokens = num_running if level is Level.PLAIN else num_tokens
-        took = pace * per_round / gains[level]
-        step_of(together, sessions, took, num_tokens, is_drafted=level > Level.PLAIN)
+        num_tokens = num_running if mode is Mode.PLAIN else num_tokens
+        took = pace * per_round / speedups[mode]
+        step_of(modes, sessions, took, num_tokens, is_drafted=mode > Mode.PLAIN)
         is_late = step >= num_first
         tokens[is_late] += num_tokens / num_running
-        best[is_late] += took / pace * max(gains.values())
+        best[is_late] += took / pace * max(speedups.values())
     assert tokens[True] > 0.975 * best[True]
     # What is not known yet must be seen first.
     assert sum(tokens) > 0.94 * sum(best)
 
 
 def test_steps_that_show_nothing_are_passed_by() -> None:
-    together = Together()
+    modes = ModeController()
     on, off = sessions_of(4, Plan(3)), sessions_of(4, OFF)
-    together.decide(1.5, 4)
-    assert together.level is Level.MODEL
+    modes.decide(1.5, 4)
+    assert modes.mode is Mode.MODEL
 
-    def seen(sessions: list[Pacing], seconds: float | None = 0.1, **options: bool) -> bool:
-        before = together.trials._num_steps
-        step_of(together, sessions, seconds, 8, **({"is_drafted": True} | options))
-        return together.trials._num_steps > before
+    def seen(sessions: list[SessionStats], seconds: float | None = 0.1, **options: bool) -> bool:
+        before = modes.experiments._num_steps
+        step_of(modes, sessions, seconds, 8, **({"is_drafted": True} | options))
+        return modes.experiments._num_steps > before
 
     # After a turn two steps are left aside, and those in which the draft catches up.
     assert not seen(on, is_reading=True)
@@ -447,84 +458,84 @@ def test_steps_that_show_nothing_are_passed_by() -> None:
     assert not seen([*on[:3], off[0]])
     # Its draft is not there.
     assert not seen(on, is_drafted=False)
-    on[0].is_probing = True
+    on[0].is_exploring = True
     assert not seen(on)
 
 
 def test_plain_steps_have_no_draft_tokens_and_no_reading() -> None:
-    together = Together(level=Level.PLAIN)
+    modes = ModeController(mode=Mode.PLAIN)
     off = sessions_of(4, OFF)
 
     def seen(**options: bool) -> bool:
-        before = together.trials._num_steps
-        step_of(together, off, 0.1, 4, **({"is_drafted": False} | options))
-        return together.trials._num_steps > before
+        before = modes.experiments._num_steps
+        step_of(modes, off, 0.1, 4, **({"is_drafted": False} | options))
+        return modes.experiments._num_steps > before
 
     assert seen()
     assert not seen(is_drafted=True)
     assert not seen(is_reading=True)
-    assert together.is_plain and together.is_on is False
+    assert modes.is_plain and modes.uses_model is False
 
 
 def test_plans_stand_while_none_is_tried_and_are_chosen_anew_when_the_model_is() -> None:
-    together = Together()
-    together.decide(1.5, 8)
-    num_turns = together.num_turns
-    together.trials.running = Trial(
-        Level.MODEL, Level.PLAIN, 1.5, Window(8), Window(8), Window(8), num_left=9
+    modes = ModeController()
+    modes.decide(1.5, 8)
+    num_changes = modes.num_changes
+    modes.experiments.running = Experiment(
+        Mode.MODEL, Mode.PLAIN, 1.5, Window(8), Window(8), Window(8), num_left=9
     )
-    assert together.is_on and together.is_plain and together.is_trying_plain
+    assert modes.uses_model and modes.is_plain and modes.is_trying_plain
     # Nothing is decided meanwhile, unless about half as many run.
-    together._num_rounds = 10_000
-    assert not together.is_due(8)
-    assert together.is_due(4)
-    together.level = Level.PLAIN
-    together.trials.running = Trial(
-        Level.PLAIN, Level.MODEL, 1.5, Window(8), Window(8), Window(8), num_left=9
+    modes._num_rounds = 10_000
+    assert not modes.is_due(8)
+    assert modes.is_due(4)
+    modes.mode = Mode.PLAIN
+    modes.experiments.running = Experiment(
+        Mode.PLAIN, Mode.MODEL, 1.5, Window(8), Window(8), Window(8), num_left=9
     )
-    assert together.is_on and not together.is_plain and not together.is_trying_plain
-    assert together.num_turns == num_turns
+    assert modes.uses_model and not modes.is_plain and not modes.is_trying_plain
+    assert modes.num_changes == num_changes
 
 
 def test_without_the_model_decisions_become_rare_until_a_session_has_tried_it() -> None:
-    together = Together()
-    (pacing,) = sessions_of(1, OFF)
+    modes = ModeController()
+    (stats,) = sessions_of(1, OFF)
     lengths = []
     for _ in range(5):
-        together.decide(0.5, 1)
+        modes.decide(0.5, 1)
         num_rounds = 0
-        while not together.is_due(1):
-            together.add(pacing)
+        while not modes.is_due(1):
+            modes.add(stats)
             num_rounds += 1
-        together.take_mean(pacing)
+        modes.take_mean(stats)
         lengths.append(num_rounds)
-    assert lengths == [FIRST_REVIEW_STEPS, 16, 64, OFF_REVIEW_STEPS, OFF_REVIEW_STEPS]
-    together.decide(0.5, 1)
+    assert lengths == [FIRST_DECISION_STEPS, 16, 64, OFF_DECISION_STEPS, OFF_DECISION_STEPS]
+    modes.decide(0.5, 1)
     for _ in range(20):
-        together.add(pacing)
-    assert not together.is_due(1)
-    pacing.is_probing = True
-    together.add(pacing)
-    assert together.is_due(1)
+        modes.add(stats)
+    assert not modes.is_due(1)
+    stats.is_exploring = True
+    modes.add(stats)
+    assert modes.is_due(1)
 
 
-def test_a_trial_does_not_wait_for_a_decision_that_is_far_away() -> None:
-    together = Together()
+def test_an_experiment_does_not_wait_for_a_decision_that_is_far_away() -> None:
+    modes = ModeController()
     off = sessions_of(NUM_RUNNING, OFF)
     for _ in range(4):
-        # Decisions are for 4, 16, 64 and 128 steps.
-        together.decide(0.5, NUM_RUNNING)
-    assert together.level is Level.FILLERS
+        # ControlObserver are for 4, 16, 64 and 128 steps.
+        modes.decide(0.5, NUM_RUNNING)
+    assert modes.mode is Mode.NGRAM
     num_steps = 0
-    while not together.is_due(NUM_RUNNING):
-        step_of(together, off, 0.1, NUM_RUNNING, is_drafted=True)
+    while not modes.is_due(NUM_RUNNING):
+        step_of(modes, off, 0.1, NUM_RUNNING, is_drafted=True)
         num_steps += 1
     assert num_steps == 2 + FIRST_INTERVAL_STEPS
-    together.take_mean(off[0])
-    together.decide(0.5, NUM_RUNNING)
-    assert together.is_trying_plain and not together.is_due(NUM_RUNNING)
-    # With others beside them they are not as many as the trial would be of.
-    other = Together()
+    modes.take_mean(off[0])
+    modes.decide(0.5, NUM_RUNNING)
+    assert modes.is_trying_plain and not modes.is_due(NUM_RUNNING)
+    # With others beside them they are not as many as the experiment would be of.
+    other = ModeController()
     other.decide(0.5, NUM_RUNNING)
     for _ in range(FIRST_INTERVAL_STEPS + 2):
         other.take_mean(off[0])
@@ -538,10 +549,10 @@ def test_a_trial_does_not_wait_for_a_decision_that_is_far_away() -> None:
 # What the router does then
 
 
-def test_where_all_decode_plainly_nobody_has_fillers_but_who_asked_for_them(
+def test_where_all_decode_plainly_nobody_has_fallback_but_who_asked_for_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Together, "is_plain", property(lambda self: True))
+    monkeypatch.setattr(ModeController, "is_plain", property(lambda self: True))
     # It goes round in a circle, and so does what is looked up.
     circle = ToyModel(vocab_size=8, context_len=1)
 
@@ -551,7 +562,7 @@ def test_where_all_decode_plainly_nobody_has_fillers_but_who_asked_for_them(
         raise EngineLostError("no draft")
 
     async def num_rounds(make_drafter: Any = None, **speculation: DraftKind) -> float:
-        options: dict[str, Any] = {"make_drafter": make_drafter, "filler": "ngram", "overlap": "serial"}
+        options: dict[str, Any] = {"make_drafter": make_drafter, "fallback": "ngram", "overlap": "serial"}
         async with serving(clock, target=target, num_speculative_tokens="auto", **options) as pair:
             wanted = SpeculationParams(**speculation)
             given = request("a", max_tokens=60, speculation=wanted)
@@ -561,10 +572,10 @@ def test_where_all_decode_plainly_nobody_has_fillers_but_who_asked_for_them(
 
     clock = VirtualClock()
     # With the draft model there are its tokens alone; here it is asked next to nothing.
-    monkeypatch.setattr(Policy, "plan", lambda *_, **__: OFF)
+    monkeypatch.setattr(Controller, "plan", lambda *_, **__: OFF)
     assert clock.run(num_rounds()) == 60
     monkeypatch.undo()
-    monkeypatch.setattr(Together, "is_plain", property(lambda self: True))
+    monkeypatch.setattr(ModeController, "is_plain", property(lambda self: True))
     clock = VirtualClock()
     assert clock.run(num_rounds(draft=DraftKind.NGRAM)) < 15
     # Without a draft nothing is decided, and nothing tried.
@@ -572,25 +583,25 @@ def test_where_all_decode_plainly_nobody_has_fillers_but_who_asked_for_them(
     assert clock.run(num_rounds(no_draft)) < 15
 
 
-def test_a_session_with_a_filler_is_one_with_draft_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_with_a_fallback_uses_modele_with_draft_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
-    add = Together.add
+    add = ModeController.add
 
-    def noted(self: Together, pacing: Pacing, *, is_drafted: bool = False) -> None:
+    def noted(self: ModeController, stats: SessionStats, *, is_drafted: bool = False) -> None:
         seen.append(is_drafted)
-        add(self, pacing, is_drafted=is_drafted)
+        add(self, stats, is_drafted=is_drafted)
 
-    monkeypatch.setattr(Together, "add", noted)
+    monkeypatch.setattr(ModeController, "add", noted)
     circle = ToyModel(vocab_size=8, context_len=1)
     target = FakeTarget(circle, info=fake_info("target", vocab_size=64))
     clock = VirtualClock()
 
     async def main() -> tuple[float, float]:
-        async with serving(clock, target=target, filler="ngram", overlap="serial") as pair:
+        async with serving(clock, target=target, fallback="ngram", overlap="serial") as pair:
             await pair.router.complete(request("a", max_tokens=60))
             names = ("specray_spec_decode_num_drafts_by_source_total",)
             return tuple(
-                sum(pair.counted(name, source=source) for name in names) for source in ("filler", "model")
+                sum(pair.counted(name, source=source) for name in names) for source in ("fallback", "model")
             )
 
     num_filled, num_modelled = clock.run(main())
@@ -603,7 +614,7 @@ def test_a_session_with_a_filler_is_one_with_draft_tokens(monkeypatch: pytest.Mo
 def test_while_plain_decoding_is_tried_nothing_is_asked_of_the_draft_but_for_a_fixed_k(
     overlap: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Together, "is_trying_plain", property(lambda self: True))
+    monkeypatch.setattr(ModeController, "is_trying_plain", property(lambda self: True))
 
     async def draft_steps(wanted: SpeculationParams) -> int:
         async with serving(clock, overlap=overlap) as pair:
@@ -617,33 +628,33 @@ def test_while_plain_decoding_is_tried_nothing_is_asked_of_the_draft_but_for_a_f
     assert clock.run(draft_steps(SpeculationParams(num_speculative_tokens=2))) > 10
 
 
-def test_a_trial_does_not_wait_for_a_session_that_came_meanwhile_to_end() -> None:
+def test_an_experiment_does_not_wait_for_a_session_that_came_meanwhile_to_end() -> None:
     """A session at a time: plain decoding is tried while one ends and the next, which is long, begins."""
     clock = VirtualClock()
 
     async def main() -> float:
         draft = fake_draft(PerfectGuesser(MODEL))
         async with serving(clock, draft=draft, overlap="serial") as pair:
-            together = pair.router._policy.together
+            modes = pair.router._controller.modes
             lengths = iter(range(40, 400))
-            while not together.is_trying_plain:
+            while not modes.is_trying_plain:
                 await pair.router.complete(request("short", max_tokens=next(lengths)))
             before = pair.counted("specray_rounds_total")
             await pair.router.complete(request("long", max_tokens=300))
-            assert not together.is_trying_plain
+            assert not modes.is_trying_plain
             return pair.counted("specray_rounds_total") - before
 
-    # The rest of the trial and its unsettled steps, then three tokens and more a round.
+    # The rest of the experiment and its unsettled steps, then three tokens and more a round.
     assert clock.run(main()) < PLAIN_STEPS + 2 + 100
 
 
 def test_a_steps_tokens_and_time_are_those_since_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[float | None, bool, int, int, int]] = []
 
-    def end_step(self: Together, seconds: float | None, **step: int) -> None:
+    def end_step(self: ModeController, seconds: float | None, **step: int) -> None:
         seen.append((seconds, bool(step["is_reading"]), *list(step.values())[1:]))
 
-    monkeypatch.setattr(Together, "end_step", end_step)
+    monkeypatch.setattr(ModeController, "end_step", end_step)
     clock = VirtualClock()
 
     async def main() -> None:
@@ -671,10 +682,10 @@ def test_steps_with_prompts_show_nothing_and_those_beside_which_the_draft_reads_
 ) -> None:
     seen: list[tuple[bool, bool]] = []
 
-    def end_step(self: Together, seconds: float | None, *, is_reading: bool, **_: int) -> None:
+    def end_step(self: ModeController, seconds: float | None, *, is_reading: bool, **_: int) -> None:
         seen.append((seconds is None, is_reading))
 
-    monkeypatch.setattr(Together, "end_step", end_step)
+    monkeypatch.setattr(ModeController, "end_step", end_step)
     clock = VirtualClock()
 
     async def main() -> None:

@@ -9,16 +9,22 @@ from typing import Any
 
 import pytest
 
-from specray.control.controller import Policy
-from specray.control.cost_model import HANDLING_S
+from specray.control.controller import Controller
+from specray.control.cost_model import TargetTimes
 from specray.control.estimators import Average, OutcomesTime, TimeTable
-from specray.control.expected import expected_drafts, expected_steps, expected_tokens
-from specray.control.prospects import ANY_K, AUTO_K
+from specray.control.goodput import (
+    ANY_K,
+    AUTO_K,
+    HANDLING_S,
+    expected_drafts,
+    expected_steps,
+    expected_tokens,
+)
 from specray.control.state import OFF, Plan
-from specray.control.target_times import TargetTimes
 from specray.fakes import LocalVerifier, VirtualClock
 from specray.requests import SpeculationParams
-from specray.router.trace import Planned, decode_trace
+from specray.router.proposers.budgets import Budgets
+from specray.router.trace import Planned, VerdictReceived, decode_trace
 from specray.router.transport.links import measure_round_trip
 from specray.types import EngineInfo, StepTime
 from tests.unit.router.harness import (
@@ -30,6 +36,10 @@ from tests.unit.router.harness import (
     serving,
     speculation_config,
 )
+
+
+def budgets(controller: Controller) -> Budgets:
+    return Budgets(controller.cost_model, max_k=controller.max_k)
 
 
 def times(*pairs: tuple[int, float]) -> tuple[StepTime, ...]:
@@ -204,15 +214,17 @@ def test_outcomes_cost_what_the_draft_says_of_several_lines() -> None:
 # What is chosen from it
 
 
-def expecting(target: Sequence[StepTime], draft: Sequence[StepTime], *, round_trip_s: float = 0.0) -> Policy:
-    policy = Policy(speculation_config(overlap="serial"))
-    policy.measured.expect_target(target, 0.0)
-    policy.measured.expect_draft(draft, round_trip_s)
-    return policy
+def expecting(
+    target: Sequence[StepTime], draft: Sequence[StepTime], *, round_trip_s: float = 0.0
+) -> Controller:
+    controller = Controller(speculation_config(overlap="serial"))
+    controller.cost_model.expect_target(target, 0.0)
+    controller.cost_model.expect_draft(draft, round_trip_s)
+    return controller
 
 
-def first_plan(policy: Policy, *, num_running: int = 1) -> Plan:
-    return policy.plan(policy.pace(request()), num_remaining=100, num_running=num_running)
+def first_plan(controller: Controller, *, num_running: int = 1) -> Plan:
+    return controller.plan(controller.start_session(request()), num_remaining=100, num_running=num_running)
 
 
 def num_draft_steps(k: int) -> float:
@@ -226,21 +238,23 @@ def num_any_steps() -> float:
 
 
 def test_first_plan_is_the_optimum_of_what_the_engines_say() -> None:
-    policy = expecting(times((1, 0.010), (64, 0.010)), times((1, 0.0005), (2, 0.0005)), round_trip_s=0.010)
+    controller = expecting(
+        times((1, 0.010), (64, 0.010)), times((1, 0.0005), (2, 0.0005)), round_trip_s=0.010
+    )
 
     def goodput(k: int) -> float:
         return expected_tokens(0.7, k, 0.95) / (0.010 + 0.0005 * num_draft_steps(k) + 0.010 + HANDLING_S)
 
-    # 8 draft tokens are believed, and of them as many as are accepted for each that is not at 0.7.
+    # 8 draft tokens are expected, and of them as many as are accepted for each that is not at 0.7.
     any_k = (1 + 0.7 / 0.3) / (0.010 + 0.0005 * num_any_steps() + 0.010 + HANDLING_S)
     assert any_k > max(goodput(k) for k in AUTO_K)
-    assert first_plan(policy) == Plan(ANY_K)
-    pacing = policy.pace(request())
-    assert policy.goodput(Plan(ANY_K), pacing, 1) == pytest.approx(any_k)
+    assert first_plan(controller) == Plan(ANY_K)
+    stats = controller.start_session(request())
+    assert controller.goodput(Plan(ANY_K), stats, 1) == pytest.approx(any_k)
     for k in AUTO_K:
-        assert policy.goodput(Plan(k), pacing, 1) == pytest.approx(goodput(k))
-    assert policy.goodput(OFF, pacing, 1) == pytest.approx(100.0)
-    assert policy.patience_s() == pytest.approx(4 * (32 * 0.0005 + 0.010))
+        assert controller.goodput(Plan(k), stats, 1) == pytest.approx(goodput(k))
+    assert controller.goodput(OFF, stats, 1) == pytest.approx(100.0)
+    assert budgets(controller).patience_s() == pytest.approx(4 * (32 * 0.0005 + 0.010))
 
 
 def test_first_plan_is_none_with_a_draft_slower_than_the_target() -> None:
@@ -248,8 +262,8 @@ def test_first_plan_is_none_with_a_draft_slower_than_the_target() -> None:
 
 
 def test_first_plan_is_none_where_rows_are_dear() -> None:
-    policy = expecting(times((1, 0.010), (8, 0.060), (64, 0.500)), times((1, 0.0005)))
-    assert first_plan(policy, num_running=16) == OFF
+    controller = expecting(times((1, 0.010), (8, 0.060), (64, 0.500)), times((1, 0.0005)))
+    assert first_plan(controller, num_running=16) == OFF
 
 
 def test_first_plan_of_many_sessions_counts_what_drafting_for_all_takes() -> None:
@@ -263,9 +277,9 @@ def test_first_plan_of_many_sessions_counts_what_drafting_for_all_takes() -> Non
 
 
 def test_way_to_the_target_is_part_of_its_steps() -> None:
-    policy = Policy(speculation_config())
-    policy.measured.expect_target(times((1, 0.010)), 0.004)
-    assert policy.verify_s(1, 1) == pytest.approx(0.014)
+    controller = Controller(speculation_config())
+    controller.cost_model.expect_target(times((1, 0.010)), 0.004)
+    assert controller.cost_model.usual_verify_s(1, 1) == pytest.approx(0.014)
 
 
 def test_router_takes_the_engines_at_their_word_when_it_connects() -> None:
@@ -285,7 +299,13 @@ def test_router_takes_the_engines_at_their_word_when_it_connects() -> None:
             text = await pair.router.metrics_text()
             assert 'specray_step_time_seconds{engine="target",rows="64"} 0.02' in text
             assert 'specray_step_time_seconds{engine="draft",rows="1"} 0.0005' in text
-            assert pair.counted("specray_plans_total", overlap="serial", num_speculative_tokens="32") >= 1
+            events = decode_trace(await pair.router.trace_text() or "")
+            verdicts = [event for event in events if isinstance(event, VerdictReceived)]
+            assert [verdict.reason for verdict in verdicts] == [
+                "prefill",
+                *["profitable"] * (len(verdicts) - 2),
+                "last_token",
+            ]
 
     run(clock, main())
 

@@ -1,4 +1,4 @@
-"""Prompt lookup: what is proposed, and that the index finds what a scan of all tokens finds."""
+"""N-gram proposer: proposals, and equality of the index with a scan of all tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specray.drafting import LONG_MATCH_LEN, NgramProposer, SuffixProposer
 def proposed(
     tokens: Sequence[int], k: int, *, min_len: int = 2, max_len: int = 4, chunk: int = 100
 ) -> tuple[int, ...]:
-    """What is proposed after ``tokens``, given in chunks."""
+    """Proposal after ``tokens``, which are given in chunks."""
     proposer = NgramProposer(min_len=min_len, max_len=max_len)
     for start in range(0, len(tokens), chunk):
         proposer.extend(tokens[start : start + chunk])
@@ -23,7 +23,7 @@ def proposed(
 
 
 def rescanned(tokens: Sequence[int], k: int, min_len: int, max_len: int) -> tuple[int, ...]:
-    """The definition: longest match first, then the latest; a period is gone through again."""
+    """Reference by scanning: the longest match, then the latest; a period is repeated."""
     for length in range(min(max_len, len(tokens) - 1), min_len - 1, -1):
         last = tuple(tokens[len(tokens) - length :])
         for end in range(len(tokens) - 1, length - 1, -1):
@@ -44,13 +44,13 @@ def rescanned(tokens: Sequence[int], k: int, min_len: int, max_len: int) -> tupl
         ([1, 2, 3, 9, 1, 2], 3, (3, 9, 1)),
         ([1, 2, 3, 9, 1, 2], 1, (3,)),
         ([1, 2, 3, 9, 1, 2], 0, ()),
-        # One token alone is no match.
+        # A single token is not a match.
         ([1, 2, 3, 9, 1], 3, ()),
         # Of two places the later one counts,
         ([1, 2, 7, 1, 2, 8, 1, 2], 1, (8,)),
         # but a longer match counts more than a later one.
         ([6, 1, 2, 7, 5, 1, 2, 8, 6, 1, 2], 1, (7,)),
-        # A match so near that nothing else follows: the period goes on.
+        # A match so near that nothing else follows: the period is repeated.
         ([4, 4, 4], 5, (4, 4, 4, 4, 4)),
         ([1, 2, 1, 2, 1], 5, (2, 1, 2, 1, 2)),
     ],

@@ -25,7 +25,7 @@ def indexed(texts: Sequence[Sequence[int]], max_depth: int = 56) -> SuffixIndex:
 
 
 def places(texts: Sequence[Sequence[int]], string: Sequence[int]) -> list[int]:
-    """Where ``string`` ends, in tokens of all texts before."""
+    """End positions of ``string``, in tokens over all texts."""
     ends, before = [], 0
     for text in texts:
         for end in range(len(string), len(text) + 1):
@@ -142,7 +142,7 @@ def test_proposal_scores_what_a_brute_force_scores(
 
 
 def _followed(texts: Sequence[Sequence[int]], text: Sequence[int], path: Sequence[int], length: int) -> float:
-    """Expected accepted tokens of ``path`` after the last ``length`` tokens; 0 where it never followed."""
+    """Expected accepted tokens of ``path`` after the last ``length`` tokens; 0 if it never followed."""
     string, prob, score = list(text[len(text) - length :]), 1.0, 0.0
     for token in path:
         num_before, num_after = len(places(texts, string)), len(places(texts, [*string, token]))

@@ -17,7 +17,7 @@ from specray.engine.attention.mask import Visibility
 from specray.engine.draft import DraftEngine
 from specray.engine.runner.inputs import SequenceInput
 from specray.engine.sampling.noise import NoiseSource
-from specray.engine.sampling.processors import RowGroup, process_logits
+from specray.engine.sampling.processors import process_logits
 from specray.engine.sampling.verify import add_draw_noise
 from specray.engine.step import ForwardOutput
 from specray.engine.target import TargetEngine
@@ -32,6 +32,7 @@ from specray.types import (
     Verdict,
     VerifyItem,
 )
+from tests.unit.engine.sampling.rows import row_group
 
 VOCAB_SIZE = 23
 NUM_ROWS = 1021
@@ -182,7 +183,7 @@ def target_only(
     token_ids = list(prompt)
     for _ in range(num_tokens):
         row = logits(token_ids)[None]
-        group = RowGroup(sampling, token_ids, 1)
+        group = row_group(sampling, token_ids, 1)
         noise = NoiseSource(row.shape[1], CPU, max_cached_bytes=0)
         token_ids.append(int(add_draw_noise(process_logits(row, [group]), [group], noise).argmax()))
     return token_ids[len(prompt) :]

@@ -1,4 +1,4 @@
-"""The fakes keep the protocol themselves, so that what passes against them means something."""
+"""The fakes follow the protocol, so that tests against them are meaningful."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counters and histograms of our own look to Prometheus like those of its client."""
+"""Fast counters and histograms export the same text as prometheus_client's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specray.metrics import counters as counts
 
 
 def text(registry: CollectorRegistry) -> str:
-    """What is exposed, without the times at which the client's own metrics were made."""
+    """Exported text, without the creation times of the client's own metrics."""
     lines = generate_latest(registry).decode().splitlines()
     return "\n".join(line for line in lines if "_created" not in line)
 

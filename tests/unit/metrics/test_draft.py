@@ -1,4 +1,4 @@
-"""What a Draft replica shows of itself."""
+"""Metrics of a Draft replica."""
 
 from __future__ import annotations
 

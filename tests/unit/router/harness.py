@@ -129,7 +129,7 @@ async def serving(
     draft_on_demand = options.pop("draft_on_demand", False)
     tracer = options.pop("tracer", None)
     # Most tests count what the draft model does.
-    options.setdefault("filler", "none")
+    options.setdefault("fallback", "none")
     router = Router(
         verifier or LocalVerifier(target, clock),
         source if has_draft_model else None,

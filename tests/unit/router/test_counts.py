@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from specray.control.controller import Policy
-from specray.control.state import OFF
+from specray.control.controller import Controller
+from specray.control.state import OFF, OFF_BY_REASON, Reason
 from specray.fakes import NoisyGuesser, VirtualClock
 from specray.requests import SpeculationParams
 from specray.router.session import Session
@@ -30,6 +30,21 @@ def total(pair: Pair, name: str) -> float:
     return sum(sample.value for family in families for sample in family.samples if sample.name == name)
 
 
+def plans(pair: Pair) -> dict[tuple[str, str, str], float]:
+    """Verdicts by (overlap, K, reason) of their round's plan."""
+    families = [family for family in pair.router.metrics.registry.collect() if family.name == "specray_plans"]
+    return {
+        (
+            sample.labels["overlap"],
+            sample.labels["num_speculative_tokens"],
+            sample.labels["reason"],
+        ): sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == "specray_plans_total"
+    }
+
+
 def test_every_token_is_counted_once_and_every_verdict_under_its_plan() -> None:
     clock = VirtualClock()
 
@@ -46,7 +61,13 @@ def test_every_token_is_counted_once_and_every_verdict_under_its_plan() -> None:
             rounds = pair.counted("specray_rounds_total")
             assert 6 < rounds < 24
             assert total(pair, "specray_plans_total") == rounds
-            assert pair.counted("specray_plans_total", overlap="serial", num_speculative_tokens="3") == rounds
+            # Of the last rounds one may have one draft token and one none: no more tokens are wanted.
+            assert plans(pair) == {
+                ("off", "0", "prefill"): 1,
+                ("serial", "3", "fixed"): rounds - 3,
+                ("serial", "1", "fixed"): 1,
+                ("off", "0", "last_token"): 1,
+            }
             # The first verdict, of the prompt, is no round of draft and target.
             assert pair.counted("specray_round_overhead_seconds_count") == rounds - 1
 
@@ -63,14 +84,13 @@ def test_verdicts_without_speculation_are_counted_under_their_plan() -> None:
         async with serving(clock, target=target, draft=draft, overlap="serial") as pair:
             await pair.router.complete(request(max_tokens=100))
             await pair.settle()
-            off = pair.counted("specray_plans_total", overlap="off", num_speculative_tokens="0")
-            assert off > 50
+            assert plans(pair)["off", "0", "unprofitable"] > 50
             assert total(pair, "specray_plans_total") == pair.counted("specray_rounds_total")
 
     run(clock, main())
 
 
-def test_a_review_is_prepared_with_what_the_session_has_before_it_and_the_draft_was_not_told(
+def test_a_replan_is_prepared_with_what_the_session_has_before_it_and_the_draft_was_not_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = VirtualClock()
@@ -78,18 +98,18 @@ def test_a_review_is_prepared_with_what_the_session_has_before_it_and_the_draft_
 
     async def main() -> None:
         async with serving(clock, overlap="serial") as pair:
-            policy, running = pair.router._policy, pair.router._sessions.running
-            prepare = policy.prepare
+            controller, running = pair.router._controller, pair.router._sessions.running
+            prepare = controller.prepare
 
-            def record(pacing: Any, num_running: int, **options: Any) -> None:
-                live = running.get(pacing.request_id)
+            def record(stats: Any, num_running: int, **options: Any) -> None:
+                live = running.get(stats.request_id)
                 if live is not None:
                     assert options["num_remaining"] == live.session.num_remaining
                     assert options["num_unread"] == live.num_unread
                     unread.append(options["num_unread"])
-                prepare(pacing, num_running, **options)
+                prepare(stats, num_running, **options)
 
-            monkeypatch.setattr(policy, "prepare", record)
+            monkeypatch.setattr(controller, "prepare", record)
             await pair.router.complete(request(max_tokens=60))
 
     run(clock, main())
@@ -106,24 +126,24 @@ def test_requests_that_are_not_drafted_for_are_passed_by() -> None:
             output = await pair.router.complete(given)
             assert output.token_ids == expected(given)
             assert pair.draft.num_steps == 0
-            pacing = pair.router._policy.pace(given)
-            assert pair.router._policy.is_resting(pacing)
-            assert not pair.router._policy.is_review_near(pacing, 1)
+            stats = pair.router._controller.start_session(given)
+            assert pair.router._controller.resting_plan(stats) is OFF_BY_REASON[Reason.FIXED]
+            assert not pair.router._controller.is_replan_near(stats, 1)
 
     run(clock, main())
 
 
-def test_a_review_is_near_when_all_decided_otherwise_but_not_for_who_drafts_at_no_cost() -> None:
-    policy = Policy(speculation_config(overlap="serial"))
-    fillers = policy.beside("ngram", prior_acceptance=0.5)
-    for one in (policy, fillers):
-        pacing = one.pace(request())
-        pacing.plan, pacing.rounds_to_review = OFF, 9
-        one.together.decide(1.0, 1)
-        pacing.num_turns = one.together.num_turns
-        assert not one.is_review_near(pacing, 1)
-        one.together.num_turns += 1
-        assert one.is_review_near(pacing, 1) is (one is policy)
+def test_a_replan_is_near_when_all_decided_otherwise_but_not_for_who_drafts_at_no_cost() -> None:
+    controller = Controller(speculation_config(overlap="serial"))
+    fallback = controller.beside("ngram", prior_acceptance=0.5)
+    for one in (controller, fallback):
+        stats = one.start_session(request())
+        stats.plan, stats.rounds_to_replan = OFF, 9
+        one.modes.decide(1.0, 1)
+        stats.num_changes = one.modes.num_changes
+        assert not one.is_replan_near(stats, 1)
+        one.modes.num_changes += 1
+        assert one.is_replan_near(stats, 1) is (one is controller)
 
 
 def test_cache_is_being_filled_until_the_first_token_and_after_a_loss_and_a_long_way_behind() -> None:

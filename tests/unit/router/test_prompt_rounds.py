@@ -9,12 +9,13 @@ from itertools import pairwise
 
 import pytest
 
-from specray.control.controller import MIN_PREFILL, Policy
+from specray.control.controller import Controller
 from specray.control.estimators import TimeTable
 from specray.errors import ProtocolError
 from specray.fakes import FakeTarget, PerfectGuesser, VirtualClock
 from specray.metrics.router import RouterMetrics
 from specray.requests import SpeculationParams
+from specray.router.proposers.budgets import MIN_PREFILL_TOKENS, Budgets
 from specray.router.session import Session
 from specray.types import EngineInfo, ItemFailed, TargetReplies, Verdict, VerifyItem
 from tests.unit.router.harness import (
@@ -32,6 +33,10 @@ from tests.unit.router.harness import (
 
 LONG = tuple((7 * i) % 60 for i in range(300))
 PLAIN = SpeculationParams(enabled=False)
+
+
+def budgets(controller: Controller) -> Budgets:
+    return Budgets(controller.cost_model, max_k=controller.max_k)
 
 
 def new_session(prompt: tuple[int, ...] = LONG) -> Session:
@@ -119,33 +124,33 @@ def test_a_target_that_holds_what_it_was_not_told_breaks_the_protocol(held_len: 
 
 
 def test_room_is_what_fits_into_the_allowed_time() -> None:
-    policy = Policy(speculation_config())
+    controller = Controller(speculation_config())
     for rows in (1, 64, 512):
         for _ in range(5):
-            policy.measured.target.add(rows, 0.010 + 0.001 * rows, is_overlapped=False)
+            controller.cost_model.target.add(rows, 0.010 + 0.001 * rows, is_overlapped=False)
     # A step of one row takes 11 ms, so 22 and 49.5 ms are allowed: 12 and 39 rows.
-    assert policy.prefill_room(1, 512, max_slowdown=2.0) == MIN_PREFILL
-    assert policy.prefill_room(1, 512, max_slowdown=4.5) == 38
-    assert policy.prefill_room(1, 512, max_slowdown=100.0) == 512
-    assert policy.prefill_room(1, 10, max_slowdown=2.0) == 10
+    assert budgets(controller).prefill_tokens(1, 512, max_slowdown=2.0) == MIN_PREFILL_TOKENS
+    assert budgets(controller).prefill_tokens(1, 512, max_slowdown=4.5) == 38
+    assert budgets(controller).prefill_tokens(1, 512, max_slowdown=100.0) == 512
+    assert budgets(controller).prefill_tokens(1, 10, max_slowdown=2.0) == 10
     # Half a millisecond for each of four contexts: the step may take 7 ms longer than without them.
-    policy.measured.target.context_token_s, policy.measured.target.context_len = 1e-6, 500.0
-    assert policy.prefill_room(1, 512, max_slowdown=4.5, num_running=4) == 45
+    controller.cost_model.target.context_token_s, controller.cost_model.target.context_len = 1e-6, 500.0
+    assert budgets(controller).prefill_tokens(1, 512, max_slowdown=4.5, num_running=4) == 45
 
 
 def test_room_is_told_by_steps_with_prompts_and_what_is_allowed_by_those_without() -> None:
-    policy = Policy(speculation_config())
+    controller = Controller(speculation_config())
     for rows in (1, 64, 512):
         for _ in range(5):
             seconds = 0.010 + 0.001 * rows
-            policy.measured.target.add(rows, seconds, is_overlapped=False)
-            policy.measured.target.add(rows, 1.5 * seconds, is_overlapped=False, has_prompt=True)
+            controller.cost_model.target.add(rows, seconds, is_overlapped=False)
+            controller.cost_model.target.add(rows, 1.5 * seconds, is_overlapped=False, has_prompt=True)
     # 4.5 times 11 ms are allowed: 23 rows at 15 ms and 1.5 ms a row.
-    assert policy.prefill_room(1, 512, max_slowdown=4.5) == 22
+    assert budgets(controller).prefill_tokens(1, 512, max_slowdown=4.5) == 22
 
 
 def test_before_anything_is_measured_room_is_not_bounded() -> None:
-    assert Policy(speculation_config()).prefill_room(1, 512, max_slowdown=2.0) == 512
+    assert budgets(Controller(speculation_config())).prefill_tokens(1, 512, max_slowdown=2.0) == 512
 
 
 def test_a_size_vouches_for_smaller_ones_that_were_disturbed_once() -> None:
@@ -305,7 +310,8 @@ class SizingTarget(FakeTarget):
 
 
 @pytest.mark.parametrize(
-    ("num_prompts", "stream_s", "size"), [(1, 0.2, MIN_PREFILL), (2, 0.2, 64), (2, 0.5, MIN_PREFILL)]
+    ("num_prompts", "stream_s", "size"),
+    [(1, 0.2, MIN_PREFILL_TOKENS), (2, 0.2, 64), (2, 0.5, MIN_PREFILL_TOKENS)],
 )
 def test_prompts_fill_their_steps_only_where_several_come_with_what_runs(
     num_prompts: int, stream_s: float, size: int

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from specray.control.controller import FAILED_DRAFT_REST_ROUNDS, OFF, Pacing, Plan, Policy
+from specray.control.controller import REFUSED_REST_ROUNDS, Controller
+from specray.control.state import OFF, Plan, SessionStats
 from specray.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -550,7 +551,7 @@ def test_draft_that_does_not_know_what_it_was_told_from_the_start_is_left_alone_
     async def main() -> None:
         draft = Forgetful(PerfectGuesser(MODEL))
         async with serving(clock, draft=draft, overlap="serial", num_speculative_tokens=3) as pair:
-            await complete(pair, max_tokens=1 + 2 * (1 + FAILED_DRAFT_REST_ROUNDS))
+            await complete(pair, max_tokens=1 + 2 * (1 + REFUSED_REST_ROUNDS))
             await pair.settle()
             # Once with the prompt; then each time after the rest.
             assert draft.num_steps == 3
@@ -737,13 +738,13 @@ def test_metrics_text_has_the_published_names() -> None:
 
 def test_the_policy_knows_what_the_draft_has_not_been_told(monkeypatch: pytest.MonkeyPatch) -> None:
     unread: list[int] = []
-    plan = Policy.plan
+    plan = Controller.plan
 
-    def watched(policy: Policy, pacing: Pacing, **known: int) -> Plan:
+    def watched(controller: Controller, stats: SessionStats, **known: int) -> Plan:
         unread.append(known["num_unread"])
-        return plan(policy, pacing, **known) if len(unread) < 5 else OFF
+        return plan(controller, stats, **known) if len(unread) < 5 else OFF
 
-    monkeypatch.setattr(Policy, "plan", watched)
+    monkeypatch.setattr(Controller, "plan", watched)
     clock, given = VirtualClock(), request(max_tokens=24)
 
     async def main() -> None:

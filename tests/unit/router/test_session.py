@@ -128,19 +128,19 @@ def test_draft_tokens_that_find_no_room_are_left_out() -> None:
 
 def read(session: Session, num_tokens: int, draft_token_ids: tuple[int, ...] = ()) -> bool:
     """Gives the draft a piece, which it has read at once."""
-    item = session.piece_item(num_tokens)
+    item = session.prefill_chunk_item(num_tokens)
     return session.on_proposal(Proposal("a", item.round_id, item.base_len, DraftTokens(draft_token_ids)))
 
 
 def test_piece_brings_the_next_unread_tokens_and_asks_nothing() -> None:
     session = decoding()
-    first = session.piece_item(3)
-    assert (first.base_len, first.token_ids, first.is_piece) == (0, (1, 2, 3), True)
+    first = session.prefill_chunk_item(3)
+    assert (first.base_len, first.token_ids, first.is_prefill_chunk) == (0, (1, 2, 3), True)
     assert (first.num_speculative_tokens, first.fanout, first.sampling) == (0, (), session.request.sampling)
     assert session.on_proposal(Proposal("a", first.round_id, 0, NO_DRAFT))
     assert (session.draft.synced_len, session.draft.in_flight, session.drafted) == (3, None, None)
     rest = session.proposal_item(4)
-    assert (rest.base_len, rest.token_ids, rest.is_piece, rest.sampling) == (3, (4, 9), False, None)
+    assert (rest.base_len, rest.token_ids, rest.is_prefill_chunk, rest.sampling) == (3, (4, 9), False, None)
 
 
 def test_empty_answer_to_a_piece_decides_nothing_even_if_it_brought_all_there_is() -> None:
@@ -161,15 +161,15 @@ def test_draft_tokens_that_were_not_asked_for_are_not_taken_from_a_piece() -> No
 
 def test_next_round_does_not_wait_for_a_piece() -> None:
     session = decoding()
-    session.piece_item(3)
-    assert session.draft.is_reading
+    session.prefill_chunk_item(3)
+    assert session.draft.is_prefilling
     assert not session.is_waiting_for_draft
 
 
 def test_verdict_is_not_looked_up_while_the_draft_reads_a_piece() -> None:
     session = new_session()
     session.verify_item(ROOM)
-    item = session.piece_item(3)
+    item = session.prefill_chunk_item(3)
     commit = verdict(session, 0, 9)
     assert commit is not None and commit.lookup is Lookup.NOT_ASKED
     assert not session.has_open_verdict
@@ -181,7 +181,7 @@ def test_hit_among_branches_of_a_lost_draft_leaves_the_piece_for_the_next_one_in
     session = decoding()
     session.on_outcomes(ahead(session, BRANCHES))
     session.lose_draft()
-    item = session.piece_item(4)
+    item = session.prefill_chunk_item(4)
     commit = verdict(session, 2, 50)
     assert commit is not None and commit.lookup is Lookup.HIT
     assert session.on_proposal(Proposal("a", item.round_id, 0, NO_DRAFT))
@@ -190,11 +190,11 @@ def test_hit_among_branches_of_a_lost_draft_leaves_the_piece_for_the_next_one_in
 
 def test_answer_to_a_piece_that_was_lost_with_its_draft_is_late() -> None:
     session = decoding()
-    item = session.piece_item(3)
+    item = session.prefill_chunk_item(3)
     session.lose_draft()
     assert not session.on_proposal(Proposal("a", item.round_id, 0, NO_DRAFT))
     assert session.draft.synced_len == 0
-    assert session.piece_item(3).base_len == 0
+    assert session.prefill_chunk_item(3).base_len == 0
 
 
 # Outcomes
@@ -571,7 +571,7 @@ class SessionMachine(RuleBasedStateMachine):
     )
     @rule(num_tokens=st.integers(min_value=1, max_value=12))
     def read(self, num_tokens: int) -> None:
-        self.draft_replies += self.draft.speculate([self.session.piece_item(num_tokens)]).replies
+        self.draft_replies += self.draft.speculate([self.session.prefill_chunk_item(num_tokens)]).replies
 
     @precondition(
         lambda self: self.session.target.in_flight is not None and self.session.target.in_flight.sample

@@ -13,11 +13,11 @@ from specray.router.trace import (
     DraftAsked,
     DraftReplied,
     DraftSkipped,
+    ExperimentEnded,
     LookedUp,
     Planned,
     Trace,
     TraceEvent,
-    TrialEnded,
     VerdictReceived,
     VerifySent,
     decode_trace,
@@ -28,17 +28,17 @@ from tests.unit.serving.http import service as http_service
 
 MS = 1_000_000
 EVENTS: list[TraceEvent] = [
-    Planned(1, "a", "model", "enumerate", 3, 2, 4, 0.75, {"off": 50.0, "enumerate": 92.5}),
+    Planned(1, "a", "model", "enumerate", 3, 2, "profitable", 4, 0.75, {"off": 50.0, "enumerate": 92.5}),
     DraftAsked(2, "a", 1, 0, 5, 3, (2, 1, 1), 6, 0.25),
     DraftReplied(3, "a", 1, "outcomes", 400, 12, 4, False),
     DraftSkipped(4, "b"),
     VerifySent(5, "a", 2, 7, 5, 1, 3),
-    VerdictReceived(6, "a", 2, 900, "model", 3, 2, 3),
+    VerdictReceived(6, "a", 2, 900, "model", 3, 2, 3, "profitable"),
     LookedUp(7, "a", "miss_token", 0),
     Decided(8, "model", None, 1.5, 1.25, 4),
     Decided(9, "model", "plain", 1.5, 1.25, 4),
-    TrialEnded(10, "model", "plain", "model", 1.5, 1.125),
-    TrialEnded(11, "plain", "fillers", "fillers", 1.0, None),
+    ExperimentEnded(10, "model", "plain", "model", 1.5, 1.125),
+    ExperimentEnded(11, "plain", "ngram", "ngram", 1.0, None),
 ]
 
 
@@ -56,21 +56,21 @@ def traced(guesser: object, max_tokens: int, **options: object) -> list[TraceEve
 
 
 def test_serial_session_to_the_event() -> None:
-    planned = Planned(0, "a", "model", "serial", 2, 1, 1, 0.7, {})
+    planned = Planned(0, "a", "model", "serial", 2, 1, "fixed", 1, 0.7, {})
     told = traced(PerfectGuesser(MODEL), 6, overlap="serial", num_speculative_tokens=2)
     assert told[:12] == [
         VerifySent(0, "a", 1, 1, 0, 5, 0),
         planned,
         DraftAsked(0, "a", 1, 0, 5, 2, ()),
         DraftReplied(8 * MS, "a", 1, "proposal", 8 * MS, 2, 0, False),
-        VerdictReceived(20 * MS, "a", 1, 20 * MS, "model", 0, 0, 1),
+        VerdictReceived(20 * MS, "a", 1, 20 * MS, "model", 0, 0, 1, "prefill"),
         LookedUp(20 * MS, "a", "hit", 1),
         VerifySent(20 * MS, "a", 2, 2, 5, 1, 1),
-        VerdictReceived(40 * MS, "a", 2, 20 * MS, "model", 1, 1, 2),
+        VerdictReceived(40 * MS, "a", 2, 20 * MS, "model", 1, 1, 2, "fixed"),
         DraftAsked(40 * MS, "a", 2, 5, 3, 2, ()),
         DraftReplied(48 * MS, "a", 2, "proposal", 8 * MS, 2, 0, False),
         VerifySent(48 * MS, "a", 3, 3, 6, 2, 2),
-        VerdictReceived(68 * MS, "a", 3, 20 * MS, "model", 2, 2, 3),
+        VerdictReceived(68 * MS, "a", 3, 20 * MS, "model", 2, 2, 3, "fixed"),
     ]
     # The plan ends with the round; the next one is prepared.
     assert [
@@ -84,15 +84,15 @@ def test_overlapped_session_to_the_event() -> None:
         VerifySent(0, "a", 1, 1, 0, 5, 0),
         DraftAsked(0, "a", 1, 0, 5, 2, (1,)),
         DraftReplied(12 * MS, "a", 1, "outcomes", 12 * MS, 2, 1, False),
-        VerdictReceived(20 * MS, "a", 1, 20 * MS, "model", 0, 0, 1),
+        VerdictReceived(20 * MS, "a", 1, 20 * MS, "model", 0, 0, 1, "prefill"),
         LookedUp(20 * MS, "a", "hit", 2),
         VerifySent(20 * MS, "a", 2, 2, 5, 1, 2),
         DraftAsked(20 * MS, "a", 2, 5, 1, 2, (0, 0, 1)),
         DraftReplied(32 * MS, "a", 2, "outcomes", 12 * MS, 2, 1, False),
-        VerdictReceived(40 * MS, "a", 2, 20 * MS, "model", 2, 2, 3),
+        VerdictReceived(40 * MS, "a", 2, 20 * MS, "model", 2, 2, 3, "fixed"),
         LookedUp(40 * MS, "a", "hit", 2),
         VerifySent(40 * MS, "a", 3, 3, 6, 3, 1),
-        VerdictReceived(60 * MS, "a", 3, 20 * MS, "model", 1, 1, 2),
+        VerdictReceived(60 * MS, "a", 3, 20 * MS, "model", 1, 1, 2, "fixed"),
     ]
 
 

@@ -1,4 +1,4 @@
-"""How streams share one engine: turns, names, places and time; all pure."""
+"""Sharing of one engine by several streams: turns, names, places and time, without gRPC."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specray.types import DraftReplies, DraftTokens, Proposal, SpeculateItem, Ve
 
 
 class Stream:
-    """Two of them are never equal."""
+    """A stream; two are never equal."""
 
     is_open = True
 

@@ -1,4 +1,4 @@
-"""Texts of several replicas as one, read back by Prometheus's own parser."""
+"""Merged metrics of several replicas, read back by Prometheus's own parser."""
 
 from __future__ import annotations
 

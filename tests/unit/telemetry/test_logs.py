@@ -1,4 +1,4 @@
-"""Log lines as people and machines read them."""
+"""Log lines in text and JSON format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specray.telemetry.logs import ROOT, configure_logging
 
 @pytest.fixture(autouse=True)
 def logger() -> Iterator[logging.Logger]:
-    """The package's logger, put back as it was."""
+    """The package's logger, restored after the test."""
     root = logging.getLogger(ROOT)
     before = (list(root.handlers), root.propagate, root.level)
     yield logging.getLogger("specray.tests")

@@ -1,4 +1,4 @@
-"""The spans of a request: names, times, parents, attributes, as an exporter gets them."""
+"""Spans of a request as exported: names, times, parents, attributes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def fields(**over: Any) -> dict[str, Any]:
 
 
 class Recorder:
-    """Tracing into memory, with a clock that the test sets."""
+    """Tracing into memory, with a clock set by the test."""
 
     def __init__(self, ratio: float = 1.0) -> None:
         self.now_ns = WALL_NS

@@ -1,4 +1,4 @@
-"""The tokenizer wrapper, incremental detokenisation and stop strings."""
+"""Tokenizer, incremental detokenisation and stop strings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ VOCAB_SIZE = 2 + 256 + 6
 
 
 def stream_all(ids: list[int], cuts: list[int], stop: tuple[str, ...] = ()) -> tuple[str, TextStream]:
-    """The whole text of a stream fed in pieces that end at the cuts."""
+    """Whole text of a stream, fed in pieces that end at the cuts."""
     stream = TextStream(TOKENIZER, stop)
     bounds = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
     text = "".join(stream.push(ids[a:b]) for a, b in itertools.pairwise(bounds))
@@ -196,7 +196,7 @@ def test_window_decoder_keeps_the_space_between_words_and_waits_for_the_second_b
 def test_tokens_that_complete_no_text_do_not_pile_up_in_the_window(
     token_id: int, text: str, most: int
 ) -> None:
-    """Every push decodes the window: an output of nothing else would take time by its length squared."""
+    """Every push decodes the window: a growing window would take time quadratic in the output's length."""
 
     class Watched:
         longest = 0

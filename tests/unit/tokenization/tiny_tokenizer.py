@@ -1,4 +1,4 @@
-"""Tokenizers small enough to reason about, made without a download."""
+"""Tiny tokenizers for tests, made without a download."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHAT_TEMPLATE = (
 
 
 def tiny_backend() -> Backend:
-    """256 bytes and a few merges: ids 2..257 are the bytes in the order of their alphabet."""
+    """Backend with 256 bytes and a few merges: ids 2..257 are the bytes in alphabet order."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {"<s>": BOS, "</s>": EOS} | {char: NUM_SPECIAL + i for i, char in enumerate(alphabet)}
     for left, right in MERGES:
@@ -35,7 +35,7 @@ def tiny_backend() -> Backend:
 
 
 def tiny_tokenizer(*, chat_template: str | None = CHAT_TEMPLATE) -> Tokenizer:
-    """The same as an object."""
+    """The tiny backend as a Tokenizer."""
     return Tokenizer(
         tiny_backend(),
         special_tokens={"bos_token": "<s>", "eos_token": "</s>"},
@@ -45,7 +45,7 @@ def tiny_tokenizer(*, chat_template: str | None = CHAT_TEMPLATE) -> Tokenizer:
 
 
 def write_tiny_tokenizer(directory: Path, **settings: object) -> Path:
-    """The same as files; ``settings`` are added to tokenizer_config.json."""
+    """Writes the tiny tokenizer as files; ``settings`` are added to tokenizer_config.json."""
     tiny_backend().save(str(directory / "tokenizer.json"))
     config = {
         "tokenizer_class": "TokenizersBackend",
@@ -61,11 +61,11 @@ def write_tiny_tokenizer(directory: Path, **settings: object) -> Path:
 PIECES = [
     "▁My", "▁name", "▁is", "▁John", "John", ".", "▁", "<0xC3>", "<0xA9>", "<0x0A>", "<0x5A>",
 ]  # fmt: skip
-"""Of ``sentencepiece_tokenizer``, by their ids. Then come the special ``<s>`` and ``<|assistant|>``."""
+"""Pieces of ``sentencepiece_tokenizer`` by id; the special ``<s>`` and ``<|assistant|>`` follow."""
 
 
 def sentencepiece_tokenizer(*, chat_template: str | None = None) -> Tokenizer:
-    """As Llama 2 has it: a mark for a space, the rest by bytes, no space before a text's first word."""
+    """Tokenizer like Llama 2's: a mark for spaces, byte fallback, no space before a text's first word."""
     vocabulary = {piece: token_id for token_id, piece in enumerate([*PIECES, "<s>", "<|assistant|>"])}
     backend = Backend(WordLevel(vocabulary, "<0x5A>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()

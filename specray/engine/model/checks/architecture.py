@@ -49,9 +49,9 @@ def check_architecture(
         error = _compare(forward, expected, sample)
     except ConfigError:
         raise
-    except Exception as error:  # An architecture that calls attention in its own way fails in its own way.
+    except Exception as problem:  # An architecture that calls attention in its own way fails in its own way.
         raise ConfigError(
-            f"{name} is not supported: its attention cannot run over the cache ({first_line(error)})"
+            f"{name} is not supported: its attention cannot run over the cache ({first_line(problem)})"
         ) from None
     if not error < ALLOWED_ERROR:
         raise ConfigError(
@@ -156,7 +156,7 @@ class _Steps:
             tokens += new
             positions += range(start, start + len(new))
         logits = self._forward(tokens, positions, tuple(rows))
-        return list(logits.split([len(new) for _, _, new in parts]))
+        return list(torch.split(logits, [len(new) for _, _, new in parts]))
 
     def run_branches(self, first_index: int, branches: Sequence[tuple[int, list[int]]]) -> list[torch.Tensor]:
         """Logits of branches of sequence 0, which grow token by token beside each other."""
@@ -169,7 +169,7 @@ class _Steps:
             positions = [row.position for row in rows]
             sequence = SequenceRows(0, len(rows), min(positions), [0], tuple(rows))
             logits = self._forward([tokens[depth] for _, tokens in branches], positions, (sequence,))
-            for own, row in zip(grown, logits.split(1), strict=True):
+            for own, row in zip(grown, torch.split(logits, 1), strict=True):
                 own.append(row)
         return [torch.cat(rows) for rows in grown]
 

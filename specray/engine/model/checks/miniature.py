@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging as stdlib_logging
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -103,7 +104,7 @@ def build_miniature(config: PreTrainedConfig, *, max_model_len: int) -> PreTrain
 def _quiet_library() -> Iterator[None]:
     """Without what the library logs of a model that nobody asked it for."""
     before = logging.get_verbosity()
-    logging.set_verbosity_error()
+    logging.set_verbosity(stdlib_logging.ERROR)
     try:
         yield
     finally:
@@ -111,11 +112,12 @@ def _quiet_library() -> Iterator[None]:
 
 
 def _build(config: PreTrainedConfig) -> PreTrainedModel:
+    from_config: Any = AutoModelForCausalLM.from_config
     with torch.device("meta"):
-        num_parameters = AutoModelForCausalLM.from_config(copy.deepcopy(config)).num_parameters()
+        num_parameters = from_config(copy.deepcopy(config)).num_parameters()
     if num_parameters > _MAX_PARAMETERS:
         raise ValueError(f"it has {num_parameters} parameters, more than {_MAX_PARAMETERS}")
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model: PreTrainedModel = from_config(config, dtype=torch.float32).eval()
     _randomise(model)
     with torch.inference_mode():
         model(torch.arange(2, 5)[None], use_cache=False)

@@ -94,4 +94,5 @@ def _is_predictor(name: str, config: Any) -> bool:
     match = _LAYER.search(name)
     if match is None or not count:
         return False
-    return config.num_hidden_layers <= int(match[2]) < config.num_hidden_layers + count
+    first = int(config.num_hidden_layers)
+    return first <= int(match[2]) < first + int(count)

@@ -1,4 +1,4 @@
-"""A draft of several ranks in its replica: it starts, fails, hangs and changes as one."""
+"""Drafts with several ranks: the group starts, fails, hangs and changes its model as one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RANKS = parse_config({"draft": {"tensor_parallel_size": 3}, "router": {"start_ti
 
 
 class Server:
-    """In place of rpc.worker.EngineServerThread."""
+    """Stands in for rpc.workers.worker.EngineServerThread."""
 
     def __init__(self, said: list[str]) -> None:
         self._said = said
@@ -36,7 +36,7 @@ class Server:
 
 
 class Followers:
-    """In place of group.PlacedRanks."""
+    """Stands in for group.PlacedRanks."""
 
     def __init__(self, said: list[str], *, failure: Exception | None = None) -> None:
         self._said = said
@@ -103,7 +103,7 @@ async def test_a_lost_rank_ends_the_others_and_is_what_the_health_check_says(sai
         await group.check()
     said.clear()
     await group.stop(drain_s=5)
-    # Whoever waits for it now waits in vain.
+    # Waiting for it would never end now.
     assert said == ["ranks end", "server ends, drained for 0 s", "ranks end in order"]
 
 
@@ -189,7 +189,7 @@ def test_a_rank_of_a_draft_loads_the_draft(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class Group:
-    """In place of DraftGroup."""
+    """Stands in for DraftGroup."""
 
     log: list[str]
 
@@ -218,11 +218,11 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 class Replica(DraftReplica):
     async def end(self) -> None:
-        """What Serve awaits."""
+        """Replica's end, which Serve awaits."""
         await DraftReplica.__del__(self)
 
     def __del__(self) -> None:  # type: ignore[override]
-        """Nobody awaits it here."""
+        """Overrides the coroutine that Serve awaits; nobody does here."""
 
 
 def replica(size: int) -> Replica:
@@ -234,7 +234,7 @@ def replica(size: int) -> Replica:
     ("size", "order"),
     [
         (1, ["old starts as 1", "new starts as 1", "old ends"]),
-        # A process has a place in one group at a time.
+        # A process can be in one group at a time.
         (2, ["old starts as 2", "old ends", "new starts as 2"]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Which nodes a target's ranks may have, and in which order they stand."""
+"""Placement of a target's ranks on nodes, and their order."""
 
 from __future__ import annotations
 

@@ -31,6 +31,7 @@ from specray.types import Overlap
         ("serial:3", OverlapArm(3, "serial"), "serial K=3"),
         ("enumerate:2", OverlapArm(2, "enumerate"), "enumerate K=2"),
         ("auto:auto", OverlapArm("auto", "auto"), "auto K=auto"),
+        ("serial:simple", OverlapArm("simple", "serial"), "serial K=simple"),
     ],
 )
 def test_arms_are_read_as_they_are_written(text: str, arm: OverlapArm, name: str) -> None:
@@ -46,7 +47,7 @@ def test_other_arms_are_refused_with_those_that_are_allowed(text: str) -> None:
         parse_arm(text)
     assert str(caught.value) == (
         f"--arm is {text!r}; allowed: OVERLAP:K with OVERLAP one of serial, ahead, enumerate, auto and K in "
-        "1..32 or auto, or off:0"
+        "1..32, auto or simple, or off:0"
     )
 
 
@@ -68,6 +69,12 @@ def test_an_arm_changes_speculation_and_nothing_else() -> None:
     assert changed.speculation.num_speculative_tokens == "auto"
     assert changed.speculation.overlap is Overlap.ENUMERATE
     assert changed.target == config.target
+
+
+def test_an_arm_is_under_the_simple_control() -> None:
+    changed = with_arm(parse_config({}), OverlapArm("simple", "serial")).speculation
+    assert (changed.num_speculative_tokens, changed.control) == ("auto", "simple")
+    assert with_arm(parse_config({}), OverlapArm("auto", "serial")).speculation.control == "measured"
 
 
 def result(arm: str, tokens_per_s: float, temperature: float = 0.0) -> OverlapResult:

@@ -29,17 +29,17 @@ from specray.router.trace import (
     Decided,
     DraftAsked,
     DraftReplied,
+    ExperimentEnded,
     LookedUp,
     Planned,
     TraceEvent,
-    TrialEnded,
     VerdictReceived,
     VerifySent,
     encode_trace,
 )
 
 SVG = "{http://www.w3.org/2000/svg}"
-PLAN = Planned(0, "a", "model", "enumerate", 3, 1, 1, 0.7, {"off": 50.0, "enumerate": 90.0})
+PLAN = Planned(0, "a", "model", "enumerate", 3, 1, "profitable", 1, 0.7, {"off": 50.0, "enumerate": 90.0})
 # One session: a prompt; a round whose outcomes hit; one whose outcomes miss, and the proposal that follows.
 # The way to the draft and back takes 4, that to the target 2.
 EVENTS: list[TraceEvent] = [
@@ -47,16 +47,16 @@ EVENTS: list[TraceEvent] = [
     VerifySent(100, "a", 1, 1, 0, 9, 0),
     DraftAsked(100, "a", 1, 0, 9, 3, (1,)),
     DraftReplied(134, "a", 1, "outcomes", 30, 3, 1, False),
-    VerdictReceived(202, "a", 1, 100, "model", 0, 0, 1),
+    VerdictReceived(202, "a", 1, 100, "model", 0, 0, 1, "profitable"),
     LookedUp(202, "a", "hit", 3),
     VerifySent(210, "a", 2, 2, 9, 1, 3),
     DraftAsked(210, "a", 2, 9, 1, 3, (2, 1, 1, 1)),
     DraftReplied(254, "a", 2, "outcomes", 40, 15, 5, False),
-    VerdictReceived(262, "a", 2, 50, "model", 3, 3, 4),
+    VerdictReceived(262, "a", 2, 50, "model", 3, 3, 4, "profitable"),
     LookedUp(262, "a", "hit", 3),
     VerifySent(264, "a", 3, 3, 13, 1, 3),
     DraftAsked(264, "a", 3, 13, 1, 3, (2, 1, 1, 1)),
-    VerdictReceived(316, "a", 3, 50, "model", 3, 1, 2),
+    VerdictReceived(316, "a", 3, 50, "model", 3, 1, 2, "profitable"),
     DraftReplied(318, "a", 3, "outcomes", 40, 15, 5, False),
     LookedUp(318, "a", "late_miss", 0),
     DraftAsked(318, "a", 4, 15, 2, 3, ()),
@@ -68,7 +68,7 @@ DECISIONS: list[TraceEvent] = [
     Decided(100, "model", None, 1.5, 1.5, 1),
     Decided(150, "model", None, 1.5, 1.5, 1),
     Decided(200, "model", "plain", 1.5, 1.25, 1),
-    TrialEnded(260, "model", "plain", "model", 1.5, 0.875),
+    ExperimentEnded(260, "model", "plain", "model", 1.5, 0.875),
     Decided(280, "plain", None, 1.5, 0.75, 1),
 ]
 
@@ -108,6 +108,7 @@ def test_shares_are_of_the_time_with_sessions() -> None:
         lookups={"hit": 2, "late_miss": 1},
         first_token_s=pytest.approx(102e-9),
         later_tokens_per_s=pytest.approx(6 / 114e-9),
+        reasons={"profitable": 3},
     )
     assert summary.hit_rate == pytest.approx(2 / 3)
 
@@ -116,7 +117,7 @@ def test_steps_shared_by_sessions_count_once_and_pauses_between_sessions_not_at_
     events: list[TraceEvent] = []
     for start, request_id in ((0, "a"), (0, "b"), (1000, "c")):
         events.append(VerifySent(start, request_id, 1, 1, 0, 5, 0))
-        events.append(VerdictReceived(start + 100, request_id, 1, 100, "model", 0, 0, 1))
+        events.append(VerdictReceived(start + 100, request_id, 1, 100, "model", 0, 0, 1, "profitable"))
     summary = summarize(make_timeline(events), events)
     assert (summary.active_ns, summary.target_idle, summary.draft_busy) == (200, 0.0, 0.0)
     assert summary.hit_rate is None
@@ -124,17 +125,20 @@ def test_steps_shared_by_sessions_count_once_and_pauses_between_sessions_not_at_
 
 def test_a_prompt_in_chunks_ends_with_the_first_token_and_sessions_without_a_beginning_do_not_count() -> None:
     events: list[TraceEvent] = [
-        VerdictReceived(5, "older", 7, 4, "model", 0, 0, 1),
+        VerdictReceived(5, "older", 7, 4, "model", 0, 0, 1, "profitable"),
         VerifySent(6, "older", 8, 1, 40, 1, 0),
         VerifySent(10, "a", 1, 2, 0, 8, 0),
-        VerdictReceived(30, "older", 8, 20, "model", 0, 0, 1),
-        VerdictReceived(40, "a", 1, 20, "model", 0, 0, 0),
+        VerdictReceived(30, "older", 8, 20, "model", 0, 0, 1, "profitable"),
+        VerdictReceived(40, "a", 1, 20, "model", 0, 0, 0, "profitable"),
         VerifySent(40, "a", 2, 3, 8, 8, 0),
-        VerdictReceived(70, "a", 2, 20, "model", 0, 0, 1),
+        VerdictReceived(70, "a", 2, 20, "model", 0, 0, 1, "profitable"),
     ]
     summary = summarize(make_timeline(events), events)
     assert (summary.first_token_s, summary.later_tokens_per_s) == (pytest.approx(60e-9), None)
-    events += [VerifySent(71, "a", 3, 4, 16, 1, 2), VerdictReceived(80, "a", 3, 8, "model", 2, 2, 3)]
+    events += [
+        VerifySent(71, "a", 3, 4, 16, 1, 2),
+        VerdictReceived(80, "a", 3, 8, "model", 2, 2, 3, "profitable"),
+    ]
     assert summarize(make_timeline(events), events).later_tokens_per_s == pytest.approx(3 / 10e-9)
 
 
@@ -154,24 +158,24 @@ def test_plans_are_listed_when_they_change() -> None:
     later = replace(PLAN, ns=5)
     other = replace(PLAN, ns=6, num_speculative_tokens=4)
     back = replace(PLAN, ns=7)
-    filler = replace(PLAN, ns=8, source="filler")
+    fallback = replace(PLAN, ns=8, source="fallback")
     second = replace(PLAN, ns=9, request_id="b")
-    plans = [PLAN, later, other, back, filler, second]
-    assert changed_plans(make_timeline(plans)) == [PLAN, other, back, filler, second]
+    plans = [PLAN, later, other, back, fallback, second]
+    assert changed_plans(make_timeline(plans)) == [PLAN, other, back, fallback, second]
 
 
-def test_decisions_are_listed_when_they_change_and_with_every_trial() -> None:
+def test_decisions_are_listed_when_they_change_and_with_every_experiment() -> None:
     timeline = make_timeline([*EVENTS, *DECISIONS])
     assert timeline.decisions == tuple(DECISIONS)
     assert changed_decisions(timeline) == [DECISIONS[0], *DECISIONS[2:]]
 
 
-def test_stretches_of_one_level_follow_each_other_to_the_end() -> None:
+def test_stretches_of_one_mode_follow_each_other_to_the_end() -> None:
     assert stretches(make_timeline([*EVENTS, *DECISIONS])) == [
-        Stretch(100, 200, "model", is_trial=False),
-        Stretch(200, 260, "plain", is_trial=True),
-        Stretch(260, 280, "model", is_trial=False),
-        Stretch(280, 352, "plain", is_trial=False),
+        Stretch(100, 200, "model", is_experiment=False),
+        Stretch(200, 260, "plain", is_experiment=True),
+        Stretch(260, 280, "model", is_experiment=False),
+        Stretch(280, 352, "plain", is_experiment=False),
     ]
     assert stretches(make_timeline(EVENTS)) == []
 
@@ -209,7 +213,7 @@ def test_plot_has_what_all_decided_above_the_sessions() -> None:
     root = drawn([*EVENTS, *DECISIONS], 100, 352)
     strip = [element for element in root.iter(f"{SVG}rect") if element.find(f"{SVG}title") is not None]
     titles = [element.findtext(f"{SVG}title") for element in strip]
-    assert titles == ["model", "plain, on trial", "model", "plain"]
+    assert titles == ["model", "plain, experiment", "model", "plain"]
     assert [element.get("stroke-dasharray") for element in strip] == [None, "4 3", None, None]
     lefts = [float(element.get("x", "")) for element in strip]
     assert lefts == sorted(lefts) and lefts[0] == 78.0
@@ -217,14 +221,14 @@ def test_plot_has_what_all_decided_above_the_sessions() -> None:
     heights = [float(plot.get("height", "")) for plot in (root, drawn(EVENTS, 100, 352))]
     assert heights[0] - heights[1] == 30.0 + 26.0
     texts = labels(root)
-    assert texts.count("plain, on trial") == 1 and texts.count("plain") == 1
-    assert texts[-4:] == [*(f"all sessions: {level}" for level in ("plain", "fillers", "model")), "on trial"]
+    assert texts.count("plain, experiment") == 1 and texts.count("plain") == 1
+    assert texts[-4:] == [*(f"all sessions: {level}" for level in ("plain", "ngram", "model")), "experiment"]
     assert "decided" in texts and "decided" not in labels(drawn(EVENTS, 100, 352))
     late = [element.text for element in drawn([*EVENTS, *DECISIONS], 290, 352).iter(f"{SVG}title")]
     assert late == ["plain", "late_miss"]
 
 
-def test_plot_shows_a_level_that_it_does_not_know() -> None:
+def test_plot_shows_a_mode_that_it_does_not_know() -> None:
     root = drawn([*EVENTS, Decided(100, "other", None, 1.5, 1.5, 1)], 100, 352)
     fills = [
         element.get("fill") for element in root.iter(f"{SVG}rect") if element.find(f"{SVG}title") is not None
@@ -243,7 +247,7 @@ def test_plot_names_the_sessions_that_it_leaves_out() -> None:
     events: list[TraceEvent] = []
     for index in range(MAX_SESSIONS + 2):
         events.append(VerifySent(0, f"s{index}", 1, 1, 0, 5, 0))
-        events.append(VerdictReceived(100, f"s{index}", 1, 100, "model", 0, 0, 1))
+        events.append(VerdictReceived(100, f"s{index}", 1, 100, "model", 0, 0, 1, "profitable"))
     texts = labels(drawn(events, 0, 100))
     assert texts[1].endswith("2 more sessions are not drawn")
     assert texts.count("target") == MAX_SESSIONS
@@ -276,7 +280,9 @@ def test_command_reads_a_trace_and_writes_its_plot(
         "66.7 % of 3",
         "late miss",
         "enumerate, K = 3, F = 1",
-        "decisions of all sessions",
+        "modes of all sessions",
+        "plans by reason",
+        "│ profitable │     3 │ 100.0 % │",
         "model, trying plain",
         "tried plain",
         "0.88",

@@ -14,6 +14,7 @@ from numba import carray
 
 from specray.engine.attention.cpu import CpuAttention
 from specray.engine.cache.blocks import BlockCache
+from specray.engine.cpu import compiled as compiled_module
 from specray.engine.cpu import norm as norm_module
 from specray.engine.cpu.attention import kernel as attention_module
 from specray.engine.cpu.attention.kernel import attention_kernel
@@ -34,7 +35,7 @@ needs_instruction = pytest.mark.skipif(
     not can_tile(torch.empty(64, 32, dtype=torch.bfloat16)), reason="no AVX-512 here"
 )
 MAX_LEN = 96
-KERNELS = Path(attention_module.__file__).parent
+KERNELS = Path(compiled_module.__file__).parent
 ALONE = ThreadPool(1)
 
 
@@ -320,7 +321,7 @@ def test_threads_do_every_part_once_and_change_no_bit(monkeypatch: pytest.Monkey
         assert torch.equal(logits, results[0][0]) and torch.equal(attended, results[0][1])
 
 
-def test_a_team_that_is_forgotten_ends_its_threads() -> None:
+def test_a_dropped_thread_pool_ends_its_threads() -> None:
     before = set(threading.enumerate())
     thread_pool = ThreadPool(3)
     helpers = set(threading.enumerate()) - before

@@ -30,7 +30,7 @@ HIDDEN = {
     # Wide enough that argmaxes differ from position to position.
     "initializer_range": 0.3,
 }
-LOWERED: dict[str, dict[str, Any]] = {
+DECODER: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 2, "tie_word_embeddings": True},
     "llama-biased-scaled": {
         "model_type": "llama",
@@ -52,7 +52,7 @@ LOWERED: dict[str, dict[str, Any]] = {
     "qwen2": {"num_key_value_heads": 1, "tie_word_embeddings": True},
     "qwen3": {"num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": False},
 }
-GENERIC: dict[str, dict[str, Any]] = {
+HF: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
     "olmo2": {"num_key_value_heads": 2},
@@ -61,7 +61,7 @@ GENERIC: dict[str, dict[str, Any]] = {
 
 def tiny_config(name: str, **overrides: Any) -> PreTrainedConfig:
     """The configuration of one of the architectures above."""
-    values = {**HIDDEN, **{**LOWERED, **GENERIC}[name], **overrides}
+    values = {**HIDDEN, **{**DECODER, **HF}[name], **overrides}
     model_type = values.pop("model_type", name)
     return AutoConfig.for_model(model_type, **values)
 

@@ -53,7 +53,7 @@ def test_family(name: str, tmp_path: Path) -> None:
         assert tokens == reference_greedy(model, prompt, NUM_TOKENS)
         # As one prompt, and not only the last token of it.
         table = new_table(runner, len(prompt))
-        logits = runner.run([SequenceInput(prompt, 0, table.block_ids, len(prompt))])
+        logits = runner.run([SequenceInput(prompt, 0, table.block_ids, len(prompt))]).logits
         assert float((logits - reference_logits(model, prompt)).abs().max()) < ATOL
 
 
@@ -68,7 +68,7 @@ def greedy(runner: ModelRunner, prompt: list[int], num_tokens: int) -> list[int]
     tokens, num_computed = list(prompt), 0
     while len(tokens) < len(prompt) + num_tokens:
         new = tokens[num_computed:]
-        logits = runner.run([SequenceInput(new, num_computed, table.block_ids, 1)])
+        logits = runner.run([SequenceInput(new, num_computed, table.block_ids, 1)]).logits
         num_computed = len(tokens)
         tokens.append(int(logits[0].argmax()))
     return tokens[len(prompt) :]

@@ -35,7 +35,9 @@ from tests.unit.engine.model.checkpoints import (
     reference_logits,
     reference_model,
     write_checkpoint,
+    write_family,
 )
+from tests.unit.engine.model.zoo import GROUPED, SLIDING, Family
 from tests.unit.engine.processes import preloaded_context
 from tests.unit.engine.runner.group_ranks import DEADLINE_S, hang_or_die, join, start_differently
 
@@ -208,6 +210,27 @@ def test_size_that_does_not_divide_the_heads(tmp_path: Path, size: int, field: s
     args = ModelArgs(str(path), torch.float32, torch.device("cpu"), tensor_parallel_size=size)
     with pytest.raises(
         ConfigError, match=f"tensor_parallel_size is {size}, which must divide the model's {field}"
+    ):
+        load_model(args)
+
+
+def test_gemma_3n_is_served_by_one_rank(tmp_path: Path) -> None:
+    family = Family(
+        "gemma3n_text",
+        {
+            **GROUPED,
+            **SLIDING,
+            "head_dim": 8,
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 96,
+            "activation_sparsity_pattern": [0.0, 0.0],
+        },
+    )
+    path = write_family(tmp_path, family)
+    args = ModelArgs(str(path), torch.float32, torch.device("cpu"), tensor_parallel_size=2, role="target")
+    with pytest.raises(
+        ConfigError, match=r"target\.tensor_parallel_size is 2; model type 'gemma3n_text' allows only 1"
     ):
         load_model(args)
 

@@ -18,8 +18,9 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from specray.engine.sampling.processors import RowGroup, keep_top, process_logits
+from specray.engine.sampling.processors import keep_top, process_logits
 from specray.types import SamplingParams
+from tests.unit.engine.sampling.rows import row_group
 
 VOCAB_SIZE = 50
 PROMPT = [3, 4, 3, 9]
@@ -110,7 +111,7 @@ def test_row_j_has_the_state_of_its_own_prefix(sampling: SamplingParams) -> None
     token_ids, num_rows = PROMPT + OUTPUT, 6
     logits = random_logits(num_rows)
     before = logits.clone()
-    processed = process_logits(logits, [RowGroup(sampling, token_ids, num_rows)])
+    processed = process_logits(logits, [row_group(sampling, token_ids, num_rows)])
     for row in range(num_rows):
         prefix = token_ids[: len(token_ids) - num_rows + 1 + row]
         expected = torch.tensor(naive(logits[row], sampling, prefix))
@@ -123,7 +124,7 @@ def test_rows_that_begin_within_the_prompt() -> None:
     sampling = replace(EVERYTHING, top_k=0, top_p=1.0, min_p=0.0)
     token_ids = PROMPT + OUTPUT[:2]
     logits = random_logits(5)
-    processed = process_logits(logits, [RowGroup(sampling, token_ids, 5)])
+    processed = process_logits(logits, [row_group(sampling, token_ids, 5)])
     for row in range(5):
         expected = torch.tensor(naive(logits[row], sampling, token_ids[: 2 + row]))
         torch.testing.assert_close(processed[row], expected, rtol=1e-5, atol=1e-5)
@@ -142,16 +143,16 @@ def test_meaning_is_that_of_transformers(sampling: SamplingParams, processor: Lo
     token_ids = PROMPT + OUTPUT
     for seed in range(5):
         logits = random_logits(1, seed)
-        processed = process_logits(logits, [RowGroup(sampling, token_ids, 1)])
+        processed = process_logits(logits, [row_group(sampling, token_ids, 1)])
         expected = processor(torch.tensor([token_ids]), logits.clone())
         torch.testing.assert_close(processed, expected)
 
 
 def test_mixed_batch_equals_each_group_alone() -> None:
     groups = [
-        RowGroup(EVERYTHING, PROMPT + OUTPUT, 3),
-        RowGroup(SamplingParams(temperature=0.0), PROMPT, 1),
-        RowGroup(SamplingParams(temperature=2.0), PROMPT + OUTPUT, 2),
+        row_group(EVERYTHING, PROMPT + OUTPUT, 3),
+        row_group(SamplingParams(temperature=0.0), PROMPT, 1),
+        row_group(SamplingParams(temperature=2.0), PROMPT + OUTPUT, 2),
     ]
     logits = random_logits(6)
     batched = process_logits(logits, groups)
@@ -162,7 +163,7 @@ def test_mixed_batch_equals_each_group_alone() -> None:
 
 def test_plain_groups_with_different_temperatures() -> None:
     logits = random_logits(3)
-    groups = [RowGroup(SamplingParams(temperature=0.5), PROMPT, 2), RowGroup(SamplingParams(), PROMPT, 1)]
+    groups = [row_group(SamplingParams(temperature=0.5), PROMPT, 2), row_group(SamplingParams(), PROMPT, 1)]
     expected = torch.cat([logits[:2] / 0.5, logits[2:]])
     assert torch.equal(process_logits(logits, groups), expected)
 
@@ -179,8 +180,8 @@ class DividesLikeCuda(TorchDispatchMode):
 @pytest.mark.parametrize("beside", [0.7, 0.9, 1.0, 0.0])
 def test_no_bit_of_a_row_depends_on_the_temperature_beside_it(beside: float) -> None:
     logits = random_logits(3)
-    group = RowGroup(SamplingParams(temperature=0.7), PROMPT, 2)
-    neighbour = RowGroup(SamplingParams(temperature=beside), PROMPT, 1)
+    group = row_group(SamplingParams(temperature=0.7), PROMPT, 2)
+    neighbour = row_group(SamplingParams(temperature=beside), PROMPT, 1)
     expected = logits[:2] / torch.tensor([[0.7], [0.7]])
     with DividesLikeCuda():
         assert not torch.equal(logits[:2] / 0.7, expected)
@@ -193,11 +194,11 @@ def test_no_bit_of_a_row_depends_on_the_temperature_beside_it(beside: float) -> 
 def test_greedy_without_processors_is_untouched() -> None:
     logits = random_logits(2)
     sampling = SamplingParams(temperature=0.0, top_k=1, top_p=0.1)
-    assert process_logits(logits, [RowGroup(sampling, PROMPT, 2)]) is logits
+    assert process_logits(logits, [row_group(sampling, PROMPT, 2)]) is logits
 
 
 def test_tiny_temperature_stays_finite() -> None:
-    processed = process_logits(random_logits(1), [RowGroup(SamplingParams(temperature=1e-40), PROMPT, 1)])
+    processed = process_logits(random_logits(1), [row_group(SamplingParams(temperature=1e-40), PROMPT, 1)])
     assert bool(processed.isfinite().all())
 
 
@@ -227,4 +228,4 @@ def test_tokens_beyond_a_smaller_vocabulary_are_skipped() -> None:
         temperature=0.0, logit_bias=((VOCAB_SIZE, 5.0),), min_tokens=9, stop_token_ids=(VOCAB_SIZE + 3,)
     )
     logits = random_logits(1)
-    assert torch.equal(process_logits(logits, [RowGroup(sampling, PROMPT, 1)]), logits)
+    assert torch.equal(process_logits(logits, [row_group(sampling, PROMPT, 1)]), logits)

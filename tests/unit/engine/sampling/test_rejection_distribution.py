@@ -7,6 +7,7 @@ real verification, with as many rounds as it takes. A wrong rule must fail the s
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,10 +18,11 @@ import torch
 
 from specray.engine.sampling.draft import DraftSampler
 from specray.engine.sampling.noise import NoiseKey, NoiseSource, Purpose
-from specray.engine.sampling.processors import RowGroup, process_logits
+from specray.engine.sampling.processors import process_logits
 from specray.engine.sampling.verify import Round, Verified, verify_rejection, verify_rounds
 from specray.types import SamplingParams, SparseProbs, Verification
 from tests.unit.engine.p_values import chi_square_p_value
+from tests.unit.engine.sampling.rows import row_group
 
 VOCAB_SIZE = 5
 NUM_SAMPLES = 2500
@@ -38,8 +40,9 @@ PROCESSED = replace(
     frequency_penalty=0.2,
     logit_bias=((1, 0.5),),
 )
-Propose = Callable[[list[int], SamplingParams, int], tuple[list[int], list[SparseProbs]]]
-Verify = Callable[[torch.Tensor, Round], Verified]
+Drafts = tuple[list[int], list[SparseProbs]]
+Propose = Callable[[list[list[int]], list[SamplingParams], int], list[Drafts]]
+Verify = Callable[[torch.Tensor, list[Round]], list[Verified]]
 
 
 @pytest.fixture(scope="module")
@@ -58,24 +61,38 @@ def exact(sampling: SamplingParams, num_tokens: int) -> dict[tuple[int, ...], fl
         probability = 1.0
         for index, token_id in enumerate(output):
             prefix = PROMPT + list(output[:index])
-            processed = process_logits(rows(TARGET, prefix, 1), [RowGroup(sampling, prefix, 1)])
+            processed = process_logits(rows(TARGET, prefix, 1), [row_group(sampling, prefix, 1)])
             probability *= processed[0].double().softmax(-1)[token_id].item()
         probabilities[output] = probability
     return probabilities
 
 
+@functools.cache
+def target_rows(sampling: SamplingParams, known: tuple[int, ...], count: int) -> torch.Tensor:
+    """Returns the target's processed last rows; the few prefixes that there are come thousands of times."""
+    return process_logits(rows(TARGET, list(known), count), [row_group(sampling, list(known), count)])
+
+
 def generate(
-    sampling: SamplingParams, num_tokens: int, num_drafts: int, propose: Propose, verify: Verify
-) -> tuple[int, ...]:
-    token_ids = list(PROMPT)
-    while len(token_ids) < len(PROMPT) + num_tokens:
-        drafts, probs = propose(token_ids, sampling, num_drafts)
-        known = token_ids + drafts
-        group = RowGroup(sampling, known, len(drafts) + 1)
-        processed = process_logits(rows(TARGET, known, len(drafts) + 1), [group])
-        verified = verify(processed, Round(group, drafts, probs))
-        token_ids += [*drafts[: verified.num_accepted_tokens], verified.next_token_id]
-    return tuple(token_ids[len(PROMPT) : len(PROMPT) + num_tokens])
+    samplings: list[SamplingParams], num_tokens: int, num_drafts: int, propose: Propose, verify: Verify
+) -> list[tuple[int, ...]]:
+    """Returns an output for each sampling; all are drafted and verified side by side."""
+    outputs = [list(PROMPT) for _ in samplings]
+    end = len(PROMPT) + num_tokens
+    while unfinished := [index for index, token_ids in enumerate(outputs) if len(token_ids) < end]:
+        current, their = [outputs[index] for index in unfinished], [samplings[index] for index in unfinished]
+        rounds, processed = [], []
+        for token_ids, sampling, (drafts, probs) in zip(
+            current, their, propose(current, their, num_drafts), strict=True
+        ):
+            known, count = token_ids + drafts, len(drafts) + 1
+            rounds.append(Round(row_group(sampling, known, count), drafts, probs))
+            processed.append(target_rows(replace(sampling, seed=PLAIN.seed), tuple(known), count))
+        for token_ids, item, verified in zip(
+            current, rounds, verify(torch.cat(processed), rounds), strict=True
+        ):
+            token_ids += [*item.draft_token_ids[: verified.num_accepted_tokens], verified.next_token_id]
+    return [tuple(token_ids[len(PROMPT) : end]) for token_ids in outputs]
 
 
 def p_value(
@@ -88,9 +105,8 @@ def p_value(
 ) -> float:
     """Of the chi-square test of two output tokens; outputs expected less than five times are pooled."""
     expected = exact(sampling, 2)
-    seen = Counter(
-        generate(replace(sampling, seed=seed), 2, num_drafts, propose, verify) for seed in range(num_samples)
-    )
+    samplings = [replace(sampling, seed=seed) for seed in range(num_samples)]
+    seen = Counter(generate(samplings, 2, num_drafts, propose, verify))
     assert all(expected[output] > 0.0 for output in seen), "an impossible output was committed"
     common = [output for output, probability in expected.items() if probability * num_samples >= 5]
     observed = [float(seen[output]) for output in common]
@@ -109,30 +125,34 @@ def sampled_draft(
     """The draft engine's own sampler over the toy draft."""
     sampler = DraftSampler(noise, max_num_draft_probs=support)
 
-    def propose(
-        token_ids: list[int], sampling: SamplingParams, num_drafts: int
-    ) -> tuple[list[int], list[SparseProbs]]:
-        sampling = replace(sampling, verification=verification or sampling.verification)
-        known, probs = list(token_ids), []
+    def propose(token_ids: list[list[int]], samplings: list[SamplingParams], num_drafts: int) -> list[Drafts]:
+        samplings = [replace(each, verification=verification or each.verification) for each in samplings]
+        known: list[list[int]] = [list(tokens) for tokens in token_ids]
+        probs: list[list[SparseProbs]] = [[] for _ in token_ids]
         for _ in range(num_drafts):
-            [token] = sampler.draw(rows(DRAFT, known, 1), [RowGroup(sampling, known, 1)])
-            known.append(token.token_id)
-            if token.probs is not None:
-                probs.append(token.probs)
-        return known[len(token_ids) :], probs
+            logits = torch.cat([rows(DRAFT, tokens, 1) for tokens in known])
+            groups = [
+                row_group(sampling, tokens, 1) for sampling, tokens in zip(samplings, known, strict=True)
+            ]
+            for index, token in enumerate(sampler.draw(logits, groups)):
+                known[index].append(token.token_id)
+                if token.probs is not None:
+                    probs[index].append(token.probs)
+        return [
+            (tokens[len(before) :], each)
+            for tokens, before, each in zip(known, token_ids, probs, strict=True)
+        ]
 
     return propose
 
 
-def fixed_draft(
-    token_ids: list[int], sampling: SamplingParams, num_drafts: int
-) -> tuple[list[int], list[SparseProbs]]:
+def fixed_draft(token_ids: list[list[int]], samplings: list[SamplingParams], num_drafts: int) -> list[Drafts]:
     """Tokens chosen without randomness, as an n-gram proposer does."""
-    return [(token_ids[-1] + 1) % VOCAB_SIZE] * num_drafts, []
+    return [([(tokens[-1] + 1) % VOCAB_SIZE] * num_drafts, []) for tokens in token_ids]
 
 
 def real(noise: NoiseSource) -> Verify:
-    return lambda processed, item: verify_rounds(processed, [item], noise)[0]
+    return lambda processed, rounds: verify_rounds(processed, rounds, noise)
 
 
 @pytest.mark.parametrize("sampling", [PLAIN, PROCESSED], ids=["plain", "processed"])
@@ -158,22 +178,21 @@ def test_coupled(noise: NoiseSource, num_drafts: int) -> None:
 
 def test_coupled_output_equals_target_only_draws(noise: NoiseSource) -> None:
     sampling = replace(PROCESSED, verification=Verification.COUPLED)
-    for seed in range(200):
-        seeded = replace(sampling, seed=seed)
-        alone = generate(seeded, 6, 0, fixed_draft, real(noise))
-        for num_drafts in (1, 2, 5):
-            for propose in (sampled_draft(noise), fixed_draft):
-                assert generate(seeded, 6, num_drafts, propose, real(noise)) == alone
+    samplings = [replace(sampling, seed=seed) for seed in range(200)]
+    alone = generate(samplings, 6, 0, fixed_draft, real(noise))
+    for num_drafts in (1, 2, 5):
+        for propose in (sampled_draft(noise), fixed_draft):
+            assert generate(samplings, 6, num_drafts, propose, real(noise)) == alone
 
 
 def test_residual_rule_on_coupled_drafts_would_fail(noise: NoiseSource) -> None:
     """The noise that drew the draft token also draws the recovered one, and is no longer fresh."""
 
-    def wrong(processed: torch.Tensor, item: Round) -> Verified:
+    def wrong_of(processed: torch.Tensor, item: Round) -> Verified:
         group = item.group
         verified = verify_rejection(
             processed,
-            item.draft.token_ids,
+            item.draft_token_ids,
             (),
             noise=noise,
             seed=group.sampling.seed,
@@ -181,10 +200,14 @@ def test_residual_rule_on_coupled_drafts_would_fail(noise: NoiseSource) -> None:
         )
         position = group.first_position + verified.num_accepted_tokens
         weights = processed[verified.num_accepted_tokens].double().softmax(-1)
-        if verified.num_accepted_tokens < len(item.draft.token_ids):
-            weights[item.draft.token_ids[verified.num_accepted_tokens]] = 0.0
+        if verified.num_accepted_tokens < len(item.draft_token_ids):
+            weights[item.draft_token_ids[verified.num_accepted_tokens]] = 0.0
         gumbel = noise.gumbel([NoiseKey(group.sampling.seed, position, Purpose.COUPLED_DRAW)])[0]
         return verified._replace(next_token_id=int((weights.log() + gumbel).argmax()))
+
+    def wrong(processed: torch.Tensor, rounds: list[Round]) -> list[Verified]:
+        parts = processed.split([item.group.num_rows for item in rounds])
+        return [wrong_of(part, item) for part, item in zip(parts, rounds, strict=True)]
 
     coupled = sampled_draft(noise, verification=Verification.COUPLED)
     assert p_value(PLAIN, 1, coupled, wrong, num_samples=3 * NUM_SAMPLES) < SIGNIFICANCE
@@ -196,9 +219,9 @@ def test_another_distribution_than_the_drafts_would_fail(noise: NoiseSource) -> 
     flat = SparseProbs(tuple(range(VOCAB_SIZE)), (1.0 / VOCAB_SIZE,) * VOCAB_SIZE)
 
     def claim_flat(
-        token_ids: list[int], sampling: SamplingParams, num_drafts: int
-    ) -> tuple[list[int], list[SparseProbs]]:
-        drafts, probs = propose(token_ids, sampling, num_drafts)
-        return drafts, [flat] * len(probs)
+        token_ids: list[list[int]], samplings: list[SamplingParams], num_drafts: int
+    ) -> list[Drafts]:
+        proposed = propose(token_ids, samplings, num_drafts)
+        return [(drafts, [flat] * len(probs)) for drafts, probs in proposed]
 
     assert p_value(PLAIN, 1, claim_flat, real(noise)) < SIGNIFICANCE

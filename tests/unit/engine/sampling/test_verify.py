@@ -10,7 +10,6 @@ import torch
 from specray.engine.sampling.draft import DraftSampler
 from specray.engine.sampling.logprobs import token_logprobs
 from specray.engine.sampling.noise import NoiseKey, NoiseSource, Purpose
-from specray.engine.sampling.processors import RowGroup
 from specray.engine.sampling.verify import (
     Round,
     Verified,
@@ -19,6 +18,7 @@ from specray.engine.sampling.verify import (
     verify_rounds,
 )
 from specray.types import SamplingParams, SparseProbs, Verification
+from tests.unit.engine.sampling.rows import row_group
 
 VOCAB_SIZE = 8
 NOISE = NoiseSource(VOCAB_SIZE, torch.device("cpu"))
@@ -49,7 +49,7 @@ def verify(
     logits: torch.Tensor, drafts: Sequence[int], sampling: SamplingParams, *, first_position: int = 5
 ) -> Verified:
     """One round without draft distributions, whose row 0 predicts the token at ``first_position``."""
-    group = RowGroup(sampling, [0] * first_position + list(drafts), len(drafts) + 1)
+    group = row_group(sampling, [0] * first_position + list(drafts), len(drafts) + 1)
     assert group.first_position == first_position
     [verified] = verify_rounds(logits, [Round(group, drafts, ())], NOISE)
     return verified
@@ -152,7 +152,7 @@ def test_rejection_uses_each_number_for_one_purpose(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     draft_logits, target_logits = torch.randn(2, 1, VOCAB_SIZE, generator=generator)
     sampling = SamplingParams(seed=seed, verification=Verification.REJECTION)
-    [token] = DraftSampler(NOISE).draw(draft_logits, [RowGroup(sampling, [0] * 6, 1)])
+    [token] = DraftSampler(NOISE).draw(draft_logits, [row_group(sampling, [0] * 6, 1)])
 
     def gumbel(purpose: Purpose) -> torch.Tensor:
         return NOISE.gumbel([NoiseKey(seed, 6, purpose)])[0]
@@ -196,7 +196,7 @@ def test_mixed_batch_equals_each_round_alone() -> None:
     drafts = [(1, 2), (3,), (4, 5, 6), ()]
     samplings = [GREEDY, SamplingParams(seed=9), BY_REJECTION, SamplingParams(seed=4)]
     rounds = [
-        Round(RowGroup(sampling, [0, 0, *tokens], len(tokens) + 1), tokens, ())
+        Round(row_group(sampling, [0, 0, *tokens], len(tokens) + 1), tokens, ())
         for sampling, tokens in zip(samplings, drafts, strict=True)
     ]
     rows = [logits[:3], logits[3:5], logits[5:9], logits[9:]]
@@ -214,7 +214,7 @@ def test_mixed_batch_equals_each_round_alone() -> None:
 
 def test_rejection_at_temperature_zero_is_greedy() -> None:
     sampling = SamplingParams(temperature=0.0, verification=Verification.REJECTION)
-    item = Round(RowGroup(sampling, [0, 3, 1], 3), (3, 1), ())
+    item = Round(row_group(sampling, [0, 3, 1], 3), (3, 1), ())
     assert verify_rounds(rows_with_argmax(3, 1, 4), [item], NOISE) == [Verified(2, 4)]
 
 

@@ -208,7 +208,7 @@ def test_unsure_draft_ends_its_proposals_early_where_the_router_chooses_k() -> N
     # The draft is right for three tokens and wrong for one, and knows it.
     lengths = [{"min_acceptance": 0.01, "by_position": "3213" * 30}]
     known = output("1110" * 30, lengths=lengths)
-    speculation = SpeculationConfig.model_validate({"overlap": "serial", "filler": "none"})
+    speculation = SpeculationConfig.model_validate({"overlap": "serial", "fallback": "none"})
     points = [{"num_sequences": 1, "num_tokens": k, "seconds": 0.002 * k} for k in (1, 16)]
     kit = Kit(target(), draft(propose=points), replayed(known), speculation=speculation)
     sure = replace(kit, acceptance=replayed(output("1110" * 30)))
@@ -222,12 +222,12 @@ def test_unsure_draft_ends_its_proposals_early_where_the_router_chooses_k() -> N
 def test_fillers_find_what_the_measured_output_repeats() -> None:
     # Twelve tokens again and again, and a draft that is never right.
     repeating = output("0" * 120, tokens=[3 + n % 12 for n in range(120)])
-    speculation = SpeculationConfig.model_validate({"overlap": "serial", "filler": "ngram"})
+    speculation = SpeculationConfig.model_validate({"overlap": "serial", "fallback": "ngram"})
     kit = Kit(target(), draft(), replayed(repeating), speculation=speculation)
     load = one_client(3, 120)
     with_fillers = simulate_closed(kit, load)
     without = simulate_closed(
-        replace(kit, speculation=speculation.model_copy(update={"filler": "none"})), load
+        replace(kit, speculation=speculation.model_copy(update={"fallback": "none"})), load
     )
     assert without.tokens_per_round == 1.0
     assert with_fillers.tokens_per_round > 2.0

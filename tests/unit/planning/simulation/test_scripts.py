@@ -41,7 +41,7 @@ def test_proposal_is_right_where_the_drafts_was_and_wrong_from_there_on() -> Non
 def test_verdict_keeps_what_the_output_has_whoever_proposed_it() -> None:
     script = script_of(output("1101"))
     assert script.verdict(RNG, 0, script.proposal(0, 4, 0.0)) == (2, 5)
-    # The draft would have been wrong here; a filler was right.
+    # The draft would have been wrong here; a fallback was right.
     assert script.verdict(RNG, 2, (5, 6)) == (2, 3 + 6)
     assert script.verdict(RNG, 0, ()) == (0, 3)
 

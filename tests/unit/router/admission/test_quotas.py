@@ -93,4 +93,4 @@ def test_requests_carry_the_limits_of_their_key_and_nothing_without() -> None:
     free = KeyConfig.model_validate({"name": "free", "sha256": "b" * 64})
     assert Keyring(AuthConfig(keys=(limited, free))).asks_for_key
     claimed = of_key("r", Quota("somebody", max_requests=1000))
-    assert [Caller(key).own([claimed])[0].quota for key in (limited, free)] == [TWO, None]
+    assert [Caller(key).apply_policy([claimed])[0].quota for key in (limited, free)] == [TWO, None]

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from specray.control.controller import Policy
+from specray.control.controller import Controller
 from specray.control.state import OFF, Plan
 from specray.drafting import LONG_MATCH_LEN
 from specray.fakes import FakeDraft, FakeTarget, PerfectGuesser, ToyModel, VirtualClock
 from specray.fakes.engines import fake_info
 from specray.requests import GenerateRequest, SpeculationParams
 from specray.router.output.delivery import Delivery
-from specray.router.proposers.fallback import Fillers
-from specray.router.proposers.ngram import LocalDraft, LocalDrafts
+from specray.router.proposers.fallback import NgramFallback
+from specray.router.proposers.ngram import LocalProposer, LocalProposers
 from specray.router.session import Session
 from specray.router.session_record import LiveSession
 from specray.types import DraftKind, DraftTokens, Overlap, StepTime, Verification
@@ -42,22 +42,22 @@ def extended(
 
     The draft was right ``accepted`` times, what followed short matches ``accepted_short`` times.
     """
-    config = speculation_config(filler="ngram")
-    policy = Policy(config)
+    config = speculation_config(fallback="ngram")
+    controller = Controller(config)
     sizes = (1, 2, 4, 8, 16, 32, 64)
-    policy.measured.expect_target([StepTime(rows, 0.02 + rows * rows_s) for rows in sizes], 0.0)
-    policy.measured.expect_draft([StepTime(rows, 0.0004) for rows in sizes], 0.0)
+    controller.cost_model.expect_target([StepTime(rows, 0.02 + rows * rows_s) for rows in sizes], 0.0)
+    controller.cost_model.expect_draft([StepTime(rows, 0.0004) for rows in sizes], 0.0)
     wanted = SpeculationParams(num_speculative_tokens=k)
     sampling: dict[str, Any] = {"temperature": 1.0, "verification": verification}
     asked = request(prompt=prompt, max_tokens=60, speculation=wanted, **sampling)
-    local = LocalDrafts(config, policy, has_model=True).of(asked, DraftKind.MODEL)
+    local = LocalProposers(config, controller, has_model=True).of(asked, DraftKind.MODEL)
     assert local is not None
-    local.short.pacing.acceptance.add(accepted_short, accepted_short)
+    local.short.stats.acceptance.add(accepted_short, accepted_short)
     session = Session(asked, None, vocab_size=64)
-    pacing = policy.pace(asked)
-    pacing.acceptance.add(accepted, accepted)
-    live = LiveSession(session, Delivery("a", is_stream=False), pacing, 0.0, 60.0, local=local, ahead=ahead)
-    return Fillers({"a": live}, policy).extend(live, DraftTokens(foreseen))
+    stats = controller.start_session(asked)
+    stats.acceptance.add(accepted, accepted)
+    live = LiveSession(session, Delivery("a", is_stream=False), stats, 0.0, 60.0, local=local, ahead=ahead)
+    return NgramFallback({"a": live}, controller).extend(live, DraftTokens(foreseen), 0.0)
 
 
 def test_repetition_that_begins_with_what_was_foreseen_goes_on() -> None:
@@ -68,8 +68,8 @@ def test_repetition_that_begins_with_what_was_foreseen_goes_on() -> None:
 
 
 def test_looks_for_repetitions_that_are_not_used_count_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    passed: list[LocalDraft] = []
-    monkeypatch.setattr(LocalDraft, "pass_over", lambda local: passed.append(local))
+    passed: list[LocalProposer] = []
+    monkeypatch.setattr(LocalProposer, "pass_over", lambda local: passed.append(local))
     extended((1, 2))
     assert not passed
     extended((1, 3))
@@ -120,7 +120,7 @@ def test_by_rejection_what_the_draft_drew_decides_nothing() -> None:
 def test_longer_rounds_commit_the_targets_tokens_and_are_fewer(sampling: dict[str, Any]) -> None:
     """A perfect draft, and an output in circles."""
     given = request("a", max_tokens=200, **sampling)
-    num_steps = {filler: num_steps_of(given, filler) for filler in ("none", "ngram")}
+    num_steps = {fallback: num_window_steps(given, fallback) for fallback in ("none", "ngram")}
     has_extended = num_steps["ngram"] < 0.75 * num_steps["none"]
     assert has_extended is not given.sampling.draws_by_rejection
 
@@ -128,12 +128,12 @@ def test_longer_rounds_commit_the_targets_tokens_and_are_fewer(sampling: dict[st
 def test_answer_that_comes_after_the_verdict_goes_on_as_well() -> None:
     """Outcomes take the draft longer than the target's step."""
     given = request("a", max_tokens=200)
-    assert num_steps_of(given, "ngram", draft_step_s=0.008) < 0.4 * num_steps_of(
+    assert num_window_steps(given, "ngram", draft_step_s=0.008) < 0.4 * num_window_steps(
         given, "none", draft_step_s=0.008
     )
 
 
-def num_steps_of(given: GenerateRequest, filler: str, *, draft_step_s: float = DRAFT_STEP_S) -> int:
+def num_window_steps(given: GenerateRequest, fallback: str, *, draft_step_s: float = DRAFT_STEP_S) -> int:
     """Of a target whose rows cost little, for all tokens."""
     clock = VirtualClock()
 
@@ -141,7 +141,7 @@ def num_steps_of(given: GenerateRequest, filler: str, *, draft_step_s: float = D
         info = fake_info("target", vocab_size=64)
         target = FakeTarget(REPEATING, info=info, cost=lambda rows: int((0.02 + 0.0005 * rows) * 1e9))
         draft = FakeDraft(PerfectGuesser(REPEATING), cost=lambda steps: int(steps * draft_step_s * 1e9))
-        async with serving(clock, target=target, draft=draft, overlap="enumerate", filler=filler) as pair:
+        async with serving(clock, target=target, draft=draft, overlap="enumerate", fallback=fallback) as pair:
             output = await pair.router.complete(given)
             seed = 0 if given.sampling.is_greedy else given.sampling.seed
             assert output.token_ids == REPEATING.generate(given.prompt_token_ids, 200, seed)

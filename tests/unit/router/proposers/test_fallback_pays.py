@@ -1,13 +1,15 @@
-"""Looking for repetitions takes the router's time: sessions have fillers where these bring more than that."""
+"""Looking for repetitions takes the router's time: sessions have a fallback where it brings more."""
 
 from __future__ import annotations
 
 import pytest
 
-from specray.control.controller import Policy
+from specray.control.controller import Controller
 from specray.fakes import VirtualClock
 from specray.requests import SpeculationParams
-from specray.router.proposers.ngram import LOOK_S, PROBE_EVERY, LocalDrafts
+from specray.router.proposers.ngram import LOOK_S, PROBE_EVERY, LocalProposers
+from specray.router.session import Session
+from specray.router.session_values import Commit, Lookup
 from specray.types import DraftKind, StepTime
 from tests.unit.router.harness import expected, request, run, serving, speculation_config
 
@@ -15,18 +17,18 @@ STEP_S = 0.02
 """Of any number of rows."""
 
 
-def drafts_of(*, accepted: float) -> LocalDrafts:
+def drafts_of(*, accepted: float) -> LocalProposers:
     """After ten thousand looks that brought so many tokens each."""
-    config = speculation_config(filler="ngram")
-    policy = Policy(config)
-    policy.measured.expect_target([StepTime(1, STEP_S), StepTime(64, STEP_S)], 0.0)
-    drafts = LocalDrafts(config, policy, has_model=True)
+    config = speculation_config(fallback="ngram")
+    controller = Controller(config)
+    controller.cost_model.expect_target([StepTime(1, STEP_S), StepTime(64, STEP_S)], 0.0)
+    drafts = LocalProposers(config, controller, has_model=True)
     drafts._looks.add(round(10_000 * accepted), 10_000)
     return drafts
 
 
 @pytest.mark.parametrize(
-    ("num_sessions", "accepted", "has_filler"),
+    ("num_sessions", "accepted", "has_ngram"),
     [
         (64, 1.1 * 64 * LOOK_S / STEP_S, True),
         (64, 0.6 * 64 * LOOK_S / STEP_S, False),
@@ -34,11 +36,11 @@ def drafts_of(*, accepted: float) -> LocalDrafts:
         (1, 0.0, True),
     ],
 )
-def test_filler_is_worth_its_tokens_share_of_a_step(
-    num_sessions: int, accepted: float, has_filler: bool
+def test_fallback_is_worth_its_tokens_share_of_a_step(
+    num_sessions: int, accepted: float, has_ngram: bool
 ) -> None:
     made = drafts_of(accepted=accepted).of(request(), DraftKind.MODEL, num_sessions=num_sessions)
-    assert (made is not None) is has_filler
+    assert (made is not None) is has_ngram
 
 
 def test_some_sessions_go_on_looking_where_it_does_not_pay() -> None:
@@ -47,12 +49,14 @@ def test_some_sessions_go_on_looking_where_it_does_not_pay() -> None:
     assert [index for index, one in enumerate(made, start=1) if one is not None] == [32, 64, 96, 128]
 
 
-def test_every_round_with_a_filler_is_a_look_and_who_asks_for_ngrams_has_them() -> None:
+def test_every_round_with_a_fallback_is_a_look_and_who_asks_for_ngrams_has_them() -> None:
     drafts = drafts_of(accepted=0.0)
     before = drafts._looks.value
-    filler = drafts.of(request(), DraftKind.MODEL, num_sessions=1)
-    assert filler is not None
-    filler.observe(4, 4)
+    fallback = drafts.of(request(), DraftKind.MODEL, num_sessions=1)
+    assert fallback is not None
+    asked = request()
+    verdict = Commit((1,) * 5, (), 4, 4, Lookup.NOT_ASKED, fallback.source)
+    fallback.observe(Session(asked, None, vocab_size=64), verdict)
     assert drafts._looks.value > before
     for _ in range(PROBE_EVERY):
         assert drafts.of(request(), DraftKind.NGRAM, num_sessions=64) is not None
@@ -61,15 +65,15 @@ def test_every_round_with_a_filler_is_a_look_and_who_asks_for_ngrams_has_them() 
 def test_look_whose_find_is_not_verified_brought_nothing() -> None:
     drafts = drafts_of(accepted=1.0)
     before = drafts._looks.value
-    filler = drafts.of(request(), DraftKind.MODEL, num_sessions=1)
-    assert filler is not None
-    filler.pass_over()
+    fallback = drafts.of(request(), DraftKind.MODEL, num_sessions=1)
+    assert fallback is not None
+    fallback.pass_over()
     assert drafts._looks.value < before
 
 
 def test_before_steps_were_measured_all_have_one() -> None:
-    config = speculation_config(filler="ngram")
-    drafts = LocalDrafts(config, Policy(config), has_model=True)
+    config = speculation_config(fallback="ngram")
+    drafts = LocalProposers(config, Controller(config), has_model=True)
     drafts._looks.add(0, 100_000)
     assert drafts.of(request(), DraftKind.MODEL, num_sessions=64) is not None
 
@@ -78,11 +82,11 @@ def test_router_counts_those_that_wait_too() -> None:
     clock = VirtualClock()
 
     async def main() -> None:
-        async with serving(clock, filler="ngram") as pair:
+        async with serving(clock, fallback="ngram") as pair:
             router = pair.router
             asked: list[int] = []
-            of = router._local_drafts.of
-            router._local_drafts.of = lambda *given, num_sessions: (  # type: ignore[method-assign]
+            of = router._local_proposers.of
+            router._local_proposers.of = lambda *given, num_sessions: (  # type: ignore[method-assign]
                 asked.append(num_sessions),
                 of(*given, num_sessions=num_sessions),
             )[1]

@@ -9,14 +9,13 @@ from typing import Any, cast
 
 import pytest
 
-from specray.control.controller import Policy
-from specray.control.cost_model import MIN_READING, Measured
-from specray.control.draft_steps import learn_step
+from specray.control.controller import Controller
+from specray.control.cost_model import CostModel, TargetTimes
 from specray.control.state import Plan
-from specray.control.target_times import TargetTimes
 from specray.fakes import FakeDraft, FakeTarget, LocalDrafter, PerfectGuesser, VirtualClock
 from specray.requests import GenerateRequest
-from specray.router.proposers.prefill import Reading
+from specray.router.proposers.budgets import MIN_DRAFT_PREFILL_TOKENS, Budgets
+from specray.router.proposers.prefill import DraftPrefill
 from specray.router.session import Session
 from specray.router.session_record import LiveSession
 from specray.types import (
@@ -53,6 +52,10 @@ TOKEN_S = 0.0001
 SIZES = (1, 512)
 
 
+def budgets(controller: Controller) -> Budgets:
+    return Budgets(controller.cost_model, max_k=controller.max_k)
+
+
 class RecordingDraft(FakeDraft):
     """Takes time for what it reads, and notes the items of every call."""
 
@@ -77,11 +80,11 @@ class RecordingDraft(FakeDraft):
     def told(self, request_id: str) -> list[tuple[int, int, bool]]:
         """Of its items: (base_len, tokens, is a piece)."""
         items = [item for call in self.calls for item in call if item.request_id == request_id]
-        return [(item.base_len, len(item.token_ids), item.is_piece) for item in items]
+        return [(item.base_len, len(item.token_ids), item.is_prefill_chunk) for item in items]
 
     @property
     def num_pieces(self) -> int:
-        return sum(item.is_piece for call in self.calls for item in call)
+        return sum(item.is_prefill_chunk for call in self.calls for item in call)
 
 
 class RecordingTarget(FakeTarget):
@@ -124,7 +127,7 @@ async def until_piece(draft: RecordingDraft, number: int) -> None:
         (512, TARGET_S, 1.0, 160),
         (100, TARGET_S, 1.0, 100),
         (512, TARGET_S, 0.014, 96),
-        (512, 0.001, 1.0, MIN_READING),
+        (512, 0.001, 1.0, MIN_DRAFT_PREFILL_TOKENS),
         (16, 0.001, 1.0, 16),
         (512, None, 1.0, 512),
     ],
@@ -132,24 +135,32 @@ async def until_piece(draft: RecordingDraft, number: int) -> None:
 def test_room_is_what_is_read_in_a_target_step_and_in_patience_but_not_less_than_a_little(
     most: int, step_s: float | None, most_s: float, room: int
 ) -> None:
-    measured = Measured()
+    measured = CostModel()
     measured.draft.expect({size: DRAFT_STEP_S + TOKEN_S * (size - 1) for size in SIZES})
-    assert measured.reading_room(most, step_s=step_s, most_s=most_s) == room
+    if step_s is not None:
+        measured.target.add(1, step_s)
+    room_of = Budgets(measured, max_k=7).draft_prefill_tokens
+    assert room_of(most, num_rows=1, num_running=1, most_s=most_s) == room
 
 
 def test_room_follows_the_target_step_of_those_who_run() -> None:
-    policy = Policy(speculation_config())
-    policy.measured.expect_draft([StepTime(size, DRAFT_STEP_S + TOKEN_S * (size - 1)) for size in SIZES], 0.0)
-    policy.measured.expect_target([StepTime(1, TARGET_S), StepTime(33, 2 * TARGET_S)], 0.0)
-    rooms = [policy.reading_room(512, num_rows=rows, num_running=1, most_s=1.0) for rows in (1, 33)]
+    controller = Controller(speculation_config())
+    controller.cost_model.expect_draft(
+        [StepTime(size, DRAFT_STEP_S + TOKEN_S * (size - 1)) for size in SIZES], 0.0
+    )
+    controller.cost_model.expect_target([StepTime(1, TARGET_S), StepTime(33, 2 * TARGET_S)], 0.0)
+    rooms = [
+        budgets(controller).draft_prefill_tokens(512, num_rows=rows, num_running=1, most_s=1.0)
+        for rows in (1, 33)
+    ]
     # In 40 ms 361, by size in whole blocks of rows.
     assert rooms == [160, 352]
 
 
 def test_nothing_is_known_of_a_draft_so_that_nothing_bounds_what_it_reads() -> None:
-    policy = Policy(speculation_config())
-    policy.measured.expect_target([StepTime(1, TARGET_S)], 0.0)
-    assert policy.reading_room(512, num_rows=1, num_running=1, most_s=1.0) == 512
+    controller = Controller(speculation_config())
+    controller.cost_model.expect_target([StepTime(1, TARGET_S)], 0.0)
+    assert budgets(controller).draft_prefill_tokens(512, num_rows=1, num_running=1, most_s=1.0) == 512
 
 
 # ---- pieces
@@ -202,7 +213,9 @@ def test_output_is_the_targets_alone_however_it_is_read(
             ]
             await complete(pair, *given)
             assert draft.num_pieces > 10
-            assert max(len(item.token_ids) for call in draft.calls for item in call) <= MIN_READING
+            assert (
+                max(len(item.token_ids) for call in draft.calls for item in call) <= MIN_DRAFT_PREFILL_TOKENS
+            )
             accepted = pair.counted("specray_spec_decode_num_accepted_tokens_total")
             assert accepted + pair.counted("specray_rounds_total") == 5 * 40
             if dies_after is None:
@@ -223,9 +236,9 @@ def test_nobody_waits_for_a_draft_that_is_still_reading(monkeypatch: pytest.Monk
         async with serving(
             clock, target=target, draft=draft, config=config, overlap="serial", num_speculative_tokens=3
         ) as pair:
-            policy = pair.router._policy
+            controller = pair.router._controller
             kinds: list[bool] = []
-            observe = policy.measured.target.add
+            observe = controller.cost_model.target.add
 
             def record(*args: Any, has_prompt: bool, **options: Any) -> None:
                 kinds.append(has_prompt)
@@ -244,7 +257,8 @@ def test_nobody_waits_for_a_draft_that_is_still_reading(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("overlap", "num_tokens", "round_s"), [("serial", 128, 0.029), ("enumerate", MIN_READING, 0.021)]
+    ("overlap", "num_tokens", "round_s"),
+    [("serial", 128, 0.029), ("enumerate", MIN_DRAFT_PREFILL_TOKENS, 0.021)],
 )
 def test_others_are_drafted_for_in_every_round_while_a_prompt_is_read(
     overlap: str, num_tokens: int, round_s: float
@@ -273,8 +287,8 @@ def test_others_are_drafted_for_in_every_round_while_a_prompt_is_read(
             assert clock.monotonic() - begun_s <= 10 * round_s
             await asyncio.gather(stream, reading)
             # What was asked is answered before anything is read.
-            assert all(len({item.is_piece for item in call}) == 1 for call in draft.calls)
-            pieces = [count for _, count, is_piece in draft.told("prompt") if is_piece]
+            assert all(len({item.is_prefill_chunk for item in call}) == 1 for call in draft.calls)
+            pieces = [count for _, count, is_prefill_chunk in draft.told("prompt") if is_prefill_chunk]
             assert pieces[:11] == [num_tokens] * 11
             # It is drafted for as soon as the draft has read it.
             assert set(target.num_drafts["prompt"][-10:-2]) == {2}
@@ -298,7 +312,7 @@ def test_what_is_left_when_a_piece_was_read_goes_with_the_next_question() -> Non
             await call
             told = draft.told("a")[begun:]
             first = next(index for index, (base_len, _, _) in enumerate(told) if base_len == 0)
-            assert [(base_len, is_piece) for base_len, _, is_piece in told[first : first + 2]] == [
+            assert [(base_len, is_chunk) for base_len, _, is_chunk in told[first : first + 2]] == [
                 (0, True),
                 (256, False),
             ]
@@ -384,15 +398,17 @@ def live(name: str, num_tokens: int, *, num_read: int = 0) -> LiveSession:
     item = session.verify_item(1000)
     session.on_verdict(Verdict(name, item.round_id, 0, 0, 9))
     session.draft.synced_len = num_read
-    pacing = Policy(speculation_config()).pace(given)
-    pacing.plan = Plan(3)
-    return LiveSession(session, cast("Any", None), pacing, 0.0, 100.0)
+    stats = Controller(speculation_config()).start_session(given)
+    stats.plan = Plan(3)
+    return LiveSession(session, cast("Any", None), stats, 0.0, 100.0)
 
 
 def test_a_session_has_the_target_compute_its_last_token_and_what_is_drafted_once() -> None:
     given = request("a", LONG[:5], max_tokens=100)
     session = Session(given, None, vocab_size=64)
-    one = LiveSession(session, cast("Any", None), Policy(speculation_config()).pace(given), 0.0, 100.0)
+    one = LiveSession(
+        session, cast("Any", None), Controller(speculation_config()).start_session(given), 0.0, 100.0
+    )
     assert one.num_rows == 5
     session.on_verdict(Verdict("a", session.verify_item(1000).round_id, 0, 0, 9))
     assert one.num_rows == 1
@@ -403,15 +419,17 @@ def test_a_session_has_the_target_compute_its_last_token_and_what_is_drafted_onc
     assert (session.num_missing, one.num_rows - one.num_drafted) == (3, 1)
 
 
-def reading_of(*sessions: LiveSession, is_draft_idle: bool = False) -> Reading:
+def reading_of(*sessions: LiveSession, is_draft_idle: bool = False) -> DraftPrefill:
     """160 tokens fit into a step of the target; 256 are read at once at most."""
-    policy = Policy(speculation_config())
-    policy.measured.expect_draft([StepTime(size, DRAFT_STEP_S + TOKEN_S * (size - 1)) for size in SIZES], 0.0)
-    policy.measured.expect_target([StepTime(size, TARGET_S) for size in SIZES], 0.0)
-    return Reading(
+    controller = Controller(speculation_config())
+    controller.cost_model.expect_draft(
+        [StepTime(size, DRAFT_STEP_S + TOKEN_S * (size - 1)) for size in SIZES], 0.0
+    )
+    controller.cost_model.expect_target([StepTime(size, TARGET_S) for size in SIZES], 0.0)
+    return DraftPrefill(
         {one.request_id: one for one in sessions},
-        policy,
-        most_tokens=256,
+        budgets(controller),
+        max_tokens=256,
         patience_s=lambda: 1.0,
         is_draft_idle=lambda: is_draft_idle,
     )
@@ -421,29 +439,29 @@ def test_each_piece_without_an_answer_is_given_up_after_its_own_time() -> None:
     first, second, third = live("a", 300), live("b", 300), live("c", 300)
     reading = reading_of(first, second, third)
     for begun_s, one in ((1.0, first), (2.0, second), (2.5, third)):
-        one.session.piece_item(100)
+        one.session.prefill_chunk_item(100)
         reading.note(one, begun_s)
     views = [one.session.draft for one in (first, second, third)]
     reading.expire(3.9, 3.0)
-    assert [view.is_reading for view in views] == [True, True, True]
+    assert [view.is_prefilling for view in views] == [True, True, True]
     reading.expire(4.0, 3.0)
-    assert [view.is_reading for view in views] == [False, True, True]
+    assert [view.is_prefilling for view in views] == [False, True, True]
     reading.expire(4.9, 3.0)
-    assert [view.is_reading for view in views] == [False, True, True]
+    assert [view.is_prefilling for view in views] == [False, True, True]
     # One that was answered meanwhile is nobody's loss.
     third.session.draft.in_flight = None
     reading.expire(5.0, 3.0)
-    assert not any(view.is_reading for view in views)
+    assert not any(view.is_prefilling for view in views)
     reading.expire(100.0, 3.0)
     assert not reading.is_going_on
 
 
 def test_what_the_draft_is_reading_is_not_given_to_others() -> None:
     first, second = live("a", 300), live("b", 300)
-    first.session.piece_item(100)
+    first.session.prefill_chunk_item(100)
     assert reading_of(first, second).share(second) == 156
     first.session.draft.lose()
-    first.session.piece_item(200)
+    first.session.prefill_chunk_item(200)
     # 56 are left: it may as well wait for more.
     assert reading_of(first, second).share(second) == 0
 
@@ -472,7 +490,7 @@ def test_prompts_that_go_before_everything_else_are_read_without_regard_for_othe
 )
 def test_who_is_not_drafted_for_is_no_company(plan: Plan | None, rest_rounds: int, num_read: int) -> None:
     other, reader = live("a", 5, num_read=num_read), live("b", 300)
-    other.pacing.plan, other.pacing.rest_rounds = plan, rest_rounds
+    other.stats.plan, other.stats.rest_rounds = plan, rest_rounds
     assert reading_of(other, reader).share(reader) == 256
 
 
@@ -507,7 +525,7 @@ def test_questions_bring_what_there_is_room_for_and_in_company_a_little() -> Non
 
 def test_nobody_is_asked_before_it_has_read_its_piece() -> None:
     reader = live("a", 20)
-    reader.session.piece_item(21)
+    reader.session.prefill_chunk_item(21)
     assert not reading_of(reader).can_ask(reader)
 
 
@@ -520,7 +538,7 @@ def test_prompts_are_read_and_what_a_round_brought_goes_with_its_question(
 ) -> None:
     one = live("a", num_tokens, num_read=num_read)
     assert reading_of(one).is_due(one) is is_due
-    one.session.piece_item(1)
+    one.session.prefill_chunk_item(1)
     assert not reading_of(one).is_due(one)
 
 
@@ -638,9 +656,9 @@ def test_long_text_that_is_read_anew_beside_others_ends_with_a_piece_and_not_wit
             await asyncio.gather(stream, call)
             told = draft.told("a")[begun:]
             first = next(index for index, (base_len, _, _) in enumerate(told) if base_len == 0)
-            (_, begin, _), (_, rest, is_piece), (_, asked, is_other_piece) = told[first : first + 3]
-            assert (begin, is_piece, is_other_piece) == (128, True, False)
-            assert rest > MIN_READING
+            (_, begin, _), (_, rest, is_prefill_chunk), (_, asked, is_other_piece) = told[first : first + 3]
+            assert (begin, is_prefill_chunk, is_other_piece) == (128, True, False)
+            assert rest > MIN_DRAFT_PREFILL_TOKENS
             assert asked <= 4
 
     run(clock, main())
@@ -660,12 +678,12 @@ def proposal(request_id: str) -> tuple[SpeculateItem, DraftReply]:
 
 @pytest.mark.parametrize("num_tokens", [6, 200])
 def test_steps_with_a_piece_say_nothing_of_the_draft(num_tokens: int) -> None:
-    policy = Policy(speculation_config())
-    learn_step(policy, [proposal("a"), piece("b", num_tokens)], 0.040, 0.002)
-    learn_step(policy, [piece("b", num_tokens)], 0.040, 0.002)
-    assert policy.patience_s() is None
-    learn_step(policy, [proposal("a")], 0.040, 0.002)
-    assert policy.patience_s() is not None
+    controller = Controller(speculation_config())
+    controller.cost_model.observe_draft_step([proposal("a"), piece("b", num_tokens)], 0.040, 0.002)
+    controller.cost_model.observe_draft_step([piece("b", num_tokens)], 0.040, 0.002)
+    assert budgets(controller).patience_s() is None
+    controller.cost_model.observe_draft_step([proposal("a")], 0.040, 0.002)
+    assert budgets(controller).patience_s() is not None
 
 
 def test_steps_that_also_worked_for_sessions_which_have_ended_are_not_learnt(
@@ -674,12 +692,14 @@ def test_steps_that_also_worked_for_sessions_which_have_ended_are_not_learnt(
     clock = VirtualClock()
     learnt: list[list[tuple[str, int]]] = []
 
-    def record(policy: Policy, answered: list[tuple[SpeculateItem, DraftReply]], *times: float) -> None:
+    observe = CostModel.observe_draft_step
+
+    def record(self: CostModel, answered: list[tuple[SpeculateItem, DraftReply]], *times: float) -> None:
         learnt.append([(item.request_id, item.base_len) for item, _ in answered])
-        learn_step(policy, answered, *times)
+        observe(self, answered, *times)
 
     async def main() -> None:
-        monkeypatch.setattr("specray.router.proposers.model.learn_step", record)
+        monkeypatch.setattr(CostModel, "observe_draft_step", record)
         draft = RecordingDraft(token_s=0.001)
         async with serving(clock, draft=draft, overlap="serial", num_speculative_tokens=3) as pair:
             left = asyncio.create_task(pair.router.complete(request("a", LONG[:60])))
@@ -705,13 +725,13 @@ def test_a_try_of_speculation_begins_when_the_draft_has_read_the_text() -> None:
         ) as pair:
             call = asyncio.create_task(complete(pair, request("a", LONG, max_tokens=200)))
             await until_piece(draft, 2)
-            pacing = pair.router._sessions.running["a"].pacing
+            stats = pair.router._sessions.running["a"].stats
             # One of them is under way already.
-            pacing.is_probing, pacing.rounds_to_review = True, 3
+            stats.is_exploring, stats.rounds_to_replan = True, 3
             await until_piece(draft, 4)
             await asyncio.sleep(4 * TARGET_S)
-            assert pacing.is_probing and pacing.rounds_to_review in (2, 3)
+            assert stats.is_exploring and stats.rounds_to_replan in (2, 3)
             await call
-            assert not pacing.is_probing
+            assert not stats.is_exploring
 
     run(clock, main())

@@ -13,10 +13,11 @@ from specray.config import KeyConfig, parse_config
 from specray.environment import api_key
 from specray.errors import ConfigError, OverloadedError
 from specray.requests import GenerateRequest, SpeculationParams
-from specray.serving.admission.api_keys import Caller, Keyring, key_hash, new_key
+from specray.serving.admission.api_keys import Caller, Keyring, key_hash
 from specray.types import SamplingParams
 
-KEY, OTHER_KEY = new_key(), new_key()
+KEY, OTHER_KEY = "sk-specray-" + "aB3_" * 10 + "xyz", "sk-specray-" + "Zq7-" * 10 + "uvw"
+"""Keys of the form of ``new_key``; fixed, so that tests have the same names in every process."""
 
 
 def key_entry(key: str = KEY, name: str = "team-a", **more: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from specray.fakes import FakeRouterClient
 from specray.interfaces import RouterClient
 from specray.rpc.inference.client import SpecrayClient
 from specray.rpc.inference.server import GenerateParams, InferenceServer
-from specray.serving.admission.api_keys import Keyring, key_hash, new_key
+from specray.serving.admission.api_keys import Keyring, key_hash
 from specray.serving.grpc.handler import GrpcIngress
 from tests.unit.serving.http.service import (
     INFO,
@@ -34,7 +34,8 @@ from tests.unit.serving.http.service import (
 )
 from tests.unit.tokenization.tiny_tokenizer import EOS
 
-KEY, OTHER_KEY = new_key(), new_key()
+KEY, OTHER_KEY = "sk-specray-" + "aB3_" * 10 + "xyz", "sk-specray-" + "Zq7-" * 10 + "uvw"
+"""Keys of the form of ``new_key``; fixed, so that tests have the same names in every process."""
 TEXT = {"prompt": "def", "max_tokens": 4}
 PROMPT = "TheSecretPromptOfAUser"
 

@@ -66,7 +66,7 @@ def ready_with_its_rank(process: subprocess.Popen[str]) -> int:
 
 
 async def outputs(tensor_parallel_size: int, *, has_draft: bool) -> list[tuple[int, ...]]:
-    """Returns a greedy and a sampled output of engines with this many ranks each."""
+    """Returns a greedy and a sampled output of engines that have this many ranks each."""
     model = {"model": str(demo_target_path()), "dtype": "float32", "max_model_len": 128, "profile_s": 0}
     engine = {**model, "tensor_parallel_size": tensor_parallel_size, "num_threads": 1}
     config = parse_config(

@@ -19,15 +19,11 @@ from specray.rpc.inference.client import SpecrayClient
 from specray.rpc.inference.types import GenerateParams
 from specray.serving.app import build_app
 from specray.serving.launch import APP_NAME
+from tests.e2e.ranks.service import TENSOR_PARALLEL_SIZE
 from tests.e2e.service import Service, complete, is_running, processes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
-TENSOR_PARALLEL_SIZE = 2
-OVERLAP = "serial"
-# Ranks are started many times here: without a compiler and measurements that is half the time.
-TARGET = {"forward": "hf", "profile_s": 0}
-ROUTER = {"verify_timeout_s": 3.0, "drain_timeout_s": 60.0}
 DEADLINE_S = 120.0
 PROMPT = "def fibonacci(n):\n"
 FIELDS: dict[str, Any] = {

@@ -26,10 +26,6 @@ from tests.e2e.service import DEADLINE_S, Service, complete, is_running, process
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
-TENSOR_PARALLEL_SIZE = 2
-OVERLAP = "serial"
-# The heads of the embedded draft, five, are not to be shared by two ranks; those of the target are.
-DRAFT = {"model": str(demo_target_path()), "tensor_parallel_size": 2, "profile_s": 0}
 PROMPT = "def fibonacci(n):\n"
 NUM_TOKENS = 48
 LONG: dict[str, Any] = {

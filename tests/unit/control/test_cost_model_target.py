@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from specray.control.controller import Policy
-from specray.control.target_times import TargetTimes
+from specray.control.controller import Controller
+from specray.control.cost_model import TargetTimes
 from specray.types import StepTime
 from tests.unit.router.harness import speculation_config
 
@@ -50,10 +50,10 @@ def test_rows_take_a_tenth_of_a_step_at_least_whatever_is_said_of_its_context() 
 
 def test_on_a_slow_machine_contexts_take_longer_too() -> None:
     target = TargetTimes(context_token_s=2e-6)
-    target.rounds[False].pace = 2.0
+    target.rounds[False].load_factor = 2.0
     for _ in range(3):
         target.add(8, 0.028, num_sequences=4, num_context_tokens=2000)
-    assert target.pace == 2.0
+    assert target.load_factor == 2.0
     assert [target.predict(8, num_sequences) for num_sequences in (0, 4)] == pytest.approx([0.020, 0.028])
 
 
@@ -75,26 +75,30 @@ def test_steps_that_fill_in_prompts_leave_what_is_known_of_rounds_alone(num_prom
         # Their machine's pace is theirs as well.
         target.add(8, 0.090, num_sequences=1, num_context_tokens=10_000, has_prompt=True)
     assert target.prompts and (target.prompts.predict(8) or 0.0) > 0.025
-    assert (target.context_len, target.pace) == (500.0, 1.0)
+    assert (target.context_len, target.load_factor) == (500.0, 1.0)
     assert target.predict(8, 4) == pytest.approx(0.014)
 
 
 @pytest.mark.parametrize("said", [-1e-6, math.nan, math.inf])
 def test_contexts_that_are_said_to_take_less_than_nothing_or_no_number_take_none(said: float) -> None:
-    policy = Policy(speculation_config())
-    policy.measured.expect_target([StepTime(1, 0.010)], 0.0, context_token_s=said)
+    controller = Controller(speculation_config())
+    controller.cost_model.expect_target([StepTime(1, 0.010)], 0.0, context_token_s=said)
     for _ in range(3):
-        policy.measured.target.add(8, 0.010, is_overlapped=False, num_sequences=4, num_context_tokens=2000)
-    assert [policy.verify_s(8, count) for count in (1, 4, 16)] == pytest.approx([0.010, 0.010, 0.010])
+        controller.cost_model.target.add(
+            8, 0.010, is_overlapped=False, num_sequences=4, num_context_tokens=2000
+        )
+    assert [controller.cost_model.usual_verify_s(8, count) for count in (1, 4, 16)] == pytest.approx(
+        [0.010, 0.010, 0.010]
+    )
 
 
 def test_what_the_engine_says_of_contexts_is_part_of_what_a_step_is_expected_to_take() -> None:
-    policy = Policy(speculation_config())
-    policy.measured.expect_target([StepTime(1, 0.010), StepTime(8, 0.010)], 0.001, context_token_s=2e-6)
-    assert policy.verify_s(8, 4) == pytest.approx(0.011)
+    controller = Controller(speculation_config())
+    controller.cost_model.expect_target([StepTime(1, 0.010), StepTime(8, 0.010)], 0.001, context_token_s=2e-6)
+    assert controller.cost_model.usual_verify_s(8, 4) == pytest.approx(0.011)
     # From the first round on it is known how long contexts are; one step says nothing of its rows.
-    policy.measured.target.add(8, 0.030, is_overlapped=False, num_sequences=4, num_context_tokens=2000)
-    assert policy.verify_s(8, 4) == pytest.approx(0.015)
+    controller.cost_model.target.add(8, 0.030, is_overlapped=False, num_sequences=4, num_context_tokens=2000)
+    assert controller.cost_model.usual_verify_s(8, 4) == pytest.approx(0.015)
 
 
 def test_contexts_take_as_long_as_steps_of_their_own_kind_say() -> None:

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from specray.engine.draft import DraftEngine
 from specray.engine.sampling.logprobs import token_logprobs
-from specray.engine.sampling.processors import RowGroup, process_logits
+from specray.engine.sampling.processors import process_logits
+from specray.engine.step import ForwardOutput
 from specray.engine.target import TargetEngine
 from specray.errors import EngineLostError
 from specray.types import (
@@ -58,6 +58,7 @@ from tests.unit.engine.harness import (
     verify_item,
 )
 from tests.unit.engine.p_values import chi_square_p_value
+from tests.unit.engine.sampling.rows import row_group
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 NUM_OUTPUT = 24
@@ -217,7 +218,7 @@ def exact_probabilities(sampling: SamplingParams, num_tokens: int) -> dict[tuple
         longer = {}
         for output, probability in found.items():
             prefix = [*PROMPT, *output]
-            row = process_logits(model_logits(TARGET, prefix)[None], [RowGroup(sampling, prefix, 1)])[0]
+            row = process_logits(model_logits(TARGET, prefix)[None], [row_group(sampling, prefix, 1)])[0]
             for token_id, factor in enumerate(row.double().softmax(-1).tolist()):
                 if factor > 0.0:
                     longer[*output, token_id] = probability * factor
@@ -334,7 +335,7 @@ def test_rejected_tokens_are_not_held() -> None:
     target, _ = toy_target()
     current = session()
     wrong = (expected_output(GREEDY)[0] + 1) % VOCAB_SIZE
-    target.verify([verify_item(current, ((wrong, wrong), ()))])
+    target.verify([verify_item(current, DraftTokens((wrong, wrong)))])
     item = VerifyItem("a", 2, len(PROMPT) + 1, (1,))
     assert target.verify([item]).replies == (UnknownSequence("a", 2, len(PROMPT) + 1),)
 
@@ -449,8 +450,8 @@ def test_check_works_with_a_full_cache_and_finds_broken_logits() -> None:
     target.check()
 
     class Broken(SlotRunner):
-        def run(self, inputs: Sequence[object]) -> Tensor:
-            return torch.full((1, VOCAB_SIZE), torch.nan)
+        def run(self, inputs: Sequence[object]) -> ForwardOutput:
+            return ForwardOutput(torch.full((1, VOCAB_SIZE), torch.nan))
 
     broken = TargetEngine(Broken(TARGET, target.info), target.info, device=torch.device("cpu"))
     with pytest.raises(EngineLostError, match="not numbers"):
@@ -518,12 +519,12 @@ def test_branches_compute_nothing_of_what_they_share() -> None:
     drafted = propose(draft, current, 2)
     before = runner.num_rows
     branches = outcomes(draft, current, drafted, (1, 1, 1), 2).branches
-    # Three rows for the rankings; then two steps of three lines each.
+    # Three rows for the rankings; then two steps of three chains each.
     assert runner.num_rows - before == 3 + 2 * 3
     for branch in branches:
         prefix = [*drafted.token_ids[: branch.num_accepted_tokens], branch.next_token_id]
         fresh = Session("a", current.token_ids + prefix, GREEDY)
-        assert branch.draft.token_ids == propose(toy_draft()[0], fresh, 2)[0]
+        assert branch.draft.token_ids == propose(toy_draft()[0], fresh, 2).token_ids
     draft.check_integrity()
 
 
@@ -626,7 +627,7 @@ def test_proposal_ends_at_max_model_len() -> None:
 def test_branches_end_at_max_model_len() -> None:
     draft, _ = toy_draft(max_model_len=12)
     current = session()
-    reply = outcomes(draft, current, ((1, 2, 3), ()), (1, 1, 1, 1), 5)
+    reply = outcomes(draft, current, DraftTokens((1, 2, 3)), (1, 1, 1, 1), 5)
     found = [(branch.num_accepted_tokens, len(branch.draft.token_ids)) for branch in reply.branches]
     assert found == [(0, 2), (1, 1), (2, 0)]
     full = Session("b", [1] * 12, GREEDY)
@@ -691,11 +692,11 @@ def test_draft_probs_are_the_truncated_distribution() -> None:
     draft, _ = toy_draft()
     drafted = propose(draft, session(replace(REJECTION, top_k=3)), 4)
     assert len(drafted.probs) == 4
-    for token_id, probs in zip(*drafted, strict=True):
+    for token_id, probs in zip(drafted.token_ids, drafted.probs, strict=True):
         assert len(probs.token_ids) == 3 and token_id in probs.token_ids
         assert sum(probs.probs) == pytest.approx(1.0, abs=1e-6)
         assert list(probs.probs) == torch.tensor(probs.probs).tolist()
-    assert propose(draft, session(replace(REJECTION, temperature=0.0), request_id="b"), 2)[1] == ()
+    assert propose(draft, session(replace(REJECTION, temperature=0.0), request_id="b"), 2).probs == ()
 
 
 def test_lost_sequence_is_unknown_and_comes_back() -> None:

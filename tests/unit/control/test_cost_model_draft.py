@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from specray.control.draft_times import DraftTimes
+from specray.control.cost_model import DraftTimes
 
 SHAPE = {1: 0.001, 9: 0.003}
 """A quarter of a millisecond for each further proposal."""

@@ -1,0 +1,128 @@
+"""The choice of a proposer for every round: nothing, a local proposer, or the draft model.
+
+A session whose request is drafted for by ``ngram`` or ``suffix`` has a local proposer alone. One with a draft
+model may have a local proposer as its fallback, which goes first where that promises more.
+"""
+
+from __future__ import annotations
+
+from specray.control.controller import Controller
+from specray.control.state import OFF_BY_REASON, Reason
+from specray.router.deferred import Later
+from specray.router.proposers.base import PENDING, Budget, Proposer
+from specray.router.proposers.fallback import NgramFallback
+from specray.router.proposers.model import ModelProposer
+from specray.router.proposers.prefill import are_prompts_first
+from specray.router.session_record import LiveSession
+from specray.router.session_values import Commit, Lookup
+from specray.router.transport.links import DraftLink
+from specray.types import NO_DRAFT, DraftReplies
+
+
+class ProposerChoice:
+    """Decides what every session verifies next, and tells its proposers of each verdict.
+
+    Args:
+        model: the draft model, behind a leased draft.
+        running: the running sessions, shared with their owner.
+        controller: of the draft model.
+        later: work that waits until the messages of a step have left.
+    """
+
+    def __init__(
+        self, model: ModelProposer, running: dict[str, LiveSession], controller: Controller, later: Later
+    ) -> None:
+        self.model = model
+        self._running = running
+        self._controller = controller
+        self._later = later
+        self._fallback = NgramFallback(running, controller)
+
+    # Proposals
+
+    def propose(self, now: float) -> None:
+        """Settles what every idle session verifies next: asks the draft, or decides to go without."""
+        self.model.begin_questions()
+        is_draft_idle = are_prompts_first(self._running)
+        for live in self._running.values():
+            session = live.session
+            if session.drafted is not None or session.target.in_flight is not None:
+                continue
+            if session.is_prefilling:
+                live.plan = OFF_BY_REASON[Reason.PREFILL]
+                if live.local is not None:
+                    self._go_without_model(live, now)
+            elif is_draft_idle:
+                live.plan = OFF_BY_REASON[Reason.PROMPTS_FIRST]
+                session.take_draft(NO_DRAFT)
+            elif live.is_drafted_locally:
+                live.plan = OFF_BY_REASON[Reason.LOCAL]
+                self._go_without_model(live, now)
+            elif session.draft.asked is None:
+                self._propose_with_model(live, now)
+
+    def _propose_with_model(self, live: LiveSession, now: float) -> None:
+        plan = live.plan = self.model.plan_question(live, now)
+        if plan.is_off:
+            self._go_without_model(live, now)
+            return
+        instead = self._fallback.propose_instead(live, plan, now)
+        if instead is not None and live.local is not None:
+            live.plan = OFF_BY_REASON[Reason.NGRAM]
+            live.session.take_draft(instead, live.local.source)
+            return
+        answer = self.model.propose(live.session, Budget(now, len(self._running), plan))
+        assert answer is PENDING, "a draft that was planned for is asked"
+
+    def _go_without_model(self, live: LiveSession, now: float) -> None:
+        """Decides what is verified without asking the draft."""
+        is_plain = self._controller.modes.is_plain and self.model.link is not None
+        if is_plain and not live.is_drafted_locally:
+            live.session.take_draft(NO_DRAFT)
+        else:
+            self._propose_locally(live, now)
+
+    def _propose_locally(self, live: LiveSession, now: float) -> None:
+        if live.local is None:
+            live.session.take_draft(NO_DRAFT)
+        else:
+            draft = live.local.propose(live.session, Budget(now, len(self._running)))
+            live.session.take_draft(draft, live.local.source)
+
+    def _extend(self, live: LiveSession, now: float) -> None:
+        """A hit goes on with a repetition where that is worth more."""
+        foreseen = live.session.drafted
+        if foreseen is None:
+            return
+        if not live.ahead.is_off:
+            live.plan = live.ahead
+        longer = self._fallback.extend(live, foreseen, now)
+        if longer is not None and live.local is not None:
+            live.session.take_draft(longer, live.local.source)
+
+    # Verdicts and replies
+
+    def on_commit(self, live: LiveSession, commit: Commit) -> None:
+        """Tells the session's proposers of a verdict; each counts its own draft tokens."""
+        session = live.session
+        if live.local is not None and session.is_finished:
+            self._later.add(live.local.keep_output, session)
+        proposers: list[Proposer] = [self.model] if live.local is None else [live.local, self.model]
+        for proposer in proposers:
+            proposer.observe(session, commit)
+
+    def on_lookup(self, live: LiveSession, lookup: Lookup, now: float) -> None:
+        """Takes what the outcomes said of a verdict that has just been committed."""
+        self.model.on_lookup(live, lookup, now)
+        if lookup not in (Lookup.PENDING, Lookup.NOT_ASKED):
+            self._extend(live, now)
+
+    def on_replies(self, link: DraftLink, replies: DraftReplies, now: float) -> None:
+        """Takes a batch of the draft's replies."""
+        for live in self.model.on_replies(link, replies, now):
+            self._extend(live, now)
+
+    def expire(self, now: float) -> None:
+        """Gives up waits for the draft that took too long."""
+        for live in self.model.expire(now):
+            self._propose_locally(live, now)

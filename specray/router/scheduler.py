@@ -1,0 +1,109 @@
+"""Chooses the sessions of the next target step, and holds an idle target back for late proposals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from specray.config import RouterConfig
+from specray.control.cost_model import CostModel
+from specray.router.admission.sessions import Sessions
+from specray.router.batch import BatchLimits, Share, form_batch
+from specray.router.proposers.budgets import Budgets
+from specray.router.proposers.prefill import are_prompts_first
+from specray.router.session_record import LiveSession
+from specray.types import EngineInfo
+
+GRACE_SHARE = 0.25
+"""Share of its own step for which an idle target waits for late proposals when others could go."""
+ESTABLISHED_TOKENS = 32
+"""Output tokens from which somebody reads along: prompts of others must not stall the session."""
+
+
+class StepScheduler:
+    """Chooses the sessions of the next target step.
+
+    Args:
+        sessions: who runs.
+        cost_model: predicts the time of target steps.
+        budgets: prompt tokens that may share a step.
+        config: budgets of a step.
+        hold_until: told when an idle target that is held back is to be looked at again.
+    """
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        cost_model: CostModel,
+        budgets: Budgets,
+        config: RouterConfig,
+        *,
+        hold_until: Callable[[float], None],
+    ) -> None:
+        self._sessions = sessions
+        self._cost_model = cost_model
+        self._budgets = budgets
+        self._config = config
+        self._hold_until = hold_until
+
+    def schedule(
+        self, info: EngineInfo, *, now: float, idle_since_s: float | None
+    ) -> list[tuple[LiveSession, int]]:
+        """Chooses the next target step, as (session, room) pairs; empty: nothing to do yet.
+
+        Stragglers: while some sessions could go and others wait for the draft, an idle target holds back for
+        at most GRACE_SHARE of its usual step. A proposal that comes in that time rides along at no cost to
+        anybody; a later one misses this step and takes part in the next. So nobody is delayed by another's
+        draft for more than that share, and a straggler's own wait ends with its patience.
+
+        Args:
+            info: limits of the target.
+            now: seconds on the router's clock.
+            idle_since_s: time since when the target has had nothing to do; None: it is not held back.
+        """
+        suspect = self._sessions.suspect()
+        if suspect is not None:
+            # Neither has it anything in flight after a loss, nor does it wait for a draft: it begins anew.
+            return self._shared_out([suspect], info)
+        ready: list[LiveSession] = []
+        has_stragglers = False
+        for live in self._sessions.running.values():
+            session = live.session
+            if session.target.in_flight is not None:
+                continue
+            if session.drafted is not None or session.is_prefilling:
+                ready.append(live)
+            else:
+                has_stragglers = True
+        if not ready or (has_stragglers and self._holds_back(ready, now, idle_since_s)):
+            return []
+        return self._shared_out(ready, info)
+
+    def _shared_out(self, ready: Sequence[LiveSession], info: EngineInfo) -> list[tuple[LiveSession, int]]:
+        limits = BatchLimits(info.max_num_seqs, info.max_num_batched_tokens, self._prefill_room(ready))
+        shares: list[Share] = form_batch(ready, limits)
+        return [(ready[share.position], share.max_new_tokens) for share in shares]
+
+    def _prefill_room(self, ready: Sequence[LiveSession]) -> int:
+        """Prompt tokens of the step: few enough that the sessions which run keep their pace."""
+        most = self._config.prefill_chunk_tokens
+        if not any(live.is_prefilling for live in ready):
+            return most
+        # Also those that wait for their draft: they would wait for this step next.
+        running = [live for live in self._sessions.running.values() if not live.is_prefilling]
+        is_burst = all(live.session.num_output_tokens < ESTABLISHED_TOKENS for live in running)
+        if not running or (is_burst and are_prompts_first(self._sessions.running)):
+            return most
+        num_rows = sum(live.num_rows for live in running)
+        return self._budgets.prefill_tokens(
+            num_rows, most, max_slowdown=self._config.max_prefill_slowdown, num_running=len(running)
+        )
+
+    def _holds_back(self, ready: Sequence[LiveSession], now: float, idle_since_s: float | None) -> bool:
+        """An idle target waits a little for sessions whose proposals are late."""
+        if idle_since_s is None:
+            return False
+        step_s = self._cost_model.usual_verify_s(sum(live.num_rows for live in ready), len(ready))
+        if step_s is None or now >= idle_since_s + GRACE_SHARE * step_s:
+            return False
+        self._hold_until(idle_since_s + GRACE_SHARE * step_s)
+        return True

@@ -1,0 +1,1 @@
+"""Tests of one service whose target and draft have two ranks each."""

@@ -1,0 +1,1 @@
+"""Tests of one service that asks for keys, whose engines ask for certificates and a secret."""

@@ -1,0 +1,31 @@
+"""Starts the service of all tests of keys, certificates and secrets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from specray.serving.admission.api_keys import key_hash
+from tests.e2e.service import Service, started
+
+
+@pytest.fixture(scope="package")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.e2e.secured.access import write_peers  # Skips what asks for it without cryptography.
+
+    directory = tmp_path_factory.mktemp("peers")
+    write_peers(directory)
+    return directory
+
+
+@pytest.fixture(scope="package")
+def service(directory: Path) -> Iterator[Service]:
+    from tests.e2e.secured.access import KEY, peer
+
+    keys = [{"name": "team-a", "sha256": key_hash(KEY), "can_observe": True}]
+    engine = {"max_model_len": 256, "profile_s": 0}
+    rpc = peer(directory, "ours").model_dump()
+    with started(target=engine, draft=engine, auth={"keys": keys}, rpc=rpc) as service:
+        yield service

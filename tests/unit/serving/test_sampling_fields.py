@@ -1,0 +1,109 @@
+"""Every field of SamplingParams survives the way from a caller to an engine, by HTTP and by gRPC.
+
+The fields and their values are taken from the types, so that a new field is covered, or missed, by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from specray.errors import InvalidRequestError
+from specray.requests import SAMPLING_OPTIONS, SAMPLING_RANGES, GenerateRequest, Range, SamplingOptions
+from specray.router.session import Session
+from specray.rpc.codec.engine import decode_verify_request, encode_verify_request
+from specray.rpc.codec.inference import decode_generate_request, encode_generate_request
+from specray.rpc.inference.types import GenerateParams
+from specray.serving.grpc.handler import _options
+from specray.serving.http.schemas import ChatCompletionRequest, CompletionRequest, parse_request
+from specray.serving.validation import GenerationOptions, Limits, to_generate_requests
+from specray.types import SamplingParams, Verification
+
+LIMITS = Limits(model_name="toy", vocab_size=64, max_model_len=512, eos_token_ids=(3,))
+PROMPT = (5, 6, 7, 8)
+DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
+
+
+def asked_value(name: str) -> float:
+    """A value in range that is no default and the same in float32."""
+    default, allowed = DEFAULTS[name], SAMPLING_RANGES.get(name, Range(0, 9))
+    values = (int(allowed.high) // 2, 2, 1) if isinstance(default, int) else (0.5, 1.5)
+    return next(value for value in values if allowed.contains(value) and value not in (default, 0))
+
+
+ASKED: dict[str, float] = {name: asked_value(name) for name in SAMPLING_OPTIONS}
+SPECIAL = {
+    "logit_bias": ((4, -2.5), (9, 50.0)),
+    "stop_token_ids": (3, 11),
+    "num_prompt_tokens": len(PROMPT),
+    "num_logprobs": 2,
+    "verification": Verification.REJECTION,
+}
+EXPECTED: dict[str, Any] = ASKED | SPECIAL
+
+
+def http_options(schema: type[CompletionRequest] | type[ChatCompletionRequest]) -> GenerationOptions:
+    body: dict[str, Any] = ASKED | {
+        "logit_bias": {"4": -2.5, "9": 50.0},
+        "stop_token_ids": [11],
+        "speculation": {"verification": "rejection"},
+        "max_tokens": 100,
+    }
+    if schema is CompletionRequest:
+        body |= {"prompt": list(PROMPT), "logprobs": 2}
+    else:
+        body |= {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 2}
+    return parse_request(schema, body).options()
+
+
+def grpc_options() -> GenerationOptions:
+    asked: dict[str, Any] = dict(ASKED)
+    params = GenerateParams(
+        token_ids=PROMPT,
+        logit_bias=SPECIAL["logit_bias"],
+        stop_token_ids=(11,),
+        logprobs=2,
+        verification=Verification.REJECTION,
+        max_tokens=100,
+        **asked,
+    )
+    return _options(decode_generate_request(encode_generate_request(params)))
+
+
+def engine_sampling(options: GenerationOptions) -> SamplingParams | None:
+    """What the target's engine is told with the first item of the request."""
+    [request] = to_generate_requests([PROMPT], options, limits=LIMITS, request_id="a")
+    assert isinstance(request, GenerateRequest)
+    item = Session(request, None, vocab_size=64).verify_item(1000)
+    [received] = decode_verify_request(encode_verify_request([item], ())).items
+    return received.sampling
+
+
+def test_every_field_has_a_value_of_its_own() -> None:
+    assert set(EXPECTED) == set(DEFAULTS)
+    assert not [name for name in DEFAULTS if EXPECTED[name] == DEFAULTS[name]]
+
+
+@pytest.mark.parametrize("api", ["completions", "chat", "grpc"])
+def test_every_sampling_field_reaches_the_engine(api: str) -> None:
+    match api:
+        case "completions":
+            options = http_options(CompletionRequest)
+        case "chat":
+            options = http_options(ChatCompletionRequest)
+        case _:
+            options = grpc_options()
+    sampling = engine_sampling(options)
+    assert sampling is not None
+    assert {field.name: getattr(sampling, field.name) for field in fields(sampling)} == EXPECTED
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(SamplingOptions)])
+def test_every_option_out_of_its_range_is_refused_by_its_name(name: str) -> None:
+    highest = SAMPLING_RANGES[name].high if name in SAMPLING_RANGES else LIMITS.max_model_len - 1
+    beyond: dict[str, Any] = {name: highest + 1}
+    with pytest.raises(InvalidRequestError) as caught:
+        engine_sampling(GenerationOptions(**beyond))
+    assert caught.value.field == name
