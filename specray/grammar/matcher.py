@@ -182,7 +182,7 @@ class GrammarMatcher:
             self._roll_back(common)
             self._consume(output_ids[common:])
         except GrammarError:
-            # A matcher's errors are permanent; its state is a function of the tokens, so it is made anew once.
+            # A matcher's errors are permanent; its state follows from the tokens, so it is made anew once.
             self._stats.num_replays += 1
             self._matcher, self._fed = self._pristine.deep_copy(), []
             self._consume(output_ids)

@@ -16,7 +16,7 @@ MAX_FILES_IN_FOLDER = 16
 # Layer -> layers of specray that it may import. A layer may always import itself.
 VOCABULARY = {"types", "requests", "errors"}
 SEAMS = VOCABULARY | {"interfaces", "config", "environment", "metrics"}
-SERVICE = {"engine", "rpc", "router", "drafting", "tokenization", "demo"}
+SERVICE = {"engine", "rpc", "router", "drafting", "grammar", "tokenization", "demo"}
 ALLOWED: dict[str, set[str]] = {
     "types": set(),
     "requests": {"types"},
@@ -29,6 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "fakes": SEAMS,
     "tokenization": SEAMS | {"demo"},
     "demo": VOCABULARY,
+    "grammar": VOCABULARY,
     "train": VOCABULARY,
     "engine": SEAMS - {"requests"} | {"demo", "tokenization"},
     "drafting": SEAMS,
@@ -51,6 +52,7 @@ OWNERS: dict[str, set[str]] = {
     "ray": {"actors", "serving", "bench"},
     "torch": {"engine", "train", "bench"},
     "numba": {"engine"},
+    "llguidance": {"grammar"},
     "llvmlite": {"engine"},
     "triton": {"engine"},
     "transformers": {"engine", "train", "tokenization", "bench"},

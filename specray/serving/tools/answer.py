@@ -1,24 +1,28 @@
 """Splits the text of an answer into content, reasoning and tool calls, as it arrives.
 
-transformers' ``ResponseParser`` finds where regions begin and end in text that comes in pieces of any size;
-what is inside a region of calls is read here, by the format's own reader. Malformed calls are content: nothing
-that a model wrote is lost, and no answer fails because of it.
+Where regions begin and end is found by ``tokenization.regions``; what is inside a region of calls is read
+here, by the format's own reader. Malformed calls are content: nothing that a model wrote is lost, and no answer
+fails because of it.
 """
 
 from __future__ import annotations
 
+import re
 import secrets
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from specray.serving.tools.formats import MAX_CALL_LEN, ToolCall, ToolFormat
 from specray.serving.tools.request import ToolMode, ToolUse
+from specray.tokenization.regions import Region, RegionEvent, RegionParser
 
 _ID_LEN: Final = 9
 """Characters of a call's id: what Mistral's chat templates insist on."""
 _LETTERS: Final = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 REASONING_OPEN: Final = "<think>"
 REASONING_CLOSE: Final = "</think>"
+_CALLS: Final = "calls"
+_REASONING: Final = "reasoning"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +62,14 @@ class AnswerParser:
         reads_reasoning: bool = False,
         begins_in_reasoning: bool = False,
     ) -> None:
-        from transformers.utils.chat_parsing import ResponseParser
-
         reads_calls = use is not None and tool_format is not None and use.mode is not ToolMode.NONE
         self._format = tool_format if reads_calls else None
         self._use = use
         self._schemas = {} if use is None else {tool.name: tool.parameters for tool in use.tools}
         self._num_calls = 0
         self._body = ""
-        self._parser = ResponseParser(
-            _template(self._format, reads_reasoning),
+        self._parser = RegionParser(
+            _regions(self._format, reads_reasoning),
             prefix=REASONING_OPEN if reads_reasoning and begins_in_reasoning else "",
         )
 
@@ -78,42 +80,39 @@ class AnswerParser:
 
     def push(self, text: str) -> AnswerDelta:
         """What more text brings; text that may begin a marker is held back."""
-        return self._read(self._parser.feed(text))
+        return self._read(self._parser.push(text))
 
     def finish(self) -> AnswerDelta:
         """What was held back."""
-        return self._read(self._parser.finalize()[1])
+        return self._read(self._parser.finish())
 
-    def _read(self, events: list[dict[str, Any]]) -> AnswerDelta:
+    def _read(self, events: list[RegionEvent]) -> AnswerDelta:
         content, reasoning, calls = "", "", list[CallDelta]()
         for event in events:
-            kind, field = event["type"], event["field"]
-            if field == "calls":
-                if kind == "region_open":
-                    self._body = ""
-                elif kind == "region_chunk":
-                    self._body += event["text"]
-                else:
-                    rest, read = self._read_calls()
-                    content += rest
-                    calls += read
-            elif kind == "region_chunk" and field == "reasoning":
-                reasoning += event["text"]
-            elif kind == "region_chunk":
-                content += event["text"]
+            if event.region == _CALLS and event.is_end:
+                rest, read = self._read_calls()
+                content += rest
+                calls += read
+            elif event.region == _CALLS:
+                self._body += event.text
+            elif event.region == _REASONING:
+                reasoning += event.text
+            else:
+                content += event.text
         return AnswerDelta(content, reasoning, tuple(calls))
 
     def _read_calls(self) -> tuple[str, list[CallDelta]]:
         """The calls of a region; or its text, as it was written, when they are malformed."""
         assert self._format is not None and self._use is not None
+        body, self._body = self._body, ""
         try:
-            if len(self._body) > MAX_CALL_LEN:
+            if len(body) > MAX_CALL_LEN:
                 raise ValueError("too long")
-            calls = list(self._format.read(self._body, self._schemas))
+            calls = list(self._format.read(body, self._schemas))
             if not calls or any(call.name not in self._use.allowed for call in calls):
                 raise ValueError("no call, or one of a tool that may not be called")
         except (ValueError, RecursionError):
-            return self._format.opening + self._body + (self._format.close or ""), []
+            return self._format.opening + body + (self._format.close or ""), []
         first, self._num_calls = self._num_calls, self._num_calls + len(calls)
         return "", [CallDelta(first + place, make_call_id(), call) for place, call in enumerate(calls)]
 
@@ -123,13 +122,10 @@ def make_call_id() -> str:
     return "".join(secrets.choice(_LETTERS) for _ in range(_ID_LEN))
 
 
-def _template(tool_format: ToolFormat | None, reads_reasoning: bool) -> dict[str, Any]:
-    fields: dict[str, Any] = {"content": {"content": "text", "content_args": {"strip": False}}}
+def _regions(tool_format: ToolFormat | None, reads_reasoning: bool) -> dict[str, Region]:
+    regions: dict[str, Region] = {}
     if reads_reasoning:
-        fields["reasoning"] = {"open": REASONING_OPEN, "close": REASONING_CLOSE, "content": "text"}
+        regions[_REASONING] = Region(re.escape(REASONING_OPEN), REASONING_CLOSE)
     if tool_format is not None:
-        fields["calls"] = {"open_pattern": tool_format.open_pattern, "repeats": True, "content": "text"}
-        if tool_format.close is not None:
-            fields["calls"]["close"] = tool_format.close
-    # The anchor is never found: the whole prefix is what the parser has to know.
-    return {"defaults": {}, "start_anchor": "\0", "fields": fields}
+        regions[_CALLS] = Region(tool_format.open_pattern, tool_format.close)
+    return regions

@@ -1,0 +1,75 @@
+"""Finds regions of an answer, such as reasoning or tool calls, in text that comes in pieces of any size.
+
+transformers' ``ResponseParser`` does the work: patterns that may still grow are held back, everything else is
+told at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One kind of region."""
+
+    open_pattern: str
+    """Regular expression behind which the region begins."""
+    close: str | None
+    """Text that ends it; None: the end of the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegionEvent:
+    """What more text has brought."""
+
+    region: str | None
+    """Name of the region; None: text outside all regions."""
+    text: str
+    is_end: bool = False
+    """The region has ended; ``text`` is empty."""
+
+
+class RegionParser:
+    """Reads one answer.
+
+    Args:
+        regions: by name.
+        prefix: text before the answer that may have opened a region.
+    """
+
+    def __init__(self, regions: Mapping[str, Region], *, prefix: str = "") -> None:
+        from transformers.utils.chat_parsing import ResponseParser
+
+        fields: dict[str, dict[str, Any]] = {_OUTSIDE: {"content": "text", "content_args": {"strip": False}}}
+        for name, region in regions.items():
+            fields[name] = {"open_pattern": region.open_pattern, "repeats": True, "content": "text"}
+            if region.close is not None:
+                fields[name]["close"] = region.close
+        # The anchor is never found: the whole prefix is what the parser has to know.
+        template = {"defaults": {}, "start_anchor": "\0", "fields": fields}
+        self._parser = ResponseParser(template, prefix=prefix)
+
+    def push(self, text: str) -> list[RegionEvent]:
+        """What more text brings; text that may begin a region is held back."""
+        return _events(self._parser.feed(text))
+
+    def finish(self) -> list[RegionEvent]:
+        """What was held back, and the end of the region that is open."""
+        return _events(self._parser.finalize()[1])
+
+
+_OUTSIDE = "content"
+
+
+def _events(events: list[dict[str, Any]]) -> list[RegionEvent]:
+    found = []
+    for event in events:
+        region = None if event["field"] == _OUTSIDE else event["field"]
+        if event["type"] == "region_chunk":
+            found.append(RegionEvent(region, event["text"]))
+        elif event["type"] == "region_close" and region is not None:
+            found.append(RegionEvent(region, "", is_end=True))
+    return found
