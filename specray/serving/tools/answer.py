@@ -1,8 +1,8 @@
 """Splits the text of an answer into content, reasoning and tool calls, as it arrives.
 
 Where regions begin and end is found by ``tokenization.regions``; what is inside a region of calls is read
-here, by the format's own reader. Malformed calls are content: nothing that a model wrote is lost, and no answer
-fails because of it.
+here, by the format's own reader. Malformed calls are content: nothing that a model wrote is lost, and no
+answer fails because of it.
 """
 
 from __future__ import annotations
