@@ -23,7 +23,7 @@ MAX_SPECULATIVE_TOKENS: Final = 32
 """Largest K: most draft tokens per round that a configuration or a request may ask for."""
 MAX_DRAFT_NODES: Final = 64
 """Most nodes of one tree of draft tokens: the ancestors of a node are one 64-bit mask."""
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 """Of the engines' wire protocol; ``EngineInfo`` carries it, and peers with another one are refused."""
 
 
@@ -108,6 +108,8 @@ class SamplingParams:
     """Likeliest tokens whose logprobs are told beside the chosen token's; None: no logprobs."""
     verification: Verification = Verification.COUPLED
     """Rule by which draft tokens are accepted."""
+    grammar: Grammar | None = None
+    """Language that the output belongs to, stop tokens aside; None: free text."""
 
     @property
     def is_greedy(self) -> bool:

@@ -13,8 +13,11 @@ from specray.engine.profile import profile_draft, profile_target
 from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.parallel import ParallelContext
 from specray.engine.runner.runner import ModelRunner, RunnerInfo
+from specray.engine.sampling.grammars import GrammarMasks
 from specray.engine.target import TargetEngine
 from specray.errors import ConfigError
+from specray.grammar import GrammarCompiler
+from specray.tokenization import load_tokenizer
 from specray.types import PROTOCOL_VERSION, EngineInfo, StepTime
 
 logger = logging.getLogger(__name__)
@@ -31,7 +34,8 @@ def build_target_engine(config: Config, *, parallel: ParallelContext | None = No
     """
     runner = _build_runner(config.target, role="target", parallel=parallel)
     info = _engine_info("target", config.target, runner.info)
-    make_engine = partial(TargetEngine, runner, device=runner.info.device)
+    grammars = GrammarMasks(partial(_grammar_compiler, config.target.model, runner.info.vocab_size))
+    make_engine = partial(TargetEngine, runner, device=runner.info.device, grammars=grammars)
     speed = profile_target(make_engine(info), budget_s=config.target.profile_s)
     _log("target", speed.step_times)
     info = replace(info, step_times=speed.step_times, context_token_s=speed.context_token_s)
@@ -64,6 +68,13 @@ def build_follower(config: EngineConfig, *, role: str, parallel: ParallelContext
         ConfigError: names the setting, its value and what is allowed.
     """
     return _build_runner(config, role=role, parallel=parallel)
+
+
+def _grammar_compiler(model: str, vocab_size: int) -> GrammarCompiler:
+    tokenizer = load_tokenizer(model)
+    return GrammarCompiler(
+        tokenizer.backend_json, vocab_size=vocab_size, eos_token_ids=tokenizer.eos_token_ids
+    )
 
 
 def _log(role: str, step_times: Sequence[StepTime]) -> None:

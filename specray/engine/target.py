@@ -18,6 +18,7 @@ from torch import Tensor
 from specray.engine.base import EngineBase
 from specray.engine.cache.prefix import UNIT_TOKENS
 from specray.engine.cache.sequences import EngineSequence
+from specray.engine.sampling.grammars import GrammarMasks
 from specray.engine.sampling.logprobs import token_logprobs
 from specray.engine.sampling.noise import NoiseSource
 from specray.engine.sampling.processors import process_logits
@@ -33,6 +34,7 @@ from specray.engine.schedule import (
     split_waves,
 )
 from specray.errors import InvalidRequestError, SpecrayError
+from specray.grammar import TokenMasks
 from specray.types import EngineInfo, TargetReplies, TargetReply, TokenLogprobs, Verdict, VerifyItem
 
 _log = logging.getLogger(__name__)
@@ -63,14 +65,28 @@ class TargetEngine(EngineBase):
     Args:
         runner, info, prefix_cache: see :class:`EngineBase`.
         device: device of the runner's logits.
+        grammars: masks for requests with a grammar; None: these are refused.
     """
 
     def __init__(
-        self, runner: Runner, info: EngineInfo, *, device: torch.device, prefix_cache: bool = True
+        self,
+        runner: Runner,
+        info: EngineInfo,
+        *,
+        device: torch.device,
+        prefix_cache: bool = True,
+        grammars: GrammarMasks | None = None,
     ) -> None:
         super().__init__(runner, info, can_evict=False, prefix_cache=prefix_cache)
         self._num_shared_tokens = _SHARED_TOKENS if prefix_cache else None
         self._noise = NoiseSource(info.vocab_size, device)
+        self._grammars = grammars
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        """Frees the sequences; unknown ids are ignored."""
+        super().release(request_ids)
+        if self._grammars is not None:
+            self._grammars.release(request_ids)
 
     @torch.inference_mode()
     def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
@@ -163,7 +179,11 @@ class TargetEngine(EngineBase):
     def _verify(self, sampled: Sequence[_Scheduled], logits: Tensor) -> list[Verified]:
         rounds = [
             Round(
-                chain_rows(entry.sequence.told_state, entry.item.draft.token_ids),
+                chain_rows(
+                    entry.sequence.told_state,
+                    entry.item.draft.token_ids,
+                    token_masks=self._token_masks(entry),
+                ),
                 entry.item.draft.token_ids,
                 entry.item.draft.probs,
             )
@@ -171,6 +191,16 @@ class TargetEngine(EngineBase):
         ]
         processed = process_logits(logits, [item.group for item in rounds])
         return verify_rounds(processed, rounds, self._noise)
+
+    def _token_masks(self, entry: _Scheduled) -> TokenMasks | None:
+        """What the request's grammar allows each row; None without one. Raises SpecrayError."""
+        sampling, sequence = entry.sequence.sampling, entry.sequence
+        if sampling.grammar is None:
+            return None
+        if self._grammars is None:
+            raise InvalidRequestError("grammar is set; this engine serves none", field="grammar")
+        output_ids = sequence.token_ids[sampling.num_prompt_tokens : sequence.num_tokens]
+        return self._grammars.masks(entry.item.request_id, sampling, output_ids, entry.item.draft.token_ids)
 
 
 def _with_rows(

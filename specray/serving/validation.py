@@ -22,7 +22,7 @@ from specray.requests import (
     SpeculationParams,
     sampling_options,
 )
-from specray.types import MAX_SPECULATIVE_TOKENS, DraftKind, SamplingParams, Verification
+from specray.types import MAX_SPECULATIVE_TOKENS, DraftKind, Grammar, SamplingParams, Verification
 
 _UINT64: Final = (1 << 64) - 1
 # Below these, float32 on the way to the engine or in its softmax would make them zero or infinite; the
@@ -107,6 +107,10 @@ class GenerationOptions(SamplingOptions):
     priority: int | None = None
     timeout_s: float | None = None
     """Seconds allowed for the request, cut to what the service allows."""
+    grammar: Grammar | None = None
+    """Language of the output; None: free text."""
+    grammar_field: str = "grammar"
+    """Name of the field that holds the grammar, for error messages."""
     names: Mapping[str, str] = dataclass_field(default_factory=dict)
     """Names of fields in this API where they differ, for error messages."""
 
@@ -154,6 +158,7 @@ def check_options(options: GenerationOptions, limits: Limits) -> None:
         if value is not None:
             check_range(RANGES[own_name], options.name(own_name), value)
     _check_draft(options, limits)
+    _check_grammar(options)
     _check_lengths(options, limits)
     _check_stop(options, limits)
     _check_logit_bias(options, limits)
@@ -269,6 +274,7 @@ def _sampling_params(
         num_prompt_tokens=num_prompt_tokens,
         num_logprobs=options.num_logprobs,
         verification=options.verification or limits.verification,
+        grammar=options.grammar,
     )
 
 
@@ -285,6 +291,18 @@ def _max_tokens(options: GenerationOptions, room: int) -> int:
     if options.max_tokens is not None:
         return options.max_tokens
     return room if options.default_max_tokens is None else min(options.default_max_tokens, room)
+
+
+def _check_grammar(options: GenerationOptions) -> None:
+    """Refuses what would leave no token where a grammar ends, or free text behind it."""
+    if options.grammar is None:
+        return
+    for name, value in (("ignore_eos", options.ignore_eos), ("min_tokens", options.min_tokens)):
+        if value:
+            raise InvalidRequestError(
+                f"{options.name(name)} is set together with {options.grammar_field}; allowed: one of them",
+                field=options.name(name),
+            )
 
 
 def _check_draft(options: GenerationOptions, limits: Limits) -> None:

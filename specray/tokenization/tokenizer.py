@@ -68,6 +68,11 @@ class Tokenizer:
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @property
+    def backend_json(self) -> str:
+        """The tokenizer as the text of a ``tokenizer.json``."""
+        return self._backend.to_str()
+
+    @property
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 

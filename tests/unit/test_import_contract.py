@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "demo": VOCABULARY,
     "grammar": VOCABULARY,
     "train": VOCABULARY,
-    "engine": SEAMS - {"requests"} | {"demo", "tokenization"},
+    "engine": SEAMS - {"requests"} | {"demo", "tokenization", "grammar"},
     "drafting": SEAMS,
     "control": VOCABULARY | {"config"},
     "rpc": SEAMS,

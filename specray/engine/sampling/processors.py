@@ -1,7 +1,7 @@
 """Logits processors: applied to every row with the state of exactly that row's prefix.
 
-Order: logit bias, repetition / presence / frequency penalties, min_tokens, temperature, top-k, top-p, min-p.
-The meaning of each is that of vLLM and transformers. What depends on the prefix is read from its
+Order: logit bias, repetition / presence / frequency penalties, min_tokens, grammar, temperature, top-k, top-p,
+min-p. The meaning of each is that of vLLM and transformers. What depends on the prefix is read from its
 ``SamplingState``; tokens under verification are counted row by row here, so a rejected one needs no undoing.
 """
 
@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specray.engine.sampling.state import RowGroup
@@ -39,20 +40,22 @@ def process_logits(logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
     """
     if logits.dtype != torch.float64:
         logits = logits.float()
-    if any(_shifts_logits(group.sampling) for group in groups):
+    if any(_shifts_logits(group) for group in groups):
         logits = logits.clone()
         start = 0
         for group in groups:
-            if _shifts_logits(group.sampling):
+            if _shifts_logits(group):
                 _shift_logits(logits[start : start + group.num_rows], group)
             start += group.num_rows
     logits = _scale(logits, groups)
     return _cut_tails(logits, groups) if any(cuts_tail(group.sampling) for group in groups) else logits
 
 
-def _shifts_logits(sampling: SamplingParams) -> bool:
+def _shifts_logits(group: RowGroup) -> bool:
+    sampling = group.sampling
     return (
-        sampling.repetition_penalty != 1.0
+        group.token_masks is not None
+        or sampling.repetition_penalty != 1.0
         or sampling.presence_penalty != 0.0
         or sampling.frequency_penalty != 0.0
         or bool(sampling.logit_bias)
@@ -65,6 +68,8 @@ def _shift_logits(logits: Tensor, group: RowGroup) -> None:
     _add_bias(logits, group.sampling)
     _apply_penalties(logits, group)
     _forbid_early_stop(logits, group)
+    if group.token_masks is not None:
+        _forbid_by_grammar(logits, group.token_masks)
 
 
 def cuts_tail(sampling: SamplingParams) -> bool:
@@ -158,6 +163,14 @@ def _forbid_early_stop(logits: Tensor, group: RowGroup) -> None:
         logits[
             torch.tensor(rows, device=logits.device)[:, None], torch.tensor(stop_ids, device=logits.device)
         ] = -math.inf
+
+
+def _forbid_by_grammar(logits: Tensor, masks: NDArray[np.int32]) -> None:
+    """Makes tokens impossible whose bit is not set; ids beyond the mask's width stay impossible, too."""
+    num_rows, vocab_size = logits.shape
+    bits = np.unpackbits(masks.view(np.uint8), axis=-1, bitorder="little")[:, :vocab_size]
+    assert bits.shape == (num_rows, vocab_size), (bits.shape, logits.shape)
+    logits.masked_fill_(torch.from_numpy(bits == 0).to(logits.device), -math.inf)
 
 
 def keep_top(logits: Tensor, *, top_k: int = 0, top_p: float = 1.0) -> Tensor:

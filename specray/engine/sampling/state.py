@@ -10,6 +10,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from specray.types import SamplingParams
 
 
@@ -104,6 +107,8 @@ class RowGroup:
     """Tokens under verification behind the prefix, one fewer than rows."""
     positions: Sequence[int]
     """Absolute position of the token that each row predicts."""
+    token_masks: NDArray[np.int32] | None = None
+    """Bits of the tokens that a grammar allows each row, ``[num_rows, num_words]``; None: all of them."""
 
     @property
     def num_rows(self) -> int:
@@ -115,7 +120,12 @@ class RowGroup:
         return self.positions[0]
 
 
-def chain_rows(state: SamplingState, token_ids: Sequence[int] = ()) -> RowGroup:
+def chain_rows(
+    state: SamplingState,
+    token_ids: Sequence[int] = (),
+    *,
+    token_masks: NDArray[np.int32] | None = None,
+) -> RowGroup:
     """The rows of a prefix and of tokens that follow each other behind it."""
     positions = range(state.length, state.length + len(token_ids) + 1)
-    return RowGroup(state.sampling, state, token_ids, positions)
+    return RowGroup(state.sampling, state, token_ids, positions, token_masks)

@@ -13,6 +13,8 @@ from specray.rpc.pb import draft_pb2, target_pb2, types_pb2
 from specray.types import (
     DraftTokens,
     EngineInfo,
+    Grammar,
+    GrammarKind,
     ItemFailed,
     SamplingParams,
     SparseProbs,
@@ -26,6 +28,11 @@ SAMPLING_SCALARS: Final = tuple(
     scalar.name for scalar in fields(SamplingParams) if type(scalar.default) in (int, float)
 )
 """Names of the fields of SamplingParams, and of its message, that are a number and never absent."""
+_GRAMMAR_KINDS: Final = {
+    GrammarKind.JSON_SCHEMA: types_pb2.GRAMMAR_KIND_JSON_SCHEMA,
+    GrammarKind.LARK: types_pb2.GRAMMAR_KIND_LARK,
+    GrammarKind.REGEX: types_pb2.GRAMMAR_KIND_REGEX,
+}
 MessageT = TypeVar("MessageT", bound=Message)
 DraftMessage = draft_pb2.Proposal | draft_pb2.Branch | target_pb2.VerifyItem
 """Messages with draft tokens in fields of their own: a message inside would cost bytes per round."""
@@ -69,6 +76,9 @@ def encode_sampling(out: types_pb2.SamplingParams, sampling: SamplingParams) -> 
     if sampling.num_logprobs is not None:
         out.num_logprobs = sampling.num_logprobs
     out.verification = encode_verification(sampling.verification)
+    if sampling.grammar is not None:
+        out.grammar.kind = _GRAMMAR_KINDS[sampling.grammar.kind]
+        out.grammar.source = sampling.grammar.source
 
 
 def decode_sampling(sampling: types_pb2.SamplingParams) -> SamplingParams:
@@ -78,7 +88,15 @@ def decode_sampling(sampling: types_pb2.SamplingParams) -> SamplingParams:
         stop_token_ids=tuple(sampling.stop_token_ids[:]),
         num_logprobs=sampling.num_logprobs if sampling.HasField("num_logprobs") else None,
         verification=decode_verification(sampling.verification),
+        grammar=_decode_grammar(sampling.grammar) if sampling.HasField("grammar") else None,
     )
+
+
+def _decode_grammar(grammar: types_pb2.Grammar) -> Grammar:
+    for kind, number in _GRAMMAR_KINDS.items():
+        if grammar.kind == number:
+            return Grammar(kind, grammar.source)
+    raise ProtocolError(f"grammar.kind is {grammar.kind}; allowed: 1 (JSON schema), 2 (Lark), 3 (regex)")
 
 
 def encode_logit_bias(logit_bias: Sequence[tuple[int, float]]) -> list[types_pb2.LogitBias]:

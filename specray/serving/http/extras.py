@@ -36,7 +36,6 @@ _INERT: Final[Mapping[str, tuple[object, ...]]] = MappingProxyType(
         "tool_choice": ("none", "auto"),
         "functions": ([],),
         "function_call": ("none", "auto"),
-        "response_format": ({"type": "text"},),
         "modalities": (["text"],),
         "audio": (),
         "reasoning_effort": (),

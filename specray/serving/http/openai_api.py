@@ -14,6 +14,7 @@ from specray.requests import GenerateRequest
 from specray.serving.admission.api_keys import Caller, complete_for, stream_for
 from specray.serving.admission.capacity import with_admission
 from specray.serving.generation import Delta, close
+from specray.serving.grammars import GrammarChecker
 from specray.serving.http.problems import problem_event
 from specray.serving.http.responses import ChatFormat, CompletionFormat, Header, Json, ResponseFormat, Totals
 from specray.serving.http.schemas import (
@@ -69,6 +70,7 @@ class OpenAiApi:
     ) -> None:
         self._client = with_admission(client, config)
         self._tokenizer = tokenizer
+        self._grammars = GrammarChecker(tokenizer)
         self._limits = limits
         self._now = now
         self._timeout_s = config.router.request_timeout_s + DEADLINE_MARGIN_S
@@ -147,6 +149,8 @@ class OpenAiApi:
         # nothing.
         options = body.options()
         check_options(options, limits)
+        if options.grammar is not None:
+            await self._grammars.check(options.grammar, field=options.grammar_field, limits=limits)
         self._client.capacity.check(*caller.standing(options.tenant, options.priority or 0))
         return limits
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar, get_type_hints
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from specray.errors import InvalidRequestError
+from specray.grammar.forms import FIELDS, MODIFIERS, grammar_of
 from specray.requests import SamplingOptions, sampling_options
 from specray.serving.http.extras import check_extras
 from specray.serving.prompts import Prompt, parse_prompt
@@ -22,6 +23,10 @@ from specray.types import DraftKind, Verification
 DEFAULT_MAX_TOKENS = 16
 """Output tokens of the completions API where a body sets none; a chat may use the rest of the context."""
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+
+GRAMMAR_FIELDS = frozenset((*FIELDS, *MODIFIERS))
+"""Names of fields that may ask for structured output."""
 
 
 class _Fields(BaseModel):
@@ -111,7 +116,10 @@ class SamplingFields(_OptionFields):
 
     def options(self) -> GenerationOptions:
         """Returns the request without its prompt. Raises InvalidRequestError."""
-        check_extras(self.model_extra or {}, n=self.n or 1)
+        extras = self.model_extra or {}
+        asked = {name: value for name, value in extras.items() if name in GRAMMAR_FIELDS}
+        check_extras({name: extras[name] for name in extras.keys() - asked.keys()}, n=self.n or 1)
+        grammar, grammar_field = grammar_of(asked) or (None, "grammar")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError(
                 "stream_options is set without stream; allowed: only with stream true", field="stream_options"
@@ -126,6 +134,8 @@ class SamplingFields(_OptionFields):
             stop=_stop(self.stop),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
+            grammar=grammar,
+            grammar_field=grammar_field,
             n=self.n,
             num_logprobs=self.num_logprobs,
             is_speculation_enabled=speculation.enabled,

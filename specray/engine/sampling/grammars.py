@@ -1,0 +1,55 @@
+"""Token masks of requests with a grammar, on the target: one matcher per sequence.
+
+A matcher may be lost at any time: its state follows from the output's token ids, so a sequence that was retried
+or taken over from another router simply gets a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from specray.grammar import GrammarCompiler, GrammarMatcher, TokenMasks
+from specray.types import Grammar, SamplingParams
+
+
+class GrammarMasks:
+    """Matchers of the running sequences.
+
+    Args:
+        make_compiler: loads the tokenizer and makes its compiler; called with the first grammar.
+    """
+
+    def __init__(self, make_compiler: Callable[[], GrammarCompiler]) -> None:
+        self._make_compiler = make_compiler
+        self._compiler: GrammarCompiler | None = None
+        self._matchers: dict[str, tuple[Grammar, GrammarMatcher]] = {}
+
+    def masks(
+        self,
+        request_id: str,
+        sampling: SamplingParams,
+        output_ids: Sequence[int],
+        draft_ids: Sequence[int],
+    ) -> TokenMasks:
+        """What the grammar allows after the output and after each draft token.
+
+        Returns:
+            ``[len(draft_ids) + 1, num_words]``.
+
+        Raises:
+            GrammarError: no token may follow, or the output breaks the grammar.
+            InvalidRequestError: the grammar cannot be enforced.
+        """
+        assert sampling.grammar is not None
+        kept = self._matchers.get(request_id)
+        if kept is None or kept[0] != sampling.grammar:
+            if self._compiler is None:
+                self._compiler = self._make_compiler()
+            matcher = self._compiler.matcher(sampling.grammar, sampling.stop_token_ids)
+            kept = self._matchers[request_id] = (sampling.grammar, matcher)
+        return kept[1].masks(output_ids, draft_ids)
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        """Forgets sequences; unknown ids are ignored."""
+        for request_id in request_ids:
+            self._matchers.pop(request_id, None)
