@@ -1,7 +1,7 @@
 """Token masks of requests with a grammar, on the target: one matcher per sequence.
 
-A matcher may be lost at any time: its state follows from the output's token ids, so a sequence that was retried
-or taken over from another router simply gets a new one.
+A matcher may be lost at any time: its state follows from the output's token ids, so a sequence that was
+retried or taken over from another router simply gets a new one.
 """
 
 from __future__ import annotations

@@ -1,0 +1,185 @@
+"""Outputs under a grammar: valid, and the same whatever is drafted; over the embedded pair in float32."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import jsonschema
+import pytest
+
+from specray.config import parse_config
+from specray.engine.build import build_draft_engine, build_target_engine
+from specray.engine.draft import DraftEngine
+from specray.engine.target import TargetEngine
+from specray.grammar.forms import json_grammar
+from specray.tokenization import Tokenizer, load_tokenizer
+from specray.types import (
+    NO_DRAFT,
+    DraftTokens,
+    Grammar,
+    GrammarKind,
+    ItemFailed,
+    SamplingParams,
+    Verdict,
+    Verification,
+)
+from tests.unit.engine.harness import Session, commit, propose, verify, verify_item
+
+CONFIG: dict[str, Any] = {
+    name: {"dtype": "float32", "profile_s": 0, "max_model_len": 256, "max_num_seqs": 4, "num_threads": 1}
+    for name in ("target", "draft")
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "color": {"enum": ["red", "green", "blue"]},
+        "sizes": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 3},
+        "is_new": {"type": "boolean"},
+    },
+    "required": ["color", "sizes", "is_new"],
+    "additionalProperties": False,
+}
+MAX_TOKENS = 48
+Drafter = Callable[[Session, int], DraftTokens]
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return load_tokenizer("embedded")
+
+
+@cache
+def target() -> TargetEngine:
+    return build_target_engine(parse_config(CONFIG))
+
+
+@cache
+def draft() -> DraftEngine:
+    return build_draft_engine(parse_config(CONFIG))
+
+
+def sampling(**changes: Any) -> SamplingParams:
+    values: dict[str, Any] = {
+        "temperature": 0.0,
+        "seed": 7,
+        "stop_token_ids": tokenizer().eos_token_ids,
+        "grammar": json_grammar(SCHEMA),
+    }
+    return SamplingParams(**{**values, **changes})
+
+
+def generate(drafter: Drafter, num_drafts: int, **changes: Any) -> list[int]:
+    """An output up to and without its stop token, or of MAX_TOKENS tokens."""
+    prompt = list(tokenizer().encode("ITEM = "))
+    asked = sampling(num_prompt_tokens=len(prompt), **changes)
+    session = Session(f"r{random.random()}", list(prompt), asked)
+    stops = set(tokenizer().eos_token_ids)
+    try:
+        while len(session.token_ids) < len(prompt) + MAX_TOKENS:
+            verify(target(), session, drafter(session, num_drafts))
+            output = session.token_ids[len(prompt) :]
+            ends = [index for index, token in enumerate(output) if token in stops]
+            if ends:
+                return output[: ends[0]]
+        return session.token_ids[len(prompt) : len(prompt) + MAX_TOKENS]
+    finally:
+        target().release([session.request_id])
+        draft().release([session.request_id])
+
+
+def none(session: Session, count: int) -> DraftTokens:
+    return NO_DRAFT
+
+
+def by_model(session: Session, count: int) -> DraftTokens:
+    return propose(draft(), session, count) if count else NO_DRAFT
+
+
+def by_chance(session: Session, count: int) -> DraftTokens:
+    chance = random.Random(len(session.token_ids))
+    return DraftTokens(tuple(chance.randrange(tokenizer().vocab_size) for _ in range(count)))
+
+
+def by_knowing(output: list[int]) -> Drafter:
+    """Proposes the right tokens, and stop tokens and others behind the end."""
+
+    def propose_known(session: Session, count: int) -> DraftTokens:
+        place = len(session.token_ids) - session.sampling.num_prompt_tokens
+        known = [*output[place:], *tokenizer().eos_token_ids, 9, 9, 9, 9, 9, 9, 9, 9]
+        return DraftTokens(tuple(known[:count]))
+
+    return propose_known
+
+
+def checked(output: list[int]) -> list[int]:
+    if len(output) < MAX_TOKENS:
+        jsonschema.validate(json.loads(tokenizer().decode(output)), SCHEMA)
+    return output
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9, "frequency_penalty": 0.5}]
+)
+def test_output_under_a_grammar_is_valid_and_the_same_with_any_draft(changes: dict[str, Any]) -> None:
+    plain = checked(generate(none, 0, **changes))
+    assert plain
+    for num_drafts in (1, 3, 8):
+        for drafter in (by_model, by_chance, by_knowing(plain)):
+            assert generate(drafter, num_drafts, **changes) == plain, (num_drafts, drafter)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_output_by_rejection_is_valid(seed: int) -> None:
+    changes = {"temperature": 1.0, "seed": seed, "verification": Verification.REJECTION}
+    assert checked(generate(by_model, 4, **changes))
+
+
+def test_without_the_mask_the_model_writes_something_else() -> None:
+    free = tokenizer().decode(generate(none, 0, grammar=None))
+    with pytest.raises(ValueError):
+        jsonschema.validate(json.loads(free), SCHEMA)
+
+
+def test_requests_with_and_without_a_grammar_share_a_step() -> None:
+    alone = generate(none, 0), generate(none, 0, grammar=None)
+    prompt = list(tokenizer().encode("ITEM = "))
+    sessions = [
+        Session(name, list(prompt), sampling(num_prompt_tokens=len(prompt), **changes))
+        for name, changes in (("with", {}), ("without", {"grammar": None}))
+    ]
+    for _ in range(12):
+        replies = target().verify([verify_item(session, NO_DRAFT) for session in sessions]).replies
+        for session, reply in zip(sessions, replies, strict=True):
+            assert isinstance(reply, Verdict)
+            commit(session, NO_DRAFT, reply)
+    target().release(["with", "without"])
+    assert tuple(session.token_ids[len(prompt) :] for session in sessions) == tuple(one[:12] for one in alone)
+
+
+def test_a_grammar_that_cannot_be_enforced_fails_its_item_alone() -> None:
+    prompt = list(tokenizer().encode("ITEM = "))
+    bad = Grammar(GrammarKind.JSON_SCHEMA, '{"uniqueItems": true}')
+    items = [
+        verify_item(
+            Session(name, list(prompt), sampling(num_prompt_tokens=len(prompt), grammar=grammar)), NO_DRAFT
+        )
+        for name, grammar in (("bad", bad), ("good", json_grammar(SCHEMA)))
+    ]
+    failed, answered = target().verify(items).replies
+    target().release(["bad", "good"])
+    assert isinstance(failed, ItemFailed) and "uniqueItems" in failed.message and not failed.is_retriable
+    assert isinstance(answered, Verdict)
+
+
+def test_an_output_that_breaks_its_grammar_fails_its_item_alone() -> None:
+    prompt = list(tokenizer().encode("ITEM = "))
+    session = Session(
+        "broken", [*prompt, *tokenizer().encode("hello")], sampling(num_prompt_tokens=len(prompt))
+    )
+    [reply] = target().verify([verify_item(session, NO_DRAFT)]).replies
+    target().release(["broken"])
+    assert isinstance(reply, ItemFailed) and "breaks its grammar" in reply.message
