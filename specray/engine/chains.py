@@ -16,13 +16,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from specray.draft_tokens import DraftTokens, SparseProbs
 from specray.engine.attention.mask import Visibility, branch_visibility
 from specray.engine.cache.sequences import EngineSequence
 from specray.engine.sampling.draft import DraftToken, RankedRow
 from specray.engine.sampling.state import RowGroup, SamplingState, chain_rows
 from specray.engine.schedule import BranchStep
 from specray.errors import OutOfBlocksError
-from specray.types import Branch, DraftTokens, SparseProbs, SpeculateItem
+from specray.types import Branch, SpeculateItem
 
 
 @dataclass(slots=True, eq=False)

@@ -12,10 +12,10 @@ from dataclasses import replace
 from statistics import median
 from typing import Final, NamedTuple, Protocol
 
+from specray.draft_tokens import DraftTokens
 from specray.interfaces import SyncDraftEngine, SyncTargetEngine
 from specray.types import (
     DraftReply,
-    DraftTokens,
     EngineInfo,
     ItemFailed,
     SamplingParams,

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.errors import ProtocolError
 from specray.interfaces import StopMatcher
 from specray.requests import FinishReason, GenerateRequest
@@ -30,9 +31,7 @@ from specray.router.session_values import (
 )
 from specray.types import (
     MAX_SPECULATIVE_TOKENS,
-    NO_DRAFT,
     DraftKind,
-    DraftTokens,
     ItemFailed,
     Outcomes,
     Proposal,

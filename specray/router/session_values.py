@@ -7,17 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
+from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.requests import SpeculationStats
-from specray.types import (
-    NO_DRAFT,
-    DraftKind,
-    DraftReply,
-    DraftTokens,
-    SpeculateItem,
-    TargetReply,
-    TokenLogprobs,
-    VerifyItem,
-)
+from specray.types import DraftKind, DraftReply, SpeculateItem, TargetReply, TokenLogprobs, VerifyItem
 
 ItemT = TypeVar("ItemT", SpeculateItem, VerifyItem)
 

@@ -7,21 +7,19 @@ from google.protobuf.message import Message
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from specray.draft_tokens import NO_DRAFT, DraftTokens, SparseProbs
 from specray.errors import ProtocolError
 from specray.rpc.codec import engine as codec
 from specray.rpc.codec.engine import RequestBatch
 from specray.rpc.pb import draft_pb2, target_pb2, types_pb2
 from specray.types import (
-    NO_DRAFT,
     Branch,
     DraftReplies,
-    DraftTokens,
     EngineInfo,
     ItemFailed,
     Outcomes,
     Proposal,
     SamplingParams,
-    SparseProbs,
     SpeculateItem,
     StepTime,
     TargetReplies,

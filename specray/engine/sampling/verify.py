@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specray.draft_tokens import SparseProbs
 from specray.engine.sampling.draws import add_noise, draw_tokens, draw_weighted
 from specray.engine.sampling.noise import NoiseKey, NoiseSource, Purpose
 from specray.engine.sampling.state import RowGroup
-from specray.types import SparseProbs
 
 
 class Verified(NamedTuple):

@@ -17,12 +17,13 @@ from specray.control.controller import Controller
 from specray.control.estimators import Rate
 from specray.control.goodput import MAX_ACCEPTANCE, expected_tokens
 from specray.control.state import SessionStats
+from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.drafting import LONG_MATCH_LEN, OutputStore, OutputStores, SessionProposer, make_proposer
 from specray.requests import GenerateRequest
 from specray.router.proposers.base import Budget
 from specray.router.session import Session
 from specray.router.session_values import FALLBACK, Commit
-from specray.types import MAX_SPECULATIVE_TOKENS, NO_DRAFT, DraftKind, DraftTokens
+from specray.types import MAX_SPECULATIVE_TOKENS, DraftKind
 
 PRIOR_ACCEPTANCE: Final[Mapping[str, float]] = MappingProxyType(
     {DraftKind.NGRAM: 0.5, DraftKind.SUFFIX: 0.5, FALLBACK: 0.3}

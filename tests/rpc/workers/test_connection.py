@@ -10,13 +10,14 @@ import grpc
 import pytest
 from grpc import aio
 
+from specray.draft_tokens import DraftTokens
 from specray.errors import ConfigError, EngineLostError, ProtocolError
 from specray.rpc.channel import ChannelOptions
 from specray.rpc.codec import engine as codec
 from specray.rpc.connections.drafter import GrpcDrafter
 from specray.rpc.connections.verifier import GrpcVerifier
 from specray.rpc.workers.server import draft_server
-from specray.types import DraftTokens, Proposal
+from specray.types import Proposal
 from tests.rpc.engines import (
     DRAFT_INFO,
     TARGET_INFO,

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from specray.draft_tokens import DraftTokens
 from specray.errors import EngineLostError
 from specray.rpc.codec.engine import RequestBatch
 from specray.rpc.connections.drafter import GrpcDrafter
 from specray.rpc.connections.verifier import GrpcVerifier
 from specray.rpc.role import DRAFT, TARGET, bind_draft, bind_target
 from specray.rpc.workers.engine_host import EngineHost
-from specray.types import DraftTokens, ItemFailed, Proposal
+from specray.types import ItemFailed, Proposal
 from tests.rpc.engines import ScriptedDraft, ScriptedTarget, speculate, verify
 from tests.rpc.workers.harness import (
     DEADLINE_S,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+from specray.draft_tokens import DraftTokens
 from specray.interfaces import Drafter, Verifier
 from specray.rpc.channel import ChannelOptions
 from specray.rpc.connections.verifier import GrpcVerifier
 from specray.types import (
     DraftReplies,
-    DraftTokens,
     ItemFailed,
     Proposal,
     SpeculateItem,

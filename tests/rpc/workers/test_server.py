@@ -11,9 +11,10 @@ import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from specray.draft_tokens import DraftTokens
 from specray.errors import ConfigError, EngineLostError
 from specray.rpc.workers.server import draft_server
-from specray.types import DraftTokens, Proposal
+from specray.types import Proposal
 from tests.rpc.engines import ScriptedDraft, ScriptedTarget, eventually, is_there, speculate
 from tests.rpc.workers.harness import (
     DEADLINE_S,

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specray.types import NO_DRAFT, DraftTokens, Outcomes, Proposal, SamplingParams, SpeculateItem
+from specray.draft_tokens import NO_DRAFT, DraftTokens
+from specray.types import Outcomes, Proposal, SamplingParams, SpeculateItem
 from tests.unit.engine.harness import (
     CLOSE,
     NUM_ROWS,

@@ -7,15 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specray.types import (
-    NO_DRAFT,
-    ItemFailed,
-    Proposal,
-    SamplingParams,
-    SpeculateItem,
-    UnknownSequence,
-    Verification,
-)
+from specray.draft_tokens import NO_DRAFT
+from specray.types import ItemFailed, Proposal, SamplingParams, SpeculateItem, UnknownSequence, Verification
 from tests.unit.engine.harness import CLOSE, TARGET, Session, model_logits, propose, speculate_item, toy_draft
 from tests.unit.engine.samplings import (
     COUPLED,

@@ -8,20 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from specray.draft_tokens import NO_DRAFT, DraftTokens, SparseProbs
 from specray.engine.sampling.logprobs import token_logprobs
 from specray.engine.step import ForwardOutput
 from specray.engine.target import TargetEngine
 from specray.errors import EngineLostError
-from specray.types import (
-    NO_DRAFT,
-    DraftTokens,
-    ItemFailed,
-    SamplingParams,
-    SparseProbs,
-    UnknownSequence,
-    Verdict,
-    VerifyItem,
-)
+from specray.types import ItemFailed, SamplingParams, UnknownSequence, Verdict, VerifyItem
 from tests.unit.engine.harness import (
     TARGET,
     VOCAB_SIZE,
