@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from specray.config import RouterConfig, SpeculationConfig
+from specray.control.controller import Controller
 from specray.fakes import (
     FakeDraft,
     FakeDrafterSource,
@@ -22,6 +23,7 @@ from specray.fakes import (
 from specray.interfaces import Drafter, DrafterSource, Verifier
 from specray.requests import GenerateRequest, SpeculationParams
 from specray.router import Router
+from specray.router.proposers.budgets import Budgets
 from specray.types import DraftKind, SamplingParams
 
 T = TypeVar("T")
@@ -71,6 +73,10 @@ def router_config(**values: Any) -> RouterConfig:
 
 def speculation_config(**values: Any) -> SpeculationConfig:
     return SpeculationConfig.model_validate(values)
+
+
+def budgets(controller: Controller) -> Budgets:
+    return Budgets(controller.cost_model, max_k=controller.max_k)
 
 
 def fake_target(**info: Any) -> FakeTarget:
