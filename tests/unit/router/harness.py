@@ -21,7 +21,7 @@ from specray.fakes import (
     VirtualClock,
 )
 from specray.interfaces import Drafter, DrafterSource, Verifier
-from specray.requests import GenerateRequest, SpeculationParams
+from specray.requests import GenerateRequest, OutputChunk, SpeculationParams
 from specray.router import Router
 from specray.router.proposers.budgets import Budgets
 from specray.types import DraftKind, SamplingParams
@@ -177,3 +177,14 @@ async def begin_at_once(pair: Pair, ended: list[str], *requests: GenerateRequest
     tasks = [asyncio.create_task(work(one)) for one in requests]
     await asyncio.sleep(0)
     return tasks
+
+
+async def chunks_of(pair: Pair, given: GenerateRequest) -> list[tuple[float, OutputChunk]]:
+    return [(pair.clock.monotonic(), chunk) async for chunk in pair.router.stream(given)]
+
+
+async def complete(pair: Pair, **options: Any) -> OutputChunk:
+    given = request(**options)
+    output = await pair.router.complete(given)
+    assert output.token_ids == expected(given)
+    return output
