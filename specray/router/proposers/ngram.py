@@ -60,9 +60,9 @@ class LocalProposer:
     proposer: SessionProposer
     short: Track
     long: Track
-    """After a long match, which most often means that a repetition goes on."""
+    """Statistics after a long match, which most often means that a repetition goes on."""
     max_tokens: int
-    """Per proposal."""
+    """Most draft tokens of a proposal."""
     store: OutputStore | None = None
     looks: Rate | None = None
     """Accepted draft tokens per look of all sessions; None: the draft is no fallback."""
@@ -103,7 +103,8 @@ class LocalProposer:
             self.looks.add(0, 1)
 
     def expect(self, num_drafts: int, *, num_running: int) -> tuple[float, float]:
-        """Of a round in which every session has so many draft tokens: (tokens that it commits, seconds)."""
+        """Returns the tokens that a round commits in which every session has so many draft tokens, and its
+        seconds."""
         track = self._track
         tokens = expected_tokens(min(track.stats.acceptance.value, MAX_ACCEPTANCE), num_drafts)
         return tokens, track.controller.cost_model.usual_verify_s(
