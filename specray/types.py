@@ -23,7 +23,7 @@ from specray.draft_tokens import NO_DRAFT, DraftTokens
 MAX_SPECULATIVE_TOKENS: Final = 32
 """Largest K: most draft tokens per round that a configuration or a request may ask for."""
 PROTOCOL_VERSION: Final = 1
-"""Of the engines' wire protocol; ``EngineInfo`` carries it, and peers with another one are refused."""
+"""Version of the engines' wire protocol, carried by ``EngineInfo``; peers with another are refused."""
 
 
 class Verification(enum.StrEnum):
@@ -49,9 +49,9 @@ class DraftKind(enum.StrEnum):
     MODEL = "model"
     """A draft model."""
     NGRAM = "ngram"
-    """What followed the last tokens when they came before in the same request; no model."""
+    """Tokens that followed the last ones when they came before in the same request; no model."""
     SUFFIX = "suffix"
-    """What followed them most often, there or in the tenant's past outputs; no model."""
+    """Tokens that followed the last ones most often, there or in the tenant's past outputs; no model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +137,9 @@ class SpeculateItem:
     max_branches: int = 0
     """0: as many as ``fanout`` allows."""
     min_acceptance: float = 0.0
-    """Of a Proposal: it ends before the token by which the chance that all of it is accepted, as the draft
-    judges, would fall below; the first token is always there. In [0, 1). Without effect under rejection,
-    where draft tokens must not be chosen by what they are."""
+    """Probability in [0, 1) at which a Proposal ends: before the token by which the chance that all of it is
+    accepted, as the draft estimates it, would fall below. The first token is always there. Without effect
+    under rejection, where draft tokens must not be chosen by what they are."""
 
     @property
     def is_prefill_chunk(self) -> bool:
@@ -216,8 +216,8 @@ class VerifyItem:
     sampling: SamplingParams | None = None
     """Present when base_len is 0."""
     max_new_tokens: int | None = None
-    """Of a chunk: most tokens to compute, >= 1. It is cut behind them; what is found in the prefix cache
-    does not count. None: all of it."""
+    """Most tokens that a chunk computes, >= 1; it is cut behind them. Tokens found in the prefix cache do not
+    count. None: all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,17 +295,17 @@ class EngineInfo:
     dtype: str = ""
     tensor_parallel_size: int = 1
     num_blocks_in_use: int = 0
-    """Of ``num_blocks``, at the moment of asking; 0 when idle."""
+    """Blocks in use of ``num_blocks``, at the moment of asking; 0 when idle."""
     num_prefix_cache_queries: int = 0
     """Tokens looked up in the prefix cache since the engine started."""
     num_prefix_cache_hits: int = 0
     """Those of them that were found and not computed again."""
     step_times: tuple[StepTime, ...] = ()
-    """By increasing rows; empty: the engine has not measured itself."""
+    """Durations of steps by increasing rows; empty: the engine has not measured itself."""
     context_token_s: float = 0.0
     """Target: what a step takes longer per token that its sequences hold, all together; ``step_times`` are
     without it."""
     num_routers: int = 0
     """Streams that are open now."""
     busy_share: float = 0.0
-    """Of the last seconds, how much was spent computing: 0..1."""
+    """Share of the last seconds that was spent computing, in [0, 1]."""

@@ -159,7 +159,7 @@ class Controller:
         return OFF if is_resting else None
 
     def is_replan_near(self, stats: SessionStats, num_running: int) -> bool:
-        """With the next round a decision of all or a re-plan of the session would be due."""
+        """True if, with the next round, a decision of all or a re-plan of the session would be due."""
         if stats.plan is None or stats.fixed_k == 0:
             return False
         return (

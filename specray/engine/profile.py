@@ -211,7 +211,7 @@ class _TargetWorkload:
         self.num_context_tokens += num_tokens
 
     def sequences_of(self, num_rows: int) -> int:
-        """In a step of ``num_rows``."""
+        """Returns the number of sequences in a step of ``num_rows``."""
         return -(-num_rows // self._rows_each(num_rows))
 
     def without_context_s(self, entry: StepTime, token_s: float) -> float:

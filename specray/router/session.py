@@ -389,7 +389,7 @@ class Session:
         return Lookup.MISS_TOKEN if is_foreseen or asked is None or not asked.fanout else Lookup.MISS_COUNT
 
     def _take_branches(self) -> None:
-        """After an answer of the draft: settles a verdict that waited for it. The first answer decides."""
+        """Settles a verdict that waited for the draft's answer, which has come. The first answer decides."""
         if self._open_verdict is None:
             self._has_outcomes = True
             return

@@ -64,7 +64,7 @@ def add_draw_noise(
 
 
 def draw_keys(group: RowGroup, rejection_purpose: Purpose | None = None) -> list[NoiseKey | None]:
-    """Of each row the key of its noise, or None; as for ``add_draw_noise``."""
+    """Returns for each row the key of its noise, or None; as for ``add_draw_noise``."""
     sampling = group.sampling
     purpose = rejection_purpose if sampling.draws_by_rejection else Purpose.COUPLED_DRAW
     if sampling.is_greedy or purpose is None:
