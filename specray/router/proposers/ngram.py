@@ -38,8 +38,8 @@ PRIOR_ACCEPTED, PRIOR_LOOKS = 0.1, 200.0
 LOOKS_FADING = 0.9998
 """Forgetting factor per look: some thousand looks, so that the rate is of many sessions."""
 SESSIONS_PER_EXPLORATION = 32
-"""Number of sessions of which one has a fallback while it does not pay, to see whether that has changed: two of
-64, whose looks take a few thousandths of a small target's step."""
+"""Number of sessions of which one has a fallback while it does not pay, to see whether that has changed: two
+of 64, whose looks take a few thousandths of a small target's step."""
 
 
 @dataclass(frozen=True, slots=True)
