@@ -104,7 +104,7 @@ class FairQueue(Generic[WaitingT]):
         line.push(entry)
 
     def pop(self) -> WaitingT:
-        """Takes out the first entry of the line whose turn it is, and charges its tenant. Must not be empty."""
+        """Takes out the first entry of the line whose turn it is, and charges its tenant. Not when empty."""
         tenant, line = min(self.lines.items(), key=lambda item: item[1].tag)
         entry = line.remove(next(iter(line.entries)))
         self._clock = line.tag

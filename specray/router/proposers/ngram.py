@@ -36,9 +36,9 @@ cores, Zen 4; engines of no cost)."""
 PRIOR_ACCEPTED, PRIOR_LOOKS = 0.1, 200.0
 LOOKS_FADING = 0.9998
 """Forgetting factor per look: some thousand looks, so that the rate is of many sessions."""
-PROBE_EVERY = 32
-"""Sessions per one that has a fallback where it does not pay, to see whether that has changed: of 64 sessions
-two, whose looks take a few thousandths of a small target's step."""
+SESSIONS_PER_EXPLORATION = 32
+"""Number of sessions of which one has a fallback while it does not pay, to see whether that has changed: two
+of 64, whose looks take a few thousandths of a small target's step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,4 +189,4 @@ class LocalProposers:
         if step_s is None or self._looks.value * step_s / num_sessions >= LOOK_S:
             return True
         self._num_without += 1
-        return self._num_without % PROBE_EVERY == 0
+        return self._num_without % SESSIONS_PER_EXPLORATION == 0
