@@ -1,4 +1,4 @@
-"""The seams: what the router needs of a draft and of a target, and of time and text.
+"""Interfaces between the router and all else: drafts, targets, clocks, stop strings and callers.
 
 ``router`` and ``rpc`` do not import each other or ``engine``; they meet here. ``specray.fakes`` ships a
 scripted implementation of each, and one composition root (``actors``) chooses the real ones.
@@ -22,7 +22,7 @@ class Drafter(Protocol):
 
     @property
     def info(self) -> EngineInfo:
-        """What the draft said of itself when the connection was made."""
+        """The draft's description from when the connection was made."""
         ...
 
     async def fetch_info(self) -> EngineInfo:
@@ -59,7 +59,7 @@ class Verifier(Protocol):
 
     @property
     def info(self) -> EngineInfo:
-        """What the target said of itself when the connection was made."""
+        """The target's description from when the connection was made."""
         ...
 
     async def fetch_info(self) -> EngineInfo:
@@ -92,7 +92,7 @@ class Verifier(Protocol):
 
 
 class DrafterSource(Protocol):
-    """Where the router leases a draft; with Ray a Serve handle, without Ray a fixed address."""
+    """The place where the router leases a draft: with Ray a Serve handle, without Ray a fixed address."""
 
     async def lease(self) -> Drafter:
         """A fresh connection to a draft. Raises EngineLostError when none is to be had now."""
@@ -100,7 +100,7 @@ class DrafterSource(Protocol):
 
 
 class RequestTracer(Protocol):
-    """Told by a router of the requests that are traced, each once, when it ends."""
+    """Receives from a router the requests that are traced, each once, when it ends."""
 
     def request_ended(self, life: RequestLife, now: float) -> None:
         """``now``: the router's clock at this moment. Does not block and does not raise."""
@@ -127,7 +127,7 @@ class Clock(Protocol):
     """The only clock that router code may read, so that tests and simulations can own time."""
 
     def monotonic(self) -> float:
-        """Seconds from an arbitrary origin, never going back."""
+        """Returns seconds since an arbitrary origin; they never go back."""
         ...
 
     async def sleep(self, seconds: float) -> None:
@@ -154,7 +154,8 @@ class SyncDraftEngine(Protocol):
 
     @property
     def info(self) -> EngineInfo:
-        """Of now. May be read from any thread; all else belongs to the engine's own."""
+        """The engine's description as of now. Any thread may read it; all else belongs to the engine's
+        own."""
         ...
 
     def speculate(self, items: Sequence[SpeculateItem]) -> DraftReplies:
@@ -173,7 +174,8 @@ class SyncTargetEngine(Protocol):
 
     @property
     def info(self) -> EngineInfo:
-        """Of now. May be read from any thread; all else belongs to the engine's own."""
+        """The engine's description as of now. Any thread may read it; all else belongs to the engine's
+        own."""
         ...
 
     def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
@@ -188,7 +190,7 @@ class SyncTargetEngine(Protocol):
 
 
 class RouterClient(Protocol):
-    """What an ingress needs of a router; the router itself is one, a Serve handle to it is another."""
+    """The router as an ingress sees it: the router itself is one, a Serve handle to it is another."""
 
     async def complete(self, request: GenerateRequest) -> OutputChunk:
         """The whole output as one chunk. Cancelling the call aborts the request.
@@ -205,7 +207,7 @@ class RouterClient(Protocol):
         ...
 
     async def service_info(self) -> ServiceInfo:
-        """What is served, and its limits."""
+        """Returns the served models, and the limits."""
         ...
 
     async def check_ready(self) -> None:

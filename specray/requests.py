@@ -1,6 +1,6 @@
 """The vocabulary of requests: what the Ingress says to the router, and what it gets back.
 
-As ``specray.types``, plain and frozen; what engines are told of a request is there.
+The types are plain and frozen, as in ``specray.types``, which has what engines are told of a request.
 """
 
 from __future__ import annotations
@@ -89,21 +89,21 @@ def sampling_options(source: object) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationParams:
-    """What one request wants of speculation; None leaves the choice to the service."""
+    """Wishes of one request for speculation; None leaves the choice to the service."""
 
     enabled: bool = True
     num_speculative_tokens: int | None = None
     draft: DraftKind | None = None
     tenant: str = ""
-    """Whose past outputs ``suffix`` may propose from, and to whose this output is added; empty: nobody's."""
+    """Tenant whose past outputs ``suffix`` may propose from, and who gets this one; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What the requests of one API key may hold at a time of each router; None: no limit."""
+    """Limits of what the requests of one API key hold at a time of each router; None: no limit."""
 
     name: str
-    """The key's, for people."""
+    """Name of the key, for people."""
     max_requests: int | None = None
     max_queued_tokens: int | None = None
     """Prompt tokens of requests that wait."""
@@ -111,12 +111,12 @@ class Quota:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """What a router that was lost had committed of an output: the caller has it, and gets what follows."""
+    """The part of an output that a lost router had committed: the caller has it, and gets what follows."""
 
     token_ids: tuple[int, ...]
-    """At least one."""
+    """Committed output tokens, at least one."""
     checkpoint: str
-    """Of the target that wrote them (``TargetConfig.checkpoint``); no other may go on with the output."""
+    """Checkpoint of the target that wrote them (``TargetConfig.checkpoint``); no other may go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,15 +134,15 @@ class GenerateRequest:
     """Those of ``sampling.stop_token_ids`` that mean end-of-sequence: they give no stop_reason."""
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
     priority: int = 0
-    """Lower is served earlier, as in vLLM; the requests of one priority are served fairly by tenant."""
+    """Priority, as in vLLM: lower is served earlier; within one priority tenants are served fairly."""
     timeout_s: float | None = None
-    """From arrival at the router to the last token, > 0; None: as long as the service allows."""
+    """Seconds from arrival at the router to the last token, > 0; None: as long as the service allows."""
     quota: Quota | None = None
-    """Of the key that the request came with; None: it came without, or the key has no limits."""
+    """Limits of the key that the request came with; None: it came without, or the key has no limits."""
     traceparent: str = ""
     """W3C trace context under which the router's spans are to stand; empty: nobody traces this request."""
     resumed: Resumption | None = None
-    """None: the output begins here."""
+    """Earlier part of the output; None: the output begins here."""
 
     @property
     def tenant(self) -> str:
@@ -187,27 +187,27 @@ class OutputChunk:
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended the output (None for end-of-sequence)."""
     message: str = ""
-    """For finish_reason ``error``: what to tell the user."""
+    """Text for the user; only with finish_reason ``error``."""
     stats: SpeculationStats | None = None
-    """On the last chunk."""
+    """Counters of the request, on the last chunk only."""
     num_cached_tokens: int = 0
-    """On the last chunk: prompt tokens that the target found in its prefix cache."""
+    """Prompt tokens that the target found in its prefix cache, on the last chunk only."""
     ttft_s: float | None = None
-    """On the last chunk: from the request's arrival at the router to its first tokens; None: it had none, or
-    another router had committed them."""
+    """Seconds from the request's arrival at the router to its first tokens, on the last chunk only; None: it
+    had none, or another router had committed them."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLife:
-    """What a router knows of a request when it ends, for tracers. Seconds are on the router's clock."""
+    """A router's record of a request that has ended, for tracers. Seconds are on the router's clock."""
 
     request_id: str
     traceparent: str
     arrived_s: float
     admitted_s: float | None
-    """When it left the queue for the first time; None: never."""
+    """Time at which it left the queue for the first time; None: never."""
     first_token_s: float | None
-    """When its first tokens were committed; None: never."""
+    """Time at which its first tokens were committed; None: never."""
     ended_s: float
     finish_reason: FinishReason
     num_prompt_tokens: int
@@ -221,7 +221,7 @@ class RequestLife:
 
 @dataclass(frozen=True, slots=True)
 class ServiceInfo:
-    """What a service serves, and its limits."""
+    """Models of a service, and its limits."""
 
     model: str
     draft_model: str | None

@@ -1,7 +1,7 @@
 """The vocabulary that crosses boundaries: what the router says to the two engines, and what they answer.
 
-Everything here is plain, frozen and free of imports from the rest of the package, so that router, engines,
-RPC and fakes can share it. A message is an *item* (router to engine) or a *reply* (engine to router).
+Everything here is plain, frozen and free of imports but that of draft tokens, so that router, engines, RPC
+and fakes can share it. A message is an *item* (router to engine) or a *reply* (engine to router).
 
 Every item says: *keep your first* ``base_len`` *tokens, append* ``token_ids``, *compute what is missing, then
 propose (draft) or verify (target)*. Prefill is ``base_len = 0`` plus the prompt; rollback is a smaller
@@ -15,16 +15,15 @@ late reply to the first prefill from the reply to a recovery that also starts at
 from __future__ import annotations
 
 import enum
-import math
 from dataclasses import dataclass
 from typing import Final
 
+from specray.draft_tokens import NO_DRAFT, DraftTokens
+
 MAX_SPECULATIVE_TOKENS: Final = 32
 """Largest K: most draft tokens per round that a configuration or a request may ask for."""
-MAX_DRAFT_NODES: Final = 64
-"""Most nodes of one tree of draft tokens: the ancestors of a node are one 64-bit mask."""
 PROTOCOL_VERSION: Final = 2
-"""Of the engines' wire protocol; ``EngineInfo`` carries it, and peers with another one are refused."""
+"""Version of the engines' wire protocol, carried by ``EngineInfo``; peers with another are refused."""
 
 
 class Verification(enum.StrEnum):
@@ -50,9 +49,9 @@ class DraftKind(enum.StrEnum):
     MODEL = "model"
     """A draft model."""
     NGRAM = "ngram"
-    """What followed the last tokens when they came before in the same request; no model."""
+    """Tokens that followed the last ones when they came before in the same request; no model."""
     SUFFIX = "suffix"
-    """What followed them most often, there or in the tenant's past outputs; no model."""
+    """Tokens that followed the last ones most often, there or in the tenant's past outputs; no model."""
 
 
 class GrammarKind(enum.StrEnum):
@@ -123,108 +122,6 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
-class SparseProbs:
-    """One position's draft distribution over the truncated support from which the draft really sampled.
-
-    Probabilities outside ``token_ids`` are exactly zero; ``probs`` sum to one up to rounding.
-    """
-
-    token_ids: tuple[int, ...]
-    probs: tuple[float, ...]
-
-    def is_distribution(self, vocab_size: int) -> bool:
-        """Distinct token ids of the vocabulary, with a finite probability each; not all of them zero."""
-        ids, probs = self.token_ids, self.probs
-        return (
-            0 < len(ids) == len(probs) == len(set(ids))
-            and 0 <= min(ids) <= max(ids) < vocab_size
-            and min(probs) >= 0.0
-            and 0.0 < sum(probs) < math.inf
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class DraftTokens:
-    """A chain or a tree of draft tokens: the one form in which they go from a proposer to the verdict.
-
-    Node ``i`` is the token ``token_ids[i]``; its parent comes before it. A chain has one form only: parents
-    that say the same as none are dropped.
-
-    Raises:
-        ValueError: names the field, the value and what is allowed.
-    """
-
-    token_ids: tuple[int, ...] = ()
-    parents: tuple[int, ...] | None = None
-    """Index of each node's parent, -1 for the root, which is the last committed token. None: a chain."""
-    probs: tuple[SparseProbs, ...] = ()
-    """Distribution from which each node was sampled, under rejection verification at temperature > 0; else
-    empty."""
-
-    def __post_init__(self) -> None:
-        num_nodes = len(self.token_ids)
-        if num_nodes > MAX_DRAFT_NODES:
-            raise ValueError(f"draft.token_ids has {num_nodes} entries; allowed: at most {MAX_DRAFT_NODES}")
-        if self.probs and len(self.probs) != num_nodes:
-            raise ValueError(
-                f"draft.probs has {len(self.probs)} entries for {num_nodes} draft tokens; "
-                f"allowed: none or {num_nodes}"
-            )
-        if self.parents is None:
-            return
-        if len(self.parents) != num_nodes:
-            raise ValueError(
-                f"draft.parents has {len(self.parents)} entries for {num_nodes} draft tokens; "
-                f"allowed: none or {num_nodes}"
-            )
-        for index, parent in enumerate(self.parents):
-            if not -1 <= parent < index:
-                raise ValueError(f"draft.parents[{index}] is {parent}; allowed: -1..{index - 1}")
-        if self.parents == tuple(range(-1, num_nodes - 1)):
-            object.__setattr__(self, "parents", None)
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def is_chain(self) -> bool:
-        """True when each node follows the one before it."""
-        return self.parents is None
-
-    @property
-    def depths(self) -> tuple[int, ...]:
-        """Nodes between each node and the root: its position is the number of committed tokens plus this."""
-        if self.parents is None:
-            return tuple(range(len(self.token_ids)))
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(0 if parent < 0 else depths[parent] + 1)
-        return tuple(depths)
-
-    def first_chain(self) -> DraftTokens:
-        """The chain that takes the first child of every node, from the root on."""
-        if self.parents is None:
-            return self
-        nodes: list[int] = []
-        for index, parent in enumerate(self.parents):
-            if parent == (nodes[-1] if nodes else -1):
-                nodes.append(index)
-        token_ids = tuple(self.token_ids[node] for node in nodes)
-        return DraftTokens(token_ids, probs=tuple(self.probs[node] for node in nodes) if self.probs else ())
-
-    def first(self, num_nodes: int) -> DraftTokens:
-        """The first so many nodes; all of them where there are fewer."""
-        if num_nodes >= len(self.token_ids):
-            return self
-        parents = None if self.parents is None else self.parents[:num_nodes]
-        return DraftTokens(self.token_ids[:num_nodes], parents, self.probs[:num_nodes])
-
-
-NO_DRAFT: Final = DraftTokens()
-"""No draft tokens."""
-
-
-@dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Logprobs (natural log, of the model's distribution before processors) of one output position."""
 
@@ -259,9 +156,9 @@ class SpeculateItem:
     max_branches: int = 0
     """0: as many as ``fanout`` allows."""
     min_acceptance: float = 0.0
-    """Of a Proposal: it ends before the token by which the chance that all of it is accepted, as the draft
-    judges, would fall below; the first token is always there. In [0, 1). Without effect under rejection,
-    where draft tokens must not be chosen by what they are."""
+    """Probability in [0, 1) at which a Proposal ends: before the token by which the chance that all of it is
+    accepted, as the draft estimates it, would fall below. The first token is always there. Without effect
+    under rejection, where draft tokens must not be chosen by what they are."""
 
     @property
     def is_prefill_chunk(self) -> bool:
@@ -338,8 +235,8 @@ class VerifyItem:
     sampling: SamplingParams | None = None
     """Present when base_len is 0."""
     max_new_tokens: int | None = None
-    """Of a chunk: most tokens to compute, >= 1. It is cut behind them; what is found in the prefix cache
-    does not count. None: all of it."""
+    """Most tokens that a chunk computes, >= 1; it is cut behind them. Tokens found in the prefix cache do not
+    count. None: all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,17 +314,17 @@ class EngineInfo:
     dtype: str = ""
     tensor_parallel_size: int = 1
     num_blocks_in_use: int = 0
-    """Of ``num_blocks``, at the moment of asking; 0 when idle."""
+    """Blocks in use of ``num_blocks``, at the moment of asking; 0 when idle."""
     num_prefix_cache_queries: int = 0
     """Tokens looked up in the prefix cache since the engine started."""
     num_prefix_cache_hits: int = 0
     """Those of them that were found and not computed again."""
     step_times: tuple[StepTime, ...] = ()
-    """By increasing rows; empty: the engine has not measured itself."""
+    """Durations of steps by increasing rows; empty: the engine has not measured itself."""
     context_token_s: float = 0.0
     """Target: what a step takes longer per token that its sequences hold, all together; ``step_times`` are
     without it."""
     num_routers: int = 0
     """Streams that are open now."""
     busy_share: float = 0.0
-    """Of the last seconds, how much was spent computing: 0..1."""
+    """Share of the last seconds that was spent computing, in [0, 1]."""

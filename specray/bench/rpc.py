@@ -12,18 +12,11 @@ from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Literal
 
+from specray.draft_tokens import DraftTokens
 from specray.rpc.connections.verifier import GrpcVerifier
 from specray.rpc.event_loop import new_event_loop
 from specray.rpc.workers.worker import serve_engine
-from specray.types import (
-    PROTOCOL_VERSION,
-    DraftTokens,
-    EngineInfo,
-    SamplingParams,
-    TargetReplies,
-    Verdict,
-    VerifyItem,
-)
+from specray.types import PROTOCOL_VERSION, EngineInfo, SamplingParams, TargetReplies, Verdict, VerifyItem
 
 NUM_WARMUP = 200
 """Round trips before the measurement."""

@@ -14,17 +14,17 @@ from dataclasses import replace
 
 from specray.config import SpeculationConfig
 from specray.control.cost_model import CostModel
-from specray.control.estimators import Rate, chain_trials
+from specray.control.estimators import Rate
 from specray.control.experiments import EXPLORATION_ROUNDS, Experiments, Exploration
 from specray.control.goodput import ANY_K, HYSTERESIS, GoodputModel, prior_hit_rate
 from specray.control.mode import ModeController
+from specray.control.service_rates import PRIOR_ACCEPTANCE, ServiceRates
 from specray.control.simple import SimpleModel
 from specray.control.state import (
     OFF,
     OFF_BY_REASON,
     OFF_REPLAN_ROUNDS,
     REPLAN_ROUNDS,
-    BoundedProposalStats,
     Observer,
     Plan,
     Reason,
@@ -33,16 +33,6 @@ from specray.control.state import (
 from specray.requests import GenerateRequest
 from specray.types import MAX_SPECULATIVE_TOKENS, DraftKind, Overlap
 
-PRIOR_ACCEPTANCE = 0.7
-"""Acceptance per draft token before any was verified."""
-ACCEPTANCE_FADING = 0.998
-"""Forgetting factor per round of the rates that new sessions start from: no single session makes them."""
-PRIOR_CONTINUATION = 0.95
-"""P(the draft continues after a token) before any proposal."""
-PRIOR_BOUNDED_DRAFTS, PRIOR_BOUNDED_ACCEPTED = 8.0, 4.0
-"""Tokens per proposal that only the draft ends: drafted, accepted."""
-PRIOR_WEIGHT = 4.0
-"""Weight of a prior, in trials."""
 DECAY = 0.05
 """Share of measurements forgotten in the time in which one session is re-planned once, however many are."""
 MAX_NEXT_TOKENS = 8
@@ -82,12 +72,7 @@ class Controller:
         self._source = source
         self._is_model = source == DraftKind.MODEL.value
         self._fixed_k = None if fixed == "auto" else fixed
-        self._acceptance = Rate(prior_acceptance, PRIOR_WEIGHT, fading=ACCEPTANCE_FADING)
-        self._continuation = Rate(PRIOR_CONTINUATION, PRIOR_WEIGHT, fading=ACCEPTANCE_FADING)
-        self._bounded = BoundedProposalStats(
-            Rate(PRIOR_BOUNDED_DRAFTS, PRIOR_WEIGHT, fading=ACCEPTANCE_FADING),
-            Rate(PRIOR_BOUNDED_ACCEPTED, PRIOR_WEIGHT, fading=ACCEPTANCE_FADING),
-        )
+        self._rates = ServiceRates(prior_acceptance)
         self.cost_model = CostModel() if cost_model is None else cost_model
         self._is_simple = self._is_model and config.control == "simple"
         model = SimpleModel if self._is_simple else GoodputModel
@@ -132,14 +117,7 @@ class Controller:
             is_auto: K is chosen by measurement even where it is fixed, unless it is 0.
         """
         fixed_k = self.fixed_k(request)
-        return SessionStats(
-            Rate(self._acceptance.value, PRIOR_WEIGHT),
-            Rate(self._continuation.value, PRIOR_WEIGHT),
-            self._bounded.start(PRIOR_WEIGHT),
-            request.request_id,
-            None if is_auto and fixed_k else fixed_k,
-            draft_knows_acceptance=not request.sampling.draws_by_rejection,
-        )
+        return self._rates.start_session(request, None if is_auto and fixed_k else fixed_k)
 
     # Plans
 
@@ -181,7 +159,7 @@ class Controller:
         return OFF if is_resting else None
 
     def is_replan_near(self, stats: SessionStats, num_running: int) -> bool:
-        """With the next round a decision of all or a re-plan of the session would be due."""
+        """True if, with the next round, a decision of all or a re-plan of the session would be due."""
         if stats.plan is None or stats.fixed_k == 0:
             return False
         return (
@@ -237,28 +215,18 @@ class Controller:
             stats.rounds_off += 1
             return
         stats.rounds_off = 0
-        trials = chain_trials(num_drafts, num_accepted)
-        stats.acceptance.add(num_accepted, trials)
-        self._acceptance.add(num_accepted, trials)
-        if stats.num_asked == ANY_K:
-            stats.bounded.add(num_drafts, num_accepted)
-            self._bounded.add(num_drafts, num_accepted)
-        stats.num_asked = 0
+        self._rates.observe_verdict(stats, num_drafts, num_accepted)
 
     def observe_proposal(self, stats: SessionStats, num_asked: int, num_drafts: int) -> None:
         """Takes the length of a proposal under a bound, for which ``num_asked`` tokens were asked at most."""
-        stats.num_asked = num_asked
-        num_further = max(0, num_drafts - 1)
-        num_trials = num_further + (0 < num_drafts < num_asked)
-        for rate in (stats.continuation, self._continuation):
-            rate.add(num_further, num_trials)
+        self._rates.observe_proposal(stats, num_asked, num_drafts)
 
     def observe_lookup(self, plan: Plan, *, is_hit: bool) -> None:
         """Takes whether a verdict was among the outcomes asked under ``plan``."""
         if plan.overlap is Overlap.ENUMERATE:
             hit_rate = self.cost_model.hit_rate
             if plan.width not in hit_rate:
-                hit_rate[plan.width] = Rate(prior_hit_rate(plan.width, self._acceptance.value))
+                hit_rate[plan.width] = Rate(prior_hit_rate(plan.width, self._rates.acceptance.value))
             hit_rate[plan.width].add(int(is_hit), 1)
 
     def observe_refusal(self, stats: SessionStats, *, is_final: bool = False) -> None:

@@ -160,7 +160,7 @@ class TimeTable:
         return self.load_factor * (more + max(0.0, more - less) / (last - first) * (size - last))
 
     def least(self, size: int) -> float | None:
-        """As ``predict``, but at most what larger sizes took: a longer sample was disturbed."""
+        """Returns ``predict``, but at most what larger sizes took: a longer sample was disturbed."""
         predicted = self.predict(size)
         if predicted is None:
             return None
@@ -258,7 +258,7 @@ def _raised(curve: _Curve, trusted: Mapping[int, float]) -> _Curve:
 
 
 def _interpolate(curve: _Curve, size: int) -> float:
-    """Between the two neighbours of ``size``; flat outside."""
+    """Returns the value between the two neighbours of ``size``; flat outside."""
     index = bisect_left(curve, size, key=itemgetter(0))
     if index == len(curve):
         return curve[-1][1]

@@ -92,7 +92,7 @@ class Experiment:
     """Mode that was decided for."""
     tried: Mode
     predicted_speedup: float
-    """Of the speculating mode over plain decoding."""
+    """Predicted tokens per second of the speculating mode, as a multiple of plain decoding."""
     before: Window
     during: Window
     after: Window
@@ -106,7 +106,8 @@ class Experiment:
 
     @property
     def measured_speedup(self) -> float | None:
-        """Of the speculating mode over the other; None: a window brought no token."""
+        """Measured tokens per second of the speculating mode over the other's; None: a window brought no
+        token."""
         bases = [window.tokens_per_s for window in (self.before, self.after)]
         tried = self.during.tokens_per_s
         if min(*bases, tried) <= 0:
@@ -337,7 +338,7 @@ class Experiments:
 
 @dataclass(slots=True)
 class Exploration:
-    """When a session tries speculation that is off, so that what has changed since is measured.
+    """Decides when a session tries speculation that is off, so that what has changed since is measured.
 
     Args:
         has_draft: drafts come from an engine, for which rounds wait.

@@ -26,7 +26,8 @@ MAX_SAMPLE = 8
 KEEP_SPEEDUP = 1.03
 """Least calibrated speedup at which the model stays on; MIN_SPEEDUP switches it on."""
 NGRAM_MIN_SPEEDUP, NGRAM_KEEP_SPEEDUP = 1.03, 1.0
-"""As MIN_SPEEDUP and KEEP_SPEEDUP, of the n-gram fallback: experiments measure it, nothing predicts it."""
+"""Least speedups at which the n-gram fallback alone is switched on, and stays on. They are measured by
+experiments; nothing predicts them."""
 _UNSETTLED_STEPS = 2
 """Steps after a change that count for neither mode: the draft reads what it has missed."""
 

@@ -132,7 +132,7 @@ class BoundedProposalStats:
 
 @dataclass(slots=True)
 class SessionStats:
-    """One session's measurements and plan. Only the controller writes to it."""
+    """One session's measurements and plan. Only the controller, with its service rates, writes to it."""
 
     acceptance: Rate
     """P(a draft token is accepted), given that those before it are."""

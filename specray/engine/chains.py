@@ -16,13 +16,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from specray.draft_tokens import DraftTokens, SparseProbs
 from specray.engine.attention.mask import Visibility, branch_visibility
 from specray.engine.cache.sequences import EngineSequence
 from specray.engine.sampling.draft import DraftToken, RankedRow
 from specray.engine.sampling.state import RowGroup, SamplingState, chain_rows
 from specray.engine.schedule import BranchStep
 from specray.errors import OutOfBlocksError
-from specray.types import Branch, DraftTokens, SparseProbs, SpeculateItem
+from specray.types import Branch, SpeculateItem
 
 
 @dataclass(slots=True, eq=False)
@@ -136,7 +137,7 @@ class OutcomeBranches:
 
     @property
     def excluded(self) -> list[int | None]:
-        """For each row the draft token whose rejection the row stands for; none after full acceptance."""
+        """Draft token, for each row, whose rejection the row stands for; none after full acceptance."""
         padded = (*self.item.proposed_token_ids, None)
         return list(padded[self.first : self.last + 1])
 
@@ -182,7 +183,7 @@ class OutcomeBranches:
         return growing, BranchStep(self.sequence, token_ids, [branch.visibility for branch in growing])
 
     def settle(self) -> None:
-        """When all is drawn: the own branch becomes the sequence's tail, the others' room is free again."""
+        """Makes the own branch the sequence's tail, when all is drawn, and frees the others' room."""
         sequence, own = self.sequence, self._own
         if own is not None:
             num_computed = own.end_index

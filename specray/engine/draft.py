@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specray.draft_tokens import DraftTokens
 from specray.engine.attention.mask import MAX_TREE_ROWS
 from specray.engine.base import EngineBase
 from specray.engine.cache.sequences import EngineSequence
@@ -32,15 +33,7 @@ from specray.engine.schedule import (
     split_waves,
 )
 from specray.errors import InvalidRequestError, SpecrayError
-from specray.types import (
-    DraftReplies,
-    DraftReply,
-    DraftTokens,
-    EngineInfo,
-    Outcomes,
-    Proposal,
-    SpeculateItem,
-)
+from specray.types import DraftReplies, DraftReply, EngineInfo, Outcomes, Proposal, SpeculateItem
 
 
 @dataclass(slots=True, eq=False)

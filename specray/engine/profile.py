@@ -12,10 +12,10 @@ from dataclasses import replace
 from statistics import median
 from typing import Final, NamedTuple, Protocol
 
+from specray.draft_tokens import DraftTokens
 from specray.interfaces import SyncDraftEngine, SyncTargetEngine
 from specray.types import (
     DraftReply,
-    DraftTokens,
     EngineInfo,
     ItemFailed,
     SamplingParams,
@@ -211,7 +211,7 @@ class _TargetWorkload:
         self.num_context_tokens += num_tokens
 
     def sequences_of(self, num_rows: int) -> int:
-        """In a step of ``num_rows``."""
+        """Returns the number of sequences in a step of ``num_rows``."""
         return -(-num_rows // self._rows_each(num_rows))
 
     def without_context_s(self, entry: StepTime, token_s: float) -> float:

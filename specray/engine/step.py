@@ -1,4 +1,4 @@
-"""What a forward pass is given: the rows of one step, and the shapes of a model.
+"""Types of a forward pass's input and output: the rows of one step, and the shapes of a model.
 
 These types are shared by runners, forwards and attention, so this file imports none of them.
 """
@@ -101,12 +101,12 @@ class PagedBatch:
     max_rows: int
     """Most rows of one sequence."""
     has_masks: bool
-    """Whether visibility is read; False: each sequence's rows are a chain of its last tokens."""
+    """True if visibility is read; False: each sequence's rows are a chain of its last tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """Where the rows of one step are written, and what each sequence may see.
+    """Slots at which the rows of one step are written, and the tokens that each sequence may see.
 
     Each sequence must hold blocks for ``rows.end`` tokens.
     """

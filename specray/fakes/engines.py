@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from specray.draft_tokens import DraftTokens
 from specray.errors import ProtocolError
 from specray.fakes.models import Guesser, ToyModel
 from specray.types import (
     Branch,
     DraftReplies,
     DraftReply,
-    DraftTokens,
     EngineInfo,
     ItemFailed,
     Outcomes,

@@ -40,7 +40,9 @@ class RouterMetrics:
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry()
-        self._make_speculation_metrics()
+        self._make_draft_token_metrics()
+        self._make_control_metrics()
+        self._make_draft_metrics()
         self._make_round_metrics()
         self._make_request_metrics()
         self._make_engine_metrics()
@@ -49,7 +51,7 @@ class RouterMetrics:
         """All metrics in Prometheus text format."""
         return generate_latest(self.registry).decode()
 
-    def _make_speculation_metrics(self) -> None:
+    def _make_draft_token_metrics(self) -> None:
         registry = self.registry
         prefix = "specray_spec_decode_"
         self._drafts = counts.Counter(
@@ -84,6 +86,9 @@ class RouterMetrics:
             ["result"],
             registry=registry,
         )
+
+    def _make_control_metrics(self) -> None:
+        registry = self.registry
         self._plans = counts.LabelledCounter(
             "specray_plans",
             "Verdicts, by the plan of their round: how both engines work, the most tokens that are drafted, "
@@ -120,6 +125,9 @@ class RouterMetrics:
         self._predicted, self._calibrated, self._measured = (
             speedup.labels(kind) for kind in ("predicted", "calibrated", "measured")
         )
+
+    def _make_draft_metrics(self) -> None:
+        registry = self.registry
         self._ahead_depth = Histogram(
             "specray_draft_ahead_depth",
             "Draft tokens ready when a verdict arrived; 0 after a miss.",

@@ -45,7 +45,7 @@ class VerifyInFlight:
     """(request_id, round_id) of items without reply."""
     num_rows: int
     num_context_tokens: int
-    """That its sequences hold when it is done, all together."""
+    """Tokens that all its sequences together hold when it is done."""
     has_prompt: bool
     """Some of them are filled in."""
     sent_s: float

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.errors import ProtocolError
 from specray.interfaces import StopMatcher
 from specray.requests import FinishReason, GenerateRequest
@@ -30,9 +31,7 @@ from specray.router.session_values import (
 )
 from specray.types import (
     MAX_SPECULATIVE_TOKENS,
-    NO_DRAFT,
     DraftKind,
-    DraftTokens,
     ItemFailed,
     Outcomes,
     Proposal,
@@ -390,7 +389,7 @@ class Session:
         return Lookup.MISS_TOKEN if is_foreseen or asked is None or not asked.fanout else Lookup.MISS_COUNT
 
     def _take_branches(self) -> None:
-        """After an answer of the draft: settles a verdict that waited for it. The first answer decides."""
+        """Settles a verdict that waited for the draft's answer, which has come. The first answer decides."""
         if self._open_verdict is None:
             self._has_outcomes = True
             return

@@ -22,7 +22,7 @@ class LiveSession:
     arrived_s: float
     deadline_s: float
     local: LocalProposer | None = None
-    """What drafts for it without a model, or fills in for the model; None: nothing does."""
+    """Proposer that drafts for it without a model, or fills in for the model; None: none does."""
     last_step: int = 0
     """Number of the target step that it was last part of."""
     plan: Plan = field(default=OFF_BY_REASON[Reason.PREFILL])
@@ -38,9 +38,9 @@ class LiveSession:
     num_target_losses: int = 0
     """Targets lost in a row while they worked on this session."""
     committed_s: float | None = None
-    """When tokens were committed last."""
+    """Time at which tokens were committed last."""
     admitted_s: float | None = None
-    """When it left the queue for the first time."""
+    """Time at which it left the queue for the first time."""
     first_token_s: float | None = None
     num_preemptions: int = 0
     prefill_since_s: float | None = None

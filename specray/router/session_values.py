@@ -7,17 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
+from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.requests import SpeculationStats
-from specray.types import (
-    NO_DRAFT,
-    DraftKind,
-    DraftReply,
-    DraftTokens,
-    SpeculateItem,
-    TargetReply,
-    TokenLogprobs,
-    VerifyItem,
-)
+from specray.types import DraftKind, DraftReply, SpeculateItem, TargetReply, TokenLogprobs, VerifyItem
 
 ItemT = TypeVar("ItemT", SpeculateItem, VerifyItem)
 
@@ -81,14 +73,14 @@ class Commit(NamedTuple):
     """What a verdict added to the output."""
 
     token_ids: tuple[int, ...]
-    """After stop conditions; empty for a chunk of a prefill."""
+    """Tokens that are kept after stop conditions; empty for a chunk of a prefill."""
     logprobs: tuple[TokenLogprobs, ...]
     num_draft_tokens: int
     num_accepted_tokens: int
-    """Before stop conditions."""
+    """Accepted draft tokens, before stop conditions."""
     lookup: Lookup
     source: str = DraftKind.MODEL.value
-    """Of the draft tokens."""
+    """Proposer of the draft tokens."""
 
 
 @dataclass(slots=True)
@@ -96,7 +88,7 @@ class EngineView(Generic[ItemT]):
     """What one engine has been told of a session."""
 
     round_id: int = 0
-    """Of the last item made; never reused, not even after the engine was lost."""
+    """Id of the last item made; never reused, not even after the engine was lost."""
     synced_len: int = 0
     """Committed tokens that the engine is known to hold."""
     in_flight: ItemT | None = None

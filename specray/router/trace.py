@@ -1,7 +1,7 @@
-"""What the router decided and when: a ring of the last events, for debugging and for timelines.
+"""Records what the router decided and when: a ring of the last events, for debugging and for timelines.
 
-Times are nanoseconds on the router's own clock, taken as things happen; what the engines needed is what their
-replies say. No token is ever in it. Where nothing is traced there is no object, and a hook is one comparison.
+Times are nanoseconds on the router's own clock; durations of engines are from their replies. Events hold no
+tokens. Without tracing there is no Trace, and a hook is one comparison.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Planned:
     ns: int
     request_id: str
     source: str
-    """What drafts under the plan: the draft model, or what drafts without one."""
+    """Proposer under the plan: the draft model, or one without a model."""
     overlap: str
     num_speculative_tokens: int
     width: int
     """Branches per number of accepted tokens under enumeration."""
     reason: str
-    """A ``control.state.Reason``."""
+    """Name of the plan's ``control.state.Reason``."""
     num_running: int
     acceptance: float
     tokens_per_s: Mapping[str, float]
@@ -69,19 +69,20 @@ class ExperimentEnded:
 
     ns: int
     mode: str
-    """Mode that was decided for."""
+    """Mode that was decided."""
     tried: str
     speculating: str
-    """The one of both modes that speculates more."""
+    """Mode that speculates more, of the decided one and the tried one."""
     predicted_speedup: float
-    """Of the speculating mode over plain decoding."""
+    """Predicted tokens per second of the speculating mode, as a multiple of plain decoding."""
     measured_speedup: float | None
-    """Of the speculating mode over the other; None: the experiment was given up."""
+    """Measured tokens per second of the speculating mode over the other's; None: the experiment was given
+    up."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftAsked:
-    """A proposal, or with a fan-out the outcomes of the round that has just been sent."""
+    """The draft was asked for a proposal, or with a fan-out for outcomes of the round that was just sent."""
 
     ns: int
     request_id: str
@@ -91,30 +92,30 @@ class DraftAsked:
     num_speculative_tokens: int
     fanout: tuple[int, ...]
     max_branches: int = 0
-    """Of all outcomes together; 0: as the fan-out says."""
+    """Most branches of all outcomes together; 0: as the fan-out says."""
     min_acceptance: float = 0.0
-    """A proposal ends where the draft believes less than this of it."""
+    """Probability of full acceptance, as the draft estimates it, below which a proposal ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftReplied:
-    """What the draft answered; ``kind``: proposal, outcomes, unknown_sequence or item_failed."""
+    """The draft answered; ``kind``: proposal, outcomes, unknown_sequence or item_failed."""
 
     ns: int
     request_id: str
     round_id: int
     kind: str
     forward_ns: int
-    """Of the whole draft step, which other sessions may share."""
+    """Duration of the whole draft step, which other sessions may share."""
     num_draft_tokens: int
     num_branches: int
     is_late: bool
-    """Nobody waited for it any more."""
+    """True if nobody waited for it any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftSkipped:
-    """The draft was waited for too long; the round goes on without."""
+    """A round went on without draft tokens, after it had waited too long for the draft."""
 
     ns: int
     request_id: str
@@ -122,7 +123,7 @@ class DraftSkipped:
 
 @dataclass(frozen=True, slots=True)
 class VerifySent:
-    """A session's part in a target step."""
+    """A session's item of a target step was sent."""
 
     ns: int
     request_id: str
@@ -136,32 +137,32 @@ class VerifySent:
 
 @dataclass(frozen=True, slots=True)
 class VerdictReceived:
-    """The answer to it."""
+    """The target answered an item."""
 
     ns: int
     request_id: str
     round_id: int
     forward_ns: int
-    """Of the whole target step."""
+    """Duration of the whole target step."""
     source: str
-    """What had proposed the draft tokens."""
+    """Proposer of the draft tokens."""
     num_draft_tokens: int
     num_accepted_tokens: int
     num_committed_tokens: int
-    """0 for a chunk of a prompt."""
+    """Tokens that the verdict added to the output; 0 for a chunk of a prompt."""
     reason: str
     """Reason of the round's plan, a ``control.state.Reason``."""
 
 
 @dataclass(frozen=True, slots=True)
 class LookedUp:
-    """What the verdict found in the outcomes; ``result`` as in ``specray_outcomes_total``."""
+    """A verdict was looked up in the outcomes; ``result`` as in ``specray_outcomes_total``."""
 
     ns: int
     request_id: str
     result: str
     num_draft_tokens: int
-    """Ready for the next round."""
+    """Draft tokens that are ready for the next round."""
 
 
 TraceEvent = (
@@ -197,8 +198,8 @@ class Trace:
     """The last ``max_events`` events, oldest first.
 
     Args:
-        clock: the router's.
-        max_events: >= 1; the oldest are forgotten.
+        clock: the router's clock.
+        max_events: most events, >= 1; the oldest are forgotten.
     """
 
     def __init__(self, clock: Clock, max_events: int) -> None:
@@ -207,19 +208,19 @@ class Trace:
 
     @property
     def events(self) -> list[TraceEvent]:
-        """A copy."""
+        """Events as a copied list."""
         return list(self._events)
 
     def planned(self, request_id: str, source: str, **decision: Any) -> None:
-        """A re-plan; ``decision`` is the rest of ``Planned``."""
+        """Records a re-plan; ``decision`` is the rest of ``Planned``."""
         self._events.append(Planned(self._ns(), request_id, source, **decision))
 
     def decided(self, **decision: Any) -> None:
-        """All sessions decided; ``decision`` is the rest of ``Decided``."""
+        """Records a decision for all sessions; ``decision`` is the rest of ``Decided``."""
         self._events.append(Decided(self._ns(), **decision))
 
     def experiment_ended(self, **result: Any) -> None:
-        """``result`` is the rest of ``ExperimentEnded``."""
+        """Records the end of an experiment; ``result`` is the rest of ``ExperimentEnded``."""
         self._events.append(ExperimentEnded(self._ns(), **result))
 
     def draft_asked(self, item: SpeculateItem) -> None:
@@ -264,7 +265,7 @@ class Trace:
         self._events.append(DraftSkipped(self._ns(), request_id))
 
     def verify_sent(self, item: VerifyItem, *, step: int, num_rows: int) -> None:
-        """``num_rows``: of its tokens, those that this step has room for."""
+        """Records an item; ``num_rows`` is the number of its tokens for which the step has room."""
         num_drafts = len(item.draft.token_ids)
         self._events.append(
             VerifySent(

@@ -38,7 +38,7 @@ class ChannelOptions:
     keepalive_time_s: float = 20.0
     keepalive_timeout_s: float = 5.0
     reuse_port: bool = False
-    """Whether several processes may listen on one port; the kernel then spreads connections over them."""
+    """True if several processes may listen on one port; the kernel then spreads connections over them."""
     security: PeerSecurity = field(default_factory=PeerSecurity)
     """TLS and secret of the engines' streams; the public service has keys instead."""
 

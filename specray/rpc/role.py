@@ -51,7 +51,7 @@ class EngineRole(Generic[ItemT, ReplyT, RepliesT]):
     stream_method: str
     info_method: str
     merges_requests: bool
-    """Whether requests of several routers are merged into one engine call."""
+    """True if requests of several routers are merged into one engine call."""
     encode_request: Callable[[Sequence[ItemT], Sequence[str]], bytes]
     decode_request: Callable[[bytes], RequestBatch[ItemT]]
     encode_replies: Callable[[RepliesT], bytes]

@@ -36,7 +36,7 @@ _ADJUSTED: Final[Mapping[str, Callable[[float], float]]] = MappingProxyType(
         "top_p": lambda value: max(value, _MIN_TOP_P),
     }
 )
-"""What engines are told instead of some values that may be asked for, by the field's name."""
+"""Functions, by the field's name, from a value that may be asked for to the value that engines are told."""
 
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_LEN: Final = 256

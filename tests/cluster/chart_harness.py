@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,3 +123,19 @@ def _strict(schema: Manifest) -> Manifest:
         name for name in schema.get("required", ()) if "default" not in properties.get(name, {})
     ]
     return result
+
+
+BIG = load(CHART / "examples" / "one-small-eight-big.yaml")
+RAY_SERVICE = ("RayService", "demo-specray")
+each_example = pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+
+
+def ray_service(helm: Renderer, values: dict[str, Any]) -> dict[str, Any]:
+    spec: dict[str, Any] = helm.objects(merged(IMAGE, values))[RAY_SERVICE]["spec"]
+    return spec
+
+
+def pod_specs(spec: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    cluster = spec["rayClusterConfig"]
+    groups = {group["groupName"]: group["template"]["spec"] for group in cluster["workerGroupSpecs"]}
+    return {"head": cluster["headGroupSpec"]["template"]["spec"], **groups}

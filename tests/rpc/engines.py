@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from specray.draft_tokens import DraftTokens
 from specray.requests import FinishReason, ServiceInfo
 from specray.rpc.inference.server import GenerateEvent, GenerateParams, Usage
 from specray.types import (
     PROTOCOL_VERSION,
     DraftReplies,
     DraftReply,
-    DraftTokens,
     EngineInfo,
     ItemFailed,
     Proposal,

@@ -1,58 +1,36 @@
-"""Every message survives the wire; every malformed one is refused with ProtocolError."""
+"""Every message of the engines survives the wire; every malformed one is refused with ProtocolError."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-
 import pytest
 from google.protobuf.message import Message
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from specray.errors import InvalidRequestError, ProtocolError
-from specray.requests import FinishReason, ServiceInfo, SpeculationStats
+from specray.draft_tokens import NO_DRAFT, DraftTokens, SparseProbs
+from specray.errors import ProtocolError
 from specray.rpc.codec import engine as codec
-from specray.rpc.codec import inference as inference_codec
 from specray.rpc.codec.engine import RequestBatch
-from specray.rpc.inference.server import GenerateEvent, GenerateParams, Usage
-from specray.rpc.pb import draft_pb2, inference_pb2, target_pb2, types_pb2
+from specray.rpc.pb import draft_pb2, target_pb2, types_pb2
 from specray.types import (
-    NO_DRAFT,
     Branch,
-    DraftKind,
     DraftReplies,
-    DraftTokens,
     EngineInfo,
     ItemFailed,
     Outcomes,
     Proposal,
     SamplingParams,
-    SparseProbs,
     SpeculateItem,
     StepTime,
     TargetReplies,
-    TokenLogprobs,
     UnknownSequence,
     Verdict,
     Verification,
     VerifyItem,
 )
+from tests.rpc.strategies import F32, IDS, TEXT, U32, U64, token_logprobs, tuples_of
 
-U32 = st.integers(0, 2**32 - 1)
-U64 = st.integers(0, 2**64 - 1)
-F32 = st.floats(width=32, allow_nan=False)
-TEXT = st.text(max_size=20)
-IDS = st.lists(U32, max_size=6).map(tuple)
 HEAD = (TEXT, U64, U32)
-
-
-def tuples_of(
-    strategy: st.SearchStrategy, *, size: int | None = None, max_size: int = 4
-) -> st.SearchStrategy:
-    if size is not None:
-        return st.lists(strategy, min_size=size, max_size=size).map(tuple)
-    return st.lists(strategy, max_size=max_size).map(tuple)
 
 
 @st.composite
@@ -69,12 +47,6 @@ def draft_tokens(draw: st.DrawFn) -> DraftTokens:
     parents = tuple(draw(st.integers(-1, index - 1)) for index in range(len(token_ids))) if is_tree else None
     probs = draw(tuples_of(sparse_probs(), size=len(token_ids))) if has_probs else ()
     return DraftTokens(token_ids, parents, probs)
-
-
-@st.composite
-def token_logprobs(draw: st.DrawFn) -> TokenLogprobs:
-    top = draw(IDS)
-    return TokenLogprobs(draw(U32), draw(F32), top, draw(tuples_of(F32, size=len(top))))
 
 
 SAMPLING = st.builds(
@@ -166,62 +138,6 @@ def test_target_replies_round_trip(replies: tuple, forward_ns: int, num_rows: in
 def test_info_round_trip_in_both_services(info: EngineInfo) -> None:
     assert codec.decode_draft_info(codec.encode_draft_info(info)) == info
     assert codec.decode_target_info(codec.encode_target_info(info)) == info
-
-
-PARAMS = st.builds(
-    GenerateParams,
-    model=TEXT,
-    max_tokens=st.none() | U32,
-    min_tokens=st.none() | U32,
-    temperature=st.none() | F32,
-    top_k=st.none() | U32,
-    top_p=st.none() | F32,
-    min_p=st.none() | F32,
-    repetition_penalty=st.none() | F32,
-    presence_penalty=st.none() | F32,
-    frequency_penalty=st.none() | F32,
-    logit_bias=tuples_of(st.tuples(U32, F32)),
-    seed=st.none() | U64,
-    stop=tuples_of(TEXT),
-    stop_token_ids=IDS,
-    ignore_eos=st.booleans(),
-    logprobs=st.none() | U32,
-    speculation_enabled=st.none() | st.booleans(),
-    num_speculative_tokens=st.none() | U32,
-    verification=st.none() | st.sampled_from(Verification),
-    draft=st.none() | st.sampled_from(DraftKind),
-    tenant=TEXT,
-)
-PROMPTS = st.tuples(TEXT, st.none()) | st.tuples(st.none(), IDS)
-
-
-@settings(max_examples=50)
-@given(PARAMS, PROMPTS)
-def test_generate_request_round_trip(params: GenerateParams, prompt: tuple) -> None:
-    params = replace(params, text=prompt[0], token_ids=prompt[1])
-    assert inference_codec.decode_generate_request(inference_codec.encode_generate_request(params)) == params
-
-
-EVENTS = st.builds(
-    GenerateEvent,
-    TEXT,
-    TEXT,
-    IDS,
-    tuples_of(token_logprobs()),
-    st.none() | st.sampled_from([FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT]),
-    st.none() | st.builds(Usage, U32, U32),
-    st.none() | st.builds(SpeculationStats, U32, U32, U32, IDS),
-)
-
-
-@given(EVENTS)
-def test_generate_event_round_trip(event: GenerateEvent) -> None:
-    assert inference_codec.decode_generate_event(inference_codec.encode_generate_event(event)) == event
-
-
-@given(st.builds(ServiceInfo, TEXT, st.none() | st.text(min_size=1, max_size=5), U32, U32, U32, TEXT))
-def test_service_info_round_trip(info: ServiceInfo) -> None:
-    assert inference_codec.decode_service_info(inference_codec.encode_service_info(info)) == info
 
 
 def draft_reply(**reply: Message) -> bytes:
@@ -322,39 +238,6 @@ def test_malformed_peer_message_is_a_protocol_error(decode: object, data: bytes,
     assert says in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("data", "field", "says"),
-    [
-        (b"\xff\xff", None, "specray.v1.GenerateRequest"),
-        (b"\x12\x01\xff", None, "not UTF-8"),
-        (b"", "prompt", "give text or tokens"),
-        (
-            inference_pb2.GenerateRequest(
-                text="a", speculation=inference_pb2.SpeculationParams(verification=5)
-            ).SerializeToString(),
-            "speculation.verification",
-            "speculation.verification is 5; allowed: 1 (coupled), 2 (rejection)",
-        ),
-    ],
-)
-def test_malformed_public_request_names_the_field(data: bytes, field: str | None, says: str) -> None:
-    with pytest.raises(InvalidRequestError) as caught:
-        inference_codec.decode_generate_request(data)
-    assert says in str(caught.value)
-    assert caught.value.field == field
-
-
-def test_an_empty_token_prompt_is_not_an_absent_one() -> None:
-    data = inference_codec.encode_generate_request(GenerateParams(token_ids=()))
-    assert inference_codec.decode_generate_request(data).token_ids == ()
-
-
-@pytest.mark.parametrize("params", [GenerateParams(token_ids=(-1,)), GenerateParams(text="a", seed=2**64)])
-def test_what_the_wire_cannot_carry_is_refused_by_the_client(params: GenerateParams) -> None:
-    with pytest.raises(InvalidRequestError, match="cannot be sent"):
-        inference_codec.encode_generate_request(params)
-
-
 def test_a_round_of_one_coupled_session_fits_the_network_budget() -> None:
     item = VerifyItem("r" * 36, 1000, 4000, tuple(range(4000, 4009)), DraftTokens(tuple(range(8))))
     reply = Verdict("r" * 36, 1000, 4000, 8, 4009)
@@ -384,21 +267,3 @@ def test_a_chain_costs_no_bytes_for_its_parents(num_tokens: int) -> None:
         request_id="a", round_id=1, base_len=4, token_ids=[9], draft_token_ids=token_ids, sample=True
     )
     assert codec.encode_verify_request([item], ()) == known
-
-
-def test_not_a_number_reaches_the_handler_who_refuses_it() -> None:
-    data = inference_codec.encode_generate_request(GenerateParams(text="a", temperature=math.nan))
-    temperature = inference_codec.decode_generate_request(data).temperature
-    assert temperature is not None
-    assert math.isnan(temperature)
-
-
-def test_unknown_draft_kind_names_the_field() -> None:
-    data = inference_codec.encode_generate_request(GenerateParams(text="a", draft=DraftKind.NGRAM))
-    message = inference_pb2.GenerateRequest.FromString(data)
-    message.speculation.draft = 9
-    with pytest.raises(
-        InvalidRequestError, match=r"9; allowed: 1 \(model\), 2 \(ngram\), 3 \(suffix\)"
-    ) as caught:
-        inference_codec.decode_generate_request(message.SerializeToString())
-    assert caught.value.field == "speculation.draft"

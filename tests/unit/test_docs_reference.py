@@ -12,8 +12,11 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from specray.config import Config
+from specray.engine.model.lowering import can_lower
 from specray.metrics.router import DraftMetrics, RouterMetrics
 from specray.serving.metrics import IngressMetrics
+from tests.unit.engine.model.checkpoints import family_config
+from tests.unit.engine.model.zoo import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "specray"
@@ -106,3 +109,16 @@ def test_metrics_in_documents_exist_and_all_are_there() -> None:
     text = (DOCS / "observability.md").read_text(encoding="utf-8")
     assert [name for name in sorted(names) if name not in text and not name.endswith("_by_source")] == []
     assert "_by_source_total{source}" in text
+
+
+def test_models_page_has_a_row_for_every_family_of_the_zoo() -> None:
+    text = (DOCS / "models.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w-]+)` \| `(\w+)` \| (.+?) \|", text, re.M)
+    assert len(rows) == len(FAMILIES)
+    for name, model_type, told in rows:
+        family = FAMILIES[name]
+        assert model_type == family.model_type, name
+        if family.refusal is not None:
+            assert family.refusal in told, name
+        else:
+            assert told == ("`decoder`" if can_lower(family_config(family)) else "`hf`"), name

@@ -14,11 +14,12 @@ PACKAGE = REPOSITORY / "specray"
 MAX_FILES_IN_FOLDER = 16
 
 # Layer -> layers of specray that it may import. A layer may always import itself.
-VOCABULARY = {"types", "requests", "errors"}
+VOCABULARY = {"draft_tokens", "types", "requests", "errors"}
 SEAMS = VOCABULARY | {"interfaces", "config", "environment", "metrics"}
 SERVICE = {"engine", "rpc", "router", "drafting", "grammar", "tokenization", "demo"}
 ALLOWED: dict[str, set[str]] = {
-    "types": set(),
+    "draft_tokens": set(),
+    "types": {"draft_tokens"},
     "requests": {"types"},
     "errors": set(),
     "config": VOCABULARY,

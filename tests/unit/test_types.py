@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specray.types import MAX_DRAFT_NODES, NO_DRAFT, DraftTokens, SparseProbs
+from specray.draft_tokens import MAX_DRAFT_NODES, NO_DRAFT, DraftTokens, SparseProbs
 
 #     root
 #     /  \

@@ -48,7 +48,7 @@ class DraftGroup:
         self._lost: str | None = None
         """Reason why a rank can no longer work; None: all work."""
         self._is_silent = False
-        """Whether a rank did not answer the last check."""
+        """True if a rank did not answer the last check."""
 
     @property
     def server(self) -> EngineServerThread:

@@ -1,4 +1,4 @@
-"""From a router's trace to spans of work: who computed what, when, and for nothing or not."""
+"""Turns a router's trace into spans of work: which engine computed what, when, and whether it was used."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Lane(enum.StrEnum):
 
 
 class Kind(enum.StrEnum):
-    """What an engine did in a span."""
+    """Work of an engine in a span."""
 
     PREFILL = "prefill"
     PROPOSAL = "proposal"
@@ -51,14 +51,14 @@ class Span:
     kind: Kind
     asked_ns: int
     start_ns: int
-    """Of the engine's step, which other sessions may share."""
+    """Start of the engine's step, which other sessions may share."""
     end_ns: int
     replied_ns: int
     num_draft_tokens: int
-    """Drafted, or verified."""
+    """Draft tokens that were drafted or verified."""
     num_branches: int = 0
     num_accepted_tokens: int | None = None
-    """Of a verify."""
+    """Accepted draft tokens of a verify; None: the span is no verify."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,27 +76,27 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Everything that a trace tells, by time. Items without answer are left out."""
+    """Spans, marks and decisions of a trace, by time. Items without answer are left out."""
 
     spans: tuple[Span, ...]
     marks: tuple[Mark, ...]
     plans: tuple[Planned, ...]
     decisions: tuple[Decided | ExperimentEnded, ...] = ()
-    """Of all sessions."""
+    """Decisions for all sessions and ends of experiments, in the order of the trace."""
 
     @property
     def request_ids(self) -> tuple[str, ...]:
-        """In order of appearance."""
+        """Ids of the sessions, in order of appearance."""
         return tuple(dict.fromkeys(span.request_id for span in self.spans))
 
     @property
     def start_ns(self) -> int:
-        """The first item was sent; 0 for an empty timeline."""
+        """Time at which the first item was sent; 0 for an empty timeline."""
         return min((span.asked_ns for span in self.spans), default=0)
 
     @property
     def end_ns(self) -> int:
-        """The last answer came."""
+        """Time at which the last answer came; 0 for an empty timeline."""
         return max((span.replied_ns for span in self.spans), default=0)
 
 
@@ -118,13 +118,13 @@ class Summary:
     reasons: Mapping[str, int] = field(default_factory=dict)
     """Verdicts that committed tokens, by the reason of their round's plan."""
     first_token_s: float | None = None
-    """From a session's first Verify to its first verdict with tokens, on average; None: none was seen."""
+    """Mean seconds from a session's first Verify to its first verdict with tokens; None: none was seen."""
     later_tokens_per_s: float | None = None
-    """Of one session, after its first verdict with tokens: what decoding gives, without the prompt."""
+    """Tokens per second of one session after its first verdict with tokens: decoding without the prompt."""
 
     @property
     def hit_rate(self) -> float | None:
-        """None where nothing was looked up."""
+        """Share of look-ups that were hits; None where nothing was looked up."""
         total = sum(self.lookups.values())
         return sum(self.lookups.get(result, 0) for result in HITS) / total if total else None
 
@@ -132,9 +132,9 @@ class Summary:
 def make_timeline(events: Sequence[TraceEvent]) -> Timeline:
     """Pairs questions with answers, and outcomes with what became of them.
 
-    When an engine began is not told, only how long it worked. The least that any answer took beyond the
-    engine's work is taken for the way there and back, half of it each; what an item took beyond that, it
-    waited for its turn.
+    A trace says how long an engine worked, not when it began. The shortest time of any answer beyond the
+    engine's work is taken as the way there and back, half of it each; an item that took longer waited for
+    its turn.
     """
     asked: dict[tuple[Lane, str, int], DraftAsked | VerifySent] = {}
     spans: list[Span] = []
@@ -204,7 +204,7 @@ def summarize(timeline: Timeline, events: Sequence[TraceEvent]) -> Summary:
 
 
 def _first_and_later(events: Sequence[TraceEvent]) -> tuple[float | None, float | None]:
-    """Of sessions whose beginning is in the trace: see ``Summary``."""
+    """Returns both times of ``Summary``, over the sessions whose beginning is in the trace."""
     began_ns: dict[str, int] = {}
     committed: dict[str, list[VerdictReceived]] = {}
     for event in events:
@@ -236,17 +236,17 @@ def changed_plans(timeline: Timeline) -> list[Planned]:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """All sessions worked at one mode; times in ns on the router's clock."""
+    """A time in which all sessions worked at one mode, in ns on the router's clock."""
 
     start_ns: int
     end_ns: int
     mode: str
     is_experiment: bool
-    """An experiment tries the mode between two windows at the decided one."""
+    """True if an experiment tried the mode, between two windows at the decided one."""
 
 
 def stretches(timeline: Timeline) -> list[Stretch]:
-    """From the first decision to the end of the timeline. An experiment's lasts as long as its windows."""
+    """Returns the stretches from the first decision to the end. An experiment's is as long as its windows."""
     found: list[Stretch] = []
     bounds = [*(event.ns for event in timeline.decisions), timeline.end_ns]
     for event, (start_ns, end_ns) in zip(timeline.decisions, itertools.pairwise(bounds), strict=True):
@@ -277,7 +277,7 @@ def _shown(event: Decided | ExperimentEnded) -> tuple[str, bool]:
 
 
 def waits(timeline: Timeline, request_id: str) -> list[Interval]:
-    """Between each answer of the target and the session's next item to it."""
+    """Returns the gaps between an answer of the target and the session's next item to it."""
     verified = [span for span in timeline.spans if span.lane is Lane.TARGET and span.request_id == request_id]
     return [
         (done.replied_ns, then.asked_ns)
@@ -337,7 +337,7 @@ def _by_time(span: Span) -> tuple[int, int]:
 
 
 def _lives(timeline: Timeline) -> list[Interval]:
-    """From each session's first item to its last answer."""
+    """Returns each session's time from its first item to its last answer."""
     lives: dict[str, Interval] = {}
     for span in timeline.spans:
         first, last = lives.get(span.request_id, (span.asked_ns, span.replied_ns))
@@ -356,7 +356,7 @@ def _union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def _intersect(ours: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """What two unions have in common."""
+    """Returns the intersection of two unions."""
     both: list[Interval] = []
     left, right = 0, 0
     while left < len(ours) and right < len(others):

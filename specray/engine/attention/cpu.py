@@ -98,7 +98,7 @@ class CpuAttentionStep:
     def attend_packed(
         self, layer: int, qkv: PackedRows, head_norm: HeadNorm | None, window: int | None
     ) -> PackedRows:
-        """Of packed rows, where the kernel takes them."""
+        """Attends for packed rows, where the kernel takes them."""
         return self.call.packed(qkv, self.cache.layers[layer], _norm(head_norm), window)
 
 

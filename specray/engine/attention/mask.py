@@ -1,4 +1,4 @@
-"""What each row of a step sees: a prefix of its sequence, and its ancestors among the rows behind that.
+"""Visibility of rows: each sees a prefix of its sequence, and its ancestors among the rows behind that.
 
 A *KV index* counts the tokens of one sequence in its cache, as its block table lists them. A chain's row at
 position p sees the KV indices 0..p. Rows of branches and trees share a prefix, and what lies behind it is a

@@ -102,7 +102,7 @@ class BatchShape:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of the parts of a packed batch, in their order."""
+        """Returns the sizes of the parts of a packed batch, in their order."""
         rows, sequences = self.num_rows, self.num_sequences
         # Masks come first: they are read as int64, which must lie at a multiple of 8 bytes.
         return (2 * rows, *[rows] * 6, sequences + 1, sequences, sequences * self.max_num_blocks)

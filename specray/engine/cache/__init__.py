@@ -1,1 +1,1 @@
-"""Where keys and values live, whose they are, and which prefixes can serve again."""
+"""The block cache: where keys and values live, whose they are, and which prefixes can serve again."""

@@ -64,7 +64,7 @@ class SequencePrefix:
         self._set_keys(keys)
 
     def withdraw(self, position: int) -> int:
-        """Before the tokens from ``position`` on become others: what is known of them here is forgotten.
+        """Forgets what is known here of the tokens from ``position`` on, before they become others.
 
         Blocks behind that of ``position`` are given back, with what they hold. One that others have too is
         not written: its tokens must be computed again elsewhere.

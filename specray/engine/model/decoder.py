@@ -184,7 +184,7 @@ class DecoderForward:
     feature_layers: tuple[int, ...] = ()
     """Layers whose input is part of the output."""
     keeps_residuals: bool = False
-    """Whether projections leave their summand as it is, so that features need no copy."""
+    """True if projections leave their summand as it is, so that features need no copy."""
 
     @property
     def name(self) -> str:
@@ -201,7 +201,7 @@ class DecoderForward:
         return self.decode(self.embedding(step.token_ids), step)
 
     def decode(self, hidden: torch.Tensor, step: Step) -> ForwardOutput:
-        """From the embedded tokens, ``[num_rows, hidden_size]``, to the output."""
+        """Computes the output from the embedded tokens, ``[num_rows, hidden_size]``."""
         features: dict[int, torch.Tensor] | None = {} if self.feature_layers else None
         attention = self.attention.prepare(step.attention, step.positions)
         last = len(self.layers) - 1

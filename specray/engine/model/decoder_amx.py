@@ -45,7 +45,7 @@ class AmxDecoderForward:
         return self.decode(self.embedding(step.token_ids), step)
 
     def decode(self, hidden: torch.Tensor, step: Step) -> ForwardOutput:
-        """From the embedded tokens, ``[num_rows, hidden_size]``, to the output, which has no features."""
+        """Computes the output, without features, from the embedded tokens, ``[num_rows, hidden_size]``."""
         attention, thread_pool = (
             self.attention.prepare(step.attention, step.positions),
             self.attention.thread_pool,

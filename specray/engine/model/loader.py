@@ -248,6 +248,6 @@ def _load_weights(args: ModelArgs, described: _Description) -> PreTrainedModel:
 
 
 def _snapshot(path: str) -> Path | None:
-    """Where the files of a hub id are, once they have been loaded."""
+    """Directory with the files of a hub id, once they have been loaded."""
     found = cached_file(path, "config.json", local_files_only=True)
     return None if found is None else Path(found).parent

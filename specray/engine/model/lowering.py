@@ -1,4 +1,4 @@
-"""From a loaded transformers model to our own decoder: takes the weights out, module by module.
+"""Turns a loaded transformers model into our own decoder: takes the weights out, module by module.
 
 Each original weight is dropped as soon as its packed form exists, so the model is never in memory twice.
 """

@@ -1,4 +1,4 @@
-"""What lies between a layer's matrix products, in few Triton kernels. Importing it needs triton.
+"""The work between a layer's matrix products, in few Triton kernels. Importing it needs triton.
 
 A captured forward of few rows still pays some microseconds for every operator: rotating queries and keys and
 writing the cache is one here, and so is the activation of a gated pair.

@@ -54,35 +54,16 @@ def build_runner(
     """
     use_cores(config.cores)
     device = choose_device(config)
-    loaded = load_model(
-        ModelArgs(
-            path=model_path(config, role),
-            dtype=_DTYPES[config.dtype],
-            device=device,
-            max_model_len=config.max_model_len,
-            tensor_parallel_size=1 if parallel is None else parallel.world_size,
-            role=role,
-            forward=config.forward,
-        )
-    )
+    tensor_parallel_size = 1 if parallel is None else parallel.world_size
+    loaded = load_model(_model_args(config, role, device, tensor_parallel_size))
     num_weight_bytes = sum(weight.nbytes for weight in loaded.model.parameters())
     torch.set_num_threads(config.num_threads or num_threads_for(num_weight_bytes))
     backend = _attention_backend(config, loaded, parallel)
     forward = _build_forward(config, loaded, parallel, backend, feature_layers)
-    shape = forward.cache_shape
     block_size = _block_size(config, loaded, backend)
-    num_blocks = _num_blocks(config, loaded, shape, block_size)
-    cache = BlockCache(
-        num_layers=shape.num_layers,
-        # The last one is for rows of captured forwards that belong to nobody.
-        num_blocks=num_blocks + (backend is not None),
-        block_size=block_size,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        dtype=loaded.dtype,
-        device=device,
-    )
-    cache.populate(available_memory() // _POPULATED_SHARE)
+    num_blocks = _num_blocks(config, loaded, forward.cache_shape, block_size)
+    # The last block is for rows of captured forwards that belong to nobody.
+    cache = _cache(loaded, forward.cache_shape, num_blocks + (backend is not None), block_size)
     info = RunnerInfo(
         model_name=loaded.name,
         vocab_size=loaded.vocab_size,
@@ -92,7 +73,7 @@ def build_runner(
         num_blocks=num_blocks,
         dtype=loaded.dtype,
         device=device,
-        tensor_parallel_size=1 if parallel is None else parallel.world_size,
+        tensor_parallel_size=tensor_parallel_size,
         forward=forward.name,
         attention="" if backend is None else backend.name,
     )
@@ -104,6 +85,20 @@ def build_runner(
         graphs = GraphedForward(forward, cache, max_model_len=loaded.max_model_len, capture=capture)
         graphs.prepare(_prepared_buckets(role))
     return _with_threads_left(ModelRunner(forward, cache, info, parallel=parallel, graphs=graphs))
+
+
+def _model_args(
+    config: EngineConfig, role: str, device: torch.device, tensor_parallel_size: int
+) -> ModelArgs:
+    return ModelArgs(
+        path=model_path(config, role),
+        dtype=_DTYPES[config.dtype],
+        device=device,
+        max_model_len=config.max_model_len,
+        tensor_parallel_size=tensor_parallel_size,
+        role=role,
+        forward=config.forward,
+    )
 
 
 def _with_threads_left(runner: ModelRunner) -> ModelRunner:
@@ -190,6 +185,20 @@ def _operators(loaded: LoadedModel, backend: Backend | None) -> Operators:
     if backend is None:
         return operators
     return PagedOperators(operators, loaded.dtype, backend.attend, backend.store)
+
+
+def _cache(loaded: LoadedModel, shape: CacheShape, num_blocks: int, block_size: int) -> BlockCache:
+    cache = BlockCache(
+        num_layers=shape.num_layers,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=loaded.dtype,
+        device=loaded.device,
+    )
+    cache.populate(available_memory() // _POPULATED_SHARE)
+    return cache
 
 
 def _num_blocks(config: EngineConfig, loaded: LoadedModel, shape: CacheShape, block_size: int) -> int:

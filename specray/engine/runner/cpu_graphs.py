@@ -126,7 +126,7 @@ class CpuGraphForward:
         return ForwardOutput(logits[: len(kept)], features)
 
     def _shape(self, num_rows: int, first: int) -> _Shape:
-        """Of the graph for so many rows, of which those from ``first`` on want logits."""
+        """Returns the shape of the graph for so many rows, of which those from ``first`` on want logits."""
         if not self._is_packed:
             return num_rows, num_rows - first
         rows = _made_up(num_rows, _FURTHER_ROWS) if num_rows > HEIGHT else num_rows

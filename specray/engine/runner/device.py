@@ -29,7 +29,7 @@ def num_usable_cores() -> int:
 
 
 def cores_per_rank(config: EngineConfig) -> int:
-    """Of those that an engine may use on this machine, where all its ranks are. At least 1."""
+    """Cores for each rank, of those that an engine may use on this machine, where all its ranks are; >= 1."""
     cores = len(config.cores) if config.cores is not None else num_usable_cores()
     return max(1, cores // config.tensor_parallel_size)
 
@@ -82,7 +82,7 @@ def num_threads_for(num_weight_bytes: int) -> int:
 
 
 def num_threads_for_logits(vocab_size: int, num_threads: int) -> int:
-    """Of torch, in an engine whose forwards do not use them: for copying logits and drawing from them.
+    """Threads of torch in an engine whose forwards do not use them: for copying logits and drawing from them.
 
     A thread more for every 64 Ki entries of the vocabulary. At the end of each region of torch's a thread
     looks for more work for a while, on a core that the forward's own threads need: measured on 2 cores,

@@ -21,7 +21,7 @@ class SequenceInput:
     num_logits: int
     """Number of last tokens whose logits are wanted; 0 only fills the cache."""
     visibility: Sequence[Visibility] = ()
-    """What each row sees, their KV indices ascending; empty: the rows are a chain from ``start`` on."""
+    """Visibility of each row, by ascending KV index; empty: the rows are a chain from ``start`` on."""
 
     @property
     def end(self) -> int:

@@ -48,7 +48,7 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 class GroupStore:
-    """Where the ranks of one group meet; rank 0 opens it and keeps it for the group's life.
+    """The store at which the ranks of one group meet; rank 0 opens it and keeps it for the group's life.
 
     Args:
         host: the name or address under which the other ranks reach this process.

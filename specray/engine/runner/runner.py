@@ -68,7 +68,7 @@ class ModelRunner:
 
     @property
     def has_cpu_graphs(self) -> bool:
-        """Between its tokens and its logits, a step is kernels alone, which have threads of their own."""
+        """True if a step is kernels alone between tokens and logits; they have threads of their own."""
         return self._cpu_graphs is not None
 
     @torch.inference_mode()

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specray.draft_tokens import SparseProbs
 from specray.engine.sampling.draws import SCORE_SPREAD, draw_tokens, draw_weighted
 from specray.engine.sampling.noise import NoiseKey, NoiseSource, Purpose
 from specray.engine.sampling.processors import cuts_tail, process_logits, without_tail_cut
 from specray.engine.sampling.state import RowGroup
 from specray.engine.sampling.verify import add_draw_noise, draw_keys
-from specray.types import SparseProbs
 
 _MIN_RANKED = 8
 """Alternatives per row, at least, from which a draft token's acceptance is estimated."""

@@ -194,7 +194,7 @@ class NoiseSource:
         self._vocab_size = vocab_size
         self._device = device
         self.is_on_device = device.type != "cpu" if on_device is None else on_device
-        """Whether torch computes the noise, not numpy."""
+        """True if torch computes the noise, False if numpy does."""
         self._generator = PhiloxGenerator()
         self._max_cached_rows = max_cached_bytes // (8 * vocab_size)
         self._cached_rows: OrderedDict[NoiseKey, Tensor] = OrderedDict()
@@ -217,7 +217,7 @@ class NoiseSource:
         return {key: torch.from_numpy(_gumbel_numpy(row)) for key, row in zip(keys, words, strict=True)}
 
     def _compute_on_device(self, keys: Sequence[NoiseKey]) -> dict[NoiseKey, Tensor]:
-        """Also computes the positions that follow: some 400 small kernels cost the same for many rows."""
+        """Computes the positions that follow too: some 400 small kernels cost the same for many rows."""
         num_ahead = max(1, min(_MAX_POSITIONS_AHEAD, self._max_cached_rows // (2 * len(keys))))
         ahead = list(
             dict.fromkeys(

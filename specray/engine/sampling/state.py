@@ -1,4 +1,4 @@
-"""What logits processors need of a sequence's prefix, kept from step to step, with undo and copies.
+"""State that logits processors keep of a sequence's prefix from step to step, with undo and copies.
 
 Penalties need counts of the prefix's tokens; ``min_tokens`` and the noise need its length; bias needs
 nothing.

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specray.draft_tokens import SparseProbs
 from specray.engine.sampling.draws import add_noise, draw_tokens, draw_weighted
 from specray.engine.sampling.noise import NoiseKey, NoiseSource, Purpose
 from specray.engine.sampling.state import RowGroup
-from specray.types import SparseProbs
 
 
 class Verified(NamedTuple):
@@ -64,7 +64,7 @@ def add_draw_noise(
 
 
 def draw_keys(group: RowGroup, rejection_purpose: Purpose | None = None) -> list[NoiseKey | None]:
-    """Of each row the key of its noise, or None; as for ``add_draw_noise``."""
+    """Returns for each row the key of its noise, or None; as for ``add_draw_noise``."""
     sampling = group.sampling
     purpose = rejection_purpose if sampling.draws_by_rejection else Purpose.COUPLED_DRAW
     if sampling.is_greedy or purpose is None:

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from specray.draft_tokens import DraftTokens
 from specray.errors import EngineLostError
 from specray.fakes import ReplyQueue
 from specray.planning.profile import RouterProfile
@@ -23,7 +24,6 @@ from specray.planning.simulation.times import DraftTimes, drawn
 from specray.types import (
     DraftReplies,
     DraftReply,
-    DraftTokens,
     EngineInfo,
     Outcomes,
     Proposal,

@@ -15,8 +15,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Final, Protocol
 
+from specray.draft_tokens import DraftTokens
 from specray.planning.profile import LENGTH_DIGITS, AcceptanceProfile, MeasuredOutput, ProposalLengths
-from specray.types import Branch, DraftTokens, SpeculateItem
+from specray.types import Branch, SpeculateItem
 
 GUESS: Final = 1
 """The draft's first choice, where there are no outputs."""

@@ -1,1 +1,1 @@
-"""Who runs and who waits: queue, fairness, quotas, checks."""
+"""Admission of requests: who runs and who waits, with queue, fairness, quotas and checks."""

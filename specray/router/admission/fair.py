@@ -2,8 +2,8 @@
 
 Start-time fair queueing (Goyal, Vin and Cheng, 1996): every tenant has a tag, the tokens it has been served
 so far on a clock that all tenants share; the tenant with the smallest tag goes next and its tag grows by what
-the request may cost. Who comes anew starts at the clock, so earlier idleness is no credit; who comes back
-soon keeps its tag, so leaving the queue between two requests wins nothing.
+the request may cost. A new tenant starts at the clock, so earlier idleness is no credit; a tenant that comes
+back soon keeps its tag, so leaving the queue between two requests wins nothing.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
 
 MAX_IDLE_TENANTS = 1024
-"""Of tenants that wait for nothing, so many tags are kept, the largest."""
+"""Largest number of tenants without waiting requests whose tags are kept; those with the largest tags."""
 
 
 class Waiting(Protocol):
-    """What the queue needs to know of an entry."""
+    """An entry as the queue sees it."""
 
     @property
     def request_id(self) -> str: ...
@@ -28,7 +28,7 @@ class Waiting(Protocol):
 
     @property
     def priority(self) -> int:
-        """Lower is served earlier."""
+        """Priority; lower is served earlier."""
         ...
 
     @property
@@ -38,7 +38,7 @@ class Waiting(Protocol):
 
     @property
     def num_expected_tokens(self) -> int:
-        """Tokens to compute in all, at most."""
+        """Most tokens to compute in all."""
         ...
 
 
@@ -46,11 +46,11 @@ WaitingT = TypeVar("WaitingT", bound=Waiting)
 
 
 class Line(Generic[WaitingT]):
-    """What one tenant has waiting, first in first out."""
+    """Waiting entries of one tenant, first in first out."""
 
     def __init__(self, tag: int) -> None:
         self.tag = tag
-        """Tokens at which its first request starts."""
+        """Tokens on the shared clock at which its first request starts."""
         self.entries: OrderedDict[str, WaitingT] = OrderedDict()
         self.num_tokens = 0
         """Prompt tokens of all entries."""
@@ -70,7 +70,7 @@ class FairQueue(Generic[WaitingT]):
 
     def __init__(self) -> None:
         self.lines: dict[str, Line[WaitingT]] = {}
-        """Of tenants that wait, none empty, in the order in which they came to wait."""
+        """Lines of tenants that wait, none empty, in the order in which they came to wait."""
         self._idle_tags: dict[str, int] = {}
         self._clock = 0
 
@@ -81,7 +81,7 @@ class FairQueue(Generic[WaitingT]):
         return bool(self.lines)
 
     def __iter__(self) -> Iterator[WaitingT]:
-        """In the order in which ``pop`` takes them when nobody comes."""
+        """Yields entries in the order in which ``pop`` takes them when nobody comes."""
         turns = [
             (line.tag, position, iter(line.entries.values()))
             for position, line in enumerate(self.lines.values())
@@ -104,7 +104,7 @@ class FairQueue(Generic[WaitingT]):
         line.push(entry)
 
     def pop(self) -> WaitingT:
-        """Takes the first of the line whose turn it is, and charges its tenant. There must be one."""
+        """Takes out the first entry of the line whose turn it is, and charges its tenant. Not when empty."""
         tenant, line = min(self.lines.items(), key=lambda item: item[1].tag)
         entry = line.remove(next(iter(line.entries)))
         self._clock = line.tag
@@ -119,7 +119,7 @@ class FairQueue(Generic[WaitingT]):
         self._leave_if_empty(entry.tenant, line)
 
     def refund(self, tenant: str, num_tokens: int) -> None:
-        """A request of the tenant has ended so much cheaper than ``pop`` charged."""
+        """Gives back ``num_tokens`` that ``pop`` charged too much for a request that has ended."""
         if tenant in self.lines:
             line = self.lines[tenant]
             line.tag = max(self._clock, line.tag - num_tokens)

@@ -1,4 +1,4 @@
-"""Requests that wait for a place among the running ones: bounded, by priority, fair between tenants."""
+"""The queue of requests that wait to run: bounded, by priority, fair between tenants."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ __all__ = ["AdmissionQueue", "Waiting", "WaitingT"]
 
 _MIN_RETRY_S = 1.0
 _MAX_RETRY_S = 60.0
+"""Bounds of the advice to refused callers, in seconds."""
 _MAX_RETRY_SPREAD = 1.5
+"""Largest random factor of the advice."""
 
 
 class RetryAdvice:
-    """When those who are refused should come back, by the pace at which requests end.
+    """Tells refused callers when to come back, from the rate at which requests end.
 
     Args:
-        rng: spreads the advice, so that they do not all come back together; None: it is not spread.
+        rng: spreads the advice, so that callers do not all come back at once; None: it is not spread.
     """
 
     def __init__(self, rng: random.Random | None = None) -> None:
@@ -30,11 +32,11 @@ class RetryAdvice:
         self._service_s: float | None = None
 
     def observe_service(self, seconds: float) -> None:
-        """Time between the last two requests that ended."""
+        """Takes the seconds between the last two requests that ended."""
         self._service_s = seconds if self._service_s is None else 0.9 * self._service_s + 0.1 * seconds
 
     def after_s(self, num_requests: int) -> float:
-        """When so many should have ended, or up to half that time later, in [1, 60] seconds."""
+        """Seconds until so many should have ended, or up to half that time more, in [1, 60]."""
         expected = max(_MIN_RETRY_S, (self._service_s or 0.0) * num_requests)
         if self._rng is not None:
             expected *= self._rng.uniform(1.0, _MAX_RETRY_SPREAD)
@@ -42,19 +44,19 @@ class RetryAdvice:
 
 
 class AdmissionQueue(Generic[WaitingT]):
-    """Bounded by requests and by prompt tokens; the lowest priority first, within one fair by tenant.
+    """Waiting requests, bounded by number and prompt tokens; lowest priority first, fair within a priority.
 
     A full queue is shared like this: an arrival displaces the newest request of a less urgent priority, or,
     at its own priority, of the tenant that has most waiting, as long as that one keeps at least as much as
     the arrival's tenant then has. Otherwise the arrival is refused. So no tenant can take all the room, and
     a tenant alone may use all of it.
 
-    Those that find a free place at once do not count as waiting.
+    Requests that find a free place at once do not count as waiting.
 
     Args:
-        max_requests: waiting requests.
-        max_tokens: prompt tokens of waiting requests; one request alone is always let in.
-        rng: spreads the advice to refused ones, so that they do not all come back together; None: it is not.
+        max_requests: most waiting requests.
+        max_tokens: most prompt tokens of waiting requests; one request alone is always let in.
+        rng: spreads the advice to refused callers, see RetryAdvice; None: it is not spread.
     """
 
     def __init__(self, *, max_requests: int, max_tokens: int, rng: random.Random | None = None) -> None:
@@ -64,14 +66,14 @@ class AdmissionQueue(Generic[WaitingT]):
         self._entries: dict[str, WaitingT] = {}
         self._returned: OrderedDict[str, WaitingT] = OrderedDict()
         self._classes: dict[int, FairQueue[WaitingT]] = {}
-        """By priority; none is empty."""
+        """Waiting entries by priority; none of the queues is empty."""
         self._num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[WaitingT]:
-        """In the order in which they are taken when nobody comes."""
+        """Yields entries in the order in which they are taken when nobody comes."""
         yield from self._returned.values()
         for priority in sorted(self._classes):
             yield from self._classes[priority]
@@ -82,7 +84,7 @@ class AdmissionQueue(Generic[WaitingT]):
         return self._num_tokens
 
     def push(self, entry: WaitingT, *, num_free_places: int) -> list[WaitingT]:
-        """Appends an entry; returns those that had to make room and wait no longer.
+        """Appends an entry; returns the entries that were displaced, which wait no longer.
 
         Raises:
             OverloadedError: a bound would be passed; nothing was changed.
@@ -96,14 +98,14 @@ class AdmissionQueue(Generic[WaitingT]):
         return displaced
 
     def push_front(self, entry: WaitingT) -> None:
-        """Puts back an entry that had been let in: it goes first, and bounds do not apply."""
+        """Puts back an entry that had been taken out: it goes first, and bounds do not apply."""
         assert entry.request_id not in self._entries
         self._insert(entry)
         self._returned[entry.request_id] = entry
         self._returned.move_to_end(entry.request_id, last=False)
 
     def pop(self) -> WaitingT:
-        """Takes the entry whose turn it is. The queue must not be empty."""
+        """Takes out the entry whose turn it is. The queue must not be empty."""
         if self._returned:
             _, entry = self._returned.popitem(last=False)
         else:
@@ -125,21 +127,21 @@ class AdmissionQueue(Generic[WaitingT]):
         return entry
 
     def settle(self, entry: WaitingT, num_tokens: int) -> None:
-        """A request that was let in has ended after ``num_tokens`` tokens: its tenant is charged no more."""
+        """Charges a tenant for ``num_tokens`` alone, after which a request that was taken out has ended."""
         fair = self._classes.get(entry.priority)
         if fair is not None:
             fair.refund(entry.tenant, entry.num_expected_tokens - num_tokens)
 
     def observe_service(self, seconds: float) -> None:
-        """Time between the last two requests that ended, for the advice to refused ones."""
+        """Takes the seconds between the last two requests that ended, for the advice to refused callers."""
         self._advice.observe_service(seconds)
 
     def retry_after_s(self) -> float:
-        """When the queue should have drained."""
+        """Seconds until the queue should have drained."""
         return self._advice.after_s(len(self._entries))
 
     def _room_for(self, entry: WaitingT, num_free_places: int) -> list[WaitingT]:
-        """Who must go. Raises OverloadedError."""
+        """Returns the entries to displace. Raises OverloadedError."""
         victims = _Victims(self._classes, entry)
         while len(self._entries) - len(victims.chosen) >= self._max_requests + num_free_places:
             if not victims.choose(_REQUESTS):
@@ -152,7 +154,7 @@ class AdmissionQueue(Generic[WaitingT]):
         return victims.chosen
 
     def _num_tokens_with(self, entry: WaitingT, gone: list[WaitingT], num_free_places: int) -> int:
-        """Prompt tokens that wait for a place when ``entry`` comes last; 0: it alone does, or nobody."""
+        """Returns the prompt tokens that wait, ``entry`` being last; 0: it waits alone, or nobody does."""
         if len(self._entries) - len(gone) <= num_free_places:
             return 0
         placed = islice((other for other in self if other not in gone), num_free_places)
@@ -168,13 +170,13 @@ class AdmissionQueue(Generic[WaitingT]):
         self._num_tokens -= entry.num_queued_tokens
 
     def _drop_if_empty(self, priority: int) -> None:
-        # Who waits for nobody need not be fair to anybody: the tags go too.
+        # Without waiting tenants there is nothing to share: the tags go too.
         if not self._classes[priority]:
             del self._classes[priority]
 
 
 class _Size(NamedTuple):
-    """What is bounded, of an entry and of a line, which knows its sum: refusing must be cheap."""
+    """A bounded size of an entry and of a line; a line keeps its sum, so that refusing is cheap."""
 
     of_entry: Callable[[Waiting], int]
     of_line: Callable[[Line[Any]], int]
@@ -185,17 +187,17 @@ _TOKENS = _Size(lambda entry: entry.num_queued_tokens, lambda line: line.num_tok
 
 
 class _Victims(Generic[WaitingT]):
-    """Chooses, one by one and without changing anything, what an arrival may displace."""
+    """Chooses the entries that an arrival may displace, one by one, without changing anything."""
 
     def __init__(self, classes: dict[int, FairQueue[WaitingT]], arrival: WaitingT) -> None:
         self.chosen: list[WaitingT] = []
         self._arrival = arrival
         self._classes = [(priority, classes[priority]) for priority in sorted(classes, reverse=True)]
         self._gone: dict[tuple[int, str], list[WaitingT]] = {}
-        """What was chosen, by priority and tenant: the newest of the line first."""
+        """Chosen entries by priority and tenant, the newest of the line first."""
 
     def choose(self, size: _Size) -> bool:
-        """The next to go, of whoever has most waiting; False: nothing may."""
+        """Chooses the next entry, of the tenant with most waiting; returns False if none may go."""
         arrival = self._arrival
         for priority, fair in self._classes:
             if priority < arrival.priority:

@@ -1,4 +1,4 @@
-"""What requests of one API key may hold of a router at a time, whichever ingress they came through."""
+"""Limits of what the requests of one API key may hold of a router at a time, through any ingress."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Quotas:
 
     def __init__(self) -> None:
         self._held: dict[str, _Held] = {}
-        """Of keys with a quota and something in hand."""
+        """Held requests and tokens of the keys that have a quota and hold something."""
 
     def __len__(self) -> int:
         return len(self._held)

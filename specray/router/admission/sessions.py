@@ -1,4 +1,4 @@
-"""Who runs and who waits: admission, preemption, deadlines and ends of sessions."""
+"""Decides who runs and who waits: admission, preemption, deadlines and ends of sessions."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Sessions:
 
     @property
     def next_due_s(self) -> float | None:
-        """When ``expire`` or ``admit`` has something to do even if nothing else happens."""
+        """Time at which ``expire`` or ``admit`` has something to do even if nothing else happens."""
         first = self._first_to_expire()
         deadline = None if first is None else first.deadline_s
         if self._retry_at_s is None or not self._queue:

@@ -12,19 +12,19 @@ from specray.types import TokenLogprobs
 
 
 class Delivery:
-    """Collects what is committed; the caller takes it whole or as chunks of a stream.
+    """Collects committed tokens; the caller takes them all at the end, or as chunks of a stream.
 
     Args:
-        request_id: of the chunks.
-        is_stream: False: the caller is woken once, at the end.
-        on_change: is told, before anybody is woken, that there is something to take.
+        request_id: id that the chunks carry.
+        is_stream: True if the caller takes chunks; False: it is woken once, at the end.
+        on_change: called, before the caller is woken, when there is something to take.
     """
 
     def __init__(
         self, request_id: str, *, is_stream: bool, on_change: Callable[[Delivery], None] | None = None
     ) -> None:
         self._request_id = request_id
-        # Whoever is told takes the chunks; only the end is left to wait for.
+        # With ``on_change`` somebody else takes the chunks; the caller waits for the end alone.
         self._wakes_always = is_stream and on_change is None
         self._on_change = on_change
         self._is_begun = False
@@ -36,17 +36,17 @@ class Delivery:
 
     @property
     def is_ended(self) -> bool:
-        """Nothing more will be pushed."""
+        """True if nothing more will be pushed."""
         return self._last is not None or self._error is not None
 
     @property
     def is_failed(self) -> bool:
-        """It ended by an exception."""
+        """True if it ended by an exception."""
         return self._error is not None
 
     @property
     def is_begun(self) -> bool:
-        """Something has been taken."""
+        """True if something has been taken."""
         return self._is_begun
 
     # The router's side
@@ -61,7 +61,7 @@ class Delivery:
             self._wake.set()
 
     def put(self, chunk: OutputChunk) -> None:
-        """Adds a chunk that another process has taken from its own delivery."""
+        """Adds a chunk of the same output that another process has sent."""
         if chunk.finish_reason is not None:
             self._last = replace(chunk, token_ids=(), logprobs=())
         self.push(chunk.token_ids, chunk.logprobs)
@@ -100,7 +100,7 @@ class Delivery:
         self._wake.set()
 
     def wake(self) -> None:
-        """Whoever waits looks again."""
+        """Makes the caller look again."""
         self._wake.set()
 
     # The caller's side
@@ -111,19 +111,19 @@ class Delivery:
         self._wake.clear()
 
     def raise_error(self) -> None:
-        """Raises what ``fail`` was given, if it was."""
+        """Raises the error that ``fail`` was given, if any."""
         if self._error is not None:
             raise self._error
 
     async def whole(self) -> OutputChunk:
-        """The output as one chunk. Raises what ``fail`` was given."""
+        """Waits for the end and returns the output as one chunk. Raises the error that ``fail`` was given."""
         while not self.is_ended:
             self._wake.clear()
             await self._wake.wait()
         return self.take()
 
     async def chunks(self, clock: Clock, interval_s: float) -> AsyncGenerator[OutputChunk, None]:
-        """First tokens at once, then at most one chunk per interval; the end is never held back."""
+        """Yields first tokens at once, then at most one chunk per interval; the end is never held back."""
         while True:
             while not self._token_ids and not self.is_ended:
                 self._wake.clear()
@@ -146,7 +146,7 @@ class Delivery:
             timer.cancel()
 
     def take(self) -> OutputChunk:
-        """All that has come since the last call. Raises what ``fail`` was given."""
+        """Returns all that has come since the last call. Raises the error that ``fail`` was given."""
         self._is_begun = True
         token_ids, logprobs = tuple(self._token_ids), tuple(self._logprobs)
         self._token_ids.clear()

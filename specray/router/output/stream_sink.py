@@ -27,7 +27,7 @@ class StreamSink:
         self._interval_s = interval_s
         self._open: set[Delivery] = set()
         self._changed: dict[Delivery, None] = {}
-        """With something to send, in the order of their first change."""
+        """Deliveries with something to send, in the order of their first change."""
         self._has_change = asyncio.Event()
         self._is_urgent = asyncio.Event()
         self._sent_s: float | None = None

@@ -1,1 +1,1 @@
-"""What proposes draft tokens for a session, and what the draft is given to read."""
+"""Proposers: what drafts tokens for a session, and what the draft is given to read."""

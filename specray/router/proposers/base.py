@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
 from specray.control.state import Plan
+from specray.draft_tokens import DraftTokens
 from specray.router.session import Session
 from specray.router.session_values import Commit
-from specray.types import DraftTokens
 
 
 class Pending(enum.Enum):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from specray.control.controller import Controller
 from specray.control.state import OFF_BY_REASON, Reason
+from specray.draft_tokens import NO_DRAFT
 from specray.router.deferred import Later
 from specray.router.proposers.base import PENDING, Budget, Proposer
 from specray.router.proposers.fallback import NgramFallback
@@ -16,7 +17,7 @@ from specray.router.proposers.prefill import are_prompts_first
 from specray.router.session_record import LiveSession
 from specray.router.session_values import Commit, Lookup
 from specray.router.transport.links import DraftLink
-from specray.types import NO_DRAFT, DraftReplies
+from specray.types import DraftReplies
 
 
 class ProposerChoice:

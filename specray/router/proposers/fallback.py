@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from specray.control.controller import Controller
 from specray.control.goodput import MAX_ACCEPTANCE, expected_tokens
 from specray.control.state import Plan
+from specray.draft_tokens import DraftTokens
 from specray.router.proposers.base import Budget
 from specray.router.proposers.ngram import LocalProposer
 from specray.router.session_record import LiveSession
-from specray.types import DraftTokens, Overlap
+from specray.types import Overlap
 
 
 class NgramFallback:

@@ -45,9 +45,9 @@ from specray.types import (
 logger = logging.getLogger(__name__)
 
 UNMEASURED_PATIENCE_S = 1.5
-"""How long a round waits for a draft of which nothing is known yet."""
+"""Seconds that a round waits for a draft of which nothing is known yet."""
 SERIAL_PATIENCE_S = 1.0
-"""How long it waits at least when both engines take turns."""
+"""Least seconds that a round waits for the draft when both engines take turns."""
 MAX_DRAFT_LOSSES = 3
 """A request that so many drafts in a row were lost with may be what ended them."""
 
@@ -347,7 +347,7 @@ class ModelProposer:
 
     @property
     def next_due_s(self) -> float | None:
-        """When ``expire`` has something to do if nothing else happens."""
+        """Time at which ``expire`` has something to do if nothing else happens."""
         oldest_s = self._waits.oldest_s
         dues = [] if oldest_s is None else [oldest_s + self._patience_s()]
         link = self.link

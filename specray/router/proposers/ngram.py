@@ -17,12 +17,13 @@ from specray.control.controller import Controller
 from specray.control.estimators import Rate
 from specray.control.goodput import MAX_ACCEPTANCE, expected_tokens
 from specray.control.state import SessionStats
+from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.drafting import LONG_MATCH_LEN, OutputStore, OutputStores, SessionProposer, make_proposer
 from specray.requests import GenerateRequest
 from specray.router.proposers.base import Budget
 from specray.router.session import Session
 from specray.router.session_values import FALLBACK, Commit
-from specray.types import MAX_SPECULATIVE_TOKENS, NO_DRAFT, DraftKind, DraftTokens
+from specray.types import MAX_SPECULATIVE_TOKENS, DraftKind
 
 PRIOR_ACCEPTANCE: Final[Mapping[str, float]] = MappingProxyType(
     {DraftKind.NGRAM: 0.5, DraftKind.SUFFIX: 0.5, FALLBACK: 0.3}
@@ -36,9 +37,9 @@ cores, Zen 4; engines of no cost)."""
 PRIOR_ACCEPTED, PRIOR_LOOKS = 0.1, 200.0
 LOOKS_FADING = 0.9998
 """Forgetting factor per look: some thousand looks, so that the rate is of many sessions."""
-PROBE_EVERY = 32
-"""Sessions per one that has a fallback where it does not pay, to see whether that has changed: of 64 sessions
-two, whose looks take a few thousandths of a small target's step."""
+SESSIONS_PER_EXPLORATION = 32
+"""Number of sessions of which one has a fallback while it does not pay, to see whether that has changed: two
+of 64, whose looks take a few thousandths of a small target's step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +61,9 @@ class LocalProposer:
     proposer: SessionProposer
     short: Track
     long: Track
-    """After a long match, which most often means that a repetition goes on."""
+    """Statistics after a long match, which most often means that a repetition goes on."""
     max_tokens: int
-    """Per proposal."""
+    """Most draft tokens of a proposal."""
     store: OutputStore | None = None
     looks: Rate | None = None
     """Accepted draft tokens per look of all sessions; None: the draft is no fallback."""
@@ -103,7 +104,8 @@ class LocalProposer:
             self.looks.add(0, 1)
 
     def expect(self, num_drafts: int, *, num_running: int) -> tuple[float, float]:
-        """Of a round in which every session has so many draft tokens: (tokens that it commits, seconds)."""
+        """Returns the tokens that a round commits in which every session has so many draft tokens, and its
+        seconds."""
         track = self._track
         tokens = expected_tokens(min(track.stats.acceptance.value, MAX_ACCEPTANCE), num_drafts)
         return tokens, track.controller.cost_model.usual_verify_s(
@@ -188,4 +190,4 @@ class LocalProposers:
         if step_s is None or self._looks.value * step_s / num_sessions >= LOOK_S:
             return True
         self._num_without += 1
-        return self._num_without % PROBE_EVERY == 0
+        return self._num_without % SESSIONS_PER_EXPLORATION == 0

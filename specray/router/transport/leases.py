@@ -1,4 +1,4 @@
-"""Leases a draft for the Router, and replaces one that is lost, draining or more shared than another."""
+"""Leases a draft for the Router; replaces it when it is lost, draining, or shared by too many routers."""
 
 from __future__ import annotations
 
@@ -17,24 +17,27 @@ from specray.types import EngineInfo
 logger = logging.getLogger(__name__)
 
 LEASE_TIMEOUT_S = 30.0
+"""Seconds within which a source must answer."""
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
+"""Longest mean seconds between two requests for a draft; the first wait is FIRST_BACKOFF_S."""
 REBALANCE_INTERVAL_S = 10.0
+"""Mean seconds between two requests for a draft that fewer routers share."""
 
 
 class DraftLeases:
     """Holds the link to the leased draft, and gets a new one after it was lost or before it ends.
 
     Args:
-        source: where drafts come from. One that is an interfaces.DrafterPool is asked from time to time for a
-            draft that fewer routers share.
-        target_info: what a draft must agree with.
-        inbox: of the loop; it is woken when a draft has come.
-        clock: of deadlines and backoff.
-        metrics: counts leases and losses.
-        rng: jitter, so that many routers do not ask at once.
-        controller: learns what a new draft says of its speed.
-        on_demand: a draft is asked for only while some session wants one, so that drafts may scale to none.
+        source: gives drafts. An interfaces.DrafterPool is also asked from time to time for a draft that fewer
+            routers share.
+        target_info: the target's description, with which a draft must agree.
+        inbox: the loop's inbox, which is woken when a draft has come.
+        clock: the clock for deadlines and backoff.
+        metrics: counters of leases and losses.
+        rng: source of jitter, so that many routers do not ask at once.
+        controller: takes the step times that a new draft reports.
+        on_demand: True: ask for a draft only while some session wants one, so that drafts may scale to none.
     """
 
     def __init__(
@@ -60,13 +63,13 @@ class DraftLeases:
         self._is_wanted = asyncio.Event()
         self._drafter: Drafter | None = None
         self._leaving: DraftLink | None = None
-        """The link that another is being sought for while it still serves."""
+        """Link that still serves while another draft is sought to replace it."""
         self._leasing: asyncio.Task[None] | None = None
         self._rebalancing: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self.link: DraftLink | None = None
         self.model: str | None = None
-        """Of the draft leased last."""
+        """Name of the draft model leased last; None: there was none."""
 
     async def start(self) -> None:
         """Asks for a first draft and waits for the answer; without one, goes on asking in the background.
@@ -89,11 +92,11 @@ class DraftLeases:
             self._lease_in_background()
 
     def want(self) -> None:
-        """Some session could use a draft."""
+        """Tells that some session could use a draft."""
         self._is_wanted.set()
 
     def lose(self, link: DraftLink) -> bool:
-        """Gives up a draft and asks for another. False when it had been given up before."""
+        """Gives up a draft and asks for another. Returns False if it had been given up before."""
         if link is not self.link:
             return False
         self.link = self._drafter = self._leaving = None
@@ -107,7 +110,7 @@ class DraftLeases:
         """Asks for another draft, since this one will end; it is used until the other is there.
 
         Args:
-            is_wanted: some session could use one.
+            is_wanted: True if some session could use one now.
         """
         if link is self.link and link is not self._leaving:
             self._leaving = link
@@ -116,7 +119,7 @@ class DraftLeases:
             self._lease_in_background()
 
     async def close(self) -> None:
-        """Ends the lease and all asking."""
+        """Ends the lease and the search for drafts."""
         self._stop_rebalancing()
         tasks = [task for task in (self._leasing, self._rebalancing) if task is not None]
         for task in tasks:
@@ -180,12 +183,12 @@ class DraftLeases:
         except BaseException as error:
             if isinstance(error, ConfigError):
                 self._metrics.draft_refused.inc()
-            # No link closes it, and the draft would count this router among its own for ever.
+            # No link will close it, and the draft would count this router among those it serves for ever.
             await close_unused(drafter, self._clock)
             raise
         before, self.link, self._drafter = self.link, DraftLink(drafter, self._inbox), drafter
         self._leaving = None
-        # What asked while it was being leased has been answered too.
+        # Sessions that asked while it was being leased have their draft too.
         self._is_wanted.clear()
         self.model = drafter.info.model
         self._metrics.draft_leases.inc()
@@ -203,7 +206,7 @@ class DraftLeases:
 
 
 def check_draft(draft: EngineInfo, target: EngineInfo) -> None:
-    """Refuses a draft whose tokens do not mean what the target's mean.
+    """Refuses a draft with another vocabulary, tokenizer or protocol than the target.
 
     Raises:
         ConfigError: names the field and both values.

@@ -1,4 +1,4 @@
-"""Connections as the loop sees them: sending never waits, and what arrives lies in one inbox.
+"""Links: connections for the router's loop, on which sending never waits and replies arrive in one inbox.
 
 Each link has a writer and a reader task, so that a peer that stops reading can stall nothing but its own
 link, and a step of the loop is plain synchronous code between two looks into the inbox.
@@ -26,12 +26,15 @@ RepliesT_co = TypeVar("RepliesT_co", covariant=True)
 RepliesT = TypeVar("RepliesT")
 
 CLOSE_TIMEOUT_S = 2.0
+"""Seconds within which a connection sends what is left and closes."""
 INFO_TIMEOUT_S = 2.0
+"""Seconds within which an engine must describe itself."""
 _NUM_ROUND_TRIPS = 3
+"""Short calls of which the fastest counts as the round trip."""
 
 
 class Connection(Protocol[RepliesT_co]):
-    """What Drafter and Verifier have in common."""
+    """The common part of Drafter and Verifier."""
 
     @property
     def info(self) -> EngineInfo: ...
@@ -81,7 +84,7 @@ Event = TargetRepliesArrived | DraftRepliesArrived | DraftMoved | LinkLost
 
 
 class Inbox:
-    """What happened since the loop looked last."""
+    """Events since the loop looked last."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
@@ -93,11 +96,11 @@ class Inbox:
         self._wake.set()
 
     def wake(self) -> None:
-        """Wakes the loop: something else than a reply needs a look."""
+        """Wakes the loop although no event was added."""
         self._wake.set()
 
     async def wait(self) -> None:
-        """Waits until there is something to look at."""
+        """Waits until an event was added or ``wake`` was called."""
         await self._wake.wait()
         self._wake.clear()
 
@@ -112,8 +115,8 @@ class Link(Generic[ItemT, RepliesT]):
 
     Args:
         connection: the drafter or verifier.
-        send: its method for items, and for what is freed before them.
-        on_replies: called by the reader with each batch.
+        send: its method that sends items, and the ids of sequences to free before them.
+        on_replies: called by the reader with each batch of replies.
         on_lost: called once when either direction fails.
     """
 
@@ -126,7 +129,8 @@ class Link(Generic[ItemT, RepliesT]):
     ) -> None:
         self.info = connection.info
         self.unanswered_since: float | None = None
-        """When the oldest item was sent since the last reply of any kind."""
+        """Time at which the oldest item was sent since the last reply of any kind; None: nothing is
+        unanswered."""
         self._connection = connection
         self._send = send
         self._on_replies = on_replies
@@ -140,7 +144,7 @@ class Link(Generic[ItemT, RepliesT]):
         self._tasks = [asyncio.create_task(self._write()), asyncio.create_task(self._read())]
 
     async def fetch_info(self) -> EngineInfo:
-        """What the engine says of itself now. Raises EngineLostError."""
+        """Asks the engine for its description as of now. Raises EngineLostError."""
         return await self._connection.fetch_info()
 
     def push(self, item: ItemT, now: float) -> None:
@@ -150,14 +154,14 @@ class Link(Generic[ItemT, RepliesT]):
             self.unanswered_since = now
 
     def take_unanswered_since(self) -> float | None:
-        """Time since when nothing was answered, which ends with a reply of any kind."""
+        """Returns ``unanswered_since`` and resets it, since a reply has come."""
         since_s, self.unanswered_since = self.unanswered_since, None
         return since_s
 
     def release(self, request_id: str) -> None:
         """Frees a sequence with the next ``flush``: after the items of earlier ones, before those of its own.
 
-        So a place that one session left is free for the next in the same step.
+        So the place of a session that ended is free for another one in the same step.
         """
         self._released.append(request_id)
 
@@ -170,7 +174,7 @@ class Link(Generic[ItemT, RepliesT]):
             self._has_mail.set()
 
     async def close(self, clock: Clock) -> None:
-        """Sends what is left, then ends the connection; both within CLOSE_TIMEOUT_S."""
+        """Sends what was pushed, then ends the connection; both within CLOSE_TIMEOUT_S."""
         self.flush()
         with contextlib.suppress(Exception):
             await within(clock, CLOSE_TIMEOUT_S, self._finish())
@@ -191,7 +195,7 @@ class Link(Generic[ItemT, RepliesT]):
                 self._has_mail.clear()
                 while self._outbox:
                     items, released = self._outbox[0]
-                    # In one message: the round would wait for one of its own whenever a session ends.
+                    # One message for both: a round would wait for the second whenever a session ends.
                     if items:
                         await self._send(items, released)
                     else:
@@ -240,7 +244,7 @@ class DraftLink(Link[SpeculateItem, DraftReplies]):
 
 
 async def close_unused(connection: Connection[Any], clock: Clock) -> None:
-    """Ends a connection that no link was made of, within CLOSE_TIMEOUT_S; what goes wrong is only logged."""
+    """Ends a connection that has no link, within CLOSE_TIMEOUT_S; errors are only logged."""
     try:
         await within(clock, CLOSE_TIMEOUT_S, connection.close())
     except Exception as error:
@@ -252,7 +256,7 @@ async def close_unused(connection: Connection[Any], clock: Clock) -> None:
 
 
 async def current_info(link: Link[Any, Any] | None, clock: Clock) -> EngineInfo | None:
-    """What the engine at the other end says of itself now; None without one, or when it does not say."""
+    """Returns the engine's description as of now; None without a link, or if the engine does not answer."""
     if link is None:
         return None
     try:
@@ -262,7 +266,7 @@ async def current_info(link: Link[Any, Any] | None, clock: Clock) -> EngineInfo 
 
 
 async def measure_round_trip(fetch_info: Callable[[], Awaitable[EngineInfo]], clock: Clock) -> float:
-    """Seconds of a short call to an engine, the least of a few; 0 when it does not answer."""
+    """Returns the seconds of the fastest of a few short calls to an engine; 0 if it does not answer."""
     trips: list[float] = []
     try:
         for _ in range(_NUM_ROUND_TRIPS):

@@ -1,4 +1,4 @@
-"""Whether the target works: a verdict of the last seconds, or the next one within its deadline."""
+"""Checks that the target works: by a verdict of the last seconds, or by the next one within its deadline."""
 
 from __future__ import annotations
 

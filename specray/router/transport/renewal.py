@@ -20,20 +20,21 @@ VerifierFactory = Callable[[], Awaitable[Verifier]]
 
 BACKOFF_S = 0.5
 MAX_BACKOFF_S = 10.0
+"""Longest mean seconds between two attempts to connect; the first wait is BACKOFF_S."""
 
 
 class TargetRenewal:
-    """Seeks a target; one search at a time.
+    """Connects to a target, and to another one after a loss; one search at a time.
 
     Args:
-        source: a connection, or what makes one: the first, and another after each loss.
-        inbox: of the links.
-        clock: of deadlines.
-        config: start_timeout_s limits every search.
-        controller: told what a new target says of its steps.
-        rng: of the jitter of retries.
-        on_found: told of the target that takes a lost one's place.
-        on_given_up: told why there will be none.
+        source: a connection, or a factory that makes the first one and another after each loss.
+        inbox: the inbox into which the links put replies.
+        clock: the clock for deadlines and backoff.
+        config: its start_timeout_s limits every search.
+        controller: takes the step times that a new target reports.
+        rng: source of jitter for the waits between attempts.
+        on_found: called with the link that replaces a lost one.
+        on_given_up: called with the error when no target will come.
     """
 
     def __init__(
@@ -49,7 +50,8 @@ class TargetRenewal:
         on_given_up: Callable[[Exception], None],
     ) -> None:
         self.lost: Exception | None = None
-        """Why there is no target and none is being sought."""
+        """Error for which there is no target and none is being sought; None: there is one, or a search for
+        one."""
         self._source = source
         self._inbox = inbox
         self._clock = clock
@@ -61,7 +63,7 @@ class TargetRenewal:
         self._search: asyncio.Task[None] | None = None
 
     async def connect(self) -> TargetLink:
-        """A link to the target.
+        """Connects, and returns a link to the target.
 
         Raises:
             EngineLostError: no target within start_timeout_s, or the source says so before.
@@ -76,13 +78,13 @@ class TargetRenewal:
                     info.step_times, round_trip_s, context_token_s=info.context_token_s
                 )
         except BaseException:
-            # No link closes it, and it would stay open beside the next one's.
+            # No link will close it, and it would stay open beside the next connection.
             await close_unused(verifier, self._clock)
             raise
         return TargetLink(verifier, self._inbox)
 
     def on_lost(self, link: TargetLink, error: Exception, *, is_stopping: bool) -> None:
-        """Seeks another target, where there can be one."""
+        """Seeks another target, if the source can make one and the router is not stopping."""
         logger.error("target lost: %s", error)
         is_renewable = callable(self._source) and not is_stopping
         if not is_renewable:
@@ -104,7 +106,7 @@ class TargetRenewal:
             raise EngineLostError(f"no target within start_timeout_s = {timeout_s:g} s") from None
 
     async def _renew(self, lost: TargetLink, *, is_renewable: bool) -> None:
-        """Closes the lost link and connects anew, with backoff, until start_timeout_s have passed."""
+        """Closes the lost link and connects again, with backoff, for at most start_timeout_s."""
         began_s = self._clock.monotonic()
         await lost.close(self._clock)
         if not is_renewable:
@@ -117,7 +119,7 @@ class TargetRenewal:
                 break
             except Exception as error:
                 logger.warning("target still lost: %s", error)
-                # What is wrong in the configuration stays wrong.
+                # A wrong setting stays wrong.
                 if isinstance(error, ConfigError) or self._clock.monotonic() + backoff_s > give_up_s:
                     self._give_up(error)
                     return

@@ -8,16 +8,15 @@ from typing import Final, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
+from specray.draft_tokens import DraftTokens, SparseProbs
 from specray.errors import ProtocolError
 from specray.rpc.pb import draft_pb2, target_pb2, types_pb2
 from specray.types import (
-    DraftTokens,
     EngineInfo,
     Grammar,
     GrammarKind,
     ItemFailed,
     SamplingParams,
-    SparseProbs,
     StepTime,
     TokenLogprobs,
     UnknownSequence,

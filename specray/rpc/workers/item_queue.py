@@ -19,7 +19,7 @@ class Portion(Generic[ItemT, RepliesT]):
     stream: ReplySink[RepliesT]
     batch: RequestBatch[ItemT]
     is_last: bool
-    """Whether it completes the request."""
+    """True if it completes the request."""
 
 
 class _Waiting(Generic[ItemT]):

@@ -26,7 +26,7 @@ class Ending:
     code: grpc.StatusCode
     details: str = ""
     drains: bool = False
-    """Whether pending requests are answered first."""
+    """True if pending requests are answered first."""
 
 
 class RouterStream(Generic[ItemT, ReplyT, RepliesT]):

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 from specray.config import SpeculationConfig
+from specray.draft_tokens import DraftTokens
 from specray.fakes import FakeDraft, FakeTarget, NoisyGuesser
 from specray.fakes.engines import fake_info
 from specray.interfaces import Drafter, SyncDraftEngine
@@ -20,7 +21,6 @@ from specray.rpc.workers.server import EngineServer, draft_server, target_server
 from specray.types import (
     DraftReplies,
     DraftReply,
-    DraftTokens,
     ItemFailed,
     Proposal,
     SamplingParams,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.engine.attention.mask import Visibility
 from specray.engine.draft import DraftEngine
 from specray.engine.runner.inputs import SequenceInput
@@ -21,17 +22,7 @@ from specray.engine.sampling.processors import process_logits
 from specray.engine.sampling.verify import add_draw_noise
 from specray.engine.step import ForwardOutput
 from specray.engine.target import TargetEngine
-from specray.types import (
-    NO_DRAFT,
-    DraftTokens,
-    EngineInfo,
-    Outcomes,
-    Proposal,
-    SamplingParams,
-    SpeculateItem,
-    Verdict,
-    VerifyItem,
-)
+from specray.types import EngineInfo, Outcomes, Proposal, SamplingParams, SpeculateItem, Verdict, VerifyItem
 from tests.unit.engine.sampling.rows import row_group
 
 VOCAB_SIZE = 23

@@ -8,6 +8,7 @@ import random
 import pytest
 
 from specray.bench.router import measure_router
+from specray.draft_tokens import DraftTokens
 from specray.errors import EngineLostError, OverloadedError, ProtocolError
 from specray.fakes import (
     AdversarialGuesser,
@@ -22,7 +23,6 @@ from specray.fakes import (
 )
 from specray.requests import FinishReason
 from specray.types import (
-    DraftTokens,
     ItemFailed,
     Outcomes,
     Overlap,

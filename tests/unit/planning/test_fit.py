@@ -45,7 +45,7 @@ def serial_rounds(count: int, k: int, num_rounds: int, *, first_step: int = 0) -
             yield VerifySent(now, name, number, number, 10, 1, k)
         now += 500_000 + rows * MS
         for name in names:
-            yield VerdictReceived(now, name, number, rows * MS, "model", k, k - 1, k)
+            yield VerdictReceived(now, name, number, rows * MS, "model", k, k - 1, k, "profitable")
         now += 100_000
         for name in names:
             yield DraftAsked(now, name, number, 10, 1, k, ())
@@ -64,7 +64,7 @@ def prompts(*lengths: int) -> Iterator[TraceEvent]:
         yield DraftAsked(now, name, number, 0, length, 1, ())
         now += length * MS // 10
         yield DraftReplied(now, name, number, "proposal", length * MS // 50, 1, 0, False)
-        yield VerdictReceived(now, name, number, length * MS // 10, "model", 0, 0, 1)
+        yield VerdictReceived(now, name, number, length * MS // 10, "model", 0, 0, 1, "prefill")
 
 
 def _is_of_draft(event: TraceEvent) -> bool:
@@ -121,7 +121,7 @@ def test_engines_at_the_same_time_are_marked() -> None:
 
 def test_hits_are_counted_by_the_width_of_the_plan() -> None:
     def planned(width: int) -> Planned:
-        return Planned(0, "a", "model", "enumerate", 2, width, 1, 0.5, {})
+        return Planned(0, "a", "model", "enumerate", 2, width, "profitable", 1, 0.5, {})
 
     results = ("hit", "miss_token", "late_hit")
     looked = [LookedUp(0, "a", result, 2) for result in results]
@@ -166,7 +166,9 @@ def test_longer_contexts_cost_what_they_took_more(sweep: Sweep) -> None:
             at = number * 100 * MS
             events.append(VerifySent(at, "long", number, number, context_len, 1, 1))
             done = at + forward_ms * MS
-            events.append(VerdictReceived(done, "long", number, forward_ms * MS, "model", 1, 0, 1))
+            events.append(
+                VerdictReceived(done, "long", number, forward_ms * MS, "model", 1, 0, 1, "profitable")
+            )
         return read_samples(events)
 
     sweep.long_context = {(1, n): long(n, ms) for n, ms in ((1000, 5), (500, 3), (2000, 4))}
@@ -225,7 +227,7 @@ def test_a_prompt_waits_in_the_router_and_on_its_way(sweep: Sweep) -> None:
         at = number * 20 * MS
         events += [
             VerifySent(at, f"p{number}", number, number, 0, 100, 0),
-            VerdictReceived(at + 19_600_000, f"p{number}", number, 18_100_000, "model", 0, 0, 1),
+            VerdictReceived(at + 19_600_000, f"p{number}", number, 18_100_000, "model", 0, 0, 1, "prefill"),
         ]
     sweep.prefills = Samples()
     sweep.plain_prefills = read_samples(events)
@@ -261,7 +263,7 @@ def test_draft_beside_the_target_is_slower_by_what_it_lost(sweep: Sweep) -> None
             VerifySent(at, "a", number, number, 10, 1, 0),
             DraftAsked(at, "b", number, 10, 1, 1, ()),
             DraftReplied(at + 3 * MS, "b", number, "proposal", 3 * MS, 1, 0, False),
-            VerdictReceived(at + 9 * MS, "a", number, 9 * MS, "model", 0, 0, 1),
+            VerdictReceived(at + 9 * MS, "a", number, 9 * MS, "model", 0, 0, 1, "prefill"),
         ]
     sweep.overlapped = read_samples(events)
     draft = fit_draft(sweep, fake_info("draft"), hardware="box")

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from specray.draft_tokens import DraftTokens
 from specray.errors import ConfigError
 from specray.planning.curves import Surface, interpolate
 from specray.planning.profile import LinearTime, Profile, load_profile, save_profile
 from specray.planning.simulation.times import DraftTimes, StepSize, TargetTimes
-from specray.types import DraftTokens, Outcomes, Proposal, SpeculateItem
+from specray.types import Outcomes, Proposal, SpeculateItem
 from tests.unit.planning.parts import VERIFY_S, acceptance, draft, output, target
 
 CURVE = [(1.0, 10.0), (3.0, 14.0), (7.0, 16.0)]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from specray.config import RouterConfig, SpeculationConfig
+from specray.control.controller import Controller
 from specray.fakes import (
     FakeDraft,
     FakeDrafterSource,
@@ -20,8 +21,9 @@ from specray.fakes import (
     VirtualClock,
 )
 from specray.interfaces import Drafter, DrafterSource, Verifier
-from specray.requests import GenerateRequest, SpeculationParams
+from specray.requests import GenerateRequest, OutputChunk, SpeculationParams
 from specray.router import Router
+from specray.router.proposers.budgets import Budgets
 from specray.types import DraftKind, SamplingParams
 
 T = TypeVar("T")
@@ -71,6 +73,10 @@ def router_config(**values: Any) -> RouterConfig:
 
 def speculation_config(**values: Any) -> SpeculationConfig:
     return SpeculationConfig.model_validate(values)
+
+
+def budgets(controller: Controller) -> Budgets:
+    return Budgets(controller.cost_model, max_k=controller.max_k)
 
 
 def fake_target(**info: Any) -> FakeTarget:
@@ -171,3 +177,14 @@ async def begin_at_once(pair: Pair, ended: list[str], *requests: GenerateRequest
     tasks = [asyncio.create_task(work(one)) for one in requests]
     await asyncio.sleep(0)
     return tasks
+
+
+async def chunks_of(pair: Pair, given: GenerateRequest) -> list[tuple[float, OutputChunk]]:
+    return [(pair.clock.monotonic(), chunk) async for chunk in pair.router.stream(given)]
+
+
+async def complete(pair: Pair, **options: Any) -> OutputChunk:
+    given = request(**options)
+    output = await pair.router.complete(given)
+    assert output.token_ids == expected(given)
+    return output

@@ -15,13 +15,14 @@ from specray.errors import ProtocolError
 from specray.fakes import FakeTarget, PerfectGuesser, VirtualClock
 from specray.metrics.router import RouterMetrics
 from specray.requests import SpeculationParams
-from specray.router.proposers.budgets import MIN_PREFILL_TOKENS, Budgets
+from specray.router.proposers.budgets import MIN_PREFILL_TOKENS
 from specray.router.session import Session
 from specray.types import EngineInfo, ItemFailed, TargetReplies, Verdict, VerifyItem
 from tests.unit.router.harness import (
     MODEL,
     PROMPT,
     Pair,
+    budgets,
     expected,
     fake_draft,
     request,
@@ -33,10 +34,6 @@ from tests.unit.router.harness import (
 
 LONG = tuple((7 * i) % 60 for i in range(300))
 PLAIN = SpeculationParams(enabled=False)
-
-
-def budgets(controller: Controller) -> Budgets:
-    return Budgets(controller.cost_model, max_k=controller.max_k)
 
 
 def new_session(prompt: tuple[int, ...] = LONG) -> Session:

@@ -12,19 +12,17 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from specray.draft_tokens import NO_DRAFT, DraftTokens, SparseProbs
 from specray.errors import ProtocolError
 from specray.fakes import FakeDraft, FakeTarget, NoisyGuesser
 from specray.requests import FinishReason
 from specray.router.session import Session
 from specray.router.session_values import Commit, Lookup
 from specray.types import (
-    NO_DRAFT,
     Branch,
-    DraftTokens,
     ItemFailed,
     Outcomes,
     Proposal,
-    SparseProbs,
     TokenLogprobs,
     UnknownSequence,
     Verdict,

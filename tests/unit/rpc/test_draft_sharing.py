@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from specray.draft_tokens import DraftTokens
 from specray.rpc.codec.engine import RequestBatch
 from specray.rpc.role import DRAFT, TARGET
 from specray.rpc.workers.busy import BusyMeter
 from specray.rpc.workers.item_queue import ItemQueue
 from specray.rpc.workers.sequence_names import SequenceNames
-from specray.types import DraftReplies, DraftTokens, Proposal, SpeculateItem, VerifyItem
+from specray.types import DraftReplies, Proposal, SpeculateItem, VerifyItem
 
 
 class Stream:

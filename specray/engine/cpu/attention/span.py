@@ -18,7 +18,7 @@ class Span:
     runs: Sequence[tuple[int, int, int]]
     """Contiguous pieces of the sequence in the cache, in order: first position, last + 1, first slot."""
     visibility: Sequence[Visibility] = ()
-    """What each row sees, their KV indices ascending; empty: the rows are a chain from ``start`` on."""
+    """Visibility of each row, by ascending KV index; empty: the rows are a chain from ``start`` on."""
 
     @property
     def end(self) -> int:

@@ -55,7 +55,7 @@ class Shape:
     """Register tiling: how sums fill the vector registers."""
 
     has_float_rows: bool
-    """Whether rows and products are float32; else bfloat16."""
+    """True if rows and products are float32; else they are bfloat16."""
     max_rows: int
     """Maximum rows of a tile."""
     passes: tuple[tuple[int, ...], ...]

@@ -93,7 +93,9 @@ def _expected(model: PreTrainedModel, sample: _Sample) -> list[torch.Tensor]:
         logits: torch.Tensor = model(torch.tensor([tokens], device=model.device), use_cache=False).logits[0]
         return logits.float()
 
-    branches = [plain([*sample.first[:trunk], *tokens])[-len(tokens) :] for trunk, tokens in sample.branches]
+    branches = [
+        plain([*sample.first[:prefix_len], *tokens])[-len(tokens) :] for prefix_len, tokens in sample.branches
+    ]
     return [plain(sample.first), plain(sample.second), *branches]
 
 

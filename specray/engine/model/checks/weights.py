@@ -85,7 +85,7 @@ def _is_harmless(name: str, config: Any) -> bool:
 
 
 def _is_predictor(name: str, config: Any) -> bool:
-    """Of layers behind the last one, which predict further tokens (MTP)."""
+    """True for a tensor of a layer behind the last one, which predicts further tokens (MTP)."""
     if _PREDICTOR.search(name):
         return True
     count = getattr(config, "num_nextn_predict_layers", None) or getattr(

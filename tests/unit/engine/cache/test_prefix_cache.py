@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from specray.config import parse_config
+from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.engine.build import build_draft_engine, build_target_engine
 from specray.engine.draft import DraftEngine
 from specray.engine.target import TargetEngine
@@ -74,13 +75,13 @@ def test_an_aborted_requests_prefix_serves_the_next() -> None:
     session = Session("a", list(PROMPT), COUPLED)
     wrong = (1, 1, 1, 1)
     for _ in range(3):
-        [reply] = target.verify([verify_item(session, (wrong, ()))]).replies
+        [reply] = target.verify([verify_item(session, DraftTokens(wrong))]).replies
         assert isinstance(reply, Verdict)
-        commit(session, (wrong, ()), reply)
+        commit(session, DraftTokens(wrong), reply)
     target.release(["a"])
     before = runner.num_rows
     again = Session("b", list(session.token_ids), COUPLED)
-    output = generate_serial(target, lambda *_: ((), ()), again, 8, 0)
+    output = generate_serial(target, lambda *_: NO_DRAFT, again, 8, 0)
     assert session.token_ids[40:] + output == expected(PROMPT, COUPLED)[: len(session.token_ids) - 40 + 8]
     assert runner.num_rows - before == len(session.token_ids) % 16 + 7
 

@@ -73,8 +73,13 @@ def write_checkpoint(directory: Path, name: str, *, seed: int = 0, **overrides: 
 
 def write_family(directory: Path, family: Family) -> Path:
     """As :func:`write_checkpoint`, of a family of the zoo."""
-    config = AutoConfig.for_model(family.model_type, **{**HIDDEN, **family.values})
-    return write_model(directory, config, seed=0)
+    return write_model(directory, family_config(family), seed=0)
+
+
+def family_config(family: Family) -> PreTrainedConfig:
+    """The configuration of a family of the zoo at tiny size."""
+    config: PreTrainedConfig = AutoConfig.for_model(family.model_type, **{**HIDDEN, **family.values})
+    return config
 
 
 def write_model(directory: Path, config: PreTrainedConfig, *, seed: int) -> Path:

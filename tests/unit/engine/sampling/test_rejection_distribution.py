@@ -16,11 +16,12 @@ from itertools import product
 import pytest
 import torch
 
+from specray.draft_tokens import SparseProbs
 from specray.engine.sampling.draft import DraftSampler
 from specray.engine.sampling.noise import NoiseKey, NoiseSource, Purpose
 from specray.engine.sampling.processors import process_logits
 from specray.engine.sampling.verify import Round, Verified, verify_rejection, verify_rounds
-from specray.types import SamplingParams, SparseProbs, Verification
+from specray.types import SamplingParams, Verification
 from tests.unit.engine.p_values import chi_square_p_value
 from tests.unit.engine.sampling.rows import row_group
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from specray.draft_tokens import SparseProbs
 from specray.engine.sampling.draft import DraftSampler
 from specray.engine.sampling.logprobs import token_logprobs
 from specray.engine.sampling.noise import NoiseKey, NoiseSource, Purpose
@@ -17,7 +18,7 @@ from specray.engine.sampling.verify import (
     verify_rejection,
     verify_rounds,
 )
-from specray.types import SamplingParams, SparseProbs, Verification
+from specray.types import SamplingParams, Verification
 from tests.unit.engine.sampling.rows import row_group
 
 VOCAB_SIZE = 8

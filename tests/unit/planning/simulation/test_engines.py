@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from specray.draft_tokens import DraftTokens
 from specray.errors import EngineLostError
 from specray.fakes import VirtualClock
 from specray.planning.profile import AcceptanceProfile, RouterProfile
@@ -18,7 +19,6 @@ from specray.planning.simulation.scripts import GUESS, Scripts
 from specray.planning.simulation.target import RequestTimes, SimulatedTarget
 from specray.planning.simulation.times import DraftTimes, TargetTimes
 from specray.types import (
-    DraftTokens,
     ItemFailed,
     Outcomes,
     Proposal,

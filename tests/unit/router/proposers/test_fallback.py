@@ -8,6 +8,7 @@ import pytest
 
 from specray.control.controller import Controller
 from specray.control.state import OFF, Plan
+from specray.draft_tokens import DraftTokens
 from specray.drafting import LONG_MATCH_LEN
 from specray.fakes import FakeDraft, FakeTarget, PerfectGuesser, ToyModel, VirtualClock
 from specray.fakes.engines import fake_info
@@ -17,7 +18,7 @@ from specray.router.proposers.fallback import NgramFallback
 from specray.router.proposers.ngram import LocalProposer, LocalProposers
 from specray.router.session import Session
 from specray.router.session_record import LiveSession
-from specray.types import DraftKind, DraftTokens, Overlap, StepTime, Verification
+from specray.types import DraftKind, Overlap, StepTime, Verification
 from tests.unit.router.harness import DRAFT_STEP_S, request, serving, speculation_config
 
 CIRCLE = tuple(range(1, 1 + LONG_MATCH_LEN))

@@ -7,7 +7,7 @@ import pytest
 from specray.control.controller import Controller
 from specray.fakes import VirtualClock
 from specray.requests import SpeculationParams
-from specray.router.proposers.ngram import LOOK_S, PROBE_EVERY, LocalProposers
+from specray.router.proposers.ngram import LOOK_S, SESSIONS_PER_EXPLORATION, LocalProposers
 from specray.router.session import Session
 from specray.router.session_values import Commit, Lookup
 from specray.types import DraftKind, StepTime
@@ -45,7 +45,9 @@ def test_fallback_is_worth_its_tokens_share_of_a_step(
 
 def test_some_sessions_go_on_looking_where_it_does_not_pay() -> None:
     drafts = drafts_of(accepted=0.0)
-    made = [drafts.of(request(), DraftKind.MODEL, num_sessions=64) for _ in range(4 * PROBE_EVERY)]
+    made = [
+        drafts.of(request(), DraftKind.MODEL, num_sessions=64) for _ in range(4 * SESSIONS_PER_EXPLORATION)
+    ]
     assert [index for index, one in enumerate(made, start=1) if one is not None] == [32, 64, 96, 128]
 
 
@@ -58,7 +60,7 @@ def test_every_round_with_a_fallback_is_a_look_and_who_asks_for_ngrams_has_them(
     verdict = Commit((1,) * 5, (), 4, 4, Lookup.NOT_ASKED, fallback.source)
     fallback.observe(Session(asked, None, vocab_size=64), verdict)
     assert drafts._looks.value > before
-    for _ in range(PROBE_EVERY):
+    for _ in range(SESSIONS_PER_EXPLORATION):
         assert drafts.of(request(), DraftKind.NGRAM, num_sessions=64) is not None
 
 

@@ -12,6 +12,7 @@ import pytest
 from specray.control.controller import Controller
 from specray.control.cost_model import CostModel, TargetTimes
 from specray.control.state import Plan
+from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.fakes import FakeDraft, FakeTarget, LocalDrafter, PerfectGuesser, VirtualClock
 from specray.requests import GenerateRequest
 from specray.router.proposers.budgets import MIN_DRAFT_PREFILL_TOKENS, Budgets
@@ -19,10 +20,8 @@ from specray.router.proposers.prefill import DraftPrefill
 from specray.router.session import Session
 from specray.router.session_record import LiveSession
 from specray.types import (
-    NO_DRAFT,
     DraftReplies,
     DraftReply,
-    DraftTokens,
     Proposal,
     SpeculateItem,
     StepTime,

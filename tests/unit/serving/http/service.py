@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ TOKENIZER = tiny_tokenizer()
 MAX_MODEL_LEN = 64
 INFO = ServiceInfo("target", "draft", TOKENIZER.vocab_size, MAX_MODEL_LEN, 1, "0")
 REPLY = "hello hello, a é\n"
+TEXT = {"prompt": "a", "max_tokens": 4}
+"""Body of a call for a completion."""
 
 
 class RealClock:
@@ -95,3 +98,13 @@ async def wait_until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110  # What is watched has no event.
             await asyncio.sleep(0.005)
+
+
+async def events_of(service: Service, path: str, body: dict[str, Any]) -> list[Any]:
+    """Returns the decoded events of a stream, without the [DONE] that must end it."""
+    async with service.http.post(path, json=body) as response:
+        assert response.status == 200
+        assert response.headers["Content-Type"].startswith("text/event-stream")
+        parts = (await response.read()).decode().split("\n\n")
+    assert parts[-2:] == ["data: [DONE]", ""]
+    return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]

@@ -1,0 +1,115 @@
+"""Draft tokens, a chain or a tree, and the distributions that they were sampled from.
+
+As ``types``, it crosses boundaries, is plain and frozen, and imports nothing from the rest of the package.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+MAX_DRAFT_NODES: Final = 64
+"""Most nodes of one tree of draft tokens: the ancestors of a node are one 64-bit mask."""
+
+
+@dataclass(frozen=True, slots=True)
+class SparseProbs:
+    """One position's draft distribution over the truncated support from which the draft really sampled.
+
+    Probabilities outside ``token_ids`` are exactly zero; ``probs`` sum to one up to rounding.
+    """
+
+    token_ids: tuple[int, ...]
+    probs: tuple[float, ...]
+
+    def is_distribution(self, vocab_size: int) -> bool:
+        """Distinct token ids of the vocabulary, with a finite probability each; not all of them zero."""
+        ids, probs = self.token_ids, self.probs
+        return (
+            0 < len(ids) == len(probs) == len(set(ids))
+            and 0 <= min(ids) <= max(ids) < vocab_size
+            and min(probs) >= 0.0
+            and 0.0 < sum(probs) < math.inf
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTokens:
+    """A chain or a tree of draft tokens: the one form in which they go from a proposer to the verdict.
+
+    Node ``i`` is the token ``token_ids[i]``; its parent comes before it. A chain has one form only: parents
+    that say the same as none are dropped.
+
+    Raises:
+        ValueError: names the field, the value and what is allowed.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    parents: tuple[int, ...] | None = None
+    """Index of each node's parent, -1 for the root, which is the last committed token. None: a chain."""
+    probs: tuple[SparseProbs, ...] = ()
+    """Distribution from which each node was sampled, under rejection verification at temperature > 0; else
+    empty."""
+
+    def __post_init__(self) -> None:
+        num_nodes = len(self.token_ids)
+        if num_nodes > MAX_DRAFT_NODES:
+            raise ValueError(f"draft.token_ids has {num_nodes} entries; allowed: at most {MAX_DRAFT_NODES}")
+        if self.probs and len(self.probs) != num_nodes:
+            raise ValueError(
+                f"draft.probs has {len(self.probs)} entries for {num_nodes} draft tokens; "
+                f"allowed: none or {num_nodes}"
+            )
+        if self.parents is None:
+            return
+        if len(self.parents) != num_nodes:
+            raise ValueError(
+                f"draft.parents has {len(self.parents)} entries for {num_nodes} draft tokens; "
+                f"allowed: none or {num_nodes}"
+            )
+        for index, parent in enumerate(self.parents):
+            if not -1 <= parent < index:
+                raise ValueError(f"draft.parents[{index}] is {parent}; allowed: -1..{index - 1}")
+        if self.parents == tuple(range(-1, num_nodes - 1)):
+            object.__setattr__(self, "parents", None)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def is_chain(self) -> bool:
+        """True when each node follows the one before it."""
+        return self.parents is None
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Nodes between each node and the root: its position is the number of committed tokens plus this."""
+        if self.parents is None:
+            return tuple(range(len(self.token_ids)))
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        return tuple(depths)
+
+    def first_chain(self) -> DraftTokens:
+        """The chain that takes the first child of every node, from the root on."""
+        if self.parents is None:
+            return self
+        nodes: list[int] = []
+        for index, parent in enumerate(self.parents):
+            if parent == (nodes[-1] if nodes else -1):
+                nodes.append(index)
+        token_ids = tuple(self.token_ids[node] for node in nodes)
+        return DraftTokens(token_ids, probs=tuple(self.probs[node] for node in nodes) if self.probs else ())
+
+    def first(self, num_nodes: int) -> DraftTokens:
+        """The first so many nodes; all of them where there are fewer."""
+        if num_nodes >= len(self.token_ids):
+            return self
+        parents = None if self.parents is None else self.parents[:num_nodes]
+        return DraftTokens(self.token_ids[:num_nodes], parents, self.probs[:num_nodes])
+
+
+NO_DRAFT: Final = DraftTokens()
+"""No draft tokens."""
