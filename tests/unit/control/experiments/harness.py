@@ -14,8 +14,6 @@ from specray.control.state import Mode, Plan, SessionStats
 from tests.unit.router.harness import request, speculation_config
 
 NUM_RUNNING = 8
-
-
 PROMISES = {Mode.NGRAM: 1.0, Mode.MODEL: 1.5}
 
 

@@ -1,0 +1,284 @@
+"""A fallback in rounds with a draft model: when it fills in, when it is left off, what it changes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from specray.control.controller import PRIOR_ACCEPTANCE, Controller
+from specray.errors import EngineLostError
+from specray.fakes import FakeDraft, LocalDrafter, NoisyGuesser, PerfectGuesser, ToyModel, VirtualClock
+from specray.interfaces import Drafter
+from specray.router.proposers.base import Budget
+from specray.router.proposers.ngram import LocalProposer, LocalProposers
+from specray.router.session import Session
+from specray.router.session_values import Commit, Lookup
+from specray.types import DraftKind
+from tests.unit.router.harness import fake_draft, request, router_config, run, serving, speculation_config
+from tests.unit.router.proposers.harness import (
+    CHANGING,
+    REPEATING,
+    of_source,
+    serve_and_ask,
+    target_of,
+    truth,
+)
+
+# The theorem
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("fallback", ["ngram", "suffix"])
+@pytest.mark.parametrize("overlap", ["serial", "ahead", "enumerate"])
+@pytest.mark.parametrize("model", [REPEATING, CHANGING], ids=["repeating", "changing"])
+def test_fallback_change_no_token_while_drafts_are_lost(
+    model: ToyModel, overlap: str, fallback: str, seed: int
+) -> None:
+    clock = VirtualClock()
+    rng = random.Random(seed)
+
+    async def main() -> None:
+        draft = fake_draft(PerfectGuesser(model))
+
+        def lease(number: int) -> Drafter:
+            if rng.random() < 0.3:
+                raise EngineLostError("no draft")
+            return LocalDrafter(draft, clock, dies_after=rng.randrange(1, 12))
+
+        async with serving(
+            clock,
+            target=target_of(model),
+            draft=draft,
+            make_drafter=lease,
+            config=router_config(prefill_chunk_tokens=16),
+            overlap=overlap,
+            fallback=fallback,
+            num_speculative_tokens=3,
+        ) as pair:
+            given = [
+                request(str(index), tuple(index % 8 for index in range(30 - index)), 60) for index in range(4)
+            ]
+            outputs = await asyncio.gather(*(pair.router.complete(each) for each in given))
+            assert [output.token_ids for output in outputs] == [truth(model, each) for each in given]
+            accepted = pair.counted("specray_spec_decode_num_accepted_tokens_total")
+            assert accepted + pair.counted("specray_rounds_total") == 4 * 60
+            of_model, of_fallback = of_source(pair, "model"), of_source(pair, "fallback")
+            assert of_model[2] + of_fallback[2] == accepted
+            if model is REPEATING:
+                assert of_fallback[2] > 0
+
+    run(clock, main())
+
+
+# As a fallback
+
+
+def test_without_a_draft_the_fallback_proposes() -> None:
+    def lease(number: int) -> Drafter:
+        raise EngineLostError("no draft")
+
+    given = [request("a", max_tokens=60)]
+    _, plain = serve_and_ask(REPEATING, given, make_drafter=lease)
+    _, filled = serve_and_ask(REPEATING, given, make_drafter=lease, fallback="ngram")
+    assert plain.target.num_steps == 60
+    assert filled.target.num_steps < 30
+    assert of_source(filled, "fallback")[2] == 60 - filled.target.num_steps
+    assert of_source(filled, "model") == (0, 0, 0)
+
+
+def test_first_round_carries_a_fallback_with_the_prompt() -> None:
+    """The prompt goes round twice: the step that reads it verifies what follows as well."""
+    circle = (5, *REPEATING.generate((5,), 20))
+    _, pair = serve_and_ask(
+        REPEATING,
+        [request("a", circle, 4)],
+        draft=fake_draft(PerfectGuesser(REPEATING)),
+        fallback="ngram",
+        num_speculative_tokens=3,
+        overlap="serial",
+    )
+    assert of_source(pair, "fallback") == (1, 3, 3)
+    assert pair.target.num_steps == 1
+
+
+def only_short_matches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specray.router.proposers.ngram.LONG_MATCH_LEN", 1000)
+
+
+def test_models_first_proposal_holds_where_it_agrees_with_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft answers the prompt while the target verifies the fallback; what goes beyond it is used.
+
+    6 tokens take the draft 24 ms and the verify 20, so that the answer comes after the verdict.
+    """
+    only_short_matches(monkeypatch)
+    circle = (5, *REPEATING.generate((5,), 20))
+    _, pair = serve_and_ask(
+        REPEATING,
+        [request("a", circle, 9)],
+        draft=fake_draft(PerfectGuesser(REPEATING)),
+        fallback="ngram",
+        num_speculative_tokens=6,
+        overlap="serial",
+    )
+    # 3 of the fallback (its first try) and one more; the model's first 4 are the same, its other 2 follow.
+    assert of_source(pair, "fallback") == (1, 3, 3)
+    assert pair.counted("specray_outcomes_total", result="late_hit") == 1
+    assert of_source(pair, "model") == (2, 3, 3)
+
+
+def test_fallback_that_is_never_right_is_left_off() -> None:
+    def lease(number: int) -> Drafter:
+        raise EngineLostError("no draft")
+
+    given = [request(str(index), tuple([1, 2, 3] * 20), 100) for index in range(3)]
+    _, plain = serve_and_ask(CHANGING, given, make_drafter=lease, target=target_of(CHANGING, 0.002))
+    _, filled = serve_and_ask(
+        CHANGING, given, make_drafter=lease, fallback="ngram", target=target_of(CHANGING, 0.002)
+    )
+    rounds, tokens, accepted = of_source(filled, "fallback")
+    assert 0 < rounds <= 12
+    assert filled.target.num_rows - plain.target.num_rows == tokens - accepted
+
+
+def test_working_draft_model_is_not_replaced_in_serial_rounds_for_a_short_match(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    only_short_matches(monkeypatch)
+    draft = fake_draft(PerfectGuesser(REPEATING))
+    given = [request("a", max_tokens=60)]
+    _, pair = serve_and_ask(
+        REPEATING, given, draft=draft, fallback="ngram", overlap="serial", num_speculative_tokens=3
+    )
+    assert of_source(pair, "fallback")[0] <= 1
+    assert of_source(pair, "model")[0] >= 14
+
+
+def test_fallback_saves_asking_the_model_after_a_long_match() -> None:
+    """As many rounds, without the draft's time in those that a repetition fills."""
+    given = [request("a", max_tokens=60)]
+    options: dict[str, Any] = {"overlap": "serial", "num_speculative_tokens": 3}
+    asked, model = serve_and_ask(REPEATING, given, draft=fake_draft(PerfectGuesser(REPEATING)), **options)
+    filled, both = serve_and_ask(
+        REPEATING, given, draft=fake_draft(PerfectGuesser(REPEATING)), fallback="ngram", **options
+    )
+    assert filled[0].token_ids == asked[0].token_ids == truth(REPEATING, given[0])
+    assert of_source(both, "fallback") == (12, 36, 36)
+    assert of_source(both, "model")[0] + 12 == of_source(model, "model")[0]
+    assert both.draft.num_steps < model.draft.num_steps - 10
+
+
+def test_long_matches_are_believed_apart_from_short_ones() -> None:
+    controller = Controller(speculation_config(overlap="serial", fallback="ngram"))
+    for rows in (1, 2, 4, 8, 16, 32, 64):
+        controller.cost_model.target.add(rows, 0.020, is_overlapped=False)
+    local = LocalProposers(speculation_config(fallback="ngram"), controller, has_model=True).of(
+        request(), DraftKind.MODEL
+    )
+    assert local is not None
+    short, long = (tokens_of(local, is_long=is_long) for is_long in (False, True))
+    assert short < 1.5 < 4.5 < long
+    missed = Commit((1,), (), 5, 0, Lookup.NOT_ASKED, local.source)
+    for _ in range(200):
+        local.observe(Session(request(), None, vocab_size=64), missed)
+    assert tokens_of(local, is_long=True) < 1.1
+    assert tokens_of(local, is_long=False) == short
+
+
+def test_nothing_is_planned_for_a_session_that_repeats_nothing() -> None:
+    controller = Controller(speculation_config(overlap="serial"))
+    controller.cost_model.target.add(1, 0.020, is_overlapped=False)
+    drafts = LocalProposers(speculation_config(fallback="ngram"), controller, has_model=True)
+    for prompt, is_planned in (((1, 2, 3, 4), False), ((1, 2, 3, 1, 2), True)):
+        asked = request(prompt=prompt)
+        local = drafts.of(asked, DraftKind.MODEL)
+        assert local is not None
+        local.propose(Session(asked, None, vocab_size=64), Budget(0.0, num_running=1))
+        assert (local.short.stats.plan is not None) is is_planned
+
+
+def tokens_of(local: LocalProposer, *, is_long: bool) -> float:
+    """Expected of a round with five of its draft tokens."""
+    local.is_long = is_long
+    return local.expect(5, num_running=1)[0]
+
+
+def test_models_acceptance_is_not_the_fallback() -> None:
+    """A fallback that is always wrong in the first round leaves K of a perfect model alone."""
+    draft = fake_draft(PerfectGuesser(CHANGING))
+    given = [request(str(index), tuple([1, 2, 3] * 20), 40) for index in range(4)]
+    _, pair = serve_and_ask(
+        CHANGING, given, draft=draft, fallback="ngram", overlap="serial", num_speculative_tokens=3
+    )
+    drafts, tokens, accepted = of_source(pair, "model")
+    assert drafts > 0
+    assert tokens == accepted
+    assert of_source(pair, "fallback")[2] == 0
+
+
+def test_miss_is_filled_only_where_that_promises_more_than_a_fresh_proposal() -> None:
+    """A slow draft that is always wrong, in overlapped rounds over text that repeats itself."""
+    given = [request("a", max_tokens=120)]
+    wrong = fake_draft(PerfectGuesser(ToyModel(salt=3)))
+    options: dict[str, Any] = {"draft": wrong, "overlap": "enumerate", "num_speculative_tokens": 3}
+    _, asked = serve_and_ask(REPEATING, given, **options)
+    _, filled = serve_and_ask(REPEATING, given, fallback="suffix", **options)
+    assert filled.target.num_steps < asked.target.num_steps / 2
+    assert of_source(filled, "fallback")[2] > 60
+
+
+def test_miss_is_asked_for_where_a_fresh_proposal_promises_more() -> None:
+    """A fast draft that is often right, and lookups that are right once in four times."""
+    guessable = ToyModel(vocab_size=4)
+    draft = FakeDraft(NoisyGuesser(guessable), cost=lambda steps: int(steps * 0.0003 * 1e9))
+    _, pair = serve_and_ask(
+        guessable,
+        [request("a", (3, 1, 2), 300)],
+        draft=draft,
+        fallback="suffix",
+        overlap="enumerate",
+        num_speculative_tokens=3,
+    )
+    misses = sum(
+        pair.counted("specray_outcomes_total", result=f"{when}miss{cause}")
+        for when, cause in (("", "_token"), ("", "_count"), ("late_", ""))
+    )
+    assert misses > 4
+    assert of_source(pair, "fallback")[0] <= 1
+
+
+def test_draft_that_is_late_is_filled_in_for() -> None:
+    """From its fourth batch on the draft says nothing: no round after that is without draft tokens."""
+    clock = VirtualClock()
+
+    async def main() -> None:
+        draft = fake_draft(PerfectGuesser(REPEATING))
+        async with serving(
+            clock,
+            target=target_of(REPEATING),
+            make_drafter=lambda number: LocalDrafter(draft, clock, hangs_after=3),
+            config=router_config(round_timeout_s=5),
+            fallback="ngram",
+            overlap="enumerate",
+            num_speculative_tokens=3,
+        ) as pair:
+            circle = (5, *REPEATING.generate((5,), 20))
+            await pair.router.complete(request("a", circle, 60))
+            assert of_source(pair, "fallback")[0] > 8
+            assert pair.counted("specray_rounds_total") == pair.counted(
+                "specray_spec_decode_num_drafts_total"
+            )
+
+    run(clock, main())
+
+
+def test_fallback_say_nothing_about_the_draft_model() -> None:
+    def lease(number: int) -> Drafter:
+        raise EngineLostError("no draft")
+
+    given = [request("a", tuple([1, 2, 3] * 20), 200)]
+    _, pair = serve_and_ask(CHANGING, given, make_drafter=lease, fallback="ngram")
+    assert of_source(pair, "fallback")[0] > 0
+    assert pair.router._controller.start_session(request("b")).acceptance.value == PRIOR_ACCEPTANCE
