@@ -10,10 +10,10 @@ from specray.fakes.engines import fake_info
 from specray.requests import GenerateRequest, OutputChunk
 from tests.unit.router.harness import Pair, serving
 
-# Its output goes round in a circle after at most 8 tokens, so that lookups succeed.
 REPEATING = ToyModel(vocab_size=8, context_len=1)
-# Its output does not repeat itself: what is looked up is wrong.
+"""A model whose output goes round in a circle after at most 8 tokens, so that lookups succeed."""
 CHANGING = ToyModel()
+"""A model whose output does not repeat itself: what is looked up is wrong."""
 
 
 def target_of(model: ToyModel, rows_s: float = 0.0, max_num_seqs: int = 64) -> FakeTarget:

@@ -10,7 +10,7 @@ from specray.control.controller import Controller
 from specray.control.state import OFF, Plan
 from specray.draft_tokens import DraftTokens
 from specray.drafting import LONG_MATCH_LEN
-from specray.fakes import FakeDraft, FakeTarget, PerfectGuesser, ToyModel, VirtualClock
+from specray.fakes import FakeDraft, FakeTarget, PerfectGuesser, VirtualClock
 from specray.fakes.engines import fake_info
 from specray.requests import GenerateRequest, SpeculationParams
 from specray.router.output.delivery import Delivery
@@ -20,12 +20,11 @@ from specray.router.session import Session
 from specray.router.session_record import LiveSession
 from specray.types import DraftKind, Overlap, StepTime, Verification
 from tests.unit.router.harness import DRAFT_STEP_S, request, serving, speculation_config
+from tests.unit.router.proposers.harness import REPEATING
 
 CIRCLE = tuple(range(1, 1 + LONG_MATCH_LEN))
 """What follows it in a prompt that goes round: 1, 2, 3 and so on."""
 AHEAD = Plan(2, Overlap.ENUMERATE, 2)
-REPEATING = ToyModel(vocab_size=8, context_len=1)
-"""Its output goes round in a circle after at most 8 tokens."""
 
 
 def extended(

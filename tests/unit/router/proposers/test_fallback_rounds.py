@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from specray.control.controller import PRIOR_ACCEPTANCE, Controller
+from specray.control.controller import Controller
+from specray.control.service_rates import PRIOR_ACCEPTANCE
 from specray.errors import EngineLostError
 from specray.fakes import FakeDraft, LocalDrafter, NoisyGuesser, PerfectGuesser, ToyModel, VirtualClock
 from specray.interfaces import Drafter

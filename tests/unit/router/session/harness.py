@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from specray.draft_tokens import DraftTokens, SparseProbs
 from specray.router.session import Session
 from specray.router.session_values import Commit
-from specray.types import Branch, DraftTokens, Outcomes, Proposal, SparseProbs, Verdict
+from specray.types import Branch, Outcomes, Proposal, Verdict
 from tests.unit.router.harness import request
 
 PROMPT = (1, 2, 3, 4)

@@ -25,9 +25,6 @@ class Stops:
         return "END" if self._seen[-len(self._tokens) :] == self._tokens else None
 
 
-# Ends
-
-
 def test_stop_inside_accepted_tokens_drops_what_follows_and_its_logprobs() -> None:
     session = decoding(stop_token_ids=(11,), num_logprobs=0)
     propose(session, (10, 11, 12))

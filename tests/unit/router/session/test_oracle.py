@@ -139,8 +139,6 @@ class SessionMachine(RuleBasedStateMachine):
 
 
 TestSessionAgainstOracle = SessionMachine.TestCase
-
-
 TestSessionAgainstOracle.settings = settings(
     max_examples=100,
     stateful_step_count=50,

@@ -8,8 +8,9 @@ import pytest
 
 from specray.control.controller import Controller
 from specray.control.cost_model import CostModel
+from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.fakes import VirtualClock
-from specray.types import NO_DRAFT, DraftReply, DraftTokens, Proposal, SpeculateItem
+from specray.types import DraftReply, Proposal, SpeculateItem
 from tests.unit.router.harness import (
     TARGET_S,
     budgets,

@@ -20,7 +20,7 @@ from tests.unit.router.proposers.prefill.harness import (
     until_piece,
 )
 
-# pieces
+# One prompt
 
 
 @pytest.mark.parametrize("overlap", ["serial", "enumerate"])
@@ -177,7 +177,7 @@ def test_what_is_left_when_a_piece_was_read_goes_with_the_next_question() -> Non
     run(clock, main())
 
 
-# several
+# Several prompts
 
 
 @pytest.mark.parametrize("overlap", ["serial", "enumerate"])

@@ -9,15 +9,16 @@ import pytest
 from specray.control.controller import Controller
 from specray.control.cost_model import CostModel
 from specray.control.state import Plan
+from specray.draft_tokens import DraftTokens
 from specray.router.proposers.budgets import MIN_DRAFT_PREFILL_TOKENS, Budgets
 from specray.router.proposers.prefill import DraftPrefill
 from specray.router.session import Session
 from specray.router.session_record import LiveSession
-from specray.types import DraftTokens, StepTime, Verdict
+from specray.types import StepTime, Verdict
 from tests.unit.router.harness import DRAFT_STEP_S, TARGET_S, budgets, request, speculation_config
 from tests.unit.router.proposers.prefill.harness import LONG, SIZES, TOKEN_S
 
-# how much at once
+# How much at once
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_nothing_is_known_of_a_draft_so_that_nothing_bounds_what_it_reads() -> N
     assert budgets(controller).draft_prefill_tokens(512, num_rows=1, num_running=1, most_s=1.0) == 512
 
 
-# the share of a session
+# The share of a session
 
 
 def live(name: str, num_tokens: int, *, num_read: int = 0) -> LiveSession:
