@@ -1,8 +1,8 @@
 """Logits processors: applied to every row with the state of exactly that row's prefix.
 
 Order: logit bias, repetition / presence / frequency penalties, min_tokens, grammar, temperature, top-k,
-top-p, min-p. The meaning of each is that of vLLM and transformers. What depends on the prefix is read from its
-``SamplingState``; tokens under verification are counted row by row here, so a rejected one needs no undoing.
+top-p, min-p. The meaning of each is that of vLLM and transformers. What depends on the prefix is read from
+its ``SamplingState``; tokens under verification are counted row by row here, so a rejected one needs no undoing.
 """
 
 from __future__ import annotations

@@ -12,21 +12,13 @@ import jsonschema
 import pytest
 
 from specray.config import parse_config
+from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.engine.build import build_draft_engine, build_target_engine
 from specray.engine.draft import DraftEngine
 from specray.engine.target import TargetEngine
 from specray.grammar.forms import json_grammar
 from specray.tokenization import Tokenizer, load_tokenizer
-from specray.types import (
-    NO_DRAFT,
-    DraftTokens,
-    Grammar,
-    GrammarKind,
-    ItemFailed,
-    SamplingParams,
-    Verdict,
-    Verification,
-)
+from specray.types import Grammar, GrammarKind, ItemFailed, SamplingParams, Verdict, Verification
 from tests.unit.engine.harness import Session, commit, propose, verify, verify_item
 
 CONFIG: dict[str, Any] = {
