@@ -80,10 +80,10 @@ def test_the_notes_say_where_to_call(helm: Renderer) -> None:
     notes = helm.files(IMAGE)["NOTES.txt"]
     assert "http://demo-specray-serve-svc.llm:8000/v1" in notes
     assert "demo-specray-grpc.llm:9000" in notes
-    assert "which ask for nothing" not in notes
+    assert "everybody who reaches the pods" not in notes
 
 
 def test_the_notes_warn_of_engines_that_anybody_reaches(helm: Renderer) -> None:
     values = merged(IMAGE, {"networkPolicy": {"enabled": False}})
-    assert "which ask for nothing" in helm.files(values)["NOTES.txt"]
-    assert "which ask for nothing" not in helm.files(merged(BIG, values))["NOTES.txt"]
+    assert "everybody who reaches the pods" in helm.files(values)["NOTES.txt"]
+    assert "everybody who reaches the pods" not in helm.files(merged(BIG, values))["NOTES.txt"]

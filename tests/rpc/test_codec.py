@@ -16,6 +16,8 @@ from specray.types import (
     Branch,
     DraftReplies,
     EngineInfo,
+    Grammar,
+    GrammarKind,
     ItemFailed,
     Outcomes,
     Proposal,
@@ -267,3 +269,20 @@ def test_a_chain_costs_no_bytes_for_its_parents(num_tokens: int) -> None:
         request_id="a", round_id=1, base_len=4, token_ids=[9], draft_token_ids=token_ids, sample=True
     )
     assert codec.encode_verify_request([item], ()) == known
+
+
+@pytest.mark.parametrize("kind", GrammarKind)
+def test_a_grammar_survives_the_wire(kind: GrammarKind) -> None:
+    sampling = SamplingParams(grammar=Grammar(kind, 'source "ä"'))
+    item = VerifyItem("a", 1, 0, (1, 2), sampling=sampling)
+    [received] = codec.decode_verify_request(codec.encode_verify_request([item], ())).items
+    assert received == item
+
+
+def test_an_unknown_kind_of_grammar_is_refused() -> None:
+    message = target_pb2.VerifyRequest.FromString(
+        codec.encode_verify_request([VerifyItem("a", 1, 0, (1,), sampling=SamplingParams())], ())
+    )
+    message.items[0].sampling.grammar.kind = 9  # type: ignore[assignment]
+    with pytest.raises(ProtocolError, match=r"grammar\.kind is 9"):
+        codec.decode_verify_request(message.SerializeToString())

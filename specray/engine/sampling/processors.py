@@ -2,7 +2,8 @@
 
 Order: logit bias, repetition / presence / frequency penalties, min_tokens, grammar, temperature, top-k,
 top-p, min-p. The meaning of each is that of vLLM and transformers. What depends on the prefix is read from
-its ``SamplingState``; tokens under verification are counted row by row here, so a rejected one needs no undoing.
+its ``SamplingState``; tokens under verification are counted row by row here, so a rejected one needs no
+undoing.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ SCHEMA = {
     "required": ["color", "sizes", "is_new"],
     "additionalProperties": False,
 }
-MAX_TOKENS = 48
+MAX_TOKENS = 32
 Drafter = Callable[[Session, int], DraftTokens]
 
 
@@ -119,12 +119,12 @@ def checked(output: list[int]) -> list[int]:
 def test_output_under_a_grammar_is_valid_and_the_same_with_any_draft(changes: dict[str, Any]) -> None:
     plain = checked(generate(none, 0, **changes))
     assert plain
-    for num_drafts in (1, 3, 8):
+    for num_drafts in (1, 6):
         for drafter in (by_model, by_chance, by_knowing(plain)):
             assert generate(drafter, num_drafts, **changes) == plain, (num_drafts, drafter)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_output_by_rejection_is_valid(seed: int) -> None:
     changes = {"temperature": 1.0, "seed": seed, "verification": Verification.REJECTION}
     assert checked(generate(by_model, 4, **changes))
