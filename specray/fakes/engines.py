@@ -9,6 +9,7 @@ from specray.draft_tokens import DraftTokens
 from specray.errors import ProtocolError
 from specray.fakes.models import Guesser, ToyModel
 from specray.types import (
+    PROTOCOL_VERSION,
     Branch,
     DraftReplies,
     DraftReply,
@@ -50,7 +51,7 @@ def fake_info(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        protocol_version=1,
+        protocol_version=PROTOCOL_VERSION,
         dtype="float32",
     )
 

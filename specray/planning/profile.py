@@ -13,7 +13,7 @@ from typing import Annotated, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from specray.errors import ConfigError
-from specray.types import EngineInfo, StepTime
+from specray.types import PROTOCOL_VERSION, EngineInfo, StepTime
 
 SCHEMA_VERSION: Final = 2
 
@@ -122,7 +122,7 @@ class EngineProfile(_Part):
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
-            protocol_version=1,
+            protocol_version=PROTOCOL_VERSION,
             dtype=self.dtype,
             tensor_parallel_size=self.num_devices,
             step_times=tuple(StepTime(point.num_rows, point.seconds) for point in self.step_times),

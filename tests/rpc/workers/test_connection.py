@@ -133,7 +133,7 @@ async def test_wait_for_ready_waits_for_a_worker_that_comes_up(address: str) -> 
 
 async def test_wrong_version_and_wrong_role_are_refused(address: str) -> None:
     async with serving_draft(ScriptedDraft(replace(DRAFT_INFO, protocol_version=99)), address):
-        with pytest.raises(ProtocolError, match="speaks protocol version 99; needed: 1"):
+        with pytest.raises(ProtocolError, match="speaks protocol version 99; needed: 2"):
             await GrpcDrafter.connect(address, timeout_s=DEADLINE_S)
         with pytest.raises(ConfigError, match=r"serves no specray\.v1\.TargetService"):
             await GrpcVerifier.connect(address, timeout_s=DEADLINE_S)

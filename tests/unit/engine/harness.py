@@ -22,7 +22,16 @@ from specray.engine.sampling.processors import process_logits
 from specray.engine.sampling.verify import add_draw_noise
 from specray.engine.step import ForwardOutput
 from specray.engine.target import TargetEngine
-from specray.types import EngineInfo, Outcomes, Proposal, SamplingParams, SpeculateItem, Verdict, VerifyItem
+from specray.types import (
+    PROTOCOL_VERSION,
+    EngineInfo,
+    Outcomes,
+    Proposal,
+    SamplingParams,
+    SpeculateItem,
+    Verdict,
+    VerifyItem,
+)
 from tests.unit.engine.sampling.rows import row_group
 
 VOCAB_SIZE = 23
@@ -147,7 +156,7 @@ def engine_info(role: str, **changes: int) -> EngineInfo:
         max_model_len=96,
         max_num_seqs=8,
         max_num_batched_tokens=64,
-        protocol_version=1,
+        protocol_version=PROTOCOL_VERSION,
     )
     return replace(info, **changes)  # type: ignore[arg-type]
 
