@@ -7,7 +7,7 @@ STAMP := $(VENV)/.specray-installed
 # Threads of an operator that wait for the others do not spin on a core that other tests need.
 TEST_ENV := RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0 OMP_WAIT_POLICY=passive
 # Each worker takes a file at a time; one of them takes all that start a Ray.
-TEST_WORKERS ?= 2
+TEST_WORKERS ?= 0
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(TEST_WORKERS)
 
 .PHONY: setup serve test test-fast zoo lint types protos protos-check schema check clean
