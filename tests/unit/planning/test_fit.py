@@ -209,7 +209,7 @@ def beside_draft(number: int, forward_ms: int) -> Iterator[TraceEvent]:
     for name in ("a", "b"):
         yield DraftReplied(end, name, number, "outcomes", 4 * MS, 4, 2, False)
     for name in ("a", "b"):
-        yield VerdictReceived(end, name, number, forward_ms * MS, "model", 1, 1, 2)
+        yield VerdictReceived(end, name, number, forward_ms * MS, "model", 1, 1, 2, "profitable")
 
 
 def test_a_step_gets_on_slower_by_what_it_lost_beside_the_draft(sweep: Sweep) -> None:
@@ -242,7 +242,9 @@ def target_steps(count: int, k: int, forward_ns: int) -> Iterator[TraceEvent]:
         for index in range(count):
             yield VerifySent(at, f"{count}-{index}", number, number, 10, 1, k)
         for index in range(count):
-            yield VerdictReceived(at + forward_ns, f"{count}-{index}", number, forward_ns, "model", k, k, k)
+            yield VerdictReceived(
+                at + forward_ns, f"{count}-{index}", number, forward_ns, "model", k, k, k, "profitable"
+            )
 
 
 def test_step_that_took_longer_than_a_larger_one_shares_its_time_with_it(sweep: Sweep) -> None:
