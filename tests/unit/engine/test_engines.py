@@ -221,7 +221,7 @@ def test_info_and_check(target: TargetEngine, drafts: dict[str, DraftEngine]) ->
         64,
         4,
     )
-    assert (info.dtype, info.protocol_version, info.tensor_parallel_size) == ("float32", 1, 1)
+    assert (info.dtype, info.protocol_version, info.tensor_parallel_size) == ("float32", 2, 1)
     # Four sequences and the block of the health check; the draft's also have room for branches.
     assert (info.block_size, info.num_blocks) == (16, 5 * 4)
     assert (drafts["perfect"].info.block_size, drafts["perfect"].info.num_blocks) == (64, 4 * 2 + 1)
