@@ -1,4 +1,4 @@
-"""From the many fields by which clients ask for structured output to one grammar.
+"""Turns the many fields by which clients ask for structured output into one grammar.
 
 OpenAI's ``response_format``, vLLM's ``structured_outputs`` and its older ``guided_*`` fields, SGLang's
 ``regex``, ``ebnf`` and ``json_schema``, and llama.cpp's ``grammar`` and ``json_schema`` say the same in
@@ -87,7 +87,10 @@ def json_grammar(schema: object, *, is_compact: bool = False, whitespace: str | 
     if isinstance(schema, dict):
         # A schema's own "x-guidance" could turn refusals off.
         schema = {**schema, "x-guidance": options}
-    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
+    try:
+        return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
+    except RecursionError:
+        raise InvalidRequestError("a JSON schema is nested too deeply", field="schema") from None
 
 
 def _response_format(value: Any, field: str, whitespace: str | None) -> Grammar | None:
