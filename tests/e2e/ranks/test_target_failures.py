@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from ray import serve
 from specray.rpc.inference.client import SpecrayClient
 from specray.rpc.inference.types import GenerateParams
 from specray.serving.app import build_app
-from specray.serving.launch import APP_NAME
+from specray.serving.launch import APP_NAME, wait_running
 from tests.e2e.ranks.service import TENSOR_PARALLEL_SIZE
 from tests.e2e.service import Service, complete, is_running, processes
 
@@ -158,7 +159,11 @@ async def test_a_router_that_is_replaced_finishes_its_requests(
     undisturbed = await whole(patient, service)
     (router,) = processes(ROUTER_REPLICA)
     changed = service.config.model_copy(
-        update={"router": service.config.router.model_copy(update={"trace_events": 10})}
+        update={
+            "router": service.config.router.model_copy(update={"trace_events": 10}),
+            # As `specray serve` chooses it: the Ingress is replaced, too, and others need its HTTP after this.
+            "http": service.config.http.model_copy(update={"server": "ingress"}),
+        }
     )
 
     def replace() -> None:
@@ -176,3 +181,5 @@ async def test_a_router_that_is_replaced_finishes_its_requests(
         return processes(ROUTER_REPLICA) not in ([], [router])
 
     await eventually(is_replaced, "another Router is there")
+    # Other modules use this service next.
+    await asyncio.to_thread(wait_running, threading.Event(), timeout_s=DEADLINE_S)
