@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Protocol, runtime_checkable
 
 from specray.requests import GenerateRequest, OutputChunk, RequestLife, ServiceInfo
-from specray.types import DraftReplies, EngineInfo, SpeculateItem, TargetReplies, VerifyItem
+from specray.types import DraftReplies, EngineInfo, Grammar, SpeculateItem, TargetReplies, VerifyItem
 
 
 class Drafter(Protocol):
@@ -147,6 +147,24 @@ class StopMatcherFactory(Protocol):
     """Makes the matcher of one request."""
 
     def __call__(self, stop: Sequence[str], prompt_token_ids: Sequence[int]) -> StopMatcher: ...
+
+
+class OutputGrammar(Protocol):
+    """What a router asks of one request's grammar. Never raises: where it is lost, it knows nothing."""
+
+    def count_legal(self, output_ids: Sequence[int], token_ids: Sequence[int]) -> int:
+        """How many of the tokens may follow the output, one after the other; all where it knows nothing."""
+        ...
+
+    def forced(self, output_ids: Sequence[int], limit: int) -> tuple[int, ...]:
+        """The tokens, at most ``limit``, that must follow the output; none where it knows nothing."""
+        ...
+
+
+class OutputGrammarFactory(Protocol):
+    """Makes what a router asks of one request's grammar, without holding up the event loop."""
+
+    async def __call__(self, grammar: Grammar, stop_token_ids: Sequence[int]) -> OutputGrammar: ...
 
 
 class SyncDraftEngine(Protocol):

@@ -20,6 +20,7 @@ from specray.actors.targets.source import TargetSource
 from specray.actors.telemetry import SpansElsewhere, begin_logs, begin_traces, with_labels
 from specray.config import Config, parse_config
 from specray.errors import EngineLostError
+from specray.grammar import GuidedOutputs
 from specray.interfaces import DrafterSource, RequestTracer
 from specray.requests import GenerateRequest, OutputChunk, ServiceInfo
 from specray.router import Router
@@ -157,6 +158,11 @@ async def _start_router(
         speculation=config.speculation,
         model=config.model_name,
         stop_matchers=make_stop_matcher(tokenizer),
+        grammars=GuidedOutputs(
+            lambda: tokenizer.backend_json,
+            vocab_size=tokenizer.vocab_size,
+            eos_token_ids=tokenizer.eos_token_ids,
+        ),
         tracer=tracer,
         draft=config.draft.kind_in_use,
         draft_on_demand=config.draft.scales_to_none,

@@ -53,6 +53,8 @@ class Reason(StrEnum):
     """The request is drafted for without a draft model."""
     NGRAM = "ngram"
     """The n-gram fallback found a repetition that promises more than asking the draft."""
+    GRAMMAR = "grammar"
+    """The grammar forces the next tokens, which promises more than asking the draft."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,12 +33,28 @@ class SessionProposer(Protocol):
         ...
 
 
-def make_proposer(kind: DraftKind, store: OutputStore | None = None) -> SessionProposer:
+class NoProposer:
+    """A SessionProposer that proposes nothing, for sessions whose grammar alone drafts for them."""
+
+    match_len = 0
+    num_tokens = 0
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """See SessionProposer."""
+
+    def propose(self, k: int) -> tuple[int, ...]:
+        """See SessionProposer."""
+        return ()
+
+
+def make_proposer(kind: DraftKind | None, store: OutputStore | None = None) -> SessionProposer:
     """Makes a proposer for a new session.
 
     Args:
-        kind: kind of draft without a model.
+        kind: kind of draft without a model; None: it proposes nothing.
         store: past outputs to propose from; only ``suffix`` uses them.
     """
     assert kind is not DraftKind.MODEL
+    if kind is None:
+        return NoProposer()
     return NgramProposer() if kind is DraftKind.NGRAM else SuffixProposer(store=store)

@@ -9,6 +9,7 @@ from specray.engine.cache.blocks import BlockAllocator, BlockTable
 from specray.engine.cache.prefix import PrefixIndex
 from specray.engine.cache.sequences import SequenceTable
 from specray.engine.runner.inputs import SequenceInput
+from specray.engine.sampling.grammars import GrammarMasks
 from specray.engine.schedule import Runner
 from specray.errors import EngineLostError
 from specray.types import EngineInfo
@@ -22,11 +23,21 @@ class EngineBase:
         info: description of the engine, whose limits hold here; one block is kept for ``check``.
         can_evict: whether idle sequences may be forgotten.
         prefix_cache: whether computed prefixes are used again.
+        grammars: masks for requests with a grammar.
     """
 
-    def __init__(self, runner: Runner, info: EngineInfo, *, can_evict: bool, prefix_cache: bool) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        info: EngineInfo,
+        *,
+        can_evict: bool,
+        prefix_cache: bool,
+        grammars: GrammarMasks | None = None,
+    ) -> None:
         self._runner = runner
         self._info = info
+        self._grammars = grammars
         index = PrefixIndex(info.block_size) if prefix_cache else None
         self._allocator = BlockAllocator(info.num_blocks, info.block_size, index=index)
         self._check_table = BlockTable(self._allocator)
@@ -57,6 +68,8 @@ class EngineBase:
     def release(self, request_ids: Sequence[str]) -> None:
         """Frees the sequences; unknown ids are ignored."""
         self._table.release(request_ids)
+        if self._grammars is not None:
+            self._grammars.release(request_ids)
 
     def check(self) -> None:
         """Runs a real one-token step in the block kept for it. Raises EngineLostError for broken logits."""

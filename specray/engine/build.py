@@ -10,7 +10,7 @@ from functools import partial
 from specray.config import Config, EngineConfig
 from specray.engine.draft import DraftEngine
 from specray.engine.profile import profile_draft, profile_target
-from specray.engine.runner.assembly import build_runner
+from specray.engine.runner.assembly import build_runner, model_path
 from specray.engine.runner.parallel import ParallelContext
 from specray.engine.runner.runner import ModelRunner, RunnerInfo
 from specray.engine.sampling.grammars import GrammarMasks
@@ -34,7 +34,7 @@ def build_target_engine(config: Config, *, parallel: ParallelContext | None = No
     """
     runner = _build_runner(config.target, role="target", parallel=parallel)
     info = _engine_info("target", config.target, runner.info)
-    grammars = GrammarMasks(partial(_grammar_compiler, config.target.model, runner.info.vocab_size))
+    grammars = GrammarMasks(partial(_grammar_compiler, config.target, "target", runner.info.vocab_size))
     make_engine = partial(TargetEngine, runner, device=runner.info.device, grammars=grammars)
     speed = profile_target(make_engine(info), budget_s=config.target.profile_s)
     _log("target", speed.step_times)
@@ -50,10 +50,12 @@ def build_draft_engine(config: Config, *, parallel: ParallelContext | None = Non
     """
     runner = _build_runner(config.draft, role="draft", parallel=parallel)
     info = _engine_info("draft", config.draft, runner.info)
+    grammars = GrammarMasks(partial(_grammar_compiler, config.draft, "draft", runner.info.vocab_size))
     make_engine = partial(
         DraftEngine,
         runner,
         device=runner.info.device,
+        grammars=grammars,
         max_num_draft_probs=config.speculation.max_num_draft_probs,
     )
     step_times = profile_draft(make_engine(info), budget_s=config.draft.profile_s)
@@ -70,8 +72,8 @@ def build_follower(config: EngineConfig, *, role: str, parallel: ParallelContext
     return _build_runner(config, role=role, parallel=parallel)
 
 
-def _grammar_compiler(model: str, vocab_size: int) -> GrammarCompiler:
-    tokenizer = load_tokenizer(model)
+def _grammar_compiler(config: EngineConfig, role: str, vocab_size: int) -> GrammarCompiler:
+    tokenizer = load_tokenizer(model_path(config, role))
     return GrammarCompiler(
         tokenizer.backend_json, vocab_size=vocab_size, eos_token_ids=tokenizer.eos_token_ids
     )

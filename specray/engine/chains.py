@@ -36,6 +36,8 @@ class Chain:
     """Tokens to which draft tokens are appended; the last one is computed next."""
     num_wanted: int
     """Number of draft tokens at which the chain is full."""
+    request_id: str = field(default="", kw_only=True)
+    """Request whose grammar its tokens follow."""
     min_logprob: float = field(default=-math.inf, kw_only=True)
     """Least log probability that all draft tokens are accepted; the chain ends before it falls below."""
     drawn: list[DraftToken] = field(default_factory=list, init=False)
@@ -57,6 +59,11 @@ class Chain:
         return chain_rows(self.state)
 
     @property
+    def output_ids(self) -> list[int]:
+        """The output that the next token continues, draft tokens included, without the prompt."""
+        return self.token_ids[self.state.sampling.num_prompt_tokens :]
+
+    @property
     def draft_token_ids(self) -> tuple[int, ...]:
         return tuple(token.token_id for token in self.drawn)
 
@@ -65,7 +72,7 @@ class Chain:
         return tuple(token.probs for token in self.drawn if token.probs is not None)
 
     def take(self, token: DraftToken) -> None:
-        """Appends a draft token, or ends the chain before it."""
+        """Appends a draft token, or ends the chain before it; in a grammar nothing follows a stop."""
         self._logprob += token.logprob
         if self.drawn and self._logprob < self.min_logprob:
             self.num_wanted = len(self.drawn)
@@ -73,6 +80,9 @@ class Chain:
         self.drawn.append(token)
         self.token_ids.append(token.token_id)
         self.state.advance((token.token_id,))
+        sampling = self.state.sampling
+        if sampling.grammar is not None and token.token_id in sampling.stop_token_ids:
+            self.num_wanted = len(self.drawn)
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +98,12 @@ class BranchChain(Chain):
     """Number of the sequence's tokens that the branch continues."""
     first_index: int
     """KV index of the next token."""
+    sequence_ids: list[int]
+    """Tokens of the sequence, of which the branch continues the first ``prefix_len``."""
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.sequence_ids[self.state.sampling.num_prompt_tokens : self.prefix_len] + self.token_ids
 
     @property
     def next_token_id(self) -> int:
@@ -149,6 +165,12 @@ class OutcomeBranches:
         state.advance(proposed[: self.first])
         return chain_rows(state, proposed[self.first : self.last])
 
+    @property
+    def output_ids(self) -> list[int]:
+        """The output before the first of the rows that rank next tokens."""
+        start = self.sequence.told_state.sampling.num_prompt_tokens
+        return self.sequence.token_ids[start : self.sequence.num_tokens + self.first]
+
     def spread(self, ranked: Sequence[RankedRow]) -> None:
         """Makes branches of the likeliest outcomes, as far as there is room for their K/V."""
         logprobs: dict[tuple[int, int], float] = {}
@@ -202,4 +224,6 @@ class OutcomeBranches:
             num_accepted,
             prefix_len,
             first_index,
+            self.sequence.token_ids,
+            request_id=self.item.request_id,
         )

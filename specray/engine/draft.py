@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,7 +21,9 @@ from specray.engine.base import EngineBase
 from specray.engine.cache.sequences import EngineSequence
 from specray.engine.chains import Chain, OutcomeBranches
 from specray.engine.sampling.draft import DraftSampler
+from specray.engine.sampling.grammars import GrammarMasks
 from specray.engine.sampling.noise import NoiseSource
+from specray.engine.sampling.state import RowGroup
 from specray.engine.schedule import (
     BranchStep,
     CatchUp,
@@ -54,6 +56,7 @@ class DraftEngine(EngineBase):
         runner, info, prefix_cache: see :class:`EngineBase`.
         device: device of the runner's logits.
         max_num_draft_probs: support of the sparse draft distribution under rejection verification.
+        grammars: masks for requests with a grammar; None: their draft tokens are drawn without.
     """
 
     def __init__(
@@ -64,8 +67,9 @@ class DraftEngine(EngineBase):
         device: torch.device,
         max_num_draft_probs: int = 64,
         prefix_cache: bool = True,
+        grammars: GrammarMasks | None = None,
     ) -> None:
-        super().__init__(runner, info, can_evict=True, prefix_cache=prefix_cache)
+        super().__init__(runner, info, can_evict=True, prefix_cache=prefix_cache, grammars=grammars)
         noise = NoiseSource(info.vocab_size, device)
         self._sampler = DraftSampler(noise, max_num_draft_probs=max_num_draft_probs)
 
@@ -145,7 +149,13 @@ class DraftEngine(EngineBase):
         sequence.recompute_last(min(1, num_wanted))
         # Log of 0 is minus infinity: no bound.
         min_logprob = math.log(item.min_acceptance) if item.min_acceptance > 0 else -math.inf
-        chain = Chain(sequence.told_state.fork(), sequence.token_ids, num_wanted, min_logprob=min_logprob)
+        chain = Chain(
+            sequence.told_state.fork(),
+            sequence.token_ids,
+            num_wanted,
+            request_id=item.request_id,
+            min_logprob=min_logprob,
+        )
         return _Proposing(sequence, chain)
 
     def _admit_outcomes(self, item: SpeculateItem, length: int) -> OutcomeBranches:
@@ -190,7 +200,7 @@ class DraftEngine(EngineBase):
         """Ranks the next tokens of every outcome and makes a branch of each."""
         ranked = self._sampler.rank(
             logits,
-            [outcome.group for outcome in outcomes],
+            [self._masked(outcome.group, outcome.item.request_id, outcome) for outcome in outcomes],
             [count for outcome in outcomes for count in outcome.counts],
             [token for outcome in outcomes for token in outcome.excluded],
         )
@@ -233,9 +243,23 @@ class DraftEngine(EngineBase):
 
     def _draw(self, logits: Tensor, chains: Sequence[Chain]) -> None:
         is_judged = any(chain.is_judged for chain in chains)
-        tokens = self._sampler.draw(logits, [chain.group for chain in chains], is_judged=is_judged)
+        groups = [self._masked(chain.group, chain.request_id, chain) for chain in chains]
+        tokens = self._sampler.draw(logits, groups, is_judged=is_judged)
         for chain, token in zip(chains, tokens, strict=True):
             chain.take(token)
+
+    def _masked(self, group: RowGroup, request_id: str, of: Chain | OutcomeBranches) -> RowGroup:
+        """The rows with what their request's grammar allows.
+
+        Without masks where the grammar is lost: the target refuses what it forbids.
+        """
+        if group.sampling.grammar is None or self._grammars is None:
+            return group
+        try:
+            masks = self._grammars.masks(request_id, group.sampling, of.output_ids, group.token_ids)
+        except SpecrayError:
+            return group
+        return replace(group, token_masks=masks)
 
 
 def _reply(item: SpeculateItem, task: _Task) -> DraftReply:

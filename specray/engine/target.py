@@ -77,16 +77,9 @@ class TargetEngine(EngineBase):
         prefix_cache: bool = True,
         grammars: GrammarMasks | None = None,
     ) -> None:
-        super().__init__(runner, info, can_evict=False, prefix_cache=prefix_cache)
+        super().__init__(runner, info, can_evict=False, prefix_cache=prefix_cache, grammars=grammars)
         self._num_shared_tokens = _SHARED_TOKENS if prefix_cache else None
         self._noise = NoiseSource(info.vocab_size, device)
-        self._grammars = grammars
-
-    def release(self, request_ids: Sequence[str]) -> None:
-        """Frees the sequences; unknown ids are ignored."""
-        super().release(request_ids)
-        if self._grammars is not None:
-            self._grammars.release(request_ids)
 
     @torch.inference_mode()
     def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:

@@ -9,5 +9,6 @@ ask whether a token is legal).
 from specray.grammar.compiler import GrammarCompiler
 from specray.grammar.forms import grammar_of
 from specray.grammar.matcher import GrammarError, GrammarMatcher, TokenMasks
+from specray.grammar.output import GuidedOutputs
 
-__all__ = ["GrammarCompiler", "GrammarError", "GrammarMatcher", "TokenMasks", "grammar_of"]
+__all__ = ["GrammarCompiler", "GrammarError", "GrammarMatcher", "GuidedOutputs", "TokenMasks", "grammar_of"]

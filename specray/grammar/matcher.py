@@ -184,8 +184,15 @@ class GrammarMatcher:
         except GrammarError:
             # A matcher's errors are permanent; its state follows from the tokens, so it is made anew once.
             self._stats.num_replays += 1
-            self._matcher, self._fed = self._pristine.deep_copy(), []
-            self._consume(output_ids)
+            self._restart()
+            try:
+                self._consume(output_ids)
+            except GrammarError:
+                self._restart()
+                raise
+
+    def _restart(self) -> None:
+        self._matcher, self._fed = self._pristine.deep_copy(), []
 
     def _roll_back(self, length: int) -> None:
         surplus = len(self._fed) - length

@@ -8,16 +8,23 @@ import logging
 import math
 import random
 from collections.abc import AsyncGenerator
-from dataclasses import replace
 
 from specray import __version__
 from specray.config import RouterConfig, SpeculationConfig
 from specray.control.controller import Controller
 from specray.errors import EngineLostError, InvalidRequestError
-from specray.interfaces import Clock, DrafterSource, RequestTracer, StopMatcherFactory, Verifier
+from specray.interfaces import (
+    Clock,
+    DrafterSource,
+    OutputGrammarFactory,
+    RequestTracer,
+    StopMatcherFactory,
+    Verifier,
+)
 from specray.metrics.router import RouterMetrics
 from specray.requests import GenerateRequest, OutputChunk, ServiceInfo
 from specray.router.admission.checks import check_request
+from specray.router.admission.opening import SessionOpener
 from specray.router.admission.queue import AdmissionQueue
 from specray.router.admission.sessions import Sessions
 from specray.router.deferred import Later
@@ -29,7 +36,6 @@ from specray.router.proposers.choice import ProposerChoice
 from specray.router.proposers.model import ModelProposer
 from specray.router.proposers.ngram import LocalProposers
 from specray.router.rounds import Rounds
-from specray.router.session import Session
 from specray.router.session_record import LiveSession
 from specray.router.trace import Trace, encode_trace
 from specray.router.transport.clock import SystemClock
@@ -55,9 +61,10 @@ class Router:
         drafters: where draft models are leased; None: there is none.
         router: the section of the configuration: queues, budgets and deadlines.
         speculation: the section of the configuration: how draft and target work together.
-        model: the served model's name; default: what the target says.
+        model: the served model's name; default: the target's.
         clock: all time is read from it.
         stop_matchers: for stop strings; without it requests that have some are refused.
+        grammars: for what a grammar says of draft tokens; None: they are drafted for without.
         metrics: default: a fresh registry.
         tracer: told of requests that are traced; None: nobody is.
         draft: what drafts for requests that do not say; without ``drafters``, MODEL is plain decoding.
@@ -76,6 +83,7 @@ class Router:
         model: str | None = None,
         clock: Clock | None = None,
         stop_matchers: StopMatcherFactory | None = None,
+        grammars: OutputGrammarFactory | None = None,
         metrics: RouterMetrics | None = None,
         tracer: RequestTracer | None = None,
         draft: DraftKind = DraftKind.MODEL,
@@ -89,7 +97,7 @@ class Router:
         self._speculation = speculation or SpeculationConfig.model_validate({})
         self._model = model
         self._clock = clock or SystemClock()
-        self._stop_matchers = stop_matchers
+        self._opener = SessionOpener(stop_matchers, grammars)
         self._version = version
         self._rng = random.Random(seed)
         inbox = self._inbox = Inbox()
@@ -299,22 +307,15 @@ class Router:
         check_request(
             request,
             info,
-            has_stop_strings=self._stop_matchers is not None,
+            has_stop_strings=self._opener.has_stop_strings,
             has_draft_model=self._drafters is not None,
         )
         if self._is_draining:
             raise EngineLostError("the service is stopping; the request may be sent again")
         self._check_unused(request.request_id)
-        if request.sampling.num_prompt_tokens != len(request.prompt_token_ids):
-            sampling = replace(request.sampling, num_prompt_tokens=len(request.prompt_token_ids))
-            request = replace(request, sampling=sampling)
-        factory = self._stop_matchers
-        matcher = None
-        if factory is not None and request.stop:
-            matcher = factory(request.stop, request.prompt_token_ids)
         now = self._clock.monotonic()
         live = LiveSession(
-            Session(request, matcher, vocab_size=info.vocab_size),
+            self._opener.open(request, vocab_size=info.vocab_size),
             delivery,
             self._controller.start_session(request),
             arrived_s=now,

@@ -19,6 +19,7 @@ from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.errors import ProtocolError
 from specray.interfaces import StopMatcher
 from specray.requests import FinishReason, GenerateRequest
+from specray.router.output.guide import Guide
 from specray.router.output.stops import StopConditions
 from specray.router.session_values import (
     Commit,
@@ -66,6 +67,7 @@ class Session:
         self.num_cached_tokens = 0
         """Prompt tokens that the target did not compute but found in its prefix cache."""
         self.tally = Tally()
+        self.guide = Guide(self.committed, self.num_prompt_tokens)
         self._stops = StopConditions(request, matcher)
         if request.resumed is not None:
             self._resume(request.resumed.token_ids)
@@ -74,7 +76,7 @@ class Session:
         self._usable = partial(usable_draft, vocab_size=vocab_size, needs_probs=needs_probs)
         self._vocab_size = vocab_size
         self._source = DraftKind.MODEL.value
-        """Source of ``drafted``: a DraftKind's value, or FALLBACK."""
+        """Source of ``drafted``: a DraftKind's value, FALLBACK or GRAMMAR."""
         self._branches: dict[tuple[int, int], DraftTokens] = {}
         self._has_outcomes = False
         self._open_verdict: tuple[int, int] | None = None
@@ -111,7 +113,7 @@ class Session:
     @property
     def is_prefilling(self) -> bool:
         """The target fills its cache (prompt, or everything after a loss): nothing waits for the draft."""
-        # Asked several times a round of each session, so it asks no other property.
+        # Asked several times a round, so it asks no other property.
         length, held = len(self.committed), self.target.synced_len
         return length == self.num_prompt_tokens or held == 0 or length - held > 1 + MAX_SPECULATIVE_TOKENS
 
@@ -152,7 +154,8 @@ class Session:
         if drafted.probs and not all(row.is_distribution(self._vocab_size) for row in drafted.probs):
             # The target would refuse them, and the request would end for its draft's fault.
             drafted = NO_DRAFT
-        self._verified = drafted.first(max(0, min(max_new_tokens - missing, self.num_remaining - 1)))
+        room = max(0, min(max_new_tokens - missing, self.num_remaining - 1))
+        self._verified = self.guide.without_illegal(drafted.first(room))
         self._verified_source = self._source
         item = VerifyItem(
             self.request_id,

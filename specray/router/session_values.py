@@ -16,6 +16,8 @@ ItemT = TypeVar("ItemT", SpeculateItem, VerifyItem)
 
 FALLBACK = "fallback"
 """Source of draft tokens from the local proposer that stands in for a draft model."""
+GRAMMAR = "grammar"
+"""Source of draft tokens that the request's grammar forces."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Token masks of requests with a grammar, on the target: one matcher per sequence.
+"""Token masks of requests with a grammar, for either engine: one matcher per sequence.
 
 A matcher may be lost at any time: its state follows from the output's token ids, so a sequence that was
 retried or taken over from another router simply gets a new one.
@@ -6,10 +6,15 @@ retried or taken over from another router simply gets a new one.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from specray.grammar import GrammarCompiler, GrammarMatcher, TokenMasks
 from specray.types import Grammar, SamplingParams
+
+_MAX_MATCHERS: Final = 1024
+"""Number of matchers that are kept, the latest used; another is made again from its output."""
 
 
 class GrammarMasks:
@@ -22,7 +27,7 @@ class GrammarMasks:
     def __init__(self, make_compiler: Callable[[], GrammarCompiler]) -> None:
         self._make_compiler = make_compiler
         self._compiler: GrammarCompiler | None = None
-        self._matchers: dict[str, tuple[Grammar, GrammarMatcher]] = {}
+        self._matchers: OrderedDict[str, tuple[Grammar, GrammarMatcher]] = OrderedDict()
 
     def masks(
         self,
@@ -47,6 +52,9 @@ class GrammarMasks:
                 self._compiler = self._make_compiler()
             matcher = self._compiler.matcher(sampling.grammar, sampling.stop_token_ids)
             kept = self._matchers[request_id] = (sampling.grammar, matcher)
+            if len(self._matchers) > _MAX_MATCHERS:
+                self._matchers.popitem(last=False)
+        self._matchers.move_to_end(request_id)
         return kept[1].masks(output_ids, draft_ids)
 
     def release(self, request_ids: Sequence[str]) -> None:

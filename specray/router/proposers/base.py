@@ -39,7 +39,7 @@ class Proposer(Protocol):
 
     @property
     def source(self) -> str:
-        """Name under which its draft tokens are accounted: a DraftKind's value, or FALLBACK."""
+        """Name under which its draft tokens are accounted: a DraftKind's value, FALLBACK or GRAMMAR."""
         ...
 
     def propose(self, session: Session, budget: Budget) -> DraftTokens | Literal[Pending.PENDING] | None:

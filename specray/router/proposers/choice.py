@@ -15,7 +15,7 @@ from specray.router.proposers.fallback import NgramFallback
 from specray.router.proposers.model import ModelProposer
 from specray.router.proposers.prefill import are_prompts_first
 from specray.router.session_record import LiveSession
-from specray.router.session_values import Commit, Lookup
+from specray.router.session_values import GRAMMAR, Commit, Lookup
 from specray.router.transport.links import DraftLink
 from specray.types import DraftReplies
 
@@ -69,7 +69,7 @@ class ProposerChoice:
             return
         instead = self._fallback.propose_instead(live, plan, now)
         if instead is not None and live.local is not None:
-            live.plan = OFF_BY_REASON[Reason.NGRAM]
+            live.plan = OFF_BY_REASON[Reason.GRAMMAR if live.local.is_forced else Reason.NGRAM]
             live.session.take_draft(instead, live.local.source)
             return
         answer = self.model.propose(live.session, Budget(now, len(self._running), plan))
@@ -79,7 +79,8 @@ class ProposerChoice:
         """Decides what is verified without asking the draft."""
         is_plain = self._controller.modes.is_plain and self.model.link is not None
         if is_plain and not live.is_drafted_locally:
-            live.session.take_draft(NO_DRAFT)
+            forced = NO_DRAFT if live.local is None else live.local.propose_forced(live.session)
+            live.session.take_draft(forced, GRAMMAR)
         else:
             self._propose_locally(live, now)
 

@@ -2,7 +2,7 @@
 
 Their draft tokens are there in microseconds, so nothing is asked, sent or waited for. A session has one when
 its request is drafted for by ``ngram`` or ``suffix``; with a draft model it may have one as its *n-gram
-fallback*, which proposes where the model has nothing to offer.
+fallback*, which proposes where the model has nothing to offer. Tokens that a grammar forces go first.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from specray.drafting import LONG_MATCH_LEN, OutputStore, OutputStores, SessionP
 from specray.requests import GenerateRequest
 from specray.router.proposers.base import Budget
 from specray.router.session import Session
-from specray.router.session_values import FALLBACK, Commit
+from specray.router.session_values import FALLBACK, GRAMMAR, Commit
 from specray.types import MAX_SPECULATIVE_TOKENS, DraftKind
 
 PRIOR_ACCEPTANCE: Final[Mapping[str, float]] = MappingProxyType(
-    {DraftKind.NGRAM: 0.5, DraftKind.SUFFIX: 0.5, FALLBACK: 0.3}
+    {DraftKind.NGRAM: 0.5, DraftKind.SUFFIX: 0.5, FALLBACK: 0.3, GRAMMAR: 0.95}
 )
 PRIOR_LONG_MATCH_ACCEPTANCE = 0.9
 LOOK_S: Final = 12e-6
@@ -56,26 +56,45 @@ class Track:
 class LocalProposer:
     """One session's proposer and its own statistics, apart from those of a draft model."""
 
-    source: str
-    """ngram, suffix or FALLBACK."""
+    kind: str
+    """ngram, suffix or FALLBACK: what proposes where no grammar forces a token."""
     proposer: SessionProposer
     short: Track
     long: Track
     """Statistics after a long match, which most often means that a repetition goes on."""
+    forced: Track
+    """Statistics of tokens that the grammar forces; the model may spell them in other tokens."""
     max_tokens: int
     """Most draft tokens of a proposal."""
     store: OutputStore | None = None
     looks: Rate | None = None
     """Accepted draft tokens per look of all sessions; None: the draft is no fallback."""
     is_long: bool = False
-    """So was the match of the last proposal."""
+    """So was the match of the last proposal, or it was forced."""
+    is_forced: bool = False
+    """The grammar forced the last proposal."""
+
+    @property
+    def source(self) -> str:
+        """See Proposer: of the last proposal."""
+        return GRAMMAR if self.is_forced else self.kind
 
     @property
     def is_fallback(self) -> bool:
-        return self.source == FALLBACK
+        return self.kind == FALLBACK
+
+    def propose_forced(self, session: Session) -> DraftTokens:
+        """What the grammar forces; each such token is worth its row, whatever else would pay."""
+        forced = session.guide.forced(self.max_tokens)
+        self.is_forced = len(forced) > 0
+        return forced
 
     def propose(self, session: Session, budget: Budget) -> DraftTokens:
         """See Proposer; none when nothing was found, or when it would not pay."""
+        forced = self.propose_forced(session)
+        if self.is_forced:
+            self.is_long = True
+            return forced
         self.proposer.extend(session.committed[self.proposer.num_tokens :])
         match_len = self.proposer.match_len
         self.is_long = match_len >= LONG_MATCH_LEN
@@ -95,12 +114,12 @@ class LocalProposer:
             return
         track = self._track
         track.controller.observe_round(track.stats, commit.num_draft_tokens, commit.num_accepted_tokens)
-        if self.looks is not None:
+        if self.looks is not None and not self.is_forced:
             self.looks.add(commit.num_accepted_tokens, 1)
 
     def pass_over(self) -> None:
         """What it found, if anything, is not verified: a look that brought nothing."""
-        if self.looks is not None:
+        if self.looks is not None and not self.is_forced:
             self.looks.add(0, 1)
 
     def expect(self, num_drafts: int, *, num_running: int) -> tuple[float, float]:
@@ -124,6 +143,8 @@ class LocalProposer:
 
     @property
     def _track(self) -> Track:
+        if self.is_forced:
+            return self.forced
         return self.long if self.is_long else self.short
 
 
@@ -161,25 +182,29 @@ class LocalProposers:
             num_sessions: there are now, with this one.
 
         Returns:
-            None when only a model drafts for it, or nothing does.
+            None when only a model drafts for it, or nothing does. A request with a grammar has one.
         """
         kind = self._fallback if draft is DraftKind.MODEL else draft
-        if kind is None:
+        fixed_k = self._controller.fixed_k(request)
+        if fixed_k == 0:
             return None
-        source = FALLBACK if draft is DraftKind.MODEL else kind.value
+        if draft is DraftKind.MODEL and kind is not None and not self._may_pay(num_sessions):
+            kind = None
+        if kind is None and request.sampling.grammar is None:
+            return None
+        source = FALLBACK if draft is DraftKind.MODEL else draft.value
         is_fallback = source == FALLBACK
         # A fallback is there to add speed, so it must be free to propose nothing, whatever K is configured.
         short, long = (
             Track(controller, controller.start_session(request, is_auto=is_fallback))
             for controller in self._controllers[source]
         )
-        fixed_k = self._controller.fixed_k(request)
-        if fixed_k == 0 or (is_fallback and not self._may_pay(num_sessions)):
-            return None
+        by_grammar = self._controllers[GRAMMAR][0]
+        forced = Track(by_grammar, by_grammar.start_session(request, is_auto=True))
         store = self._stores.of(request.speculation.tenant) if kind is DraftKind.SUFFIX else None
         most = fixed_k or MAX_SPECULATIVE_TOKENS
         looks = self._looks if is_fallback else None
-        return LocalProposer(source, make_proposer(kind, store), short, long, most, store, looks)
+        return LocalProposer(source, make_proposer(kind, store), short, long, forced, most, store, looks)
 
     def _may_pay(self, num_sessions: int) -> bool:
         """What the fallback brought lately is worth more than its looks take, or it is time to look again.

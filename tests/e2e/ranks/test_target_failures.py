@@ -161,7 +161,7 @@ async def test_a_router_that_is_replaced_finishes_its_requests(
     changed = service.config.model_copy(
         update={
             "router": service.config.router.model_copy(update={"trace_events": 10}),
-            # As `specray serve` chooses it: the Ingress is replaced, too, and others need its HTTP after this.
+            # As `specray serve` chooses: the Ingress is replaced, too, and others need its HTTP after this.
             "http": service.config.http.model_copy(update={"server": "ingress"}),
         }
     )

@@ -16,10 +16,11 @@ from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.engine.build import build_draft_engine, build_target_engine
 from specray.engine.draft import DraftEngine
 from specray.engine.target import TargetEngine
+from specray.grammar import GrammarCompiler
 from specray.grammar.forms import json_grammar
 from specray.tokenization import Tokenizer, load_tokenizer
 from specray.types import Grammar, GrammarKind, ItemFailed, SamplingParams, Verdict, Verification
-from tests.unit.engine.harness import Session, commit, propose, verify, verify_item
+from tests.unit.engine.harness import Session, commit, outcomes, propose, verify, verify_item
 
 CONFIG: dict[str, Any] = {
     name: {"dtype": "float32", "profile_s": 0, "max_model_len": 256, "max_num_seqs": 4, "num_threads": 1}
@@ -83,6 +84,20 @@ def generate(drafter: Drafter, num_drafts: int, **changes: Any) -> list[int]:
         draft().release([session.request_id])
 
 
+def started(name: str, **changes: Any) -> Session:
+    prompt = list(tokenizer().encode("ITEM = "))
+    return Session(name, prompt, sampling(num_prompt_tokens=len(prompt), **changes))
+
+
+@cache
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(
+        tokenizer().backend_json,
+        vocab_size=tokenizer().vocab_size,
+        eos_token_ids=tokenizer().eos_token_ids,
+    )
+
+
 def none(session: Session, count: int) -> DraftTokens:
     return NO_DRAFT
 
@@ -122,6 +137,40 @@ def test_output_under_a_grammar_is_valid_and_the_same_with_any_draft(changes: di
     for num_drafts in (1, 6):
         for drafter in (by_model, by_chance, by_knowing(plain)):
             assert generate(drafter, num_drafts, **changes) == plain, (num_drafts, drafter)
+
+
+def test_draft_model_proposes_only_what_the_grammar_allows() -> None:
+    free = by_model(started("free", grammar=None), 6)
+    masked = by_model(started("masked"), 6)
+    draft().release(["free", "masked"])
+    matcher = compiler().matcher(json_grammar(SCHEMA), tokenizer().eos_token_ids)
+    assert matcher.count_legal((), free.token_ids) == 0, "it would write something else"
+    assert matcher.count_legal((), masked.token_ids) == 6
+
+
+def test_draft_model_ranks_only_next_tokens_that_the_grammar_allows() -> None:
+    session = started("ranked")
+    proposed = by_model(session, 3).token_ids
+    branches = outcomes(draft(), session, DraftTokens(proposed), (2, 2, 2, 2), 3).branches
+    draft().release(["ranked"])
+    matcher = compiler().matcher(json_grammar(SCHEMA), tokenizer().eos_token_ids)
+    assert branches
+    for branch in branches:
+        output = (*proposed[: branch.num_accepted_tokens], branch.next_token_id, *branch.draft.token_ids)
+        assert matcher.count_legal((), output) == len(output)
+
+
+def test_draft_model_proposes_nothing_behind_a_stop_token() -> None:
+    session = started("ended", grammar=Grammar(GrammarKind.REGEX, "x"))
+    proposed = by_model(session, 6).token_ids
+    draft().release(["ended"])
+    assert tokenizer().decode(proposed[:-1]) == "x" and proposed[-1] in tokenizer().eos_token_ids
+
+
+def test_draft_without_its_grammar_goes_on_without_masks() -> None:
+    bad = Grammar(GrammarKind.JSON_SCHEMA, '{"uniqueItems": true}')
+    assert by_model(started("bad", grammar=bad), 4) == by_model(started("none", grammar=None), 4)
+    draft().release(["bad", "none"])
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -130,7 +130,7 @@ async def serving(
     target = target or fake_target()
     draft = draft or fake_draft()
     source = drafters or FakeDrafterSource(make_drafter or (lambda _: LocalDrafter(draft, clock)))
-    stop_matchers = options.pop("stop_matchers", None)
+    stop_matchers, grammars = options.pop("stop_matchers", None), options.pop("grammars", None)
     kind = options.pop("draft_kind", DraftKind.MODEL)
     draft_on_demand = options.pop("draft_on_demand", False)
     tracer = options.pop("tracer", None)
@@ -143,6 +143,7 @@ async def serving(
         speculation=speculation_config(**options),
         clock=clock,
         stop_matchers=stop_matchers,
+        grammars=grammars,
         draft=kind,
         draft_on_demand=draft_on_demand,
         tracer=tracer,
