@@ -105,6 +105,9 @@ class SamplingParams:
     """Tokens before the output: penalties and min_tokens need their number."""
     num_logprobs: int | None = None
     """Likeliest tokens whose logprobs are told beside the chosen token's; None: no logprobs."""
+    num_prompt_logprobs: int | None = None
+    """Likeliest tokens whose logprobs are told beside each prompt token's own; None: the prompt has none. The
+    prefix cache is of no use to such a prompt."""
     verification: Verification = Verification.COUPLED
     """Rule by which draft tokens are accepted."""
     grammar: Grammar | None = None
@@ -256,6 +259,8 @@ class Verdict:
     """Tokens held after a chunk, which may have been cut; None: all that the item told."""
     num_cached_tokens: int = 0
     """Tokens of the item that were not computed but found in the prefix cache."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per prompt token of the item, when the request asks for them; the first of all has none."""
 
 
 DraftReply = Proposal | Outcomes | UnknownSequence | ItemFailed

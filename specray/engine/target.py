@@ -44,6 +44,8 @@ T = TypeVar("T")
 
 Answer = tuple[int, TargetReply]
 """Index of an item in its batch, and the reply to it."""
+Scores = dict[int, tuple[TokenLogprobs, ...]]
+"""Logprobs of the prompt tokens of an item, by its index in the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +57,25 @@ class _Scheduled:
     sequence: EngineSequence
 
     @property
-    def num_logits(self) -> int:
+    def num_sampled(self) -> int:
+        """Rows from which tokens are drawn."""
         return len(self.item.draft.token_ids) + 1 if self.item.sample else 0
+
+    @property
+    def scored(self) -> Sequence[int]:
+        """The prompt tokens of the item whose logprobs are wanted; nothing predicts the first of all."""
+        sampling = self.sequence.sampling
+        if sampling.num_prompt_logprobs is None:
+            return ()
+        end = min(self.sequence.num_tokens, sampling.num_prompt_tokens)
+        return self.sequence.token_ids[max(1, self.item.base_len) : end]
+
+    @property
+    def num_logits(self) -> int:
+        """Rows that give logits: the last ones, from the one before the first scored token."""
+        if not self.scored:
+            return self.num_sampled
+        return len(self.sequence.token_ids) - max(1, self.item.base_len) + 1
 
 
 class TargetEngine(EngineBase):
@@ -133,8 +152,7 @@ class TargetEngine(EngineBase):
             max_new_tokens=item.max_new_tokens,
         )
         sequence.set_tail(item.draft.token_ids)
-        if item.sample:
-            sequence.recompute_last(num_drafts + 1)
+        sequence.recompute_last(_Scheduled(0, item, sequence).num_logits)
         return sequence
 
     def _run(self, scheduled: Sequence[_Scheduled]) -> Tensor | None:
@@ -147,9 +165,10 @@ class TargetEngine(EngineBase):
 
     def _postprocess(self, scheduled: Sequence[_Scheduled], logits: Tensor | None) -> Iterator[Answer]:
         sampled = [entry for entry in scheduled if entry.item.sample]
+        logits, scores = _split_scores(scheduled, logits)
         for entry in scheduled:
             if not entry.item.sample:
-                yield entry.index, _chunk_verdict(entry)
+                yield entry.index, replace(_chunk_verdict(entry), prompt_logprobs=scores.get(entry.index, ()))
         if logits is None:
             return
         try:
@@ -157,15 +176,18 @@ class TargetEngine(EngineBase):
         except Exception:
             # Whichever item it was, the others must not suffer: each on its own.
             _log.exception("a batch of %d items could not be verified together", len(sampled))
-            yield from self._postprocess_singly(sampled, logits)
+            yield from self._postprocess_singly(sampled, logits, scores)
             return
         for entry, rows, result in _with_rows(sampled, logits, verified):
-            yield entry.index, _commit(entry, rows, result)
+            yield entry.index, _commit(entry, rows, result, scores.get(entry.index, ()))
 
-    def _postprocess_singly(self, sampled: Sequence[_Scheduled], logits: Tensor) -> Iterator[Answer]:
+    def _postprocess_singly(
+        self, sampled: Sequence[_Scheduled], logits: Tensor, scores: Scores
+    ) -> Iterator[Answer]:
         for entry, rows, _ in _with_rows(sampled, logits, [None] * len(sampled)):
             try:
-                yield entry.index, _commit(entry, rows, self._verify([entry], rows)[0])
+                verified = self._verify([entry], rows)[0]
+                yield entry.index, _commit(entry, rows, verified, scores.get(entry.index, ()))
             except Exception as error:
                 yield entry.index, failure_reply(entry.item, error)
 
@@ -201,8 +223,25 @@ def _with_rows(
 ) -> Iterator[tuple[_Scheduled, Tensor, T]]:
     start = 0
     for entry, value in zip(sampled, values, strict=True):
-        yield entry, logits[start : start + entry.num_logits], value
-        start += entry.num_logits
+        yield entry, logits[start : start + entry.num_sampled], value
+        start += entry.num_sampled
+
+
+def _split_scores(scheduled: Sequence[_Scheduled], logits: Tensor | None) -> tuple[Tensor | None, Scores]:
+    """Separates the rows that tokens are drawn from, and makes logprobs of those that score prompts."""
+    if logits is None or not any(entry.scored for entry in scheduled):
+        return logits, {}
+    scores: Scores = {}
+    sampled: list[Tensor] = []
+    pieces = torch.split(logits, [entry.num_logits for entry in scheduled])
+    for entry, rows in zip(scheduled, pieces, strict=True):
+        tokens, num_top = entry.scored, entry.sequence.sampling.num_prompt_logprobs
+        if tokens:
+            assert num_top is not None
+            scores[entry.index] = token_logprobs(rows[: len(tokens)], tokens, num_top)
+        if entry.item.sample:
+            sampled.append(rows[len(rows) - entry.num_sampled :])
+    return (torch.cat(sampled) if sampled else None), scores
 
 
 def _chunk_verdict(entry: _Scheduled) -> Verdict:
@@ -218,7 +257,9 @@ def _chunk_verdict(entry: _Scheduled) -> Verdict:
     )
 
 
-def _commit(entry: _Scheduled, logits: Tensor, verified: Verified) -> Verdict:
+def _commit(
+    entry: _Scheduled, logits: Tensor, verified: Verified, prompt_logprobs: tuple[TokenLogprobs, ...]
+) -> Verdict:
     """Keeps the accepted draft tokens, drops the others, and answers."""
     item, (num_accepted, next_token_id) = entry.item, verified
     num_logprobs = entry.sequence.sampling.num_logprobs
@@ -235,6 +276,7 @@ def _commit(entry: _Scheduled, logits: Tensor, verified: Verified) -> Verdict:
         next_token_id,
         logprobs,
         num_cached_tokens=entry.sequence.num_cached_tokens,
+        prompt_logprobs=prompt_logprobs,
     )
 
 

@@ -184,9 +184,16 @@ class FakeTarget:
         if self._known is not None and len(item.token_ids) >= self._info.block_size:
             ends = range(self._info.block_size, len(sequence.tokens) + 1, self._info.block_size)
             self._known.update(tuple(sequence.tokens[:end]) for end in ends)
+        scores: tuple[TokenLogprobs, ...] = ()
+        if sequence.sampling.num_prompt_logprobs is not None:
+            end = min(len(sequence.tokens), sequence.sampling.num_prompt_tokens)
+            told = sequence.tokens[max(1, item.base_len) : end]
+            scores = tuple(TokenLogprobs(token, -float(token)) for token in told)
         if not item.sample:
             held_len = len(sequence.tokens) if is_limited else None
-            return Verdict(item.request_id, item.round_id, item.base_len, 0, None, (), held_len, cached)
+            return Verdict(
+                item.request_id, item.round_id, item.base_len, 0, None, (), held_len, cached, scores
+            )
         tokens = list(sequence.tokens)
         drawn: list[int] = []
         for draft_token in (*item.draft.token_ids, None):
@@ -206,6 +213,7 @@ class FakeTarget:
             next_token_id,
             logprobs,
             num_cached_tokens=cached,
+            prompt_logprobs=scores,
         )
 
 

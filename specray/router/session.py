@@ -26,6 +26,7 @@ from specray.router.session_values import (
     DraftView,
     EngineView,
     Lookup,
+    PromptScores,
     Tally,
     num_common,
     usable_draft,
@@ -68,6 +69,7 @@ class Session:
         """Prompt tokens that the target did not compute but found in its prefix cache."""
         self.tally = Tally()
         self.guide = Guide(self.committed, self.num_prompt_tokens)
+        self.prompt_scores = PromptScores()
         self._stops = StopConditions(request, matcher)
         if request.resumed is not None:
             self._resume(request.resumed.token_ids)
@@ -231,6 +233,7 @@ class Session:
         if item is None:
             return None
         self.target.in_flight = None
+        self.prompt_scores.add(item.base_len, verdict.prompt_logprobs)
         told_len = item.base_len + len(item.token_ids)
         if self.num_output_tokens == 0:
             self.num_cached_tokens += verdict.num_cached_tokens

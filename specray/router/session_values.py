@@ -21,6 +21,19 @@ GRAMMAR = "grammar"
 
 
 @dataclass(slots=True)
+class PromptScores:
+    """Logprobs of a prompt's tokens but the first; some chunks of a prompt are computed twice."""
+
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def add(self, base_len: int, scores: Sequence[TokenLogprobs]) -> None:
+        """Takes those of the tokens from ``base_len`` on, as far as they are new."""
+        num_known = len(self.logprobs) + 1 - max(1, base_len)
+        if scores and num_known >= 0:
+            self.logprobs.extend(scores[num_known:])
+
+
+@dataclass(slots=True)
 class RoundTimer:
     """Measures what a round takes beside the work of both engines. Seconds are on the router's clock."""
 

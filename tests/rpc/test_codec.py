@@ -66,6 +66,7 @@ SAMPLING = st.builds(
     stop_token_ids=IDS,
     num_prompt_tokens=U32,
     num_logprobs=st.none() | U32,
+    num_prompt_logprobs=st.none() | U32,
     verification=st.sampled_from(Verification),
 )
 
@@ -93,7 +94,10 @@ FAILED = st.builds(ItemFailed, *HEAD, TEXT, st.booleans())
 PROPOSALS = st.builds(Proposal, *HEAD, draft_tokens())
 BRANCHES = st.builds(Branch, U32, U32, draft_tokens())
 OUTCOMES = st.builds(Outcomes, *HEAD, tuples_of(BRANCHES))
-VERDICTS = st.builds(Verdict, *HEAD, U32, st.none() | U32, tuples_of(token_logprobs()), st.none() | U32, U32)
+LOGPROBS = tuples_of(token_logprobs())
+VERDICTS = st.builds(
+    Verdict, *HEAD, U32, st.none() | U32, LOGPROBS, st.none() | U32, U32, prompt_logprobs=LOGPROBS
+)
 INFOS = st.builds(
     EngineInfo,
     *(TEXT, TEXT, U32, TEXT, U32, U32, U32, U32, U32, U32),

@@ -51,6 +51,7 @@ last_chunks = st.builds(
     stats=st.none() | st.builds(SpeculationStats, token_ids, token_ids, token_ids, st.just((1, 2))),
     num_cached_tokens=token_ids,
     ttft_s=st.none() | st.floats(0, 60),
+    prompt_logprobs=st.lists(logprobs, max_size=2).map(tuple),
 )
 
 

@@ -309,7 +309,9 @@ class SequenceTable:
         if len(self._sequences) >= self._max_num_seqs and not self._evict_idle():
             raise OverloadedError(f"{self._max_num_seqs} sequences are held (max_num_seqs); none is idle")
         table = BlockTable(self._allocator)
-        prefix = None if self._allocator.index is None else SequencePrefix(table)
+        # Every row of a prompt with logprobs is computed, so it is no part of the prefix cache.
+        shares = self._allocator.index is not None and sampling.num_prompt_logprobs is None
+        prefix = SequencePrefix(table) if shares else None
         return EngineSequence(request_id, sampling, table, prefix=prefix)
 
     def _evict_idle(self) -> bool:

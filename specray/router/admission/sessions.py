@@ -197,6 +197,7 @@ class Sessions:
             stats=session.tally.stats,
             num_cached_tokens=session.num_cached_tokens,
             ttft_s=None if live.first_token_s is None else live.first_token_s - live.arrived_s,
+            prompt_logprobs=session.prompt_scores.logprobs,
         )
         self._later.add(finish)
 

@@ -77,6 +77,7 @@ class Delivery:
         stats: SpeculationStats | None = None,
         num_cached_tokens: int = 0,
         ttft_s: float | None = None,
+        prompt_logprobs: Sequence[TokenLogprobs] = (),
     ) -> None:
         """Ends the output."""
         self._last = OutputChunk(
@@ -89,6 +90,7 @@ class Delivery:
             stats=stats,
             num_cached_tokens=num_cached_tokens,
             ttft_s=ttft_s,
+            prompt_logprobs=tuple(prompt_logprobs),
         )
         if self._on_change is not None:
             self._on_change(self)

@@ -50,6 +50,8 @@ def _encode_chunk(out: delivery_pb2.OutputChunk, chunk: OutputChunk) -> None:
     out.num_cached_tokens = chunk.num_cached_tokens
     if chunk.ttft_s is not None:
         out.ttft_s = chunk.ttft_s
+    for logprobs in chunk.prompt_logprobs:
+        encode_token_logprobs(out.prompt_logprobs.add(), logprobs)
 
 
 def _decode_chunk(chunk: delivery_pb2.OutputChunk) -> OutputChunk:
@@ -66,4 +68,5 @@ def _decode_chunk(chunk: delivery_pb2.OutputChunk) -> OutputChunk:
         stats=decode_stats(chunk.stats) if chunk.HasField("stats") else None,
         num_cached_tokens=chunk.num_cached_tokens,
         ttft_s=chunk.ttft_s if chunk.HasField("ttft_s") else None,
+        prompt_logprobs=tuple(map(decode_token_logprobs, chunk.prompt_logprobs)),
     )

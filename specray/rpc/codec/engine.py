@@ -280,6 +280,8 @@ def _encode_verdict(out: target_pb2.Verdict, verdict: Verdict) -> None:
         out.held_len = verdict.held_len
     if verdict.num_cached_tokens:
         out.num_cached_tokens = verdict.num_cached_tokens
+    for logprobs in verdict.prompt_logprobs:
+        encode_token_logprobs(out.prompt_logprobs.add(), logprobs)
 
 
 def _decode_verdict(verdict: target_pb2.Verdict) -> Verdict:
@@ -292,6 +294,7 @@ def _decode_verdict(verdict: target_pb2.Verdict) -> Verdict:
         tuple(map(decode_token_logprobs, verdict.logprobs)) if verdict.logprobs else (),
         verdict.held_len if verdict.HasField("held_len") else None,
         verdict.num_cached_tokens,
+        tuple(map(decode_token_logprobs, verdict.prompt_logprobs)) if verdict.prompt_logprobs else (),
     )
 
 

@@ -74,6 +74,8 @@ def encode_sampling(out: types_pb2.SamplingParams, sampling: SamplingParams) -> 
     out.stop_token_ids.extend(sampling.stop_token_ids)
     if sampling.num_logprobs is not None:
         out.num_logprobs = sampling.num_logprobs
+    if sampling.num_prompt_logprobs is not None:
+        out.num_prompt_logprobs = sampling.num_prompt_logprobs
     out.verification = encode_verification(sampling.verification)
     if sampling.grammar is not None:
         out.grammar.kind = _GRAMMAR_KINDS[sampling.grammar.kind]
@@ -86,6 +88,9 @@ def decode_sampling(sampling: types_pb2.SamplingParams) -> SamplingParams:
         logit_bias=decode_logit_bias(sampling.logit_bias),
         stop_token_ids=tuple(sampling.stop_token_ids[:]),
         num_logprobs=sampling.num_logprobs if sampling.HasField("num_logprobs") else None,
+        num_prompt_logprobs=(
+            sampling.num_prompt_logprobs if sampling.HasField("num_prompt_logprobs") else None
+        ),
         verification=decode_verification(sampling.verification),
         grammar=_decode_grammar(sampling.grammar) if sampling.HasField("grammar") else None,
     )

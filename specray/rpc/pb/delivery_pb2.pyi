@@ -15,7 +15,7 @@ class DeliverRequest(_message.Message):
     def __init__(self, chunks: _Optional[_Iterable[_Union[OutputChunk, _Mapping]]] = ...) -> None: ...
 
 class OutputChunk(_message.Message):
-    __slots__ = ("request_id", "token_ids", "logprobs", "finish_reason", "stop_string", "stop_token_id", "message", "stats", "num_cached_tokens", "ttft_s")
+    __slots__ = ("request_id", "token_ids", "logprobs", "finish_reason", "stop_string", "stop_token_id", "message", "stats", "num_cached_tokens", "ttft_s", "prompt_logprobs")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +26,7 @@ class OutputChunk(_message.Message):
     STATS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]
@@ -36,7 +37,8 @@ class OutputChunk(_message.Message):
     stats: _inference_pb2.SpeculationStats
     num_cached_tokens: int
     ttft_s: float
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., message: _Optional[str] = ..., stats: _Optional[_Union[_inference_pb2.SpeculationStats, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ..., ttft_s: _Optional[float] = ...) -> None: ...
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., message: _Optional[str] = ..., stats: _Optional[_Union[_inference_pb2.SpeculationStats, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ..., ttft_s: _Optional[float] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class DeliverResponse(_message.Message):
     __slots__ = ()

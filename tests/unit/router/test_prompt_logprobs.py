@@ -1,0 +1,64 @@
+"""Logprobs of prompts through a router: whole, in chunks, and computed twice after a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from specray.fakes import FakeTarget, VirtualClock
+from specray.types import TargetReplies, TokenLogprobs, VerifyItem
+from tests.unit.router.harness import expected, fake_target, request, router_config, run, serving
+
+PROMPT = tuple(range(1, 51))
+SCORES = tuple(TokenLogprobs(token, -float(token)) for token in PROMPT[1:])
+
+
+@pytest.mark.parametrize("chunk", [16, 23, 1000])
+def test_last_chunk_carries_those_of_all_prompt_tokens_but_the_first(chunk: int) -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        async with serving(clock, config=router_config(prefill_chunk_tokens=chunk)) as pair:
+            given = request("a", PROMPT, 6, num_prompt_logprobs=0)
+            output = await pair.router.complete(given)
+            assert output.token_ids == expected(given)
+            assert output.prompt_logprobs == SCORES
+            plain = await pair.router.complete(request("b", PROMPT, 6))
+            assert plain.prompt_logprobs == ()
+
+    run(clock, main())
+
+
+def test_stream_has_them_in_its_last_chunk() -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        async with serving(clock) as pair:
+            given = request("a", PROMPT, 6, num_prompt_logprobs=0)
+            chunks = [chunk async for chunk in pair.router.stream(given)]
+            assert [chunk.prompt_logprobs for chunk in chunks[:-1]] == [()] * (len(chunks) - 1)
+            assert chunks[-1].prompt_logprobs == SCORES
+
+    run(clock, main())
+
+
+@pytest.mark.parametrize("step", [2, 3, 4, 5])
+def test_prompt_that_is_computed_again_has_each_once(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, target, verify = VirtualClock(), fake_target(), FakeTarget.verify
+
+    def forgetful(engine: FakeTarget, items: Sequence[VerifyItem]) -> TargetReplies:
+        if engine.num_steps == step - 1:
+            engine.release(["a"])
+        return verify(engine, items)
+
+    async def main() -> None:
+        config = router_config(prefill_chunk_tokens=16)
+        async with serving(clock, target=target, config=config) as pair:
+            given = request("a", PROMPT, 12, num_prompt_logprobs=0)
+            output = await pair.router.complete(given)
+            assert output.token_ids == expected(given)
+            assert output.prompt_logprobs == SCORES
+
+    monkeypatch.setattr(FakeTarget, "verify", forgetful)
+    run(clock, main())
