@@ -274,7 +274,7 @@ class Rounds:
     ) -> None:
         """A verdict that committed tokens, so long after those before it, or after the request came."""
         metrics, num_tokens = self._metrics, len(commit.token_ids)
-        metrics.observe_round(commit.num_draft_tokens, commit.num_accepted_tokens, commit.source)
+        metrics.observe_round(commit.num_draft_tokens, commit.num_kept_tokens, commit.source)
         metrics.observe_plan(plan.overlap_label, plan.num_speculative_tokens, plan.reason)
         if is_first:
             metrics.observe_first_tokens(num_tokens, waited_s)
