@@ -1,8 +1,8 @@
 """Answers of a Router to calls through a Serve handle, among them the errors that are meant for its caller.
 
-Serve logs a traceback of whatever a replica raises. A deadline that is over, a full queue or a wrong request is
-no fault of the replica, and at ten times the load there are thousands of them; so such an error is the answer,
-and the caller's side raises it.
+Serve logs a traceback of whatever a replica raises. A deadline that is over, a full queue or a wrong request
+is no fault of the replica, and at ten times the load there are thousands of them; so such an error is the
+answer, and the caller's side raises it.
 """
 
 from __future__ import annotations

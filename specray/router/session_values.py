@@ -131,8 +131,8 @@ class DraftView(EngineView[SpeculateItem]):
 class Tally:
     """Counters of one request.
 
-    While it runs, ``num_verified_tokens == num_accepted_tokens + num_rounds``. The last round verifies more if
-    the output ends before its last token.
+    While it runs, ``num_verified_tokens == num_accepted_tokens + num_rounds``. The last round verifies more
+    if the output ends before its last token.
     """
 
     num_rounds: int = 0

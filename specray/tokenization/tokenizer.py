@@ -52,6 +52,11 @@ class Tokenizer:
         self._special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
+        names = {backend.id_to_token(token_id): token_id for token_id in self._special_ids}
+        self.special_names: Mapping[str, int] = {name: names[name] for name in names if name}
+        """Ids of special tokens by their text."""
+        self.special_initials = frozenset(name[0] for name in self.special_names)
+        """Characters with which the text of a special token begins."""
         self._is_byte_level = type(backend.decoder).__name__ == "ByteLevel"
         self._unicode_to_byte = _unicode_to_byte()
         decoder: Any = backend.decoder
