@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from specray.config import RouterConfig
 from specray.control.controller import Controller
 from specray.control.state import Plan
-from specray.errors import ProtocolError
+from specray.errors import InvalidRequestError, ProtocolError
 from specray.interfaces import Clock
 from specray.metrics.router import RouterMetrics
 from specray.router.admission.sessions import Sessions
@@ -237,7 +237,9 @@ class Rounds:
                 return session.on_target_unknown(reply)
             case ItemFailed():
                 is_taken = session.on_target_failed(reply)
-                if session.is_finished:
+                if session.is_finished and reply.is_invalid:
+                    self.sessions.refuse(live, InvalidRequestError(reply.message), self._now)
+                elif session.is_finished:
                     self.sessions.end(live, self._now)
                 elif is_taken:
                     self.sessions.preempt(live, self._now)

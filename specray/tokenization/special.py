@@ -17,7 +17,8 @@ class SpecialMarks:
 
     Args:
         tokenizer: knows which tokens are special.
-        is_shown: True: special tokens are text for the reader; False: they can end an output, but are not seen.
+        is_shown: True: special tokens are text for the reader; False: they can end an output, but are not
+            seen.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, is_shown: bool) -> None:

@@ -7,7 +7,13 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from specray.errors import DeadlineExceededError, EngineLostError, OverloadedError, SpecrayError
+from specray.errors import (
+    DeadlineExceededError,
+    EngineLostError,
+    InvalidRequestError,
+    OverloadedError,
+    SpecrayError,
+)
 from specray.interfaces import RequestTracer
 from specray.metrics.router import RouterMetrics
 from specray.requests import FinishReason
@@ -199,6 +205,10 @@ class Sessions:
             ttft_s=None if live.first_token_s is None else live.first_token_s - live.arrived_s,
         )
         self._later.add(finish)
+
+    def refuse(self, live: LiveSession, error: InvalidRequestError, now: float) -> None:
+        """The target found that the request is wrong: its caller gets ``error``, and what it wrote is lost."""
+        self._fail(live, error, now)
 
     def abort(self, request_id: str, now: float) -> None:
         """The caller went away. Unknown ids are ignored."""
