@@ -15,14 +15,10 @@ from specray.serving.admission.api_keys import Caller, complete_for, stream_for
 from specray.serving.admission.capacity import with_admission
 from specray.serving.generation import Delta, close
 from specray.serving.grammars import GrammarChecker
+from specray.serving.http.chat.schema import ChatCompletionRequest
 from specray.serving.http.problems import problem_event
 from specray.serving.http.responses import ChatFormat, CompletionFormat, Header, Json, ResponseFormat, Totals
-from specray.serving.http.schemas import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    SamplingFields,
-    parse_request,
-)
+from specray.serving.http.schemas import CompletionRequest, SamplingFields, parse_request
 from specray.serving.limits import ServiceLimits
 from specray.serving.observe import CallRecord
 from specray.serving.prompts import Prompt, encode_chat, encode_prompts
