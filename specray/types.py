@@ -217,7 +217,7 @@ class ItemFailed:
     is_retriable: bool
     """True: no room now, try again later. False: this request can never be served."""
     is_invalid: bool = False
-    """True: by its caller's mistake, such as a grammar that cannot be enforced; never with ``is_retriable``."""
+    """True: by its caller's mistake, such as a grammar that cannot be enforced; never retriable."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,7 +207,7 @@ class Sessions:
         self._later.add(finish)
 
     def refuse(self, live: LiveSession, error: InvalidRequestError, now: float) -> None:
-        """The target found that the request is wrong: its caller gets ``error``, and what it wrote is lost."""
+        """The target found that the request is wrong: its caller gets ``error`` and nothing more."""
         self._fail(live, error, now)
 
     def abort(self, request_id: str, now: float) -> None:

@@ -23,6 +23,7 @@ from specray.serving.admission.capacity import with_admission
 from specray.serving.admission.middleware import AdmissionMiddleware
 from specray.serving.generation import Delta, close
 from specray.serving.http.body import read_json
+from specray.serving.http.edge.paths import SlashMiddleware
 from specray.serving.http.events import EventStreamResponse, until_disconnect
 from specray.serving.http.key_check import KeyMiddleware, caller_of, check_observer
 from specray.serving.http.observe import ObserveMiddleware, record_of
@@ -68,7 +69,9 @@ def build_http_app(
         metrics_text: returns the text of /metrics; default: metrics of the router and of this application.
         names_answers: False where a proxy in front puts the request id on every answer.
     """
-    app = FastAPI(title="specray", version=__version__, lifespan=lifespan, openapi_url=None)
+    app = FastAPI(
+        title="specray", version=__version__, lifespan=lifespan, openapi_url=None, redirect_slashes=False
+    )
     client = with_admission(client, config)
     limits = ServiceLimits(client, tokenizer, config)
     _add_problem_handlers(app)
@@ -85,6 +88,7 @@ def build_http_app(
     )
     app.add_middleware(KeyMiddleware, keyring=keyring)
     app.add_middleware(ObserveMiddleware, observer=observer, names_answers=names_answers)
+    app.add_middleware(SlashMiddleware)
     return app
 
 

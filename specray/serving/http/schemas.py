@@ -207,7 +207,9 @@ def _first_problem(error: ValidationError) -> InvalidRequestError:
     if problem["type"] == "extra_forbidden":
         return InvalidRequestError(f"{path} is not a field of this API", field=path)
     allowed = problem["msg"].removeprefix("Input should be ")
-    limits = RANGES.get(str(problem["loc"][-1]))
+    # Another API may have the field as a boolean, and an entry of a map any name.
+    is_number = problem["type"].startswith(("int_", "float_"))
+    limits = RANGES.get(path.removeprefix("speculation.")) if is_number else None
     return InvalidRequestError(
         f"{path} is {shown(problem['input'])}; allowed: {allowed}" + (f" in {limits}" if limits else ""),
         field=path,

@@ -159,7 +159,7 @@ def test_item_that_is_its_callers_mistake_is_an_invalid_request() -> None:
     async def main() -> None:
         async with serving(clock) as pair:
             pair.target.fail_next("bad", "the grammar is too big", is_retriable=False, is_invalid=True)
-            with pytest.raises(InvalidRequestError, match="^the grammar is too big$"):
+            with pytest.raises(InvalidRequestError, match=r"^the grammar is too big$"):
                 await pair.router.complete(request("bad"))
             assert pair.counted("specray_requests_total", finish_reason="error") == 1
             await pair.settle()
