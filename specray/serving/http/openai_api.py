@@ -19,6 +19,7 @@ from specray.serving.http.chat.schema import ChatCompletionRequest
 from specray.serving.http.problems import problem_event
 from specray.serving.http.responses import ChatFormat, CompletionFormat, Header, Json, ResponseFormat, Totals
 from specray.serving.http.schemas import CompletionRequest, SamplingFields, parse_request
+from specray.serving.identity import Identity
 from specray.serving.limits import ServiceLimits
 from specray.serving.observe import CallRecord
 from specray.serving.prompts import Prompt, encode_chat, encode_prompts
@@ -68,12 +69,14 @@ class OpenAiApi:
         tokenizer: Tokenizer,
         config: Config,
         limits: ServiceLimits,
+        identity: Identity,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._client = with_admission(client, config)
         self._tokenizer = tokenizer
         self._grammars = GrammarChecker(tokenizer)
         self._limits = limits
+        self._fingerprint = identity.system_fingerprint
         self._now = now
         self._timeout_s = config.router.request_timeout_s + DEADLINE_MARGIN_S
 
@@ -93,10 +96,14 @@ class OpenAiApi:
         """Makes the call of a /v1/chat/completions body. Raises InvalidRequestError, EngineLostError."""
         body = parse_request(ChatCompletionRequest, values)
         options, limits = await self._checked(body, caller)
-        encoded = [await encode_chat(body.chat(), self._tokenizer)]
+        encoded = [await self.encode_chat(body)]
         header = self._header("chatcmpl", limits)
         chat_format = ChatFormat(header, self._tokenizer)
         return self._call(body, options, encoded, limits, header, chat_format, caller, record)
+
+    async def encode_chat(self, body: ChatCompletionRequest) -> tuple[int, ...]:
+        """Returns the token ids of a conversation. Raises InvalidRequestError."""
+        return await encode_chat(body.chat(), self._tokenizer)
 
     async def answer(self, call: Call) -> Json:
         """Returns the whole response. Raises what the router raises."""
@@ -185,7 +192,8 @@ class OpenAiApi:
         )
 
     def _header(self, prefix: str, limits: Limits) -> Header:
-        return Header(f"{prefix}-{uuid.uuid4().hex}", int(self._now()), limits.model_name)
+        response_id = f"{prefix}-{uuid.uuid4().hex}"
+        return Header(response_id, int(self._now()), limits.model_name, self._fingerprint)
 
     def _echo(self, prompt: Prompt) -> str:
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
