@@ -4,6 +4,7 @@ SpecrayError
 ├── ConfigError            a configuration value, file or model is wrong: shown at start, exit code 2
 ├── InvalidRequestError    a request is wrong: HTTP 400 (or its own status), INVALID_ARGUMENT
 │   └── ModelNotFoundError HTTP 404, NOT_FOUND
+├── GrammarError           a grammar cannot be enforced on an engine; its caller gets InvalidRequestError
 ├── UnauthenticatedError   the caller sent no known API key: HTTP 401, UNAUTHENTICATED
 ├── OverloadedError        queues are full: HTTP 429 with Retry-After, RESOURCE_EXHAUSTED
 ├── DeadlineExceededError  the request's deadline has passed: HTTP 504, DEADLINE_EXCEEDED
@@ -48,6 +49,13 @@ def _rebuild_invalid_request(
 
 class ModelNotFoundError(InvalidRequestError):
     """The request names a model that this service does not serve."""
+
+
+class GrammarError(SpecrayError):
+    """A grammar cannot be compiled, allows no token at all, or cannot follow its own output.
+
+    The request cannot go on, by its caller's mistake.
+    """
 
 
 class UnauthenticatedError(SpecrayError):

@@ -120,6 +120,16 @@ class Resumption:
 
 
 @dataclass(frozen=True, slots=True)
+class TextOptions:
+    """The way in which an Ingress writes an output's tokens as text."""
+
+    skip_special_tokens: bool = True
+    """False: special tokens are text, too."""
+    include_stop: bool = False
+    """True: what ended the output, a stop string or the text of a stop token, is the end of the text."""
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """Ingress to router: one prompt, one output. ``n`` and lists of prompts are several of these."""
 
@@ -143,6 +153,7 @@ class GenerateRequest:
     """W3C trace context under which the router's spans are to stand; empty: nobody traces this request."""
     resumed: Resumption | None = None
     """Earlier part of the output; None: the output begins here."""
+    text: TextOptions = field(default_factory=TextOptions)
 
     @property
     def tenant(self) -> str:

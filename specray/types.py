@@ -219,6 +219,8 @@ class ItemFailed:
     message: str
     is_retriable: bool
     """True: no room now, try again later. False: this request can never be served."""
+    is_invalid: bool = False
+    """True: by its caller's mistake, such as a grammar that cannot be enforced; never retriable."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from ray.serve.handle import DeploymentHandle
 from ray.util.placement_group import get_current_placement_group
 
+from specray.actors.answers import told
 from specray.actors.drafts.deployment import DraftReplica
 from specray.actors.drafts.source import ServeDrafterSource
 from specray.actors.node import keep_serve_on_loopback
@@ -19,7 +20,7 @@ from specray.actors.targets.group import TargetGroup
 from specray.actors.targets.source import TargetSource
 from specray.actors.telemetry import SpansElsewhere, begin_logs, begin_traces, with_labels
 from specray.config import Config, parse_config
-from specray.errors import EngineLostError
+from specray.errors import EngineLostError, SpecrayError
 from specray.grammar import GuidedOutputs
 from specray.interfaces import DrafterSource, RequestTracer
 from specray.requests import GenerateRequest, OutputChunk, ServiceInfo
@@ -77,27 +78,29 @@ class RouterReplica:
         gc.collect()
         gc.freeze()
 
-    async def complete(self, request: GenerateRequest) -> OutputChunk:
-        """See interfaces.RouterClient."""
-        return await self._on_loop(self._router.complete(request))
+    # Calls of ServeRouterClient: errors for the caller are answers, see ``actors.answers``.
 
-    async def deliver(self, request: GenerateRequest, address: str) -> None:
+    async def complete(self, request: GenerateRequest) -> OutputChunk | SpecrayError:
+        """See interfaces.RouterClient."""
+        return await told(self._on_loop(self._router.complete(request)))
+
+    async def deliver(self, request: GenerateRequest, address: str) -> SpecrayError | None:
         """Streams the output as it is committed to the mailbox at ``address``; returns when it is complete.
 
-        Raises what ``complete`` raises, and EngineLostError when the mailbox cannot be reached or the output
+        Errors are those of ``complete``, and EngineLostError when the mailbox cannot be reached or the output
         was begun by another checkpoint than the one served here.
         """
         if request.resumed is not None and request.resumed.checkpoint != self._checkpoint:
-            raise EngineLostError("another target serves now; the request may be sent again")
-        await self._on_loop(self._deliver(request, address))
+            return EngineLostError("another target serves now; the request may be sent again")
+        return await told(self._on_loop(self._deliver(request, address)))
 
-    async def service_info(self) -> ServiceInfo:
+    async def service_info(self) -> ServiceInfo | SpecrayError:
         """See interfaces.RouterClient."""
-        return await self._on_loop(self._router.service_info())
+        return await told(self._on_loop(self._router.service_info()))
 
-    async def check_ready(self) -> None:
+    async def check_ready(self) -> SpecrayError | None:
         """See interfaces.RouterClient."""
-        await self._on_loop(self._router.check_ready())
+        return await told(self._on_loop(self._router.check_ready()))
 
     async def metrics_text(self) -> str:
         """Metrics of this replica in Prometheus text format, with its labels."""

@@ -12,7 +12,7 @@ from specray.engine.attention.mask import Visibility
 from specray.engine.cache.sequences import EngineSequence, UnknownSequenceError
 from specray.engine.runner.inputs import SequenceInput
 from specray.engine.step import ForwardOutput
-from specray.errors import InvalidRequestError, OutOfBlocksError, OverloadedError, SpecrayError
+from specray.errors import GrammarError, InvalidRequestError, OutOfBlocksError, OverloadedError, SpecrayError
 from specray.types import ItemFailed, SpeculateItem, UnknownSequence, VerifyItem
 
 
@@ -101,7 +101,8 @@ def failure_reply(item: SpeculateItem | VerifyItem, error: Exception) -> Unknown
         return UnknownSequence(item.request_id, item.round_id, item.base_len)
     is_retriable = isinstance(error, OutOfBlocksError | OverloadedError)
     message = str(error) if isinstance(error, SpecrayError) else f"{type(error).__name__}: {error}"
-    return ItemFailed(item.request_id, item.round_id, item.base_len, message, is_retriable)
+    is_invalid = isinstance(error, GrammarError)
+    return ItemFailed(item.request_id, item.round_id, item.base_len, message, is_retriable, is_invalid)
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:

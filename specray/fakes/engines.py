@@ -118,7 +118,7 @@ class FakeTarget:
         self._info = info or fake_info("target", vocab_size=self.model.vocab_size)
         self._cost = cost
         self._sequences = _Sequences(self._info)
-        self._scripted: dict[str, list[tuple[str, bool]]] = {}
+        self._scripted: dict[str, list[tuple[str, bool, bool]]] = {}
         self._known: set[tuple[int, ...]] | None = set() if prefix_cache else None
         self.num_steps = 0
         self.num_rows = 0
@@ -136,9 +136,11 @@ class FakeTarget:
         """Forgets one sequence, or all, like an eviction or a restart."""
         self._sequences.release([request_id] if request_id else list(self._sequences.held))
 
-    def fail_next(self, request_id: str, message: str, *, is_retriable: bool) -> None:
+    def fail_next(
+        self, request_id: str, message: str, *, is_retriable: bool, is_invalid: bool = False
+    ) -> None:
         """Answers the next item of this request with ItemFailed, without applying it."""
-        self._scripted.setdefault(request_id, []).append((message, is_retriable))
+        self._scripted.setdefault(request_id, []).append((message, is_retriable, is_invalid))
 
     def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
         # As in the engine: the first chain of a tree.
@@ -176,8 +178,8 @@ class FakeTarget:
 
     def _answer(self, item: VerifyItem, cached: int, *, is_limited: bool) -> TargetReply:
         if scripted := self._scripted.get(item.request_id):
-            message, is_retriable = scripted.pop(0)
-            return _failed(item, message, is_retriable=is_retriable)
+            message, is_retriable, is_invalid = scripted.pop(0)
+            return replace(_failed(item, message, is_retriable=is_retriable), is_invalid=is_invalid)
         sequence = self._sequences.apply(item)
         if not isinstance(sequence, _Sequence):
             return sequence

@@ -6,9 +6,10 @@ anywhere: in the Ingress (which validates), the target's leader (which masks), t
 ask whether a token is legal).
 """
 
+from specray.errors import GrammarError
 from specray.grammar.compiler import GrammarCompiler
 from specray.grammar.forms import grammar_of
-from specray.grammar.matcher import GrammarError, GrammarMatcher, TokenMasks
+from specray.grammar.matcher import GrammarMatcher, TokenMasks
 from specray.grammar.output import GuidedOutputs
 
 __all__ = ["GrammarCompiler", "GrammarError", "GrammarMatcher", "GuidedOutputs", "TokenMasks", "grammar_of"]

@@ -15,14 +15,10 @@ from llguidance import LLMatcher
 from llguidance.numpy import fill_next_token_bitmask
 from numpy.typing import NDArray
 
-from specray.errors import SpecrayError
+from specray.errors import GrammarError
 
 TokenMasks = NDArray[np.int32]
 """Bit ``id % 32`` of word ``id // 32``: the row may predict token ``id``. ``[num_rows, num_words]``."""
-
-
-class GrammarError(SpecrayError):
-    """A grammar allows no token at all, or cannot follow its own output; the request cannot go on."""
 
 
 @dataclass(slots=True)

@@ -61,7 +61,7 @@ class RouterMetrics:
             f"{prefix}num_draft_tokens", "Draft tokens verified.", registry=registry
         )
         self._accepted = counts.Counter(
-            f"{prefix}num_accepted_tokens", "Draft tokens kept.", registry=registry
+            f"{prefix}num_accepted_tokens", "Draft tokens that are part of an output.", registry=registry
         )
         per_position = counts.LabelledCounter(
             f"{prefix}num_accepted_tokens_per_pos",

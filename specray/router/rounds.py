@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from specray.config import RouterConfig
 from specray.control.controller import Controller
 from specray.control.state import Plan
-from specray.errors import ProtocolError
+from specray.errors import InvalidRequestError, ProtocolError
 from specray.interfaces import Clock
 from specray.metrics.router import RouterMetrics
 from specray.router.admission.sessions import Sessions
@@ -237,7 +237,9 @@ class Rounds:
                 return session.on_target_unknown(reply)
             case ItemFailed():
                 is_taken = session.on_target_failed(reply)
-                if session.is_finished:
+                if session.is_finished and reply.is_invalid:
+                    self.sessions.refuse(live, InvalidRequestError(reply.message), self._now)
+                elif session.is_finished:
                     self.sessions.end(live, self._now)
                 elif is_taken:
                     self.sessions.preempt(live, self._now)
@@ -274,7 +276,7 @@ class Rounds:
     ) -> None:
         """A verdict that committed tokens, so long after those before it, or after the request came."""
         metrics, num_tokens = self._metrics, len(commit.token_ids)
-        metrics.observe_round(commit.num_draft_tokens, commit.num_accepted_tokens, commit.source)
+        metrics.observe_round(commit.num_draft_tokens, commit.num_kept_tokens, commit.source)
         metrics.observe_plan(plan.overlap_label, plan.num_speculative_tokens, plan.reason)
         if is_first:
             metrics.observe_first_tokens(num_tokens, waited_s)

@@ -242,7 +242,7 @@ class Session:
             if not item.base_len < held_len <= told_len:
                 raise ProtocolError(f"{held_len} tokens are held of {told_len}, after {item.base_len}")
             self.target.synced_len = held_len
-            return Commit((), (), 0, 0, Lookup.NOT_ASKED)
+            return Commit((), (), 0, 0, 0, Lookup.NOT_ASKED)
         num_accepted, next_token_id = verdict.num_accepted_tokens, verdict.next_token_id
         # Of a tree, the target verifies the first chain.
         draft_token_ids = item.draft.first_chain().token_ids
@@ -253,14 +253,15 @@ class Session:
             )
         self.target.synced_len = told_len
         token_ids = (*draft_token_ids[:num_accepted], next_token_id)
-        self.tally.observe(num_drafts, num_accepted)
         cut = self._stops.cut(token_ids, self.num_output_tokens)
         token_ids = token_ids[: cut.num_kept]
+        num_kept = min(num_accepted, cut.num_kept)
+        self.tally.observe(num_drafts, num_accepted, num_kept)
         self.committed.extend(token_ids)
         self.finish_reason, self.stop_reason = cut.finish_reason, cut.stop_reason
         lookup = self._look_up(num_accepted, next_token_id)
         logprobs, source = verdict.logprobs[: cut.num_kept], self._verified_source
-        return Commit(token_ids, logprobs, num_drafts, num_accepted, lookup, source)
+        return Commit(token_ids, logprobs, num_drafts, num_accepted, num_kept, lookup, source)
 
     def on_target_unknown(self, reply: UnknownSequence) -> bool:
         """The target lost the sequence; the next item carries everything. False: a late reply."""

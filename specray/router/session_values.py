@@ -92,7 +92,9 @@ class Commit(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...]
     num_draft_tokens: int
     num_accepted_tokens: int
-    """Accepted draft tokens, before stop conditions."""
+    """Accepted draft tokens, before stop conditions: what the control learns from."""
+    num_kept_tokens: int
+    """Accepted draft tokens that are part of the output: those behind its end are not."""
     lookup: Lookup
     source: str = DraftKind.MODEL.value
     """Proposer of the draft tokens."""
@@ -142,7 +144,11 @@ class DraftView(EngineView[SpeculateItem]):
 
 @dataclass(slots=True)
 class Tally:
-    """Counters of one request. At any time ``num_verified_tokens == num_accepted_tokens + num_rounds``."""
+    """Counters of one request.
+
+    While it runs, ``num_verified_tokens == num_accepted_tokens + num_rounds``. The last round verifies more
+    if the output ends before its last token.
+    """
 
     num_rounds: int = 0
     num_verified_tokens: int = 0
@@ -150,19 +156,20 @@ class Tally:
     num_spec_steps: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    """Draft tokens that are part of the output."""
     histogram: list[int] = field(default_factory=list)
 
-    def observe(self, num_drafts: int, num_accepted: int) -> None:
-        """Counts one round."""
+    def observe(self, num_drafts: int, num_accepted: int, num_kept: int) -> None:
+        """Counts one round, of whose accepted draft tokens ``num_kept`` are part of the output."""
         self.num_rounds += 1
         self.num_verified_tokens += num_accepted + 1
         if num_drafts == 0:
             return
         self.num_spec_steps += 1
         self.num_draft_tokens += num_drafts
-        self.num_accepted_tokens += num_accepted
+        self.num_accepted_tokens += num_kept
         self.histogram.extend([0] * (num_drafts + 1 - len(self.histogram)))
-        self.histogram[num_accepted] += 1
+        self.histogram[num_kept] += 1
 
     @property
     def stats(self) -> SpeculationStats:

@@ -43,11 +43,13 @@ class Choice:
 
     def __init__(self, index: int, request: GenerateRequest, tokenizer: Tokenizer) -> None:
         self._index = index
+        self._hides_stop_token = not request.text.include_stop
         self._text = TextStream(
             tokenizer,
             request.stop,
             prompt_token_ids=request.prompt_token_ids,
             min_tokens=request.sampling.min_tokens,
+            options=request.text,
         )
 
     def advance(self, chunk: OutputChunk) -> Delta:
@@ -64,7 +66,7 @@ class Choice:
         text, offsets = "", []
         for position, token_id in enumerate(chunk.token_ids):
             offsets.append(self._text.num_chars)
-            if not _is_stop_token(chunk, position):
+            if not (self._hides_stop_token and _is_stop_token(chunk, position)):
                 text += self._text.push([token_id])
         if chunk.finish_reason is not None:
             text += self._text.finish()

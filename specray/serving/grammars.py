@@ -43,9 +43,15 @@ class GrammarChecker:
     def _check(self, grammar: Grammar, field: str, limits: Limits) -> None:
         with self._lock:
             if self._compiler is None:
-                self._compiler = GrammarCompiler(
-                    self._tokenizer.backend_json,
-                    vocab_size=limits.vocab_size,
-                    eos_token_ids=limits.eos_token_ids,
-                )
+                try:
+                    self._compiler = GrammarCompiler(
+                        self._tokenizer.backend_json,
+                        vocab_size=limits.vocab_size,
+                        eos_token_ids=limits.eos_token_ids,
+                    )
+                except ValueError as error:
+                    raise InvalidRequestError(
+                        f"{field} cannot be enforced with this model's tokenizer: {str(error)[:200]}",
+                        field=field,
+                    ) from None
         self._compiler.check(grammar, field=field)

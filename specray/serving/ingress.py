@@ -30,6 +30,7 @@ from specray.serving.grpc.handler import GrpcIngress, served
 from specray.serving.http.app import build_http_app
 from specray.serving.http.server import HttpServer
 from specray.serving.observe import CallObserver
+from specray.serving.warmup import warm_up
 from specray.tokenization import load_tokenizer
 
 STOP_MARGIN_S = 10.0
@@ -80,6 +81,7 @@ class IngressReplica:
         )
         self._client = with_admission(client, config)
         self._tokenizer = load_tokenizer(config.target.model)
+        warm_up(self._tokenizer)
         self._keyring = Keyring(config.auth)
         self._has_http_server = config.http.server == "ingress"
 

@@ -24,7 +24,7 @@ class TokenDecoder(Protocol):
         ...
 
     def finish(self) -> str:
-        """Returns the held-back text; incomplete characters become U+FFFD."""
+        """Returns the held-back text; incomplete characters become U+FFFD. More tokens may follow."""
         ...
 
 
@@ -91,8 +91,10 @@ class WindowDecoder:
         return delta
 
     def finish(self) -> str:
-        delta = self._tokenizer.decode(self._ids)[len(self._told) :]
-        self._ids, self._num_read, self._told = [], 0, ""
+        text = self._tokenizer.decode(self._ids)
+        delta = text[len(self._told) :]
+        # The window stays: text that follows is not the first of its output.
+        self._num_read, self._told = len(self._ids), text
         return delta
 
 

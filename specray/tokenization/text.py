@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 
 from specray.interfaces import StopMatcher, StopMatcherFactory
+from specray.requests import TextOptions
+from specray.tokenization.special import SpecialMarks
 from specray.tokenization.tokenizer import Tokenizer
 
 
@@ -16,6 +18,9 @@ class TextStream:
     first counts, and of those the longest, so the result does not depend on how tokens are split into pushes.
     A stop string that is complete within the first ``min_tokens`` tokens is ordinary text. The text may
     depend on the end of the prompt.
+
+    A special token is one piece: a stop string may be its text, or contain it, but does not match a part of
+    it. That holds whether special tokens are shown or not, so routers need not know.
     """
 
     def __init__(
@@ -25,9 +30,13 @@ class TextStream:
         *,
         prompt_token_ids: Sequence[int] = (),
         min_tokens: float = 0,
+        options: TextOptions | None = None,
     ) -> None:
+        self._tokenizer = tokenizer
         self._decoder = tokenizer.decoder(prompt_token_ids)
-        self._stop = tuple(stop)
+        self._options = options or TextOptions()
+        self._marks = SpecialMarks(tokenizer, is_shown=not self._options.skip_special_tokens)
+        self._stop = tuple((self._marks.encoded(entry), entry) for entry in stop)
         self._min_tokens = min_tokens
         self._num_tokens = 0
         self._held = ""
@@ -44,7 +53,7 @@ class TextStream:
             if self.stop_reason is not None:
                 break
             self._num_tokens += 1
-            told += self._scan(self._decoder.push(token_id))
+            told += self._scan(self._decoded(token_id))
         return told
 
     def finish(self) -> str:
@@ -52,28 +61,40 @@ class TextStream:
         if self.stop_reason is not None:
             return ""
         rest, self._held = self._held + self._decoder.finish(), ""
-        return rest
+        return self._marks.text(rest)
+
+    def _decoded(self, token_id: int) -> str:
+        if not self._tokenizer.is_special(token_id):
+            return self._decoder.push(token_id)
+        mark = self._marks.mark(token_id)
+        # What is shown stands behind the text before it, complete or not.
+        return self._decoder.finish() + mark if self._marks.is_shown else mark
 
     def _scan(self, new: str) -> str:
-        self.num_chars += len(new)
+        self.num_chars += len(self._marks.text(new))
         if not self._stop or not new:
-            return new
+            return self._marks.text(new)
         # Returned text cannot begin a stop string, so matches begin in the held-back text or later.
         told, text = "", self._held + new
         while (match := self._first_match(text)) is not None:
             end, start, stop = match
             if self._num_tokens > self._min_tokens:
                 self._held, self.stop_reason = "", stop
-                return told + text[:start]
+                ending = stop if self._options.include_stop else ""
+                return self._marks.text(told + text[:start]) + ending
             self.passed.append(stop)
             told, text = told + text[:end], text[end:]
-        num_held = max(_overlap(text, stop) for stop in self._stop)
+        num_held = max(_overlap(text, coded) for coded, _ in self._stop)
         self._held = text[len(text) - num_held :]
-        return told + text[: len(text) - num_held]
+        return self._marks.text(told + text[: len(text) - num_held])
 
     def _first_match(self, text: str) -> tuple[int, int, str] | None:
         """End, start and stop string of the match that is complete first, and of those the longest."""
-        matches = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
+        matches = [
+            (start + len(coded), start, stop)
+            for coded, stop in self._stop
+            if (start := text.find(coded)) >= 0
+        ]
         return min(matches, default=None)
 
 

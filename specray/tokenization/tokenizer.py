@@ -52,6 +52,11 @@ class Tokenizer:
         self._special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
+        names = {backend.id_to_token(token_id): token_id for token_id in self._special_ids}
+        self.special_names: Mapping[str, int] = {name: names[name] for name in names if name}
+        """Ids of special tokens by their text."""
+        self.special_initials = frozenset(name[0] for name in self.special_names)
+        """Characters with which the text of a special token begins."""
         self._is_byte_level = type(backend.decoder).__name__ == "ByteLevel"
         self._unicode_to_byte = _unicode_to_byte()
         decoder: Any = backend.decoder
@@ -113,9 +118,23 @@ class Tokenizer:
             ) from None
         return str(rendered[0][0])
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Decodes tokens to text, without special tokens; incomplete characters become U+FFFD."""
-        return self._backend.decode(list(token_ids), skip_special_tokens=True)
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """Tokens as the vocabulary writes them; empty for an unknown id."""
+        return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
+
+    def info(self) -> dict[str, Any]:
+        """Special tokens and chat template by their names in transformers, for clients with a tokenizer."""
+        return {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **self._special_tokens,
+            "vocab_size": self.vocab_size,
+            "eos_token_ids": list(self.eos_token_ids),
+            "chat_template": self._chat_template,
+        }
 
     def decoder(self, prompt_token_ids: Sequence[int] = ()) -> TokenDecoder:
         """Makes an incremental decoder for one output, which follows the prompt."""

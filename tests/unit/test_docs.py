@@ -27,7 +27,8 @@ from specray.cli import main
 from specray.cli.app import app
 from specray.cli.settings import build_config, pair_options
 from specray.config import Config, parse_config
-from specray.serving.http.schemas import ChatCompletionRequest, CompletionRequest, parse_request
+from specray.serving.http.chat.schema import ChatCompletionRequest
+from specray.serving.http.schemas import CompletionRequest, parse_request
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from specray.errors import GrammarError, InvalidRequestError
 from specray.grammar import GrammarCompiler, GrammarMatcher, TokenMasks
 from specray.types import Grammar, SamplingParams
 
@@ -42,15 +43,18 @@ class GrammarMasks:
             ``[len(draft_ids) + 1, num_words]``.
 
         Raises:
-            GrammarError: no token may follow, or the output breaks the grammar.
-            InvalidRequestError: the grammar cannot be enforced.
+            GrammarError: the grammar cannot be enforced, no token may follow, or the output breaks it.
         """
         assert sampling.grammar is not None
         kept = self._matchers.get(request_id)
         if kept is None or kept[0] != sampling.grammar:
             if self._compiler is None:
                 self._compiler = self._make_compiler()
-            matcher = self._compiler.matcher(sampling.grammar, sampling.stop_token_ids)
+            try:
+                matcher = self._compiler.matcher(sampling.grammar, sampling.stop_token_ids)
+            except InvalidRequestError as error:
+                # Whoever checked it before had another compiler, or another version of it.
+                raise GrammarError(str(error)) from None
             kept = self._matchers[request_id] = (sampling.grammar, matcher)
             if len(self._matchers) > _MAX_MATCHERS:
                 self._matchers.popitem(last=False)

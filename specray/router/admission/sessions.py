@@ -7,7 +7,13 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from specray.errors import DeadlineExceededError, EngineLostError, OverloadedError, SpecrayError
+from specray.errors import (
+    DeadlineExceededError,
+    EngineLostError,
+    InvalidRequestError,
+    OverloadedError,
+    SpecrayError,
+)
 from specray.interfaces import RequestTracer
 from specray.metrics.router import RouterMetrics
 from specray.requests import FinishReason
@@ -200,6 +206,10 @@ class Sessions:
             prompt_logprobs=session.prompt_scores.logprobs,
         )
         self._later.add(finish)
+
+    def refuse(self, live: LiveSession, error: InvalidRequestError, now: float) -> None:
+        """The target found that the request is wrong: its caller gets ``error`` and nothing more."""
+        self._fail(live, error, now)
 
     def abort(self, request_id: str, now: float) -> None:
         """The caller went away. Unknown ids are ignored."""

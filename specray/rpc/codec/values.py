@@ -172,10 +172,18 @@ def encode_item_failed(out: types_pb2.ItemFailed, reply: ItemFailed) -> None:
     out.base_len = reply.base_len
     out.message = reply.message
     out.is_retriable = reply.is_retriable
+    out.is_invalid = reply.is_invalid
 
 
 def decode_item_failed(reply: types_pb2.ItemFailed) -> ItemFailed:
-    return ItemFailed(reply.request_id, reply.round_id, reply.base_len, reply.message, reply.is_retriable)
+    return ItemFailed(
+        reply.request_id,
+        reply.round_id,
+        reply.base_len,
+        reply.message,
+        reply.is_retriable,
+        reply.is_invalid,
+    )
 
 
 def encode_engine_info(out: types_pb2.EngineInfo, info: EngineInfo) -> None:

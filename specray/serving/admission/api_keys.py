@@ -167,7 +167,7 @@ class Keyring:
     def __init__(self, auth: AuthConfig) -> None:
         self._callers = [(key.sha256.encode(), Caller(key)) for key in auth.keys]
         self._anyone = Caller()
-        self._open_paths = frozenset(("/health", "/ready", *auth.open_paths))
+        self._open_paths = frozenset(("/health", "/ping", "/ready", *auth.open_paths))
 
     @property
     def asks_for_key(self) -> bool:

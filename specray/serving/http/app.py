@@ -5,7 +5,7 @@ It has no state beyond the client and the tokenizer. Prompts and outputs are nev
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -16,32 +16,33 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from specray import __version__
 from specray.config import Config
-from specray.errors import EngineLostError, ModelNotFoundError, SpecrayError
+from specray.errors import SpecrayError
 from specray.interfaces import RouterClient
 from specray.serving.admission.api_keys import Caller, Keyring
 from specray.serving.admission.capacity import with_admission
 from specray.serving.admission.middleware import AdmissionMiddleware
 from specray.serving.generation import Delta, close
 from specray.serving.http.body import read_json
+from specray.serving.http.edge.paths import SlashMiddleware
 from specray.serving.http.events import EventStreamResponse, until_disconnect
-from specray.serving.http.key_check import KeyMiddleware, caller_of, check_observer
+from specray.serving.http.key_check import KeyMiddleware, caller_of
 from specray.serving.http.observe import ObserveMiddleware, record_of
 from specray.serving.http.openai_api import Call, OpenAiApi
 from specray.serving.http.problems import HttpError, problem_body, problem_response
+from specray.serving.http.routes.absent import add_absent_routes
+from specray.serving.http.routes.models import add_model_routes
+from specray.serving.http.routes.service import TextSource, add_observer_routes, add_service_routes
+from specray.serving.http.routes.tokens import add_token_routes
 from specray.serving.http.timeout_header import with_timeout
+from specray.serving.identity import identify
 from specray.serving.limits import ServiceLimits
 from specray.serving.observe import CallObserver, CallRecord
-from specray.serving.readiness import answer_within, check_ready
-from specray.serving.validation import shown
 from specray.telemetry.exposition import merged
 from specray.tokenization import Tokenizer
 
 CallParser = Callable[[object, Caller, CallRecord], Coroutine[Any, Any, Call]]
-TextSource = Callable[[], Awaitable[str]]
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
-PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
-METRICS_TIMEOUT_S = 10.0
 _CLIENT_LEFT = 499
 """HTTP status of a request whose client is gone, as in nginx; nobody reads it."""
 
@@ -68,23 +69,28 @@ def build_http_app(
         metrics_text: returns the text of /metrics; default: metrics of the router and of this application.
         names_answers: False where a proxy in front puts the request id on every answer.
     """
-    app = FastAPI(title="specray", version=__version__, lifespan=lifespan, openapi_url=None)
+    app = FastAPI(
+        title="specray", version=__version__, lifespan=lifespan, openapi_url=None, redirect_slashes=False
+    )
     client = with_admission(client, config)
     limits = ServiceLimits(client, tokenizer, config)
     _add_problem_handlers(app)
     keyring = keyring or Keyring(config.auth)
     observer = observer or CallObserver(config.logging)
-    _add_service_routes(app, client, is_terse=keyring.asks_for_key)
-    _add_observer_routes(app, client, metrics_text or _own_metrics(client, observer))
-    _add_model_routes(app, limits, config)
-    _add_openai_routes(
-        app, OpenAiApi(client=client, tokenizer=tokenizer, config=config, limits=limits), config
-    )
+    identity = identify(config)
+    api = OpenAiApi(client=client, tokenizer=tokenizer, config=config, limits=limits, identity=identity)
+    add_service_routes(app, client, is_terse=keyring.asks_for_key)
+    add_observer_routes(app, client, metrics_text or _own_metrics(client, observer))
+    add_model_routes(app, limits, identity)
+    add_token_routes(app, api, tokenizer, limits, max_body_bytes=config.http.max_body_bytes)
+    _add_openai_routes(app, api, config)
+    add_absent_routes(app)
     app.add_middleware(
         AdmissionMiddleware, max_calls=config.ingress.max_ongoing_requests, capacity=client.capacity
     )
     app.add_middleware(KeyMiddleware, keyring=keyring)
     app.add_middleware(ObserveMiddleware, observer=observer, names_answers=names_answers)
+    app.add_middleware(SlashMiddleware)
     return app
 
 
@@ -124,76 +130,6 @@ async def _first(request: Request, deltas: AsyncIterator[Delta]) -> Delta:
     except BaseException:
         await close(deltas)
         raise
-
-
-def _add_model_routes(app: FastAPI, limits: ServiceLimits, config: Config) -> None:
-    async def model() -> dict[str, Any]:
-        allowed = await limits.get()
-        return {
-            "id": config.model_name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "specray",
-            "max_model_len": allowed.max_model_len,
-        }
-
-    @app.get("/v1/models")
-    async def models() -> JSONResponse:
-        return JSONResponse({"object": "list", "data": [await model()]})
-
-    @app.get("/v1/models/{name:path}")
-    async def one_model(name: str) -> JSONResponse:
-        if name != config.model_name:
-            raise ModelNotFoundError(
-                f"model {shown(name)} is not served here; allowed: {config.model_name!r}", field="model"
-            )
-        return JSONResponse(await model())
-
-
-def _add_service_routes(app: FastAPI, client: RouterClient, *, is_terse: bool) -> None:
-    """Adds the endpoints beside the API.
-
-    ``is_terse``: a caller without a key learns that the service is not ready, but not why.
-    """
-
-    # Probes may use HEAD.
-    @app.head("/health")
-    @app.get("/health")
-    async def health() -> JSONResponse:
-        return JSONResponse({"status": "ok"})
-
-    @app.head("/ready")
-    @app.get("/ready")
-    async def ready() -> JSONResponse:
-        try:
-            await check_ready(client)
-        except EngineLostError:
-            if is_terse:
-                raise EngineLostError("not ready") from None
-            raise
-        return JSONResponse({"status": "ready"})
-
-    @app.get("/version")
-    async def version() -> JSONResponse:
-        return JSONResponse({"version": __version__})
-
-
-def _add_observer_routes(app: FastAPI, client: RouterClient, metrics_text: TextSource) -> None:
-    @app.get("/metrics")
-    async def metrics(request: Request) -> Response:
-        check_observer(request)
-        async with answer_within(METRICS_TIMEOUT_S, "metrics"):
-            text = await metrics_text()
-        return Response(text, headers={"Content-Type": PROMETHEUS_TEXT})
-
-    @app.get("/debug/trace")
-    async def trace(request: Request) -> Response:
-        check_observer(request)
-        async with answer_within(METRICS_TIMEOUT_S, "trace"):
-            text = await client.trace_text()
-        if text is None:
-            raise HTTPException(404, "nothing is traced; set router.trace_events")
-        return Response(text, media_type="application/jsonl")
 
 
 def _add_problem_handlers(app: FastAPI) -> None:

@@ -15,18 +15,21 @@ from specray.serving.admission.api_keys import Caller, complete_for, stream_for
 from specray.serving.admission.capacity import with_admission
 from specray.serving.generation import Delta, close
 from specray.serving.grammars import GrammarChecker
+from specray.serving.http.chat.schema import ChatCompletionRequest
 from specray.serving.http.problems import problem_event
 from specray.serving.http.responses import ChatFormat, CompletionFormat, Header, Json, ResponseFormat, Totals
-from specray.serving.http.schemas import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    SamplingFields,
-    parse_request,
-)
+from specray.serving.http.schemas import CompletionRequest, SamplingFields, parse_request
+from specray.serving.identity import Identity
 from specray.serving.limits import ServiceLimits
 from specray.serving.observe import CallRecord
 from specray.serving.prompts import Prompt, encode_chat, encode_prompts
-from specray.serving.validation import Limits, check_model, check_options, to_generate_requests
+from specray.serving.validation import (
+    GenerationOptions,
+    Limits,
+    check_model,
+    check_options,
+    to_generate_requests,
+)
 from specray.tokenization import Tokenizer
 
 DEADLINE_MARGIN_S = 15.0
@@ -66,35 +69,41 @@ class OpenAiApi:
         tokenizer: Tokenizer,
         config: Config,
         limits: ServiceLimits,
+        identity: Identity,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._client = with_admission(client, config)
         self._tokenizer = tokenizer
         self._grammars = GrammarChecker(tokenizer)
         self._limits = limits
+        self._fingerprint = identity.system_fingerprint
         self._now = now
         self._timeout_s = config.router.request_timeout_s + DEADLINE_MARGIN_S
 
     async def completion_call(self, values: object, caller: Caller, record: CallRecord) -> Call:
         """Makes the call of a /v1/completions body. Raises InvalidRequestError, EngineLostError."""
         body = parse_request(CompletionRequest, values)
-        limits = await self._checked_limits(body, caller)
+        options, limits = await self._checked(body, caller)
         prompts = body.prompts()
         encoded = await encode_prompts(prompts, self._tokenizer)
         num_choices = body.n or 1
         echoes = [self._echo(prompt) if body.echo else "" for prompt in prompts for _ in range(num_choices)]
         header = self._header("cmpl", limits)
         response_format = CompletionFormat(header, self._tokenizer, echoes)
-        return self._call(body, encoded, limits, header, response_format, caller, record)
+        return self._call(body, options, encoded, limits, header, response_format, caller, record)
 
     async def chat_call(self, values: object, caller: Caller, record: CallRecord) -> Call:
         """Makes the call of a /v1/chat/completions body. Raises InvalidRequestError, EngineLostError."""
         body = parse_request(ChatCompletionRequest, values)
-        limits = await self._checked_limits(body, caller)
-        encoded = [await encode_chat(body.chat(), self._tokenizer)]
+        options, limits = await self._checked(body, caller)
+        encoded = [await self.encode_chat(body)]
         header = self._header("chatcmpl", limits)
         chat_format = ChatFormat(header, self._tokenizer)
-        return self._call(body, encoded, limits, header, chat_format, caller, record)
+        return self._call(body, options, encoded, limits, header, chat_format, caller, record)
+
+    async def encode_chat(self, body: ChatCompletionRequest) -> tuple[int, ...]:
+        """Returns the token ids of a conversation. Raises InvalidRequestError."""
+        return await encode_chat(body.chat(), self._tokenizer)
 
     async def answer(self, call: Call) -> Json:
         """Returns the whole response. Raises what the router raises."""
@@ -142,7 +151,7 @@ class OpenAiApi:
         call.record.observe(delta)
         return _event(_with_usage(call, call.format.event(delta), totals)) if delta.is_visible else b""
 
-    async def _checked_limits(self, body: SamplingFields, caller: Caller) -> Limits:
+    async def _checked(self, body: SamplingFields, caller: Caller) -> tuple[GenerationOptions, Limits]:
         limits = await self._limits.get()
         check_model(body.model, limits)
         # Checked before the prompt is tokenised: a wrong request, or one that cannot be served now, costs
@@ -152,11 +161,12 @@ class OpenAiApi:
         if options.grammar is not None:
             await self._grammars.check(options.grammar, field=options.grammar_field, limits=limits)
         self._client.capacity.check(*caller.standing(options.tenant, options.priority or 0))
-        return limits
+        return options, limits
 
     def _call(
         self,
         body: SamplingFields,
+        options: GenerationOptions,
         prompts: Sequence[tuple[int, ...]],
         limits: Limits,
         header: Header,
@@ -165,7 +175,7 @@ class OpenAiApi:
         record: CallRecord,
     ) -> Call:
         response_id = header.response_id
-        requests = to_generate_requests(prompts, body.options(), limits=limits, request_id=response_id)
+        requests = to_generate_requests(prompts, options, limits=limits, request_id=response_id)
         tenant, is_stream = caller.tenant_of(requests[0]), bool(body.stream)
         return Call(
             response_id=response_id,
@@ -182,7 +192,8 @@ class OpenAiApi:
         )
 
     def _header(self, prefix: str, limits: Limits) -> Header:
-        return Header(f"{prefix}-{uuid.uuid4().hex}", int(self._now()), limits.model_name)
+        response_id = f"{prefix}-{uuid.uuid4().hex}"
+        return Header(response_id, int(self._now()), limits.model_name, self._fingerprint)
 
     def _echo(self, prompt: Prompt) -> str:
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)

@@ -25,9 +25,16 @@ class Header:
     created: int
     """Seconds since 1970."""
     model: str
+    system_fingerprint: str
 
     def fields(self, kind: str) -> Json:
-        return {"id": self.response_id, "object": kind, "created": self.created, "model": self.model}
+        return {
+            "id": self.response_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.system_fingerprint,
+        }
 
 
 @dataclass(slots=True)

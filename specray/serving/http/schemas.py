@@ -1,4 +1,4 @@
-"""Request bodies of the OpenAI completions and chat completions APIs, with vLLM's additional fields.
+"""Request bodies of the OpenAI APIs, with vLLM's additional fields: what they share, and completions.
 
 pydantic checks types here, without coercion; ``validation`` checks ranges.
 """
@@ -16,24 +16,23 @@ from specray.grammar.forms import FIELDS, MODIFIERS, grammar_of
 from specray.requests import SamplingOptions, sampling_options
 from specray.serving.http.extras import check_extras
 from specray.serving.prompts import Prompt, parse_prompt
-from specray.serving.validation import RANGES, GenerationOptions, check_range, out_of_range, shown
-from specray.tokenization import ChatMessage
+from specray.serving.validation import RANGES, GenerationOptions, out_of_range, shown
 from specray.types import DraftKind, Verification
 
 DEFAULT_MAX_TOKENS = 16
 """Output tokens of the completions API where a body sets none; a chat may use the rest of the context."""
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-
 
 GRAMMAR_FIELDS = frozenset((*FIELDS, *MODIFIERS))
 """Names of fields that may ask for structured output."""
 
 
-class _Fields(BaseModel):
+class Fields(BaseModel):
+    """An object of a body: types are checked without coercion, and other fields are kept."""
+
     model_config = ConfigDict(strict=True, frozen=True, extra="allow", protected_namespaces=())
 
 
-class SpeculationFields(_Fields):
+class SpeculationFields(Fields):
     """Speculation options of one request; an absent field leaves the choice to the service."""
 
     model_config = ConfigDict(extra="forbid")
@@ -46,7 +45,7 @@ class SpeculationFields(_Fields):
     """Tenant whose past outputs a suffix draft may use, where the service keeps them."""
 
 
-class StreamOptions(_Fields):
+class StreamOptions(Fields):
     """Options of a stream.
 
     ``include_usage`` puts token counts in a last event, ``continuous_usage_stats`` in each.
@@ -63,7 +62,7 @@ class StreamOptions(_Fields):
 
 _OptionFields = create_model(  # type: ignore[call-overload]
     "_OptionFields",
-    __base__=_Fields,
+    __base__=Fields,
     **{name: (kind, None) for name, kind in get_type_hints(SamplingOptions).items()},
 )
 """Fields of a body that ``requests.SamplingOptions`` declares, under the same names."""
@@ -182,54 +181,6 @@ class CompletionRequest(SamplingFields):
         return super().options()
 
 
-class MessageFields(_Fields):
-    """One message of a chat."""
-
-    role: str
-    content: Any = None
-    name: str | None = None
-
-
-class ChatCompletionRequest(SamplingFields):
-    """The body of /v1/chat/completions."""
-
-    field_names: ClassVar[dict[str, str]] = {"prompt": "messages", "logprobs": "top_logprobs"}
-
-    messages: list[MessageFields]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-
-    @property
-    def num_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-    def chat(self) -> list[ChatMessage]:
-        """Returns the conversation. Raises InvalidRequestError for parts that are not text."""
-        if not self.messages:
-            raise InvalidRequestError("messages is empty; allowed: at least one message", field="messages")
-        return [_message(index, message) for index, message in enumerate(self.messages)]
-
-    def options(self) -> GenerationOptions:
-        if self.top_logprobs is not None:
-            check_range(RANGES["top_logprobs"], "top_logprobs", self.top_logprobs)
-            if not self.logprobs:
-                raise InvalidRequestError(
-                    "top_logprobs is set without logprobs; allowed: only with logprobs true",
-                    field="top_logprobs",
-                )
-        return super().options()
-
-    def max_tokens_field(self) -> tuple[str, int | None]:
-        if self.max_completion_tokens is None:
-            return "max_tokens", self.max_tokens
-        if self.max_tokens not in (None, self.max_completion_tokens):
-            raise InvalidRequestError(
-                "max_tokens and max_completion_tokens differ; allowed: one of them", field="max_tokens"
-            )
-        return "max_completion_tokens", self.max_completion_tokens
-
-
 RequestT = TypeVar("RequestT", bound=BaseModel)
 ChoiceT = TypeVar("ChoiceT", bound=StrEnum)
 
@@ -256,7 +207,9 @@ def _first_problem(error: ValidationError) -> InvalidRequestError:
     if problem["type"] == "extra_forbidden":
         return InvalidRequestError(f"{path} is not a field of this API", field=path)
     allowed = problem["msg"].removeprefix("Input should be ")
-    limits = RANGES.get(str(problem["loc"][-1]))
+    # Another API may have the field as a boolean, and an entry of a map any name.
+    is_number = problem["type"].startswith(("int_", "float_"))
+    limits = RANGES.get(path.removeprefix("speculation.")) if is_number else None
     return InvalidRequestError(
         f"{path} is {shown(problem['input'])}; allowed: {allowed}" + (f" in {limits}" if limits else ""),
         field=path,
@@ -293,27 +246,3 @@ def _one_of(choices: type[ChoiceT], field: str, value: str | None) -> ChoiceT | 
         return choices(value)
     except ValueError:
         raise out_of_range(field, value, " or ".join(sorted(choices))) from None
-
-
-def _message(index: int, message: MessageFields) -> ChatMessage:
-    where = f"messages[{index}]"
-    if message.role not in _ROLES:
-        raise out_of_range(f"{where}.role", message.role, ", ".join(_ROLES))
-    for name, value in (message.model_extra or {}).items():
-        # An empty value asks for nothing: clients send back an answer's message with all its fields.
-        if value not in (None, "", [], {}):
-            raise InvalidRequestError(f"{where}.{name[:60]} is not supported", field=f"{where}.{name[:60]}")
-    return ChatMessage(_ROLES[message.role], _content(f"{where}.content", message.content))
-
-
-def _content(where: str, content: object) -> str:
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else None
-    if not parts or not all(_is_text_part(part) for part in parts):
-        raise out_of_range(where, content, "a string or a list of parts of type text")
-    return "".join(part["text"] for part in parts)
-
-
-def _is_text_part(part: object) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)

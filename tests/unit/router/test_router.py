@@ -10,7 +10,7 @@ import pytest
 
 from specray.control.controller import Controller
 from specray.control.state import OFF, Plan, SessionStats
-from specray.errors import DeadlineExceededError, EngineLostError
+from specray.errors import DeadlineExceededError, EngineLostError, InvalidRequestError
 from specray.fakes import LocalVerifier, VirtualClock
 from specray.requests import FinishReason, SpeculationParams
 from tests.unit.router.harness import (
@@ -148,6 +148,20 @@ def test_failed_item_ends_its_request_and_no_other() -> None:
                 pair.router.complete(request("bad")), complete(pair, request_id="good")
             )
             assert (bad.finish_reason, bad.message) == (FinishReason.ERROR, "the mask is empty")
+            await pair.settle()
+
+    run(clock, main())
+
+
+def test_item_that_is_its_callers_mistake_is_an_invalid_request() -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        async with serving(clock) as pair:
+            pair.target.fail_next("bad", "the grammar is too big", is_retriable=False, is_invalid=True)
+            with pytest.raises(InvalidRequestError, match=r"^the grammar is too big$"):
+                await pair.router.complete(request("bad"))
+            assert pair.counted("specray_requests_total", finish_reason="error") == 1
             await pair.settle()
 
     run(clock, main())

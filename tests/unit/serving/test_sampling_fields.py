@@ -17,7 +17,8 @@ from specray.rpc.codec.engine import decode_verify_request, encode_verify_reques
 from specray.rpc.codec.inference import decode_generate_request, encode_generate_request
 from specray.rpc.inference.types import GenerateParams
 from specray.serving.grpc.handler import _options
-from specray.serving.http.schemas import ChatCompletionRequest, CompletionRequest, parse_request
+from specray.serving.http.chat.schema import ChatCompletionRequest
+from specray.serving.http.schemas import CompletionRequest, parse_request
 from specray.serving.validation import GenerationOptions, Limits, to_generate_requests
 from specray.types import SamplingParams, Verification
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from specray.requests import FinishReason
+from specray.requests import FinishReason, SpeculationStats
 from specray.router.session import Session
 from specray.types import TokenLogprobs
 from tests.unit.router.harness import request
@@ -36,7 +36,9 @@ def test_stop_inside_accepted_tokens_drops_what_follows_and_its_logprobs() -> No
     assert (session.finish_reason, session.stop_reason) == (FinishReason.STOP, 11)
     assert session.committed == [*PROMPT, 9, 10, 11]
     assert session.tally.num_verified_tokens == 1 + 4
-    assert session.tally.stats.num_accepted_draft_tokens == 3
+    # The control learns that all three were right; the third is no part of the output.
+    assert (commit.num_accepted_tokens, commit.num_kept_tokens) == (3, 2)
+    assert session.tally.stats == SpeculationStats(1, 3, 2, (0, 0, 1, 0))
 
 
 def test_end_of_sequence_gives_no_stop_reason() -> None:

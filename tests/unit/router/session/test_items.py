@@ -16,7 +16,7 @@ def test_prompt_goes_in_chunks_and_only_the_last_samples() -> None:
     first = session.verify_item(3)
     assert (first.base_len, first.token_ids, first.sample) == (0, (1, 2, 3), False)
     assert first.sampling == session.request.sampling
-    assert verdict(session, 0, None) == Commit((), (), 0, 0, Lookup.NOT_ASKED)
+    assert verdict(session, 0, None) == Commit((), (), 0, 0, 0, Lookup.NOT_ASKED)
     last = session.verify_item(3)
     assert (last.base_len, last.token_ids, last.sample, last.sampling) == (3, (4,), True, None)
 
@@ -26,7 +26,7 @@ def test_next_item_brings_accepted_and_next_token_after_what_the_target_was_told
     propose(session, (10, 11, 12))
     item = session.verify_item(ROOM)
     assert (item.base_len, item.token_ids, item.draft.token_ids) == (4, (9,), (10, 11, 12))
-    assert verdict(session, 2, 50) == Commit((10, 11, 50), (), 3, 2, Lookup.NOT_ASKED)
+    assert verdict(session, 2, 50) == Commit((10, 11, 50), (), 3, 2, 2, Lookup.NOT_ASKED)
     item = session.verify_item(ROOM)
     assert (item.base_len, item.token_ids) == (5, (10, 11, 50))
     assert session.committed == [1, 2, 3, 4, 9, 10, 11, 50]

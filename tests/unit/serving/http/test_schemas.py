@@ -9,7 +9,8 @@ import pytest
 
 from specray.errors import InvalidRequestError, ModelNotFoundError
 from specray.requests import GenerateRequest, SpeculationParams
-from specray.serving.http.schemas import ChatCompletionRequest, CompletionRequest, parse_request
+from specray.serving.http.chat.schema import ChatCompletionRequest
+from specray.serving.http.schemas import CompletionRequest, parse_request
 from specray.serving.validation import (
     MAX_CHOICES,
     RANGES,

@@ -1,0 +1,1 @@
+"""Chat completions over HTTP: bodies, conversations and answers with reasoning and tool calls."""

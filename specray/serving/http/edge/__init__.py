@@ -1,0 +1,1 @@
+"""What stands around the HTTP application: middleware that knows nothing of the API."""

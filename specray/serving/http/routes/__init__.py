@@ -1,0 +1,1 @@
+"""Endpoints beside those that generate."""

@@ -1,0 +1,76 @@
+"""The endpoints beside the API: for probes, for whoever spreads load, and for observers."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from specray import __version__
+from specray.errors import EngineLostError
+from specray.serving.admission.capacity import AdmissionClient
+from specray.serving.http.key_check import check_observer
+from specray.serving.http.routes.methods import GET
+from specray.serving.readiness import answer_within, check_ready
+
+TextSource = Callable[[], Awaitable[str]]
+
+PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
+METRICS_TIMEOUT_S = 10.0
+
+
+def add_service_routes(app: FastAPI, client: AdmissionClient, *, is_terse: bool) -> None:
+    """Adds what probes and gateways ask for.
+
+    ``is_terse``: a caller without a key learns that the service is not ready, but not why.
+    """
+
+    @app.api_route("/health", methods=GET)
+    async def health() -> JSONResponse:
+        return JSONResponse({"status": "ok"})
+
+    # SageMaker and what imitates it; some send POST.
+    @app.api_route("/ping", methods=[*GET, "POST"])
+    async def ping() -> JSONResponse:
+        return JSONResponse({"status": "ok"})
+
+    @app.api_route("/ready", methods=GET)
+    async def ready() -> JSONResponse:
+        try:
+            await check_ready(client)
+        except EngineLostError:
+            if is_terse:
+                raise EngineLostError("not ready") from None
+            raise
+        return JSONResponse({"status": "ready"})
+
+    @app.api_route("/load", methods=GET)
+    async def load() -> JSONResponse:
+        return JSONResponse({"server_load": client.capacity.num_requests})
+
+    @app.api_route("/version", methods=GET)
+    async def version() -> JSONResponse:
+        return JSONResponse({"version": __version__})
+
+
+def add_observer_routes(app: FastAPI, client: AdmissionClient, metrics_text: TextSource) -> None:
+    """Adds metrics and the trace, which a key may be denied."""
+
+    @app.api_route("/metrics", methods=GET)
+    async def metrics(request: Request) -> Response:
+        check_observer(request)
+        async with answer_within(METRICS_TIMEOUT_S, "metrics"):
+            text = await metrics_text()
+        return Response(text, headers={"Content-Type": PROMETHEUS_TEXT})
+
+    @app.api_route("/debug/trace", methods=GET)
+    async def trace(request: Request) -> Response:
+        check_observer(request)
+        async with answer_within(METRICS_TIMEOUT_S, "trace"):
+            text = await client.trace_text()
+        if text is None:
+            raise HTTPException(404, "nothing is traced; set router.trace_events")
+        return Response(text, media_type="application/jsonl")

@@ -1,0 +1,34 @@
+"""What is ready before the first chat, and templates that do not like the chat of the warm-up."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from specray.serving.warmup import warm_up
+from tests.unit.tokenization.tiny_tokenizer import tiny_tokenizer
+
+TIMEOUT_S = 60.0
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ messages[0]['content'] }}", "{{ raise_exception('no') }}", None],
+    ids=["rendered", "refused", "no template"],
+)
+def test_warm_up_ends_and_says_nothing(template: str | None, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = tiny_tokenizer(chat_template=template)
+    with caplog.at_level(logging.WARNING, "specray"):
+        thread = warm_up(tokenizer)
+        thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
+    assert caplog.records == []
+
+
+def test_warm_up_has_rendered_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered = []
+    tokenizer = tiny_tokenizer()
+    monkeypatch.setattr(tokenizer, "encode_chat", lambda messages: rendered.append(messages))
+    warm_up(tokenizer).join(TIMEOUT_S)
+    assert len(rendered) == 1
