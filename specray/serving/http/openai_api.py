@@ -6,7 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specray.config import Config
 from specray.interfaces import RouterClient
@@ -15,14 +15,22 @@ from specray.serving.admission.api_keys import Caller, complete_for, stream_for
 from specray.serving.admission.capacity import with_admission
 from specray.serving.generation import Delta, close
 from specray.serving.grammars import GrammarChecker
+from specray.serving.http.chat.format import ChatFormat
+from specray.serving.http.chat.plan import ChatPlanner
 from specray.serving.http.chat.schema import ChatCompletionRequest
 from specray.serving.http.problems import problem_event
-from specray.serving.http.responses import ChatFormat, CompletionFormat, Header, Json, ResponseFormat, Totals
+from specray.serving.http.responses import CompletionFormat, Header, Json, ResponseFormat, Totals
 from specray.serving.http.schemas import CompletionRequest, SamplingFields, parse_request
 from specray.serving.limits import ServiceLimits
 from specray.serving.observe import CallRecord
-from specray.serving.prompts import Prompt, encode_chat, encode_prompts
-from specray.serving.validation import Limits, check_model, check_options, to_generate_requests
+from specray.serving.prompts import Prompt, encode_prompts
+from specray.serving.validation import (
+    GenerationOptions,
+    Limits,
+    check_model,
+    check_options,
+    to_generate_requests,
+)
 from specray.tokenization import Tokenizer
 
 DEADLINE_MARGIN_S = 15.0
@@ -67,6 +75,7 @@ class OpenAiApi:
         self._client = with_admission(client, config)
         self._tokenizer = tokenizer
         self._grammars = GrammarChecker(tokenizer)
+        self._planner = ChatPlanner(tokenizer, config.chat)
         self._limits = limits
         self._now = now
         self._timeout_s = config.router.request_timeout_s + DEADLINE_MARGIN_S
@@ -87,10 +96,17 @@ class OpenAiApi:
         """Makes the call of a /v1/chat/completions body. Raises InvalidRequestError, EngineLostError."""
         body = parse_request(ChatCompletionRequest, values)
         limits = await self._checked_limits(body, caller)
-        encoded = [await encode_chat(body.chat(), self._tokenizer)]
+        options = body.options()
+        plan = await self._planner.plan(body, options)
+        if plan.options.grammar is not None and plan.options.grammar is not options.grammar:
+            field = plan.options.grammar_field
+            await self._grammars.check(plan.options.grammar, field=field, limits=limits)
         header = self._header("chatcmpl", limits)
-        chat_format = ChatFormat(header, self._tokenizer)
-        return self._call(body, encoded, limits, header, chat_format, caller, record)
+        chat_format = ChatFormat(header, self._tokenizer, plan.reading)
+        call = self._call(
+            body, [plan.prompt], limits, header, chat_format, caller, record, options=plan.options
+        )
+        return replace(call, requests=[_showing(plan.shown_token_ids, request) for request in call.requests])
 
     async def answer(self, call: Call) -> Json:
         """Returns the whole response. Raises what the router raises."""
@@ -136,7 +152,7 @@ class OpenAiApi:
     def _delta_event(self, call: Call, totals: Totals, delta: Delta) -> bytes:
         totals.add(delta)
         call.record.observe(delta)
-        return _event(_with_usage(call, call.format.event(delta), totals)) if delta.is_visible else b""
+        return b"".join(_event(_with_usage(call, event, totals)) for event in call.format.events(delta))
 
     async def _checked_limits(self, body: SamplingFields, caller: Caller) -> Limits:
         limits = await self._limits.get()
@@ -159,9 +175,13 @@ class OpenAiApi:
         response_format: ResponseFormat,
         caller: Caller,
         record: CallRecord,
+        *,
+        options: GenerationOptions | None = None,
     ) -> Call:
         response_id = header.response_id
-        requests = to_generate_requests(prompts, body.options(), limits=limits, request_id=response_id)
+        requests = to_generate_requests(
+            prompts, options or body.options(), limits=limits, request_id=response_id
+        )
         tenant, is_stream = caller.tenant_of(requests[0]), bool(body.stream)
         return Call(
             response_id=response_id,
@@ -196,10 +216,15 @@ def _summary(call: Call, totals: Totals) -> Json | None:
         return None
     summary = call.format.summary()
     if call.includes_usage:
-        summary["usage"] = totals.usage()
+        summary["usage"] = call.format.usage(totals)
     if call.includes_metrics:
         summary["metrics"] = totals.metrics()
     return summary
+
+
+def _showing(token_ids: frozenset[int], request: GenerateRequest) -> GenerateRequest:
+    """The request, whose text has these special tokens."""
+    return replace(request, text=replace(request.text, shown_token_ids=token_ids)) if token_ids else request
 
 
 def _event(values: Json) -> bytes:
