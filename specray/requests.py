@@ -125,6 +125,8 @@ class TextOptions:
 
     skip_special_tokens: bool = True
     """False: special tokens are text, too."""
+    shown_token_ids: frozenset[int] = frozenset()
+    """Special tokens that are text even so: those that mark reasoning and calls of tools."""
     include_stop: bool = False
     """True: what ended the output, a stop string or the text of a stop token, is the end of the text."""
 

@@ -12,7 +12,14 @@ import yaml
 from pydantic import Field, ValidationError
 
 from specray.config.access import AuthConfig, RpcConfig
-from specray.config.endpoints import GrpcConfig, HttpConfig, IngressConfig, LoggingConfig, TelemetryConfig
+from specray.config.endpoints import (
+    ChatConfig,
+    GrpcConfig,
+    HttpConfig,
+    IngressConfig,
+    LoggingConfig,
+    TelemetryConfig,
+)
 from specray.config.engine import EMBEDDED, MODEL_FREE_DRAFTS, DraftConfig, TargetConfig
 from specray.config.router import RouterConfig
 from specray.config.section import Section
@@ -34,6 +41,7 @@ class Config(Section):
     ingress: IngressConfig = Field(default_factory=IngressConfig)
     auth: AuthConfig = Field(default_factory=AuthConfig)
     http: HttpConfig = Field(default_factory=HttpConfig)
+    chat: ChatConfig = Field(default_factory=ChatConfig)
     grpc: GrpcConfig = Field(default_factory=GrpcConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)

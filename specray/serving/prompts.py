@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from specray.errors import InvalidRequestError
 from specray.requests import Range
 from specray.serving.validation import MAX_PROMPTS, check_range, shown
-from specray.tokenization import ChatMessage, Tokenizer
+from specray.tokenization import Tokenizer
 
 Prompt = str | tuple[int, ...]
 
@@ -41,11 +41,6 @@ def parse_prompt(value: object) -> list[Prompt]:
 async def encode_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[tuple[int, ...]]:
     """Returns the token ids of each prompt; token ids stay as they are."""
     return [await _encode(prompt, tokenizer) if isinstance(prompt, str) else prompt for prompt in prompts]
-
-
-async def encode_chat(messages: Sequence[ChatMessage], tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Returns the token ids of a conversation. Raises InvalidRequestError if the template refuses it."""
-    return await asyncio.to_thread(tokenizer.encode_chat, messages)
 
 
 async def _encode(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specray.config import Config
 from specray.interfaces import RouterClient
@@ -15,14 +15,16 @@ from specray.serving.admission.api_keys import Caller, complete_for, stream_for
 from specray.serving.admission.capacity import with_admission
 from specray.serving.generation import Delta, close
 from specray.serving.grammars import GrammarChecker
+from specray.serving.http.chat.format import ChatFormat
+from specray.serving.http.chat.plan import ChatPlanner
 from specray.serving.http.chat.schema import ChatCompletionRequest
 from specray.serving.http.problems import problem_event
-from specray.serving.http.responses import ChatFormat, CompletionFormat, Header, Json, ResponseFormat, Totals
+from specray.serving.http.responses import CompletionFormat, Header, Json, ResponseFormat, Totals
 from specray.serving.http.schemas import CompletionRequest, SamplingFields, parse_request
 from specray.serving.identity import Identity
 from specray.serving.limits import ServiceLimits
 from specray.serving.observe import CallRecord
-from specray.serving.prompts import Prompt, encode_chat, encode_prompts
+from specray.serving.prompts import Prompt, encode_prompts
 from specray.serving.validation import (
     GenerationOptions,
     Limits,
@@ -75,6 +77,7 @@ class OpenAiApi:
         self._client = with_admission(client, config)
         self._tokenizer = tokenizer
         self._grammars = GrammarChecker(tokenizer)
+        self._planner = ChatPlanner(tokenizer, config.chat)
         self._limits = limits
         self._fingerprint = identity.system_fingerprint
         self._now = now
@@ -96,14 +99,18 @@ class OpenAiApi:
         """Makes the call of a /v1/chat/completions body. Raises InvalidRequestError, EngineLostError."""
         body = parse_request(ChatCompletionRequest, values)
         options, limits = await self._checked(body, caller)
-        encoded = [await self.encode_chat(body)]
+        plan = await self._planner.plan(body, options)
+        if plan.options.grammar is not None and plan.options.grammar is not options.grammar:
+            field = plan.options.grammar_field
+            await self._grammars.check(plan.options.grammar, field=field, limits=limits)
         header = self._header("chatcmpl", limits)
-        chat_format = ChatFormat(header, self._tokenizer)
-        return self._call(body, options, encoded, limits, header, chat_format, caller, record)
+        chat_format = ChatFormat(header, self._tokenizer, plan.reading)
+        call = self._call(body, plan.options, [plan.prompt], limits, header, chat_format, caller, record)
+        return replace(call, requests=[_showing(plan.shown_token_ids, request) for request in call.requests])
 
     async def encode_chat(self, body: ChatCompletionRequest) -> tuple[int, ...]:
         """Returns the token ids of a conversation. Raises InvalidRequestError."""
-        return await encode_chat(body.chat(), self._tokenizer)
+        return (await self._planner.plan(body, body.options())).prompt
 
     async def answer(self, call: Call) -> Json:
         """Returns the whole response. Raises what the router raises."""
@@ -149,7 +156,7 @@ class OpenAiApi:
     def _delta_event(self, call: Call, totals: Totals, delta: Delta) -> bytes:
         totals.add(delta)
         call.record.observe(delta)
-        return _event(_with_usage(call, call.format.event(delta), totals)) if delta.is_visible else b""
+        return b"".join(_event(_with_usage(call, event, totals)) for event in call.format.events(delta))
 
     async def _checked(self, body: SamplingFields, caller: Caller) -> tuple[GenerationOptions, Limits]:
         limits = await self._limits.get()
@@ -211,10 +218,15 @@ def _summary(call: Call, totals: Totals) -> Json | None:
         return None
     summary = call.format.summary()
     if call.includes_usage:
-        summary["usage"] = totals.usage()
+        summary["usage"] = call.format.usage(totals)
     if call.includes_metrics:
         summary["metrics"] = totals.metrics()
     return summary
+
+
+def _showing(token_ids: frozenset[int], request: GenerateRequest) -> GenerateRequest:
+    """The request, whose text has these special tokens."""
+    return replace(request, text=replace(request.text, shown_token_ids=token_ids)) if token_ids else request
 
 
 def _event(values: Json) -> bytes:
