@@ -126,6 +126,7 @@ class FakeRouterClient:
                     stop_reason=stop_reason if is_last else None,
                     stats=SpeculationStats(2, 8, 4, (0, 1, 0, 1)) if is_last else None,
                     num_cached_tokens=self._cached(request) if is_last else 0,
+                    prompt_logprobs=_prompt_logprobs(request) if is_last else (),
                 )
             )
         return chunks
@@ -142,3 +143,12 @@ class FakeRouterClient:
             if matcher is not None and (stop := matcher.push([token])) is not None:
                 return tuple(tokens), FinishReason.STOP, stop
         return tuple(tokens), FinishReason.LENGTH, None
+
+
+def _prompt_logprobs(request: GenerateRequest) -> tuple[TokenLogprobs, ...]:
+    """Minus a hundredth of each token's id, beside token 0, which is likelier."""
+    num_top = request.sampling.num_prompt_logprobs
+    if num_top is None:
+        return ()
+    top = ((0,), (-0.005,)) if num_top else ((), ())
+    return tuple(TokenLogprobs(token, -token / 100, *top) for token in request.prompt_token_ids[1:])

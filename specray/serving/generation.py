@@ -33,6 +33,8 @@ class Delta:
     """Prompt tokens found in the prefix cache; comes with the finish reason."""
     ttft_s: float | None = None
     """Seconds that the router took to the first tokens; comes with the finish reason."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt's tokens but the first; they come with the finish reason."""
 
     @property
     def is_visible(self) -> bool:
@@ -84,6 +86,7 @@ class Choice:
             stats=chunk.stats,
             num_cached_tokens=chunk.num_cached_tokens,
             ttft_s=chunk.ttft_s,
+            prompt_logprobs=chunk.prompt_logprobs,
         )
 
 

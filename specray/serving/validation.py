@@ -58,6 +58,7 @@ RANGES: Final[Mapping[str, Range]] = MappingProxyType(
         "logit_bias": Range(-100, 100),
         "n": Range(1, 128),
         "logprobs": Range(0, 20),
+        "prompt_logprobs": Range(0, 20),
         "top_logprobs": Range(0, 20),
         "num_speculative_tokens": Range(0, MAX_SPECULATIVE_TOKENS),
         "priority": Range(-(1 << 63), (1 << 63) - 1),
@@ -99,6 +100,7 @@ class GenerationOptions(SamplingOptions):
     ignore_eos: bool = False
     n: int | None = None
     num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
     is_speculation_enabled: bool | None = None
     num_speculative_tokens: int | None = None
     verification: Verification | None = None
@@ -151,6 +153,7 @@ def check_options(options: GenerationOptions, limits: Limits) -> None:
         "n": options.n,
         "num_speculative_tokens": options.num_speculative_tokens,
         "logprobs": options.num_logprobs,
+        "prompt_logprobs": options.num_prompt_logprobs,
         "priority": options.priority,
         "timeout_s": options.timeout_s,
     }
@@ -273,6 +276,7 @@ def _sampling_params(
         stop_token_ids=tuple(sorted({*eos_token_ids, *options.stop_token_ids})),
         num_prompt_tokens=num_prompt_tokens,
         num_logprobs=options.num_logprobs,
+        num_prompt_logprobs=options.num_prompt_logprobs,
         verification=options.verification or limits.verification,
         grammar=options.grammar,
     )

@@ -42,7 +42,7 @@ DRAFT_KIND_FROM_PB = {
     inference_pb2.DRAFT_KIND_UNSPECIFIED: None,
     **{number: kind for kind, number in DRAFT_KIND_TO_PB.items()},
 }
-OPTIONAL_FIELDS = ("max_tokens", *SAMPLING_OPTIONS, "logprobs", "priority")
+OPTIONAL_FIELDS = ("max_tokens", *SAMPLING_OPTIONS, "logprobs", "prompt_logprobs", "priority")
 """Names of optional numbers of GenerateRequest and GenerateParams alike; absent is None."""
 
 
@@ -137,6 +137,8 @@ def encode_generate_event(event: GenerateEvent) -> bytes:
     message.token_ids.extend(event.token_ids)
     for logprobs in event.logprobs:
         encode_token_logprobs(message.logprobs.add(), logprobs)
+    for logprobs in event.prompt_logprobs:
+        encode_token_logprobs(message.prompt_logprobs.add(), logprobs)
     if event.finish_reason is not None:
         if event.finish_reason not in FINISH_REASON_TO_PB:
             raise ValueError(f"finish_reason {event.finish_reason} has no message")
@@ -164,6 +166,7 @@ def decode_generate_event(data: bytes) -> GenerateEvent:
         finish_reason=FINISH_REASON_FROM_PB[message.finish_reason],
         usage=_decode_usage(message.usage) if message.HasField("usage") else None,
         speculation=decode_stats(message.speculation) if message.HasField("speculation") else None,
+        prompt_logprobs=tuple(map(decode_token_logprobs, message.prompt_logprobs)),
     )
 
 

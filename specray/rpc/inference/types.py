@@ -27,6 +27,7 @@ class GenerateParams(SamplingOptions):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     speculation_enabled: bool | None = None
     num_speculative_tokens: int | None = None
     verification: Verification | None = None
@@ -65,6 +66,8 @@ class GenerateEvent:
     """Reason of the end, never ``error``: a failed request raises an exception."""
     usage: Usage | None = None
     speculation: SpeculationStats | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt's tokens but the first, where they were asked for; on the last message."""
 
 
 class InferenceHandler(Protocol):

@@ -174,6 +174,7 @@ def _options(params: GenerateParams) -> GenerationOptions:
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
         num_logprobs=params.logprobs,
+        num_prompt_logprobs=params.prompt_logprobs,
         is_speculation_enabled=params.speculation_enabled,
         num_speculative_tokens=params.num_speculative_tokens,
         verification=params.verification,
@@ -200,6 +201,7 @@ def _event(request: GenerateRequest, delta: Delta, num_output_tokens: int) -> Ge
         finish_reason=delta.finish_reason,
         usage=_usage(request, delta, num_output_tokens) if is_last else None,
         speculation=delta.stats if is_last else None,
+        prompt_logprobs=delta.prompt_logprobs,
     )
 
 

@@ -18,13 +18,14 @@ from specray.serving.grammars import GrammarChecker
 from specray.serving.http.chat.format import ChatFormat
 from specray.serving.http.chat.plan import ChatPlanner
 from specray.serving.http.chat.schema import ChatCompletionRequest
+from specray.serving.http.completions import CompletionFormat, shown_prompt, without_output
 from specray.serving.http.problems import problem_event
-from specray.serving.http.responses import CompletionFormat, Header, Json, ResponseFormat, Totals
+from specray.serving.http.responses import Header, Json, ResponseFormat, Totals
 from specray.serving.http.schemas import CompletionRequest, SamplingFields, parse_request
 from specray.serving.identity import Identity
 from specray.serving.limits import ServiceLimits
 from specray.serving.observe import CallRecord
-from specray.serving.prompts import Prompt, encode_prompts
+from specray.serving.prompts import encode_prompts
 from specray.serving.validation import (
     GenerationOptions,
     Limits,
@@ -55,6 +56,8 @@ class Call:
     includes_usage: bool
     repeats_usage: bool
     includes_metrics: bool
+    hides_output: bool = False
+    """The prompt alone is asked about."""
 
 
 class OpenAiApi:
@@ -90,10 +93,21 @@ class OpenAiApi:
         prompts = body.prompts()
         encoded = await encode_prompts(prompts, self._tokenizer)
         num_choices = body.n or 1
-        echoes = [self._echo(prompt) if body.echo else "" for prompt in prompts for _ in range(num_choices)]
+        shown = [
+            shown_prompt(
+                prompt,
+                token_ids,
+                self._tokenizer,
+                is_echoed=bool(body.echo),
+                lists_logprobs=body.prompt_logprobs is not None,
+            )
+            for prompt, token_ids in zip(prompts, encoded, strict=True)
+            for _ in range(num_choices)
+        ]
         header = self._header("cmpl", limits)
-        response_format = CompletionFormat(header, self._tokenizer, echoes)
-        return self._call(body, options, encoded, limits, header, response_format, caller, record)
+        response_format = CompletionFormat(header, self._tokenizer, shown)
+        call = self._call(body, options, encoded, limits, header, response_format, caller, record)
+        return replace(call, hides_output=body.hides_output)
 
     async def chat_call(self, values: object, caller: Caller, record: CallRecord) -> Call:
         """Makes the call of a /v1/chat/completions body. Raises InvalidRequestError, EngineLostError."""
@@ -118,6 +132,8 @@ class OpenAiApi:
             call.caller, self._client, call.requests, self._tokenizer, timeout_s=self._timeout_s
         )
         totals = Totals(call.num_prompt_tokens, call.num_choices)
+        if call.hides_output:
+            outputs = [without_output(output) for output in outputs]
         for output in outputs:
             totals.add(output)
             call.record.observe(output)
@@ -154,6 +170,8 @@ class OpenAiApi:
         yield b"data: [DONE]\n\n"
 
     def _delta_event(self, call: Call, totals: Totals, delta: Delta) -> bytes:
+        if call.hides_output:
+            delta = without_output(delta)
         totals.add(delta)
         call.record.observe(delta)
         return b"".join(_event(_with_usage(call, event, totals)) for event in call.format.events(delta))
@@ -201,9 +219,6 @@ class OpenAiApi:
     def _header(self, prefix: str, limits: Limits) -> Header:
         response_id = f"{prefix}-{uuid.uuid4().hex}"
         return Header(response_id, int(self._now()), limits.model_name, self._fingerprint)
-
-    def _echo(self, prompt: Prompt) -> str:
-        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
 
 
 def _with_usage(call: Call, event: Json, totals: Totals) -> Json:

@@ -108,59 +108,6 @@ class ResponseFormat(Protocol):
         ...
 
 
-class CompletionFormat:
-    """Bodies of /v1/completions.
-
-    Args:
-        echoes: text of the prompt that comes first, by choice; empty strings without ``echo``.
-    """
-
-    def __init__(self, header: Header, tokenizer: Tokenizer, echoes: Sequence[str]) -> None:
-        self._header = header
-        self._tokenizer = tokenizer
-        self._echoes = echoes
-
-    def body(self, outputs: Sequence[Delta], totals: Totals) -> Json:
-        choices = [self._choice(delta, self._echoes[delta.index] + delta.text) for delta in outputs]
-        return {**self._header.fields("text_completion"), "choices": choices, "usage": totals.usage()}
-
-    def opening(self, num_choices: int) -> Iterable[Json]:
-        for index in range(num_choices):
-            if self._echoes[index]:
-                yield from self.events(Delta(index, self._echoes[index], ()))
-
-    def events(self, delta: Delta) -> Iterable[Json]:
-        if delta.is_visible:
-            yield {**self.summary(), "choices": [self._choice(delta, delta.text)]}
-
-    def summary(self) -> Json:
-        return {**self._header.fields("text_completion"), "choices": []}
-
-    def usage(self, totals: Totals) -> Json:
-        return totals.usage()
-
-    def _choice(self, delta: Delta, text: str) -> Json:
-        return {
-            "index": delta.index,
-            "text": text,
-            "logprobs": self._logprobs(delta) if delta.logprobs else None,
-            "finish_reason": delta.finish_reason,
-            "stop_reason": delta.stop_reason,
-        }
-
-    def _logprobs(self, delta: Delta) -> Json:
-        name = self._tokenizer.token_text
-        return {
-            "tokens": [name(entry.token_id) for entry in delta.logprobs],
-            "token_logprobs": [finite(entry.logprob) for entry in delta.logprobs],
-            "top_logprobs": [
-                {name(token_id): finite(logprob) for token_id, logprob in _alternatives(entry)}
-                for entry in delta.logprobs
-            ],
-            "text_offset": list(delta.text_offsets),
-        }
-
-
 def sum_stats(stats: Iterable[SpeculationStats]) -> SpeculationStats:
     """Adds up the counters of several outputs."""
     total = SpeculationStats()
@@ -181,12 +128,26 @@ def _add(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
     )
 
 
-def _alternatives(entry: TokenLogprobs) -> list[tuple[int, float]]:
-    """Returns the likeliest tokens, and the chosen one too, as in OpenAI's completions API."""
-    tops = list(zip(entry.top_token_ids, entry.top_logprobs, strict=True))
-    if entry.token_id in entry.top_token_ids:
-        return tops
-    return [*tops, (entry.token_id, entry.logprob)]
+def listed_prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> list[Json | None]:
+    """Writes a prompt's logprobs as vLLM does: a map from token ids for each token, null for the first."""
+    return [None, *(_by_token(tokenizer, entry) for entry in entries)]
+
+
+def _by_token(tokenizer: Tokenizer, entry: TokenLogprobs) -> Json:
+    tops = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
+    ranked: dict[int, tuple[int | None, float]] = {
+        token_id: (rank, logprob) for rank, (token_id, logprob) in enumerate(tops, start=1)
+    }
+    # How many tokens are likelier is known of those that are listed.
+    ranked.setdefault(entry.token_id, (None, entry.logprob))
+    return {
+        str(token_id): {
+            "logprob": finite(logprob),
+            "rank": rank,
+            "decoded_token": tokenizer.token_text(token_id),
+        }
+        for token_id, (rank, logprob) in ranked.items()
+    }
 
 
 def finite(logprob: float) -> float:

@@ -86,6 +86,8 @@ class SamplingFields(_OptionFields):
     stream_options: StreamOptions | None = None
     speculation: SpeculationFields | None = None
     return_speculation_metrics: bool | None = None
+    prompt_logprobs: int | None = None
+    """Number of likeliest tokens told beside each prompt token's own, as in vLLM; not in a stream."""
 
     # Default of ``max_tokens``; None: all of the context that is left.
     default_max_tokens: ClassVar[int | None] = None
@@ -97,6 +99,11 @@ class SamplingFields(_OptionFields):
     @abstractmethod
     def num_logprobs(self) -> int | None:
         """Number of likeliest tokens per position; None: no logprobs."""
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Number of likeliest tokens per position of the prompt; None: the prompt has no logprobs."""
+        return self.prompt_logprobs
 
     def max_tokens_field(self) -> tuple[str, int | None]:
         """Returns the name of the field that bounds the output, and its value."""
@@ -123,6 +130,12 @@ class SamplingFields(_OptionFields):
             raise InvalidRequestError(
                 "stream_options is set without stream; allowed: only with stream true", field="stream_options"
             )
+        if self.num_prompt_logprobs is not None and self.stream:
+            field = "prompt_logprobs" if self.prompt_logprobs is not None else "echo"
+            raise InvalidRequestError(
+                f"{field} asks for the prompt's logprobs, which no stream carries; allowed: stream false",
+                field=field,
+            )
         speculation = self.speculation or SpeculationFields()
         max_tokens_name, max_tokens = self.max_tokens_field()
         return GenerationOptions(
@@ -137,6 +150,7 @@ class SamplingFields(_OptionFields):
             grammar_field=grammar_field,
             n=self.n,
             num_logprobs=self.num_logprobs,
+            num_prompt_logprobs=self.num_prompt_logprobs,
             is_speculation_enabled=speculation.enabled,
             num_speculative_tokens=speculation.num_speculative_tokens,
             verification=_one_of(Verification, "speculation.verification", speculation.verification),
@@ -167,18 +181,25 @@ class CompletionRequest(SamplingFields):
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        if not self.echo or self.logprobs is None:
+            return self.prompt_logprobs
+        return max(self.logprobs, self.prompt_logprobs or 0)
+
+    @property
+    def hides_output(self) -> bool:
+        """True if the prompt alone is asked about: a token is generated all the same, and left out."""
+        return self.max_tokens == 0
+
+    def max_tokens_field(self) -> tuple[str, int | None]:
+        return "max_tokens", 1 if self.hides_output else self.max_tokens
+
     def prompts(self) -> list[Prompt]:
         """Returns the prompts as text or token ids. Raises InvalidRequestError for anything else."""
         if self.prompt is None:
             raise InvalidRequestError("prompt is missing; allowed: text or token ids", field="prompt")
         return parse_prompt(self.prompt)
-
-    def options(self) -> GenerationOptions:
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequestError(
-                "echo is set together with logprobs; logprobs of the prompt are not supported", field="echo"
-            )
-        return super().options()
 
 
 RequestT = TypeVar("RequestT", bound=BaseModel)

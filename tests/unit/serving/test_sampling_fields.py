@@ -42,6 +42,7 @@ SPECIAL = {
     "stop_token_ids": (3, 11),
     "num_prompt_tokens": len(PROMPT),
     "num_logprobs": 2,
+    "num_prompt_logprobs": 3,
     "verification": Verification.REJECTION,
 }
 EXPECTED: dict[str, Any] = ASKED | SPECIAL
@@ -53,6 +54,7 @@ def http_options(schema: type[CompletionRequest] | type[ChatCompletionRequest]) 
         "stop_token_ids": [11],
         "speculation": {"verification": "rejection"},
         "max_tokens": 100,
+        "prompt_logprobs": 3,
     }
     if schema is CompletionRequest:
         body |= {"prompt": list(PROMPT), "logprobs": 2}
@@ -68,6 +70,7 @@ def grpc_options() -> GenerationOptions:
         logit_bias=SPECIAL["logit_bias"],
         stop_token_ids=(11,),
         logprobs=2,
+        prompt_logprobs=3,
         verification=Verification.REJECTION,
         max_tokens=100,
         **asked,

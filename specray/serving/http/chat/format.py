@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from specray.requests import FinishReason
 from specray.serving.generation import Delta
 from specray.serving.http.chat.plan import Reading
-from specray.serving.http.responses import Header, Json, Totals, finite
+from specray.serving.http.responses import Header, Json, Totals, finite, listed_prompt_logprobs
 from specray.serving.tools.answer import AnswerDelta, CallDelta
 from specray.tokenization import Tokenizer
 from specray.types import TokenLogprobs
@@ -29,7 +29,10 @@ class ChatFormat:
 
     def body(self, outputs: Sequence[Delta], totals: Totals) -> Json:
         choices = [self._choice(delta) for delta in outputs]
-        return {**self._header.fields("chat.completion"), "choices": choices, "usage": self.usage(totals)}
+        body = {**self._header.fields("chat.completion"), "choices": choices, "usage": self.usage(totals)}
+        if outputs and outputs[0].prompt_logprobs:
+            body["prompt_logprobs"] = listed_prompt_logprobs(self._tokenizer, outputs[0].prompt_logprobs)
+        return body
 
     def opening(self, num_choices: int) -> Iterable[Json]:
         # Content stays null where an answer is nothing but calls.
