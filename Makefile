@@ -26,8 +26,9 @@ serve: setup
 test: setup
 	$(PYTEST)
 
+# No services, no compilers, no long samples.
 test-fast: setup
-	$(PYTEST) tests/unit tests/rpc
+	$(PYTEST) -n 2 -m 'not slow and not zoo' tests/unit tests/rpc
 
 # Tiny models of all families: each served with the tokens of the library's generate, or refused.
 zoo: setup

@@ -6,7 +6,11 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.rpc import forking_process
+
+pytestmark = pytest.mark.slow
 
 
 def test_every_child_of_a_process_that_uses_grpc_reaches_its_program() -> None:

@@ -265,6 +265,7 @@ def quick_call(start: str) -> Call:
     return next(call for call in calls if "--server" not in call.words)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("start", QUICK_COMMANDS)
 def test_quick_commands_run(start: str, tmp_path: Path) -> None:

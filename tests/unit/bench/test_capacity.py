@@ -14,7 +14,10 @@ from specray.config import parse_config
 from specray.planning.simulation.fleet import Kit
 from tests.unit.bench.capacity_worker import DRAFT_NS, TARGET_NS
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="starts worker processes")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="starts worker processes"),
+]
 
 WORKER = (sys.executable, str(Path(__file__).with_name("capacity_worker.py")))
 PLAN = SweepPlan(

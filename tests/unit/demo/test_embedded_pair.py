@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from specray.demo.paths import demo_draft_path, demo_target_path
 
+pytestmark = pytest.mark.slow
+
 MAX_TOTAL_BYTES = 32_000_000
 
 

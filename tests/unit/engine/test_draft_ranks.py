@@ -6,11 +6,15 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from specray.config import Config, parse_config
 from specray.engine.build import build_draft_engine
 from tests.unit.engine.draft_ranks import DEADLINE_S, NUM_DRAFTS, Reply, converse, run_rank
 from tests.unit.engine.model.checkpoints import write_checkpoint
 from tests.unit.engine.processes import preloaded_context
+
+pytestmark = pytest.mark.slow
 
 SIZES = (2, 4)
 

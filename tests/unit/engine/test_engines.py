@@ -35,6 +35,8 @@ from tests.unit.engine.model.checkpoints import (
     write_checkpoint,
 )
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [5, 17, 42, 8, 5, 60, 33]
 NUM_OUTPUT = 16
 GREEDY = SamplingParams(temperature=0.0, num_prompt_tokens=len(PROMPT))

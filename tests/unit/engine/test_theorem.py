@@ -46,6 +46,8 @@ from tests.unit.engine.samplings import (
     session,
 )
 
+pytestmark = pytest.mark.slow
+
 DRAFTERS = ["perfect", "close", "random", "tree", "adversarial", "empty", "dying"]
 
 

@@ -14,6 +14,8 @@ from specray.grammar.forms import json_grammar
 from specray.types import Grammar, GrammarKind
 from tests.unit.grammar.test_matcher import ENDS, backend, compiler, legal, piece
 
+pytestmark = pytest.mark.slow
+
 SCHEMAS: dict[str, Any] = {
     "integer bounds": {"type": "integer", "minimum": -3, "exclusiveMaximum": 40},
     "number bounds": {"type": "number", "minimum": 0.5, "maximum": 1.5},

@@ -18,6 +18,8 @@ from specray.planning.search import Demand, cell_of, make_plan, num_drafts_for
 from specray.planning.simulation.results import RunResult, Slo
 from tests.unit.planning.parts import LIMITS, PREFILL_S, VERIFY_S, acceptance, draft, target
 
+pytestmark = pytest.mark.slow
+
 SERIAL_3 = SpeculationConfig.model_validate({"num_speculative_tokens": 3, "overlap": "serial"})
 
 

@@ -18,6 +18,8 @@ from specray.serving import launch
 from specray.serving.launch import root_cause
 from tests.unit.engine.model.checkpoints import write_checkpoint
 
+pytestmark = pytest.mark.slow
+
 EXIT_WRONG_INPUT = 2
 
 

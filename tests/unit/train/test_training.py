@@ -24,6 +24,8 @@ from specray.train.shapes import ModelShape, new_model, save_model, to_dtype
 from specray.train.target import TargetTrainConfig, next_token_loss, train_target
 from specray.train.tokenizer import encode_files, load_tokenizer, save_tokenizer, train_tokenizer
 
+pytestmark = pytest.mark.slow
+
 SHAPE = ModelShape(
     hidden_size=32,
     num_layers=2,

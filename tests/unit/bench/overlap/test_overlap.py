@@ -23,6 +23,8 @@ from specray.config import parse_config
 from specray.errors import ConfigError
 from specray.types import Overlap
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("text", "arm", "name"),

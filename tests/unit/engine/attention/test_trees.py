@@ -16,6 +16,8 @@ from specray.engine.step import HeadShape
 from tests.unit.engine.attention.trees import MAX_LEN, TREES, Tree, angles, expected, random_rows, tree_steps
 from tests.unit.engine.cpu.amx_emulated import emulated_tiles
 
+pytestmark = pytest.mark.slow
+
 SHAPE = HeadShape(6, 2, 32)
 
 

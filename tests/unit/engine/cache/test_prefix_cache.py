@@ -33,6 +33,8 @@ from tests.unit.engine.harness import (
 )
 from tests.unit.engine.model.checkpoints import reference_greedy, reference_model, write_checkpoint
 
+pytestmark = pytest.mark.slow
+
 GREEDY = SamplingParams(temperature=0.0, num_prompt_tokens=40)
 COUPLED = SamplingParams(seed=77, num_prompt_tokens=40)
 PROMPT = [(7 * i) % 19 + 2 for i in range(40)]

@@ -19,6 +19,8 @@ import ctypes, sys
 from numba import njit, types
 from specray.engine.cpu.compiled import CompiledFunction
 
+pytestmark = pytest.mark.slow
+
 def adding(constant):
     body = "    number = (number ^ (number >> 3)) * constant\\n" * 300
     exec(f"def inner(number):\\n{body}    return number", {"constant": constant}, functions := {})

@@ -31,6 +31,8 @@ from specray.engine.cpu.thread_pool import Kernel, ThreadPool, as_pointer
 from specray.engine.model.decoder import HeadNorm
 from specray.engine.step import AttentionStep, SequenceRows
 
+pytestmark = pytest.mark.slow
+
 needs_instruction = pytest.mark.skipif(
     not can_tile(torch.empty(64, 32, dtype=torch.bfloat16)), reason="no AVX-512 here"
 )

@@ -21,6 +21,8 @@ from tests.unit.engine.model.checkpoints import (
     write_checkpoint,
 )
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [5, 7, 9, 11, 13, 2, 4, 60, 33]
 OTHER = [8, 3, 3, 90]
 ATOL = 2e-5

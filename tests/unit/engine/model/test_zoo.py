@@ -20,6 +20,8 @@ from tests.unit.engine.model.checkpoints import (
 )
 from tests.unit.engine.model.zoo import FAMILIES, QUICK
 
+pytestmark = pytest.mark.slow
+
 SHORT, LONG = [5, 7, 9, 11, 13], [(11 * i * i + 3 * i) % 90 + 2 for i in range(45)]
 NUM_TOKENS = 20
 ATOL = 5e-4

@@ -41,6 +41,8 @@ from tests.unit.engine.model.zoo import GROUPED, SLIDING, Family
 from tests.unit.engine.processes import preloaded_context
 from tests.unit.engine.runner.group_ranks import DEADLINE_S, hang_or_die, join, start_differently
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [5, 7, 9, 11, 13, 2, 4, 60, 33]
 NUM_TOKENS = 12
 SAME_ON_ALL = "allowed: the same on all ranks; set what works on all of them"

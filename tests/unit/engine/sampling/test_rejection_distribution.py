@@ -25,6 +25,8 @@ from specray.types import SamplingParams, Verification
 from tests.unit.engine.p_values import chi_square_p_value
 from tests.unit.engine.sampling.rows import row_group
 
+pytestmark = pytest.mark.slow
+
 VOCAB_SIZE = 5
 NUM_SAMPLES = 2500
 SIGNIFICANCE = 1e-3

@@ -31,6 +31,8 @@ from tests.unit.planning.parts import (
     target,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def one_client(num_requests: int, output: int) -> ClosedLoad:
     return ClosedLoad(1, num_requests, FixedLength(100), FixedLength(output))

@@ -22,7 +22,10 @@ from specray.tokenization import make_stop_matcher
 from tests.unit.serving.http.service import TOKENIZER, wait_until
 from tests.unit.tokenization.tiny_tokenizer import EOS, write_tiny_tokenizer
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts processes through /proc")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts processes through /proc"),
+]
 
 MARK = b"SPECRAY_TEST_HOST=draft"
 RUN_MARKED = (

@@ -27,7 +27,10 @@ from specray.tokenization import make_stop_matcher
 from specray.types import SamplingParams
 from tests.unit.serving.http.service import TOKENIZER
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes through /proc")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes through /proc"),
+]
 
 DEADLINE_S = 120.0
 SMALL = ("--dtype=float32", "--max-model-len=128", "--num-threads=1")
