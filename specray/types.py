@@ -301,6 +301,21 @@ class StepTime:
 
 
 @dataclass(frozen=True, slots=True)
+class GrammarStats:
+    """What grammars have cost one engine since its start."""
+
+    compile_s: float = 0.0
+    """Seconds spent on compiling."""
+    mask_s: float = 0.0
+    """Seconds spent on masks."""
+    num_compiled: int = 0
+    num_cache_hits: int = 0
+    """Requests whose grammar had been compiled before."""
+    num_illegal_drafts: int = 0
+    """Draft tokens that a grammar forbade."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What a worker says of itself, so that nothing is configured twice."""
 
@@ -335,3 +350,4 @@ class EngineInfo:
     """Streams that are open now."""
     busy_share: float = 0.0
     """Share of the last seconds that was spent computing, in [0, 1]."""
+    grammar: GrammarStats = GrammarStats()

@@ -12,7 +12,7 @@ from specray.engine.runner.inputs import SequenceInput
 from specray.engine.sampling.grammars import GrammarMasks
 from specray.engine.schedule import Runner
 from specray.errors import EngineLostError
-from specray.types import EngineInfo
+from specray.types import EngineInfo, GrammarStats
 
 
 class EngineBase:
@@ -58,6 +58,7 @@ class EngineBase:
             num_blocks_in_use=in_use,
             num_prefix_cache_queries=self._table.num_queried_tokens,
             num_prefix_cache_hits=self._table.num_cached_tokens,
+            grammar=GrammarStats() if self._grammars is None else self._grammars.stats,
         )
 
     @property

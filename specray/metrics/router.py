@@ -27,9 +27,9 @@ class _Total:
 
     def __init__(self, counter: Counter) -> None:
         self._counter = counter
-        self._last = 0
+        self._last = 0.0
 
-    def show(self, value: int) -> None:
+    def show(self, value: float) -> None:
         """The engine's counter stands at ``value``."""
         self._counter.inc(value - self._last if value >= self._last else value)
         self._last = value
@@ -235,6 +235,20 @@ class RouterMetrics:
         self._prefix_cache = {
             role: (_Total(queries.labels(role)), _Total(hits.labels(role))) for role in self._blocks_in_use
         }
+        grammars = {
+            field: Counter(f"specray_grammar_{name}", text, ["engine"], registry=registry)
+            for field, name, text in (
+                ("compile_s", "compile_seconds", "Seconds that the engine spent on compiling grammars."),
+                ("mask_s", "mask_seconds", "Seconds that it spent on masks of legal tokens."),
+                ("num_compiled", "compiled", "Grammars that it compiled."),
+                ("num_cache_hits", "cache_hits", "Requests whose grammar it had compiled before."),
+                ("num_illegal_drafts", "illegal_draft_tokens", "Draft tokens that a grammar forbade."),
+            )
+        }
+        self._grammars = {
+            role: [(field, _Total(counter.labels(role))) for field, counter in grammars.items()]
+            for role in self._blocks_in_use
+        }
 
     # What happens
 
@@ -245,6 +259,8 @@ class RouterMetrics:
             queries, hits = self._prefix_cache[role]
             queries.show(info.num_prefix_cache_queries)
             hits.show(info.num_prefix_cache_hits)
+            for field, total in self._grammars[role]:
+                total.show(getattr(info.grammar, field))
             for entry in info.step_times:
                 self._step_time_s.labels(role, str(entry.num_rows)).set(entry.seconds)
 

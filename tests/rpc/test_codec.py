@@ -18,6 +18,7 @@ from specray.types import (
     EngineInfo,
     Grammar,
     GrammarKind,
+    GrammarStats,
     ItemFailed,
     Outcomes,
     Proposal,
@@ -108,6 +109,7 @@ INFOS = st.builds(
     num_prefix_cache_hits=U64,
     step_times=tuples_of(st.builds(StepTime, U32, st.floats(allow_nan=False))),
     context_token_s=st.floats(allow_nan=False),
+    grammar=st.builds(GrammarStats, st.floats(allow_nan=False), st.floats(allow_nan=False), U64, U64, U64),
 )
 
 

@@ -12,7 +12,7 @@ from typing import Final
 
 from specray.errors import GrammarError, InvalidRequestError
 from specray.grammar import GrammarCompiler, GrammarMatcher, TokenMasks
-from specray.types import Grammar, SamplingParams
+from specray.types import Grammar, GrammarStats, SamplingParams
 
 _MAX_MATCHERS: Final = 1024
 """Number of matchers that are kept, the latest used; another is made again from its output."""
@@ -60,6 +60,20 @@ class GrammarMasks:
                 self._matchers.popitem(last=False)
         self._matchers.move_to_end(request_id)
         return kept[1].masks(output_ids, draft_ids)
+
+    @property
+    def stats(self) -> GrammarStats:
+        """What grammars have cost so far. Any thread may ask."""
+        if self._compiler is None:
+            return GrammarStats()
+        compiled, matched = self._compiler.stats, self._compiler.stats.matchers
+        return GrammarStats(
+            compile_s=compiled.compile_s,
+            mask_s=matched.mask_s,
+            num_compiled=compiled.num_compiled,
+            num_cache_hits=compiled.num_cache_hits,
+            num_illegal_drafts=matched.num_illegal_drafts,
+        )
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Forgets sequences; unknown ids are ignored."""

@@ -15,6 +15,7 @@ from specray.types import (
     EngineInfo,
     Grammar,
     GrammarKind,
+    GrammarStats,
     ItemFailed,
     SamplingParams,
     StepTime,
@@ -186,6 +187,10 @@ def decode_item_failed(reply: types_pb2.ItemFailed) -> ItemFailed:
     )
 
 
+_GRAMMAR_STATS = tuple(each.name for each in fields(GrammarStats))
+"""Names of figures that message and type share."""
+
+
 def encode_engine_info(out: types_pb2.EngineInfo, info: EngineInfo) -> None:
     out.role = info.role
     out.model = info.model
@@ -207,6 +212,8 @@ def encode_engine_info(out: types_pb2.EngineInfo, info: EngineInfo) -> None:
     for step_time in info.step_times:
         out.step_times.add(num_rows=step_time.num_rows, seconds=step_time.seconds)
     out.context_token_s = info.context_token_s
+    for name in _GRAMMAR_STATS:
+        setattr(out.grammar, name, getattr(info.grammar, name))
 
 
 def decode_engine_info(info: types_pb2.EngineInfo) -> EngineInfo:
@@ -230,4 +237,5 @@ def decode_engine_info(info: types_pb2.EngineInfo) -> EngineInfo:
         context_token_s=info.context_token_s,
         num_routers=info.num_routers,
         busy_share=info.busy_share,
+        grammar=GrammarStats(**{name: getattr(info.grammar, name) for name in _GRAMMAR_STATS}),
     )

@@ -133,8 +133,22 @@ class StepTime(_message.Message):
     seconds: float
     def __init__(self, num_rows: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
+class GrammarStats(_message.Message):
+    __slots__ = ("compile_s", "mask_s", "num_compiled", "num_cache_hits", "num_illegal_drafts")
+    COMPILE_S_FIELD_NUMBER: _ClassVar[int]
+    MASK_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPILED_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHE_HITS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ILLEGAL_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    compile_s: float
+    mask_s: float
+    num_compiled: int
+    num_cache_hits: int
+    num_illegal_drafts: int
+    def __init__(self, compile_s: _Optional[float] = ..., mask_s: _Optional[float] = ..., num_compiled: _Optional[int] = ..., num_cache_hits: _Optional[int] = ..., num_illegal_drafts: _Optional[int] = ...) -> None: ...
+
 class EngineInfo(_message.Message):
-    __slots__ = ("role", "model", "vocab_size", "tokenizer_fingerprint", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "protocol_version", "dtype", "tensor_parallel_size", "num_blocks_in_use", "num_prefix_cache_queries", "num_prefix_cache_hits", "step_times", "num_routers", "busy_share", "context_token_s")
+    __slots__ = ("role", "model", "vocab_size", "tokenizer_fingerprint", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "protocol_version", "dtype", "tensor_parallel_size", "num_blocks_in_use", "num_prefix_cache_queries", "num_prefix_cache_hits", "step_times", "num_routers", "busy_share", "context_token_s", "grammar")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -154,6 +168,7 @@ class EngineInfo(_message.Message):
     NUM_ROUTERS_FIELD_NUMBER: _ClassVar[int]
     BUSY_SHARE_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     role: str
     model: str
     vocab_size: int
@@ -173,4 +188,5 @@ class EngineInfo(_message.Message):
     num_routers: int
     busy_share: float
     context_token_s: float
-    def __init__(self, role: _Optional[str] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., protocol_version: _Optional[int] = ..., dtype: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., num_blocks_in_use: _Optional[int] = ..., num_prefix_cache_queries: _Optional[int] = ..., num_prefix_cache_hits: _Optional[int] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., num_routers: _Optional[int] = ..., busy_share: _Optional[float] = ..., context_token_s: _Optional[float] = ...) -> None: ...
+    grammar: GrammarStats
+    def __init__(self, role: _Optional[str] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., protocol_version: _Optional[int] = ..., dtype: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., num_blocks_in_use: _Optional[int] = ..., num_prefix_cache_queries: _Optional[int] = ..., num_prefix_cache_hits: _Optional[int] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., num_routers: _Optional[int] = ..., busy_share: _Optional[float] = ..., context_token_s: _Optional[float] = ..., grammar: _Optional[_Union[GrammarStats, _Mapping]] = ...) -> None: ...

@@ -162,6 +162,18 @@ def test_draft_model_ranks_only_next_tokens_that_the_grammar_allows() -> None:
         assert matcher.count_legal((), output) == len(output)
 
 
+def test_engine_says_what_grammars_cost_it() -> None:
+    before, draft_before = target().info.grammar, draft().info.grammar
+    generate(by_chance, 4)
+    by_model(started("counted"), 4)
+    draft().release(["counted"])
+    after = target().info.grammar
+    assert (after.num_compiled, after.num_cache_hits) > (before.num_compiled, before.num_cache_hits)
+    assert after.mask_s > before.mask_s and after.compile_s > 0
+    assert after.num_illegal_drafts > before.num_illegal_drafts
+    assert draft().info.grammar.mask_s > draft_before.mask_s
+
+
 def test_draft_model_proposes_nothing_behind_a_stop_token() -> None:
     session = started("ended", grammar=Grammar(GrammarKind.REGEX, "x"))
     proposed = by_model(session, 6).token_ids

@@ -17,7 +17,7 @@ from specray.metrics.router import RouterMetrics
 from specray.requests import SpeculationParams
 from specray.router.proposers.budgets import MIN_PREFILL_TOKENS
 from specray.router.session import Session
-from specray.types import EngineInfo, ItemFailed, TargetReplies, Verdict, VerifyItem
+from specray.types import EngineInfo, GrammarStats, ItemFailed, TargetReplies, Verdict, VerifyItem
 from tests.unit.router.harness import (
     MODEL,
     PROMPT,
@@ -338,6 +338,17 @@ def test_prompts_fill_their_steps_only_where_several_come_with_what_runs(
 
 
 # ---- metrics
+
+
+def test_grammar_counters_follow_the_engines() -> None:
+    metrics = RouterMetrics()
+    info = EngineInfo("target", "t", 64, "f", 16, 8, 64, 4, 64, 1)
+    for stats in (GrammarStats(0.5, 1.5, 2, 3, 4), GrammarStats(0.75, 2.5, 3, 5, 9)):
+        metrics.observe_engine("target", replace(info, grammar=stats))
+    engine = [("engine", "target")]
+    names = ("compile_seconds", "mask_seconds", "compiled", "cache_hits", "illegal_draft_tokens")
+    shown = [metrics.value(f"specray_grammar_{name}_total", engine) for name in names]
+    assert shown == [0.75, 2.5, 3, 5, 9]
 
 
 def test_prefix_counters_go_on_when_an_engine_starts_anew() -> None:
