@@ -270,7 +270,8 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     num_kv_heads = (
         fields.size("num_key_value_heads") if is_given else fields.size_or_none("num_key_value_heads")
     )
-    head_dim = fields.size("head_dim") if model_type == "qwen3" else fields.size_or_none("head_dim")
+    is_given = model_type == "qwen3" or (model_type == "qwen2" and "head_dim" in values)
+    head_dim = fields.size("head_dim") if is_given else fields.size_or_none("head_dim")
     head_dim = head_dim or hidden_size // num_heads
     num_kv_heads = num_kv_heads or num_heads
     eps = fields.value("rms_norm_eps")
@@ -323,9 +324,10 @@ def _windows(model_type: str, fields: _Fields) -> tuple[int | None, ...]:
 
 def _rope(fields: _Fields, max_position_embeddings: int) -> RopeFormula:
     """``rope_scaling`` of older files counts before ``rope_parameters``; both may name their own theta."""
-    given = fields.value("rope_scaling") or fields.value("rope_parameters") or {}
-    if not isinstance(given, Mapping):
-        raise _NotUnderstoodError("rope_parameters")
+    older, newer = fields.value("rope_scaling"), fields.value("rope_parameters")
+    if not all(given is None or isinstance(given, Mapping) for given in (older, newer)):
+        raise _NotUnderstoodError("rope_scaling, rope_parameters")
+    given = older or newer or {}
     values = {"rope_theta": fields.value("rope_theta"), **given}
     older_name = values.pop("type", "default")
     kind = values.pop("rope_type", older_name)

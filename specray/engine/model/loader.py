@@ -7,7 +7,7 @@ the network.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,11 +16,11 @@ import torch
 from specray.engine.model.checkpoint.headers import read_headers
 from specray.engine.model.checkpoint.location import find_weights
 from specray.engine.model.checkpoint.safetensors_files import SafetensorsWeights
+from specray.engine.model.checkpoint.source import WeightSource
 from specray.engine.model.checks.formats import check_tensors
 from specray.engine.model.checks.weights import check_places
 from specray.engine.model.decoder_config import EMBEDDING, HEAD, DecoderConfig
 from specray.engine.model.description import ModelArgs, ModelDescription, describe
-from specray.engine.model.loaded import DecoderSource, LoadedModel
 from specray.errors import ConfigError
 from specray.tokenization.fingerprint import tokenizer_fingerprint
 
@@ -28,6 +28,31 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _BASE_PREFIX = "model."
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSource:
+    """What the decoder is built from: its weights are read when it is."""
+
+    config: DecoderConfig
+    weights: WeightSource
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to become a forward, with what the engine must know of it."""
+
+    source: DecoderSource | PreTrainedModel
+    """A model of the library is there as it is, for forward hf."""
+    name: str
+    model_type: str
+    vocab_size: int
+    max_model_len: int
+    tokenizer_fingerprint: str
+    num_weight_bytes: int
+    """Bytes of all weights in ``dtype``, those of other ranks included."""
+    dtype: torch.dtype
+    device: torch.device
 
 
 def load_model(args: ModelArgs, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
@@ -94,7 +119,11 @@ def _decoder_source(
         entry=None if library is None else library.weights_entry,
     )
     config = match_names(weights, config)
-    check_places(path, weights.shapes, config.weight_shapes(), config if library is None else library.text)
+    expected = config.weight_shapes()
+    if EMBEDDING not in weights.shapes:
+        # Either would do where both are tied.
+        expected[HEAD] = expected[EMBEDDING]
+    check_places(path, weights.shapes, expected, config if library is None else library.text)
     return DecoderSource(config, weights)
 
 

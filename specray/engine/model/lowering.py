@@ -201,17 +201,13 @@ def _head_norm(prefix: str, config: DecoderConfig, shape: HeadShape, taken: _Tak
 def _embedding_and_head(
     config: DecoderConfig, taken: _Taken, operators: Operators
 ) -> tuple[Embedding, Head, torch.device]:
-    """Both, and the device that they are on. A tied head shares the ranks' runs of the vocabulary."""
+    """Both, and the device that they are on; a group's ranks share the vocabulary in equal runs."""
     vocab_size, parallel = config.vocab_size, taken.parallel
-    if config.tie_word_embeddings:
-        table = head_weight = taken.share(EMBEDDING, vocab_size, dim=0)
-    else:
-        table, head_weight = taken.whole(EMBEDDING), taken.share(HEAD, vocab_size, dim=0)
+    table = taken.share(EMBEDDING, vocab_size, dim=0)
+    head_weight = table if config.tie_word_embeddings else taken.share(HEAD, vocab_size, dim=0)
     # The table is needed in its own layout for look-ups, so a tied head is a second copy where it is packed.
     head = operators.linear(head_weight, None)
     if parallel is None:
         return TableEmbedding(table), head, table.device
-    embedding: Embedding = TableEmbedding(table)
-    if config.tie_word_embeddings:
-        embedding = ShardedEmbedding(table, parallel.first_row(vocab_size), parallel)
+    embedding = ShardedEmbedding(table, parallel.first_row(vocab_size), parallel)
     return embedding, GatheredHead(head, vocab_size, parallel), table.device

@@ -8,8 +8,7 @@ from specray.config import EngineConfig
 from specray.engine.attention.select import DEFAULT_BLOCK_SIZE, Backend, Model, choose_backend
 from specray.engine.cache.blocks import BlockCache, bytes_per_token
 from specray.engine.model.description import ModelArgs, model_path
-from specray.engine.model.loaded import DecoderSource, LoadedModel
-from specray.engine.model.loader import load_model
+from specray.engine.model.loader import DecoderSource, LoadedModel, load_model
 from specray.engine.model.lowering import head_shape, lower
 from specray.engine.model.operators import Operators, PagedOperators, cpu_operators, cuda_operators
 from specray.engine.runner.cuda_graphs import WIDTHS, Bucket, CudaCapture, GraphedForward

@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specray.engine.model.description import ModelArgs, check_loadable
-from specray.engine.model.loaded import DecoderSource
-from specray.engine.model.loader import load_model
+from specray.engine.model.loader import DecoderSource, load_model
 from specray.engine.model.lowering import lower
 from specray.engine.model.operators_torch import TorchOperators
 from specray.errors import ConfigError
