@@ -219,14 +219,13 @@ def _check_causal(path: str, config: PreTrainedConfig) -> None:
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:
-    num_layers = config.num_hidden_layers
+    num_layers: int = config.num_hidden_layers
     if config.model_type == "llama":
         return (None,) * num_layers
+    window: int | None = config.sliding_window
     if config.model_type == "mistral":
-        return (config.sliding_window,) * num_layers
-    return tuple(
-        config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types
-    )
+        return (window,) * num_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)
 
 
 def _rope(config: Any, max_model_len: int) -> RopeFormula | RopeTable:

@@ -129,7 +129,8 @@ class _Taken:
     parallel: ParallelContext | None
 
     def whole(self, name: str) -> torch.Tensor:
-        return self.weights.take(name)
+        """A small weight that stays as it is."""
+        return self.weights.take(name).clone()
 
     def share(self, name: str, total: int, *, dim: int) -> torch.Tensor:
         """One rank's equal run of ``total`` rows or columns; the last ranks' may be shorter."""
@@ -178,7 +179,9 @@ def _gate(prefix: str, config: DecoderConfig, taken: _Taken, operators: Operator
     def share(name: str) -> torch.Tensor:
         return taken.share(f"{prefix}{name}", config.intermediate_size, dim=0)
 
-    biases = [share("gate_proj.bias"), share("up_proj.bias")] if config.has_mlp_bias else [None, None]
+    biases = (None, None)
+    if config.has_mlp_bias:
+        biases = share("gate_proj.bias").clone(), share("up_proj.bias").clone()
     return operators.gate(share("gate_proj.weight"), share("up_proj.weight"), *biases)
 
 
@@ -203,7 +206,7 @@ def _embedding_and_head(
 ) -> tuple[Embedding, Head, torch.device]:
     """Both, and the device that they are on; a group's ranks share the vocabulary in equal runs."""
     vocab_size, parallel = config.vocab_size, taken.parallel
-    table = taken.share(EMBEDDING, vocab_size, dim=0)
+    table = taken.share(EMBEDDING, vocab_size, dim=0).clone()
     head_weight = table if config.tie_word_embeddings else taken.share(HEAD, vocab_size, dim=0)
     # The table is needed in its own layout for look-ups, so a tied head is a second copy where it is packed.
     head = operators.linear(head_weight, None)

@@ -16,6 +16,9 @@ from specray.engine.model.checks.messages import one_line
 from specray.engine.model.checks.weights import is_finite
 from specray.errors import ConfigError
 
+_REOPEN_BYTES = 1 << 28
+"""Bytes taken from a file after which it is mapped anew: pages that were read count as this process's."""
+
 
 class SafetensorsWeights:
     """Implements ``source.WeightSource``. Files are mapped into memory, and read where a weight is taken.
@@ -42,21 +45,17 @@ class SafetensorsWeights:
         self._path = path
         self._dtype = dtype
         self._device = device
-        self._places: dict[str, tuple[Any, str]] = {}
+        self._places: dict[str, tuple[_MappedFile, str]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         """Every tensor of the files."""
         try:
             for file in _files(directory, entry):
-                self._open(file)
+                mapped = _MappedFile(file)
+                for name, shape in mapped.shapes().items():
+                    self._places[name] = (mapped, name)
+                    self.shapes[name] = shape
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise self._unreadable(error) from None
-
-    def _open(self, file: Path) -> None:
-        opened: Any = safe_open(str(file), framework="pt", device="cpu")
-        names: list[str] = list(opened.keys())
-        for name in names:
-            self._places[name] = (opened, name)
-            self.shapes[name] = tuple(opened.get_slice(name).get_shape())
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Gives tensors the names under which they are taken: new name to the file's own."""
@@ -71,22 +70,43 @@ class SafetensorsWeights:
 
     def read(self, name: str, part: Part | None = None) -> torch.Tensor:
         """As :meth:`take`, whatever the values are."""
-        file, stored = self._places[name]
+        mapped, stored = self._places[name]
         try:
-            if part is None:
-                tensor = file.get_tensor(stored)
-            elif part.dim == 0:
-                tensor = file.get_slice(stored)[part.start : part.stop]
-            else:
-                tensor = file.get_slice(stored)[:, part.start : part.stop]
-            # A copy in any case: what stays must not depend on a file that may be replaced.
-            read: torch.Tensor = tensor.to(device=self._device, dtype=self._dtype, copy=True).contiguous()
+            tensor = mapped.read(stored, part)
+            return tensor.to(device=self._device, dtype=self._dtype).contiguous()
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise self._unreadable(error) from None
-        return read
 
     def _unreadable(self, error: BaseException) -> ConfigError:
         return ConfigError(f"model {self._path!r} cannot be loaded: {one_line(error)}")
+
+
+class _MappedFile:
+    """One file, whose tensors are views of it. Raises what safetensors raises for a damaged one."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._mapping: Any = self._map()
+        self._num_bytes = 0
+
+    def _map(self) -> Any:
+        return safe_open(str(self._file), framework="pt", device="cpu")
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(self._mapping.get_slice(name).get_shape()) for name in self._mapping.keys()}  # noqa: SIM118
+
+    def read(self, name: str, part: Part | None) -> torch.Tensor:
+        if self._num_bytes > _REOPEN_BYTES:
+            self._mapping, self._num_bytes = self._map(), 0
+        tensor: torch.Tensor
+        if part is None:
+            tensor = self._mapping.get_tensor(name)
+        elif part.dim == 0:
+            tensor = self._mapping.get_slice(name)[part.start : part.stop]
+        else:
+            tensor = self._mapping.get_slice(name)[:, part.start : part.stop]
+        self._num_bytes += tensor.nbytes
+        return tensor
 
 
 def _files(directory: Path, entry: str | None) -> list[Path]:

@@ -22,7 +22,9 @@ class WeightSource(Protocol):
     """Where a decoder's weights come from."""
 
     def take(self, name: str, part: Part | None = None) -> torch.Tensor:
-        """A weight in the model's data type, on its device, contiguous; the caller owns its memory.
+        """A weight in the model's data type, on its device, contiguous.
+
+        It may be a view of a file: nobody writes to it, and who keeps it as it is keeps a copy.
 
         Raises:
             ConfigError: it cannot be read, or holds NaN or infinite values.
@@ -40,4 +42,4 @@ class InMemoryWeights:
         tensor = self._tensors[name]
         if part is not None:
             tensor = tensor.narrow(part.dim, part.start, part.stop - part.start)
-        return tensor.clone(memory_format=torch.contiguous_format)
+        return tensor.contiguous()

@@ -78,6 +78,19 @@ def test_every_weight_is_taken_once() -> None:
     assert [layer.window for layer in forward.layers] == [None, 3]
 
 
+def test_what_stays_as_it_is_is_a_copy() -> None:
+    """The files may be replaced while the model serves."""
+    tensors = {name: torch.ones(shape) for name, shape in CONFIG.weight_shapes().items()}
+    forward = build(CONFIG, InMemoryWeights(tensors))
+    for tensor in tensors.values():
+        tensor.zero_()
+    layer = forward.layers[0]
+    norms = (layer.input_norm, layer.head_norm, layer.post_attention_norm, forward.final_norm)
+    kept = [forward.embedding.table, *(norm.weight for norm in norms)]
+    kept += [layer.qkv.bias, layer.output.bias, layer.down.bias, layer.gate.gate_bias, layer.gate.up_bias]
+    assert [float(tensor.min()) for tensor in kept] == [1.0] * 10
+
+
 def test_ranks_take_rows_columns_and_runs_of_an_uneven_vocabulary() -> None:
     recorder = Recorder(CONFIG)
     forward = build(CONFIG, recorder, rank(1, 2))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from specray.engine.model.checkpoint.safetensors_files import SafetensorsWeights
@@ -44,12 +46,22 @@ def test_whole_rows_and_columns(directory: Path, number: int) -> None:
     assert weights.take("a.weight", Part(0, 4, 4)).shape == (0, 3)
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_what_is_taken_is_the_takers_own(directory: Path, number: int) -> None:
-    weights = sources(directory)[number]
-    weights.take("a.weight").zero_()
-    weights.take("a.weight", Part(0, 0, 2)).zero_()
-    assert torch.equal(weights.take("a.weight"), TABLE)
+def test_file_is_mapped_anew_after_some_bytes(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was taken before is still there."""
+    monkeypatch.setattr("specray.engine.model.checkpoint.safetensors_files._REOPEN_BYTES", 20)
+    mapped: list[str] = []
+
+    def count(file: str, **options: Any) -> Any:
+        mapped.append(file)
+        return safe_open(file, **options)
+
+    monkeypatch.setattr("specray.engine.model.checkpoint.safetensors_files.safe_open", count)
+    weights = open_weights(directory)
+    first = weights.take("a.bias")
+    assert len(mapped) == 1
+    taken = [weights.take("a.weight") for _ in range(3)]
+    assert len(mapped) == 3
+    assert torch.equal(first, ROW) and all(torch.equal(tensor, TABLE) for tensor in taken)
 
 
 def test_numbers_are_cast(directory: Path) -> None:
