@@ -179,7 +179,7 @@ def _gate(prefix: str, config: DecoderConfig, taken: _Taken, operators: Operator
     def share(name: str) -> torch.Tensor:
         return taken.share(f"{prefix}{name}", config.intermediate_size, dim=0)
 
-    biases = (None, None)
+    biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if config.has_mlp_bias:
         biases = share("gate_proj.bias").clone(), share("up_proj.bias").clone()
     return operators.gate(share("gate_proj.weight"), share("up_proj.weight"), *biases)
