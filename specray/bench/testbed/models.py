@@ -15,7 +15,7 @@ _SEED = 7
 
 def draft_path(draft: EngineConfig) -> Path:
     """Returns the path of the service's own draft. Raises EngineLostError if it is not on this machine."""
-    from specray.engine.runner.assembly import model_path
+    from specray.engine.model.description import model_path
 
     path = Path(model_path(draft, "draft"))
     if not path.is_dir():

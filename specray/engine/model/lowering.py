@@ -1,68 +1,69 @@
-"""Turns a loaded transformers model into our own decoder: takes the weights out, module by module.
+"""Builds the decoder from a configuration and a source of weights, layer by layer.
 
-Each original weight is dropped as soon as its packed form exists, so the model is never in memory twice.
+Each weight is dropped as soon as its packed form exists, so the model is never in memory twice; of a group's
+ranks each takes its own part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
 
+from specray.engine.model.checkpoint.source import Part
 from specray.engine.model.decoder import DecoderForward, HeadNorm, Layer
+from specray.engine.model.decoder_config import EMBEDDING, FINAL_NORM, HEAD, DecoderConfig, layer_prefix
+from specray.engine.model.rotary import cos_sin
 from specray.engine.step import CacheShape, HeadShape
 
 if TYPE_CHECKING:
-    from specray.engine.model.decoder import Attention, Embedding, Head, Norm, Projection
+    from specray.engine.model.checkpoint.source import WeightSource
+    from specray.engine.model.decoder import Embedding, Head, Projection
     from specray.engine.model.linear import Gate, Linear
-    from specray.engine.model.loaded import LoadedModel
     from specray.engine.model.operators import Operators
     from specray.engine.runner.parallel import ParallelContext
 
-_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
-
-def can_lower(config: Any) -> bool:
-    """Whether the decoder computes what a text configuration describes."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    rotary_share = rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
-    return config.model_type in _MODEL_TYPES and config.hidden_act == "silu" and rotary_share == 1.0
-
-
-def head_shape(config: Any, parallel: ParallelContext | None) -> HeadShape:
-    """The heads of a model that the decoder covers, on this rank."""
+def head_shape(config: DecoderConfig, parallel: ParallelContext | None) -> HeadShape:
+    """The heads of a model on this rank."""
     world_size = 1 if parallel is None else parallel.world_size
     num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-    return HeadShape(num_heads // world_size, num_kv_heads // world_size, _head_dim(config))
+    return HeadShape(num_heads // world_size, num_kv_heads // world_size, config.head_dim)
 
 
 def lower(
-    loaded: LoadedModel,
+    config: DecoderConfig,
+    weights: WeightSource,
     operators: Operators,
     parallel: ParallelContext | None = None,
+    *,
+    max_model_len: int,
     feature_layers: tuple[int, ...] = (),
 ) -> DecoderForward:
-    """Builds the decoder. The model's modules are empty afterwards.
+    """Builds the decoder.
 
     Args:
-        operators: what it is made of, on the model's device and in its data type.
-        parallel: the group over which the model was sharded when it was loaded.
+        operators: what it is made of, on the weights' device and in their data type.
+        parallel: the group over which the model is sharded.
+        max_model_len: tokens of the longest sequence.
         feature_layers: layers whose input is part of the output.
+
+    Raises:
+        ConfigError: a weight cannot be read, or holds NaN or infinite values.
     """
-    model, config = loaded.model, loaded.config
-    base: Any = model.base_model
     shape = head_shape(config, parallel)
-    attention = _attention(base.rotary_emb, loaded, shape, operators)
-    embedding, head = _embedding_and_head(model, parallel, operators)
-    layers = tuple(_lower_layer(layer, config, shape.head_dim, parallel, operators) for layer in base.layers)
+    taken = _Taken(weights, parallel)
+    embedding, head, device = _embedding_and_head(config, taken, operators)
+    attention = operators.attention(*cos_sin(config, max_model_len, device), shape)
+    layers = tuple(
+        _lower_layer(index, config, shape, taken, operators) for index in range(config.num_hidden_layers)
+    )
     return DecoderForward(
         embedding=embedding,
         layers=layers,
-        final_norm=_norm(base.norm, operators),
+        final_norm=operators.norm(taken.whole(FINAL_NORM), config.rms_norm_eps),
         head=head,
         attention=attention,
         cache_shape=CacheShape(len(layers), shape.num_kv_heads, shape.head_dim),
@@ -120,112 +121,96 @@ class GatheredHead:
         return self.parallel.all_gather(self.local(rows), self.vocab_size).float()
 
 
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """This rank's part of each weight."""
+
+    weights: WeightSource
+    parallel: ParallelContext | None
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A small weight that stays as it is."""
+        return self.weights.take(name).clone()
+
+    def share(self, name: str, total: int, *, dim: int) -> torch.Tensor:
+        """One rank's equal run of ``total`` rows or columns; the last ranks' may be shorter."""
+        if self.parallel is None:
+            return self.weights.take(name)
+        start = min(self.parallel.first_row(total), total)
+        stop = min(start + -(-total // self.parallel.world_size), total)
+        return self.weights.take(name, Part(dim, start, stop))
+
+
 def _lower_layer(
-    layer: Any, config: Any, head_dim: int, parallel: ParallelContext | None, operators: Operators
+    index: int, config: DecoderConfig, shape: HeadShape, taken: _Taken, operators: Operators
 ) -> Layer:
-    attention, mlp = layer.self_attn, layer.mlp
-    window = getattr(attention, "sliding_window", None)
-    if config.model_type == "mistral":
-        window = config.sliding_window
-    head_norm = _head_norm(attention, head_dim) if hasattr(attention, "q_norm") else None
+    prefix, eps = layer_prefix(index), config.rms_norm_eps
+    num_queries = config.num_attention_heads * config.head_dim
     return Layer(
-        input_norm=_norm(layer.input_layernorm, operators),
-        qkv=_linear([attention.q_proj, attention.k_proj, attention.v_proj], operators),
-        head_norm=head_norm,
-        output=_projection(attention.o_proj, parallel, operators),
-        post_attention_norm=_norm(layer.post_attention_layernorm, operators),
-        gate=_gate(mlp, operators),
-        down=_projection(mlp.down_proj, parallel, operators),
-        window=window,
+        input_norm=operators.norm(taken.whole(f"{prefix}input_layernorm.weight"), eps),
+        qkv=_qkv(f"{prefix}self_attn.", config, taken, operators),
+        head_norm=_head_norm(f"{prefix}self_attn.", config, shape, taken) if config.has_head_norm else None,
+        output=_projection(
+            f"{prefix}self_attn.o_proj", num_queries, config.has_output_bias, taken, operators
+        ),
+        post_attention_norm=operators.norm(taken.whole(f"{prefix}post_attention_layernorm.weight"), eps),
+        gate=_gate(f"{prefix}mlp.", config, taken, operators),
+        down=_projection(
+            f"{prefix}mlp.down_proj", config.intermediate_size, config.has_mlp_bias, taken, operators
+        ),
+        window=config.windows[index],
     )
 
 
-def _head_dim(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+def _qkv(prefix: str, config: DecoderConfig, taken: _Taken, operators: Operators) -> Linear:
+    """One linear layer of queries, keys and values, one after the other."""
+    num_keys = config.num_key_value_heads * config.head_dim
+    rows = {"q_proj": config.num_attention_heads * config.head_dim, "k_proj": num_keys, "v_proj": num_keys}
 
-
-def _local(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """This rank's part of a sharded tensor, without its history."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor.to_local()
-    return None if tensor is None else tensor.detach()
-
-
-def _take(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Takes weight and bias out of a module, so that nothing else keeps them alive."""
-    weight, bias = _local(module.weight), _local(getattr(module, "bias", None))
-    assert weight is not None, "a module's weight was taken twice"
-    module.weight = None
-    return weight, bias
-
-
-def _linear(modules: Sequence[Any], operators: Operators) -> Linear:
-    """One linear layer of all the modules' outputs, one after the other."""
-    taken = [_take(module) for module in modules]
-    weights, biases = [weight for weight, _ in taken], [bias for _, bias in taken]
-    bias = None
-    if any(part is not None for part in biases):
-        bias = torch.cat(
-            [part if part is not None else weight.new_zeros(weight.shape[0]) for weight, part in taken]
+    def joined(kind: str) -> torch.Tensor:
+        return torch.cat(
+            [taken.share(f"{prefix}{name}.{kind}", total, dim=0) for name, total in rows.items()]
         )
-    return operators.linear(weights[0] if len(weights) == 1 else torch.cat(weights), bias)
+
+    return operators.linear(joined("weight"), joined("bias") if config.has_qkv_bias else None)
 
 
-def _gate(mlp: Any, operators: Operators) -> Gate:
-    gate, gate_bias = _take(mlp.gate_proj)
-    up, up_bias = _take(mlp.up_proj)
-    return operators.gate(gate, up, gate_bias, up_bias)
+def _gate(prefix: str, config: DecoderConfig, taken: _Taken, operators: Operators) -> Gate:
+    def share(name: str) -> torch.Tensor:
+        return taken.share(f"{prefix}{name}", config.intermediate_size, dim=0)
+
+    biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    if config.has_mlp_bias:
+        biases = share("gate_proj.bias").clone(), share("up_proj.bias").clone()
+    return operators.gate(share("gate_proj.weight"), share("up_proj.weight"), *biases)
 
 
-def _projection(module: Any, parallel: ParallelContext | None, operators: Operators) -> Projection:
-    weight, bias = _take(module)
-    if parallel is None:
+def _projection(
+    name: str, in_features: int, has_bias: bool, taken: _Taken, operators: Operators
+) -> Projection:
+    weight = taken.share(f"{name}.weight", in_features, dim=1)
+    bias = taken.whole(f"{name}.bias") if has_bias else None
+    if taken.parallel is None:
         return operators.linear(weight, bias)
-    return ReducedLinear(operators.linear(weight, None), bias, parallel)
+    return ReducedLinear(operators.linear(weight, None), bias, taken.parallel)
 
 
-def _norm(module: Any, operators: Operators) -> Norm:
-    weight, _ = _take(module)
-    return operators.norm(weight, module.variance_epsilon)
-
-
-def _head_norm(attention: Any, head_dim: int) -> HeadNorm:
-    counts = [attention.q_proj.weight, attention.k_proj.weight]
-    num_heads, num_kv_heads = [_rows(weight) // head_dim for weight in counts]
-    query, _ = _take(attention.q_norm)
-    key, _ = _take(attention.k_norm)
-    weight = torch.cat((query.expand(num_heads, -1), key.expand(num_kv_heads, -1)))
-    return HeadNorm(weight, attention.q_norm.variance_epsilon)
-
-
-def _rows(weight: torch.Tensor) -> int:
-    local = _local(weight)
-    assert local is not None
-    return local.shape[0]
-
-
-def _attention(rotary: Any, loaded: LoadedModel, shape: HeadShape, operators: Operators) -> Attention:
-    like = torch.empty(0, dtype=torch.float32, device=loaded.device)
-    positions = torch.arange(loaded.max_model_len, device=loaded.device)
-    cos, sin = (table[0] for table in rotary(like, position_ids=positions[None]))
-    return operators.attention(cos, sin, shape)
+def _head_norm(prefix: str, config: DecoderConfig, shape: HeadShape, taken: _Taken) -> HeadNorm:
+    query, key = taken.whole(f"{prefix}q_norm.weight"), taken.whole(f"{prefix}k_norm.weight")
+    weight = torch.cat((query.expand(shape.num_heads, -1), key.expand(shape.num_kv_heads, -1)))
+    return HeadNorm(weight, config.rms_norm_eps)
 
 
 def _embedding_and_head(
-    model: Any, parallel: ParallelContext | None, operators: Operators
-) -> tuple[Embedding, Head]:
-    is_tied = model.lm_head.weight is model.base_model.embed_tokens.weight
-    vocab_size = model.config.get_text_config().vocab_size
-    table, _ = _take(model.base_model.embed_tokens)
-    head_weight, head_bias = (table, None) if is_tied else _take(model.lm_head)
-    model.lm_head.weight = None
+    config: DecoderConfig, taken: _Taken, operators: Operators
+) -> tuple[Embedding, Head, torch.device]:
+    """Both, and the device that they are on; a group's ranks share the vocabulary in equal runs."""
+    vocab_size, parallel = config.vocab_size, taken.parallel
+    table = taken.share(EMBEDDING, vocab_size, dim=0).clone()
+    head_weight = table if config.tie_word_embeddings else taken.share(HEAD, vocab_size, dim=0)
     # The table is needed in its own layout for look-ups, so a tied head is a second copy where it is packed.
-    head = operators.linear(head_weight, head_bias)
+    head = operators.linear(head_weight, None)
     if parallel is None:
-        return TableEmbedding(table), head
-    first = parallel.first_row(vocab_size)
-    is_sharded = table.shape[0] < vocab_size
-    embedding = ShardedEmbedding(table, first, parallel) if is_sharded else TableEmbedding(table)
-    if head_weight.shape[0] == vocab_size:
-        return embedding, head
-    return embedding, GatheredHead(head, vocab_size, parallel)
+        return TableEmbedding(table), head, table.device
+    embedding = ShardedEmbedding(table, parallel.first_row(vocab_size), parallel)
+    return embedding, GatheredHead(head, vocab_size, parallel), table.device

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from specray.config import EngineConfig
-from specray.engine.model.loader import ModelArgs, check_loadable, tokenizer_fingerprint
-from specray.engine.runner.assembly import model_path
+from specray.engine.model.description import ModelArgs, describe, model_path
 from specray.errors import ConfigError
+from specray.tokenization.fingerprint import tokenizer_fingerprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +27,16 @@ def check_model(config: EngineConfig, role: str) -> ModelSummary:
             many ranks, or a limit is beyond the model's.
     """
     path = model_path(config, role)
-    vocab_size = check_loadable(
+    described = describe(
         ModelArgs(
             path=path,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
             max_model_len=config.max_model_len,
             tensor_parallel_size=config.tensor_parallel_size,
             role=role,
             forward=config.forward,
         )
     )
-    return ModelSummary(path, vocab_size, tokenizer_fingerprint(path))
+    return ModelSummary(path, described.vocab_size, tokenizer_fingerprint(path, described.directory))
 
 
 def check_pair(target: EngineConfig, draft: EngineConfig | None) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from specray.config import EMBEDDED, EngineConfig
-from specray.demo.paths import demo_draft_path, demo_target_path
+from specray.config import EngineConfig
 from specray.engine.attention.select import DEFAULT_BLOCK_SIZE, Backend, Model, choose_backend
 from specray.engine.cache.blocks import BlockCache, bytes_per_token
-from specray.engine.model.hf_forward import HfForward
-from specray.engine.model.loaded import LoadedModel
-from specray.engine.model.loader import ModelArgs, load_model
-from specray.engine.model.lowering import can_lower, head_shape, lower
+from specray.engine.model.description import ModelArgs, model_path
+from specray.engine.model.loader import DecoderSource, LoadedModel, load_model
+from specray.engine.model.lowering import head_shape, lower
 from specray.engine.model.operators import Operators, PagedOperators, cpu_operators, cuda_operators
 from specray.engine.runner.cuda_graphs import WIDTHS, Bucket, CudaCapture, GraphedForward
 from specray.engine.runner.device import (
@@ -55,9 +53,9 @@ def build_runner(
     use_cores(config.cores)
     device = choose_device(config)
     tensor_parallel_size = 1 if parallel is None else parallel.world_size
-    loaded = load_model(_model_args(config, role, device, tensor_parallel_size))
-    num_weight_bytes = sum(weight.nbytes for weight in loaded.model.parameters())
-    torch.set_num_threads(config.num_threads or num_threads_for(num_weight_bytes))
+    args = _model_args(config, role, tensor_parallel_size)
+    loaded = load_model(args, dtype=_DTYPES[config.dtype], device=device)
+    torch.set_num_threads(config.num_threads or num_threads_for(loaded.num_weight_bytes))
     backend = _attention_backend(config, loaded, parallel)
     forward = _build_forward(config, loaded, parallel, backend, feature_layers)
     block_size = _block_size(config, loaded, backend)
@@ -87,13 +85,9 @@ def build_runner(
     return _with_threads_left(ModelRunner(forward, cache, info, parallel=parallel, graphs=graphs))
 
 
-def _model_args(
-    config: EngineConfig, role: str, device: torch.device, tensor_parallel_size: int
-) -> ModelArgs:
+def _model_args(config: EngineConfig, role: str, tensor_parallel_size: int) -> ModelArgs:
     return ModelArgs(
         path=model_path(config, role),
-        dtype=_DTYPES[config.dtype],
-        device=device,
         max_model_len=config.max_model_len,
         tensor_parallel_size=tensor_parallel_size,
         role=role,
@@ -129,13 +123,6 @@ def _prepared_buckets(role: str) -> list[Bucket]:
     return buckets
 
 
-def model_path(config: EngineConfig, role: str) -> str:
-    """The path or hub id that ``config.model`` means for a draft or a target."""
-    if config.model != EMBEDDED:
-        return config.model
-    return str(demo_draft_path() if role == "draft" else demo_target_path())
-
-
 def _build_forward(
     config: EngineConfig,
     loaded: LoadedModel,
@@ -143,31 +130,37 @@ def _build_forward(
     backend: Backend | None,
     feature_layers: tuple[int, ...],
 ) -> Forward:
-    if _uses_decoder(config, loaded):
-        return lower(loaded, _operators(loaded, backend), parallel, feature_layers)
+    source = loaded.source
+    if isinstance(source, DecoderSource):
+        return lower(
+            source.config,
+            source.weights,
+            _operators(loaded, backend),
+            parallel,
+            max_model_len=loaded.max_model_len,
+            feature_layers=feature_layers,
+        )
     if config.forward == "decoder":
         raise ConfigError(
-            f"forward is 'decoder', which does not cover this {loaded.config.model_type!r} model; "
+            f"forward is 'decoder', which does not cover this {loaded.model_type!r} model; "
             "allowed: 'auto' or 'hf'"
         )
-    return HfForward(loaded.model, feature_layers)
+    from specray.engine.model.hf_forward import HfForward
 
-
-def _uses_decoder(config: EngineConfig, loaded: LoadedModel) -> bool:
-    return config.forward != "hf" and can_lower(loaded.config)
+    return HfForward(source, feature_layers)
 
 
 def _attention_backend(
     config: EngineConfig, loaded: LoadedModel, parallel: ParallelContext | None
 ) -> Backend | None:
     """How to attend from tensors that describe the step; None: sequence by sequence."""
-    if not _uses_decoder(config, loaded):
+    if not isinstance(loaded.source, DecoderSource):
         if config.attention != "auto":
             raise ConfigError(f"attention is {config.attention!r}; forward hf allows 'auto' only")
         return None
     if loaded.device.type == "cpu" and config.attention == "auto":
         return None
-    model = Model(head_shape(loaded.config, parallel), loaded.dtype, loaded.device)
+    model = Model(head_shape(loaded.source.config, parallel), loaded.dtype, loaded.device)
     return choose_backend(config.attention, model, config.block_size)
 
 

@@ -6,19 +6,14 @@ checkpoint is refused before its weights are loaded, by the name of its method.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from specray.engine.model.checkpoint.headers import TensorHeader, read_headers, read_json
 from specray.errors import ConfigError
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-_MAX_HEADER_BYTES = 200_000_000
-"""Bytes of a safetensors header; the format allows no more than half of it."""
 _METHOD_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 """Files beside config.json in which ModelOpt, AutoGPTQ and AutoAWQ describe what they did."""
 _CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")
@@ -35,15 +30,6 @@ _QUANTISED_NAME = re.compile(
 )
 _ADAPTER_NAME = re.compile(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)\b")
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
-
-
-@dataclass(frozen=True, slots=True)
-class TensorHeader:
-    """What a safetensors file says of a tensor."""
-
-    dtype: str
-    """Name of the format's own: ``BF16``, ``F8_E4M3``, ..."""
-    shape: tuple[int, ...]
 
 
 def check_format(path: str, directory: Path | None, config: Mapping[str, Any]) -> None:
@@ -78,19 +64,6 @@ def check_tensors(path: str, headers: Mapping[str, TensorHeader]) -> None:
             raise _quantised(path, f"{header.dtype} tensors such as {name!r}, without a named method")
 
 
-def read_headers(directory: Path) -> dict[str, TensorHeader]:
-    """The tensors of the safetensors files that the library would load; files that are damaged are left out.
-
-    A damaged file is found when it is loaded, and the library says what is wrong with it.
-    """
-    headers: dict[str, TensorHeader] = {}
-    for file in _weight_files(directory):
-        for name, entry in _read_header(file).items():
-            if isinstance(entry, dict) and name != "__metadata__":
-                headers[name] = TensorHeader(str(entry.get("dtype")), tuple(entry.get("shape") or ()))
-    return headers
-
-
 _MERGED = "a model into which its adapter is merged, without adapter files"
 
 
@@ -99,7 +72,7 @@ def check_adapter(path: str, directory: Path) -> None:
     found = [name for name in _ADAPTER_FILES if (directory / name).exists()]
     if not found:
         return
-    base = _read_json(directory / _ADAPTER_FILES[0]).get("base_model_name_or_path")
+    base = read_json(directory / _ADAPTER_FILES[0]).get("base_model_name_or_path")
     of_base = f" for the base model {base!r}" if isinstance(base, str) and base else ""
     raise ConfigError(
         f"model {path!r} has a LoRA adapter{of_base} ({found[0]}), which would be ignored; allowed: {_MERGED}"
@@ -130,7 +103,7 @@ def _method_in_config(config: Mapping[str, Any]) -> str | None:
 def _method_in_files(directory: Path) -> str | None:
     for name in _METHOD_FILES:
         if (directory / name).is_file():
-            values = _read_json(directory / name)
+            values = read_json(directory / name)
             inner = values.get("quantization")
             producer = values.get("producer")
             described = inner if isinstance(inner, Mapping) else values
@@ -152,30 +125,3 @@ def _method_name(values: Mapping[str, Any], where: str) -> str:
         variant = f"{bits} bits"
     named = "a method without a name" if method is None else repr(str(method))
     return f"{named}{f' {variant}' if isinstance(variant, str) else ''} in {where}"
-
-
-def _weight_files(directory: Path) -> Iterable[Path]:
-    if (directory / _SINGLE).is_file():
-        return [directory / _SINGLE]
-    listed = _read_json(directory / _INDEX).get("weight_map")
-    if isinstance(listed, Mapping):
-        return [directory / name for name in sorted(set(map(str, listed.values())))]
-    return sorted(directory.glob("*.safetensors"))
-
-
-def _read_header(file: Path) -> dict[str, Any]:
-    try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            values = json.loads(stream.read(length)) if length <= _MAX_HEADER_BYTES else {}
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}

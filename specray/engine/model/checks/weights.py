@@ -1,17 +1,18 @@
-"""Checks what the library has loaded: that every tensor found its place, and that all are numbers."""
+"""Checks a model's weights: that every tensor has its place, and that all are numbers."""
 
 from __future__ import annotations
 
 import logging
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from specray.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +54,25 @@ def check_report(path: str, report: Mapping[str, Any], config: Any) -> None:
         )
 
 
+def check_places(
+    path: str, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], config: Any
+) -> None:
+    """As :func:`check_report`, from the names and shapes that files have and a model expects."""
+    wrong = [
+        f"{name} is {list(found[name])}, its configuration says {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    if wrong:
+        raise ConfigError(f"model {path!r} cannot be loaded: weights are of another shape: {listed(wrong)}")
+    report = {"missing_keys": set(expected) - set(found), "unexpected_keys": set(found) - set(expected)}
+    check_report(path, report, config)
+
+
 def check_finite(path: str, model: PreTrainedModel) -> None:
-    """Raises ConfigError that names the first weight with a NaN or an infinity."""
+    """Raises ConfigError that names the first weight of a library's model with a NaN or an infinity."""
+    from torch.distributed.tensor import DTensor
+
     for name, tensor in model.state_dict().items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if local.is_floating_point() and local.numel() and not is_finite(local):

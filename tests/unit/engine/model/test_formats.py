@@ -12,7 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specray.engine.model.loader import ModelArgs, check_loadable, load_model
+from specray.engine.model.description import ModelArgs, check_loadable
+from specray.engine.model.loader import DecoderSource, load_model
+from specray.engine.model.lowering import lower
+from specray.engine.model.operators_torch import TorchOperators
 from specray.errors import ConfigError
 from tests.unit.engine.model.checkpoints import write_checkpoint
 
@@ -32,7 +35,15 @@ def checkpoint(tmp_path: Path, llama: Path) -> Path:
 
 
 def args(path: Path) -> ModelArgs:
-    return ModelArgs(str(path), torch.float32, torch.device("cpu"), role="target")
+    return ModelArgs(str(path), role="target")
+
+
+def build(path: Path) -> None:
+    """All that happens to weights."""
+    loaded = load_model(args(path), dtype=torch.float32, device=torch.device("cpu"))
+    assert isinstance(loaded.source, DecoderSource)
+    operators = TorchOperators(torch.float32)
+    lower(loaded.source.config, loaded.source.weights, operators, max_model_len=loaded.max_model_len)
 
 
 def change_tensors(path: Path, change: Callable[[Tensors], None]) -> None:
@@ -51,7 +62,7 @@ def refused_early(path: Path) -> str:
     with pytest.raises(ConfigError) as caught:
         check_loadable(args(path))
     with pytest.raises(ConfigError) as loading:
-        load_model(args(path))
+        build(path)
     assert str(loading.value) == str(caught.value)
     assert "\n" not in str(caught.value) and repr(str(path)) in str(caught.value)
     return str(caught.value)
@@ -61,7 +72,7 @@ def refused_late(path: Path) -> str:
     """Refused when the weights are there, with one sentence."""
     check_loadable(args(path))
     with pytest.raises(ConfigError) as caught:
-        load_model(args(path))
+        build(path)
     assert "\n" not in str(caught.value) and repr(str(path)) in str(caught.value)
     return str(caught.value)
 
@@ -96,7 +107,7 @@ def test_method_in_the_configuration(checkpoint: Path, values: dict[str, Any], n
 
 def test_no_method_in_the_configuration(checkpoint: Path) -> None:
     change_config(checkpoint, quantization_config=None)
-    load_model(args(checkpoint))
+    build(checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +220,7 @@ def test_weights_that_are_not_needed(checkpoint: Path, name: str) -> None:
         tensors[name] = tensors["model.embed_tokens.weight"].clone()
 
     change_tensors(checkpoint, change)
-    load_model(args(checkpoint))
+    build(checkpoint)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

@@ -217,14 +217,3 @@ def test_copied_tokens_serve_another_sequence(checkpoint: Callable[[str], Path])
     logits = run_one(runner, second, [50], 6)
     expected = reference_logits(reference_model(path), [*PROMPT[:6], 50])[-1:]
     torch.testing.assert_close(logits, expected, atol=ATOL, rtol=0)
-
-
-def test_lowering_leaves_no_weight_behind(checkpoint: Callable[[str], Path]) -> None:
-    from specray.engine.model.loader import ModelArgs, load_model
-    from specray.engine.model.lowering import lower
-    from specray.engine.model.operators import cpu_operators
-
-    args = ModelArgs(str(checkpoint("qwen3")), torch.float32, torch.device("cpu"))
-    loaded = load_model(args)
-    lower(loaded, cpu_operators(loaded.dtype, 1))
-    assert [name for name, _ in loaded.model.named_parameters()] == []

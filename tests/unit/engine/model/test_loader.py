@@ -9,11 +9,12 @@ import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
 from specray.config import EngineConfig
-from specray.engine.model.loader import ModelArgs, load_model, tokenizer_fingerprint
+from specray.engine.model.description import ModelArgs
+from specray.engine.model.loader import load_model
 from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.device import num_threads_for, num_threads_for_logits, num_usable_cores
 from specray.errors import ConfigError
-from tests.unit.engine.model.checkpoints import write_checkpoint, write_tokenizer
+from tests.unit.engine.model.checkpoints import write_checkpoint
 
 CPU = torch.device("cpu")
 
@@ -24,7 +25,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(path: Path | str, **options: Any) -> Any:
-    return load_model(ModelArgs(str(path), torch.float32, CPU, **options))
+    return load_model(ModelArgs(str(path), **options), dtype=torch.float32, device=CPU)
 
 
 def rewrite_config(source: Path, target: Path, **values: Any) -> Path:
@@ -137,16 +138,6 @@ def test_batch_dependent_rope_is_held_to_its_original_context(tmp_path: Path) ->
     }
     path = write_checkpoint(tmp_path, "llama", rope_parameters=rope)
     assert load(path).max_model_len == 32
-
-
-def test_tokenizers_with_equal_vocabulary_have_equal_fingerprints(tmp_path: Path, llama: Path) -> None:
-    other, different = tmp_path / "other", tmp_path / "different"
-    write_checkpoint(other, "qwen3")
-    write_checkpoint(different, "qwen3")
-    write_tokenizer(different, 96, prefix="x")
-    assert tokenizer_fingerprint(str(other)) == tokenizer_fingerprint(str(llama))
-    assert tokenizer_fingerprint(str(different)) != tokenizer_fingerprint(str(llama))
-    assert len(tokenizer_fingerprint(str(llama))) == 64
 
 
 def build(path: Path, **options: Any) -> Any:

@@ -15,7 +15,7 @@ import torch
 
 from specray.config import EngineConfig
 from specray.engine.attention.mask import Visibility
-from specray.engine.model.loader import ModelArgs, load_model
+from specray.engine.model.description import ModelArgs, check_loadable
 from specray.engine.runner.assembly import _group_choices, build_runner
 from specray.engine.runner.inputs import CopyInput, SequenceInput
 from specray.engine.runner.parallel import (
@@ -209,11 +209,11 @@ def test_a_rank_that_never_comes(tmp_path: Path) -> None:
 )
 def test_size_that_does_not_divide_the_heads(tmp_path: Path, size: int, field: str) -> None:
     path = write_checkpoint(tmp_path, "llama")
-    args = ModelArgs(str(path), torch.float32, torch.device("cpu"), tensor_parallel_size=size)
+    args = ModelArgs(str(path), tensor_parallel_size=size)
     with pytest.raises(
         ConfigError, match=f"tensor_parallel_size is {size}, which must divide the model's {field}"
     ):
-        load_model(args)
+        check_loadable(args)
 
 
 def test_gemma_3n_is_served_by_one_rank(tmp_path: Path) -> None:
@@ -230,15 +230,15 @@ def test_gemma_3n_is_served_by_one_rank(tmp_path: Path) -> None:
         },
     )
     path = write_family(tmp_path, family)
-    args = ModelArgs(str(path), torch.float32, torch.device("cpu"), tensor_parallel_size=2, role="target")
+    args = ModelArgs(str(path), tensor_parallel_size=2, role="target")
     with pytest.raises(
         ConfigError, match=r"target\.tensor_parallel_size is 2; model type 'gemma3n_text' allows only 1"
     ):
-        load_model(args)
+        check_loadable(args)
 
 
 def test_architecture_that_cannot_be_sharded(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, "gpt2")
-    args = ModelArgs(str(path), torch.float32, torch.device("cpu"), tensor_parallel_size=2)
+    args = ModelArgs(str(path), tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="tensor_parallel_size is 2; model type 'gpt2' allows only 1"):
-        load_model(args)
+        check_loadable(args)

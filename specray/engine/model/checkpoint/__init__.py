@@ -1,0 +1,1 @@
+"""A model's files: where they lie, what they hold, and its weights, tensor by tensor."""

@@ -1,0 +1,65 @@
+"""Reads the headers of safetensors files: which tensors a model has, without the tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_MAX_HEADER_BYTES = 200_000_000
+"""Bytes of a safetensors header; the format allows no more than half of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """What a safetensors file says of a tensor."""
+
+    dtype: str
+    """Name of the format's own: ``BF16``, ``F8_E4M3``, ..."""
+    shape: tuple[int, ...]
+
+
+def read_headers(directory: Path) -> dict[str, TensorHeader]:
+    """The tensors of the safetensors files that the library would load; files that are damaged are left out.
+
+    A damaged file is found when it is loaded, and the library says what is wrong with it.
+    """
+    headers: dict[str, TensorHeader] = {}
+    for file in weight_files(directory):
+        for name, entry in _read_header(file).items():
+            if isinstance(entry, dict) and name != "__metadata__":
+                headers[name] = TensorHeader(str(entry.get("dtype")), tuple(entry.get("shape") or ()))
+    return headers
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files that hold the weights, as far as the directory tells; not all need exist."""
+    if (directory / SINGLE).is_file():
+        return [directory / SINGLE]
+    listed = read_json(directory / INDEX).get("weight_map")
+    if isinstance(listed, Mapping):
+        return [directory / name for name in sorted(set(map(str, listed.values())))]
+    return sorted(directory.glob("*.safetensors"))
+
+
+def _read_header(file: Path) -> dict[str, Any]:
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            values = json.loads(stream.read(length)) if length <= _MAX_HEADER_BYTES else {}
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object that a file holds; empty where there is none."""
+    try:
+        values = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}

@@ -1,0 +1,120 @@
+"""Weights straight from safetensors files: each is read once, in the part that this rank needs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from specray.engine.model.checkpoint.headers import INDEX, SINGLE
+from specray.engine.model.checkpoint.source import Part
+from specray.engine.model.checks.messages import one_line
+from specray.engine.model.checks.weights import is_finite
+from specray.errors import ConfigError
+
+_REOPEN_BYTES = 1 << 28
+"""Bytes taken from a file after which it is mapped anew: pages that were read count as this process's."""
+
+
+class SafetensorsWeights:
+    """Implements ``source.WeightSource``. Files are mapped into memory, and read where a weight is taken.
+
+    Args:
+        path: as the user wrote it, for messages.
+        directory: the files'.
+        dtype, device: of the tensors that :meth:`take` gives.
+        entry: name of the one file, or of the index of several; None: the usual names.
+
+    Raises:
+        ConfigError: a file is missing or damaged.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        directory: Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        entry: str | None = None,
+    ) -> None:
+        self._path = path
+        self._dtype = dtype
+        self._device = device
+        self._places: dict[str, tuple[_MappedFile, str]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        """Every tensor of the files."""
+        try:
+            for file in _files(directory, entry):
+                mapped = _MappedFile(file)
+                for name, shape in mapped.shapes().items():
+                    self._places[name] = (mapped, name)
+                    self.shapes[name] = shape
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise self._unreadable(error) from None
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Gives tensors the names under which they are taken: new name to the file's own."""
+        self._places = {name: self._places[stored] for name, stored in names.items()}
+        self.shapes = {name: self.shapes[stored] for name, stored in names.items()}
+
+    def take(self, name: str, part: Part | None = None) -> torch.Tensor:
+        tensor = self.read(name, part)
+        if tensor.numel() and not is_finite(tensor):
+            raise ConfigError(f"model {self._path!r}: the weight {name!r} holds NaN or infinite values")
+        return tensor
+
+    def read(self, name: str, part: Part | None = None) -> torch.Tensor:
+        """As :meth:`take`, whatever the values are."""
+        mapped, stored = self._places[name]
+        try:
+            tensor = mapped.read(stored, part)
+            return tensor.to(device=self._device, dtype=self._dtype).contiguous()
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise self._unreadable(error) from None
+
+    def _unreadable(self, error: BaseException) -> ConfigError:
+        return ConfigError(f"model {self._path!r} cannot be loaded: {one_line(error)}")
+
+
+class _MappedFile:
+    """One file, whose tensors are views of it. Raises what safetensors raises for a damaged one."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._mapping: Any = self._map()
+        self._num_bytes = 0
+
+    def _map(self) -> Any:
+        return safe_open(str(self._file), framework="pt", device="cpu")
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(self._mapping.get_slice(name).get_shape()) for name in self._mapping.keys()}  # noqa: SIM118
+
+    def read(self, name: str, part: Part | None) -> torch.Tensor:
+        if self._num_bytes > _REOPEN_BYTES:
+            self._mapping, self._num_bytes = self._map(), 0
+        tensor: torch.Tensor
+        if part is None:
+            tensor = self._mapping.get_tensor(name)
+        elif part.dim == 0:
+            tensor = self._mapping.get_slice(name)[part.start : part.stop]
+        else:
+            tensor = self._mapping.get_slice(name)[:, part.start : part.stop]
+        self._num_bytes += tensor.nbytes
+        return tensor
+
+
+def _files(directory: Path, entry: str | None) -> list[Path]:
+    """The files with the model's tensors; OSError, ValueError or KeyError where they cannot be found."""
+    name = entry or (SINGLE if (directory / SINGLE).is_file() else INDEX)
+    if not name.endswith(".index.json"):
+        return [directory / name]
+    if entry is None and not (directory / name).is_file():
+        raise OSError(f"Error no file named {SINGLE} found in directory {directory}.")
+    listed = json.loads((directory / name).read_text("utf-8"))["weight_map"]
+    return [directory / file for file in sorted(set(listed.values()))]

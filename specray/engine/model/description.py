@@ -1,0 +1,145 @@
+"""Describes a model before its weights are loaded, or says why it cannot be served.
+
+Neither torch nor transformers is imported for a model that ``decoder_config`` understands: the process that
+starts a service checks its models so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specray.config import EMBEDDED, EngineConfig
+from specray.demo.paths import demo_draft_path, demo_target_path
+from specray.engine.model.checkpoint.location import find_description, read_config
+from specray.engine.model.checks.formats import check_format
+from specray.engine.model.decoder_config import DecoderConfig, read_decoder_config
+from specray.errors import ConfigError
+
+if TYPE_CHECKING:
+    from specray.engine.model.library import LibraryConfig
+
+DEFAULT_MAX_MODEL_LEN = 4096
+_SHARED_FIELDS = ("num_key_value_heads", "num_attention_heads", "intermediate_size")
+"""Numbers that the ranks of a group must be able to share."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelArgs:
+    """What to load."""
+
+    path: str
+    """Directory or hub id of the model."""
+    max_model_len: int | None = None
+    tensor_parallel_size: int = 1
+    """Number of ranks; with more than one the default process group must have as many."""
+    role: str | None = None
+    """``draft`` or ``target``: whose settings errors name."""
+    forward: str = "auto"
+    """``auto``, ``decoder`` or ``hf``: which forward will run the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """What the configuration says of a model."""
+
+    directory: Path | None
+    """Files of the checkpoint; None: they are not on this machine."""
+    model_type: str
+    vocab_size: int
+    max_model_len: int
+    """Tokens of the longest sequence that is served."""
+    decoder: DecoderConfig | None
+    """None: forward hf runs the model."""
+    library: LibraryConfig | None
+    """What transformers says; None: it was not asked."""
+
+
+def model_path(config: EngineConfig, role: str) -> str:
+    """The path or hub id that ``config.model`` means for a draft or a target."""
+    if config.model != EMBEDDED:
+        return config.model
+    return str(demo_draft_path() if role == "draft" else demo_target_path())
+
+
+def check_loadable(args: ModelArgs) -> int:
+    """Reads everything but the weights, and returns the vocabulary's size.
+
+    Raises:
+        ConfigError: as :func:`describe`.
+    """
+    return describe(args).vocab_size
+
+
+def describe(args: ModelArgs) -> ModelDescription:
+    """Reads the configuration; whatever can be said without the weights is said.
+
+    Raises:
+        ConfigError: the path or hub id does not exist, holds no safetensors or quantised ones, is no
+            decoder-only language model or one that is not computed rightly over the cache, wants remote code,
+            or cannot serve ``max_model_len``; the message names the value and what is allowed.
+    """
+    directory = find_description(args.path)
+    values = None if directory is None else read_config(directory)
+    if values is not None:
+        check_format(args.path, directory, values)
+        decoder = None if args.forward == "hf" else read_decoder_config(values)
+        if decoder is not None:
+            return _describe_decoder(args, directory, decoder)
+    return _describe_through_library(args, directory)
+
+
+def _describe_decoder(args: ModelArgs, directory: Path | None, decoder: DecoderConfig) -> ModelDescription:
+    limit = decoder.max_position_embeddings
+    fields = {name: getattr(decoder, name) for name in _SHARED_FIELDS}
+    max_model_len = _max_model_len(args, limit)
+    _check_shards(args, fields)
+    return ModelDescription(
+        directory, decoder.model_type, decoder.vocab_size, max_model_len, decoder=decoder, library=None
+    )
+
+
+def _describe_through_library(args: ModelArgs, directory: Path | None) -> ModelDescription:
+    """As transformers reads the configuration, which takes seconds to import."""
+    from specray.engine.model import library
+
+    config = library.load_config(args.path, directory)
+    max_model_len = _max_model_len(args, config.max_model_len)
+    if args.tensor_parallel_size > 1 and not config.can_be_shared:
+        raise ConfigError(
+            f"{_size_setting(args)} is {args.tensor_parallel_size}; "
+            f"model type {config.model_type!r} allows only 1"
+        )
+    _check_shards(args, {name: getattr(config.text, name, None) for name in _SHARED_FIELDS})
+    decoder = library.check_served(args.path, config, forward=args.forward, max_model_len=max_model_len)
+    return ModelDescription(
+        directory, config.model_type, config.vocab_size, max_model_len, decoder=decoder, library=config
+    )
+
+
+def _max_model_len(args: ModelArgs, limit: int | None) -> int:
+    if args.max_model_len is None:
+        return min(limit or DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_MODEL_LEN)
+    if limit is not None and args.max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len is {args.max_model_len}; model {args.path!r} allows at most {limit}"
+        )
+    return args.max_model_len
+
+
+def _check_shards(args: ModelArgs, fields: Mapping[str, Any]) -> None:
+    """Raises ConfigError when the ranks cannot share each layer of a model."""
+    size = args.tensor_parallel_size
+    for field, value in fields.items():
+        # By layer in Gemma 3n.
+        for number in sorted(set(value)) if isinstance(value, (list, tuple)) else [value]:
+            if number is not None and number % size:
+                raise ConfigError(
+                    f"{_size_setting(args)} is {size}, which must divide the model's {field} of {number}"
+                )
+
+
+def _size_setting(args: ModelArgs) -> str:
+    return f"{args.role}.tensor_parallel_size" if args.role else "tensor_parallel_size"

@@ -1,0 +1,247 @@
+"""The way to a model through transformers: for configurations and forwards that only the library knows.
+
+Importing it takes seconds and brings all of the library's modelling code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils.hub import cached_file
+
+from specray.engine.model.checkpoint.headers import read_headers
+from specray.engine.model.checks.architecture import check_architecture
+from specray.engine.model.checks.formats import check_format, check_tensors
+from specray.engine.model.checks.messages import one_line
+from specray.engine.model.checks.refusals import refusal_of
+from specray.engine.model.checks.weights import check_finite, check_report
+from specray.engine.model.decoder_config import (
+    MODEL_TYPES,
+    DecoderConfig,
+    LinearScaling,
+    Llama3Scaling,
+    RopeFormula,
+    RopeTable,
+)
+from specray.engine.model.hf_forward import HfForward
+from specray.errors import ConfigError
+
+# Beyond the original context these choose their frequencies by the longest sequence of a batch, so a
+# sequence's tokens would depend on its neighbours; up to the original context they are constant.
+_BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+_ONE_RANK = frozenset({"gemma3n_text"})
+"""Model types that several ranks have not been seen to compute rightly."""
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryConfig:
+    """A configuration as transformers reads it."""
+
+    whole: PreTrainedConfig
+    text: PreTrainedConfig
+    """The text part; of a model for text alone, the whole."""
+
+    @property
+    def model_type(self) -> str:
+        """Of the text part."""
+        return str(self.text.model_type)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.text.vocab_size)
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens of the longest sequence that the model can serve; None: it has no limit."""
+        limit: int | None = getattr(self.text, "max_position_embeddings", None)
+        rope = getattr(self.text, "rope_parameters", None) or {}
+        if rope.get("rope_type") in _BATCH_DEPENDENT_ROPE:
+            limit = rope.get("original_max_position_embeddings") or limit
+        return limit
+
+    @property
+    def can_be_shared(self) -> bool:
+        """Whether several ranks can compute it together."""
+        return bool(self.text.base_model_tp_plan) and self.text.model_type not in _ONE_RANK
+
+    @property
+    def weights_entry(self) -> str | None:
+        """Name of the file with the weights, or with their index, where the configuration names one."""
+        return getattr(self.whole, "transformers_weights", None)
+
+
+def load_config(path: str, directory: Path | None) -> LibraryConfig:
+    """Reads a configuration, and refuses quantised checkpoints.
+
+    Args:
+        directory: the model's files; None: the library finds them.
+
+    Raises:
+        ConfigError: it cannot be read, or is not one of a decoder-only language model.
+    """
+    where, options = _where(path, directory)
+    try:
+        values, _ = PreTrainedConfig.get_config_dict(where, **options)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model {path!r} cannot be loaded: {one_line(error)}") from None
+    check_format(path, directory, dict(values))
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(where, trust_remote_code=False, **options)
+    except Exception as error:  # Values that a configuration class refuses raise all kinds.
+        raise ConfigError(f"model {path!r} cannot be loaded: {one_line(error)}") from None
+    _check_causal(path, config)
+    return LibraryConfig(config, config.get_text_config())
+
+
+def check_served(
+    path: str, config: LibraryConfig, *, forward: str, max_model_len: int
+) -> DecoderConfig | None:
+    """Chooses the forward: the decoder's configuration; None: forward hf.
+
+    Raises:
+        ConfigError: neither computes the model rightly over the cache.
+    """
+    refusal = refusal_of(config.text, max_model_len=max_model_len)
+    if refusal is not None:
+        raise ConfigError(f"model {path!r}: {refusal}")
+    if forward != "hf" and config.whole is config.text and can_lower(config.text):
+        try:
+            return decoder_config_of(config.text, max_model_len=max_model_len)
+        except (KeyError, TypeError, ValueError) as error:  # Of rotary embeddings, as the library's model.
+            raise ConfigError(f"model {path!r} cannot be loaded: {one_line(error)}") from None
+    try:
+        check_architecture(config.whole, max_model_len=max_model_len, make_forward=HfForward)
+    except ConfigError as error:
+        raise ConfigError(f"model {path!r}: {error}") from None
+    return None
+
+
+def can_lower(config: Any) -> bool:
+    """Whether the decoder computes what a text configuration describes."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    rotary_share = rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
+    return config.model_type in MODEL_TYPES and config.hidden_act == "silu" and rotary_share == 1.0
+
+
+def decoder_config_of(config: Any, *, max_model_len: int) -> DecoderConfig:
+    """The decoder's configuration, from one that it covers."""
+    model_type = config.model_type
+    has_bias = model_type in ("llama", "qwen3") and bool(config.attention_bias)
+    num_heads = config.num_attention_heads
+    return DecoderConfig(
+        model_type=model_type,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // num_heads),
+        rms_norm_eps=config.rms_norm_eps,
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=bool(config.tie_word_embeddings),
+        has_qkv_bias=model_type == "qwen2" or has_bias,
+        has_output_bias=has_bias,
+        has_mlp_bias=model_type == "llama" and bool(config.mlp_bias),
+        has_head_norm=model_type == "qwen3",
+        windows=_windows(config),
+        rope=_rope(config, max_model_len),
+    )
+
+
+def load_model(
+    path: str,
+    directory: Path | None,
+    config: LibraryConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    tensor_parallel_size: int,
+) -> PreTrainedModel:
+    """Loads the library's own model, sharded over the default process group's ranks.
+
+    Raises:
+        ConfigError: weights are missing, unknown or not finite, or the files are damaged.
+    """
+    where, options = _where(path, directory)
+    if tensor_parallel_size > 1:
+        options["distributed_config"] = DistributedConfig(tp_size=tensor_parallel_size, tp_plan="auto")
+    try:
+        model_and_report: Any = AutoModelForCausalLM.from_pretrained(
+            where,
+            config=config.whole,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **options,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, TypeError, ImportError, SafetensorError) as error:
+        raise ConfigError(f"model {path!r} cannot be loaded: {one_line(error)}") from None
+    model, report = model_and_report
+    if not options.get("local_files_only") and (snapshot := _snapshot(path)) is not None:
+        check_tensors(path, read_headers(snapshot))
+    check_report(path, report, config.text)
+    check_finite(path, model)
+    if tensor_parallel_size == 1:
+        model = model.to(device)
+    loaded: PreTrainedModel = model.eval().requires_grad_(False)
+    return loaded
+
+
+def _where(path: str, directory: Path | None) -> tuple[str, dict[str, Any]]:
+    """What the library loads from, and its options; a hub id as such, since files may be missing yet."""
+    if directory is not None and Path(path).expanduser() == directory:
+        return str(directory), {"local_files_only": True}
+    return path, {}
+
+
+def _snapshot(path: str) -> Path | None:
+    """Directory with the files of a hub id, once they have been loaded."""
+    found = cached_file(path, "config.json", local_files_only=True)
+    return None if found is None else Path(found).parent
+
+
+def _check_causal(path: str, config: PreTrainedConfig) -> None:
+    architecture = ", ".join(getattr(config, "architectures", None) or [type(config).__name__])
+    if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(f"model {path!r} is {architecture}; allowed: decoder-only causal language models")
+
+
+def _windows(config: Any) -> tuple[int | None, ...]:
+    num_layers: int = config.num_hidden_layers
+    if config.model_type == "llama":
+        return (None,) * num_layers
+    window: int | None = config.sliding_window
+    if config.model_type == "mistral":
+        return (window,) * num_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)
+
+
+def _rope(config: Any, max_model_len: int) -> RopeFormula | RopeTable:
+    values: Mapping[str, Any] = config.rope_parameters
+    kind = values["rope_type"]
+    if kind == "default":
+        return RopeFormula(float(values["rope_theta"]))
+    if kind == "linear":
+        return RopeFormula(float(values["rope_theta"]), LinearScaling(float(values["factor"])))
+    if kind == "llama3":
+        scaling = Llama3Scaling(
+            float(values["factor"]),
+            float(values["low_freq_factor"]),
+            float(values["high_freq_factor"]),
+            values["original_max_position_embeddings"],
+        )
+        return RopeFormula(float(values["rope_theta"]), scaling)
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=max_model_len)
+    return RopeTable(tuple(frequencies.float().tolist()), float(factor))
