@@ -13,6 +13,11 @@ class HttpConfig(Section):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=1, le=65535)
     max_body_bytes: int = Field(4 * 1024 * 1024, ge=1024)
+    unknown_fields: Literal["refuse", "ignore"] = Field(
+        "refuse",
+        description="Fields of a request that this API does not have: refuse: 400, since one may be "
+        "misspelt; ignore: as if they were not there.",
+    )
     server: Literal["auto", "ingress", "proxy"] = Field(
         "auto",
         description="HTTP server: proxy: Serve's, on every node where it runs; ingress: each Ingress itself, "
@@ -34,6 +39,11 @@ class IngressConfig(Section):
     )
     max_queued_requests: int = Field(
         64, ge=-1, description="Maximum calls waiting in Serve's proxy; more are refused; -1: no limit."
+    )
+    excess_max_tokens: Literal["cut", "refuse"] = Field(
+        "cut",
+        description="max_tokens above what the context has left: cut: taken as a bound, usage and finish "
+        "reason tell; refuse: 400.",
     )
     ray_actor_options: dict[str, Any] = Field(default_factory=dict)
 

@@ -309,7 +309,7 @@ class SequenceTable:
         if len(self._sequences) >= self._max_num_seqs and not self._evict_idle():
             raise OverloadedError(f"{self._max_num_seqs} sequences are held (max_num_seqs); none is idle")
         table = BlockTable(self._allocator)
-        prefix = None if self._allocator.index is None else SequencePrefix(table)
+        prefix = None if self._allocator.index is None else SequencePrefix(table, sampling.cache_salt)
         return EngineSequence(request_id, sampling, table, prefix=prefix)
 
     def _evict_idle(self) -> bool:

@@ -25,33 +25,33 @@ _sym_db = _symbol_database.Default()
 from specray.rpc.pb import types_pb2 as specray_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aspecray/v1/inference.proto\x12\nspecray.v1\x1a\x16specray/v1/types.proto\"\xdb\x01\n\x11SpeculationParams\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12#\n\x16num_speculative_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12.\n\x0cverification\x18\x03 \x01(\x0e\x32\x18.specray.v1.Verification\x12$\n\x05\x64raft\x18\x04 \x01(\x0e\x32\x15.specray.v1.DraftKind\x12\x0e\n\x06tenant\x18\x05 \x01(\tB\n\n\x08_enabledB\x19\n\x17_num_speculative_tokens\"\x1d\n\x08TokenIds\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xd5\x05\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x06tokens\x18\x03 \x01(\x0b\x32\x14.specray.v1.TokenIdsH\x00\x12\x17\n\nmax_tokens\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x05 \x01(\rH\x02\x88\x01\x01\x12\x18\n\x0btemperature\x18\x06 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x07 \x01(\rH\x04\x88\x01\x01\x12\x12\n\x05top_p\x18\x08 \x01(\x02H\x05\x88\x01\x01\x12\x12\n\x05min_p\x18\t \x01(\x02H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\n \x01(\x02H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x02H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x02H\t\x88\x01\x01\x12)\n\nlogit_bias\x18\r \x03(\x0b\x32\x15.specray.v1.LogitBias\x12\x11\n\x04seed\x18\x0e \x01(\x04H\n\x88\x01\x01\x12\x0c\n\x04stop\x18\x0f \x03(\t\x12\x16\n\x0estop_token_ids\x18\x10 \x03(\r\x12\x12\n\nignore_eos\x18\x11 \x01(\x08\x12\x15\n\x08logprobs\x18\x12 \x01(\rH\x0b\x88\x01\x01\x12\x32\n\x0bspeculation\x18\x13 \x01(\x0b\x32\x1d.specray.v1.SpeculationParams\x12\x15\n\x08priority\x18\x14 \x01(\x03H\x0c\x88\x01\x01\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\x0b\n\t_logprobsB\x0b\n\t_priority\"\x85\x01\n\x10SpeculationStats\x12\x16\n\x0enum_spec_steps\x18\x01 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12!\n\x19num_accepted_draft_tokens\x18\x03 \x01(\r\x12\x1c\n\x14\x61\x63\x63\x65ptance_histogram\x18\x04 \x03(\r\"X\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\"\xfa\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.specray.v1.TokenLogprobs\x12/\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x18.specray.v1.FinishReason\x12 \n\x05usage\x18\x06 \x01(\x0b\x32\x11.specray.v1.Usage\x12\x31\n\x0bspeculation\x18\x07 \x01(\x0b\x32\x1c.specray.v1.SpeculationStats\"\r\n\x0bInfoRequest\"\x88\x01\n\x0cInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0b\x64raft_model\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x18\n\x10protocol_version\x18\x05 \x01(\r\x12\x0f\n\x07version\x18\x06 \x01(\t*j\n\tDraftKind\x12\x1a\n\x16\x44RAFT_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10\x44RAFT_KIND_MODEL\x10\x01\x12\x14\n\x10\x44RAFT_KIND_NGRAM\x10\x02\x12\x15\n\x11\x44RAFT_KIND_SUFFIX\x10\x03*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x32\x96\x01\n\x10InferenceService\x12G\n\x08Generate\x12\x1b.specray.v1.GenerateRequest\x1a\x1c.specray.v1.GenerateResponse0\x01\x12\x39\n\x04Info\x12\x17.specray.v1.InfoRequest\x1a\x18.specray.v1.InfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aspecray/v1/inference.proto\x12\nspecray.v1\x1a\x16specray/v1/types.proto\"\xdb\x01\n\x11SpeculationParams\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12#\n\x16num_speculative_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12.\n\x0cverification\x18\x03 \x01(\x0e\x32\x18.specray.v1.Verification\x12$\n\x05\x64raft\x18\x04 \x01(\x0e\x32\x15.specray.v1.DraftKind\x12\x0e\n\x06tenant\x18\x05 \x01(\tB\n\n\x08_enabledB\x19\n\x17_num_speculative_tokens\"\x1d\n\x08TokenIds\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xdb\x07\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x06tokens\x18\x03 \x01(\x0b\x32\x14.specray.v1.TokenIdsH\x00\x12\x17\n\nmax_tokens\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x05 \x01(\rH\x02\x88\x01\x01\x12\x18\n\x0btemperature\x18\x06 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x07 \x01(\rH\x04\x88\x01\x01\x12\x12\n\x05top_p\x18\x08 \x01(\x02H\x05\x88\x01\x01\x12\x12\n\x05min_p\x18\t \x01(\x02H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\n \x01(\x02H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x02H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x02H\t\x88\x01\x01\x12)\n\nlogit_bias\x18\r \x03(\x0b\x32\x15.specray.v1.LogitBias\x12\x11\n\x04seed\x18\x0e \x01(\x04H\n\x88\x01\x01\x12\x0c\n\x04stop\x18\x0f \x03(\t\x12\x16\n\x0estop_token_ids\x18\x10 \x03(\r\x12\x12\n\nignore_eos\x18\x11 \x01(\x08\x12\x15\n\x08logprobs\x18\x12 \x01(\rH\x0b\x88\x01\x01\x12\x32\n\x0bspeculation\x18\x13 \x01(\x0b\x32\x1d.specray.v1.SpeculationParams\x12\x15\n\x08priority\x18\x14 \x01(\x03H\x0c\x88\x01\x01\x12$\n\x07grammar\x18\x15 \x01(\x0b\x32\x13.specray.v1.Grammar\x12\x19\n\x11\x61llowed_token_ids\x18\x16 \x03(\r\x12\x11\n\tbad_words\x18\x17 \x03(\t\x12 \n\x13skip_special_tokens\x18\x18 \x01(\x08H\r\x88\x01\x01\x12\"\n\x1ainclude_stop_str_in_output\x18\x19 \x01(\x08\x12#\n\x16truncate_prompt_tokens\x18\x1a \x01(\x11H\x0e\x88\x01\x01\x12\x12\n\ncache_salt\x18\x1b \x01(\tB\x08\n\x06promptB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\x0b\n\t_logprobsB\x0b\n\t_priorityB\x16\n\x14_skip_special_tokensB\x19\n\x17_truncate_prompt_tokens\"\x85\x01\n\x10SpeculationStats\x12\x16\n\x0enum_spec_steps\x18\x01 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12!\n\x19num_accepted_draft_tokens\x18\x03 \x01(\r\x12\x1c\n\x14\x61\x63\x63\x65ptance_histogram\x18\x04 \x03(\r\"X\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\"\xfa\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.specray.v1.TokenLogprobs\x12/\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x18.specray.v1.FinishReason\x12 \n\x05usage\x18\x06 \x01(\x0b\x32\x11.specray.v1.Usage\x12\x31\n\x0bspeculation\x18\x07 \x01(\x0b\x32\x1c.specray.v1.SpeculationStats\"\r\n\x0bInfoRequest\"\x88\x01\n\x0cInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0b\x64raft_model\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x18\n\x10protocol_version\x18\x05 \x01(\r\x12\x0f\n\x07version\x18\x06 \x01(\t*j\n\tDraftKind\x12\x1a\n\x16\x44RAFT_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10\x44RAFT_KIND_MODEL\x10\x01\x12\x14\n\x10\x44RAFT_KIND_NGRAM\x10\x02\x12\x15\n\x11\x44RAFT_KIND_SUFFIX\x10\x03*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x32\x96\x01\n\x10InferenceService\x12G\n\x08Generate\x12\x1b.specray.v1.GenerateRequest\x1a\x1c.specray.v1.GenerateResponse0\x01\x12\x39\n\x04Info\x12\x17.specray.v1.InfoRequest\x1a\x18.specray.v1.InfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specray.rpc.pb.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DRAFTKIND']._serialized_start=1680
-  _globals['_DRAFTKIND']._serialized_end=1786
-  _globals['_FINISHREASON']._serialized_start=1789
-  _globals['_FINISHREASON']._serialized_end=1934
+  _globals['_DRAFTKIND']._serialized_start=1942
+  _globals['_DRAFTKIND']._serialized_end=2048
+  _globals['_FINISHREASON']._serialized_start=2051
+  _globals['_FINISHREASON']._serialized_end=2196
   _globals['_SPECULATIONPARAMS']._serialized_start=67
   _globals['_SPECULATIONPARAMS']._serialized_end=286
   _globals['_TOKENIDS']._serialized_start=288
   _globals['_TOKENIDS']._serialized_end=317
   _globals['_GENERATEREQUEST']._serialized_start=320
-  _globals['_GENERATEREQUEST']._serialized_end=1045
-  _globals['_SPECULATIONSTATS']._serialized_start=1048
-  _globals['_SPECULATIONSTATS']._serialized_end=1181
-  _globals['_USAGE']._serialized_start=1183
-  _globals['_USAGE']._serialized_end=1271
-  _globals['_GENERATERESPONSE']._serialized_start=1274
-  _globals['_GENERATERESPONSE']._serialized_end=1524
-  _globals['_INFOREQUEST']._serialized_start=1526
-  _globals['_INFOREQUEST']._serialized_end=1539
-  _globals['_INFORESPONSE']._serialized_start=1542
-  _globals['_INFORESPONSE']._serialized_end=1678
-  _globals['_INFERENCESERVICE']._serialized_start=1937
-  _globals['_INFERENCESERVICE']._serialized_end=2087
+  _globals['_GENERATEREQUEST']._serialized_end=1307
+  _globals['_SPECULATIONSTATS']._serialized_start=1310
+  _globals['_SPECULATIONSTATS']._serialized_end=1443
+  _globals['_USAGE']._serialized_start=1445
+  _globals['_USAGE']._serialized_end=1533
+  _globals['_GENERATERESPONSE']._serialized_start=1536
+  _globals['_GENERATERESPONSE']._serialized_end=1786
+  _globals['_INFOREQUEST']._serialized_start=1788
+  _globals['_INFOREQUEST']._serialized_end=1801
+  _globals['_INFORESPONSE']._serialized_start=1804
+  _globals['_INFORESPONSE']._serialized_end=1940
+  _globals['_INFERENCESERVICE']._serialized_start=2199
+  _globals['_INFERENCESERVICE']._serialized_end=2349
 # @@protoc_insertion_point(module_scope)
