@@ -18,6 +18,13 @@ class HttpConfig(Section):
         description="Fields of a request that this API does not have: refuse: 400, since one may be "
         "misspelt; ignore: as if they were not there.",
     )
+    first_token_grace_s: float = Field(
+        0.2,
+        ge=0,
+        le=600,
+        description="Longest wait for a stream's first tokens before its headers leave: an error within it "
+        "has an HTTP status of its own, a later one is an event.",
+    )
     server: Literal["auto", "ingress", "proxy"] = Field(
         "auto",
         description="HTTP server: proxy: Serve's, on every node where it runs; ingress: each Ingress itself, "

@@ -21,7 +21,7 @@ from specray.interfaces import RouterClient
 from specray.serving.admission.api_keys import Caller, Keyring
 from specray.serving.admission.capacity import with_admission
 from specray.serving.admission.middleware import AdmissionMiddleware
-from specray.serving.generation import Delta, close
+from specray.serving.generation import Delta
 from specray.serving.http.body import read_json
 from specray.serving.http.edge.paths import SlashMiddleware
 from specray.serving.http.events import EventStreamResponse, until_disconnect
@@ -33,6 +33,7 @@ from specray.serving.http.routes.absent import add_absent_routes
 from specray.serving.http.routes.models import add_model_routes
 from specray.serving.http.routes.service import TextSource, add_observer_routes, add_service_routes
 from specray.serving.http.routes.tokens import add_token_routes
+from specray.serving.http.started_stream import StartedStream
 from specray.serving.http.timeout_header import with_timeout
 from specray.serving.identity import identify
 from specray.serving.limits import ServiceLimits
@@ -108,9 +109,8 @@ def _add_openai_routes(app: FastAPI, api: OpenAiApi, config: Config) -> None:
         call = await until_disconnect(request.receive, parse(values, caller_of(request), record_of(request)))
         if not call.is_stream:
             return JSONResponse(await until_disconnect(request.receive, api.answer(call)))
-        deltas = api.deltas(call)
-        first = await _first(request, deltas)
-        return EventStreamResponse(api.events(call, first, deltas))
+        started = await _started(request, api.deltas(call), grace_s=config.http.first_token_grace_s)
+        return EventStreamResponse(api.events(call, started), started)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -121,15 +121,15 @@ def _add_openai_routes(app: FastAPI, api: OpenAiApi, config: Config) -> None:
         return await run(request, api.chat_call)
 
 
-async def _first(request: Request, deltas: AsyncIterator[Delta]) -> Delta:
-    async def first() -> Delta:
-        return await anext(deltas)
-
+async def _started(request: Request, deltas: AsyncIterator[Delta], *, grace_s: float) -> StartedStream:
+    """Starts a stream. Raises what fails within the grace, which so has a status of its own."""
+    started = StartedStream(deltas)
     try:
-        return await until_disconnect(request.receive, first())
+        await until_disconnect(request.receive, started.wait(grace_s))
     except BaseException:
-        await close(deltas)
+        await started.aclose()
         raise
+    return started
 
 
 def _add_problem_handlers(app: FastAPI) -> None:

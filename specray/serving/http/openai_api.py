@@ -139,18 +139,13 @@ class OpenAiApi:
             call.caller, self._client, call.requests, self._tokenizer, timeout_s=self._timeout_s
         )
 
-    async def events(self, call: Call, first: Delta, rest: AsyncIterator[Delta]) -> AsyncIterator[bytes]:
-        """Yields the response as server-sent events.
-
-        The caller awaits the first delta before it sends the headers, so that a call that fails at once gets
-        a status of its own. A later failure becomes an event.
-        """
+    async def events(self, call: Call, deltas: AsyncIterator[Delta]) -> AsyncIterator[bytes]:
+        """Yields the response as server-sent events; a failure becomes an event."""
         totals = Totals(call.num_prompt_tokens, call.num_choices)
         try:
             for opening in _with_ids(call, call.format.opening(len(call.requests))):
                 yield _event(_with_usage(call, opening, totals))
-            yield self._delta_event(call, totals, first)
-            async for delta in rest:
+            async for delta in deltas:
                 yield self._delta_event(call, totals, delta)
             summary = _summary(call, totals)
             if summary is not None:
@@ -159,7 +154,7 @@ class OpenAiApi:
             call.record.failed(error)
             yield problem_event(error, request_id=call.response_id)
         finally:
-            await close(rest)
+            await close(deltas)
         yield b"data: [DONE]\n\n"
 
     def _delta_event(self, call: Call, totals: Totals, delta: Delta) -> bytes:
