@@ -25,6 +25,11 @@ class HttpConfig(Section):
         description="Longest wait for a stream's first tokens before its headers leave: an error within it "
         "has an HTTP status of its own, a later one is an event.",
     )
+    cors_origins: tuple[str, ...] = Field(
+        (),
+        description="Origins whose web pages may call the API, such as https://chat.example.com; '*': all.",
+    )
+    openapi: bool = Field(False, description="Serve the OpenAPI document at /openapi.json.")
     server: Literal["auto", "ingress", "proxy"] = Field(
         "auto",
         description="HTTP server: proxy: Serve's, on every node where it runs; ingress: each Ingress itself, "

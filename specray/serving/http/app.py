@@ -23,6 +23,7 @@ from specray.serving.admission.capacity import with_admission
 from specray.serving.admission.middleware import AdmissionMiddleware
 from specray.serving.generation import Delta
 from specray.serving.http.body import read_json
+from specray.serving.http.edge.cors import add_cors
 from specray.serving.http.edge.paths import SlashMiddleware
 from specray.serving.http.events import EventStreamResponse, until_disconnect
 from specray.serving.http.key_check import KeyMiddleware, caller_of
@@ -31,6 +32,7 @@ from specray.serving.http.openai_api import Call, OpenAiApi
 from specray.serving.http.problems import HttpError, problem_body, problem_response
 from specray.serving.http.routes.absent import add_absent_routes
 from specray.serving.http.routes.models import add_model_routes
+from specray.serving.http.routes.openapi import add_openapi_route
 from specray.serving.http.routes.service import TextSource, add_observer_routes, add_service_routes
 from specray.serving.http.routes.tokens import add_token_routes
 from specray.serving.http.started_stream import StartedStream
@@ -85,12 +87,15 @@ def build_http_app(
     add_model_routes(app, limits, identity)
     add_token_routes(app, api, tokenizer, limits, max_body_bytes=config.http.max_body_bytes)
     _add_openai_routes(app, api, config)
+    if config.http.openapi:
+        add_openapi_route(app, asks_for_key=keyring.asks_for_key)
     add_absent_routes(app)
     app.add_middleware(
         AdmissionMiddleware, max_calls=config.ingress.max_ongoing_requests, capacity=client.capacity
     )
     app.add_middleware(KeyMiddleware, keyring=keyring)
     app.add_middleware(ObserveMiddleware, observer=observer, names_answers=names_answers)
+    add_cors(app, config.http)
     app.add_middleware(SlashMiddleware)
     return app
 
