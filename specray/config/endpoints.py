@@ -75,6 +75,14 @@ class LoggingConfig(Section):
     )
 
 
+class MetricsConfig(Section):
+    """What /metrics shows."""
+
+    vllm_names: bool = Field(
+        False, description="Repeat counters under vLLM's names, for gateways and benchmarks that read them."
+    )
+
+
 class TelemetryConfig(Section):
     """OpenTelemetry spans of a request's life."""
 

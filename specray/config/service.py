@@ -12,7 +12,14 @@ import yaml
 from pydantic import Field, ValidationError
 
 from specray.config.access import AuthConfig, RpcConfig
-from specray.config.endpoints import GrpcConfig, HttpConfig, IngressConfig, LoggingConfig, TelemetryConfig
+from specray.config.endpoints import (
+    GrpcConfig,
+    HttpConfig,
+    IngressConfig,
+    LoggingConfig,
+    MetricsConfig,
+    TelemetryConfig,
+)
 from specray.config.engine import EMBEDDED, MODEL_FREE_DRAFTS, DraftConfig, TargetConfig
 from specray.config.router import RouterConfig
 from specray.config.section import Section
@@ -36,6 +43,7 @@ class Config(Section):
     http: HttpConfig = Field(default_factory=HttpConfig)
     grpc: GrpcConfig = Field(default_factory=GrpcConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig)
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
 
     @property

@@ -41,6 +41,7 @@ from specray.serving.identity import identify
 from specray.serving.limits import ServiceLimits
 from specray.serving.observe import CallObserver, CallRecord
 from specray.telemetry.exposition import merged
+from specray.telemetry.vllm_names import with_vllm_names
 from specray.tokenization import Tokenizer
 
 CallParser = Callable[[object, Caller, CallRecord], Coroutine[Any, Any, Call]]
@@ -83,7 +84,10 @@ def build_http_app(
     identity = identify(config)
     api = OpenAiApi(client=client, tokenizer=tokenizer, config=config, limits=limits, identity=identity)
     add_service_routes(app, client, is_terse=keyring.asks_for_key)
-    add_observer_routes(app, client, metrics_text or _own_metrics(client, observer))
+    metrics_text = metrics_text or _own_metrics(client, observer)
+    if config.metrics.vllm_names:
+        metrics_text = _named_twice(metrics_text, config.model_name)
+    add_observer_routes(app, client, metrics_text)
     add_model_routes(app, limits, identity)
     add_token_routes(app, api, tokenizer, limits, max_body_bytes=config.http.max_body_bytes)
     _add_openai_routes(app, api, config)
@@ -103,6 +107,13 @@ def build_http_app(
 def _own_metrics(client: RouterClient, observer: CallObserver) -> TextSource:
     async def text() -> str:
         return merged([await client.metrics_text(), observer.metrics.text()])
+
+    return text
+
+
+def _named_twice(source: TextSource, model_name: str) -> TextSource:
+    async def text() -> str:
+        return with_vllm_names(await source(), model_name)
 
     return text
 
