@@ -125,7 +125,7 @@ def _summary(last: Piece, seconds: float) -> str:
 
 
 async def _from_own_pair(config: Config, prompt: str, sampling: Sampling) -> AsyncGenerator[Piece, None]:
-    from specray.serving.generate_requests import to_generate_requests
+    from specray.serving.calls.generate_requests import to_generate_requests
     from specray.serving.generation import stream
     from specray.serving.limits import ServiceLimits
     from specray.serving.local.pair import local_router

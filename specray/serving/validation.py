@@ -1,7 +1,7 @@
 """Checks what a request may ask for: every range in one place, for HTTP and gRPC alike.
 
-Values arrive here with the right types; ``generate_requests`` makes the routers' requests of them. Nothing
-out of range reaches an engine.
+Values arrive here with the right types; ``calls.generate_requests`` makes the routers' requests of them.
+Nothing out of range reaches an engine.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class GenerationOptions(SamplingOptions):
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
-    """Token ids of ``bad_words``, from :func:`bad_words.with_bad_word_ids`."""
+    """Token ids of ``bad_words``, from ``calls.bad_words``."""
     text: TextOptions = dataclass_field(default_factory=TextOptions)
     truncate_prompt_tokens: int | None = None
     """Tokens of a prompt's end that are kept; -1: as many as leave room for ``max_tokens``."""

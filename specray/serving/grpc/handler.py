@@ -17,8 +17,8 @@ from specray.rpc.inference.server import Admitter, GenerateEvent, GenerateParams
 from specray.rpc.status import status_of
 from specray.serving.admission.api_keys import Caller, Keyring, stream_for
 from specray.serving.admission.capacity import with_admission
-from specray.serving.bad_words import with_bad_word_ids
-from specray.serving.generate_requests import to_generate_requests, truncated
+from specray.serving.calls.bad_words import with_bad_word_ids
+from specray.serving.calls.generate_requests import to_generate_requests, truncated
 from specray.serving.generation import Delta, close
 from specray.serving.grammars import GrammarChecker
 from specray.serving.http.openai_api import DEADLINE_MARGIN_S

@@ -22,10 +22,12 @@ from specray.serving.admission.api_keys import Caller, Keyring
 from specray.serving.admission.capacity import with_admission
 from specray.serving.admission.middleware import AdmissionMiddleware
 from specray.serving.generation import Delta
+from specray.serving.http.answers.started_stream import StartedStream
 from specray.serving.http.body import read_json
 from specray.serving.http.edge.cors import add_cors
 from specray.serving.http.edge.paths import SlashMiddleware
 from specray.serving.http.events import EventStreamResponse, until_disconnect
+from specray.serving.http.identity import identify
 from specray.serving.http.key_check import KeyMiddleware, caller_of
 from specray.serving.http.observe import ObserveMiddleware, record_of
 from specray.serving.http.openai_api import Call, OpenAiApi
@@ -35,9 +37,7 @@ from specray.serving.http.routes.models import add_model_routes
 from specray.serving.http.routes.openapi import add_openapi_route
 from specray.serving.http.routes.service import TextSource, add_observer_routes, add_service_routes
 from specray.serving.http.routes.tokens import add_token_routes
-from specray.serving.http.started_stream import StartedStream
 from specray.serving.http.timeout_header import with_timeout
-from specray.serving.identity import identify
 from specray.serving.limits import ServiceLimits
 from specray.serving.observe import CallObserver, CallRecord
 from specray.telemetry.exposition import merged

@@ -13,17 +13,17 @@ from specray.interfaces import RouterClient
 from specray.requests import GenerateRequest
 from specray.serving.admission.api_keys import Caller, complete_for, stream_for
 from specray.serving.admission.capacity import with_admission
-from specray.serving.bad_words import with_bad_word_ids
-from specray.serving.generate_requests import to_generate_requests, truncated
+from specray.serving.calls.bad_words import with_bad_word_ids
+from specray.serving.calls.generate_requests import to_generate_requests, truncated
 from specray.serving.generation import Delta, close
 from specray.serving.grammars import GrammarChecker
+from specray.serving.http.answers.token_ids import TokenIds
 from specray.serving.http.chat.schema import ChatCompletionRequest
+from specray.serving.http.identity import Identity
 from specray.serving.http.problems import problem_event
 from specray.serving.http.responses import ChatFormat, CompletionFormat, Header, Json, ResponseFormat, Totals
 from specray.serving.http.schemas import CompletionRequest, RequestT, SamplingFields, parse_request
-from specray.serving.http.token_ids import TokenIds
 from specray.serving.http.unknown import without_unknown
-from specray.serving.identity import Identity
 from specray.serving.limits import ServiceLimits
 from specray.serving.observe import CallRecord
 from specray.serving.prompts import Prompt, encode_chat, encode_prompts

@@ -14,7 +14,7 @@ from specray.cli.generate import Sampling, _from_own_pair, _print_all
 from specray.config import parse_config
 from specray.errors import ConfigError
 from specray.fakes import ToyModel
-from specray.serving.generate_requests import to_generate_requests
+from specray.serving.calls.generate_requests import to_generate_requests
 from specray.serving.generation import stream
 from specray.serving.limits import ServiceLimits
 from specray.serving.local.pair import DraftHost, local_pair, local_router
