@@ -112,6 +112,13 @@ class SamplingParams:
     """Rule by which draft tokens are accepted."""
     grammar: Grammar | None = None
     """Language that the output belongs to, stop tokens aside; None: free text."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only tokens that the output may have; empty: all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that the output must not contain: the last token of one is impossible behind the
+    others, unless that would leave no token at all."""
+    cache_salt: str = ""
+    """Only sequences with an equal one share computed prefixes."""
 
     @property
     def is_greedy(self) -> bool:

@@ -13,6 +13,23 @@ class HttpConfig(Section):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=1, le=65535)
     max_body_bytes: int = Field(4 * 1024 * 1024, ge=1024)
+    unknown_fields: Literal["refuse", "ignore"] = Field(
+        "refuse",
+        description="Fields of a request that this API does not have: refuse: 400, since one may be "
+        "misspelt; ignore: as if they were not there.",
+    )
+    first_token_grace_s: float = Field(
+        0.2,
+        ge=0,
+        le=600,
+        description="Longest wait for a stream's first tokens before its headers leave: an error within it "
+        "has an HTTP status of its own, a later one is an event.",
+    )
+    cors_origins: tuple[str, ...] = Field(
+        (),
+        description="Origins whose web pages may call the API, such as https://chat.example.com; '*': all.",
+    )
+    openapi: bool = Field(False, description="Serve the OpenAPI document at /openapi.json.")
     server: Literal["auto", "ingress", "proxy"] = Field(
         "auto",
         description="HTTP server: proxy: Serve's, on every node where it runs; ingress: each Ingress itself, "
@@ -44,6 +61,11 @@ class IngressConfig(Section):
     max_queued_requests: int = Field(
         64, ge=-1, description="Maximum calls waiting in Serve's proxy; more are refused; -1: no limit."
     )
+    excess_max_tokens: Literal["cut", "refuse"] = Field(
+        "cut",
+        description="max_tokens above what the context has left: cut: taken as a bound, usage and finish "
+        "reason tell; refuse: 400.",
+    )
     ray_actor_options: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -59,6 +81,14 @@ class LoggingConfig(Section):
     )
     terminal: bool = Field(
         False, description="Let `specray serve` show the logs of all processes, with a prefix by Ray."
+    )
+
+
+class MetricsConfig(Section):
+    """What /metrics shows."""
+
+    vllm_names: bool = Field(
+        False, description="Repeat counters under vLLM's names, for gateways and benchmarks that read them."
     )
 
 

@@ -18,6 +18,7 @@ from specray.config.endpoints import (
     HttpConfig,
     IngressConfig,
     LoggingConfig,
+    MetricsConfig,
     TelemetryConfig,
 )
 from specray.config.engine import EMBEDDED, MODEL_FREE_DRAFTS, DraftConfig, TargetConfig
@@ -44,6 +45,7 @@ class Config(Section):
     chat: ChatConfig = Field(default_factory=ChatConfig)
     grpc: GrpcConfig = Field(default_factory=GrpcConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig)
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
 
     @property

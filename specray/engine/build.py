@@ -9,8 +9,9 @@ from functools import partial
 
 from specray.config import Config, EngineConfig
 from specray.engine.draft import DraftEngine
+from specray.engine.model.description import model_path
 from specray.engine.profile import profile_draft, profile_target
-from specray.engine.runner.assembly import build_runner, model_path
+from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.parallel import ParallelContext
 from specray.engine.runner.runner import ModelRunner, RunnerInfo
 from specray.engine.sampling.grammars import GrammarMasks

@@ -78,7 +78,7 @@ def split_waves(
             the others are in the second, where they find that prefix computed.
     """
     rest = list(enumerate(items))
-    begun: set[tuple[int, ...]] | None = None if num_shared_tokens is None else set()
+    begun: set[tuple[str, tuple[int, ...]]] | None = None if num_shared_tokens is None else set()
     while rest:
         wave: list[tuple[int, Item]] = []
         later: list[tuple[int, Item]] = []
@@ -87,7 +87,8 @@ def split_waves(
             waits = item.request_id in taken
             taken.add(item.request_id)
             if begun is not None and item.base_len == 0 and len(item.token_ids) > (num_shared_tokens or 0):
-                beginning = item.token_ids[:num_shared_tokens]
+                salt = "" if item.sampling is None else item.sampling.cache_salt
+                beginning = salt, item.token_ids[:num_shared_tokens]
                 waits = waits or beginning in begun
                 begun.add(beginning)
             (later if waits else wave).append((index, item))

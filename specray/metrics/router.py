@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from specray.metrics import counters as counts
+from specray.metrics.text import registry_text
 from specray.types import MAX_SPECULATIVE_TOKENS, EngineInfo
 
 _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
@@ -49,7 +50,7 @@ class RouterMetrics:
 
     def text(self) -> str:
         """All metrics in Prometheus text format."""
-        return generate_latest(self.registry).decode()
+        return registry_text(self.registry)
 
     def _make_draft_token_metrics(self) -> None:
         registry = self.registry
@@ -218,6 +219,11 @@ class RouterMetrics:
                 registry=registry,
             ),
         }
+        self._cache_usage = Gauge(
+            "specray_target_cache_usage_ratio",
+            "Share of the target's cache blocks that is taken.",
+            registry=registry,
+        )
         self._step_time_s = Gauge(
             "specray_step_time_seconds",
             "What the engine's steps took at its start: a Verify by its tokens, a draft token by sequences "
@@ -255,6 +261,8 @@ class RouterMetrics:
     def observe_engine(self, role: str, info: EngineInfo | None) -> None:
         """What the engine in ``role`` (target or draft) says of itself; None: none, or it is silent."""
         self._blocks_in_use[role].set(0 if info is None else info.num_blocks_in_use)
+        if role == "target":
+            self._cache_usage.set(info.num_blocks_in_use / info.num_blocks if info and info.num_blocks else 0)
         if info is not None:
             queries, hits = self._prefix_cache[role]
             queries.show(info.num_prefix_cache_queries)
@@ -356,4 +364,4 @@ class DraftMetrics:
         self._routers.set(0 if info is None else info.num_routers)
         self._blocks.set(0 if info is None else info.num_blocks)
         self._blocks_in_use.set(0 if info is None else info.num_blocks_in_use)
-        return generate_latest(self.registry).decode()
+        return registry_text(self.registry)

@@ -43,5 +43,6 @@ class ServiceLimits:
             ),
             verification=self._config.speculation.verification,
             has_draft_model=self._config.draft.has_model,
+            cuts_max_tokens=self._config.ingress.excess_max_tokens == "cut",
             max_choices=min(MAX_CHOICES, max_requests(self._config)),
         )

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from specray.metrics.text import registry_text
 
 PROTOCOLS: Final = ("http", "grpc")
 _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 2, 5, 10, 30, 60, 120, 300, 600)
@@ -49,7 +51,7 @@ class IngressMetrics:
 
     def text(self) -> str:
         """Returns all metrics in Prometheus text format."""
-        return generate_latest(self.registry).decode()
+        return registry_text(self.registry)
 
     def begin(self, protocol: str) -> None:
         """Counts a call that arrived."""

@@ -1,13 +1,12 @@
 """Checks what a request may ask for: every range in one place, for HTTP and gRPC alike.
 
-Values arrive here with the right types and leave as the router's GenerateRequests. Nothing out of range
-reaches an engine.
+Values arrive here with the right types; ``calls.generate_requests`` makes the routers' requests of them.
+Nothing out of range reaches an engine.
 """
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from types import MappingProxyType
@@ -16,32 +15,22 @@ from typing import Final
 from specray.errors import InvalidRequestError, ModelNotFoundError
 from specray.requests import (
     SAMPLING_RANGES,
-    GenerateRequest,
     Range,
     SamplingOptions,
-    SpeculationParams,
-    sampling_options,
+    TextOptions,
 )
-from specray.types import MAX_SPECULATIVE_TOKENS, DraftKind, Grammar, SamplingParams, Verification
+from specray.types import MAX_SPECULATIVE_TOKENS, DraftKind, Grammar, Verification
 
-_UINT64: Final = (1 << 64) - 1
-# Below these, float32 on the way to the engine or in its softmax would make them zero or infinite; the
-# output is the same as with the smaller value.
-_GREEDY_BELOW: Final = 1e-5
-_MIN_TOP_P: Final = 1e-6
-_ADJUSTED: Final[Mapping[str, Callable[[float], float]]] = MappingProxyType(
-    {
-        "temperature": lambda value: value if value >= _GREEDY_BELOW else 0.0,
-        "top_k": lambda value: max(value, 0),
-        "top_p": lambda value: max(value, _MIN_TOP_P),
-    }
-)
-"""Functions, by the field's name, from a value that may be asked for to the value that engines are told."""
-
-MAX_STOP_STRINGS: Final = 16
+_MOST_TOKENS: Final = (1 << 31) - 1
+"""Largest ``max_tokens`` that is understood, where it is cut to what is left."""
+MAX_STOP_STRINGS: Final = 64
 MAX_STOP_STRING_LEN: Final = 256
 MAX_STOP_TOKEN_IDS: Final = 128
 MAX_LOGIT_BIAS_ENTRIES: Final = 1024
+MAX_ALLOWED_TOKEN_IDS: Final = 4096
+MAX_BAD_WORDS: Final = 128
+MAX_BAD_WORD_LEN: Final = 256
+MAX_CACHE_SALT_LEN: Final = 256
 MAX_TENANT_LEN: Final = 64
 MAX_PROMPTS: Final = 128
 MAX_CHOICES: Final = 1024
@@ -82,13 +71,15 @@ class Limits:
     """True if a request may ask for a draft model."""
     max_choices: int = MAX_CHOICES
     """Largest number of prompts times n in one call; more than the routers hold would never be admitted."""
+    cuts_max_tokens: bool = True
+    """True if ``max_tokens`` is a bound, cut to the context that is left; False: more is refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationOptions(SamplingOptions):
     """Options of one call, whatever API it came through; None is the default.
 
-    :func:`to_generate_requests` checks their ranges.
+    :func:`check_options` checks their ranges.
     """
 
     max_tokens: int | None = None
@@ -113,6 +104,14 @@ class GenerationOptions(SamplingOptions):
     """Language of the output; None: free text."""
     grammar_field: str = "grammar"
     """Name of the field that holds the grammar, for error messages."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    """Token ids of ``bad_words``, from ``calls.bad_words``."""
+    text: TextOptions = dataclass_field(default_factory=TextOptions)
+    truncate_prompt_tokens: int | None = None
+    """Tokens of a prompt's end that are kept; -1: as many as leave room for ``max_tokens``."""
+    cache_salt: str = ""
     names: Mapping[str, str] = dataclass_field(default_factory=dict)
     """Names of fields in this API where they differ, for error messages."""
 
@@ -165,6 +164,8 @@ def check_options(options: GenerationOptions, limits: Limits) -> None:
     _check_lengths(options, limits)
     _check_stop(options, limits)
     _check_logit_bias(options, limits)
+    _check_forbidden(options, limits)
+    _check_cache(options, limits)
 
 
 def check_prompts(prompts: Sequence[tuple[int, ...]], options: GenerationOptions, limits: Limits) -> None:
@@ -181,7 +182,7 @@ def check_prompts(prompts: Sequence[tuple[int, ...]], options: GenerationOptions
             what, allowed = f"number of tokens in {name}", f"1..{limits.max_model_len - 1}"
             raise _too_long(name, len(token_ids), allowed, limits, what=what)
         check_token_ids(name, token_ids, limits)
-        if options.max_tokens is not None:
+        if options.max_tokens is not None and not limits.cuts_max_tokens:
             room = limits.max_model_len - len(token_ids)
             if options.max_tokens > room:
                 allowed = f"1..{room} after a {name} of {len(token_ids)} tokens"
@@ -195,93 +196,6 @@ def check_token_ids(name: str, token_ids: Sequence[int], limits: Limits) -> None
             raise out_of_range(name, token_id, f"0..{limits.vocab_size - 1}", what=f"token id in {name}")
 
 
-def to_generate_requests(
-    prompts: Sequence[tuple[int, ...]],
-    options: GenerationOptions,
-    *,
-    limits: Limits,
-    request_id: str,
-    draw_seed: Callable[[], int] | None = None,
-) -> list[GenerateRequest]:
-    """Makes one request per prompt and choice, the choices of the first prompt first.
-
-    Choice 0 uses the given seed itself, so that ``n`` changes nothing for it. Without a seed each prompt
-    draws its own: with a common one, equal prompts would get equal outputs.
-
-    Args:
-        request_id: prefix of the requests' ids; unique.
-        draw_seed: returns 64 random bits, for each prompt of a call without a seed; default: the system's
-            generator.
-
-    Raises:
-        InvalidRequestError: an option or a prompt is out of range.
-    """
-    check_options(options, limits)
-    check_prompts(prompts, options, limits)
-    draw = draw_seed or _random_seed
-    seeds = [draw() if options.seed is None else options.seed for _ in prompts]
-    return [
-        _generate_request(
-            f"{request_id}-{index}-{choice}", token_ids, mix_seed(seed, choice), options, limits
-        )
-        for index, (token_ids, seed) in enumerate(zip(prompts, seeds, strict=True))
-        for choice in range(options.n or 1)
-    ]
-
-
-def mix_seed(seed: int, choice: int) -> int:
-    """Returns the 64-bit seed of a choice: the seed itself for 0, else splitmix64 (Steele et al., 2014)."""
-    if choice == 0:
-        return seed & _UINT64
-    mixed = (seed + choice * 0x9E3779B97F4A7C15) & _UINT64
-    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _UINT64
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _UINT64
-    return mixed ^ (mixed >> 31)
-
-
-def _generate_request(
-    request_id: str, token_ids: tuple[int, ...], seed: int, options: GenerationOptions, limits: Limits
-) -> GenerateRequest:
-    eos_token_ids = () if options.ignore_eos else limits.eos_token_ids
-    return GenerateRequest(
-        request_id=request_id,
-        prompt_token_ids=token_ids,
-        sampling=_sampling_params(options, limits, seed=seed, num_prompt_tokens=len(token_ids)),
-        max_tokens=_max_tokens(options, limits.max_model_len - len(token_ids)),
-        stop=options.stop,
-        eos_token_ids=eos_token_ids,
-        speculation=SpeculationParams(
-            enabled=options.is_speculation_enabled is not False,
-            num_speculative_tokens=options.num_speculative_tokens,
-            draft=options.draft,
-            tenant=options.tenant,
-        ),
-        priority=options.priority or 0,
-        timeout_s=options.timeout_s,
-    )
-
-
-def _sampling_params(
-    options: GenerationOptions, limits: Limits, *, seed: int, num_prompt_tokens: int
-) -> SamplingParams:
-    eos_token_ids = () if options.ignore_eos else limits.eos_token_ids
-    values = {name: value for name, value in sampling_options(options).items() if value is not None}
-    values["seed"] = seed
-    for name, adjust in _ADJUSTED.items():
-        if name in values:
-            values[name] = adjust(values[name])
-    return SamplingParams(
-        **values,
-        logit_bias=options.logit_bias,
-        stop_token_ids=tuple(sorted({*eos_token_ids, *options.stop_token_ids})),
-        num_prompt_tokens=num_prompt_tokens,
-        num_logprobs=options.num_logprobs,
-        num_prompt_logprobs=options.num_prompt_logprobs,
-        verification=options.verification or limits.verification,
-        grammar=options.grammar,
-    )
-
-
 def _too_long(
     field: str, value: int, allowed: str, limits: Limits, *, what: str | None = None
 ) -> ContextLengthError:
@@ -291,17 +205,12 @@ def _too_long(
     return ContextLengthError(f"{problem}; {maximum}", field=field)
 
 
-def _max_tokens(options: GenerationOptions, room: int) -> int:
-    if options.max_tokens is not None:
-        return options.max_tokens
-    return room if options.default_max_tokens is None else min(options.default_max_tokens, room)
-
-
 def _check_grammar(options: GenerationOptions) -> None:
-    """Refuses what would leave no token where a grammar ends, or free text behind it."""
+    """Refuses what would leave no token where a grammar ends, or within it, or free text behind it."""
     if options.grammar is None:
         return
-    for name, value in (("ignore_eos", options.ignore_eos), ("min_tokens", options.min_tokens)):
+    for name in ("ignore_eos", "min_tokens", "allowed_token_ids", "bad_words"):
+        value = getattr(options, name)
         if value:
             raise InvalidRequestError(
                 f"{options.name(name)} is set together with {options.grammar_field}; allowed: one of them",
@@ -322,7 +231,8 @@ def _check_draft(options: GenerationOptions, limits: Limits) -> None:
 def _check_lengths(options: GenerationOptions, limits: Limits) -> None:
     longest = limits.max_model_len - 1
     if options.max_tokens is not None:
-        check_range(Range(1, longest), options.name("max_tokens"), options.max_tokens)
+        most = _MOST_TOKENS if limits.cuts_max_tokens else longest
+        check_range(Range(1, most), options.name("max_tokens"), options.max_tokens)
         longest = options.max_tokens
     elif options.default_max_tokens is not None:
         longest = options.default_max_tokens
@@ -355,5 +265,30 @@ def _check_logit_bias(options: GenerationOptions, limits: Limits) -> None:
         check_range(RANGES["logit_bias"], "logit_bias", bias, what=f"logit_bias of token {token_id}")
 
 
-def _random_seed() -> int:
-    return secrets.randbits(64)
+def _check_forbidden(options: GenerationOptions, limits: Limits) -> None:
+    allowed = options.allowed_token_ids
+    if allowed is not None:
+        what = "number of ids in allowed_token_ids"
+        check_range(Range(1, MAX_ALLOWED_TOKEN_IDS), "allowed_token_ids", len(allowed), what=what)
+        check_token_ids("allowed_token_ids", allowed, limits)
+        eos_token_ids = () if options.ignore_eos else limits.eos_token_ids
+        if options.min_tokens and set(allowed) <= {*eos_token_ids, *options.stop_token_ids}:
+            raise InvalidRequestError(
+                "allowed_token_ids has stop tokens alone, together with min_tokens; allowed: another id, too",
+                field="allowed_token_ids",
+            )
+    check_range(
+        Range(0, MAX_BAD_WORDS), "bad_words", len(options.bad_words), what="number of words in bad_words"
+    )
+    for word in options.bad_words:
+        check_range(Range(1, MAX_BAD_WORD_LEN), "bad_words", len(word), what="length of a word in bad_words")
+
+
+def _check_cache(options: GenerationOptions, limits: Limits) -> None:
+    length = len(options.cache_salt)
+    check_range(Range(0, MAX_CACHE_SALT_LEN), "cache_salt", length, what="length of cache_salt")
+    most = options.truncate_prompt_tokens
+    if most is not None and most != -1:
+        allowed = Range(1, limits.max_model_len - 1)
+        if not allowed.contains(most):
+            raise out_of_range("truncate_prompt_tokens", most, f"-1 or {allowed}")

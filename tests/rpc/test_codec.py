@@ -69,6 +69,10 @@ SAMPLING = st.builds(
     num_logprobs=st.none() | U32,
     num_prompt_logprobs=st.none() | U32,
     verification=st.sampled_from(Verification),
+    grammar=st.none() | st.builds(Grammar, st.sampled_from(GrammarKind), TEXT),
+    allowed_token_ids=IDS,
+    bad_words=tuples_of(IDS),
+    cache_salt=TEXT,
 )
 
 

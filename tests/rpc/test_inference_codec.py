@@ -13,8 +13,8 @@ from specray.errors import InvalidRequestError
 from specray.requests import FinishReason, ServiceInfo, SpeculationStats
 from specray.rpc.codec import inference as inference_codec
 from specray.rpc.inference.server import GenerateEvent, GenerateParams, Usage
-from specray.rpc.pb import inference_pb2
-from specray.types import DraftKind, Verification
+from specray.rpc.pb import inference_pb2, types_pb2
+from specray.types import DraftKind, Grammar, GrammarKind, Verification
 from tests.rpc.strategies import F32, IDS, TEXT, U32, U64, token_logprobs, tuples_of
 
 PARAMS = st.builds(
@@ -40,6 +40,13 @@ PARAMS = st.builds(
     verification=st.none() | st.sampled_from(Verification),
     draft=st.none() | st.sampled_from(DraftKind),
     tenant=TEXT,
+    grammar=st.none() | st.builds(Grammar, st.sampled_from(GrammarKind), TEXT),
+    allowed_token_ids=IDS,
+    bad_words=tuples_of(TEXT),
+    skip_special_tokens=st.none() | st.booleans(),
+    include_stop_str_in_output=st.booleans(),
+    truncate_prompt_tokens=st.none() | st.integers(-(2**31), 2**31 - 1),
+    cache_salt=TEXT,
 )
 PROMPTS = st.tuples(TEXT, st.none()) | st.tuples(st.none(), IDS)
 
@@ -85,6 +92,14 @@ def test_service_info_round_trip(info: ServiceInfo) -> None:
             ).SerializeToString(),
             "speculation.verification",
             "speculation.verification is 5; allowed: 1 (coupled), 2 (rejection)",
+        ),
+        (
+            inference_pb2.GenerateRequest(
+                text="a",
+                grammar=types_pb2.Grammar(kind=9),  # type: ignore[arg-type]
+            ).SerializeToString(),
+            "grammar.kind",
+            "grammar.kind is 9; allowed: 1 (JSON schema), 2 (Lark), 3 (regex)",
         ),
     ],
 )

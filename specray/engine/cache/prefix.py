@@ -25,6 +25,16 @@ UNIT_TOKENS = 16
 _KEY_BYTES = 32
 
 
+def root_key(cache_salt: str) -> bytes:
+    """What stands before the first unit of a sequence: equal for those that may share units.
+
+    It is hashed apart from units: no salt that somebody chooses is the key of another's prefix.
+    """
+    if not cache_salt:
+        return b""
+    return blake2b(cache_salt.encode(), digest_size=_KEY_BYTES, person=b"cache salt").digest()
+
+
 class PrefixIndex:
     """The units that each block is known to hold, and the blocks that hold each unit.
 
@@ -51,11 +61,15 @@ class PrefixIndex:
         num_blocks, rest = divmod(num_units, self.units_per_block)
         return num_blocks * self.block_size + rest * UNIT_TOKENS
 
-    def next_key(self, keys: Sequence[bytes], token_ids: Sequence[int]) -> bytes:
-        """The key of the unit behind ``keys`` in the sequence of ``token_ids``, which must reach its end."""
+    def next_key(self, keys: Sequence[bytes], token_ids: Sequence[int], root: bytes = b"") -> bytes:
+        """The key of the unit behind ``keys`` in the sequence of ``token_ids``, which must reach its end.
+
+        Args:
+            root: what stands before the first unit, from ``root_key``.
+        """
         first, last = self.end_of(len(keys)), self.end_of(len(keys) + 1)
         assert last <= len(token_ids), (len(token_ids), last)
-        parent = keys[-1] if keys else b""
+        parent = keys[-1] if keys else root
         return blake2b(parent + array("i", token_ids[first:last]).tobytes(), digest_size=_KEY_BYTES).digest()
 
     # What blocks hold

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from specray.engine.cache.blocks import BlockTable
+from specray.engine.cache.prefix import root_key
 
 
 class CopyTokens(Protocol):
@@ -41,15 +42,21 @@ class Found(NamedTuple):
 
 
 class SequencePrefix:
-    """The known units of one sequence. Its block table must belong to an allocator with an index."""
+    """The known units of one sequence. Its block table must belong to an allocator with an index.
 
-    __slots__ = ("_index", "_keys", "_table", "known_len", "next_len")
+    Args:
+        table: the sequence's blocks.
+        cache_salt: units are shared with sequences of the same salt only.
+    """
 
-    def __init__(self, table: BlockTable) -> None:
+    __slots__ = ("_index", "_keys", "_root", "_table", "known_len", "next_len")
+
+    def __init__(self, table: BlockTable, cache_salt: str = "") -> None:
         index = table.allocator.index
         assert index is not None, "without an index nothing is known"
         self._index = index
         self._table = table
+        self._root = root_key(cache_salt)
         self._set_keys([])
 
     def publish(self, token_ids: Sequence[int], limit: int) -> None:
@@ -58,7 +65,7 @@ class SequencePrefix:
             return
         index, keys = self._index, self._keys
         while index.end_of(len(keys) + 1) <= limit:
-            key = index.next_key(keys, token_ids)
+            key = index.next_key(keys, token_ids, self._root)
             index.add(self._table.block_ids[len(keys) // index.units_per_block], key)
             keys.append(key)
         self._set_keys(keys)
@@ -90,7 +97,7 @@ class SequencePrefix:
         """Looks for a known prefix of ``token_ids`` longer than ``start`` tokens, at most ``limit`` long."""
         index, keys = self._index, list(self._keys)
         while index.end_of(len(keys) + 1) <= limit:
-            key = index.next_key(keys, token_ids)
+            key = index.next_key(keys, token_ids, self._root)
             if index.holder(key) is None:
                 break
             keys.append(key)
@@ -164,7 +171,9 @@ class SequencePrefix:
         index, keys = self._index, self._keys
         assert self.known_len == index.end_of(len(keys)) <= num_computed_tokens, (len(keys), self.known_len)
         for count in range(len(keys)):
-            assert index.next_key(keys[:count], token_ids) == keys[count], f"unit {count} is another"
+            assert index.next_key(keys[:count], token_ids, self._root) == keys[count], (
+                f"unit {count} is another"
+            )
         for number, block_id in enumerate(self._table.block_ids):
             first = number * index.units_per_block
             assert index.held(block_id) == keys[first : first + index.units_per_block], (

@@ -311,7 +311,7 @@ class SequenceTable:
         table = BlockTable(self._allocator)
         # Every row of a prompt with logprobs is computed, so it is no part of the prefix cache.
         shares = self._allocator.index is not None and sampling.num_prompt_logprobs is None
-        prefix = SequencePrefix(table) if shares else None
+        prefix = SequencePrefix(table, sampling.cache_salt) if shares else None
         return EngineSequence(request_id, sampling, table, prefix=prefix)
 
     def _evict_idle(self) -> bool:

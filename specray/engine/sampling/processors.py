@@ -1,9 +1,9 @@
 """Logits processors: applied to every row with the state of exactly that row's prefix.
 
-Order: logit bias, repetition / presence / frequency penalties, min_tokens, grammar, temperature, top-k,
-top-p, min-p. The meaning of each is that of vLLM and transformers. What depends on the prefix is read from
-its ``SamplingState``; tokens under verification are counted row by row here, so a rejected one needs no
-undoing.
+Order: logit bias, repetition / presence / frequency penalties, allowed tokens, min_tokens, bad words,
+grammar, temperature, top-k, top-p, min-p. The meaning of each is that of vLLM and transformers. What depends
+on the prefix is read from its ``SamplingState``; tokens under verification are counted row by row here, so a
+rejected one needs no undoing.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specray.engine.sampling.bad_words import bad_ends
 from specray.engine.sampling.state import RowGroup
 from specray.types import SamplingParams
 
@@ -30,7 +31,7 @@ _FIRST_TOP = 256
 def process_logits(logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
     """Applies each group's processors to its rows.
 
-    Greedy groups (temperature 0) take only what can change the argmax: bias, penalties and min_tokens.
+    Greedy groups (temperature 0) take only what can change the argmax: bias, penalties and what is forbidden.
 
     Args:
         logits: ``[sum of num_rows, vocab_size]``, the groups' rows in order; left unchanged.
@@ -60,6 +61,8 @@ def _shifts_logits(group: RowGroup) -> bool:
         or sampling.presence_penalty != 0.0
         or sampling.frequency_penalty != 0.0
         or bool(sampling.logit_bias)
+        or bool(sampling.allowed_token_ids)
+        or bool(sampling.bad_words)
         or (sampling.min_tokens > 0 and bool(sampling.stop_token_ids))
     )
 
@@ -68,7 +71,9 @@ def _shift_logits(logits: Tensor, group: RowGroup) -> None:
     """Applies in place what depends on single tokens: bias, penalties, min_tokens."""
     _add_bias(logits, group.sampling)
     _apply_penalties(logits, group)
+    _forbid_others(logits, group.sampling)
     _forbid_early_stop(logits, group)
+    _forbid_bad_words(logits, group)
     if group.token_masks is not None:
         _forbid_by_grammar(logits, group.token_masks)
 
@@ -153,6 +158,27 @@ def _counts_by_row(logits: Tensor, group: RowGroup, of_prefix: Mapping[int, int]
         if group.state.length + row - 1 >= start:
             counts[row:, token_id] += 1.0
     return counts
+
+
+def _forbid_others(logits: Tensor, sampling: SamplingParams) -> None:
+    """Makes tokens impossible that are not among the allowed ones; a draft may lack all of those."""
+    allowed = [token_id for token_id in sampling.allowed_token_ids if token_id < logits.shape[1]]
+    if allowed:
+        is_forbidden = torch.ones(logits.shape[1], dtype=torch.bool, device=logits.device)
+        is_forbidden[torch.tensor(allowed, device=logits.device)] = False
+        logits.masked_fill_(is_forbidden, -math.inf)
+
+
+def _forbid_bad_words(logits: Tensor, group: RowGroup) -> None:
+    """Makes the last token of a bad word impossible behind its others, where that leaves some token."""
+    pairs = [pair for pair in bad_ends(group) if pair[1] < logits.shape[1]]
+    if not pairs:
+        return
+    rows, token_ids = (torch.tensor(list(each), device=logits.device) for each in zip(*pairs, strict=True))
+    forbidden = logits.clone()
+    forbidden[rows, token_ids] = -math.inf
+    is_dead = (forbidden == -math.inf).all(-1, keepdim=True)
+    logits.copy_(torch.where(is_dead, logits, forbidden))
 
 
 def _forbid_early_stop(logits: Tensor, group: RowGroup) -> None:

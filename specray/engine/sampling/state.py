@@ -35,14 +35,21 @@ class SamplingState:
         counts_output = sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
         self._counts: Counter[int] | None = Counter() if counts_all else None
         self._output_counts: Counter[int] | None = Counter() if counts_output else None
-        self._history: list[int] | None = [] if counts_all or counts_output else None
-        """Tokens of the prefix, for ``truncate``; None: nothing is counted."""
+        has_long_words = any(len(word) > 1 for word in sampling.bad_words)
+        self._history: list[int] | None = [] if counts_all or counts_output or has_long_words else None
+        """Tokens of the prefix, for ``truncate`` and for bad words; None: nothing depends on them."""
         self.advance(token_ids)
 
     @property
     def length(self) -> int:
         """Tokens of the prefix."""
         return self._length
+
+    def output_tail(self, count: int) -> list[int]:
+        """The last ``count`` tokens of the output, or all of a shorter one; kept for long bad words alone."""
+        assert self._history is not None, "somebody needs the tokens"
+        first = max(self.sampling.num_prompt_tokens, self._length - count)
+        return self._history[first:]
 
     @property
     def counts(self) -> Counter[int] | None:

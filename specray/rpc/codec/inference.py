@@ -12,9 +12,11 @@ from google.protobuf.message import DecodeError
 from specray.errors import InvalidRequestError, ProtocolError
 from specray.requests import SAMPLING_OPTIONS, FinishReason, ServiceInfo, SpeculationStats
 from specray.rpc.codec.values import (
+    decode_grammar,
     decode_logit_bias,
     decode_token_logprobs,
     decode_verification,
+    encode_grammar,
     encode_logit_bias,
     encode_token_logprobs,
     encode_verification,
@@ -22,7 +24,7 @@ from specray.rpc.codec.values import (
 )
 from specray.rpc.inference.types import GenerateEvent, GenerateParams, Usage
 from specray.rpc.pb import inference_pb2, types_pb2
-from specray.types import DraftKind, Verification
+from specray.types import DraftKind, Grammar, Verification
 
 FINISH_REASON_TO_PB = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
@@ -42,8 +44,11 @@ DRAFT_KIND_FROM_PB = {
     inference_pb2.DRAFT_KIND_UNSPECIFIED: None,
     **{number: kind for kind, number in DRAFT_KIND_TO_PB.items()},
 }
-OPTIONAL_FIELDS = ("max_tokens", *SAMPLING_OPTIONS, "logprobs", "prompt_logprobs", "priority")
-"""Names of optional numbers of GenerateRequest and GenerateParams alike; absent is None."""
+OPTIONAL_FIELDS = (
+    *("max_tokens", *SAMPLING_OPTIONS, "logprobs", "prompt_logprobs", "priority"),
+    *("skip_special_tokens", "truncate_prompt_tokens"),
+)
+"""Names of optional scalars of GenerateRequest and GenerateParams alike; absent is None."""
 
 
 def encode_generate_request(params: GenerateParams) -> bytes:
@@ -61,6 +66,12 @@ def encode_generate_request(params: GenerateParams) -> bytes:
         message.logit_bias.extend(encode_logit_bias(params.logit_bias))
         message.stop.extend(params.stop)
         message.stop_token_ids.extend(params.stop_token_ids)
+        message.include_stop_str_in_output = params.include_stop_str_in_output
+        message.allowed_token_ids.extend(params.allowed_token_ids)
+        message.bad_words.extend(params.bad_words)
+        message.cache_salt = params.cache_salt
+        if params.grammar is not None:
+            encode_grammar(message.grammar, params.grammar)
         _encode_speculation(message, params)
     except (ValueError, TypeError) as error:
         raise InvalidRequestError(f"the request cannot be sent: {error}") from None
@@ -109,8 +120,22 @@ def decode_generate_request(data: bytes) -> GenerateParams:
         verification=_decode_optional_verification(speculation.verification),
         draft=_decode_draft_kind(speculation.draft),
         tenant=speculation.tenant,
+        include_stop_str_in_output=message.include_stop_str_in_output,
+        allowed_token_ids=tuple(message.allowed_token_ids[:]),
+        bad_words=tuple(message.bad_words),
+        cache_salt=message.cache_salt,
+        grammar=_decode_optional_grammar(message),
         **optional,
     )
+
+
+def _decode_optional_grammar(message: inference_pb2.GenerateRequest) -> Grammar | None:
+    if not message.HasField("grammar"):
+        return None
+    try:
+        return decode_grammar(message.grammar)
+    except ProtocolError as error:
+        raise InvalidRequestError(str(error), field="grammar.kind") from None
 
 
 def _decode_optional_verification(verification: int) -> Verification | None:

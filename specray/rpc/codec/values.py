@@ -79,8 +79,11 @@ def encode_sampling(out: types_pb2.SamplingParams, sampling: SamplingParams) -> 
         out.num_prompt_logprobs = sampling.num_prompt_logprobs
     out.verification = encode_verification(sampling.verification)
     if sampling.grammar is not None:
-        out.grammar.kind = _GRAMMAR_KINDS[sampling.grammar.kind]
-        out.grammar.source = sampling.grammar.source
+        encode_grammar(out.grammar, sampling.grammar)
+    out.allowed_token_ids.extend(sampling.allowed_token_ids)
+    for word in sampling.bad_words:
+        out.bad_words.add().token_ids.extend(word)
+    out.cache_salt = sampling.cache_salt
 
 
 def decode_sampling(sampling: types_pb2.SamplingParams) -> SamplingParams:
@@ -93,11 +96,20 @@ def decode_sampling(sampling: types_pb2.SamplingParams) -> SamplingParams:
             sampling.num_prompt_logprobs if sampling.HasField("num_prompt_logprobs") else None
         ),
         verification=decode_verification(sampling.verification),
-        grammar=_decode_grammar(sampling.grammar) if sampling.HasField("grammar") else None,
+        grammar=decode_grammar(sampling.grammar) if sampling.HasField("grammar") else None,
+        allowed_token_ids=tuple(sampling.allowed_token_ids[:]),
+        bad_words=tuple(tuple(word.token_ids[:]) for word in sampling.bad_words),
+        cache_salt=sampling.cache_salt,
     )
 
 
-def _decode_grammar(grammar: types_pb2.Grammar) -> Grammar:
+def encode_grammar(out: types_pb2.Grammar, grammar: Grammar) -> None:
+    out.kind = _GRAMMAR_KINDS[grammar.kind]
+    out.source = grammar.source
+
+
+def decode_grammar(grammar: types_pb2.Grammar) -> Grammar:
+    """Raises ProtocolError for an unknown kind."""
     for kind, number in _GRAMMAR_KINDS.items():
         if grammar.kind == number:
             return Grammar(kind, grammar.source)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from specray.requests import FinishReason, SamplingOptions, ServiceInfo, SpeculationStats
-from specray.types import DraftKind, TokenLogprobs, Verification
+from specray.types import DraftKind, Grammar, TokenLogprobs, Verification
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,19 @@ class GenerateParams(SamplingOptions):
     verification: Verification | None = None
     draft: DraftKind | None = None
     tenant: str = ""
+    grammar: Grammar | None = None
+    """Language of the output; None: free text."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only tokens that the output may have; empty: all."""
+    bad_words: tuple[str, ...] = ()
+    """Words that the output must not contain."""
+    skip_special_tokens: bool | None = None
+    """False: special tokens are text, too."""
+    include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: int | None = None
+    """Tokens of the prompt's end that are kept; -1: as many as fit."""
+    cache_salt: str = ""
+    """Only requests with an equal one share computed prefixes."""
     priority: int | None = None
     """Priority; lower is served earlier."""
     timeout_s: float | None = None

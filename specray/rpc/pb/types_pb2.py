@@ -24,35 +24,37 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16specray/v1/types.proto\x12\nspecray.v1\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"\xdf\x03\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12)\n\nlogit_bias\x18\x08 \x03(\x0b\x32\x15.specray.v1.LogitBias\x12\x0c\n\x04seed\x18\t \x01(\x06\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x0c \x01(\r\x12\x19\n\x0cnum_logprobs\x18\r \x01(\rH\x00\x88\x01\x01\x12 \n\x13num_prompt_logprobs\x18\x10 \x01(\rH\x01\x88\x01\x01\x12.\n\x0cverification\x18\x0e \x01(\x0e\x32\x18.specray.v1.Verification\x12$\n\x07grammar\x18\x0f \x01(\x0b\x32\x13.specray.v1.GrammarB\x0f\n\r_num_logprobsB\x16\n\x14_num_prompt_logprobs\"@\n\x07Grammar\x12%\n\x04kind\x18\x01 \x01(\x0e\x32\x17.specray.v1.GrammarKind\x12\x0e\n\x06source\x18\x02 \x01(\t\"/\n\x0bSparseProbs\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\r\n\x05probs\x18\x02 \x03(\x02\"_\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"I\n\x0fUnknownSequence\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08round_id\x18\x02 \x01(\x04\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\"\x7f\n\nItemFailed\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08round_id\x18\x02 \x01(\x04\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x14\n\x0cis_retriable\x18\x05 \x01(\x08\x12\x12\n\nis_invalid\x18\x06 \x01(\x08\"-\n\x08StepTime\x12\x10\n\x08num_rows\x18\x01 \x01(\r\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"{\n\x0cGrammarStats\x12\x11\n\tcompile_s\x18\x01 \x01(\x01\x12\x0e\n\x06mask_s\x18\x02 \x01(\x01\x12\x14\n\x0cnum_compiled\x18\x03 \x01(\x04\x12\x16\n\x0enum_cache_hits\x18\x04 \x01(\x04\x12\x1a\n\x12num_illegal_drafts\x18\x05 \x01(\x04\"\x8b\x04\n\nEngineInfo\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x1d\n\x15tokenizer_fingerprint\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x08 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\t \x01(\r\x12\x18\n\x10protocol_version\x18\n \x01(\r\x12\r\n\x05\x64type\x18\x0b \x01(\t\x12\x1c\n\x14tensor_parallel_size\x18\x0c \x01(\r\x12\x19\n\x11num_blocks_in_use\x18\r \x01(\r\x12 \n\x18num_prefix_cache_queries\x18\x0e \x01(\x04\x12\x1d\n\x15num_prefix_cache_hits\x18\x0f \x01(\x04\x12(\n\nstep_times\x18\x10 \x03(\x0b\x32\x14.specray.v1.StepTime\x12\x13\n\x0bnum_routers\x18\x11 \x01(\r\x12\x12\n\nbusy_share\x18\x12 \x01(\x01\x12\x17\n\x0f\x63ontext_token_s\x18\x13 \x01(\x01\x12)\n\x07grammar\x18\x14 \x01(\x0b\x32\x18.specray.v1.GrammarStats*b\n\x0cVerification\x12\x1c\n\x18VERIFICATION_UNSPECIFIED\x10\x00\x12\x18\n\x14VERIFICATION_COUPLED\x10\x01\x12\x1a\n\x16VERIFICATION_REJECTION\x10\x02*x\n\x0bGrammarKind\x12\x1c\n\x18GRAMMAR_KIND_UNSPECIFIED\x10\x00\x12\x1c\n\x18GRAMMAR_KIND_JSON_SCHEMA\x10\x01\x12\x15\n\x11GRAMMAR_KIND_LARK\x10\x02\x12\x16\n\x12GRAMMAR_KIND_REGEX\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16specray/v1/types.proto\x12\nspecray.v1\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"\xbc\x04\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12)\n\nlogit_bias\x18\x08 \x03(\x0b\x32\x15.specray.v1.LogitBias\x12\x0c\n\x04seed\x18\t \x01(\x06\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x0c \x01(\r\x12\x19\n\x0cnum_logprobs\x18\r \x01(\rH\x00\x88\x01\x01\x12.\n\x0cverification\x18\x0e \x01(\x0e\x32\x18.specray.v1.Verification\x12$\n\x07grammar\x18\x0f \x01(\x0b\x32\x13.specray.v1.Grammar\x12\x19\n\x11\x61llowed_token_ids\x18\x10 \x03(\r\x12,\n\tbad_words\x18\x11 \x03(\x0b\x32\x19.specray.v1.TokenSequence\x12\x12\n\ncache_salt\x18\x12 \x01(\t\x12 \n\x13num_prompt_logprobs\x18\x13 \x01(\rH\x01\x88\x01\x01\x42\x0f\n\r_num_logprobsB\x16\n\x14_num_prompt_logprobs\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"@\n\x07Grammar\x12%\n\x04kind\x18\x01 \x01(\x0e\x32\x17.specray.v1.GrammarKind\x12\x0e\n\x06source\x18\x02 \x01(\t\"/\n\x0bSparseProbs\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\r\n\x05probs\x18\x02 \x03(\x02\"_\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"I\n\x0fUnknownSequence\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08round_id\x18\x02 \x01(\x04\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\"\x7f\n\nItemFailed\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08round_id\x18\x02 \x01(\x04\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x14\n\x0cis_retriable\x18\x05 \x01(\x08\x12\x12\n\nis_invalid\x18\x06 \x01(\x08\"-\n\x08StepTime\x12\x10\n\x08num_rows\x18\x01 \x01(\r\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"{\n\x0cGrammarStats\x12\x11\n\tcompile_s\x18\x01 \x01(\x01\x12\x0e\n\x06mask_s\x18\x02 \x01(\x01\x12\x14\n\x0cnum_compiled\x18\x03 \x01(\x04\x12\x16\n\x0enum_cache_hits\x18\x04 \x01(\x04\x12\x1a\n\x12num_illegal_drafts\x18\x05 \x01(\x04\"\x8b\x04\n\nEngineInfo\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x1d\n\x15tokenizer_fingerprint\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x08 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\t \x01(\r\x12\x18\n\x10protocol_version\x18\n \x01(\r\x12\r\n\x05\x64type\x18\x0b \x01(\t\x12\x1c\n\x14tensor_parallel_size\x18\x0c \x01(\r\x12\x19\n\x11num_blocks_in_use\x18\r \x01(\r\x12 \n\x18num_prefix_cache_queries\x18\x0e \x01(\x04\x12\x1d\n\x15num_prefix_cache_hits\x18\x0f \x01(\x04\x12(\n\nstep_times\x18\x10 \x03(\x0b\x32\x14.specray.v1.StepTime\x12\x13\n\x0bnum_routers\x18\x11 \x01(\r\x12\x12\n\nbusy_share\x18\x12 \x01(\x01\x12\x17\n\x0f\x63ontext_token_s\x18\x13 \x01(\x01\x12)\n\x07grammar\x18\x14 \x01(\x0b\x32\x18.specray.v1.GrammarStats*b\n\x0cVerification\x12\x1c\n\x18VERIFICATION_UNSPECIFIED\x10\x00\x12\x18\n\x14VERIFICATION_COUPLED\x10\x01\x12\x1a\n\x16VERIFICATION_REJECTION\x10\x02*x\n\x0bGrammarKind\x12\x1c\n\x18GRAMMAR_KIND_UNSPECIFIED\x10\x00\x12\x1c\n\x18GRAMMAR_KIND_JSON_SCHEMA\x10\x01\x12\x15\n\x11GRAMMAR_KIND_LARK\x10\x02\x12\x16\n\x12GRAMMAR_KIND_REGEX\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specray.rpc.pb.types_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_VERIFICATION']._serialized_start=1679
-  _globals['_VERIFICATION']._serialized_end=1777
-  _globals['_GRAMMARKIND']._serialized_start=1779
-  _globals['_GRAMMARKIND']._serialized_end=1899
+  _globals['_VERIFICATION']._serialized_start=1808
+  _globals['_VERIFICATION']._serialized_end=1906
+  _globals['_GRAMMARKIND']._serialized_start=1908
+  _globals['_GRAMMARKIND']._serialized_end=2028
   _globals['_LOGITBIAS']._serialized_start=38
   _globals['_LOGITBIAS']._serialized_end=81
   _globals['_SAMPLINGPARAMS']._serialized_start=84
-  _globals['_SAMPLINGPARAMS']._serialized_end=563
-  _globals['_GRAMMAR']._serialized_start=565
-  _globals['_GRAMMAR']._serialized_end=629
-  _globals['_SPARSEPROBS']._serialized_start=631
-  _globals['_SPARSEPROBS']._serialized_end=678
-  _globals['_TOKENLOGPROBS']._serialized_start=680
-  _globals['_TOKENLOGPROBS']._serialized_end=775
-  _globals['_UNKNOWNSEQUENCE']._serialized_start=777
-  _globals['_UNKNOWNSEQUENCE']._serialized_end=850
-  _globals['_ITEMFAILED']._serialized_start=852
-  _globals['_ITEMFAILED']._serialized_end=979
-  _globals['_STEPTIME']._serialized_start=981
-  _globals['_STEPTIME']._serialized_end=1026
-  _globals['_GRAMMARSTATS']._serialized_start=1028
-  _globals['_GRAMMARSTATS']._serialized_end=1151
-  _globals['_ENGINEINFO']._serialized_start=1154
-  _globals['_ENGINEINFO']._serialized_end=1677
+  _globals['_SAMPLINGPARAMS']._serialized_end=656
+  _globals['_TOKENSEQUENCE']._serialized_start=658
+  _globals['_TOKENSEQUENCE']._serialized_end=692
+  _globals['_GRAMMAR']._serialized_start=694
+  _globals['_GRAMMAR']._serialized_end=758
+  _globals['_SPARSEPROBS']._serialized_start=760
+  _globals['_SPARSEPROBS']._serialized_end=807
+  _globals['_TOKENLOGPROBS']._serialized_start=809
+  _globals['_TOKENLOGPROBS']._serialized_end=904
+  _globals['_UNKNOWNSEQUENCE']._serialized_start=906
+  _globals['_UNKNOWNSEQUENCE']._serialized_end=979
+  _globals['_ITEMFAILED']._serialized_start=981
+  _globals['_ITEMFAILED']._serialized_end=1108
+  _globals['_STEPTIME']._serialized_start=1110
+  _globals['_STEPTIME']._serialized_end=1155
+  _globals['_GRAMMARSTATS']._serialized_start=1157
+  _globals['_GRAMMARSTATS']._serialized_end=1280
+  _globals['_ENGINEINFO']._serialized_start=1283
+  _globals['_ENGINEINFO']._serialized_end=1806
 # @@protoc_insertion_point(module_scope)

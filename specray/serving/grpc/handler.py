@@ -12,12 +12,15 @@ from contextlib import asynccontextmanager, contextmanager
 from specray.config import Config
 from specray.errors import InvalidRequestError
 from specray.interfaces import RouterClient
-from specray.requests import GenerateRequest, ServiceInfo, sampling_options
+from specray.requests import GenerateRequest, ServiceInfo, TextOptions, sampling_options
 from specray.rpc.inference.server import Admitter, GenerateEvent, GenerateParams, InferenceServer, Usage
 from specray.rpc.status import status_of
 from specray.serving.admission.api_keys import Caller, Keyring, stream_for
 from specray.serving.admission.capacity import with_admission
+from specray.serving.calls.bad_words import with_bad_word_ids
+from specray.serving.calls.generate_requests import to_generate_requests, truncated
 from specray.serving.generation import Delta, close
+from specray.serving.grammars import GrammarChecker
 from specray.serving.http.openai_api import DEADLINE_MARGIN_S
 from specray.serving.http.schemas import DEFAULT_MAX_TOKENS
 from specray.serving.limits import ServiceLimits
@@ -29,7 +32,6 @@ from specray.serving.validation import (
     GenerationOptions,
     check_model,
     check_options,
-    to_generate_requests,
 )
 from specray.tokenization import Tokenizer
 
@@ -52,6 +54,7 @@ class GrpcIngress:
         self._caller = caller or Caller()
         self._client = with_admission(client, config)
         self._tokenizer = tokenizer
+        self._grammars = GrammarChecker(tokenizer)
         self._limits = ServiceLimits(client, tokenizer, config)
         self._model_name = config.model_name
         self._timeout_s = config.router.request_timeout_s + DEADLINE_MARGIN_S
@@ -125,10 +128,13 @@ class GrpcIngress:
         check_model(params.model, limits)
         options = _options(params)
         check_options(options, limits)
+        if options.grammar is not None:
+            await self._grammars.check(options.grammar, field="grammar", limits=limits)
         self._client.capacity.check(*self._caller.standing(options.tenant, options.priority or 0))
         prompts = await encode_prompts([_prompt(params)], self._tokenizer)
+        options = with_bad_word_ids(options, self._tokenizer)
         (request,) = to_generate_requests(
-            prompts, options, limits=limits, request_id=f"grpc-{uuid.uuid4().hex}"
+            truncated(prompts, options, limits), options, limits=limits, request_id=f"grpc-{uuid.uuid4().hex}"
         )
         return request
 
@@ -180,6 +186,15 @@ def _options(params: GenerateParams) -> GenerationOptions:
         verification=params.verification,
         draft=params.draft,
         tenant=params.tenant,
+        grammar=params.grammar,
+        allowed_token_ids=params.allowed_token_ids or None,
+        bad_words=params.bad_words,
+        text=TextOptions(
+            skip_special_tokens=params.skip_special_tokens is not False,
+            include_stop=params.include_stop_str_in_output,
+        ),
+        truncate_prompt_tokens=params.truncate_prompt_tokens,
+        cache_salt=params.cache_salt,
         priority=params.priority,
         timeout_s=None if params.timeout_s is None else _within_range(params.timeout_s),
         names={

@@ -21,23 +21,27 @@ from specray.interfaces import RouterClient
 from specray.serving.admission.api_keys import Caller, Keyring
 from specray.serving.admission.capacity import with_admission
 from specray.serving.admission.middleware import AdmissionMiddleware
-from specray.serving.generation import Delta, close
+from specray.serving.generation import Delta
+from specray.serving.http.answers.started_stream import StartedStream
 from specray.serving.http.body import read_json
+from specray.serving.http.edge.cors import add_cors
 from specray.serving.http.edge.paths import SlashMiddleware
 from specray.serving.http.events import EventStreamResponse, until_disconnect
+from specray.serving.http.identity import identify
 from specray.serving.http.key_check import KeyMiddleware, caller_of
 from specray.serving.http.observe import ObserveMiddleware, record_of
 from specray.serving.http.openai_api import Call, OpenAiApi
 from specray.serving.http.problems import HttpError, problem_body, problem_response
 from specray.serving.http.routes.absent import add_absent_routes
 from specray.serving.http.routes.models import add_model_routes
+from specray.serving.http.routes.openapi import add_openapi_route
 from specray.serving.http.routes.service import TextSource, add_observer_routes, add_service_routes
 from specray.serving.http.routes.tokens import add_token_routes
 from specray.serving.http.timeout_header import with_timeout
-from specray.serving.identity import identify
 from specray.serving.limits import ServiceLimits
 from specray.serving.observe import CallObserver, CallRecord
 from specray.telemetry.exposition import merged
+from specray.telemetry.vllm_names import with_vllm_names
 from specray.tokenization import Tokenizer
 
 CallParser = Callable[[object, Caller, CallRecord], Coroutine[Any, Any, Call]]
@@ -80,16 +84,22 @@ def build_http_app(
     identity = identify(config)
     api = OpenAiApi(client=client, tokenizer=tokenizer, config=config, limits=limits, identity=identity)
     add_service_routes(app, client, is_terse=keyring.asks_for_key)
-    add_observer_routes(app, client, metrics_text or _own_metrics(client, observer))
+    metrics_text = metrics_text or _own_metrics(client, observer)
+    if config.metrics.vllm_names:
+        metrics_text = _named_twice(metrics_text, config.model_name)
+    add_observer_routes(app, client, metrics_text)
     add_model_routes(app, limits, identity)
     add_token_routes(app, api, tokenizer, limits, max_body_bytes=config.http.max_body_bytes)
     _add_openai_routes(app, api, config)
+    if config.http.openapi:
+        add_openapi_route(app, asks_for_key=keyring.asks_for_key)
     add_absent_routes(app)
     app.add_middleware(
         AdmissionMiddleware, max_calls=config.ingress.max_ongoing_requests, capacity=client.capacity
     )
     app.add_middleware(KeyMiddleware, keyring=keyring)
     app.add_middleware(ObserveMiddleware, observer=observer, names_answers=names_answers)
+    add_cors(app, config.http)
     app.add_middleware(SlashMiddleware)
     return app
 
@@ -101,6 +111,13 @@ def _own_metrics(client: RouterClient, observer: CallObserver) -> TextSource:
     return text
 
 
+def _named_twice(source: TextSource, model_name: str) -> TextSource:
+    async def text() -> str:
+        return with_vllm_names(await source(), model_name)
+
+    return text
+
+
 def _add_openai_routes(app: FastAPI, api: OpenAiApi, config: Config) -> None:
     async def run(request: Request, parse: CallParser) -> Response:
         values = await read_json(request, max_body_bytes=config.http.max_body_bytes)
@@ -108,9 +125,8 @@ def _add_openai_routes(app: FastAPI, api: OpenAiApi, config: Config) -> None:
         call = await until_disconnect(request.receive, parse(values, caller_of(request), record_of(request)))
         if not call.is_stream:
             return JSONResponse(await until_disconnect(request.receive, api.answer(call)))
-        deltas = api.deltas(call)
-        first = await _first(request, deltas)
-        return EventStreamResponse(api.events(call, first, deltas))
+        started = await _started(request, api.deltas(call), grace_s=config.http.first_token_grace_s)
+        return EventStreamResponse(api.events(call, started), started)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -121,15 +137,15 @@ def _add_openai_routes(app: FastAPI, api: OpenAiApi, config: Config) -> None:
         return await run(request, api.chat_call)
 
 
-async def _first(request: Request, deltas: AsyncIterator[Delta]) -> Delta:
-    async def first() -> Delta:
-        return await anext(deltas)
-
+async def _started(request: Request, deltas: AsyncIterator[Delta], *, grace_s: float) -> StartedStream:
+    """Starts a stream. Raises what fails within the grace, which so has a status of its own."""
+    started = StartedStream(deltas)
     try:
-        return await until_disconnect(request.receive, first())
+        await until_disconnect(request.receive, started.wait(grace_s))
     except BaseException:
-        await close(deltas)
+        await started.aclose()
         raise
+    return started
 
 
 def _add_problem_handlers(app: FastAPI) -> None:

@@ -16,6 +16,10 @@ SEND_TIMEOUT_S: Final = 30.0
 """Seconds for which a full buffer may wait for its client to read. A client that reads at all empties it in a
 moment; one that does not would hold a place in the routers, for tokens that nobody sees."""
 
+KEEP_ALIVE_S: Final = 15.0
+"""Seconds after which a stream on which nothing happens gets a comment."""
+_COMMENT: Final = b": waiting\n\n"
+
 T = TypeVar("T")
 
 
@@ -43,14 +47,34 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventStreamResponse(Response):
-    """A response that sends events as they come, and closes their iterator when the client leaves."""
+    """A response that sends events as they come, and closes their iterator when the client leaves.
+
+    The headers leave at once. While nothing comes, a comment keeps the connection alive: proxies end one on
+    which nothing moves for a minute.
+
+    Args:
+        events: the events, which are made from ``source``.
+        source: closed at the end, too, also if no event was asked for.
+        keep_alive_s: longest silence in seconds.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes]) -> None:
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        source: AsyncIterator[object],
+        *,
+        keep_alive_s: float = KEEP_ALIVE_S,
+    ) -> None:
         super().__init__(None, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._source = source
+        self._keep_alive_s = keep_alive_s
+        self._is_sending = False
+        self._sent_s = 0.0
+        """Time of the last message's end on the loop's clock."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -59,13 +83,40 @@ class EventStreamResponse(Response):
             return  # A client that does not read raises TimeoutError, an OSError too: see ``timely``.
         finally:
             await close(self._events)
+            await close(self._source)
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for event in self._events:
-            if event:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+        self._sent_s = asyncio.get_running_loop().time()
+        # One sleeper per stream: a task per event would take cores from the engines.
+        keeper = asyncio.create_task(self._keep_alive(send))
+        try:
+            async for event in self._events:
+                if event:
+                    await self._send_part(send, event)
+        finally:
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_part(self, send: Send, part: bytes) -> None:
+        self._is_sending = True
+        try:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        finally:
+            self._is_sending = False
+            self._sent_s = asyncio.get_running_loop().time()
+
+    async def _keep_alive(self, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(max(0.0, self._sent_s + self._keep_alive_s - loop.time()))
+            is_silent = loop.time() >= self._sent_s + self._keep_alive_s
+            if self._is_sending:
+                # The client does not read what there is.
+                await asyncio.sleep(self._keep_alive_s)
+            elif is_silent:
+                await self._send_part(send, _COMMENT)
 
 
 def timely(send: Send) -> Send:

@@ -15,7 +15,7 @@ REQUEST_ID_HEADER: Final = "X-Request-Id"
 _RECORD: Final = "specray.record"
 _PATHS: Final = (
     *("/v1/completions", "/v1/chat/completions", "/v1/models"),
-    *("/health", "/ready", "/version", "/metrics", "/debug/trace", "/ping", "/load"),
+    *("/health", "/ready", "/version", "/metrics", "/debug/trace", "/ping", "/load", "/openapi.json"),
     *("/tokenize", "/detokenize", "/tokenizer_info"),
 )
 _METHODS: Final = frozenset(("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from specray.config import Config
@@ -13,16 +13,20 @@ from specray.interfaces import RouterClient
 from specray.requests import GenerateRequest
 from specray.serving.admission.api_keys import Caller, complete_for, stream_for
 from specray.serving.admission.capacity import with_admission
+from specray.serving.calls.bad_words import with_bad_word_ids
+from specray.serving.calls.generate_requests import to_generate_requests, truncated
 from specray.serving.generation import Delta, close
 from specray.serving.grammars import GrammarChecker
+from specray.serving.http.answers.completions import CompletionFormat, shown_prompt, without_output
+from specray.serving.http.answers.token_ids import TokenIds
 from specray.serving.http.chat.format import ChatFormat
 from specray.serving.http.chat.plan import ChatPlanner
 from specray.serving.http.chat.schema import ChatCompletionRequest
-from specray.serving.http.completions import CompletionFormat, shown_prompt, without_output
+from specray.serving.http.identity import Identity
 from specray.serving.http.problems import problem_event
 from specray.serving.http.responses import Header, Json, ResponseFormat, Totals
-from specray.serving.http.schemas import CompletionRequest, SamplingFields, parse_request
-from specray.serving.identity import Identity
+from specray.serving.http.schemas import CompletionRequest, RequestT, SamplingFields, parse_request
+from specray.serving.http.unknown import without_unknown
 from specray.serving.limits import ServiceLimits
 from specray.serving.observe import CallRecord
 from specray.serving.prompts import encode_prompts
@@ -31,7 +35,6 @@ from specray.serving.validation import (
     Limits,
     check_model,
     check_options,
-    to_generate_requests,
 )
 from specray.tokenization import Tokenizer
 
@@ -56,6 +59,8 @@ class Call:
     includes_usage: bool
     repeats_usage: bool
     includes_metrics: bool
+    token_ids: TokenIds | None = None
+    """Adds token ids to the answer; None: the call does not ask for them."""
     hides_output: bool = False
     """The prompt alone is asked about."""
 
@@ -84,14 +89,18 @@ class OpenAiApi:
         self._limits = limits
         self._fingerprint = identity.system_fingerprint
         self._now = now
+        self._ignores_unknown = config.http.unknown_fields == "ignore"
         self._timeout_s = config.router.request_timeout_s + DEADLINE_MARGIN_S
 
     async def completion_call(self, values: object, caller: Caller, record: CallRecord) -> Call:
         """Makes the call of a /v1/completions body. Raises InvalidRequestError, EngineLostError."""
-        body = parse_request(CompletionRequest, values)
+        body = self._parse(CompletionRequest, values)
         options, limits = await self._checked(body, caller)
         prompts = body.prompts()
         encoded = await encode_prompts(prompts, self._tokenizer)
+        if body.truncate_prompt_tokens is not None:
+            encoded = truncated(encoded, options, limits)
+            prompts = [*encoded]  # What is echoed is the rest.
         num_choices = body.n or 1
         shown = [
             shown_prompt(
@@ -111,7 +120,7 @@ class OpenAiApi:
 
     async def chat_call(self, values: object, caller: Caller, record: CallRecord) -> Call:
         """Makes the call of a /v1/chat/completions body. Raises InvalidRequestError, EngineLostError."""
-        body = parse_request(ChatCompletionRequest, values)
+        body = self._parse(ChatCompletionRequest, values)
         options, limits = await self._checked(body, caller)
         plan = await self._planner.plan(body, options)
         if plan.options.grammar is not None and plan.options.grammar is not options.grammar:
@@ -121,6 +130,11 @@ class OpenAiApi:
         chat_format = ChatFormat(header, self._tokenizer, plan.reading)
         call = self._call(body, plan.options, [plan.prompt], limits, header, chat_format, caller, record)
         return replace(call, requests=[_showing(plan.shown_token_ids, request) for request in call.requests])
+
+    def _parse(self, schema: type[RequestT], values: object) -> RequestT:
+        if self._ignores_unknown:
+            values = without_unknown(schema, values)
+        return parse_request(schema, values)
 
     async def encode_chat(self, body: ChatCompletionRequest) -> tuple[int, ...]:
         """Returns the token ids of a conversation. Raises InvalidRequestError."""
@@ -138,6 +152,8 @@ class OpenAiApi:
             totals.add(output)
             call.record.observe(output)
         body = call.format.body(outputs, totals)
+        if call.token_ids is not None:
+            body = call.token_ids.add(body, outputs)
         return {**body, "metrics": totals.metrics()} if call.includes_metrics else body
 
     def deltas(self, call: Call) -> AsyncIterator[Delta]:
@@ -146,18 +162,13 @@ class OpenAiApi:
             call.caller, self._client, call.requests, self._tokenizer, timeout_s=self._timeout_s
         )
 
-    async def events(self, call: Call, first: Delta, rest: AsyncIterator[Delta]) -> AsyncIterator[bytes]:
-        """Yields the response as server-sent events.
-
-        The caller awaits the first delta before it sends the headers, so that a call that fails at once gets
-        a status of its own. A later failure becomes an event.
-        """
+    async def events(self, call: Call, deltas: AsyncIterator[Delta]) -> AsyncIterator[bytes]:
+        """Yields the response as server-sent events; a failure becomes an event."""
         totals = Totals(call.num_prompt_tokens, call.num_choices)
         try:
-            for opening in call.format.opening(len(call.requests)):
+            for opening in _with_ids(call, call.format.opening(len(call.requests))):
                 yield _event(_with_usage(call, opening, totals))
-            yield self._delta_event(call, totals, first)
-            async for delta in rest:
+            async for delta in deltas:
                 yield self._delta_event(call, totals, delta)
             summary = _summary(call, totals)
             if summary is not None:
@@ -166,7 +177,7 @@ class OpenAiApi:
             call.record.failed(error)
             yield problem_event(error, request_id=call.response_id)
         finally:
-            await close(rest)
+            await close(deltas)
         yield b"data: [DONE]\n\n"
 
     def _delta_event(self, call: Call, totals: Totals, delta: Delta) -> bytes:
@@ -174,7 +185,8 @@ class OpenAiApi:
             delta = without_output(delta)
         totals.add(delta)
         call.record.observe(delta)
-        return b"".join(_event(_with_usage(call, event, totals)) for event in call.format.events(delta))
+        events = call.format.events(delta)
+        return b"".join(_event(_with_usage(call, event, totals)) for event in _with_ids(call, events, delta))
 
     async def _checked(self, body: SamplingFields, caller: Caller) -> tuple[GenerationOptions, Limits]:
         limits = await self._limits.get()
@@ -186,7 +198,7 @@ class OpenAiApi:
         if options.grammar is not None:
             await self._grammars.check(options.grammar, field=options.grammar_field, limits=limits)
         self._client.capacity.check(*caller.standing(options.tenant, options.priority or 0))
-        return options, limits
+        return with_bad_word_ids(options, self._tokenizer), limits
 
     def _call(
         self,
@@ -200,6 +212,7 @@ class OpenAiApi:
         record: CallRecord,
     ) -> Call:
         response_id = header.response_id
+        prompts = truncated(prompts, options, limits)
         requests = to_generate_requests(prompts, options, limits=limits, request_id=response_id)
         tenant, is_stream = caller.tenant_of(requests[0]), bool(body.stream)
         return Call(
@@ -214,11 +227,20 @@ class OpenAiApi:
             includes_usage=body.includes_usage,
             repeats_usage=body.repeats_usage,
             includes_metrics=bool(body.return_speculation_metrics),
+            token_ids=(
+                TokenIds(prompts, num_choices=body.n or 1, is_chat=isinstance(body, ChatCompletionRequest))
+                if body.return_token_ids
+                else None
+            ),
         )
 
     def _header(self, prefix: str, limits: Limits) -> Header:
         response_id = f"{prefix}-{uuid.uuid4().hex}"
         return Header(response_id, int(self._now()), limits.model_name, self._fingerprint)
+
+
+def _with_ids(call: Call, events: Iterable[Json], delta: Delta | None = None) -> Iterable[Json]:
+    return events if call.token_ids is None else call.token_ids.add_to_events(events, delta)
 
 
 def _with_usage(call: Call, event: Json, totals: Totals) -> Json:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from specray.errors import InvalidRequestError
 from specray.grammar.forms import FIELDS, MODIFIERS, grammar_of
-from specray.requests import SamplingOptions, sampling_options
+from specray.requests import SamplingOptions, TextOptions, sampling_options
 from specray.serving.http.extras import check_extras
 from specray.serving.prompts import Prompt, parse_prompt
 from specray.serving.validation import RANGES, GenerationOptions, out_of_range, shown
@@ -88,6 +88,15 @@ class SamplingFields(_OptionFields):
     return_speculation_metrics: bool | None = None
     prompt_logprobs: int | None = None
     """Number of likeliest tokens told beside each prompt token's own, as in vLLM; not in a stream."""
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    truncate_prompt_tokens: int | None = None
+    """Tokens of each prompt's end that are kept; -1: as many as leave room for ``max_tokens``."""
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+    """Ids of prompt and output in the answer, as in vLLM."""
 
     # Default of ``max_tokens``; None: all of the context that is left.
     default_max_tokens: ClassVar[int | None] = None
@@ -148,6 +157,14 @@ class SamplingFields(_OptionFields):
             ignore_eos=bool(self.ignore_eos),
             grammar=grammar,
             grammar_field=grammar_field,
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            bad_words=tuple(self.bad_words or ()),
+            text=TextOptions(
+                skip_special_tokens=self.skip_special_tokens is not False,
+                include_stop=bool(self.include_stop_str_in_output),
+            ),
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            cache_salt=self.cache_salt or "",
             n=self.n,
             num_logprobs=self.num_logprobs,
             num_prompt_logprobs=self.num_prompt_logprobs,

@@ -5,7 +5,7 @@ The fields and their values are taken from the types, so that a new field is cov
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -16,10 +16,12 @@ from specray.router.session import Session
 from specray.rpc.codec.engine import decode_verify_request, encode_verify_request
 from specray.rpc.codec.inference import decode_generate_request, encode_generate_request
 from specray.rpc.inference.types import GenerateParams
+from specray.serving.calls.bad_words import with_bad_word_ids
+from specray.serving.calls.generate_requests import to_generate_requests
 from specray.serving.grpc.handler import _options
 from specray.serving.http.chat.schema import ChatCompletionRequest
 from specray.serving.http.schemas import CompletionRequest, parse_request
-from specray.serving.validation import GenerationOptions, Limits, to_generate_requests
+from specray.serving.validation import GenerationOptions, Limits
 from specray.types import SamplingParams, Verification
 
 LIMITS = Limits(model_name="toy", vocab_size=64, max_model_len=512, eos_token_ids=(3,))
@@ -44,6 +46,9 @@ SPECIAL = {
     "num_logprobs": 2,
     "num_prompt_logprobs": 3,
     "verification": Verification.REJECTION,
+    "allowed_token_ids": (4, 9, 12),
+    "bad_words": ((97, 98), (32, 97, 98)),
+    "cache_salt": "pepper",
 }
 EXPECTED: dict[str, Any] = ASKED | SPECIAL
 
@@ -55,6 +60,9 @@ def http_options(schema: type[CompletionRequest] | type[ChatCompletionRequest]) 
         "speculation": {"verification": "rejection"},
         "max_tokens": 100,
         "prompt_logprobs": 3,
+        "allowed_token_ids": [4, 9, 12],
+        "bad_words": ["ab"],
+        "cache_salt": "pepper",
     }
     if schema is CompletionRequest:
         body |= {"prompt": list(PROMPT), "logprobs": 2}
@@ -73,13 +81,26 @@ def grpc_options() -> GenerationOptions:
         prompt_logprobs=3,
         verification=Verification.REJECTION,
         max_tokens=100,
+        allowed_token_ids=SPECIAL["allowed_token_ids"],
+        bad_words=("ab",),
+        cache_salt="pepper",
         **asked,
     )
     return _options(decode_generate_request(encode_generate_request(params)))
 
 
+class Letters:
+    """The part of a tokenizer that bad words need: a character is a token."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        assert not add_special_tokens
+        return tuple(map(ord, text))
+
+
 def engine_sampling(options: GenerationOptions) -> SamplingParams | None:
     """What the target's engine is told with the first item of the request."""
+    bad_word_ids = with_bad_word_ids(options, Letters()).bad_word_ids  # type: ignore[arg-type]
+    options = replace(options, bad_word_ids=bad_word_ids)
     [request] = to_generate_requests([PROMPT], options, limits=LIMITS, request_id="a")
     assert isinstance(request, GenerateRequest)
     item = Session(request, None, vocab_size=64).verify_item(1000)

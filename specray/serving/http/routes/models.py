@@ -6,8 +6,8 @@ from fastapi import FastAPI
 from starlette.responses import JSONResponse
 
 from specray.errors import ModelNotFoundError
+from specray.serving.http.identity import Identity
 from specray.serving.http.routes.methods import GET
-from specray.serving.identity import Identity
 from specray.serving.limits import ServiceLimits
 from specray.serving.validation import shown
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from array import array
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specray.engine.cache.prefix import PrefixIndex
+from specray.engine.cache.prefix import PrefixIndex, root_key
 
 
 def keys_of(index: PrefixIndex, token_ids: list[int]) -> list[bytes]:
@@ -16,6 +17,20 @@ def keys_of(index: PrefixIndex, token_ids: list[int]) -> list[bytes]:
     for _ in range(index.num_units(len(token_ids))):
         keys.append(index.next_key(keys, token_ids))
     return keys
+
+
+def test_salts_part_equal_prefixes() -> None:
+    index, tokens = PrefixIndex(16), list(range(32))
+    firsts = {index.next_key([], tokens, root_key(salt)) for salt in ("", "a", "b")}
+    assert len(firsts) == 3
+    assert index.next_key([], tokens, root_key("")) == index.next_key([], tokens)
+    # A salt that is spelled like the tokens of somebody's unit is not its key.
+    own = index.next_key([], tokens)
+    spelled = array("i", tokens[:16]).tobytes().decode()
+    assert index.next_key([own], tokens) != index.next_key(
+        [], [*tokens[16:], *tokens[16:]], root_key(spelled)
+    )
+    assert root_key(spelled) != own
 
 
 @pytest.mark.parametrize(

@@ -212,3 +212,31 @@ def test_models_write_the_same_with_a_warm_cache(
     # 32 of 39 tokens, 48 of 50 and 48 of 53, or less by one unit where blocks end between.
     for info in (target.info, draft.info):
         assert info.num_prefix_cache_hits >= 120
+
+
+def salted(name: str, salt: str) -> VerifyItem:
+    return verify_item(Session(name, list(PROMPT), replace(GREEDY, cache_salt=salt)), NO_DRAFT)
+
+
+def test_only_requests_with_equal_salts_share_a_prefix() -> None:
+    target, _ = toy_target(block_size=16, num_blocks=30)
+    found = []
+    for number, salt in enumerate(("", "a", "a", "b", "")):
+        [reply] = target.verify([salted(f"request {number}", salt)]).replies
+        target.release([f"request {number}"])
+        assert isinstance(reply, Verdict)
+        found.append(reply.num_cached_tokens)
+    assert found == [0, 0, 32, 0, 32]
+
+
+@pytest.mark.parametrize(("salts", "cached"), [(("a", "b"), [0, 0]), (("a", "a"), [0, 32])])
+def test_requests_of_one_step_share_with_equal_salts_only(salts: tuple[str, str], cached: list[int]) -> None:
+    target, _ = toy_target(block_size=16, num_blocks=30)
+    long = [3, 5] * 33
+    items = [
+        verify_item(Session(name, long, replace(GREEDY, cache_salt=salt)), NO_DRAFT)
+        for name, salt in zip("xy", salts, strict=True)
+    ]
+    replies = target.verify(items).replies
+    found = [reply.num_cached_tokens for reply in replies if isinstance(reply, Verdict)]
+    assert found == [each and 64 for each in cached]

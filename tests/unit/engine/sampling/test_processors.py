@@ -51,9 +51,20 @@ def naive(row: torch.Tensor, sampling: SamplingParams, prefix: list[int]) -> lis
         logits[token_id] = logits[token_id] / penalty if logits[token_id] > 0 else logits[token_id] * penalty
     for token_id, count in output.items():
         logits[token_id] -= sampling.frequency_penalty * count + sampling.presence_penalty
+    if sampling.allowed_token_ids:
+        logits = [
+            logit if token_id in sampling.allowed_token_ids else -math.inf
+            for token_id, logit in enumerate(logits)
+        ]
     if len(prefix) - sampling.num_prompt_tokens < sampling.min_tokens:
         for token_id in sampling.stop_token_ids:
             logits[token_id] = -math.inf
+    written = prefix[sampling.num_prompt_tokens :]
+    banned = {
+        word[-1] for word in sampling.bad_words if written[len(written) - len(word) + 1 :] == [*word[:-1]]
+    }
+    if any(logit > -math.inf for token_id, logit in enumerate(logits) if token_id not in banned):
+        logits = [-math.inf if token_id in banned else logit for token_id, logit in enumerate(logits)]
     if sampling.temperature == 0.0:
         return logits
     logits = [logit / sampling.temperature for logit in logits]
@@ -94,6 +105,13 @@ def changed(**values: Any) -> SamplingParams:
         changed(frequency_penalty=0.5),
         changed(min_tokens=3, stop_token_ids=(5, 7)),
         changed(min_tokens=100, stop_token_ids=(5,)),
+        changed(allowed_token_ids=(3, 8, 9)),
+        changed(allowed_token_ids=(3,), bad_words=((3,),)),
+        changed(temperature=0.0, allowed_token_ids=(1, 8, 9)),
+        changed(bad_words=((4,), (9,))),
+        changed(bad_words=tuple((*OUTPUT[:count], 7) for count in range(len(OUTPUT) + 1))),
+        changed(bad_words=((PROMPT[-1], 7), (PROMPT[-1], OUTPUT[0], 8))),
+        changed(temperature=0.0, bad_words=((OUTPUT[-1], 5), (OUTPUT[-2], OUTPUT[-1], 6))),
         changed(top_k=1),
         changed(top_k=7),
         changed(top_k=500),

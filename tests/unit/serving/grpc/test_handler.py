@@ -27,6 +27,7 @@ from specray.rpc.inference.client import SpecrayClient
 from specray.rpc.inference.server import GenerateParams, InferenceServer
 from specray.serving.grpc.handler import GrpcIngress, served
 from specray.serving.readiness import check_ready
+from specray.types import Grammar, GrammarKind
 from tests.unit.serving.http.service import INFO, MODEL, REPLY, TOKENIZER, endless, say, wait_until
 from tests.unit.tokenization.tiny_tokenizer import EOS
 
@@ -68,8 +69,14 @@ async def test_generate_streams_text_and_ends_with_usage() -> None:
         ({"token_ids": ()}, "tokens", "empty"),
         ({"token_ids": (264,)}, "tokens", "264; allowed: 0..263"),
         ({"text": "x" * 64}, "text", "64; allowed: 1..63"),
-        ({"text": "a", "max_tokens": 0}, "max_tokens", "0; allowed: 1..63"),
-        ({"text": "ab", "max_tokens": 63}, "max_tokens", "63; allowed: 1..62"),
+        ({"text": "a", "max_tokens": 0}, "max_tokens", "0; allowed: 1..2147483647"),
+        ({"text": "a", "bad_words": ("",)}, "bad_words", "0; allowed: 1..256"),
+        ({"text": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "-2; allowed: -1 or 1..63"),
+        (
+            {"text": "a", "grammar": Grammar(GrammarKind.JSON_SCHEMA, '{"uniqueItems": true}')},
+            "grammar",
+            "uniqueItems",
+        ),
         ({"text": "a", "temperature": float("nan")}, "temperature", "nan; allowed: 0..2"),
         ({"text": "a", "top_p": -1.0}, "top_p", "-1.0"),
         ({"text": "a", "logprobs": 21}, "logprobs", "21; allowed: 0..20"),

@@ -40,7 +40,8 @@ async def test_client_that_leaves_aborts_every_choice(is_stream: bool) -> None:
     async with serving(router) as service:
         with pytest.raises(TimeoutError):
             timeout = aiohttp.ClientTimeout(total=0.3)
-            await service.http.post("/v1/completions", json=body, timeout=timeout)
+            async with service.http.post("/v1/completions", json=body, timeout=timeout) as response:
+                await response.read()  # Of a stream, the headers come at once.
         await wait_until(lambda: len(router.aborted_request_ids) == 2)
     assert sorted(router.aborted_request_ids) == sorted(request.request_id for request in router.requests)
 

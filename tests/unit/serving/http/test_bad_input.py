@@ -80,16 +80,14 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"stop": 5}, "stop", "a string or a list of strings"),
     ({"stop": [""]}, "stop", "0; allowed: 1..256"),
     ({"stop": [None]}, "stop", "a string or a list of strings"),
-    ({"stop": ["x"] * 17}, "stop", "17; allowed: 0..16"),
+    ({"stop": ["x"] * 65}, "stop", "65; allowed: 0..64"),
     ({"stop_token_ids": [264]}, "stop_token_ids", "264; allowed: 0..263"),
     ({"stop_token_ids": [-1]}, "stop_token_ids", "-1"),
     ({"stop_token_ids": 5}, "stop_token_ids", "list"),
-    ({"max_tokens": -1}, "max_tokens", "-1; allowed: 1..63"),
-    ({"max_tokens": -5}, "max_tokens", "-5; allowed: 1..63"),
-    ({"max_tokens": 64}, "max_tokens", "64; allowed: 1..63"),
-    ({"max_tokens": 63}, "max_tokens", None),  # allowed: one prompt token
+    ({"max_tokens": -1}, "max_tokens", "-1; allowed: 1..2147483647"),
+    ({"max_tokens": -5}, "max_tokens", "-5; allowed: 1..2147483647"),
     ({"max_tokens": "5"}, "max_tokens", "a valid integer"),
-    ({"max_tokens": 2**70}, "max_tokens", "allowed: 1..63"),
+    ({"max_tokens": 2**70}, "max_tokens", "allowed: 1..2147483647"),
     ({"min_tokens": 17}, "min_tokens", "17; allowed: 0..16"),
     ({"min_tokens": -1}, "min_tokens", "-1"),
     ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", "5; allowed: 0..4"),
@@ -135,6 +133,19 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_regex": "a+", "min_tokens": 2}, "min_tokens", "together with guided_regex"),
     ({"guided_regex": "(?=a)b"}, "guided_regex", "look-around"),
     ({"temprature": 1}, "temprature", "not a field"),
+    ({"allowed_token_ids": []}, "allowed_token_ids", "0; allowed: 1..4096"),
+    ({"allowed_token_ids": [264]}, "allowed_token_ids", "264; allowed: 0..263"),
+    ({"allowed_token_ids": [1], "min_tokens": 1}, "allowed_token_ids", "stop tokens alone"),
+    ({"allowed_token_ids": [5], "guided_regex": "a"}, "allowed_token_ids", "together with guided_regex"),
+    ({"bad_words": ["a"], "guided_regex": "a"}, "bad_words", "together with guided_regex"),
+    ({"bad_words": [""]}, "bad_words", "0; allowed: 1..256"),
+    ({"bad_words": ["x"] * 129}, "bad_words", "129; allowed: 0..128"),
+    ({"bad_words": [5]}, "bad_words[0]", "a valid string"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "0; allowed: -1 or 1..63"),
+    ({"truncate_prompt_tokens": 64}, "truncate_prompt_tokens", "64; allowed: -1 or 1..63"),
+    ({"cache_salt": "x" * 257}, "cache_salt", "257; allowed: 0..256"),
+    ({"cache_salt": 5}, "cache_salt", "a valid string"),
+    ({"skip_special_tokens": "no"}, "skip_special_tokens", "a valid boolean"),
     ({"model": "gpt-9"}, "model", "'gpt-9' is not served here; allowed: 'tiny'"),
     ({"model": 5}, "model", "a valid string"),
 ]  # fmt: skip
@@ -199,7 +210,18 @@ async def test_field_of_another_type_names_no_range_of_its_namesake(service: Ser
     assert answer["error"]["message"] == "logit_bias.n is 'x'; allowed: a valid number"
 
 
-async def test_prompt_and_max_tokens_together_are_bounded(service: Service, router: FakeRouterClient) -> None:
+async def test_prompt_and_max_tokens_together_are_bounded_where_more_is_refused() -> None:
+    config = parse_config({"served_model_name": MODEL, "ingress": {"excess_max_tokens": "refuse"}})
+    async with serving(FakeRouterClient(info=INFO), config=config) as service:
+        await check_that_more_is_refused(service)
+
+
+async def check_that_more_is_refused(service: Service) -> None:
+    for max_tokens in (64, 2**31 - 1):
+        body = {**TEXT, "max_tokens": max_tokens}
+        status, answer, _ = await post(service, "/v1/completions", json.dumps(body).encode())
+        assert (status, answer["error"]["param"]) == (400, "max_tokens")
+        assert answer["error"]["message"] == f"max_tokens is {max_tokens}; allowed: 1..63"
     body = {"prompt": [5] * 10, "max_tokens": 55}
     status, answer, _ = await post(service, "/v1/completions", json.dumps(body).encode())
     assert (status, answer["error"]["param"]) == (400, "max_tokens")
@@ -246,8 +268,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"top_logprobs": 3}, "top_logprobs", "logprobs true"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "21; allowed: 0..20"),
     ({"logprobs": 1}, "logprobs", "a valid boolean"),
-    ({"max_completion_tokens": 60}, "max_completion_tokens", "60; allowed: 1.."),
-    ({"max_completion_tokens": 0}, "max_completion_tokens", "0; allowed: 1..63"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens", "0; allowed: 1..2147483647"),
     ({"max_completion_tokens": 5, "max_tokens": 6}, "max_tokens", "differ"),
     ({"prompt": "a"}, "prompt", "not a field"),
     ({"reasoning_effort": "high"}, "reasoning_effort", "not support"),

@@ -9,6 +9,7 @@ import pytest
 
 from specray.errors import InvalidRequestError, ModelNotFoundError
 from specray.requests import GenerateRequest, SpeculationParams
+from specray.serving.calls.generate_requests import mix_seed, to_generate_requests
 from specray.serving.http.chat.schema import ChatCompletionRequest
 from specray.serving.http.schemas import CompletionRequest, parse_request
 from specray.serving.validation import (
@@ -18,8 +19,6 @@ from specray.serving.validation import (
     Limits,
     Range,
     check_model,
-    mix_seed,
-    to_generate_requests,
 )
 from specray.types import DraftKind, SamplingParams, Verification
 from tests.unit.serving.http.service import TOKENIZER

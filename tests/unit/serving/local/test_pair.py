@@ -14,10 +14,11 @@ from specray.cli.generate import Sampling, _from_own_pair, _print_all
 from specray.config import parse_config
 from specray.errors import ConfigError
 from specray.fakes import ToyModel
+from specray.serving.calls.generate_requests import to_generate_requests
 from specray.serving.generation import stream
 from specray.serving.limits import ServiceLimits
 from specray.serving.local.pair import DraftHost, local_pair, local_router
-from specray.serving.validation import GenerationOptions, to_generate_requests
+from specray.serving.validation import GenerationOptions
 from specray.tokenization import make_stop_matcher
 from tests.unit.serving.http.service import TOKENIZER, wait_until
 from tests.unit.tokenization.tiny_tokenizer import EOS, write_tiny_tokenizer

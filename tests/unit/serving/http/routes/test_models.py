@@ -9,7 +9,7 @@ import pytest
 
 from specray.config import parse_config
 from specray.fakes import FakeRouterClient
-from specray.serving.identity import identify
+from specray.serving.http.identity import identify
 from tests.unit.serving.http.service import INFO, MAX_MODEL_LEN, MODEL, TEXT, events_of, serving
 
 SECONDS = 1_700_000_000

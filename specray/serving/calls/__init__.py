@@ -1,0 +1,1 @@
+"""From what a caller asks for to the requests of one call."""

@@ -1,0 +1,139 @@
+"""Makes the routers' requests of a call: one for each prompt and choice."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final
+
+from specray.requests import GenerateRequest, SpeculationParams, sampling_options
+from specray.serving.validation import GenerationOptions, Limits, check_options, check_prompts
+from specray.types import SamplingParams
+
+_UINT64: Final = (1 << 64) - 1
+# Below these, float32 on the way to the engine or in its softmax would make them zero or infinite; the
+# output is the same as with the smaller value.
+_GREEDY_BELOW: Final = 1e-5
+_MIN_TOP_P: Final = 1e-6
+_ADJUSTED: Final[Mapping[str, Callable[[float], float]]] = MappingProxyType(
+    {
+        "temperature": lambda value: value if value >= _GREEDY_BELOW else 0.0,
+        "top_k": lambda value: max(value, 0),
+        "top_p": lambda value: max(value, _MIN_TOP_P),
+    }
+)
+"""Functions, by the field's name, from a value that may be asked for to the value that engines are told."""
+
+
+def truncated(
+    prompts: Sequence[tuple[int, ...]], options: GenerationOptions, limits: Limits
+) -> list[tuple[int, ...]]:
+    """Returns the ends of the prompts that ``truncate_prompt_tokens`` keeps."""
+    most = options.truncate_prompt_tokens
+    if most is None:
+        return list(prompts)
+    if most == -1:
+        most = max(1, limits.max_model_len - (options.max_tokens or 1))
+    return [token_ids[-most:] for token_ids in prompts]
+
+
+def to_generate_requests(
+    prompts: Sequence[tuple[int, ...]],
+    options: GenerationOptions,
+    *,
+    limits: Limits,
+    request_id: str,
+    draw_seed: Callable[[], int] | None = None,
+) -> list[GenerateRequest]:
+    """Makes one request per prompt and choice, the choices of the first prompt first.
+
+    Choice 0 uses the given seed itself, so that ``n`` changes nothing for it. Without a seed each prompt
+    draws its own: with a common one, equal prompts would get equal outputs.
+
+    Args:
+        request_id: prefix of the requests' ids; unique.
+        draw_seed: returns 64 random bits, for each prompt of a call without a seed; default: the system's
+            generator.
+
+    Raises:
+        InvalidRequestError: an option or a prompt is out of range.
+    """
+    check_options(options, limits)
+    check_prompts(prompts, options, limits)
+    draw = draw_seed or _random_seed
+    seeds = [draw() if options.seed is None else options.seed for _ in prompts]
+    return [
+        _generate_request(
+            f"{request_id}-{index}-{choice}", token_ids, mix_seed(seed, choice), options, limits
+        )
+        for index, (token_ids, seed) in enumerate(zip(prompts, seeds, strict=True))
+        for choice in range(options.n or 1)
+    ]
+
+
+def mix_seed(seed: int, choice: int) -> int:
+    """Returns the 64-bit seed of a choice: the seed itself for 0, else splitmix64 (Steele et al., 2014)."""
+    if choice == 0:
+        return seed & _UINT64
+    mixed = (seed + choice * 0x9E3779B97F4A7C15) & _UINT64
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _UINT64
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _UINT64
+    return mixed ^ (mixed >> 31)
+
+
+def _generate_request(
+    request_id: str, token_ids: tuple[int, ...], seed: int, options: GenerationOptions, limits: Limits
+) -> GenerateRequest:
+    eos_token_ids = () if options.ignore_eos else limits.eos_token_ids
+    return GenerateRequest(
+        request_id=request_id,
+        prompt_token_ids=token_ids,
+        sampling=_sampling_params(options, limits, seed=seed, num_prompt_tokens=len(token_ids)),
+        max_tokens=_max_tokens(options, limits.max_model_len - len(token_ids)),
+        stop=options.stop,
+        eos_token_ids=eos_token_ids,
+        speculation=SpeculationParams(
+            enabled=options.is_speculation_enabled is not False,
+            num_speculative_tokens=options.num_speculative_tokens,
+            draft=options.draft,
+            tenant=options.tenant,
+        ),
+        priority=options.priority or 0,
+        timeout_s=options.timeout_s,
+        text=options.text,
+    )
+
+
+def _sampling_params(
+    options: GenerationOptions, limits: Limits, *, seed: int, num_prompt_tokens: int
+) -> SamplingParams:
+    eos_token_ids = () if options.ignore_eos else limits.eos_token_ids
+    values = {name: value for name, value in sampling_options(options).items() if value is not None}
+    values["seed"] = seed
+    for name, adjust in _ADJUSTED.items():
+        if name in values:
+            values[name] = adjust(values[name])
+    return SamplingParams(
+        **values,
+        logit_bias=options.logit_bias,
+        stop_token_ids=tuple(sorted({*eos_token_ids, *options.stop_token_ids})),
+        num_prompt_tokens=num_prompt_tokens,
+        num_logprobs=options.num_logprobs,
+        num_prompt_logprobs=options.num_prompt_logprobs,
+        verification=options.verification or limits.verification,
+        grammar=options.grammar,
+        allowed_token_ids=options.allowed_token_ids or (),
+        bad_words=options.bad_word_ids,
+        cache_salt=options.cache_salt,
+    )
+
+
+def _max_tokens(options: GenerationOptions, room: int) -> int:
+    if options.max_tokens is not None:
+        return min(options.max_tokens, room)
+    return room if options.default_max_tokens is None else min(options.default_max_tokens, room)
+
+
+def _random_seed() -> int:
+    return secrets.randbits(64)

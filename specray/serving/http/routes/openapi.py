@@ -1,0 +1,126 @@
+"""The OpenAPI document of the HTTP API, made from the schemas that check request bodies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.responses import JSONResponse
+
+from specray import __version__
+from specray.serving.http.chat.schema import ChatCompletionRequest
+from specray.serving.http.routes.methods import GET
+from specray.serving.http.routes.tokens import DetokenizeRequest, TokenizeRequest
+from specray.serving.http.schemas import GRAMMAR_FIELDS, CompletionRequest, SamplingFields
+from specray.serving.validation import RANGES
+
+Json = dict[str, Any]
+
+_BODIES: Final[Mapping[str, tuple[type[BaseModel], str]]] = {
+    "/v1/completions": (CompletionRequest, "Continues one or many prompts."),
+    "/v1/chat/completions": (ChatCompletionRequest, "Answers a conversation."),
+    "/tokenize": (TokenizeRequest, "Tokens of a prompt; with messages in its place, of a conversation."),
+    "/detokenize": (DetokenizeRequest, "Text of tokens."),
+}
+_READ: Final[Mapping[str, str]] = {
+    "/v1/models": "The served model.",
+    "/health": "Whether the process lives.",
+    "/ping": "The same.",
+    "/ready": "Whether the target computes.",
+    "/load": "Requests in hand.",
+    "/version": "The version.",
+    "/tokenizer_info": "Special tokens and chat template.",
+    "/metrics": "Prometheus text.",
+}
+_TEXTS: Final = ("/metrics",)
+_STREAMS: Final = ("/v1/completions", "/v1/chat/completions")
+_ERROR: Final[Json] = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": "string"},
+            },
+        }
+    },
+}
+
+
+def add_openapi_route(app: FastAPI, *, asks_for_key: bool) -> None:
+    """Adds /openapi.json."""
+    document = openapi_document(asks_for_key=asks_for_key)
+
+    @app.api_route("/openapi.json", methods=GET)
+    async def openapi() -> JSONResponse:
+        return JSONResponse(document)
+
+
+def openapi_document(*, asks_for_key: bool) -> Json:
+    """Returns the document (OpenAPI 3.1)."""
+    models = [(schema, "validation") for schema, _ in _BODIES.values()]
+    _, definitions = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+    schemas: Json = definitions["$defs"]
+    for schema, _ in _BODIES.values():
+        _describe(schemas[schema.__name__], has_sampling=issubclass(schema, SamplingFields))
+    schemas["Error"] = _ERROR
+    components: Json = {"schemas": schemas}
+    document: Json = {
+        "openapi": "3.1.0",
+        "info": {"title": "specray", "version": __version__},
+        "paths": {
+            **{path: {"post": _writing(path, *entry)} for path, entry in _BODIES.items()},
+            **{path: {"get": _reading(path, text)} for path, text in _READ.items()},
+        },
+        "components": components,
+    }
+    if asks_for_key:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}]
+    return document
+
+
+def _describe(schema: Json, *, has_sampling: bool) -> None:
+    """Adds the ranges of numbers, and the fields that are read apart from the schema."""
+    properties: Json = schema["properties"]
+    for name, allowed in RANGES.items():
+        for entry in properties.get(name, {}).get("anyOf", ()):
+            if entry.get("type") in ("integer", "number"):
+                entry["exclusiveMinimum" if allowed.is_low_open else "minimum"] = allowed.low
+                entry["maximum"] = allowed.high
+    if has_sampling:
+        properties.update({name: {} for name in sorted(GRAMMAR_FIELDS)})
+
+
+def _writing(path: str, schema: type[BaseModel], text: str) -> Json:
+    reference = {"$ref": f"#/components/schemas/{schema.__name__}"}
+    answers: Json = {"application/json": {"schema": {"type": "object"}}}
+    if path in _STREAMS:
+        answers["text/event-stream"] = {"schema": {"type": "string"}}
+    return {
+        "summary": text,
+        "requestBody": {"required": True, "content": {"application/json": {"schema": reference}}},
+        "responses": _responses(answers),
+    }
+
+
+def _reading(path: str, text: str) -> Json:
+    kind, schema = ("text/plain", "string") if path in _TEXTS else ("application/json", "object")
+    return {"summary": text, "responses": _responses({kind: {"schema": {"type": schema}}})}
+
+
+def _responses(answers: Json) -> Json:
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    return {
+        "200": {"description": "The answer.", "content": answers},
+        "4XX": {"description": "The caller's mistake, or too many calls.", "content": error},
+        "5XX": {"description": "The service cannot answer now.", "content": error},
+    }
