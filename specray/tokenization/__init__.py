@@ -5,8 +5,9 @@ Ingress and router share :class:`TextStream`, so that they agree on where an out
 ``tokenizer.json`` does not need torch.
 """
 
+from specray.tokenization.chat import ChatMessage, ChatOptions
 from specray.tokenization.loading import load_tokenizer
 from specray.tokenization.text import TextStream, make_stop_matcher
-from specray.tokenization.tokenizer import ChatMessage, Tokenizer
+from specray.tokenization.tokenizer import Tokenizer
 
-__all__ = ["ChatMessage", "TextStream", "Tokenizer", "load_tokenizer", "make_stop_matcher"]
+__all__ = ["ChatMessage", "ChatOptions", "TextStream", "Tokenizer", "load_tokenizer", "make_stop_matcher"]

@@ -63,6 +63,7 @@ def _load_verbatim(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
         backend,
         special_tokens=special_tokens,
         chat_template=_chat_template(template),
+        tool_template=_chat_template(template, "tool_use"),
         eos_token_ids=_eos_token_ids(
             eos_token_id, _read_json(path / "generation_config.json"), _read_json(path / "config.json")
         ),
@@ -94,6 +95,7 @@ def _load_with_transformers(source: str, *, is_local: bool) -> Tokenizer:
         backend,
         special_tokens={key: str(token) for key, token in loaded.special_tokens_map.items()},
         chat_template=_chat_template(loaded.chat_template),
+        tool_template=_chat_template(loaded.chat_template, "tool_use"),
         eos_token_ids=_eos_token_ids(loaded.eos_token_id, *settings),
     )
 
@@ -107,15 +109,17 @@ def _eos_token_ids(own: int | None, *settings: Mapping[str, Any]) -> set[int]:
     return ids
 
 
-def _chat_template(value: object) -> str | None:
-    """The only template, or the one named default.
+def _chat_template(value: object, name: str = "default") -> str | None:
+    """The template of this name; the only one is the default.
 
     tokenizer_config.json lists several as ``{"name": ..., "template": ...}``; transformers makes it a dict.
     """
     if isinstance(value, list):
         value = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
     if isinstance(value, dict):
-        value = value.get("default")
+        value = value.get(name)
+    elif name != "default":
+        return None
     return value if isinstance(value, str) else None
 
 

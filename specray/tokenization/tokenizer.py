@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specray.errors import InvalidRequestError
+from specray.tokenization.chat import ChatMessage, ChatOptions, ChatTemplate
+from specray.tokenization.control_tokens import ControlTokens, without_marks
 from specray.tokenization.decoders import ByteDecoder, TokenDecoder, WindowDecoder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
+_DEFAULT_OPTIONS = ChatOptions()
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
-    """One message of a conversation."""
-
-    role: str
-    content: str
 
 
 class Tokenizer:
@@ -33,6 +27,7 @@ class Tokenizer:
         backend: the vocabulary, its merges and its decoder.
         special_tokens: ``bos_token``, ``eos_token`` ..., as chat templates name them.
         chat_template: Jinja source; None when the model has none.
+        tool_template: Jinja source for requests with tools; default: the same.
         eos_token_ids: the tokens that end an output.
     """
 
@@ -42,13 +37,18 @@ class Tokenizer:
         *,
         special_tokens: Mapping[str, str] | None = None,
         chat_template: str | None = None,
+        tool_template: str | None = None,
         eos_token_ids: Iterable[int] = (),
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._special_tokens = dict(special_tokens or {})
-        self._chat_template = chat_template
+        self.chat_template = (
+            None
+            if chat_template is None
+            else ChatTemplate(chat_template, special_tokens or {}, tool_source=tool_template)
+        )
+        """The model's template; None when it has none."""
         self._special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
@@ -64,7 +64,6 @@ class Tokenizer:
         self._has_byte_pieces = any(step["type"] == "ByteFallback" for step in steps)
         self._space_mark = next(filter(None, map(_space_mark, steps)), None)
         self._pieces: dict[int, bytes] = {}
-        self._template_lock = threading.Lock()
         self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
 
     @property
@@ -79,44 +78,80 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._chat_template is not None
+        return self.chat_template is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Encodes text to token ids, by default with the special tokens that the tokenizer adds."""
         return tuple(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
-        """Encodes a conversation by the model's template, up to where the assistant's answer begins.
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], options: ChatOptions = _DEFAULT_OPTIONS
+    ) -> tuple[int, ...]:
+        """Encodes a conversation by the model's template.
 
         Raises:
             InvalidRequestError: there is no template, or it rejects this conversation.
         """
-        return self.encode(self.render_chat(messages), add_special_tokens=False)
+        return self.chat_prompt(messages, options)[1]
 
-    def render_chat(self, messages: Sequence[ChatMessage]) -> str:
+    def render_chat(self, messages: Sequence[ChatMessage], options: ChatOptions = _DEFAULT_OPTIONS) -> str:
         """Returns the text that ``encode_chat`` encodes; raises like it."""
-        if self._chat_template is None:
+        return without_marks(self._render(messages, options))
+
+    def chat_prompt(
+        self, messages: Sequence[ChatMessage], options: ChatOptions
+    ) -> tuple[str, tuple[int, ...]]:
+        """Returns the text of a conversation and its tokens; raises like ``encode_chat``.
+
+        Text of messages, tools and variables never becomes control tokens, unless the options allow it.
+        """
+        rendered = self._render(messages, options)
+        if options.allows_special_tokens:
+            return rendered, self.encode(rendered, add_special_tokens=False)
+        token_ids = self._control_tokens.encode(rendered, self._encode_piece)
+        return without_marks(rendered), token_ids
+
+    def added_token_id(self, text: str) -> int | None:
+        """The id of the added token that is this text; None: there is none."""
+        return self._added_ids.get(text)
+
+    def _render(self, messages: Sequence[ChatMessage], options: ChatOptions) -> str:
+        if self.chat_template is None:
             raise InvalidRequestError(
                 "messages: this model has no chat template; use /v1/completions", field="messages"
             )
-        from jinja2 import TemplateError
-        from transformers.utils.chat_template_utils import render_jinja_template
+        marked = (lambda value: value) if options.allows_special_tokens else self._control_tokens.marked
+        return self.chat_template.render(messages, options, marked)
 
-        variables: dict[str, Any] = {
-            **self._special_tokens,
-            "chat_template": self._chat_template,
-            "add_generation_prompt": True,
+    @functools.cached_property
+    def _control_tokens(self) -> ControlTokens:
+        """Special tokens, and added tokens that the chat template writes, such as ``<tool_call>``."""
+        template = self.chat_template
+        sources = "" if template is None else template.source + template.tool_source
+        return ControlTokens(
+            {
+                text: token_id
+                for text, token_id in self._added_ids.items()
+                if token_id in self._special_ids
+                or (text == text.strip() and len(text) > 2 and text in sources)
+            }
+        )
+
+    @functools.cached_property
+    def _added_ids(self) -> dict[str, int]:
+        return {
+            token.content: token_id for token_id, token in self._backend.get_added_tokens_decoder().items()
         }
-        conversation = [{"role": message.role, "content": message.content} for message in messages]
-        try:
-            # The compiled template is shared by the threads of requests.
-            with self._template_lock:
-                rendered = render_jinja_template([conversation], **variables)
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise InvalidRequestError(
-                f"messages: the model's chat template refuses them: {error}", field="messages"
-            ) from None
-        return str(rendered[0][0])
+
+    def _encode_piece(self, piece: str, is_first: bool) -> tuple[int, ...]:
+        """Encodes a piece of a text."""
+        token_ids = self.encode(piece, add_special_tokens=False)
+        if is_first or self._is_byte_level:
+            return token_ids
+        # Such vocabularies put a space before a text, which must not come into its middle.
+        line = self.encode("\n", add_special_tokens=False)
+        with_line = self.encode("\n" + piece, add_special_tokens=False)
+        return with_line[len(line) :] if with_line[: len(line)] == line else token_ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Decodes tokens to text, without special tokens; incomplete characters become U+FFFD."""
