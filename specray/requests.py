@@ -127,6 +127,8 @@ class TextOptions:
     """False: special tokens are text, too."""
     include_stop: bool = False
     """True: what ended the output, a stop string or the text of a stop token, is the end of the text."""
+    shown_token_ids: frozenset[int] = frozenset()
+    """Special tokens that are text though others are skipped: those that mark reasoning and calls of tools."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,14 @@
 """Configuration of a service, with one module per part."""
 
 from specray.config.access import AuthConfig, KeyConfig, KeySpeculationConfig, RpcConfig, TlsConfig
-from specray.config.endpoints import GrpcConfig, HttpConfig, IngressConfig, LoggingConfig, TelemetryConfig
+from specray.config.endpoints import (
+    ChatConfig,
+    GrpcConfig,
+    HttpConfig,
+    IngressConfig,
+    LoggingConfig,
+    TelemetryConfig,
+)
 from specray.config.engine import (
     EMBEDDED,
     MODEL_FREE_DRAFTS,
@@ -22,6 +29,7 @@ __all__ = [
     "MODEL_FREE_DRAFTS",
     "RANK_OPTIONS",
     "AuthConfig",
+    "ChatConfig",
     "Config",
     "DraftConfig",
     "DraftScalingConfig",

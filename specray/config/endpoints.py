@@ -38,6 +38,15 @@ class HttpConfig(Section):
     )
 
 
+class ChatConfig(Section):
+    """Chats, which a template turns into prompts."""
+
+    allow_special_tokens: bool = Field(
+        False,
+        description="Let messages spell control tokens; else such text stays text, and cannot forge a turn.",
+    )
+
+
 class GrpcConfig(Section):
     host: str = "127.0.0.1"
     port: int = Field(9000, ge=0, le=65535, description="0: no gRPC endpoint.")

@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError
 
 from specray.config.access import AuthConfig, RpcConfig
 from specray.config.endpoints import (
+    ChatConfig,
     GrpcConfig,
     HttpConfig,
     IngressConfig,
@@ -41,6 +42,7 @@ class Config(Section):
     ingress: IngressConfig = Field(default_factory=IngressConfig)
     auth: AuthConfig = Field(default_factory=AuthConfig)
     http: HttpConfig = Field(default_factory=HttpConfig)
+    chat: ChatConfig = Field(default_factory=ChatConfig)
     grpc: GrpcConfig = Field(default_factory=GrpcConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)

@@ -21,6 +21,8 @@ class Delta:
     """Index of the choice, counted over all prompts of the call."""
     text: str
     token_ids: tuple[int, ...]
+    pieces: tuple[str, ...] = ()
+    """Parts of the text by the token that brought them; one more where the end brought the last of it."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     text_offsets: tuple[int, ...] = ()
     """Offset in characters, in the output's text, at which the token of each logprob begins."""
@@ -63,17 +65,18 @@ class Choice:
             raise EngineLostError(chunk.message or "the request was aborted; it may be sent again")
         if chunk.finish_reason is FinishReason.ERROR:
             raise SpecrayError(chunk.message or "the request failed")
-        text, offsets = "", []
+        pieces, offsets = list[str](), list[int]()
         for position, token_id in enumerate(chunk.token_ids):
             offsets.append(self._text.num_chars)
             if not (self._hides_stop_token and _is_stop_token(chunk, position)):
-                text += self._text.push([token_id])
+                pieces.append(self._text.push([token_id]))
         if chunk.finish_reason is not None:
-            text += self._text.finish()
+            pieces.append(self._text.finish())
         return Delta(
             index=self._index,
-            text=text,
+            text="".join(pieces),
             token_ids=chunk.token_ids,
+            pieces=tuple(pieces),
             logprobs=chunk.logprobs,
             text_offsets=tuple(offsets[: len(chunk.logprobs)]),
             finish_reason=chunk.finish_reason,

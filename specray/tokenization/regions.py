@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
+
+_OUTSIDE: Final = "content"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,25 +53,32 @@ class RegionParser:
         # The anchor is never found: the whole prefix is what the parser has to know.
         template = {"defaults": {}, "start_anchor": "\0", "fields": fields}
         self._parser = ResponseParser(template, prefix=prefix)
+        self._open = _OUTSIDE
+        self._events(self._parser.initial_events)
+
+    @property
+    def region(self) -> str | None:
+        """Name of the region that is open; None: outside all regions."""
+        return None if self._open == _OUTSIDE else self._open
 
     def push(self, text: str) -> list[RegionEvent]:
         """What more text brings; text that may begin a region is held back."""
-        return _events(self._parser.feed(text))
+        return self._events(self._parser.feed(text))
 
     def finish(self) -> list[RegionEvent]:
         """What was held back, and the end of the region that is open."""
-        return _events(self._parser.finalize()[1])
+        return self._events(self._parser.finalize()[1])
 
-
-_OUTSIDE = "content"
-
-
-def _events(events: list[dict[str, Any]]) -> list[RegionEvent]:
-    found = []
-    for event in events:
-        region = None if event["field"] == _OUTSIDE else event["field"]
-        if event["type"] == "region_chunk":
-            found.append(RegionEvent(region, event["text"]))
-        elif event["type"] == "region_close" and region is not None:
-            found.append(RegionEvent(region, "", is_end=True))
-    return found
+    def _events(self, events: list[dict[str, Any]]) -> list[RegionEvent]:
+        found = []
+        for event in events:
+            region = None if event["field"] == _OUTSIDE else event["field"]
+            if event["type"] == "region_open":
+                self._open = event["field"]
+            elif event["type"] == "region_chunk":
+                found.append(RegionEvent(region, event["text"]))
+            elif event["type"] == "region_close":
+                self._open = _OUTSIDE
+                if region is not None:
+                    found.append(RegionEvent(region, "", is_end=True))
+        return found

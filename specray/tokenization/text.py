@@ -35,7 +35,7 @@ class TextStream:
         self._tokenizer = tokenizer
         self._decoder = tokenizer.decoder(prompt_token_ids)
         self._options = options or TextOptions()
-        self._marks = SpecialMarks(tokenizer, is_shown=not self._options.skip_special_tokens)
+        self._marks = SpecialMarks(tokenizer, self._options)
         self._stop = tuple((self._marks.encoded(entry), entry) for entry in stop)
         self._min_tokens = min_tokens
         self._num_tokens = 0
@@ -68,7 +68,7 @@ class TextStream:
             return self._decoder.push(token_id)
         mark = self._marks.mark(token_id)
         # What is shown stands behind the text before it, complete or not.
-        return self._decoder.finish() + mark if self._marks.is_shown else mark
+        return self._decoder.finish() + mark if self._marks.is_shown(token_id) else mark
 
     def _scan(self, new: str) -> str:
         self.num_chars += len(self._marks.text(new))

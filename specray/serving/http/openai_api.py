@@ -18,15 +18,17 @@ from specray.serving.calls.generate_requests import to_generate_requests, trunca
 from specray.serving.generation import Delta, close
 from specray.serving.grammars import GrammarChecker
 from specray.serving.http.answers.token_ids import TokenIds
+from specray.serving.http.chat.format import ChatFormat
+from specray.serving.http.chat.plan import ChatPlanner
 from specray.serving.http.chat.schema import ChatCompletionRequest
 from specray.serving.http.identity import Identity
 from specray.serving.http.problems import problem_event
-from specray.serving.http.responses import ChatFormat, CompletionFormat, Header, Json, ResponseFormat, Totals
+from specray.serving.http.responses import CompletionFormat, Header, Json, ResponseFormat, Totals
 from specray.serving.http.schemas import CompletionRequest, RequestT, SamplingFields, parse_request
 from specray.serving.http.unknown import without_unknown
 from specray.serving.limits import ServiceLimits
 from specray.serving.observe import CallRecord
-from specray.serving.prompts import Prompt, encode_chat, encode_prompts
+from specray.serving.prompts import Prompt, encode_prompts
 from specray.serving.validation import (
     GenerationOptions,
     Limits,
@@ -80,6 +82,7 @@ class OpenAiApi:
         self._client = with_admission(client, config)
         self._tokenizer = tokenizer
         self._grammars = GrammarChecker(tokenizer)
+        self._planner = ChatPlanner(tokenizer, config.chat)
         self._limits = limits
         self._fingerprint = identity.system_fingerprint
         self._now = now
@@ -105,10 +108,13 @@ class OpenAiApi:
         """Makes the call of a /v1/chat/completions body. Raises InvalidRequestError, EngineLostError."""
         body = self._parse(ChatCompletionRequest, values)
         options, limits = await self._checked(body, caller)
-        encoded = [await self.encode_chat(body)]
+        plan = await self._planner.plan(body, options)
+        if plan.options.grammar is not None and plan.options.grammar is not options.grammar:
+            field = plan.options.grammar_field
+            await self._grammars.check(plan.options.grammar, field=field, limits=limits)
         header = self._header("chatcmpl", limits)
-        chat_format = ChatFormat(header, self._tokenizer)
-        return self._call(body, options, encoded, limits, header, chat_format, caller, record)
+        chat_format = ChatFormat(header, self._tokenizer, plan.reading)
+        return self._call(body, plan.options, [plan.prompt], limits, header, chat_format, caller, record)
 
     def _parse(self, schema: type[RequestT], values: object) -> RequestT:
         if self._ignores_unknown:
@@ -117,7 +123,7 @@ class OpenAiApi:
 
     async def encode_chat(self, body: ChatCompletionRequest) -> tuple[int, ...]:
         """Returns the token ids of a conversation. Raises InvalidRequestError."""
-        return await encode_chat(body.chat(), self._tokenizer)
+        return (await self._planner.prompt(body)).token_ids
 
     async def answer(self, call: Call) -> Json:
         """Returns the whole response. Raises what the router raises."""
@@ -160,7 +166,7 @@ class OpenAiApi:
     def _delta_event(self, call: Call, totals: Totals, delta: Delta) -> bytes:
         totals.add(delta)
         call.record.observe(delta)
-        events = [call.format.event(delta)] if delta.is_visible else []
+        events = call.format.events(delta)
         return b"".join(_event(_with_usage(call, event, totals)) for event in _with_ids(call, events, delta))
 
     async def _checked(self, body: SamplingFields, caller: Caller) -> tuple[GenerationOptions, Limits]:
@@ -233,7 +239,7 @@ def _summary(call: Call, totals: Totals) -> Json | None:
         return None
     summary = call.format.summary()
     if call.includes_usage:
-        summary["usage"] = totals.usage()
+        summary["usage"] = call.format.usage(totals)
     if call.includes_metrics:
         summary["metrics"] = totals.metrics()
     return summary

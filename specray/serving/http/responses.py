@@ -1,4 +1,4 @@
-"""Builds the response bodies of the two OpenAI APIs, whole and as events."""
+"""Builds response bodies of the OpenAI APIs, whole and as events: what they share, and completions."""
 
 from __future__ import annotations
 
@@ -95,12 +95,16 @@ class ResponseFormat(Protocol):
         """Yields the events before the first delta."""
         ...
 
-    def event(self, delta: Delta) -> Json:
-        """Returns the event of one delta."""
+    def events(self, delta: Delta) -> Iterable[Json]:
+        """Yields the events of one delta."""
         ...
 
     def summary(self) -> Json:
         """Returns the last event, without choices, which carries usage and metrics."""
+        ...
+
+    def usage(self, totals: Totals) -> Json:
+        """Returns the token counts of a call that has ended."""
         ...
 
 
@@ -123,13 +127,17 @@ class CompletionFormat:
     def opening(self, num_choices: int) -> Iterable[Json]:
         for index in range(num_choices):
             if self._echoes[index]:
-                yield self.event(Delta(index, self._echoes[index], ()))
+                yield from self.events(Delta(index, self._echoes[index], ()))
 
-    def event(self, delta: Delta) -> Json:
-        return {**self.summary(), "choices": [self._choice(delta, delta.text)]}
+    def events(self, delta: Delta) -> Iterable[Json]:
+        if delta.is_visible:
+            yield {**self.summary(), "choices": [self._choice(delta, delta.text)]}
 
     def summary(self) -> Json:
         return {**self._header.fields("text_completion"), "choices": []}
+
+    def usage(self, totals: Totals) -> Json:
+        return totals.usage()
 
     def _choice(self, delta: Delta, text: str) -> Json:
         return {
@@ -144,67 +152,12 @@ class CompletionFormat:
         name = self._tokenizer.token_text
         return {
             "tokens": [name(entry.token_id) for entry in delta.logprobs],
-            "token_logprobs": [_finite(entry.logprob) for entry in delta.logprobs],
+            "token_logprobs": [finite(entry.logprob) for entry in delta.logprobs],
             "top_logprobs": [
-                {name(token_id): _finite(logprob) for token_id, logprob in _alternatives(entry)}
+                {name(token_id): finite(logprob) for token_id, logprob in _alternatives(entry)}
                 for entry in delta.logprobs
             ],
             "text_offset": list(delta.text_offsets),
-        }
-
-
-class ChatFormat:
-    """Bodies of /v1/chat/completions."""
-
-    def __init__(self, header: Header, tokenizer: Tokenizer) -> None:
-        self._header = header
-        self._tokenizer = tokenizer
-
-    def body(self, outputs: Sequence[Delta], totals: Totals) -> Json:
-        choices = [
-            {
-                "index": delta.index,
-                "message": {"role": "assistant", "content": delta.text, "refusal": None},
-                **self._ending(delta),
-            }
-            for delta in outputs
-        ]
-        return {**self._header.fields("chat.completion"), "choices": choices, "usage": totals.usage()}
-
-    def opening(self, num_choices: int) -> Iterable[Json]:
-        for index in range(num_choices):
-            yield self._event(Delta(index, "", ()), {"role": "assistant", "content": ""})
-
-    def event(self, delta: Delta) -> Json:
-        return self._event(delta, {"content": delta.text} if delta.text else {})
-
-    def summary(self) -> Json:
-        return {**self._header.fields("chat.completion.chunk"), "choices": []}
-
-    def _event(self, delta: Delta, content: Json) -> Json:
-        choice = {"index": delta.index, "delta": content, **self._ending(delta)}
-        return {**self.summary(), "choices": [choice]}
-
-    def _ending(self, delta: Delta) -> Json:
-        logprobs = [self._logprob(entry) for entry in delta.logprobs]
-        return {
-            "logprobs": {"content": logprobs, "refusal": None} if logprobs else None,
-            "finish_reason": delta.finish_reason,
-            "stop_reason": delta.stop_reason,
-        }
-
-    def _logprob(self, entry: TokenLogprobs) -> Json:
-        tops = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
-        return {
-            **self._token(entry.token_id, entry.logprob),
-            "top_logprobs": [self._token(token_id, logprob) for token_id, logprob in tops],
-        }
-
-    def _token(self, token_id: int, logprob: float) -> Json:
-        return {
-            "token": self._tokenizer.token_text(token_id),
-            "logprob": _finite(logprob),
-            "bytes": list(self._tokenizer.token_bytes(token_id)),
         }
 
 
@@ -236,5 +189,6 @@ def _alternatives(entry: TokenLogprobs) -> list[tuple[int, float]]:
     return [*tops, (entry.token_id, entry.logprob)]
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """A log probability as JSON has it."""
     return max(logprob, _MIN_LOGPROB)

@@ -2,14 +2,14 @@
 
 Where regions begin and end is found by ``tokenization.regions``; what is inside a region of calls is read
 here, by the format's own reader. Malformed calls are content: nothing that a model wrote is lost, and no
-answer fails because of it.
+answer fails because of it. Whitespace around reasoning and between calls is part of the format.
 """
 
 from __future__ import annotations
 
 import re
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from specray.serving.tools.formats import MAX_CALL_LEN, ToolCall, ToolFormat
@@ -68,6 +68,8 @@ class AnswerParser:
         self._schemas = {} if use is None else {tool.name: tool.parameters for tool in use.tools}
         self._num_calls = 0
         self._body = ""
+        self._content = _Trimmed()
+        self._reasoning = _Trimmed(trims_start=reads_reasoning)
         self._parser = RegionParser(
             _regions(self._format, reads_reasoning),
             prefix=REASONING_OPEN if reads_reasoning and begins_in_reasoning else "",
@@ -78,27 +80,38 @@ class AnswerParser:
         """Calls read so far."""
         return self._num_calls
 
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether what comes next is reasoning, as far as the text so far tells."""
+        return self._parser.region == _REASONING
+
     def push(self, text: str) -> AnswerDelta:
         """What more text brings; text that may begin a marker is held back."""
         return self._read(self._parser.push(text))
 
     def finish(self) -> AnswerDelta:
         """What was held back."""
-        return self._read(self._parser.finish())
+        delta = self._read(self._parser.finish())
+        return replace(delta, content=delta.content + ("" if self._num_calls else self._content.finish()))
 
     def _read(self, events: list[RegionEvent]) -> AnswerDelta:
         content, reasoning, calls = "", "", list[CallDelta]()
         for event in events:
             if event.region == _CALLS and event.is_end:
                 rest, read = self._read_calls()
-                content += rest
+                content += self._content.push(rest)
                 calls += read
             elif event.region == _CALLS:
                 self._body += event.text
+            elif event.region == _REASONING and event.is_end:
+                self._reasoning = _Trimmed(trims_start=True)
+                self._content.trims_start = True
             elif event.region == _REASONING:
-                reasoning += event.text
+                reasoning += self._reasoning.push(event.text)
+            elif self._format is None:
+                content += self._content.push(event.text) + self._content.finish()
             else:
-                content += event.text
+                content += self._content.push(event.text)
         return AnswerDelta(content, reasoning, tuple(calls))
 
     def _read_calls(self) -> tuple[str, list[CallDelta]]:
@@ -113,8 +126,40 @@ class AnswerParser:
                 raise ValueError("no call, or one of a tool that may not be called")
         except (ValueError, RecursionError):
             return self._format.opening + body + (self._format.close or ""), []
+        self._content.drop()
+        if not self._use.is_parallel:
+            calls = calls[: 1 - min(self._num_calls, 1)]
         first, self._num_calls = self._num_calls, self._num_calls + len(calls)
         return "", [CallDelta(first + place, make_call_id(), call) for place, call in enumerate(calls)]
+
+
+class _Trimmed:
+    """Text that comes in pieces, without the whitespace at its end and, if wanted, at its start."""
+
+    def __init__(self, *, trims_start: bool = False) -> None:
+        self.trims_start = trims_start
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """What can be told now; whitespace waits for what follows."""
+        if self.trims_start:
+            text = text.lstrip()
+            self.trims_start = not text
+        told = text.rstrip()
+        if not told:
+            self._held += text
+            return ""
+        told, self._held = self._held + told, text[len(told) :]
+        return told
+
+    def finish(self) -> str:
+        """The whitespace that was held back."""
+        told, self._held = self._held, ""
+        return told
+
+    def drop(self) -> None:
+        """Forgets the whitespace that was held back."""
+        self._held = ""
 
 
 def make_call_id() -> str:

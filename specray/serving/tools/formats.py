@@ -173,7 +173,7 @@ FORMATS: Final = (
     ToolFormat(
         name="qwen3_coder",
         signs=("<tool_call>", "<function="),
-        open_pattern=r"\s*<tool_call>",
+        open_pattern=r"<tool_call>",
         opening="<tool_call>",
         close="</tool_call>",
         read=_xml_call,
@@ -188,7 +188,7 @@ FORMATS: Final = (
     ToolFormat(
         name="hermes",
         signs=("<tool_call>",),
-        open_pattern=r"\s*<tool_call>",
+        open_pattern=r"<tool_call>",
         opening="<tool_call>",
         close="</tool_call>",
         read=_json_calls,
@@ -202,7 +202,7 @@ FORMATS: Final = (
     ToolFormat(
         name="mistral_args",
         signs=("[TOOL_CALLS]", "[ARGS]"),
-        open_pattern=r"\s*\[TOOL_CALLS\]",
+        open_pattern=r"\[TOOL_CALLS\]",
         opening="[TOOL_CALLS]",
         close=None,
         read=_mistral_calls,
@@ -216,7 +216,7 @@ FORMATS: Final = (
     ToolFormat(
         name="mistral",
         signs=("[TOOL_CALLS]",),
-        open_pattern=r"\s*\[TOOL_CALLS\]",
+        open_pattern=r"\[TOOL_CALLS\]",
         opening="[TOOL_CALLS]",
         close=None,
         read=_mistral_calls,
@@ -230,7 +230,7 @@ FORMATS: Final = (
     ToolFormat(
         name="deepseek_v31",
         signs=("<｜tool▁calls▁begin｜>",),
-        open_pattern=r"\s*<｜tool▁calls▁begin｜>",
+        open_pattern=r"<｜tool▁calls▁begin｜>",
         opening="<｜tool▁calls▁begin｜>",
         close="<｜tool▁calls▁end｜>",
         read=_deepseek_calls,
@@ -244,7 +244,7 @@ FORMATS: Final = (
     ToolFormat(
         name="llama3_json",
         signs=("<|python_tag|>",),
-        open_pattern=r'<\|python_tag\|>|\A\s*(?=\{\s*"name"\s*:)',
+        open_pattern=r'<\|python_tag\|>|\A\s{0,64}(?=\{\s{0,64}"name"\s{0,64}:)',
         opening="",
         close=None,
         read=_json_calls,
@@ -259,7 +259,7 @@ FORMATS: Final = (
     ToolFormat(
         name="pythonic",
         signs=("[func_name1(params_name1=params_value1",),
-        open_pattern=r"\A\s*\[(?=[A-Za-z_][\w.]{0,63}\()",
+        open_pattern=r"\A\s{0,64}\[(?=[A-Za-z_][\w.]{0,63}\()",
         opening="[",
         close=None,
         read=_python_calls,

@@ -120,7 +120,7 @@ def _tool(where: str, value: object) -> Tool:
     strict = function.get("strict")
     if strict is not None and not isinstance(strict, bool):
         raise out_of_range(f"{where}.function.strict", strict, "true or false")
-    return Tool(name, parameters, bool(strict), value)
+    return Tool(name, {"type": "object", **parameters}, bool(strict), value)
 
 
 def _check_no_choice(choice: object) -> None:

@@ -5,19 +5,11 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from specray.errors import InvalidRequestError
-from specray.serving.http.schemas import Fields, SamplingFields
-from specray.serving.validation import RANGES, GenerationOptions, check_range, out_of_range
+from specray.serving.http.chat.messages import MessageFields, read_messages
+from specray.serving.http.schemas import SamplingFields
+from specray.serving.tools.request import ToolUse, parse_tools
+from specray.serving.validation import RANGES, GenerationOptions, check_range
 from specray.tokenization import ChatMessage
-
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-
-
-class MessageFields(Fields):
-    """One message of a chat."""
-
-    role: str
-    content: Any = None
-    name: str | None = None
 
 
 class ChatCompletionRequest(SamplingFields):
@@ -29,6 +21,19 @@ class ChatCompletionRequest(SamplingFields):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    """A variable of the chat template, where it knows one of this name."""
+    verbosity: str | None = None
+    """The same."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of this model's chat template."""
+    add_generation_prompt: bool | None = None
+    """False: the prompt ends with the last message. Default: not with ``continue_final_message``."""
+    continue_final_message: bool | None = None
+    """The answer goes on with the last message."""
 
     @property
     def num_logprobs(self) -> int | None:
@@ -36,9 +41,30 @@ class ChatCompletionRequest(SamplingFields):
 
     def chat(self) -> list[ChatMessage]:
         """Returns the conversation. Raises InvalidRequestError for parts that are not text."""
-        if not self.messages:
-            raise InvalidRequestError("messages is empty; allowed: at least one message", field="messages")
-        return [_message(index, message) for index, message in enumerate(self.messages)]
+        return read_messages(self.messages)
+
+    def tool_use(self) -> ToolUse | None:
+        """Returns the tools; None without any. Raises InvalidRequestError for malformed ones."""
+        return parse_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    def template_variables(self) -> dict[str, Any]:
+        """Returns the variables that the request brings for the chat template."""
+        given = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
+        own = {name: value for name, value in given.items() if value is not None}
+        return {**own, **(self.chat_template_kwargs or {})}
+
+    def adds_generation_prompt(self) -> bool:
+        """Returns whether the prompt ends where an answer begins. Raises InvalidRequestError."""
+        if self.add_generation_prompt and self.continue_final_message:
+            raise InvalidRequestError(
+                "add_generation_prompt and continue_final_message are both true; allowed: one of them",
+                field="continue_final_message",
+            )
+        return (
+            not self.continue_final_message
+            if self.add_generation_prompt is None
+            else self.add_generation_prompt
+        )
 
     def options(self) -> GenerationOptions:
         if self.top_logprobs is not None:
@@ -58,27 +84,3 @@ class ChatCompletionRequest(SamplingFields):
                 "max_tokens and max_completion_tokens differ; allowed: one of them", field="max_tokens"
             )
         return "max_completion_tokens", self.max_completion_tokens
-
-
-def _message(index: int, message: MessageFields) -> ChatMessage:
-    where = f"messages[{index}]"
-    if message.role not in _ROLES:
-        raise out_of_range(f"{where}.role", message.role, ", ".join(_ROLES))
-    for name, value in (message.model_extra or {}).items():
-        # An empty value asks for nothing: clients send back an answer's message with all its fields.
-        if value not in (None, "", [], {}):
-            raise InvalidRequestError(f"{where}.{name[:60]} is not supported", field=f"{where}.{name[:60]}")
-    return ChatMessage(_ROLES[message.role], _content(f"{where}.content", message.content))
-
-
-def _content(where: str, content: object) -> str:
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else None
-    if not parts or not all(_is_text_part(part) for part in parts):
-        raise out_of_range(where, content, "a string or a list of parts of type text")
-    return "".join(part["text"] for part in parts)
-
-
-def _is_text_part(part: object) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)

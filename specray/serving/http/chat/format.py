@@ -1,0 +1,169 @@
+"""Response bodies of the chat completions API, whole and as events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from specray.requests import FinishReason
+from specray.serving.generation import Delta
+from specray.serving.http.chat.plan import Reading
+from specray.serving.http.responses import Header, Json, Totals, finite
+from specray.serving.tools.answer import AnswerDelta, CallDelta
+from specray.tokenization import Tokenizer
+from specray.types import TokenLogprobs
+
+
+class ChatFormat:
+    """Bodies of /v1/chat/completions.
+
+    Args:
+        reading: how answers are read.
+    """
+
+    def __init__(self, header: Header, tokenizer: Tokenizer, reading: Reading) -> None:
+        self._header = header
+        self._tokenizer = tokenizer
+        self._reading = reading
+        self._answers: dict[int, _Answer] = {}
+
+    def body(self, outputs: Sequence[Delta], totals: Totals) -> Json:
+        choices = [self._choice(delta) for delta in outputs]
+        return {**self._header.fields("chat.completion"), "choices": choices, "usage": self.usage(totals)}
+
+    def opening(self, num_choices: int) -> Iterable[Json]:
+        # Content stays null where an answer is nothing but calls.
+        content = None if self._reading.reads_calls else ""
+        for index in range(num_choices):
+            yield self._event(index, {"role": "assistant", "content": content})
+
+    def events(self, delta: Delta) -> Iterator[Json]:
+        """Yields text and calls, and in an event of its own the end: clients drop text that comes with it."""
+        answer = self._answer(delta.index)
+        changes = list(_changes(answer.read(delta)))
+        if delta.logprobs and not changes:
+            changes = [{}]
+        for place, change in enumerate(changes):
+            yield self._event(delta.index, change, logprobs=delta.logprobs if place == 0 else ())
+        if delta.finish_reason is not None:
+            yield self._event(delta.index, {}, ending=answer.ending(delta))
+
+    def summary(self) -> Json:
+        return {**self._header.fields("chat.completion.chunk"), "choices": []}
+
+    def usage(self, totals: Totals) -> Json:
+        usage = totals.usage()
+        if not self._reading.reads_reasoning:
+            return usage
+        num_tokens = sum(answer.num_reasoning_tokens for answer in self._answers.values())
+        return {**usage, "completion_tokens_details": {"reasoning_tokens": num_tokens}}
+
+    def _answer(self, index: int) -> _Answer:
+        return self._answers.setdefault(index, _Answer(self._reading))
+
+    def _choice(self, delta: Delta) -> Json:
+        answer = self._answer(delta.index)
+        read = answer.read(delta)
+        message: Json = {"role": "assistant", "content": read.content, "refusal": None}
+        if read.reasoning:
+            message["reasoning_content"] = read.reasoning
+        if read.calls:
+            message["content"] = read.content or None
+            message["tool_calls"] = [_call(delta) for delta in read.calls]
+        return {
+            "index": delta.index,
+            "message": message,
+            "logprobs": self._logprobs(delta.logprobs),
+            **answer.ending(delta),
+        }
+
+    def _event(
+        self, index: int, change: Json, *, logprobs: Sequence[TokenLogprobs] = (), ending: Json | None = None
+    ) -> Json:
+        choice = {
+            "index": index,
+            "delta": change,
+            "logprobs": self._logprobs(logprobs),
+            **(ending or {"finish_reason": None, "stop_reason": None}),
+        }
+        return {**self.summary(), "choices": [choice]}
+
+    def _logprobs(self, entries: Sequence[TokenLogprobs]) -> Json | None:
+        return {"content": [self._logprob(entry) for entry in entries], "refusal": None} if entries else None
+
+    def _logprob(self, entry: TokenLogprobs) -> Json:
+        tops = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
+        return {
+            **self._token(entry.token_id, entry.logprob),
+            "top_logprobs": [self._token(token_id, logprob) for token_id, logprob in tops],
+        }
+
+    def _token(self, token_id: int, logprob: float) -> Json:
+        return {
+            "token": self._tokenizer.token_text(token_id),
+            "logprob": finite(logprob),
+            "bytes": list(self._tokenizer.token_bytes(token_id)),
+        }
+
+
+class _Answer:
+    """One choice as far as it has been read."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._parser = reading.parser()
+        self._is_named = reading.is_named
+        self.num_reasoning_tokens = 0
+
+    def read(self, delta: Delta) -> AnswerDelta:
+        """What a delta brings."""
+        if self._parser is None:
+            return AnswerDelta(content=delta.text)
+        gained = _Gained()
+        for place, piece in enumerate(delta.pieces):
+            was_reasoning = self._parser.is_reasoning
+            gained.add(self._parser.push(piece))
+            if place < len(delta.token_ids) and (was_reasoning or self._parser.is_reasoning):
+                self.num_reasoning_tokens += 1
+        if delta.finish_reason is not None:
+            gained.add(self._parser.finish())
+        return AnswerDelta("".join(gained.content), "".join(gained.reasoning), tuple(gained.calls))
+
+    def ending(self, delta: Delta) -> Json:
+        """Why the answer ended; after its last delta has been read."""
+        reason: str | None = delta.finish_reason
+        has_calls = self._parser is not None and self._parser.num_calls > 0
+        if has_calls and delta.finish_reason is FinishReason.STOP and not self._is_named:
+            reason = "tool_calls"
+        return {"finish_reason": reason, "stop_reason": delta.stop_reason}
+
+
+@dataclass(slots=True)
+class _Gained:
+    """What several pieces of a text have brought."""
+
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[CallDelta] = field(default_factory=list)
+
+    def add(self, part: AnswerDelta) -> None:
+        self.content.append(part.content)
+        self.reasoning.append(part.reasoning)
+        self.calls += part.calls
+
+
+def _changes(read: AnswerDelta) -> Iterator[Json]:
+    """The deltas of a message, as the ``openai`` client puts them together."""
+    if read.reasoning:
+        yield {"reasoning_content": read.reasoning}
+    if read.content:
+        yield {"content": read.content}
+    for delta in read.calls:
+        whole = _call(delta)
+        opening = {**whole, "function": {"name": delta.call.name, "arguments": ""}}
+        yield {"tool_calls": [{"index": delta.index, **opening}]}
+        yield {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.call.arguments}}]}
+
+
+def _call(delta: CallDelta) -> Json:
+    function = {"name": delta.call.name, "arguments": delta.call.arguments}
+    return {"id": delta.call_id, "type": "function", "function": function}

@@ -1,0 +1,127 @@
+"""Reads the messages of a chat: roles, text in one piece or in parts, calls of tools and their results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Final
+
+from specray.errors import InvalidRequestError
+from specray.serving.http.schemas import Fields
+from specray.serving.validation import out_of_range
+from specray.tokenization import ChatMessage
+
+_ROLES: Final = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+"""Roles as templates know them, by their names in requests."""
+
+
+class MessageFields(Fields):
+    """One message of a chat."""
+
+    role: str
+    content: Any = None
+    name: str | None = None
+    tool_calls: Any = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """The same as ``reasoning_content``, as vLLM has it."""
+    type: Any = None
+    """Content type that some clients send beside the content."""
+
+
+def read_messages(messages: Sequence[MessageFields]) -> list[ChatMessage]:
+    """The conversation, with arguments of calls as objects.
+
+    Raises:
+        InvalidRequestError: there is no message, or one has what it may not have, or parts that are not text.
+    """
+    if not messages:
+        raise InvalidRequestError("messages is empty; allowed: at least one message", field="messages")
+    return [_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+
+
+def _message(where: str, message: MessageFields) -> ChatMessage:
+    if message.role not in _ROLES:
+        raise out_of_range(f"{where}.role", message.role, ", ".join(_ROLES))
+    if message.type not in (None, "text", "message"):
+        raise out_of_range(f"{where}.type", message.type, "text or absent")
+    for name, value in (message.model_extra or {}).items():
+        # An empty value asks for nothing: clients send back an answer's message with all its fields.
+        if value not in (None, "", [], {}):
+            raise InvalidRequestError(f"{where}.{name[:60]} is not supported", field=f"{where}.{name[:60]}")
+    calls = _calls(f"{where}.tool_calls", message)
+    fields = {
+        "name": message.name,
+        "tool_calls": calls,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": message.reasoning_content or message.reasoning,
+    }
+    return ChatMessage(
+        _ROLES[message.role],
+        _content(f"{where}.content", message, calls),
+        {name: value for name, value in fields.items() if value},
+    )
+
+
+def _content(where: str, message: MessageFields, calls: list[dict[str, Any]]) -> str | None:
+    content = message.content
+    if message.role == "assistant" and content in (None, []):
+        return None if calls else ""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else None
+    if not parts or not all(_is_text_part(part) for part in parts):
+        raise out_of_range(where, content, "a string or a list of parts of type text")
+    return "".join(part["text"] for part in parts)
+
+
+def _is_text_part(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _calls(where: str, message: MessageFields) -> list[dict[str, Any]]:
+    calls = message.tool_calls
+    if calls in (None, []):
+        return []
+    if message.role != "assistant":
+        raise InvalidRequestError(f"{where} is set; allowed: only in messages of assistant", field=where)
+    if not isinstance(calls, list):
+        raise out_of_range(where, calls, "a list of calls of functions")
+    return [_call(f"{where}[{index}]", call) for index, call in enumerate(calls)]
+
+
+def _call(where: str, call: object) -> dict[str, Any]:
+    if not isinstance(call, dict) or call.get("type", "function") != "function":
+        raise out_of_range(where, call, "an object of type function")
+    call_id, function = call.get("id"), call.get("function")
+    if call_id is not None and not isinstance(call_id, str):
+        raise out_of_range(f"{where}.id", call_id, "a string")
+    if not isinstance(function, dict):
+        raise out_of_range(f"{where}.function", function, "an object with name and arguments")
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise out_of_range(f"{where}.function.name", name, "a name")
+    arguments = _arguments(f"{where}.function.arguments", function.get("arguments"))
+    named = {} if call_id is None else {"id": call_id}
+    return {**named, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _arguments(where: str, value: object) -> dict[str, Any]:
+    if value in (None, ""):
+        return {}
+    arguments = value
+    if isinstance(value, str):
+        try:
+            arguments = json.loads(value)
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, dict):
+        raise out_of_range(where, value, "the JSON text of an object")
+    return arguments

@@ -1,0 +1,182 @@
+"""Plans one chat: its prompt, the grammar of its answer, and how the answer is read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from specray.config import ChatConfig
+from specray.errors import InvalidRequestError
+from specray.serving.http.chat.schema import ChatCompletionRequest
+from specray.serving.tools.answer import REASONING_CLOSE, REASONING_OPEN, AnswerParser
+from specray.serving.tools.forced import after_reasoning, forced_calls
+from specray.serving.tools.formats import MARKERS, ToolFormat, find_format
+from specray.serving.tools.request import ToolMode, ToolUse
+from specray.serving.validation import GenerationOptions
+from specray.tokenization import ChatMessage, ChatOptions, Tokenizer
+from specray.types import Grammar
+
+_TOOLS_FIELD: Final = "tools"
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the answers of one chat are read."""
+
+    use: ToolUse | None
+    """None: no calls are read."""
+    tool_format: ToolFormat | None
+    reads_reasoning: bool
+    begins_in_reasoning: bool
+
+    @property
+    def reads_calls(self) -> bool:
+        return self.use is not None and self.tool_format is not None
+
+    @property
+    def is_named(self) -> bool:
+        """One function had to be called: such an answer ends with ``stop``."""
+        return self.use is not None and self.use.is_named
+
+    def parser(self) -> AnswerParser | None:
+        """A parser of one answer; None: all of it is content."""
+        if not self.reads_calls and not self.reads_reasoning:
+            return None
+        return AnswerParser(
+            self.use,
+            self.tool_format,
+            reads_reasoning=self.reads_reasoning,
+            begins_in_reasoning=self.begins_in_reasoning,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """The prompt of one chat."""
+
+    token_ids: tuple[int, ...]
+    use: ToolUse | None
+    """None: no tools are shown."""
+    begins_in_reasoning: bool
+    may_reason: bool
+    """The model may write reasoning first."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPlan:
+    """What a chat asks of the router and of its answer."""
+
+    prompt: tuple[int, ...]
+    options: GenerationOptions
+    """With the grammar of the answer and the special tokens that its reader needs."""
+    reading: Reading
+
+
+class ChatPlanner:
+    """Plans the chats of one model.
+
+    Args:
+        tokenizer: the target's, with the chat template that says how the model writes reasoning and calls.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, config: ChatConfig) -> None:
+        self._tokenizer = tokenizer
+        self._config = config
+        template = tokenizer.chat_template
+        source = None if template is None else template.source + template.tool_source
+        self._tool_format = find_format(source)
+        self._has_reasoning = source is not None and REASONING_CLOSE in source
+        self._marker_ids = frozenset(
+            token_id
+            for marker in MARKERS
+            if (token_id := tokenizer.added_token_id(marker)) is not None and tokenizer.is_special(token_id)
+        )
+
+    async def prompt(self, body: ChatCompletionRequest) -> ChatPrompt:
+        """Writes the prompt of one chat.
+
+        Raises:
+            InvalidRequestError: messages, tools or variables are malformed, or the template refuses them.
+        """
+        use = body.tool_use()
+        if use is not None and use.mode is ToolMode.NONE:
+            # Plain text is asked for; a model that knows the tools might write a call into it.
+            use = None
+        if use is not None:
+            self._check_tools()
+        chat = ChatOptions(
+            tools=() if use is None else use.definitions,
+            variables=body.template_variables(),
+            adds_generation_prompt=body.adds_generation_prompt(),
+            continues_final_message=bool(body.continue_final_message),
+            allows_special_tokens=self._config.allow_special_tokens,
+        )
+        messages = body.chat()
+        text, token_ids = await asyncio.to_thread(self._tokenizer.chat_prompt, messages, chat)
+        return ChatPrompt(
+            token_ids,
+            use,
+            begins_in_reasoning=self._has_reasoning and _begins_in_reasoning(text, messages, chat),
+            may_reason=self._has_reasoning and not text.rstrip().endswith(REASONING_CLOSE),
+        )
+
+    async def plan(self, body: ChatCompletionRequest, options: GenerationOptions) -> ChatPlan:
+        """Plans one chat. Raises what ``prompt`` raises, also if the model's format of calls cannot be forced."""
+        prompt = await self.prompt(body)
+        grammar = self._grammar(prompt, options.grammar)
+        has_own_grammar = grammar is not options.grammar
+        reading = Reading(
+            prompt.use,
+            None if prompt.use is None else self._tool_format,
+            self._has_reasoning,
+            # A grammar that could not be put behind reasoning rules from the first token on.
+            prompt.begins_in_reasoning and (grammar is None or has_own_grammar),
+        )
+        shown = self._marker_ids if reading.reads_calls or self._has_reasoning else frozenset[int]()
+        return ChatPlan(
+            prompt=prompt.token_ids,
+            options=replace(
+                options,
+                grammar=grammar,
+                grammar_field=_TOOLS_FIELD
+                if prompt.use is not None and has_own_grammar
+                else options.grammar_field,
+                text=replace(options.text, shown_token_ids=shown),
+            ),
+            reading=reading,
+        )
+
+    def _grammar(self, prompt: ChatPrompt, text: Grammar | None) -> Grammar | None:
+        """The grammar of the answer, whose text is to be of another one; that itself where it says all."""
+        token_id, begins = self._tokenizer.added_token_id, prompt.begins_in_reasoning
+        if prompt.use is not None:
+            return forced_calls(
+                prompt.use,
+                self._tool_format,
+                token_id,
+                text=text,
+                begins_in_reasoning=begins,
+                may_reason=prompt.may_reason,
+            )
+        if text is None or not (begins or prompt.may_reason):
+            return text
+        return after_reasoning(text, token_id, begins_in_reasoning=begins) or text
+
+    def _check_tools(self) -> None:
+        template = self._tokenizer.chat_template
+        if template is not None and not template.reads_tools:
+            raise InvalidRequestError(
+                "tools are set, but this model's chat template does not show them to the model; "
+                "allowed: no tools, or tool_choice none",
+                field=_TOOLS_FIELD,
+            )
+
+
+def _begins_in_reasoning(text: str, messages: Sequence[ChatMessage], chat: ChatOptions) -> bool:
+    """Whether the prompt ends in reasoning: opened by the template, or by the message that goes on."""
+    if not chat.continues_final_message:
+        return text.rstrip().endswith(REASONING_OPEN)
+    final = messages[-1].content or ""
+    return final.rfind(REASONING_OPEN) > final.rfind(REASONING_CLOSE)
