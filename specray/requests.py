@@ -128,7 +128,7 @@ class TextOptions:
     include_stop: bool = False
     """True: what ended the output, a stop string or the text of a stop token, is the end of the text."""
     shown_token_ids: frozenset[int] = frozenset()
-    """Special tokens that are text though others are skipped: those that mark reasoning and calls of tools."""
+    """Special tokens that are text though others are skipped: those that mark reasoning and calls."""
 
 
 @dataclass(frozen=True, slots=True)

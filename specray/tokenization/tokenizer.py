@@ -43,10 +43,11 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
+        self._special_tokens = dict(special_tokens or {})
         self.chat_template = (
             None
             if chat_template is None
-            else ChatTemplate(chat_template, special_tokens or {}, tool_source=tool_template)
+            else ChatTemplate(chat_template, self._special_tokens, tool_source=tool_template)
         )
         """The model's template; None when it has none."""
         self._special_ids = frozenset(
@@ -168,7 +169,7 @@ class Tokenizer:
             **self._special_tokens,
             "vocab_size": self.vocab_size,
             "eos_token_ids": list(self.eos_token_ids),
-            "chat_template": self._chat_template,
+            "chat_template": None if self.chat_template is None else self.chat_template.source,
         }
 
     def decoder(self, prompt_token_ids: Sequence[int] = ()) -> TokenDecoder:

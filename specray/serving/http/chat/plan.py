@@ -123,7 +123,7 @@ class ChatPlanner:
         )
 
     async def plan(self, body: ChatCompletionRequest, options: GenerationOptions) -> ChatPlan:
-        """Plans one chat. Raises what ``prompt`` raises, also if the model's format of calls cannot be forced."""
+        """Plans one chat. Raises what ``prompt`` raises, also where calls cannot be forced as is asked."""
         prompt = await self.prompt(body)
         grammar = self._grammar(prompt, options.grammar)
         has_own_grammar = grammar is not options.grammar
