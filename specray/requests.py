@@ -125,10 +125,10 @@ class TextOptions:
 
     skip_special_tokens: bool = True
     """False: special tokens are text, too."""
-    shown_token_ids: frozenset[int] = frozenset()
-    """Special tokens that are text even so: those that mark reasoning and calls of tools."""
     include_stop: bool = False
     """True: what ended the output, a stop string or the text of a stop token, is the end of the text."""
+    shown_token_ids: frozenset[int] = frozenset()
+    """Special tokens that are text though others are skipped: those that mark reasoning and calls."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,12 @@ _OUTSIDE: Final = "content"
 class Region:
     """One kind of region."""
 
-    open_pattern: str
-    """Regular expression behind which the region begins."""
+    opening: str
+    """Text behind which the region begins."""
     close: str | None
     """Text that ends it; None: the end of the answer."""
+    is_pattern: bool = False
+    """``opening`` is a regular expression; it waits for one more character, which might belong to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,8 @@ class RegionParser:
 
         fields: dict[str, dict[str, Any]] = {_OUTSIDE: {"content": "text", "content_args": {"strip": False}}}
         for name, region in regions.items():
-            fields[name] = {"open_pattern": region.open_pattern, "repeats": True, "content": "text"}
+            kind = "open_pattern" if region.is_pattern else "open"
+            fields[name] = {kind: region.opening, "repeats": True, "content": "text"}
             if region.close is not None:
                 fields[name]["close"] = region.close
         # The anchor is never found: the whole prefix is what the parser has to know.

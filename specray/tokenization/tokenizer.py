@@ -47,7 +47,7 @@ class Tokenizer:
         self.chat_template = (
             None
             if chat_template is None
-            else ChatTemplate(chat_template, special_tokens or {}, tool_source=tool_template)
+            else ChatTemplate(chat_template, self._special_tokens, tool_source=tool_template)
         )
         """The model's template; None when it has none."""
         self._special_ids = frozenset(

@@ -128,8 +128,7 @@ class OpenAiApi:
             await self._grammars.check(plan.options.grammar, field=field, limits=limits)
         header = self._header("chatcmpl", limits)
         chat_format = ChatFormat(header, self._tokenizer, plan.reading)
-        call = self._call(body, plan.options, [plan.prompt], limits, header, chat_format, caller, record)
-        return replace(call, requests=[_showing(plan.shown_token_ids, request) for request in call.requests])
+        return self._call(body, plan.options, [plan.prompt], limits, header, chat_format, caller, record)
 
     def _parse(self, schema: type[RequestT], values: object) -> RequestT:
         if self._ignores_unknown:
@@ -138,7 +137,7 @@ class OpenAiApi:
 
     async def encode_chat(self, body: ChatCompletionRequest) -> tuple[int, ...]:
         """Returns the token ids of a conversation. Raises InvalidRequestError."""
-        return (await self._planner.plan(body, body.options())).prompt
+        return (await self._planner.prompt(body)).token_ids
 
     async def answer(self, call: Call) -> Json:
         """Returns the whole response. Raises what the router raises."""
@@ -259,11 +258,6 @@ def _summary(call: Call, totals: Totals) -> Json | None:
     if call.includes_metrics:
         summary["metrics"] = totals.metrics()
     return summary
-
-
-def _showing(token_ids: frozenset[int], request: GenerateRequest) -> GenerateRequest:
-    """The request, whose text has these special tokens."""
-    return replace(request, text=replace(request.text, shown_token_ids=token_ids)) if token_ids else request
 
 
 def _event(values: Json) -> bytes:

@@ -7,7 +7,6 @@ answer fails because of it. Whitespace around reasoning and between calls is par
 
 from __future__ import annotations
 
-import re
 import secrets
 from dataclasses import dataclass, replace
 from typing import Final
@@ -68,6 +67,7 @@ class AnswerParser:
         self._schemas = {} if use is None else {tool.name: tool.parameters for tool in use.tools}
         self._num_calls = 0
         self._body = ""
+        self._has_ended = False
         self._content = _Trimmed()
         self._reasoning = _Trimmed(trims_start=reads_reasoning)
         self._parser = RegionParser(
@@ -91,6 +91,7 @@ class AnswerParser:
 
     def finish(self) -> AnswerDelta:
         """What was held back."""
+        self._has_ended = True
         delta = self._read(self._parser.finish())
         return replace(delta, content=delta.content + ("" if self._num_calls else self._content.finish()))
 
@@ -125,7 +126,8 @@ class AnswerParser:
             if not calls or any(call.name not in self._use.allowed for call in calls):
                 raise ValueError("no call, or one of a tool that may not be called")
         except (ValueError, RecursionError):
-            return self._format.opening + body + (self._format.close or ""), []
+            close = "" if self._has_ended else self._format.close or ""
+            return self._format.opening + body + close, []
         self._content.drop()
         if not self._use.is_parallel:
             calls = calls[: 1 - min(self._num_calls, 1)]
@@ -170,7 +172,7 @@ def make_call_id() -> str:
 def _regions(tool_format: ToolFormat | None, reads_reasoning: bool) -> dict[str, Region]:
     regions: dict[str, Region] = {}
     if reads_reasoning:
-        regions[_REASONING] = Region(re.escape(REASONING_OPEN), REASONING_CLOSE)
+        regions[_REASONING] = Region(REASONING_OPEN, REASONING_CLOSE)
     if tool_format is not None:
-        regions[_CALLS] = Region(tool_format.open_pattern, tool_format.close)
+        regions[_CALLS] = Region(tool_format.open_pattern, tool_format.close, is_pattern=True)
     return regions

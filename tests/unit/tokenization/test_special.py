@@ -94,3 +94,10 @@ def test_words_of_sentencepiece_keep_their_space_behind_a_shown_special_token() 
     stream = TextStream(words, options=SHOWN)
     assert stream.push([john, bos, john]) + stream.finish() == "John<s> John"
     assert TextStream(words).push([john, bos, john]) == "John John"
+
+
+@pytest.mark.parametrize("stop", ["ab", "<s>", "</s>b"])
+def test_some_special_tokens_are_shown_though_others_are_hidden(stop: str) -> None:
+    options = TextOptions(shown_token_ids=frozenset([BOS]))
+    text = {"ab": "a<s>b", "<s>": "a", "</s>b": "a<s>"}[stop]
+    assert cut(stop, [A, BOS, EOS, B], options) == (text, None if stop == "ab" else stop)

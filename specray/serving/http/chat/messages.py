@@ -19,6 +19,8 @@ _ROLES: Final = {
     "tool": "tool",
 }
 """Roles as templates know them, by their names in requests."""
+_EMPTY: Final[tuple[object, ...]] = (None, "", [], {})
+"""Values that ask for nothing."""
 
 
 class MessageFields(Fields):
@@ -53,8 +55,8 @@ def _message(where: str, message: MessageFields) -> ChatMessage:
     if message.type not in (None, "text", "message"):
         raise out_of_range(f"{where}.type", message.type, "text or absent")
     for name, value in (message.model_extra or {}).items():
-        # An empty value asks for nothing: clients send back an answer's message with all its fields.
-        if value not in (None, "", [], {}):
+        # Clients send back an answer's message with all its fields.
+        if value not in _EMPTY:
             raise InvalidRequestError(f"{where}.{name[:60]} is not supported", field=f"{where}.{name[:60]}")
     calls = _calls(f"{where}.tool_calls", message)
     fields = {
@@ -88,7 +90,7 @@ def _is_text_part(part: object) -> bool:
 
 def _calls(where: str, message: MessageFields) -> list[dict[str, Any]]:
     calls = message.tool_calls
-    if calls in (None, []):
+    if calls in _EMPTY:
         return []
     if message.role != "assistant":
         raise InvalidRequestError(f"{where} is set; allowed: only in messages of assistant", field=where)

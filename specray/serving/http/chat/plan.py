@@ -53,15 +53,25 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """The prompt of one chat."""
+
+    token_ids: tuple[int, ...]
+    use: ToolUse | None
+    """None: no tools are shown."""
+    begins_in_reasoning: bool
+    may_reason: bool
+    """The model may write reasoning first."""
+
+
+@dataclass(frozen=True, slots=True)
 class ChatPlan:
     """What a chat asks of the router and of its answer."""
 
     prompt: tuple[int, ...]
     options: GenerationOptions
-    """With the grammar of the answer."""
+    """With the grammar of the answer and the special tokens that its reader needs."""
     reading: Reading
-    shown_token_ids: frozenset[int]
-    """Special tokens that the reader needs."""
 
 
 class ChatPlanner:
@@ -84,12 +94,11 @@ class ChatPlanner:
             if (token_id := tokenizer.added_token_id(marker)) is not None and tokenizer.is_special(token_id)
         )
 
-    async def plan(self, body: ChatCompletionRequest, options: GenerationOptions) -> ChatPlan:
-        """Plans one chat.
+    async def prompt(self, body: ChatCompletionRequest) -> ChatPrompt:
+        """Writes the prompt of one chat.
 
         Raises:
-            InvalidRequestError: messages, tools or variables are malformed, or the template or the model's
-                format of calls cannot do what is asked.
+            InvalidRequestError: messages, tools or variables are malformed, or the template refuses them.
         """
         use = body.tool_use()
         if use is not None and use.mode is ToolMode.NONE:
@@ -105,38 +114,55 @@ class ChatPlanner:
             allows_special_tokens=self._config.allow_special_tokens,
         )
         messages = body.chat()
-        text, prompt = await asyncio.to_thread(self._tokenizer.chat_prompt, messages, chat)
-        begins = self._has_reasoning and _begins_in_reasoning(text, messages, chat)
-        may_reason = self._has_reasoning and not text.rstrip().endswith(REASONING_CLOSE)
-        grammar = self._grammar(use, options.grammar, begins_in_reasoning=begins, may_reason=may_reason)
-        if grammar is not None and grammar is options.grammar:
-            # A grammar that could not be put behind reasoning rules from the first token on.
-            begins = False
-        field = _TOOLS_FIELD if use is not None and grammar is not options.grammar else options.grammar_field
-        reading = Reading(use, None if use is None else self._tool_format, self._has_reasoning, begins)
-        return ChatPlan(
-            prompt=prompt,
-            options=replace(options, grammar=grammar, grammar_field=field),
-            reading=reading,
-            shown_token_ids=self._marker_ids if reading.reads_calls or self._has_reasoning else frozenset(),
+        text, token_ids = await asyncio.to_thread(self._tokenizer.chat_prompt, messages, chat)
+        return ChatPrompt(
+            token_ids,
+            use,
+            begins_in_reasoning=self._has_reasoning and _begins_in_reasoning(text, messages, chat),
+            may_reason=self._has_reasoning and not text.rstrip().endswith(REASONING_CLOSE),
         )
 
-    def _grammar(
-        self, use: ToolUse | None, text: Grammar | None, *, begins_in_reasoning: bool, may_reason: bool
-    ) -> Grammar | None:
-        token_id = self._tokenizer.added_token_id
-        if use is not None:
+    async def plan(self, body: ChatCompletionRequest, options: GenerationOptions) -> ChatPlan:
+        """Plans one chat. Raises what ``prompt`` raises, also where calls cannot be forced as is asked."""
+        prompt = await self.prompt(body)
+        grammar = self._grammar(prompt, options.grammar)
+        has_own_grammar = grammar is not options.grammar
+        reading = Reading(
+            prompt.use,
+            None if prompt.use is None else self._tool_format,
+            self._has_reasoning,
+            # A grammar that could not be put behind reasoning rules from the first token on.
+            prompt.begins_in_reasoning and (grammar is None or has_own_grammar),
+        )
+        shown = self._marker_ids if reading.reads_calls or self._has_reasoning else frozenset[int]()
+        return ChatPlan(
+            prompt=prompt.token_ids,
+            options=replace(
+                options,
+                grammar=grammar,
+                grammar_field=_TOOLS_FIELD
+                if prompt.use is not None and has_own_grammar
+                else options.grammar_field,
+                text=replace(options.text, shown_token_ids=shown),
+            ),
+            reading=reading,
+        )
+
+    def _grammar(self, prompt: ChatPrompt, text: Grammar | None) -> Grammar | None:
+        """The grammar of the answer, whose text is to be of another one; that itself where it says all."""
+        token_id, begins = self._tokenizer.added_token_id, prompt.begins_in_reasoning
+        if prompt.use is not None:
             return forced_calls(
-                use,
+                prompt.use,
                 self._tool_format,
                 token_id,
                 text=text,
-                begins_in_reasoning=begins_in_reasoning,
-                may_reason=may_reason,
+                begins_in_reasoning=begins,
+                may_reason=prompt.may_reason,
             )
-        if text is None or not (begins_in_reasoning or may_reason):
+        if text is None or not (begins or prompt.may_reason):
             return text
-        return after_reasoning(text, token_id, begins_in_reasoning=begins_in_reasoning) or text
+        return after_reasoning(text, token_id, begins_in_reasoning=begins) or text
 
     def _check_tools(self) -> None:
         template = self._tokenizer.chat_template

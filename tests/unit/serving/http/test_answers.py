@@ -93,8 +93,12 @@ async def test_usage_comes_with_every_event_where_it_is_asked_for(repeats: bool)
     *before, last = [event["usage"] for event in events]
     num_prompt = last["prompt_tokens"]
     counts = [usage and (usage["completion_tokens"], usage["total_tokens"] - num_prompt) for usage in before]
-    # Two openings, then a token of one of the two choices each.
-    assert counts == ([(0, 0), (0, 0), (1, 1), (2, 2), (3, 3), (4, 4)] if repeats else [None] * 6)
+    # Two openings, then a token of one of the two choices each, and the ends of both.
+    assert len(counts) == 8
+    if repeats:
+        assert counts == sorted(counts) and set(counts) == {(0, 0), (1, 1), (2, 2), (3, 3), (4, 4)}
+    else:
+        assert set(counts) == {None}
     assert last["completion_tokens"] == 4
 
 

@@ -260,7 +260,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     (
         {"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]},
         "messages[0].tool_calls",
-        "support",
+        "only in messages of assistant",
     ),
     ({"messages": [{"role": "user", "content": "a", "audio": 0}]}, "messages[0].audio", "support"),
     ({"messages": [{"role": "assistant", "content": "a"}]}, "messages", "the user begins"),
@@ -271,7 +271,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"max_completion_tokens": 0}, "max_completion_tokens", "0; allowed: 1..2147483647"),
     ({"max_completion_tokens": 5, "max_tokens": 6}, "max_tokens", "differ"),
     ({"prompt": "a"}, "prompt", "not a field"),
-    ({"reasoning_effort": "high"}, "reasoning_effort", "not support"),
+    ({"reasoning_effort": 3}, "reasoning_effort", "allowed: a valid string"),
     ({"modalities": ["audio"]}, "modalities", "not support"),
     ({"n": 0}, "n", "0; allowed: 1..128"),
 ]
