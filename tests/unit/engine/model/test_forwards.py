@@ -217,3 +217,18 @@ def test_copied_tokens_serve_another_sequence(checkpoint: Callable[[str], Path])
     logits = run_one(runner, second, [50], 6)
     expected = reference_logits(reference_model(path), [*PROMPT[:6], 50])[-1:]
     torch.testing.assert_close(logits, expected, atol=ATOL, rtol=0)
+
+
+def test_configuration_that_only_the_library_reads(tmp_path: Path) -> None:
+    """Its rotary embeddings come from the library; its weights go straight from their file to the decoder."""
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    path = write_checkpoint(tmp_path, "qwen3", rope_parameters=rope)
+    runner = make_runner((path, "decoder"))
+    expected = reference_logits(reference_model(path), PROMPT)
+    logits = run_one(runner, new_table(runner), PROMPT, 0)
+    torch.testing.assert_close(logits, expected, atol=ATOL, rtol=0)
