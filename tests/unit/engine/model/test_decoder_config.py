@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 TYPES = ("llama", "mistral", "qwen2", "qwen3")
 MAX_MODEL_LEN = 40
 
-MANY = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+MANY = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +186,7 @@ _FIELDS = (
         [None, True, 0, -1, 3, 1.5, 1, "x", "gelu", "float16", [], ["x"], {}, {"rope_type": "yarn"}]
     ),
 )
-@settings(MANY, max_examples=300)
+@settings(MANY, max_examples=120)
 def test_what_is_read_at_all_is_what_the_library_reads(
     directory: Path, values: dict[str, Any], field: str, value: Any
 ) -> None:
