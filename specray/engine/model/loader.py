@@ -106,18 +106,13 @@ def _library_model(
 def _decoder_source(
     path: str, described: ModelDescription, config: DecoderConfig, dtype: torch.dtype, device: torch.device
 ) -> DecoderSource:
-    directory = None if described.directory is None else find_weights(path, described.directory)
+    library = described.library
+    entry = None if library is None else library.weights_entry
+    directory = None if described.directory is None else find_weights(path, described.directory, entry)
     if directory is None:
         raise ConfigError(f"model {path!r} cannot be loaded: its safetensors files are not on the hub")
     check_tensors(path, read_headers(directory))
-    library = described.library
-    weights = SafetensorsWeights(
-        path,
-        directory,
-        dtype=dtype,
-        device=device,
-        entry=None if library is None else library.weights_entry,
-    )
+    weights = SafetensorsWeights(path, directory, dtype=dtype, device=device, entry=entry)
     config = match_names(weights, config)
     expected = config.weight_shapes()
     if EMBEDDING not in weights.shapes:

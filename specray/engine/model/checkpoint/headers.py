@@ -36,11 +36,17 @@ def read_headers(directory: Path) -> dict[str, TensorHeader]:
     return headers
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """The files that hold the weights, as far as the directory tells; not all need exist."""
-    if (directory / SINGLE).is_file():
+def weight_files(directory: Path, entry: str | None = None) -> list[Path]:
+    """The files that hold the weights, as far as the directory tells; not all need exist.
+
+    Args:
+        entry: name of the one file, or of the index of several; None: the usual names.
+    """
+    if entry is not None and not entry.endswith(".index.json"):
+        return [directory / entry]
+    if entry is None and (directory / SINGLE).is_file():
         return [directory / SINGLE]
-    listed = read_json(directory / INDEX).get("weight_map")
+    listed = read_json(directory / (entry or INDEX)).get("weight_map")
     if isinstance(listed, Mapping):
         return [directory / name for name in sorted(set(map(str, listed.values())))]
     return sorted(directory.glob("*.safetensors"))

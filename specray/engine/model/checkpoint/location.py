@@ -61,15 +61,16 @@ def find_description(path: str) -> Path | None:
     return snapshot if snapshot is not None and (snapshot / "config.json").is_file() else None
 
 
-def find_weights(path: str, description: Path) -> Path | None:
+def find_weights(path: str, description: Path, entry: str | None = None) -> Path | None:
     """The directory with a model's weights, downloaded where need be; None: the hub does not give them.
 
     Args:
         description: what :func:`find_description` found.
+        entry: name of the one file, or of the index of several; None: the usual names.
     """
     if local_directory(path) is not None:
         return description
-    names = [file.name for file in weight_files(description)] or ["model.safetensors"]
+    names = [file.name for file in weight_files(description, entry)] or ["model.safetensors"]
     snapshot = _snapshot(path, names, revision=description.name)
     return snapshot if snapshot is not None and all((snapshot / name).is_file() for name in names) else None
 

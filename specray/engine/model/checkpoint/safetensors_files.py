@@ -112,6 +112,8 @@ class _MappedFile:
 def _files(directory: Path, entry: str | None) -> list[Path]:
     """The files with the model's tensors; OSError, ValueError or KeyError where they cannot be found."""
     name = entry or (SINGLE if (directory / SINGLE).is_file() else INDEX)
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"transformers_weights is {entry!r}; allowed: a file in the model's directory")
     if not name.endswith(".index.json"):
         return [directory / name]
     if entry is None and not (directory / name).is_file():

@@ -62,6 +62,15 @@ def test_hub_id_with_several_files(snapshot: Path) -> None:
     assert find_weights(HUB_ID, snapshot) is None
 
 
+def test_hub_id_whose_configuration_names_the_file(snapshot: Path) -> None:
+    (snapshot / "model.safetensors").rename(snapshot / "other.safetensors")
+    config = json.loads((snapshot / "config.json").read_text())
+    (snapshot / "config.json").write_text(json.dumps({**config, "transformers_weights": "other.safetensors"}))
+    source = load_model(ModelArgs(HUB_ID), dtype=torch.float32, device=torch.device("cpu")).source
+    assert isinstance(source, DecoderSource)
+    assert source.weights.take("model.norm.weight").shape == (32,)
+
+
 def test_hub_id_whose_weights_cannot_be_had(snapshot: Path) -> None:
     (snapshot / "model.safetensors").unlink()
     assert find_description(HUB_ID) == snapshot

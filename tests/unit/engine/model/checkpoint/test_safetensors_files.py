@@ -84,6 +84,13 @@ def test_file_that_the_configuration_names(directory: Path) -> None:
     assert open_weights(directory, entry="other.safetensors").shapes == {"b": (2,)}
 
 
+@pytest.mark.parametrize("entry", ["../model.safetensors", "/model.safetensors"])
+def test_file_outside_the_directory(directory: Path, entry: str) -> None:
+    (directory / "inner").mkdir()
+    with pytest.raises(ConfigError, match=f"transformers_weights is '{entry}'; allowed: a file in the model"):
+        open_weights(directory / "inner", entry=entry)
+
+
 def test_renamed(directory: Path) -> None:
     weights = open_weights(directory)
     weights.rename({"x": "a.bias", "y": "a.bias"})
