@@ -14,6 +14,7 @@ from specray.requests import GenerateRequest
 from specray.serving.admission.api_keys import Caller, complete_for, stream_for
 from specray.serving.admission.capacity import with_admission
 from specray.serving.calls.bad_words import with_bad_word_ids
+from specray.serving.calls.defaults import load_defaults
 from specray.serving.calls.generate_requests import to_generate_requests, truncated
 from specray.serving.generation import Delta, close
 from specray.serving.grammars import GrammarChecker
@@ -88,6 +89,7 @@ class OpenAiApi:
         self._planner = ChatPlanner(tokenizer, config.chat)
         self._limits = limits
         self._fingerprint = identity.system_fingerprint
+        self._defaults = load_defaults(config)
         self._now = now
         self._ignores_unknown = config.http.unknown_fields == "ignore"
         self._timeout_s = config.router.request_timeout_s + DEADLINE_MARGIN_S
@@ -192,7 +194,7 @@ class OpenAiApi:
         check_model(body.model, limits)
         # Checked before the prompt is tokenised: a wrong request, or one that cannot be served now, costs
         # nothing.
-        options = body.options()
+        options = self._defaults.apply(body.options())
         check_options(options, limits)
         if options.grammar is not None:
             await self._grammars.check(options.grammar, field=options.grammar_field, limits=limits)
