@@ -156,7 +156,6 @@ async def test_fields_of_other_servers_are_accepted_where_they_ask_for_nothing()
         ("repeat_penalty", 1.1, "absent or 1"),
         ("spaces_between_special_tokens", False, "absent or true"),
         ("mirostat", 2, "absent or 0"),
-        ("prompt_logprobs", 0, "absent"),
     ],
 )
 async def test_fields_of_other_servers_are_refused_where_they_ask_for_something(
