@@ -96,7 +96,7 @@ class OpenAiApi:
 
     async def completion_call(self, values: object, caller: Caller, record: CallRecord) -> Call:
         """Makes the call of a /v1/completions body. Raises InvalidRequestError, EngineLostError."""
-        body = self._parse(CompletionRequest, values)
+        body = self.parse(CompletionRequest, values)
         options, limits = await self._checked(body, caller)
         prompts = body.prompts()
         encoded = await encode_prompts(prompts, self._tokenizer)
@@ -122,7 +122,7 @@ class OpenAiApi:
 
     async def chat_call(self, values: object, caller: Caller, record: CallRecord) -> Call:
         """Makes the call of a /v1/chat/completions body. Raises InvalidRequestError, EngineLostError."""
-        body = self._parse(ChatCompletionRequest, values)
+        body = self.parse(ChatCompletionRequest, values)
         options, limits = await self._checked(body, caller)
         plan = await self._planner.plan(body, options)
         if plan.options.grammar is not None and plan.options.grammar is not options.grammar:
@@ -132,7 +132,12 @@ class OpenAiApi:
         chat_format = ChatFormat(header, self._tokenizer, plan.reading)
         return self._call(body, plan.options, [plan.prompt], limits, header, chat_format, caller, record)
 
-    def _parse(self, schema: type[RequestT], values: object) -> RequestT:
+    def parse(self, schema: type[RequestT], values: object) -> RequestT:
+        """Checks the types of a decoded body; the configuration says what becomes of unknown fields.
+
+        Raises:
+            InvalidRequestError: see ``parse_request``.
+        """
         if self._ignores_unknown:
             values = without_unknown(schema, values)
         return parse_request(schema, values)
