@@ -51,6 +51,9 @@ class GrpcConfig(Section):
     host: str = "127.0.0.1"
     port: int = Field(9000, ge=0, le=65535, description="0: no gRPC endpoint.")
     max_message_bytes: int = Field(4 * 1024 * 1024, ge=1024)
+    reflection: bool = Field(
+        False, description="Describe the service to clients such as grpcurl, which need no protos then."
+    )
 
 
 class IngressConfig(Section):
@@ -65,6 +68,11 @@ class IngressConfig(Section):
         "cut",
         description="max_tokens above what the context has left: cut: taken as a bound, usage and finish "
         "reason tell; refuse: 400.",
+    )
+    sampling_defaults: Literal["none", "model"] = Field(
+        "none",
+        description="Options that a request leaves out: none: the API's defaults; model: those of the "
+        "target's generation_config.json, as in vLLM.",
     )
     ray_actor_options: dict[str, Any] = Field(default_factory=dict)
 

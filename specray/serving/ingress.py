@@ -154,4 +154,5 @@ class IngressReplica:
             options=ChannelOptions(max_receive_bytes=config.grpc.max_message_bytes, reuse_port=True),
             admit=handler.admitter(self._keyring),
             on_refused=handler.refused,
+            has_reflection=config.grpc.reflection,
         )

@@ -36,6 +36,22 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     return _load_with_transformers(str(path), is_local=is_local)
 
 
+def read_generation_config(path: str | Path) -> dict[str, Any]:
+    """Reads generation_config.json of a model; empty if it has none.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    name = "generation_config.json"
+    path = demo_target_path() if path == EMBEDDED else path
+    if Path(path).is_dir():
+        return _read_json(Path(path) / name)
+    from transformers.utils.hub import cached_file
+
+    found = cached_file(str(path), name, _raise_exceptions_for_missing_entries=False)
+    return {} if found is None else _read_json(Path(found))
+
+
 def _is_verbatim(path: Path, settings: Mapping[str, Any]) -> bool:
     return (
         (path / "tokenizer.json").is_file()

@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar
 
 import grpc
 from grpc import aio
+from grpc_reflection.v1alpha import reflection
 
 from specray.errors import DeadlineExceededError
 from specray.rpc.channel import ChannelOptions, bind, parse_address
@@ -59,6 +60,7 @@ class InferenceServer:
         options: ChannelOptions | None = None,
         admit: Admitter | None = None,
         on_refused: Refused | None = None,
+        has_reflection: bool = False,
     ) -> None:
         """Makes a server that does not listen yet.
 
@@ -66,6 +68,7 @@ class InferenceServer:
             options: ``max_receive_bytes`` bounds a request; larger ones get RESOURCE_EXHAUSTED.
             admit: chooses the handler of a call by its ``authorization`` metadata; default: ``handler``.
             on_refused: called for calls without a known key, and for malformed messages.
+            has_reflection: True: the services describe themselves, to anybody.
 
         Raises:
             ConfigError: the address is not valid.
@@ -74,6 +77,7 @@ class InferenceServer:
         self._on_refused = on_refused or (lambda _, __: None)
         self._address = parse_address(address)
         self._options = options or ChannelOptions()
+        self._has_reflection = has_reflection
         self._health = Health(INFERENCE_SERVICE)
         self._server: aio.Server | None = None
 
@@ -91,6 +95,10 @@ class InferenceServer:
         server = aio.server(options=self._options.for_server(), compression=grpc.Compression.NoCompression)
         await self._health.attach(server)
         server.add_generic_rpc_handlers((self._handlers(),))
+        if self._has_reflection:
+            # The names are looked up among the generated messages, which the codec has imported.
+            names = (INFERENCE_SERVICE, "grpc.health.v1.Health", reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, server)
         self._address = bind(server, self._address, self._options)
         self._server = server
         await server.start()

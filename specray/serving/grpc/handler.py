@@ -18,6 +18,7 @@ from specray.rpc.status import status_of
 from specray.serving.admission.api_keys import Caller, Keyring, stream_for
 from specray.serving.admission.capacity import with_admission
 from specray.serving.calls.bad_words import with_bad_word_ids
+from specray.serving.calls.defaults import load_defaults
 from specray.serving.calls.generate_requests import to_generate_requests, truncated
 from specray.serving.generation import Delta, close
 from specray.serving.grammars import GrammarChecker
@@ -55,6 +56,7 @@ class GrpcIngress:
         self._client = with_admission(client, config)
         self._tokenizer = tokenizer
         self._grammars = GrammarChecker(tokenizer)
+        self._defaults = load_defaults(config)
         self._limits = ServiceLimits(client, tokenizer, config)
         self._model_name = config.model_name
         self._timeout_s = config.router.request_timeout_s + DEADLINE_MARGIN_S
@@ -126,7 +128,7 @@ class GrpcIngress:
     async def _request(self, params: GenerateParams) -> GenerateRequest:
         limits = await self._limits.get()
         check_model(params.model, limits)
-        options = _options(params)
+        options = self._defaults.apply(_options(params))
         check_options(options, limits)
         if options.grammar is not None:
             await self._grammars.check(options.grammar, field="grammar", limits=limits)

@@ -77,7 +77,6 @@ _INERT: Final[Mapping[str, tuple[object, ...]]] = MappingProxyType(
         "logits_processors": ([],),
         "media_io_kwargs": ({},),
         "mm_processor_kwargs": ({},),
-        "prompt_logprobs": (),
         "return_tokens_as_token_ids": (False,),
         "spaces_between_special_tokens": (True,),
         "use_beam_search": (False,),

@@ -14,6 +14,7 @@ from specray.requests import GenerateRequest
 from specray.serving.admission.api_keys import Caller, complete_for, stream_for
 from specray.serving.admission.capacity import with_admission
 from specray.serving.calls.bad_words import with_bad_word_ids
+from specray.serving.calls.defaults import load_defaults
 from specray.serving.calls.generate_requests import to_generate_requests, truncated
 from specray.serving.generation import Delta, close
 from specray.serving.grammars import GrammarChecker
@@ -88,13 +89,14 @@ class OpenAiApi:
         self._planner = ChatPlanner(tokenizer, config.chat)
         self._limits = limits
         self._fingerprint = identity.system_fingerprint
+        self._defaults = load_defaults(config)
         self._now = now
         self._ignores_unknown = config.http.unknown_fields == "ignore"
         self._timeout_s = config.router.request_timeout_s + DEADLINE_MARGIN_S
 
     async def completion_call(self, values: object, caller: Caller, record: CallRecord) -> Call:
         """Makes the call of a /v1/completions body. Raises InvalidRequestError, EngineLostError."""
-        body = self._parse(CompletionRequest, values)
+        body = self.parse(CompletionRequest, values)
         options, limits = await self._checked(body, caller)
         prompts = body.prompts()
         encoded = await encode_prompts(prompts, self._tokenizer)
@@ -120,7 +122,7 @@ class OpenAiApi:
 
     async def chat_call(self, values: object, caller: Caller, record: CallRecord) -> Call:
         """Makes the call of a /v1/chat/completions body. Raises InvalidRequestError, EngineLostError."""
-        body = self._parse(ChatCompletionRequest, values)
+        body = self.parse(ChatCompletionRequest, values)
         options, limits = await self._checked(body, caller)
         plan = await self._planner.plan(body, options)
         if plan.options.grammar is not None and plan.options.grammar is not options.grammar:
@@ -130,7 +132,12 @@ class OpenAiApi:
         chat_format = ChatFormat(header, self._tokenizer, plan.reading)
         return self._call(body, plan.options, [plan.prompt], limits, header, chat_format, caller, record)
 
-    def _parse(self, schema: type[RequestT], values: object) -> RequestT:
+    def parse(self, schema: type[RequestT], values: object) -> RequestT:
+        """Checks the types of a decoded body; the configuration says what becomes of unknown fields.
+
+        Raises:
+            InvalidRequestError: see ``parse_request``.
+        """
         if self._ignores_unknown:
             values = without_unknown(schema, values)
         return parse_request(schema, values)
@@ -192,7 +199,7 @@ class OpenAiApi:
         check_model(body.model, limits)
         # Checked before the prompt is tokenised: a wrong request, or one that cannot be served now, costs
         # nothing.
-        options = body.options()
+        options = self._defaults.apply(body.options())
         check_options(options, limits)
         if options.grammar is not None:
             await self._grammars.check(options.grammar, field=options.grammar_field, limits=limits)

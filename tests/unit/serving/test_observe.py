@@ -122,7 +122,7 @@ async def test_a_stream_has_its_time_to_the_first_tokens(caplog: pytest.LogCaptu
 @pytest.mark.parametrize(
     ("body", "errors", "code", "error"),
     [
-        ({**BODY, "max_tokens": 0}, [], "400", "invalid_value"),
+        ({**BODY, "max_tokens": -1}, [], "400", "invalid_value"),
         ({**BODY, "model": "other"}, [], "404", "model_not_found"),
         (BODY, [OverloadedError("full", 1.0)], "429", "overloaded"),
         (BODY, [EngineLostError("lost")], "503", "service_unavailable"),

@@ -74,7 +74,7 @@ def add_token_routes(
         if "messages" in values:
             fields, token_ids = await _encoded_chat(values, api, allowed)
         else:
-            fields = parse_request(TokenizeRequest, values)
+            fields = api.parse(TokenizeRequest, values)
             _check(fields, allowed)
             adds = fields.add_special_tokens is not False
             token_ids = await asyncio.to_thread(tokenizer.encode, fields.prompt, add_special_tokens=adds)
@@ -86,7 +86,7 @@ def add_token_routes(
         }
 
     async def detokenized(values: dict[str, Any], allowed: Limits) -> dict[str, Any]:
-        fields = parse_request(DetokenizeRequest, values)
+        fields = api.parse(DetokenizeRequest, values)
         _check(fields, allowed)
         check_token_ids("tokens", fields.tokens, allowed)
         text = await asyncio.to_thread(tokenizer.decode, fields.tokens, skip_special_tokens=False)
@@ -113,7 +113,7 @@ async def _encoded_chat(
     fields = parse_request(TokenizeFields, own)
     if fields.add_special_tokens:
         raise out_of_range("add_special_tokens", True, "false with messages, whose template writes its own")
-    chat = parse_request(
+    chat = api.parse(
         ChatCompletionRequest, {name: value for name, value in values.items() if name not in own}
     )
     check_model(chat.model, allowed)

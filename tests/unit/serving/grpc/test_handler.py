@@ -22,7 +22,7 @@ from specray.errors import (
 )
 from specray.fakes import FakeRouterClient
 from specray.interfaces import RouterClient
-from specray.requests import FinishReason
+from specray.requests import FinishReason, TextOptions
 from specray.rpc.inference.client import SpecrayClient
 from specray.rpc.inference.server import GenerateParams, InferenceServer
 from specray.serving.grpc.handler import GrpcIngress, served
@@ -244,3 +244,30 @@ async def test_router_that_says_nothing_is_not_ready(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("specray.serving.readiness.READY_TIMEOUT_S", 0.01)
     with pytest.raises(EngineLostError, match=r"^no step of the target within 0\.01 s$"):
         await check_ready(Silent(info=INFO))
+
+
+async def test_generate_passes_on_what_forbids_tokens_and_how_text_is_written() -> None:
+    router = FakeRouterClient(info=INFO)
+    grammar = Grammar(GrammarKind.REGEX, "a+")
+    async with connected(router) as client:
+        for params in (
+            GenerateParams(text="a", grammar=grammar),
+            GenerateParams(
+                token_ids=(5, 6, 7),
+                allowed_token_ids=(5, 9),
+                bad_words=("a",),
+                truncate_prompt_tokens=2,
+                cache_salt="pepper",
+                skip_special_tokens=False,
+                include_stop_str_in_output=True,
+            ),
+        ):
+            assert [event async for event in client.generate(params)]
+    first, second = router.requests
+    assert first.sampling.grammar == grammar
+    assert first.text == TextOptions()
+    assert second.prompt_token_ids == (6, 7)
+    assert second.sampling.allowed_token_ids == (5, 9)
+    assert TOKENIZER.encode("a") in second.sampling.bad_words
+    assert second.sampling.cache_salt == "pepper"
+    assert second.text == TextOptions(skip_special_tokens=False, include_stop=True)

@@ -156,7 +156,6 @@ async def test_fields_of_other_servers_are_accepted_where_they_ask_for_nothing()
         ("repeat_penalty", 1.1, "absent or 1"),
         ("spaces_between_special_tokens", False, "absent or true"),
         ("mirostat", 2, "absent or 0"),
-        ("prompt_logprobs", 0, "absent"),
     ],
 )
 async def test_fields_of_other_servers_are_refused_where_they_ask_for_something(
@@ -183,6 +182,8 @@ async def test_unknown_fields_are_ignored_where_the_service_is_told_so() -> None
     async with serving(router, config=config) as service:
         events = await events_of(service, "/v1/chat/completions", body)
         status, answer = await service.post("/v1/chat/completions", {**CHAT, "length_penalty": 2})
+        for body_of_tokens in ({"prompt": "a", "new": 1}, {"messages": CHAT["messages"], "new": 1}):
+            assert (await service.post("/tokenize", body_of_tokens))[0] == 200
     assert events[-1]["usage"]["completion_tokens"] == 4
     (request,) = router.requests
     assert not request.speculation.enabled

@@ -10,7 +10,7 @@ import pytest
 from specray.fakes import FakeRouterClient
 from specray.grammar.forms import WHITESPACE
 from specray.types import Grammar, GrammarKind
-from tests.unit.serving.http.service import INFO, MODEL, serving
+from tests.unit.serving.http.service import INFO, MODEL, TOKENIZER, serving
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}}
 AS_GRAMMAR = Grammar(
@@ -58,4 +58,18 @@ async def test_a_hostile_schema_is_refused_and_names_its_field() -> None:
             "/v1/completions", {"model": MODEL, "prompt": "a", "guided_json": schema}
         )
     assert (status, answer["error"]["param"]) == (400, "guided_json")
+    assert router.requests == []
+
+
+async def test_tokenizer_that_cannot_serve_grammars_is_the_callers_problem_and_no_500(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(type(TOKENIZER), "backend_json", "{}")
+    router = FakeRouterClient(info=INFO)
+    async with serving(router) as service:
+        status, answer = await service.post("/v1/completions", {"prompt": "a", "guided_regex": "a+"})
+    assert (status, answer["error"]["param"]) == (400, "guided_regex")
+    assert answer["error"]["message"].startswith(
+        "guided_regex cannot be enforced with this model's tokenizer: "
+    )
     assert router.requests == []
