@@ -6,9 +6,9 @@ STAMP := $(VENV)/.specray-installed
 # Ray's token is off in tests: their clusters listen on loopback only.
 # Threads of an operator that wait for the others do not spin on a core that other tests need.
 TEST_ENV := RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0 OMP_WAIT_POLICY=passive
-# Each worker takes a file at a time; one of them takes all that start a Ray.
-TEST_WORKERS ?= 0
-PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(TEST_WORKERS)
+# Each worker takes a file at a time.
+TEST_WORKERS ?= 2
+PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
 
 .PHONY: setup serve test test-fast zoo lint types protos protos-check schema check clean
 
@@ -23,12 +23,14 @@ $(STAMP): pyproject.toml constraints.txt
 serve: setup
 	exec $(BIN)/specray serve
 
+# Services start one after another and have the machine to themselves: what they wait for has deadlines.
 test: setup
-	$(PYTEST)
+	$(PYTEST) -n $(TEST_WORKERS) tests/unit tests/rpc
+	$(PYTEST) tests --ignore=tests/unit --ignore=tests/rpc
 
 # No services, no compilers, no long samples.
 test-fast: setup
-	$(PYTEST) -n 2 -m 'not slow and not zoo' tests/unit tests/rpc
+	$(PYTEST) -n $(TEST_WORKERS) -m 'not slow and not zoo' tests/unit tests/rpc
 
 # Tiny models of all families: each served with the tokens of the library's generate, or refused.
 zoo: setup

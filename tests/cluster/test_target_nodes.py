@@ -92,7 +92,6 @@ def config_of(model: Path, size: int, **target: Any) -> Config:
                 "device": "cpu",
                 "num_threads": 1,
                 "profile_s": 0,
-                "forward": "hf",  # It needs no compiler, which is most of a small rank's start.
                 "tensor_parallel_size": size,
                 "ray_actor_options": options,
                 **target,

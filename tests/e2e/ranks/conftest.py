@@ -13,8 +13,8 @@ from tests.e2e.service import Service, started
 
 @pytest.fixture(scope="package")
 def service() -> Iterator[Service]:
-    # Ranks are started many times here: without a compiler and measurements that is half the time.
-    target = {"forward": "hf", "profile_s": 0, "tensor_parallel_size": TENSOR_PARALLEL_SIZE}
+    # Ranks are started many times here.
+    target = {"profile_s": 0, "tensor_parallel_size": TENSOR_PARALLEL_SIZE}
     # The heads of the embedded draft, five, are not to be shared by two ranks; those of the target are.
     draft = {"model": str(demo_target_path()), "tensor_parallel_size": TENSOR_PARALLEL_SIZE, "profile_s": 0}
     router = {"verify_timeout_s": 3.0, "drain_timeout_s": 60.0}

@@ -34,12 +34,13 @@ pytestmark = [
 
 DEADLINE_S = 120.0
 SMALL = ("--dtype=float32", "--max-model-len=128", "--num-threads=1")
+UNMEASURED = ("--set=target.profile_s=0", "--set=draft.profile_s=0")
 PROMPT = (5, 6, 7, 8, 9, 10, 11)
 
 
 @contextmanager
 def worker(role: str, socket: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
-    command = (*WORKER_COMMAND, role, f"--listen=unix:{socket}", *SMALL, *options)
+    command = (*WORKER_COMMAND, role, f"--listen=unix:{socket}", *SMALL, *UNMEASURED, *options)
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
         try:
