@@ -84,6 +84,7 @@ async def test_history_of_calls_without_content_even_where_the_template_knows_no
     assert names(tokenizer, token_ids) == expected
 
 
+DEEP, SURROGATE = '{"a": ' * 900 + "1" + "}" * 900, '{"a": "\\ud800"}'
 CALL = {"id": "a", "type": "function", "function": {"name": "now", "arguments": "{}"}}
 
 
