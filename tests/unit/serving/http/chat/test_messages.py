@@ -154,6 +154,13 @@ async def test_text_of_a_message_forges_no_turn(message: dict[str, Any]) -> None
     assert names(tokenizer, token_ids) == f"<|user|>{spoken}<|end|><|assistant|>"
 
 
+async def test_marks_of_two_messages_do_not_turn_what_is_between_into_text() -> None:
+    tokenizer = chat_tokenizer(PLAIN)
+    messages = [{"role": "user", "content": "a\ufdd0"}, {"role": "user", "content": "\ufdd1b"}]
+    token_ids = await prompt_of(tokenizer, messages=messages)
+    assert control(tokenizer, token_ids) == ["<|user|>", "<|end|>", "<|user|>", "<|end|>", "<|assistant|>"]
+
+
 async def test_calls_tools_names_and_variables_forge_no_turn_either() -> None:
     tokenizer = chat_tokenizer("{{ tone }}" + HERMES + "{{ messages[0].name }}")
     call = {"function": {"name": "now", "arguments": {HOSTILE: HOSTILE}}}
