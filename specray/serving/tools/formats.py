@@ -102,7 +102,7 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
-_MISTRAL_CALL: Final = re.compile(r"\s*(?:\[TOOL_CALLS\])?\s*([\w.-]{1,64})\s*\[ARGS\]\s*")
+_MISTRAL_CALL: Final = re.compile(r"\s*+(?:\[TOOL_CALLS\])?\s*+([\w.-]{1,64}+)\s*+\[ARGS\]\s*+")
 
 
 def _mistral_calls(text: str, schemas: Schemas) -> Iterator[ToolCall]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from typing import Any
 
 import jsonschema
@@ -145,6 +146,21 @@ def test_arguments_are_json_that_can_be_sent_or_the_call_is_content(
     content, _, calls = read(AnswerParser(use(), row(name)), text, 4)
     assert [each.arguments for each in calls] == ([] if arguments is None else [arguments])
     assert content == ("" if calls else text)
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in FORMATS])
+@pytest.mark.parametrize(
+    "filler", [" ", "\n", "[ARGS]", "[TOOL_CALLS]", "<parameter=a>", '{"name":', "a", "("]
+)
+def test_nothing_that_a_model_writes_makes_reading_slow(name: str, filler: str) -> None:
+    tool_format = row(name)
+    text = (
+        tool_format.opening + "[ARGS]" + filler * (100_000 // len(filler)) + "~" + (tool_format.close or "")
+    )
+    started = time.process_time()
+    content, _, calls = read(AnswerParser(use(), tool_format), text, 50_000)
+    assert time.process_time() - started < 2
+    assert (content, calls) == (text, [])
 
 
 def test_whitespace_around_calls_and_reasoning_is_no_content() -> None:

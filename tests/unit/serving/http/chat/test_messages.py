@@ -47,8 +47,10 @@ async def test_answer_goes_on_with_the_last_message() -> None:
         {"role": "user", "content": "Capital?"},
         {"role": "assistant", "content": "It is"},
     ]
-    for fields in ({}, {"add_generation_prompt": False}):
-        token_ids = await prompt_of(tokenizer, messages=messages, continue_final_message=True, **fields)
+    for adds in (None, False):
+        token_ids = await prompt_of(
+            tokenizer, messages=messages, continue_final_message=True, add_generation_prompt=adds
+        )
         assert names(tokenizer, token_ids) == "<|user|>Capital?<|end|><|assistant|>It is"
 
 
