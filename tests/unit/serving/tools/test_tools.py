@@ -154,11 +154,10 @@ def test_arguments_are_json_that_can_be_sent_or_the_call_is_content(
 )
 def test_nothing_that_a_model_writes_makes_reading_slow(name: str, filler: str) -> None:
     tool_format = row(name)
-    text = (
-        tool_format.opening + "[ARGS]" + filler * (100_000 // len(filler)) + "~" + (tool_format.close or "")
-    )
+    text = tool_format.opening + filler * (100_000 // len(filler)) + "~[ARGS]" + (tool_format.close or "")
+    parser = AnswerParser(use(), tool_format)  # The first one imports its library.
     started = time.process_time()
-    content, _, calls = read(AnswerParser(use(), tool_format), text, 50_000)
+    content, _, calls = read(parser, text, 50_000)
     assert time.process_time() - started < 2
     assert (content, calls) == (text, [])
 
