@@ -152,7 +152,8 @@ class Tokenizer:
         # Such vocabularies put a space before a text, which must not come into its middle.
         line = self.encode("\n", add_special_tokens=False)
         with_line = self.encode("\n" + piece, add_special_tokens=False)
-        return with_line[len(line) :] if with_line[: len(line)] == line else token_ids
+        is_split = len(with_line) > len(line) and with_line[: len(line)] == line
+        return with_line[len(line) :] if is_split else token_ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Decodes tokens to text, without special tokens; incomplete characters become U+FFFD."""

@@ -86,10 +86,23 @@ def _json_call(value: object) -> ToolCall:
 def _arguments(value: object) -> str:
     if not isinstance(value, dict):
         raise ValueError("the arguments of a call are no object")
-    return json.dumps(value, ensure_ascii=False)
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except TypeError as error:
+        raise ValueError("an argument is no JSON value") from error
+    # Half a surrogate pair can be written in JSON, but not in UTF-8.
+    return text if _is_utf8(text) else json.dumps(value)
 
 
-_MISTRAL_CALL: Final = re.compile(r"\s*(?:\[TOOL_CALLS\])?\s*([\w.-]{1,64})\s*\[ARGS\]\s*")
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+_MISTRAL_CALL: Final = re.compile(r"\s*+(?:\[TOOL_CALLS\])?\s*+([\w.-]{1,64}+)\s*+\[ARGS\]\s*+")
 
 
 def _mistral_calls(text: str, schemas: Schemas) -> Iterator[ToolCall]:
@@ -123,7 +136,7 @@ def _xml_call(text: str, schemas: Schemas) -> Iterator[ToolCall]:
         if not closing:
             raise ValueError(f"parameter {key} is not closed")
         arguments[key] = _typed(value.removeprefix("\n").removesuffix("\n"), properties.get(key))
-    yield ToolCall(head[1].strip(), json.dumps(arguments, ensure_ascii=False))
+    yield ToolCall(head[1].strip(), _arguments(arguments))
 
 
 def _typed(text: str, schema: object) -> object:
@@ -165,8 +178,16 @@ def _python_calls(text: str, schemas: Schemas) -> Iterator[ToolCall]:
         if not isinstance(call, ast.Call) or call.args:
             raise ValueError("not a call with keyword arguments")
         name = ast.unparse(call.func)
-        values = {keyword.arg or "": ast.literal_eval(keyword.value) for keyword in call.keywords}
-        yield ToolCall(name, _arguments(values))
+        yield ToolCall(name, _arguments(dict(map(_keyword, call.keywords))))
+
+
+def _keyword(keyword: ast.keyword) -> tuple[str, Any]:
+    if keyword.arg is None:
+        raise ValueError("an argument has no name")
+    try:
+        return keyword.arg, ast.literal_eval(keyword.value)
+    except (TypeError, SyntaxError, MemoryError) as error:
+        raise ValueError(f"argument {keyword.arg} is no literal") from error
 
 
 FORMATS: Final = (

@@ -117,6 +117,11 @@ def _tool(where: str, value: object) -> Tool:
         parameters = {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
         raise out_of_range(f"{where}.function.parameters", parameters, "a JSON schema of an object")
+    properties, required = parameters.get("properties", {}), parameters.get("required", [])
+    if not isinstance(properties, dict):
+        raise out_of_range(f"{where}.function.parameters.properties", properties, "an object")
+    if not isinstance(required, list) or not all(isinstance(entry, str) for entry in required):
+        raise out_of_range(f"{where}.function.parameters.required", required, "a list of names")
     strict = function.get("strict")
     if strict is not None and not isinstance(strict, bool):
         raise out_of_range(f"{where}.function.strict", strict, "true or false")

@@ -6,12 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, normalizers
+from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import Unigram
 
 from specray.errors import InvalidRequestError
 from specray.tokenization import ChatMessage, ChatOptions, Tokenizer, load_tokenizer
 from specray.tokenization.control_tokens import ControlTokens
-from tests.unit.tokenization.tiny_tokenizer import tiny_backend, tiny_tokenizer, write_tiny_tokenizer
+from tests.unit.tokenization.tiny_tokenizer import (
+    sentencepiece_tokenizer,
+    tiny_backend,
+    tiny_tokenizer,
+    write_tiny_tokenizer,
+)
 
 CALL = {"id": "call_abcdef", "type": "function", "function": {"name": "now", "arguments": {"a": 1}}}
 TOOL = {"type": "function", "function": {"name": "now"}}
@@ -177,13 +184,21 @@ def test_character_that_a_normalizer_turns_into_a_control_token_is_refused() -> 
 
 
 def test_piece_of_a_vocabulary_with_marks_for_spaces_gets_no_space() -> None:
-    from tests.unit.tokenization.tiny_tokenizer import sentencepiece_tokenizer
+    pieces = ["<unk>", "\u2581", "\n", "a", "\u2581a", "<", "s", ">", "<s>"]
+    backend = Backend(Unigram([(piece, -1.0) for piece in pieces], unk_id=0))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    backend.add_special_tokens([AddedToken("<s>", special=True)])
+    tokenizer = Tokenizer(backend, chat_template=CONTENT)
+    token_ids = tokenizer.encode_chat([user("a<s>a a")])
+    assert tokenizer.token_strings(token_ids) == ["\u2581a", "<", "s", ">", "a", "\u2581a"]
+    assert tokenizer.decode(token_ids) == "a<s>a a"
 
-    tokenizer = sentencepiece_tokenizer(chat_template="{{ messages[0].content }}<|assistant|>")
-    # Pieces: "John", then the rest of the marked token, which this vocabulary does not know.
-    token_ids = tokenizer.encode_chat([user("My name<s>")])
-    assert tokenizer.added_token_id("<s>") not in token_ids
-    assert token_ids[:2] == tokenizer.encode("My name", add_special_tokens=False)
+
+def test_piece_of_a_vocabulary_that_knows_no_line_end_is_not_lost() -> None:
+    tokenizer = sentencepiece_tokenizer(chat_template=CONTENT)
+    token_ids = tokenizer.encode_chat([user("My<s>name")])
+    assert tokenizer.token_strings(token_ids)[-1] == "\u2581name"
 
 
 def test_added_token_that_the_template_writes_is_a_control_token() -> None:

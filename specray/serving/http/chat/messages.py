@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any, Final
+
+from pydantic_core import from_json
 
 from specray.errors import InvalidRequestError
 from specray.serving.http.schemas import Fields
@@ -121,8 +122,9 @@ def _arguments(where: str, value: object) -> dict[str, Any]:
     arguments = value
     if isinstance(value, str):
         try:
-            arguments = json.loads(value)
-        except (ValueError, RecursionError):
+            # Unlike the standard library's parser, this one refuses lone surrogates and deep nesting.
+            arguments = from_json(value)
+        except ValueError:
             arguments = None
     if not isinstance(arguments, dict):
         raise out_of_range(where, value, "the JSON text of an object")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from typing import Any
 
 import jsonschema
@@ -124,6 +125,56 @@ def test_malformed_calls_are_content_and_nothing_is_lost(text: str, size: int) -
     assert content == text
 
 
+@pytest.mark.parametrize(
+    ("name", "call", "arguments"),
+    [
+        ("hermes", '{"name": "clock", "arguments": {"a": "\\ud800"}}', '{"a": "\\ud800"}'),
+        ("hermes", '{"name": "clock", "arguments": {"a": "é"}}', '{"a": "é"}'),
+        ("hermes", '{"name": "clock", "arguments": {"a": NaN}}', None),
+        ("hermes", '{"name": "clock", "arguments": {"a": 1e999}}', None),
+        ("pythonic", "clock(a={1})]", None),
+        ("pythonic", "clock(a=b'1')]", None),
+        ("pythonic", "clock(a={[]: 1})]", None),
+        ("pythonic", "clock(**a)]", None),
+        ("pythonic", "clock(1)]", None),
+    ],
+)
+def test_arguments_are_json_that_can_be_sent_or_the_call_is_content(
+    name: str, call: str, arguments: str | None
+) -> None:
+    text = row(name).opening + call + (row(name).close or "")
+    content, _, calls = read(AnswerParser(use(), row(name)), text, 4)
+    assert [each.arguments for each in calls] == ([] if arguments is None else [arguments])
+    assert content == ("" if calls else text)
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in FORMATS])
+@pytest.mark.parametrize(
+    "filler", [" ", "\n", "[ARGS]", "[TOOL_CALLS]", "<parameter=a>", '{"name":', "a", "("]
+)
+def test_nothing_that_a_model_writes_makes_reading_slow(name: str, filler: str) -> None:
+    tool_format = row(name)
+    text = tool_format.opening + filler * (100_000 // len(filler)) + "~[ARGS]" + (tool_format.close or "")
+    parser = AnswerParser(use(), tool_format)  # The first one imports its library.
+    started = time.process_time()
+    content, _, calls = read(parser, text, 50_000)
+    assert time.process_time() - started < 2
+    assert (content, calls) == (text, [])
+
+
+def test_whitespace_around_calls_and_reasoning_is_no_content() -> None:
+    call = '<tool_call>{"name": "clock"}</tool_call>'
+    for text, content, reasoning in (
+        (f" a \n{call}\n\n{call}\n", " a", ""),
+        (f"{call}\n b ", "\n b", ""),
+        ("a \n", "a \n", ""),
+        ("<think>\n c \n</think>\n\n d ", "d ", "c"),
+    ):
+        for size in (1, 3, 100):
+            parser = AnswerParser(use(), row("hermes"), reads_reasoning=True)
+            assert read(parser, text, size)[:2] == (content, reasoning)
+
+
 def test_nothing_is_read_when_calls_are_switched_off() -> None:
     text = TEXTS["hermes"][0]
     assert read(AnswerParser(use("none"), row("hermes")), text, 3) == (text, "", [])
@@ -242,6 +293,16 @@ def test_choices_of_tools() -> None:
             [{"type": "function", "function": {"name": "a", "parameters": []}}],
             None,
             "tools[0].function.parameters",
+        ),
+        (
+            [{"type": "function", "function": {"name": "a", "parameters": {"properties": []}}}],
+            None,
+            "tools[0].function.parameters.properties",
+        ),
+        (
+            [{"type": "function", "function": {"name": "a", "parameters": {"required": "b"}}}],
+            None,
+            "tools[0].function.parameters.required",
         ),
         ([WEATHER], "any", "tool_choice"),
         ([WEATHER], {"type": "function", "function": {"name": "clock"}}, "tool_choice.function.name"),

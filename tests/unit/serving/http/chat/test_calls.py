@@ -77,6 +77,10 @@ async def refusal(router: FakeRouterClient, tokenizer: Tokenizer, **fields: Any)
     return answer["error"]["param"], answer["error"]["message"]
 
 
+def strict(tool: dict[str, Any]) -> dict[str, Any]:
+    return {**tool, "function": {**tool["function"], "strict": True}}
+
+
 def has_ended(choice: Any) -> bool:
     return bool(choice["finish_reason"] != "length")
 
@@ -300,14 +304,15 @@ async def test_schema_that_cannot_be_enforced_names_its_keyword() -> None:
 
 
 @pytest.mark.parametrize("chunk_size", [1, 1000])
-async def test_forced_call_comes_after_free_reasoning(chunk_size: int) -> None:
+@pytest.mark.parametrize("choice", ["required", "auto"])
+async def test_call_that_has_to_be_valid_comes_after_free_reasoning(choice: str, chunk_size: int) -> None:
     tokenizer = chat_tokenizer(OPENS_REASONING)
     answer = "Hm, Rome.\n</think>\n\n" + WRITTEN["hermes"]
     router = saying(tokenizer, answer, chunk_size=chunk_size)
     async with serve(router, tokenizer) as service:
-        choice = await ask(service, tool_choice="required")
-    assert choice["message"]["reasoning_content"] == "Hm, Rome."
-    assert calls_of(choice["message"]) == [("get_weather", ROME)]
+        message = (await ask(service, tools=[strict(WEATHER)], tool_choice=choice))["message"]
+    assert message["reasoning_content"] == "Hm, Rome."
+    assert calls_of(message) == [("get_weather", ROME)]
     grammar = router.requests[0].sampling.grammar
     assert grammar is not None
     tokens = tokenizer.encode(answer, add_special_tokens=False)

@@ -47,8 +47,10 @@ async def test_answer_goes_on_with_the_last_message() -> None:
         {"role": "user", "content": "Capital?"},
         {"role": "assistant", "content": "It is"},
     ]
-    for fields in ({}, {"add_generation_prompt": False}):
-        token_ids = await prompt_of(tokenizer, messages=messages, continue_final_message=True, **fields)
+    for adds in (None, False):
+        token_ids = await prompt_of(
+            tokenizer, messages=messages, continue_final_message=True, add_generation_prompt=adds
+        )
         assert names(tokenizer, token_ids) == "<|user|>Capital?<|end|><|assistant|>It is"
 
 
@@ -84,6 +86,7 @@ async def test_history_of_calls_without_content_even_where_the_template_knows_no
     assert names(tokenizer, token_ids) == expected
 
 
+DEEP, SURROGATE = '{"a": ' * 900 + "1" + "}" * 900, '{"a": "\\ud800"}'
 CALL = {"id": "a", "type": "function", "function": {"name": "now", "arguments": "{}"}}
 
 
@@ -151,6 +154,13 @@ async def test_text_of_a_message_forges_no_turn(message: dict[str, Any]) -> None
     text = content if isinstance(content, str) else "".join(part["text"] for part in content)
     spoken = text.replace("\ufdd0", "").replace("\ufdd1", "")
     assert names(tokenizer, token_ids) == f"<|user|>{spoken}<|end|><|assistant|>"
+
+
+async def test_marks_of_two_messages_do_not_turn_what_is_between_into_text() -> None:
+    tokenizer = chat_tokenizer(PLAIN)
+    messages = [{"role": "user", "content": "a\ufdd0"}, {"role": "user", "content": "\ufdd1b"}]
+    token_ids = await prompt_of(tokenizer, messages=messages)
+    assert control(tokenizer, token_ids) == ["<|user|>", "<|end|>", "<|user|>", "<|end|>", "<|assistant|>"]
 
 
 async def test_calls_tools_names_and_variables_forge_no_turn_either() -> None:
