@@ -30,6 +30,19 @@ PROMPT = "def fibonacci(n):\n"
 FIELDS: dict[str, Any] = {
     "prompt": PROMPT, "max_tokens": 400, "temperature": 1, "seed": 3, "ignore_eos": True
 }  # fmt: skip
+SCHEMA = {
+    "type": "object",
+    "properties": {"names": {"type": "array", "items": {"type": "string"}, "minItems": 40, "maxItems": 40}},
+    "required": ["names"],
+    "additionalProperties": False,
+}
+STRUCTURED: dict[str, Any] = {
+    "prompt": PROMPT,
+    "max_tokens": 200,
+    "temperature": 1,
+    "seed": 3,
+    "response_format": {"type": "json_schema", "json_schema": {"name": "names", "schema": SCHEMA}},
+}
 RANK = "ray::TargetRank"
 ROUTER_REPLICA = "ray::ServeReplica:specray:Router"
 
@@ -76,6 +89,14 @@ async def whole(http: aiohttp.ClientSession, service: Service) -> str:
     return str(answer["choices"][0]["text"])
 
 
+async def structured(http: aiohttp.ClientSession, service: Service, **options: Any) -> str:
+    """An output under a grammar, too long to be over before anything is lost."""
+    answer = await complete(http, service, **STRUCTURED, **options)
+    text = str(answer["choices"][0]["text"])
+    assert text.startswith("{") and '"names"' in text
+    return text
+
+
 def leader_first(ranks: list[int]) -> list[int]:
     """Sorts the leader first: it has a socket where it listens for its Router."""
     listening = {
@@ -103,8 +124,10 @@ async def test_a_lost_rank_is_a_pause_and_no_token_changes(
     before = leader_first(processes(RANK))
     assert len(before) == TENSOR_PARALLEL_SIZE
     router = processes(ROUTER_REPLICA)
+    plain_under_grammar = await structured(patient, service, speculation={"enabled": False})
     disturbed = streamed(patient, service, midway=lambda: os.kill(before[rank], number))
     stream = asyncio.create_task(disturbed)
+    under_grammar = asyncio.create_task(structured(patient, service))
 
     async def is_unready() -> bool:
         return await status(patient, "/ready") == 503
@@ -114,6 +137,7 @@ async def test_a_lost_rank_is_a_pause_and_no_token_changes(
     waiting = asyncio.create_task(whole(patient, service))
     assert await stream == (undisturbed, None)
     assert await waiting == undisturbed
+    assert await under_grammar == plain_under_grammar
     assert await status(patient, "/ready") == 200
     assert processes(ROUTER_REPLICA) == router, "the Router has lived on"
     assert len(processes(RANK)) == TENSOR_PARALLEL_SIZE
@@ -124,6 +148,7 @@ async def test_a_lost_router_is_a_pause_and_no_token_changes(
     service: Service, patient: aiohttp.ClientSession
 ) -> None:
     undisturbed = await whole(patient, service)
+    plain_under_grammar = await structured(patient, service, speculation={"enabled": False})
     ranks, (router,) = processes(RANK), processes(ROUTER_REPLICA)
     has_begun = asyncio.Event()
 
@@ -139,10 +164,12 @@ async def test_a_lost_router_is_a_pause_and_no_token_changes(
     rpc = asyncio.create_task(over_grpc())
     await asyncio.wait_for(has_begun.wait(), DEADLINE_S)
     unary = asyncio.create_task(whole(patient, service))
+    under_grammar = asyncio.create_task(structured(patient, service))
     killed = streamed(patient, service, midway=lambda: os.kill(router, signal.SIGKILL))
     assert await killed == (undisturbed, None)
     assert (await rpc).startswith(undisturbed)
     assert await unary == undisturbed
+    assert await under_grammar == plain_under_grammar
 
     async def are_gone() -> bool:
         return not any(is_running(process) for process in ranks)
