@@ -37,6 +37,9 @@ Renames = Sequence[tuple[re.Pattern[str], str]]
 class AdaptedFields(_PassedOn):
     """A body of an API that is answered by a chat."""
 
+    temperature: float | None = None
+    top_p: float | None = None
+
     def passed_on(self) -> dict[str, Any]:
         """Returns the fields that the chat has under the same names."""
         values = {name: getattr(self, name) for name in _PASSED_ON}

@@ -100,7 +100,7 @@ class MessageFormat:
         if self._open_kind != kind or kind == "tool_use":
             yield from self._close()
             self._open_kind = kind
-            empty = {"input": {}} if kind == "tool_use" else {kind: ""}
+            empty: Json = {"input": {}} if kind == "tool_use" else {kind: ""}
             yield {
                 "type": "content_block_start",
                 "index": self._num_blocks,

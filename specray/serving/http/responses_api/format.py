@@ -59,7 +59,7 @@ class ResponseObjectFormat:
             num_reasoning_tokens = self._answer.num_reasoning_tokens
             read = self._answer.read(part)
             is_reasoning = self._answer.num_reasoning_tokens > num_reasoning_tokens
-            entries = () if is_reasoning else part.logprobs
+            entries = part.logprobs if read.content or not is_reasoning else ()
             logprobs = [logprob_entry(self._tokenizer, entry) for entry in entries]
             yield from map(self._numbered, self._output.add(read, logprobs))
 

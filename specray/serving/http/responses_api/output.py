@@ -74,7 +74,7 @@ class Output:
 
     def _open(self, kind: str) -> Iterator[Json]:
         self._is_open, self._texts, self._logprobs = True, [], []
-        item = {"id": self._item_id(kind), "type": kind, "status": "in_progress"}
+        item: Json = {"id": self._item_id(kind), "type": kind, "status": "in_progress"}
         item |= {"role": "assistant"} if kind == "message" else {"summary": [], "encrypted_content": None}
         self.items.append(item)
         yield self._event("response.output_item.added", item={**item, "content": []})
