@@ -112,7 +112,7 @@ def problem_response(error: Exception, scope: Scope, *, request_id: str | None =
     if status in (408, 413):
         # The rest of the body may still be on its way, and must not be read as the next request.
         headers["Connection"] = "close"
-    if _is_anthropic(scope):
+    if is_anthropic_path(scope["path"].removeprefix(scope.get("root_path", ""))):
         status, body = _anthropic_status(error), anthropic_problem_body(error, request_id=request_id)
     return JSONResponse(body, status_code=status, headers=headers)
 
@@ -123,8 +123,8 @@ def log_problem(error: Exception, *, request_id: str | None = None) -> None:
         logger.error("request failed", exc_info=error, extra={"request_id": request_id})
 
 
-def _is_anthropic(scope: Scope) -> bool:
-    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+def is_anthropic_path(path: str) -> bool:
+    """True for the paths of Anthropic's API."""
     return path == _MESSAGES_PATH or path.startswith(f"{_MESSAGES_PATH}/")
 
 

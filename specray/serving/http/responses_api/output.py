@@ -55,7 +55,8 @@ class Output:
             return
         item = self.items[-1]
         kind = item["type"]
-        self._take_logprobs()
+        if kind == "message":
+            self._take_logprobs()
         self._is_open = False
         part = self._part(kind)
         told = {"logprobs": self._logprobs} if kind == "message" else {}
@@ -75,21 +76,23 @@ class Output:
     def _open(self, kind: str) -> Iterator[Json]:
         self._is_open, self._texts, self._logprobs = True, [], []
         item: Json = {"id": self._item_id(kind), "type": kind, "status": "in_progress"}
-        item |= {"role": "assistant"} if kind == "message" else {"summary": [], "encrypted_content": None}
+        own: Json = {"role": "assistant"}
+        if kind == "reasoning":
+            own = {"summary": [], "encrypted_content": None}
+        item |= own
         self.items.append(item)
         yield self._event("response.output_item.added", item={**item, "content": []})
         yield self._event("response.content_part.added", **self._place(), part=self._part(kind))
 
     def _take_logprobs(self) -> list[Json]:
-        """The logprobs that wait; those of a message stay with it, those of calls are dropped."""
+        """The logprobs that wait, which stay with the open message."""
         taken, self._waiting = self._waiting, []
-        if self._is_open and self.items[-1]["type"] == "message":
-            self._logprobs += taken
+        self._logprobs += taken
         return taken
 
     def _call(self, delta: CallDelta) -> Iterator[Json]:
+        self._waiting = []  # Of the call's own tokens.
         yield from self.close()
-        self._waiting = []
         arguments = delta.call.arguments
         item = {
             "id": self._item_id("function_call"),
