@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse
 
 from specray.serving.admission.api_keys import Caller
 from specray.serving.http.body import read_json
-from specray.serving.http.chat.adapter import Renames, renamed
 from specray.serving.http.chat.schema import ChatCompletionRequest
+from specray.serving.http.chat.translation import Renames, renamed
 from specray.serving.http.events import until_disconnect
 from specray.serving.http.messages_api.format import ID_PREFIX, MessageFormat
 from specray.serving.http.messages_api.schema import CountTokensRequest, MessagesRequest

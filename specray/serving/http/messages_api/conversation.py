@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from specray.errors import InvalidRequestError
-from specray.serving.http.chat.adapter import text_of_parts
+from specray.serving.http.chat.translation import text_of_parts
 from specray.serving.validation import out_of_range
 
 _KINDS: Final = {

@@ -7,7 +7,7 @@ from typing import Any, Final
 from pydantic import ConfigDict
 
 from specray.errors import InvalidRequestError
-from specray.serving.http.chat.adapter import AdaptedFields, with_variable
+from specray.serving.http.chat.translation import TranslatedFields, with_variable
 from specray.serving.http.extras import check_extras
 from specray.serving.http.messages_api.conversation import continues, messages_of
 from specray.serving.http.schemas import Fields
@@ -36,7 +36,7 @@ class ThinkingFields(Fields):
     display: str | None = None
 
 
-class CountTokensRequest(AdaptedFields):
+class CountTokensRequest(TranslatedFields):
     """The body of /v1/messages/count_tokens."""
 
     messages: list[Any]

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Final
 
 from specray.serving.admission.api_keys import Caller
-from specray.serving.http.chat.adapter import Renames, renamed
+from specray.serving.http.chat.translation import Renames, renamed
 from specray.serving.http.openai_api import Call, OpenAiApi
 from specray.serving.http.responses_api.format import ID_PREFIX, ResponseObjectFormat
 from specray.serving.http.responses_api.schema import ResponsesChat, ResponsesRequest

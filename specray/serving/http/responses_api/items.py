@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 from specray.errors import InvalidRequestError
-from specray.serving.http.chat.adapter import text_of_parts
 from specray.serving.http.chat.messages import read_arguments
+from specray.serving.http.chat.translation import text_of_parts
 from specray.serving.validation import out_of_range
 
 _ROLES: Final = ("user", "assistant", "system", "developer")

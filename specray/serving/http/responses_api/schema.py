@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Final
 from pydantic import ConfigDict
 
 from specray.errors import InvalidRequestError
-from specray.serving.http.chat.adapter import AdaptedFields, with_variable
 from specray.serving.http.chat.schema import ChatCompletionRequest
+from specray.serving.http.chat.translation import TranslatedFields, with_variable
 from specray.serving.http.extras import check_extras
 from specray.serving.http.responses_api.items import messages_of
 from specray.serving.http.schemas import Fields
@@ -58,7 +58,7 @@ class ResponsesChat(ChatCompletionRequest):
     }
 
 
-class ResponsesRequest(AdaptedFields):
+class ResponsesRequest(TranslatedFields):
     """The body of /v1/responses."""
 
     input: Any = None

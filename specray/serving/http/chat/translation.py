@@ -1,4 +1,4 @@
-"""What APIs share that are answered by chats: fields that go on as they are, and names in errors."""
+"""Translates other APIs into chats: fields that go on as they are, texts of parts, and names in errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Renames = Sequence[tuple[re.Pattern[str], str]]
 """Patterns of a chat's field names, each with what the field is called in another API."""
 
 
-class AdaptedFields(_PassedOn):
+class TranslatedFields(_PassedOn):
     """A body of an API that is answered by a chat."""
 
     temperature: float | None = None
