@@ -17,7 +17,7 @@ from specray.serving.http.key_check import caller_of
 from specray.serving.http.problems import problem_response
 
 _RETRY_AFTER_S = 1.0
-_SCREENED_PATHS: Final = ("/v1/completions", "/v1/chat/completions")
+_SCREENED_PATHS: Final = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 
 
 class AdmissionMiddleware:
@@ -55,7 +55,7 @@ class AdmissionMiddleware:
                 slot = await self._capacity.limiter.enter() if is_whole else None
         except OverloadedError as error:
             # The status is counted; a log line for each refusal would be a flood of its own.
-            await problem_response(error)(scope, receive, send)
+            await problem_response(error, scope)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
         finally:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -29,9 +30,11 @@ from specray.serving.http.edge.paths import SlashMiddleware
 from specray.serving.http.events import EventStreamResponse, until_disconnect
 from specray.serving.http.identity import identify
 from specray.serving.http.key_check import KeyMiddleware, caller_of
+from specray.serving.http.messages_api.calls import add_count_route, messages_call
 from specray.serving.http.observe import ObserveMiddleware, record_of
 from specray.serving.http.openai_api import Call, OpenAiApi
-from specray.serving.http.problems import HttpError, problem_body, problem_response
+from specray.serving.http.problems import HttpError, problem_response
+from specray.serving.http.responses_api.calls import responses_call
 from specray.serving.http.routes.absent import add_absent_routes
 from specray.serving.http.routes.models import add_model_routes
 from specray.serving.http.routes.openapi import add_openapi_route
@@ -90,7 +93,8 @@ def build_http_app(
     add_observer_routes(app, client, metrics_text)
     add_model_routes(app, limits, identity)
     add_token_routes(app, api, tokenizer, limits, max_body_bytes=config.http.max_body_bytes)
-    _add_openai_routes(app, api, config)
+    add_count_route(app, api, limits, max_body_bytes=config.http.max_body_bytes)
+    _add_generating_routes(app, api, config)
     if config.http.openapi:
         add_openapi_route(app, asks_for_key=keyring.asks_for_key)
     add_absent_routes(app)
@@ -118,7 +122,7 @@ def _named_twice(source: TextSource, model_name: str) -> TextSource:
     return text
 
 
-def _add_openai_routes(app: FastAPI, api: OpenAiApi, config: Config) -> None:
+def _add_generating_routes(app: FastAPI, api: OpenAiApi, config: Config) -> None:
     async def run(request: Request, parse: CallParser) -> Response:
         values = await read_json(request, max_body_bytes=config.http.max_body_bytes)
         values = with_timeout(values, request.headers)
@@ -126,7 +130,7 @@ def _add_openai_routes(app: FastAPI, api: OpenAiApi, config: Config) -> None:
         if not call.is_stream:
             return JSONResponse(await until_disconnect(request.receive, api.answer(call)))
         started = await _started(request, api.deltas(call), grace_s=config.http.first_token_grace_s)
-        return EventStreamResponse(api.events(call, started), started)
+        return EventStreamResponse(api.events(call, started), started, comment=call.format.waiting)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -135,6 +139,14 @@ def _add_openai_routes(app: FastAPI, api: OpenAiApi, config: Config) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         return await run(request, api.chat_call)
+
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        return await run(request, partial(responses_call, api))
+
+    @app.post("/v1/messages")
+    async def messages(request: Request) -> Response:
+        return await run(request, partial(messages_call, api))
 
 
 async def _started(request: Request, deltas: AsyncIterator[Delta], *, grace_s: float) -> StartedStream:
@@ -153,7 +165,7 @@ def _add_problem_handlers(app: FastAPI) -> None:
     async def on_problem(request: Request, error: SpecrayError) -> Response:
         record = record_of(request)
         record.failed(error)
-        return problem_response(error, request_id=record.request_id)
+        return problem_response(error, request.scope, request_id=record.request_id)
 
     @app.exception_handler(HTTPException)
     async def on_http(request: Request, error: HTTPException) -> Response:
@@ -161,7 +173,9 @@ def _add_problem_handlers(app: FastAPI) -> None:
         message = f"{request.method} {request.url.path[:100]}: {error.detail}"
         problem = HttpError(error.status_code, message, code=code)
         record_of(request).failed(problem)
-        return JSONResponse(problem_body(problem), status_code=error.status_code, headers=error.headers)
+        response = problem_response(problem, request.scope, request_id=record_of(request).request_id)
+        response.headers.update(error.headers or {})
+        return response
 
     @app.exception_handler(ClientDisconnect)
     async def on_disconnect(_: Request, error: ClientDisconnect) -> Response:

@@ -18,7 +18,6 @@ moment; one that does not would hold a place in the routers, for tokens that nob
 
 KEEP_ALIVE_S: Final = 15.0
 """Seconds after which a stream on which nothing happens gets a comment."""
-_COMMENT: Final = b": waiting\n\n"
 
 T = TypeVar("T")
 
@@ -56,6 +55,7 @@ class EventStreamResponse(Response):
         events: the events, which are made from ``source``.
         source: closed at the end, too, also if no event was asked for.
         keep_alive_s: longest silence in seconds.
+        comment: what is sent into it; clients leave it out.
     """
 
     media_type = "text/event-stream"
@@ -66,12 +66,14 @@ class EventStreamResponse(Response):
         source: AsyncIterator[object],
         *,
         keep_alive_s: float = KEEP_ALIVE_S,
+        comment: bytes,
     ) -> None:
         super().__init__(None, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._source = source
         self._keep_alive_s = keep_alive_s
+        self._comment = comment
         self._is_sending = False
         self._sent_s = 0.0
         """Time of the last message's end on the loop's clock."""
@@ -116,7 +118,7 @@ class EventStreamResponse(Response):
                 # The client does not read what there is.
                 await asyncio.sleep(self._keep_alive_s)
             elif is_silent:
-                await self._send_part(send, _COMMENT)
+                await self._send_part(send, self._comment)
 
 
 def timely(send: Send) -> Send:

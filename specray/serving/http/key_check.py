@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -29,13 +30,18 @@ class KeyMiddleware:
             scope[_CALLER] = (
                 None
                 if self._keyring.is_open(scope["path"].removeprefix(scope.get("root_path", "")))
-                else self._keyring.identify(request.headers.getlist("authorization"))
+                else self._keyring.identify(_authorization(request.headers))
             )
         except UnauthenticatedError as error:
             record_of(request).failed(error)
-            await problem_response(error)(scope, receive, send)
+            await problem_response(error, scope)(scope, receive, send)
             return
         await self._app(scope, receive, send)
+
+
+def _authorization(headers: Headers) -> list[str]:
+    """The values of ``Authorization``; without it, ``x-api-key``, by which Anthropic's clients send keys."""
+    return headers.getlist("authorization") or [f"Bearer {key}" for key in headers.getlist("x-api-key")]
 
 
 def caller_of(request: Request) -> Caller:

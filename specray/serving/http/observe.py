@@ -14,12 +14,13 @@ from specray.serving.observe import CallObserver, CallRecord
 REQUEST_ID_HEADER: Final = "X-Request-Id"
 _RECORD: Final = "specray.record"
 _PATHS: Final = (
-    *("/v1/completions", "/v1/chat/completions", "/v1/models"),
+    *("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/responses"),
+    *("/v1/messages/count_tokens", "/v1/messages"),
     *("/health", "/ready", "/version", "/metrics", "/debug/trace", "/ping", "/load", "/openapi.json"),
     *("/tokenize", "/detokenize", "/tokenizer_info"),
 )
 _METHODS: Final = frozenset(("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"))
-_TRACED: Final = ("/v1/completions", "/v1/chat/completions")
+_TRACED: Final = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 _LEFT_BEFORE_ANSWER: Final = 499
 
 
@@ -57,7 +58,7 @@ class ObserveMiddleware:
             record.failed(error)
             if status:
                 raise
-            await problem_response(error, request_id=record.request_id)(scope, receive, observed)
+            await problem_response(error, scope, request_id=record.request_id)(scope, receive, observed)
         finally:
             self._observer.end(record, str(status or _LEFT_BEFORE_ANSWER))
 

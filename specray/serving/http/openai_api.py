@@ -21,10 +21,10 @@ from specray.serving.grammars import GrammarChecker
 from specray.serving.http.answers.completions import CompletionFormat, shown_prompt, without_output
 from specray.serving.http.answers.token_ids import TokenIds
 from specray.serving.http.chat.format import ChatFormat
-from specray.serving.http.chat.plan import ChatPlanner
+from specray.serving.http.chat.plan import ChatPlanner, Reading
 from specray.serving.http.chat.schema import ChatCompletionRequest
 from specray.serving.http.identity import Identity
-from specray.serving.http.problems import problem_event
+from specray.serving.http.problems import log_problem
 from specray.serving.http.responses import Header, Json, ResponseFormat, Totals
 from specray.serving.http.schemas import CompletionRequest, RequestT, SamplingFields, parse_request
 from specray.serving.http.unknown import without_unknown
@@ -42,6 +42,8 @@ from specray.tokenization import Tokenizer
 DEADLINE_MARGIN_S = 15.0
 """Seconds past a request's deadline, which the router keeps, after which the ingress gives up on the
 router."""
+
+FormatMaker = Callable[[Header, Tokenizer, Reading], ResponseFormat]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,7 @@ class OpenAiApi:
             for prompt, token_ids in zip(prompts, encoded, strict=True)
             for _ in range(num_choices)
         ]
-        header = self._header("cmpl", limits)
+        header = self._header("cmpl-", limits)
         response_format = CompletionFormat(header, self._tokenizer, shown)
         call = self._call(body, options, encoded, limits, header, response_format, caller, record)
         return replace(call, hides_output=body.hides_output)
@@ -123,13 +125,33 @@ class OpenAiApi:
     async def chat_call(self, values: object, caller: Caller, record: CallRecord) -> Call:
         """Makes the call of a /v1/chat/completions body. Raises InvalidRequestError, EngineLostError."""
         body = self.parse(ChatCompletionRequest, values)
+        return await self.chat(body, caller, record, prefix="chatcmpl-", make_format=ChatFormat)
+
+    async def chat(
+        self,
+        body: ChatCompletionRequest,
+        caller: Caller,
+        record: CallRecord,
+        *,
+        prefix: str,
+        make_format: FormatMaker,
+    ) -> Call:
+        """Makes the call of a chat, whatever API it came through.
+
+        Args:
+            prefix: begins the id of the answer.
+            make_format: makes the writer of the answer.
+
+        Raises:
+            InvalidRequestError, EngineLostError: as for ``chat_call``.
+        """
         options, limits = await self._checked(body, caller)
         plan = await self._planner.plan(body, options)
         if plan.options.grammar is not None and plan.options.grammar is not options.grammar:
             field = plan.options.grammar_field
             await self._grammars.check(plan.options.grammar, field=field, limits=limits)
-        header = self._header("chatcmpl", limits)
-        chat_format = ChatFormat(header, self._tokenizer, plan.reading)
+        header = self._header(prefix, limits)
+        chat_format = make_format(header, self._tokenizer, plan.reading)
         return self._call(body, plan.options, [plan.prompt], limits, header, chat_format, caller, record)
 
     def parse(self, schema: type[RequestT], values: object) -> RequestT:
@@ -172,19 +194,23 @@ class OpenAiApi:
         """Yields the response as server-sent events; a failure becomes an event."""
         totals = Totals(call.num_prompt_tokens, call.num_choices)
         try:
-            for opening in _with_ids(call, call.format.opening(len(call.requests))):
+            for opening in _with_ids(call, call.format.opening(len(call.requests), totals)):
                 yield _event(_with_usage(call, opening, totals))
             async for delta in deltas:
                 yield self._delta_event(call, totals, delta)
-            summary = _summary(call, totals)
-            if summary is not None:
-                yield _event(summary)
+            closing = call.format.closing(
+                totals, includes_usage=call.includes_usage, includes_metrics=call.includes_metrics
+            )
+            for event in closing:
+                yield _event(event)
         except Exception as error:
             call.record.failed(error)
-            yield problem_event(error, request_id=call.response_id)
+            log_problem(error, request_id=call.response_id)
+            yield _event(call.format.failure(error))
         finally:
             await close(deltas)
-        yield b"data: [DONE]\n\n"
+        if call.format.ending:
+            yield call.format.ending
 
     def _delta_event(self, call: Call, totals: Totals, delta: Delta) -> bytes:
         if call.hides_output:
@@ -241,7 +267,7 @@ class OpenAiApi:
         )
 
     def _header(self, prefix: str, limits: Limits) -> Header:
-        response_id = f"{prefix}-{uuid.uuid4().hex}"
+        response_id = f"{prefix}{uuid.uuid4().hex}"
         return Header(response_id, int(self._now()), limits.model_name, self._fingerprint)
 
 
@@ -256,16 +282,6 @@ def _with_usage(call: Call, event: Json, totals: Totals) -> Json:
     return {**event, "usage": totals.usage_so_far() if call.repeats_usage else None}
 
 
-def _summary(call: Call, totals: Totals) -> Json | None:
-    if not call.includes_usage and not call.includes_metrics:
-        return None
-    summary = call.format.summary()
-    if call.includes_usage:
-        summary["usage"] = call.format.usage(totals)
-    if call.includes_metrics:
-        summary["metrics"] = totals.metrics()
-    return summary
-
-
 def _event(values: Json) -> bytes:
-    return b"data: " + json.dumps(values, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    name = f"event: {values['type']}\n" if "type" in values else ""
+    return f"{name}data: {json.dumps(values, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()

@@ -1,13 +1,13 @@
-"""Turns exceptions into HTTP answers, in the format of the OpenAI API."""
+"""Turns exceptions into HTTP answers, in the format of the OpenAI API; Anthropic's paths have Anthropic's."""
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from typing import Any, Final, NamedTuple
 
 from starlette.responses import JSONResponse
+from starlette.types import Scope
 
 from specray.errors import (
     DeadlineExceededError,
@@ -23,6 +23,20 @@ from specray.serving.validation import ContextLengthError
 logger = logging.getLogger(__name__)
 
 _RETRY_AFTER_LOST_S = 1.0
+_MESSAGES_PATH: Final = "/v1/messages"
+"""Path below which answers have Anthropic's form."""
+_ANTHROPIC_STATUS: Final = {503: 529}
+"""Statuses that Anthropic's API has another one for."""
+_ANTHROPIC_KINDS: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+"""Types of errors in Anthropic's API by status; others: invalid_request_error, api_error from 500 on."""
 
 
 class HttpError(SpecrayError):
@@ -73,11 +87,18 @@ def problem_code(error: Exception) -> str:
     return _problem(error).code
 
 
-def problem_response(error: Exception, *, request_id: str | None = None) -> JSONResponse:
-    """Returns the whole answer; logs an unexpected exception."""
-    status = problem_status(error)
-    if status == 500:
-        logger.error("request failed", exc_info=error, extra={"request_id": request_id})
+def anthropic_problem_body(error: Exception, *, request_id: str | None = None) -> dict[str, Any]:
+    """Returns ``{"type": "error", "error": {type, message}, "request_id"}``; it hides what ours hides."""
+    status = _anthropic_status(error)
+    kind = _ANTHROPIC_KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    message = problem_body(error)["error"]["message"]
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+
+
+def problem_response(error: Exception, scope: Scope, *, request_id: str | None = None) -> JSONResponse:
+    """Returns the whole answer in the form of the API that was asked; logs an unexpected exception."""
+    status, body = problem_status(error), problem_body(error)
+    log_problem(error, request_id=request_id)
     headers = {}
     if isinstance(error, OverloadedError):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
@@ -91,14 +112,25 @@ def problem_response(error: Exception, *, request_id: str | None = None) -> JSON
     if status in (408, 413):
         # The rest of the body may still be on its way, and must not be read as the next request.
         headers["Connection"] = "close"
-    return JSONResponse(problem_body(error), status_code=status, headers=headers)
+    if is_anthropic_path(scope["path"].removeprefix(scope.get("root_path", ""))):
+        status, body = _anthropic_status(error), anthropic_problem_body(error, request_id=request_id)
+    return JSONResponse(body, status_code=status, headers=headers)
 
 
-def problem_event(error: Exception, *, request_id: str | None = None) -> bytes:
-    """Returns the server-sent event that ends a stream whose headers have been sent."""
+def log_problem(error: Exception, *, request_id: str | None = None) -> None:
+    """Logs an unexpected exception."""
     if problem_status(error) == 500:
-        logger.error("stream failed", exc_info=error, extra={"request_id": request_id})
-    return b"data: " + json.dumps(problem_body(error), ensure_ascii=False).encode() + b"\n\n"
+        logger.error("request failed", exc_info=error, extra={"request_id": request_id})
+
+
+def is_anthropic_path(path: str) -> bool:
+    """True for the paths of Anthropic's API."""
+    return path == _MESSAGES_PATH or path.startswith(f"{_MESSAGES_PATH}/")
+
+
+def _anthropic_status(error: Exception) -> int:
+    status = problem_status(error)
+    return _ANTHROPIC_STATUS.get(status, status)
 
 
 def _problem(error: Exception) -> _Problem:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from specray.requests import SpeculationStats
 from specray.serving.generation import Delta
+from specray.serving.http.problems import problem_body
 from specray.tokenization import Tokenizer
 from specray.types import TokenLogprobs
 
@@ -85,13 +87,26 @@ class Totals:
 
 
 class ResponseFormat(Protocol):
-    """The way one of the APIs writes the outputs of a call."""
+    """The way one of the APIs writes the outputs of a call.
+
+    An event whose body has a ``type`` carries it as its name, too.
+    """
+
+    @property
+    def ending(self) -> bytes:
+        """What ends a stream behind its last event."""
+        ...
+
+    @property
+    def waiting(self) -> bytes:
+        """What keeps a stream alive on which nothing happens."""
+        ...
 
     def body(self, outputs: Sequence[Delta], totals: Totals) -> Json:
         """Returns the whole response, without its metrics."""
         ...
 
-    def opening(self, num_choices: int) -> Iterable[Json]:
+    def opening(self, num_choices: int, totals: Totals) -> Iterable[Json]:
         """Yields the events before the first delta."""
         ...
 
@@ -99,13 +114,41 @@ class ResponseFormat(Protocol):
         """Yields the events of one delta."""
         ...
 
-    def summary(self) -> Json:
-        """Returns the last event, without choices, which carries usage and metrics."""
+    def closing(self, totals: Totals, *, includes_usage: bool, includes_metrics: bool) -> Iterable[Json]:
+        """Yields the events after the last delta."""
         ...
 
+    def failure(self, error: Exception) -> Json:
+        """Returns the event that tells an error in a stream."""
+        ...
+
+
+class ChunkFormat(ABC):
+    """What the formats of chats and completions share: events without names, and usage in one of its own."""
+
+    ending: ClassVar[bytes] = b"data: [DONE]\n\n"
+    waiting: ClassVar[bytes] = b": waiting\n\n"
+
+    @abstractmethod
+    def summary(self) -> Json:
+        """Returns the last event, without choices, which carries usage and metrics."""
+
+    @abstractmethod
     def usage(self, totals: Totals) -> Json:
         """Returns the token counts of a call that has ended."""
-        ...
+
+    def closing(self, totals: Totals, *, includes_usage: bool, includes_metrics: bool) -> Iterable[Json]:
+        if not includes_usage and not includes_metrics:
+            return
+        summary = self.summary()
+        if includes_usage:
+            summary["usage"] = self.usage(totals)
+        if includes_metrics:
+            summary["metrics"] = totals.metrics()
+        yield summary
+
+    def failure(self, error: Exception) -> Json:
+        return problem_body(error)
 
 
 def sum_stats(stats: Iterable[SpeculationStats]) -> SpeculationStats:

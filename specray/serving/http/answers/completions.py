@@ -7,7 +7,14 @@ from dataclasses import dataclass, replace
 
 from specray.requests import FinishReason
 from specray.serving.generation import Delta
-from specray.serving.http.responses import Header, Json, Totals, finite, listed_prompt_logprobs
+from specray.serving.http.responses import (
+    ChunkFormat,
+    Header,
+    Json,
+    Totals,
+    finite,
+    listed_prompt_logprobs,
+)
 from specray.serving.prompts import Prompt
 from specray.tokenization import Tokenizer
 from specray.types import TokenLogprobs
@@ -51,7 +58,7 @@ def without_output(delta: Delta) -> Delta:
     )  # fmt: skip
 
 
-class CompletionFormat:
+class CompletionFormat(ChunkFormat):
     """Bodies of /v1/completions.
 
     Args:
@@ -75,7 +82,7 @@ class CompletionFormat:
             choices.append(choice)
         return {**self._header.fields("text_completion"), "choices": choices, "usage": totals.usage()}
 
-    def opening(self, num_choices: int) -> Iterable[Json]:
+    def opening(self, num_choices: int, totals: Totals) -> Iterable[Json]:
         for index in range(num_choices):
             if text := self._prompts[index].text:
                 yield from self.events(Delta(index, text, ()))

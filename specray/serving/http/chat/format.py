@@ -8,13 +8,20 @@ from dataclasses import dataclass, field
 from specray.requests import FinishReason
 from specray.serving.generation import Delta
 from specray.serving.http.chat.plan import Reading
-from specray.serving.http.responses import Header, Json, Totals, finite, listed_prompt_logprobs
+from specray.serving.http.responses import (
+    ChunkFormat,
+    Header,
+    Json,
+    Totals,
+    finite,
+    listed_prompt_logprobs,
+)
 from specray.serving.tools.answer import AnswerDelta, CallDelta
 from specray.tokenization import Tokenizer
 from specray.types import TokenLogprobs
 
 
-class ChatFormat:
+class ChatFormat(ChunkFormat):
     """Bodies of /v1/chat/completions.
 
     Args:
@@ -25,7 +32,7 @@ class ChatFormat:
         self._header = header
         self._tokenizer = tokenizer
         self._reading = reading
-        self._answers: dict[int, _Answer] = {}
+        self._answers: dict[int, ChatAnswer] = {}
 
     def body(self, outputs: Sequence[Delta], totals: Totals) -> Json:
         choices = [self._choice(delta) for delta in outputs]
@@ -34,7 +41,7 @@ class ChatFormat:
             body["prompt_logprobs"] = listed_prompt_logprobs(self._tokenizer, outputs[0].prompt_logprobs)
         return body
 
-    def opening(self, num_choices: int) -> Iterable[Json]:
+    def opening(self, num_choices: int, totals: Totals) -> Iterable[Json]:
         # Content stays null where an answer is nothing but calls.
         content = None if self._reading.reads_calls else ""
         for index in range(num_choices):
@@ -61,8 +68,8 @@ class ChatFormat:
         num_tokens = sum(answer.num_reasoning_tokens for answer in self._answers.values())
         return {**usage, "completion_tokens_details": {"reasoning_tokens": num_tokens}}
 
-    def _answer(self, index: int) -> _Answer:
-        return self._answers.setdefault(index, _Answer(self._reading))
+    def _answer(self, index: int) -> ChatAnswer:
+        return self._answers.setdefault(index, ChatAnswer(self._reading))
 
     def _choice(self, delta: Delta) -> Json:
         answer = self._answer(delta.index)
@@ -92,24 +99,11 @@ class ChatFormat:
         return {**self.summary(), "choices": [choice]}
 
     def _logprobs(self, entries: Sequence[TokenLogprobs]) -> Json | None:
-        return {"content": [self._logprob(entry) for entry in entries], "refusal": None} if entries else None
-
-    def _logprob(self, entry: TokenLogprobs) -> Json:
-        tops = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
-        return {
-            **self._token(entry.token_id, entry.logprob),
-            "top_logprobs": [self._token(token_id, logprob) for token_id, logprob in tops],
-        }
-
-    def _token(self, token_id: int, logprob: float) -> Json:
-        return {
-            "token": self._tokenizer.token_text(token_id),
-            "logprob": finite(logprob),
-            "bytes": list(self._tokenizer.token_bytes(token_id)),
-        }
+        content = [logprob_entry(self._tokenizer, entry) for entry in entries]
+        return {"content": content, "refusal": None} if entries else None
 
 
-class _Answer:
+class ChatAnswer:
     """One choice as far as it has been read."""
 
     def __init__(self, reading: Reading) -> None:
@@ -131,11 +125,15 @@ class _Answer:
             gained.add(self._parser.finish())
         return AnswerDelta("".join(gained.content), "".join(gained.reasoning), tuple(gained.calls))
 
+    @property
+    def has_calls(self) -> bool:
+        """Whether a call has been read."""
+        return self._parser is not None and self._parser.num_calls > 0
+
     def ending(self, delta: Delta) -> Json:
         """Why the answer ended; after its last delta has been read."""
         reason: str | None = delta.finish_reason
-        has_calls = self._parser is not None and self._parser.num_calls > 0
-        if has_calls and delta.finish_reason is FinishReason.STOP and not self._is_named:
+        if self.has_calls and delta.finish_reason is FinishReason.STOP and not self._is_named:
             reason = "tool_calls"
         return {"finish_reason": reason, "stop_reason": delta.stop_reason}
 
@@ -152,6 +150,23 @@ class _Gained:
         self.content.append(part.content)
         self.reasoning.append(part.reasoning)
         self.calls += part.calls
+
+
+def logprob_entry(tokenizer: Tokenizer, entry: TokenLogprobs) -> Json:
+    """One token of an answer with its likeliest alternatives."""
+    tops = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
+    return {
+        **_token(tokenizer, entry.token_id, entry.logprob),
+        "top_logprobs": [_token(tokenizer, token_id, logprob) for token_id, logprob in tops],
+    }
+
+
+def _token(tokenizer: Tokenizer, token_id: int, logprob: float) -> Json:
+    return {
+        "token": tokenizer.token_text(token_id),
+        "logprob": finite(logprob),
+        "bytes": list(tokenizer.token_bytes(token_id)),
+    }
 
 
 def _changes(read: AnswerDelta) -> Iterator[Json]:

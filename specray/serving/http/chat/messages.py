@@ -111,12 +111,13 @@ def _call(where: str, call: object) -> dict[str, Any]:
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise out_of_range(f"{where}.function.name", name, "a name")
-    arguments = _arguments(f"{where}.function.arguments", function.get("arguments"))
+    arguments = read_arguments(f"{where}.function.arguments", function.get("arguments"))
     named = {} if call_id is None else {"id": call_id}
     return {**named, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _arguments(where: str, value: object) -> dict[str, Any]:
+def read_arguments(where: str, value: object) -> dict[str, Any]:
+    """The arguments of a call, as an object or its JSON text. Raises InvalidRequestError."""
     if value in (None, ""):
         return {}
     arguments = value

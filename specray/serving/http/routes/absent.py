@@ -26,8 +26,9 @@ NOT_OFFERED: Final = (
     *((path, _TEXT) for path in ("/v1/audio", "/v1/images", "/v1/videos", "/v1/realtime", "/v1/edits")),
     *((path, _STATE) for path in ("/v1/files", "/v1/uploads", "/v1/batches", "/v1/fine_tuning")),
     *((path, _STATE) for path in ("/v1/assistants", "/v1/threads", "/v1/vector_stores", "/v1/evals")),
-    *((path, _STATE) for path in ("/v1/containers", "/v1/conversations", "/v1/responses")),
-    ("/v1/messages", "use /v1/chat/completions"),
+    *((path, _STATE) for path in ("/v1/containers", "/v1/conversations", "/v1/responses/{response_id}")),
+    ("/v1/messages/batches", _STATE),
+    ("/v1/complete", "use /v1/messages"),
 )
 """Paths, each with all below it, and why they are not offered."""
 
@@ -43,7 +44,7 @@ def _add(app: FastAPI, path: str, reason: str) -> None:
         problem = HttpError(400, f"{request.method} {path} is not offered here: {reason}", code="not_offered")
         record = record_of(request)
         record.failed(problem)
-        response = problem_response(problem, request_id=record.request_id)
+        response = problem_response(problem, request.scope, request_id=record.request_id)
         if request.method not in ("GET", "HEAD"):
             # The body, which may be a file, is not read.
             response.headers["Connection"] = "close"

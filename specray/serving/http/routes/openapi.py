@@ -12,6 +12,9 @@ from starlette.responses import JSONResponse
 
 from specray import __version__
 from specray.serving.http.chat.schema import ChatCompletionRequest
+from specray.serving.http.messages_api.schema import CountTokensRequest, MessagesRequest
+from specray.serving.http.problems import is_anthropic_path
+from specray.serving.http.responses_api.schema import ResponsesRequest
 from specray.serving.http.routes.methods import GET
 from specray.serving.http.routes.tokens import DetokenizeRequest, TokenizeRequest
 from specray.serving.http.schemas import GRAMMAR_FIELDS, CompletionRequest, SamplingFields
@@ -22,6 +25,9 @@ Json = dict[str, Any]
 _BODIES: Final[Mapping[str, tuple[type[BaseModel], str]]] = {
     "/v1/completions": (CompletionRequest, "Continues one or many prompts."),
     "/v1/chat/completions": (ChatCompletionRequest, "Answers a conversation."),
+    "/v1/responses": (ResponsesRequest, "Answers a conversation, as OpenAI's Responses API does."),
+    "/v1/messages": (MessagesRequest, "Answers a conversation, as Anthropic's Messages API does."),
+    "/v1/messages/count_tokens": (CountTokensRequest, "Tokens of a conversation in Anthropic's form."),
     "/tokenize": (TokenizeRequest, "Tokens of a prompt; with messages in its place, of a conversation."),
     "/detokenize": (DetokenizeRequest, "Text of tokens."),
 }
@@ -36,7 +42,7 @@ _READ: Final[Mapping[str, str]] = {
     "/metrics": "Prometheus text.",
 }
 _TEXTS: Final = ("/metrics",)
-_STREAMS: Final = ("/v1/completions", "/v1/chat/completions")
+_STREAMS: Final = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 _ERROR: Final[Json] = {
     "type": "object",
     "required": ["error"],
@@ -51,6 +57,19 @@ _ERROR: Final[Json] = {
                 "code": {"type": "string"},
             },
         }
+    },
+}
+_ANTHROPIC_ERROR: Final[Json] = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+        "request_id": {"type": ["string", "null"]},
     },
 }
 
@@ -71,7 +90,7 @@ def openapi_document(*, asks_for_key: bool) -> Json:
     schemas: Json = definitions["$defs"]
     for schema, _ in _BODIES.values():
         _describe(schemas[schema.__name__], has_sampling=issubclass(schema, SamplingFields))
-    schemas["Error"] = _ERROR
+    schemas |= {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
     components: Json = {"schemas": schemas}
     document: Json = {
         "openapi": "3.1.0",
@@ -83,8 +102,11 @@ def openapi_document(*, asks_for_key: bool) -> Json:
         "components": components,
     }
     if asks_for_key:
-        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        document["security"] = [{"key": []}]
+        components["securitySchemes"] = {
+            "key": {"type": "http", "scheme": "bearer"},
+            "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
+        document["security"] = [{"key": []}, {"header": []}]
     return document
 
 
@@ -108,7 +130,7 @@ def _writing(path: str, schema: type[BaseModel], text: str) -> Json:
     return {
         "summary": text,
         "requestBody": {"required": True, "content": {"application/json": {"schema": reference}}},
-        "responses": _responses(answers),
+        "responses": _responses(answers, "AnthropicError" if is_anthropic_path(path) else "Error"),
     }
 
 
@@ -117,8 +139,8 @@ def _reading(path: str, text: str) -> Json:
     return {"summary": text, "responses": _responses({kind: {"schema": {"type": schema}}})}
 
 
-def _responses(answers: Json) -> Json:
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+def _responses(answers: Json, error_name: str = "Error") -> Json:
+    error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{error_name}"}}}
     return {
         "200": {"description": "The answer.", "content": answers},
         "4XX": {"description": "The caller's mistake, or too many calls.", "content": error},

@@ -23,7 +23,7 @@ from specray.serving.limits import ServiceLimits
 from specray.serving.validation import Limits, check_model, check_token_ids, out_of_range
 from specray.tokenization import Tokenizer
 
-_MAX_CALLS: Final = 2
+MAX_TOKENIZING_CALLS: Final = 2
 """Calls that tokenize at a time: long texts must not take the threads of calls that generate."""
 _WAIT_S: Final = 10.0
 """Seconds that a call may wait for its turn."""
@@ -55,7 +55,7 @@ def add_token_routes(
     app: FastAPI, api: OpenAiApi, tokenizer: Tokenizer, limits: ServiceLimits, *, max_body_bytes: int
 ) -> None:
     """Adds the endpoints; ``api`` encodes conversations as it does for chats."""
-    turns = asyncio.Semaphore(_MAX_CALLS)
+    turns = asyncio.Semaphore(MAX_TOKENIZING_CALLS)
 
     async def body_of(request: Request) -> dict[str, Any]:
         values = await read_json(request, max_body_bytes=max_body_bytes)
@@ -66,7 +66,7 @@ def add_token_routes(
     async def in_turn(request: Request, work: Callable[[dict[str, Any], Limits], Any]) -> JSONResponse:
         values = await body_of(request)
         allowed = await limits.get()
-        async with _turn(turns):
+        async with turn(turns):
             answer = await until_disconnect(request.receive, work(values, allowed))
         return JSONResponse(answer)
 
@@ -127,13 +127,15 @@ def _check(fields: TokenizeRequest | DetokenizeRequest, allowed: Limits) -> None
 
 
 @asynccontextmanager
-async def _turn(turns: asyncio.Semaphore) -> AsyncIterator[None]:
+async def turn(turns: asyncio.Semaphore) -> AsyncIterator[None]:
     """Waits for a turn. Raises OverloadedError if none comes."""
     try:
         async with asyncio.timeout(_WAIT_S):
             await turns.acquire()
     except TimeoutError:
-        raise OverloadedError(f"{_MAX_CALLS} calls are being tokenized; allowed: {_MAX_CALLS}") from None
+        raise OverloadedError(
+            f"{MAX_TOKENIZING_CALLS} calls are being tokenized; allowed: {MAX_TOKENIZING_CALLS}"
+        ) from None
     try:
         yield
     finally:

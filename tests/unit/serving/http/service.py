@@ -108,3 +108,20 @@ async def events_of(service: Service, path: str, body: dict[str, Any]) -> list[A
         parts = (await response.read()).decode().split("\n\n")
     assert parts[-2:] == ["data: [DONE]", ""]
     return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
+
+
+async def typed_events_of(
+    service: Service, path: str, body: dict[str, Any], headers: dict[str, str] | None = None
+) -> list[Any]:
+    """Returns the decoded events of a stream whose events have names; the name is the event's type."""
+    async with service.http.post(path, json={**body, "stream": True}, headers=headers) as response:
+        assert response.status == 200, await response.text()
+        assert response.headers["Content-Type"].startswith("text/event-stream")
+        *parts, end = (await response.read()).decode().split("\n\n")
+    assert end == ""
+    events = []
+    for part in parts:
+        name, data = part.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events

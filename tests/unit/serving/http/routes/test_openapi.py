@@ -21,14 +21,17 @@ async def test_document_is_served_by_option_alone() -> None:
         ):
             assert response.status == status
     assert "securitySchemes" not in openapi_document(asks_for_key=False)["components"]
-    assert openapi_document(asks_for_key=True)["security"] == [{"key": []}]
+    assert openapi_document(asks_for_key=True)["security"] == [{"key": []}, {"header": []}]
 
 
 def test_references_lead_to_schemas() -> None:
     document = openapi_document(asks_for_key=False)
     names = re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document))
     assert set(names) <= set(document["components"]["schemas"])
-    assert {"CompletionRequest", "ChatCompletionRequest", "StreamOptions", "Error"} <= set(names)
+    assert {"CompletionRequest", "ChatCompletionRequest", "StreamOptions"} <= set(names)
+    assert {"ResponsesRequest", "MessagesRequest", "CountTokensRequest", "Error", "AnthropicError"} <= set(
+        names
+    )
 
 
 def test_fields_have_their_ranges() -> None:

@@ -1,0 +1,96 @@
+"""Translates other APIs into chats: fields that go on as they are, texts of parts, and names in errors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+from pydantic import create_model
+
+from specray.errors import InvalidRequestError
+from specray.serving.http.chat.schema import ChatCompletionRequest
+from specray.serving.http.schemas import Fields
+from specray.serving.validation import out_of_range
+
+_PASSED_ON: Final = (
+    *("model", "stream", "temperature", "top_p", "top_k", "min_p", "seed"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
+    *("min_tokens", "ignore_eos", "stop_token_ids", "bad_words", "allowed_token_ids"),
+    *("skip_special_tokens", "include_stop_str_in_output", "truncate_prompt_tokens"),
+    *("cache_salt", "priority", "timeout_s", "speculation", "return_speculation_metrics"),
+    "chat_template_kwargs",
+)
+"""Fields of a chat that mean the same in every API here."""
+
+_PassedOn = create_model(  # type: ignore[call-overload]
+    "_PassedOn",
+    __base__=Fields,
+    **{name: (ChatCompletionRequest.model_fields[name].annotation, None) for name in _PASSED_ON},
+)
+
+Renames = Sequence[tuple[re.Pattern[str], str]]
+"""Patterns of a chat's field names, each with what the field is called in another API."""
+
+
+class TranslatedFields(_PassedOn):
+    """A body of an API that is answered by a chat."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+
+    def passed_on(self) -> dict[str, Any]:
+        """Returns the fields that the chat has under the same names."""
+        values = {name: getattr(self, name) for name in _PASSED_ON}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def others(self) -> Mapping[str, Any]:
+        """The fields that the schema does not have."""
+        return self.model_extra or {}
+
+
+def with_variable(chat: dict[str, Any], name: str, value: object) -> None:
+    """Sets a variable of the chat template, unless the request itself sets it."""
+    chat["chat_template_kwargs"] = {name: value, **(chat.get("chat_template_kwargs") or {})}
+
+
+def text_of_parts(where: str, value: object, kinds: Sequence[str]) -> str:
+    """The text of content in one piece or in parts.
+
+    Args:
+        where: name of the field.
+        kinds: types of parts that hold text.
+
+    Raises:
+        InvalidRequestError: it is malformed, or a part is no text.
+    """
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise out_of_range(where, value, f"a string or a list of parts of type {' or '.join(kinds)}")
+    return "".join(_part(f"{where}[{index}]", part, kinds) for index, part in enumerate(value))
+
+
+def _part(where: str, part: object, kinds: Sequence[str]) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(part, dict) or kind not in kinds:
+        raise out_of_range(f"{where}.type", kind, " or ".join(kinds))
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise out_of_range(f"{where}.text", text, "a string")
+    return text
+
+
+@contextmanager
+def renamed(renames: Renames) -> Iterator[None]:
+    """Gives the fields in errors of a chat the names of the API by which they came."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        own = error.field or ""
+        name = next((pattern.sub(text, own) for pattern, text in renames if pattern.search(own)), own)
+        if name == own:
+            raise
+        raise type(error)(str(error).replace(own, name), field=name) from None

@@ -1,0 +1,119 @@
+"""Turns the messages of the Messages API, with their blocks, into the messages of a chat."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from specray.errors import InvalidRequestError
+from specray.serving.http.chat.translation import text_of_parts
+from specray.serving.validation import out_of_range
+
+_KINDS: Final = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
+    "system": ("text",),
+}
+"""Types of blocks by role."""
+Message = dict[str, Any]
+
+
+def messages_of(messages: list[Any], system: object) -> list[Message]:
+    """The messages of a chat.
+
+    Raises:
+        InvalidRequestError: a message is malformed, or has a block that is not supported.
+    """
+    if not messages:
+        raise InvalidRequestError("messages is empty; allowed: at least one message", field="messages")
+    instructions = "" if system is None else text_of_parts("system", system, ("text",))
+    opening = [{"role": "system", "content": instructions}] if instructions else []
+    read = [_read(f"messages[{index}]", message) for index, message in enumerate(messages)]
+    return [*opening, *(message for entry in read for message in entry)]
+
+
+def continues(messages: list[Message]) -> bool:
+    """Whether the answer goes on with the last message of a chat: with text of the assistant's."""
+    last = messages[-1]
+    return last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
+
+
+def _read(where: str, message: object) -> list[Message]:
+    if not isinstance(message, dict):
+        raise out_of_range(where, message, "an object with role and content")
+    role, content = message.get("role"), message.get("content")
+    if role not in _KINDS:
+        raise out_of_range(f"{where}.role", role, ", ".join(_KINDS))
+    where = f"{where}.content"
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list):
+        raise out_of_range(where, content, "a string or a list of blocks")
+    blocks = [_block(f"{where}[{index}]", block, role) for index, block in enumerate(content)]
+    if role == "system":
+        return [{"role": role, "content": text_of_parts(where, content, ("text",))}]
+    return _of_user(where, blocks) if role == "user" else [_of_assistant(where, blocks)]
+
+
+def _block(where: str, block: object, role: str) -> dict[str, Any]:
+    kind = block.get("type") if isinstance(block, dict) else None
+    if not isinstance(block, dict) or kind not in _KINDS[role]:
+        raise out_of_range(f"{where}.type", kind, f"{', '.join(_KINDS[role])} in messages of {role}")
+    return block
+
+
+def _of_user(where: str, blocks: list[dict[str, Any]]) -> list[Message]:
+    """Results of tools are messages of their own; text between them is one message."""
+    messages = list[Message]()
+    for index, block in enumerate(blocks):
+        place = f"{where}[{index}]"
+        if block["type"] == "tool_result":
+            content = block.get("content")
+            text = "" if content is None else text_of_parts(f"{place}.content", content, ("text",))
+            call_id = _string(f"{place}.tool_use_id", block.get("tool_use_id"))
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+            continue
+        text = _text(f"{place}.text", block.get("text"))
+        if messages and messages[-1]["role"] == "user":
+            messages[-1]["content"] += text
+        else:
+            messages.append({"role": "user", "content": text})
+    return messages or [{"role": "user", "content": ""}]
+
+
+def _of_assistant(where: str, blocks: list[dict[str, Any]]) -> Message:
+    content, thinking, calls = list[str](), list[str](), list[dict[str, Any]]()
+    for index, block in enumerate(blocks):
+        place = f"{where}[{index}]"
+        if block["type"] == "text":
+            content.append(_text(f"{place}.text", block.get("text")))
+        elif block["type"] == "thinking":
+            thinking.append(_text(f"{place}.thinking", block.get("thinking")))
+        elif block["type"] == "tool_use":
+            calls.append(_call(place, block))
+    message: Message = {"role": "assistant", "content": "".join(content) or (None if calls else "")}
+    if calls:
+        message["tool_calls"] = calls
+    if any(thinking):
+        message["reasoning_content"] = "".join(thinking)
+    return message
+
+
+def _call(where: str, block: dict[str, Any]) -> dict[str, Any]:
+    arguments = block.get("input")
+    if not isinstance(arguments, dict):
+        raise out_of_range(f"{where}.input", arguments, "an object")
+    name = _string(f"{where}.name", block.get("name"))
+    call_id = _string(f"{where}.id", block.get("id"))
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _text(where: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise out_of_range(where, value, "a string")
+    return value
+
+
+def _string(where: str, value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise out_of_range(where, value, "a string of at least one character")
+    return value

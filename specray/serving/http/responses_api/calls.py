@@ -1,0 +1,36 @@
+"""Makes the call of a /v1/responses body: a chat whose answer is written as a response."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Final
+
+from specray.serving.admission.api_keys import Caller
+from specray.serving.http.chat.translation import Renames, renamed
+from specray.serving.http.openai_api import Call, OpenAiApi
+from specray.serving.http.responses_api.format import ID_PREFIX, ResponseObjectFormat
+from specray.serving.http.responses_api.schema import ResponsesChat, ResponsesRequest
+from specray.serving.observe import CallRecord
+
+_RENAMES: Final[Renames] = (
+    (re.compile(r"^tool_choice\.allowed_tools\.tools(\[\d+\])\.function"), r"tool_choice.tools\1"),
+    (re.compile(r"^tool_choice\.allowed_tools"), "tool_choice"),
+    (re.compile(r"^(tools\[\d+\]|tool_choice)\.function"), r"\1"),
+    (re.compile(r"^response_format(\.json_schema)?"), "text.format"),
+    (re.compile(r"^messages"), "input"),
+)
+
+
+async def responses_call(api: OpenAiApi, values: object, caller: Caller, record: CallRecord) -> Call:
+    """Makes the call. Raises InvalidRequestError, EngineLostError."""
+    body = api.parse(ResponsesRequest, values)
+    chat = body.chat()
+    with renamed(_RENAMES):
+        return await api.chat(
+            api.parse(ResponsesChat, chat),
+            caller,
+            record,
+            prefix=ID_PREFIX,
+            make_format=partial(ResponseObjectFormat, body),
+        )

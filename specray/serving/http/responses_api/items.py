@@ -1,0 +1,117 @@
+"""Turns the input items of the Responses API into the messages of a chat.
+
+What an assistant wrote in one turn comes as several items, its reasoning, its text and its calls; a chat has
+them in one message.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from specray.errors import InvalidRequestError
+from specray.serving.http.chat.messages import read_arguments
+from specray.serving.http.chat.translation import text_of_parts
+from specray.serving.validation import out_of_range
+
+_ROLES: Final = ("user", "assistant", "system", "developer")
+_TEXTS: Final = ("input_text", "output_text", "text")
+"""Types of parts that are text."""
+_KINDS: Final = ("message", "function_call", "function_call_output", "reasoning")
+Message = dict[str, Any]
+
+
+def messages_of(value: object, instructions: str | None) -> list[Message]:
+    """The messages of an ``input``, behind the instructions.
+
+    Raises:
+        InvalidRequestError: the input is empty or malformed, or has an item that is not supported.
+    """
+    opening: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
+    if isinstance(value, str):
+        return [*opening, {"role": "user", "content": value}]
+    if not isinstance(value, list) or not value:
+        raise out_of_range("input", value, "a string or a list of at least one item")
+    conversation = _Conversation(opening)
+    for index, item in enumerate(value):
+        _read(conversation, f"input[{index}]", item)
+    return conversation.messages
+
+
+class _Conversation:
+    """Messages as they are put together."""
+
+    def __init__(self, messages: list[Message]) -> None:
+        self.messages = messages
+        self._turn: Message | None = None
+        """The assistant's message to which items may still be added."""
+
+    def add(self, message: Message) -> None:
+        self.messages.append(message)
+        self._turn = None
+
+    def add_reasoning(self, text: str) -> None:
+        if text:
+            self._turn_without("content", "tool_calls")["reasoning_content"] = text
+
+    def add_answer(self, text: str) -> None:
+        self._turn_without("content", "tool_calls")["content"] = text
+
+    def add_call(self, call: dict[str, Any]) -> None:
+        self._turn_without().setdefault("tool_calls", []).append(call)
+
+    def _turn_without(self, *fields: str) -> Message:
+        """The turn that goes on, or a new one where it has one of these fields."""
+        if self._turn is None or any(field in self._turn for field in fields):
+            self._turn = {"role": "assistant"}
+            self.messages.append(self._turn)
+        return self._turn
+
+
+def _read(conversation: _Conversation, where: str, item: object) -> None:
+    if not isinstance(item, dict):
+        raise out_of_range(where, item, "an object")
+    kind = item.get("type", "message")
+    if kind == "message":
+        _read_message(conversation, where, item)
+    elif kind == "function_call":
+        conversation.add_call(_call(where, item))
+    elif kind == "function_call_output":
+        content = text_of_parts(f"{where}.output", item.get("output"), _TEXTS)
+        call_id = _string(f"{where}.call_id", item.get("call_id"))
+        conversation.add({"role": "tool", "tool_call_id": call_id, "content": content})
+    elif kind == "reasoning":
+        texts = text_of_parts(f"{where}.content", item.get("content") or [], ("reasoning_text",))
+        summary = text_of_parts(f"{where}.summary", item.get("summary") or [], ("summary_text",))
+        conversation.add_reasoning(texts or summary)
+    elif kind == "item_reference":
+        raise InvalidRequestError(
+            f"{where}.type is 'item_reference', but the service keeps nothing between calls; "
+            "allowed: the item itself",
+            field=f"{where}.type",
+        )
+    else:
+        raise out_of_range(f"{where}.type", kind, ", ".join(_KINDS))
+
+
+def _read_message(conversation: _Conversation, where: str, item: dict[str, Any]) -> None:
+    role, content = item.get("role"), item.get("content")
+    if role not in _ROLES:
+        raise out_of_range(f"{where}.role", role, ", ".join(_ROLES))
+    text = text_of_parts(f"{where}.content", content, _TEXTS)
+    if role == "assistant":
+        conversation.add_answer(text)
+    else:
+        conversation.add({"role": role, "content": text})
+
+
+def _call(where: str, item: dict[str, Any]) -> dict[str, Any]:
+    arguments = read_arguments(f"{where}.arguments", item.get("arguments"))
+    name = _string(f"{where}.name", item.get("name"))
+    call_id = _string(f"{where}.call_id", item.get("call_id"))
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _string(where: str, value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise out_of_range(where, value, "a string of at least one character")
+    return value

@@ -1,0 +1,124 @@
+"""The output items of one response as they grow, and the events that tell of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from specray.serving.http.responses import Json
+from specray.serving.tools.answer import AnswerDelta, CallDelta
+
+_PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_PARTS: Final = {"message": "output_text", "reasoning": "reasoning_text"}
+"""Type of the only part of an item's content, and the name of its events, by the item's type."""
+
+
+class Output:
+    """The items of one response.
+
+    Args:
+        key: what the ids of items end with.
+    """
+
+    def __init__(self, key: str) -> None:
+        self.items: list[Json] = []
+        self._key = key
+        self._is_open = False
+        self._texts: list[str] = []
+        """Pieces of the open item's text."""
+        self._logprobs: list[Json] = []
+        """Logprobs of the open message."""
+        self._waiting: list[Json] = []
+        """Logprobs of tokens that have brought no text yet."""
+
+    def add(self, read: AnswerDelta, logprobs: list[Json]) -> Iterator[Json]:
+        """Yields the events of what the answer has gained. ``logprobs``: of tokens outside the reasoning."""
+        self._waiting += logprobs
+        if read.reasoning:
+            yield from self._grow("reasoning", read.reasoning)
+        if read.content:
+            yield from self._grow("message", read.content)
+        for call in read.calls:
+            yield from self._call(call)
+
+    def end(self, *, is_complete: bool) -> Iterator[Json]:
+        """Yields the events of the end; a response has at least one item, if only an empty message."""
+        if not self.items:
+            yield from self._open("message")
+        yield from self.close(is_complete=is_complete)
+        if not is_complete:
+            self.items[-1]["status"] = "incomplete"
+
+    def close(self, *, is_complete: bool = True) -> Iterator[Json]:
+        """Yields the events of the end of an item whose text may grow."""
+        if not self._is_open:
+            return
+        item = self.items[-1]
+        kind = item["type"]
+        if kind == "message":
+            self._take_logprobs()
+        self._is_open = False
+        part = self._part(kind)
+        told = {"logprobs": self._logprobs} if kind == "message" else {}
+        item |= {"status": "completed" if is_complete else "incomplete", "content": [part]}
+        yield self._event(f"response.{_PARTS[kind]}.done", **self._place(), text=part["text"], **told)
+        yield self._event("response.content_part.done", **self._place(), part=part)
+        yield self._event("response.output_item.done", item=item)
+
+    def _grow(self, kind: str, text: str) -> Iterator[Json]:
+        if not self._is_open or self.items[-1]["type"] != kind:
+            yield from self.close()
+            yield from self._open(kind)
+        self._texts.append(text)
+        told = {"logprobs": self._take_logprobs()} if kind == "message" else {}
+        yield self._event(f"response.{_PARTS[kind]}.delta", **self._place(), delta=text, **told)
+
+    def _open(self, kind: str) -> Iterator[Json]:
+        self._is_open, self._texts, self._logprobs = True, [], []
+        item: Json = {"id": self._item_id(kind), "type": kind, "status": "in_progress"}
+        own: Json = {"role": "assistant"}
+        if kind == "reasoning":
+            own = {"summary": [], "encrypted_content": None}
+        item |= own
+        self.items.append(item)
+        yield self._event("response.output_item.added", item={**item, "content": []})
+        yield self._event("response.content_part.added", **self._place(), part=self._part(kind))
+
+    def _take_logprobs(self) -> list[Json]:
+        """The logprobs that wait, which stay with the open message."""
+        taken, self._waiting = self._waiting, []
+        self._logprobs += taken
+        return taken
+
+    def _call(self, delta: CallDelta) -> Iterator[Json]:
+        self._waiting = []  # Of the call's own tokens.
+        yield from self.close()
+        arguments = delta.call.arguments
+        item = {
+            "id": self._item_id("function_call"),
+            "type": "function_call",
+            "status": "completed",
+            "call_id": delta.call_id,
+            "name": delta.call.name,
+            "arguments": arguments,
+        }
+        self.items.append(item)
+        opening = {**item, "status": "in_progress", "arguments": ""}
+        yield self._event("response.output_item.added", item=opening)
+        name, item_id = "response.function_call_arguments", item["id"]
+        yield self._event(f"{name}.delta", item_id=item_id, delta=arguments)
+        yield self._event(f"{name}.done", item_id=item_id, arguments=arguments)
+        yield self._event("response.output_item.done", item=item)
+
+    def _event(self, kind: str, **fields: object) -> Json:
+        return {"type": kind, "output_index": len(self.items) - 1, **fields}
+
+    def _place(self) -> Json:
+        return {"item_id": self.items[-1]["id"], "content_index": 0}
+
+    def _part(self, kind: str) -> Json:
+        part: Json = {"type": _PARTS[kind], "text": "".join(self._texts)}
+        return part | ({"annotations": [], "logprobs": self._logprobs} if kind == "message" else {})
+
+    def _item_id(self, kind: str) -> str:
+        return f"{_PREFIXES[kind]}_{self._key}_{len(self.items)}"
