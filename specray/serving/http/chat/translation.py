@@ -93,4 +93,4 @@ def renamed(renames: Renames) -> Iterator[None]:
         name = next((pattern.sub(text, own) for pattern, text in renames if pattern.search(own)), own)
         if name == own:
             raise
-        raise type(error)(str(error).replace(own, name), field=name) from None
+        raise type(error)(str(error).replace(own, name, 1), field=name) from None

@@ -24,19 +24,20 @@ from specray.serving.limits import ServiceLimits
 from specray.serving.observe import CallRecord
 from specray.serving.validation import check_model
 
-_RENAMES: Final[Renames] = (
+RENAMES: Final[Renames] = (
     (re.compile(r"^(tools\[\d+\])\.function\.parameters"), r"\1.input_schema"),
     (re.compile(r"^(tools\[\d+\]|tool_choice)\.function"), r"\1"),
     (re.compile(r"^response_format(\.json_schema)?"), "output_config.format"),
     (re.compile(r"^stop$"), "stop_sequences"),
 )
+"""Fields of a chat by what they are called here."""
 
 
 async def messages_call(api: OpenAiApi, values: object, caller: Caller, record: CallRecord) -> Call:
     """Makes the call. Raises InvalidRequestError, EngineLostError."""
     body = api.parse(MessagesRequest, values)
     chat = body.chat()
-    with renamed(_RENAMES):
+    with renamed(RENAMES):
         return await api.chat(
             api.parse(ChatCompletionRequest, chat),
             caller,
@@ -54,7 +55,7 @@ def add_count_route(app: FastAPI, api: OpenAiApi, limits: ServiceLimits, *, max_
         body = api.parse(CountTokensRequest, values)
         chat = api.parse(ChatCompletionRequest, body.chat())
         check_model(chat.model, await limits.get())
-        with renamed(_RENAMES):
+        with renamed(RENAMES):
             chat.options()  # It refuses what a chat would refuse.
             return len(await api.encode_chat(chat))
 

@@ -41,7 +41,7 @@ def _read(where: str, message: object) -> list[Message]:
     if not isinstance(message, dict):
         raise out_of_range(where, message, "an object with role and content")
     role, content = message.get("role"), message.get("content")
-    if role not in _KINDS:
+    if not isinstance(role, str) or role not in _KINDS:
         raise out_of_range(f"{where}.role", role, ", ".join(_KINDS))
     where = f"{where}.content"
     if isinstance(content, str):

@@ -91,7 +91,8 @@ class CountTokensRequest(TranslatedFields):
 
     def _check_others(self) -> None:
         for name in _NOT_OFFERED:
-            if getattr(self, name):
+            value = getattr(self, name)
+            if value and not (name == "context_management" and _keeps_all(value)):
                 raise InvalidRequestError(f"{name} is set; allowed: absent or empty", field=name)
         check_extras(self.others, n=1)
 
@@ -105,6 +106,14 @@ class MessagesRequest(CountTokensRequest):
     def chat(self) -> dict[str, Any]:
         own = {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
         return {**super().chat(), **{name: value for name, value in own.items() if value is not None}}
+
+
+def _keeps_all(value: Any) -> bool:
+    """Whether a ``context_management`` leaves the conversation as it is; Claude Code sends such a one."""
+    edits = value.get("edits") if isinstance(value, dict) else None
+    return isinstance(edits, list) and all(
+        isinstance(edit, dict) and edit.get("keep") == "all" for edit in edits
+    )
 
 
 def _tools(value: Any) -> Any:

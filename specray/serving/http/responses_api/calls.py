@@ -13,20 +13,21 @@ from specray.serving.http.responses_api.format import ID_PREFIX, ResponseObjectF
 from specray.serving.http.responses_api.schema import ResponsesChat, ResponsesRequest
 from specray.serving.observe import CallRecord
 
-_RENAMES: Final[Renames] = (
+RENAMES: Final[Renames] = (
     (re.compile(r"^tool_choice\.allowed_tools\.tools(\[\d+\])\.function"), r"tool_choice.tools\1"),
     (re.compile(r"^tool_choice\.allowed_tools"), "tool_choice"),
     (re.compile(r"^(tools\[\d+\]|tool_choice)\.function"), r"\1"),
     (re.compile(r"^response_format(\.json_schema)?"), "text.format"),
     (re.compile(r"^messages"), "input"),
 )
+"""Fields of a chat by what they are called here."""
 
 
 async def responses_call(api: OpenAiApi, values: object, caller: Caller, record: CallRecord) -> Call:
     """Makes the call. Raises InvalidRequestError, EngineLostError."""
     body = api.parse(ResponsesRequest, values)
     chat = body.chat()
-    with renamed(_RENAMES):
+    with renamed(RENAMES):
         return await api.chat(
             api.parse(ResponsesChat, chat),
             caller,

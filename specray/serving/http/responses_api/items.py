@@ -70,7 +70,7 @@ class _Conversation:
 def _read(conversation: _Conversation, where: str, item: object) -> None:
     if not isinstance(item, dict):
         raise out_of_range(where, item, "an object")
-    kind = item.get("type", "message")
+    kind = item.get("type") or "message"
     if kind == "message":
         _read_message(conversation, where, item)
     elif kind == "function_call":

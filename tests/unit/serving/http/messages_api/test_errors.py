@@ -12,7 +12,17 @@ from specray.errors import DeadlineExceededError, EngineLostError, OverloadedErr
 from specray.fakes import FakeRouterClient
 from specray.requests import FinishReason, GenerateRequest, OutputChunk
 from specray.serving.admission.api_keys import key_hash
-from tests.unit.serving.http.service import INFO, MODEL, TOKENIZER, say, serving, typed_events_of
+from specray.serving.observe import CallObserver
+from tests.unit.serving.http.service import (
+    INFO,
+    MODEL,
+    TOKENIZER,
+    endless,
+    say,
+    serving,
+    typed_events_of,
+    wait_until,
+)
 
 PATH = "/v1/messages"
 BODY = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
@@ -163,3 +173,55 @@ class Waiting(FakeRouterClient):
     async def stream(self, request: GenerateRequest) -> Any:
         await asyncio.sleep(0.3)
         yield OutputChunk(request.request_id, TOKENIZER.encode("a"), finish_reason=FinishReason.LENGTH)
+
+
+async def test_calls_are_counted_and_measured_as_those_of_chats() -> None:
+    observer = CallObserver(parse_config({}).logging)
+    paths = {
+        PATH: BODY,
+        "/v1/responses": {"input": "a"},
+        f"{PATH}/count_tokens": {"messages": BODY["messages"]},
+    }
+    async with serving(say("a"), observer=observer) as service:
+        for path, body in paths.items():
+            assert (await service.post(path, body))[0] == 200
+            if "count" not in path:
+                await typed_events_of(service, path, body)
+    for path, num_calls, num_streams in (
+        (PATH, 2, 1),
+        ("/v1/responses", 2, 1),
+        (f"{PATH}/count_tokens", 1, 0),
+    ):
+        labels = [("protocol", "http"), ("name", f"POST {path}")]
+        calls = observer.metrics.value("specray_ingress_calls_total", [*labels, ("code", "200")])
+        first = observer.metrics.value("specray_ingress_time_to_first_token_seconds_count", labels)
+        assert (calls, first) == (num_calls, num_streams), path
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"), [(PATH, "rate_limit_error"), ("/v1/responses", "rate_limit_error")]
+)
+async def test_full_service_refuses_before_anything_of_the_body_is_checked(path: str, kind: str) -> None:
+    router = endless()
+    full = {"target": {"max_num_seqs": 1}, "router": {"max_queued_requests": 1}}
+    async with serving(router, config=parse_config({"served_model_name": MODEL, **full})) as service:
+        running = [asyncio.create_task(service.post(PATH, BODY)) for _ in range(2)]
+        await wait_until(lambda: len(router.requests) == 2)
+        status, answer = await service.post(path, {"tools": 5})
+        assert (status, answer["error"]["type"]) == (429, kind)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/responses"])
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_client_that_leaves_ends_its_request(path: str, is_stream: bool) -> None:
+    router = endless()
+    body = BODY if path == PATH else {"input": "a"}
+    async with serving(router) as service:
+        call = asyncio.create_task(service.post(path, {**body, "stream": is_stream}))
+        await wait_until(lambda: len(router.requests) == 1)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        await wait_until(lambda: len(router.aborted_request_ids) == 1)

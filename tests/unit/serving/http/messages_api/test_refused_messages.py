@@ -20,6 +20,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": ["a"]}, "messages[0]"),
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": ["user"], "content": "a"}]}, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
@@ -79,6 +80,7 @@ async def test_fields_that_ask_for_nothing_are_answered() -> None:
     fields: dict[str, Any] = {
         "mcp_servers": [],
         "container": None,
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         "speed": "standard",
         "service_tier": "auto",
     }
