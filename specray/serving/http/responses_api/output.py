@@ -46,8 +46,6 @@ class Output:
         if not self.items:
             yield from self._open("message")
         yield from self.close(is_complete=is_complete)
-        if not is_complete:
-            self.items[-1]["status"] = "incomplete"
 
     def close(self, *, is_complete: bool = True) -> Iterator[Json]:
         """Yields the events of the end of an item whose text may grow."""

@@ -209,9 +209,10 @@ async def test_answer_goes_on_with_the_assistants_last_text_but_not_with_its_cal
     call = {"type": "tool_use", "id": "t1", "name": "clock", "input": {}}
     async with serving(router, tokenizer=tokenizer) as service:
         answer = await ask(service, messages=[*USER, {"role": "assistant", "content": "One,"}])
-        await ask(service, messages=[*USER, {"role": "assistant", "content": [call]}])
+        said = {"type": "text", "text": "So:"}
+        await ask(service, messages=[*USER, {"role": "assistant", "content": [said, call]}])
     assert prompt_of(router, tokenizer, 0).endswith("<|assistant|>One,")
-    assert prompt_of(router, tokenizer, 1).endswith("(clock: [])<|end|><|assistant|>")
+    assert prompt_of(router, tokenizer, 1).endswith("So:(clock: [])<|end|><|assistant|>")
     assert answer["content"] == [{"type": "text", "text": " two."}]
 
 
@@ -362,7 +363,9 @@ async def test_counted_tokens_are_those_of_the_message() -> None:
         usage = (await ask(service, **fields))["usage"]
         wrong = await service.post(COUNT, {**fields, "max_tokens": 5})
         other = await service.post(COUNT, {**fields, "model": "other"})
+        bare = {"format": {"type": "json_schema"}}
+        formless = await service.post(COUNT, {**fields, "output_config": bare})
     assert counted == (200, {"input_tokens": usage["input_tokens"]})
     assert len(router.requests) == 1
-    assert (wrong[0], other[0]) == (400, 404)
+    assert (wrong[0], other[0], formless[0]) == (400, 404, 400)
     assert "max_tokens" in wrong[1]["error"]["message"]

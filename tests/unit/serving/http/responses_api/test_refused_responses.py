@@ -97,6 +97,14 @@ async def test_store_false_or_null_and_harmless_fields_are_answered() -> None:
             assert (status, answer["store"]) == (200, False)
 
 
+async def test_input_that_the_template_refuses_is_named_as_the_input() -> None:
+    tokenizer = chat_tokenizer("{{ raise_exception('not so') }}")
+    async with serving(saying(tokenizer, "a"), tokenizer=tokenizer) as service:
+        status, answer = await service.post(PATH, {"input": "a"})
+    assert (status, answer["error"]["param"]) == (400, "input")
+    assert answer["error"]["message"] == "input: the model's chat template refuses them: not so"
+
+
 async def test_unknown_fields_are_ignored_where_that_is_configured_but_not_what_is_known() -> None:
     tokenizer = chat_tokenizer(PLAIN)
     lenient = parse_config({"served_model_name": MODEL, "http": {"unknown_fields": "ignore"}})

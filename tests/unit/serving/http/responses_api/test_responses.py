@@ -327,6 +327,15 @@ async def test_logprobs_come_with_the_tokens_of_the_text_alone() -> None:
     assert bare["output"][1]["content"][0]["logprobs"] == []
 
 
+async def test_logprobs_of_a_call_are_not_those_of_the_text_before_it() -> None:
+    tokenizer = chat_tokenizer(HERMES)
+    async with serving(saying(tokenizer, f"So:{CALL}"), tokenizer=tokenizer) as service:
+        answer = await ask(service, tools=[WEATHER], top_logprobs=1)
+    message, call = answer["output"]
+    tokens = [entry["token"] for entry in message["content"][0]["logprobs"]]
+    assert ("".join(tokens), call["type"]) == ("So:", "function_call")
+
+
 async def test_effort_none_closes_the_reasoning_unless_the_request_says_otherwise() -> None:
     tokenizer = chat_tokenizer("{{ enable_thinking }}{{ reasoning_effort }}" + PLAIN)
     router = saying(tokenizer, "a")
