@@ -25,8 +25,8 @@ serve: setup
 
 # Services start one after another and have the machine to themselves: what they wait for has deadlines.
 test: setup
-	$(PYTEST) -n $(TEST_WORKERS) tests/unit tests/rpc
-	$(PYTEST) tests --ignore=tests/unit --ignore=tests/rpc
+	$(PYTEST) -n $(TEST_WORKERS) -m 'not cluster and not zoo'
+	$(PYTEST) -m 'cluster and not zoo'
 
 # No services, no compilers, no long samples.
 test-fast: setup
