@@ -206,7 +206,7 @@ async def _grew(http: aiohttp.ClientSession, name: str, before: float) -> bool:
         (b'{"model": "MODEL", "prompt": "x", "temperature": -1}', "application/json", 400),
         (b'{"model": "MODEL", "prompt": "x", "top_p": NaN}', "application/json", 400),
         (b'{"model": "MODEL", "prompt": [5000000]}', "application/json", 400),
-        (b'{"model": "MODEL", "prompt": "x", "max_tokens": 100000}', "application/json", 400),
+        (b'{"model": "MODEL", "prompt": "x", "max_tokens": -1}', "application/json", 400),
         (b'{"model": "MODEL", "prompt": "x", "n": 1000}', "application/json", 400),
         (b'{"model": "other", "prompt": "x"}', "application/json", 404),
         (b"model=MODEL", "application/x-www-form-urlencoded", 415),

@@ -38,7 +38,7 @@ SCHEMA = {
 }
 STRUCTURED: dict[str, Any] = {
     "prompt": PROMPT,
-    "max_tokens": 200,
+    "max_tokens": 120,
     "temperature": 1,
     "seed": 3,
     "response_format": {"type": "json_schema", "json_schema": {"name": "names", "schema": SCHEMA}},
@@ -97,6 +97,18 @@ async def structured(http: aiohttp.ClientSession, service: Service, **options: A
     return text
 
 
+_baselines: list[str] = []
+
+
+async def baselines(http: aiohttp.ClientSession, service: Service) -> tuple[str, str]:
+    """What nothing disturbs: the text, and the one under a grammar; written once for all tests."""
+    if not _baselines:
+        _baselines.append(await whole(http, service))
+        _baselines.append(await structured(http, service, speculation={"enabled": False}))
+    text, under_grammar = _baselines
+    return text, under_grammar
+
+
 def leader_first(ranks: list[int]) -> list[int]:
     """Sorts the leader first: it has a socket where it listens for its Router."""
     listening = {
@@ -120,11 +132,10 @@ def leader_first(ranks: list[int]) -> list[int]:
 async def test_a_lost_rank_is_a_pause_and_no_token_changes(
     service: Service, patient: aiohttp.ClientSession, number: signal.Signals, rank: int
 ) -> None:
-    undisturbed = await whole(patient, service)
+    undisturbed, plain_under_grammar = await baselines(patient, service)
     before = leader_first(processes(RANK))
     assert len(before) == TENSOR_PARALLEL_SIZE
     router = processes(ROUTER_REPLICA)
-    plain_under_grammar = await structured(patient, service, speculation={"enabled": False})
     disturbed = streamed(patient, service, midway=lambda: os.kill(before[rank], number))
     stream = asyncio.create_task(disturbed)
     under_grammar = asyncio.create_task(structured(patient, service))
@@ -147,8 +158,7 @@ async def test_a_lost_rank_is_a_pause_and_no_token_changes(
 async def test_a_lost_router_is_a_pause_and_no_token_changes(
     service: Service, patient: aiohttp.ClientSession
 ) -> None:
-    undisturbed = await whole(patient, service)
-    plain_under_grammar = await structured(patient, service, speculation={"enabled": False})
+    undisturbed, plain_under_grammar = await baselines(patient, service)
     ranks, (router,) = processes(RANK), processes(ROUTER_REPLICA)
     has_begun = asyncio.Event()
 
@@ -183,7 +193,7 @@ async def test_a_lost_router_is_a_pause_and_no_token_changes(
 async def test_a_router_that_is_replaced_finishes_its_requests(
     service: Service, patient: aiohttp.ClientSession
 ) -> None:
-    undisturbed = await whole(patient, service)
+    undisturbed, _ = await baselines(patient, service)
     (router,) = processes(ROUTER_REPLICA)
     changed = service.config.model_copy(
         update={
