@@ -218,8 +218,8 @@ async def test_turn_without_an_answer_is_an_error() -> None:
 
 
 async def test_what_the_server_refuses_is_told_by_the_warm_up() -> None:
-    with pytest.raises(InvalidRequestError, match=r"max_tokens is 1000; allowed: 1\.\."):
-        await measure(FakeRouterClient(info=INFO), max_tokens=1000, num_warmup=1)
+    with pytest.raises(InvalidRequestError, match=r"max_tokens is -1; allowed: 1\.\."):
+        await measure(FakeRouterClient(info=INFO), max_tokens=-1, num_warmup=1)
 
 
 # The server

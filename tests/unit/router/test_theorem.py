@@ -95,7 +95,8 @@ def test_output_is_the_targets_alone(name: str, k: int | str, overlap: str) -> N
                 assert draft.num_steps == 0, "K = 0 does not touch the draft"
             if name == "perfect" and isinstance(k, int):
                 drafted = pair.counted("specray_spec_decode_num_draft_tokens_total")
-                assert accepted == drafted
+                behind_the_stop = drafted - accepted
+                assert 0 <= behind_the_stop < max(1, k), "all others are accepted"
                 assert (accepted > 0) == (k > 0)
             if name != "dying":
                 await pair.settle()

@@ -12,14 +12,14 @@ import pytest
 pytest.importorskip("numba")
 from specray.engine.cpu import compiled
 
+pytestmark = pytest.mark.slow
+
 # The difference is inside a function of one name that is too long to be inlined, as in kernels for different
 # head sizes.
 SCRIPT = """
 import ctypes, sys
 from numba import njit, types
 from specray.engine.cpu.compiled import CompiledFunction
-
-pytestmark = pytest.mark.slow
 
 def adding(constant):
     body = "    number = (number ^ (number >> 3)) * constant\\n" * 300
