@@ -209,7 +209,7 @@ class OutputChunk:
     """Seconds from the request's arrival at the router to its first tokens, on the last chunk only; None: it
     had none, or another router had committed them."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of the prompt's tokens but the first, on the last chunk only, where they were asked for."""
+    """Logprobs of the prompt's tokens but the first, on the last chunk only, where they were asked for."""
 
 
 @dataclass(frozen=True, slots=True)

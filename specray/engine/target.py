@@ -122,12 +122,12 @@ class TargetEngine(EngineBase):
         self._table.begin_step()
         for index, item in wave:
             try:
-                scheduled.append(_Scheduled(index, item, self._admit(item)))
+                scheduled.append(self._admit(index, item))
             except SpecrayError as error:
                 failed.append((index, failure_reply(item, error)))
         return scheduled, failed
 
-    def _admit(self, item: VerifyItem) -> EngineSequence:
+    def _admit(self, index: int, item: VerifyItem) -> _Scheduled:
         """Gives the sequence its tokens and its room; raises before anything changed."""
         num_drafts = len(item.draft.token_ids)
         length = item.base_len + len(item.token_ids) + num_drafts
@@ -152,8 +152,9 @@ class TargetEngine(EngineBase):
             max_new_tokens=item.max_new_tokens,
         )
         sequence.set_tail(item.draft.token_ids)
-        sequence.recompute_last(_Scheduled(0, item, sequence).num_logits)
-        return sequence
+        scheduled = _Scheduled(index, item, sequence)
+        sequence.recompute_last(scheduled.num_logits)
+        return scheduled
 
     def _run(self, scheduled: Sequence[_Scheduled]) -> Tensor | None:
         work = [CatchUp(entry.sequence, entry.num_logits) for entry in scheduled]
@@ -168,7 +169,7 @@ class TargetEngine(EngineBase):
         logits, scores = _split_scores(scheduled, logits)
         for entry in scheduled:
             if not entry.item.sample:
-                yield entry.index, replace(_chunk_verdict(entry), prompt_logprobs=scores.get(entry.index, ()))
+                yield entry.index, _chunk_verdict(entry, scores.get(entry.index, ()))
         if logits is None:
             return
         try:
@@ -244,7 +245,7 @@ def _split_scores(scheduled: Sequence[_Scheduled], logits: Tensor | None) -> tup
     return (torch.cat(sampled) if sampled else None), scores
 
 
-def _chunk_verdict(entry: _Scheduled) -> Verdict:
+def _chunk_verdict(entry: _Scheduled, prompt_logprobs: tuple[TokenLogprobs, ...]) -> Verdict:
     item, sequence = entry.item, entry.sequence
     return Verdict(
         item.request_id,
@@ -254,6 +255,7 @@ def _chunk_verdict(entry: _Scheduled) -> Verdict:
         None,
         held_len=None if item.max_new_tokens is None else sequence.num_tokens,
         num_cached_tokens=sequence.num_cached_tokens,
+        prompt_logprobs=prompt_logprobs,
     )
 
 

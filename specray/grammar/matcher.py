@@ -170,10 +170,10 @@ class GrammarMatcher:
 
     def _move(self, output_ids: Sequence[int]) -> None:
         """Brings the matcher to the end of ``output_ids``: back to the common prefix, then forward."""
-        common = 0
-        limit = min(len(self._fed), len(output_ids))
-        while common < limit and self._fed[common] == output_ids[common]:
-            common += 1
+        common = limit = min(len(self._fed), len(output_ids))
+        # Nearly always the output goes on, or back to where it was: one comparison of all is quick.
+        if self._fed[:limit] != list(output_ids[:limit]):
+            common = next(place for place in range(limit) if self._fed[place] != output_ids[place])
         try:
             self._roll_back(common)
             self._consume(output_ids[common:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 
 from specray.errors import SpecrayError
@@ -55,6 +56,7 @@ class GuidedOutputs:
         self._tokenizer_json = tokenizer_json
         self._vocab_size, self._eos_token_ids = vocab_size, eos_token_ids
         self._compiler: GrammarCompiler | None = None
+        self._lock = threading.Lock()
 
     async def __call__(self, grammar: Grammar, stop_token_ids: Sequence[int]) -> GuidedOutput:
         """See OutputGrammarFactory."""
@@ -62,10 +64,12 @@ class GuidedOutputs:
 
     def _make(self, grammar: Grammar, stop_token_ids: Sequence[int]) -> GuidedOutput:
         try:
-            if self._compiler is None:
-                self._compiler = GrammarCompiler(
-                    self._tokenizer_json(), vocab_size=self._vocab_size, eos_token_ids=self._eos_token_ids
-                )
+            with self._lock:
+                # For a large vocabulary it takes a second, which two first grammars need not both spend.
+                if self._compiler is None:
+                    self._compiler = GrammarCompiler(
+                        self._tokenizer_json(), vocab_size=self._vocab_size, eos_token_ids=self._eos_token_ids
+                    )
             return GuidedOutput(self._compiler.matcher(grammar, stop_token_ids))
         except (SpecrayError, ValueError):
             return GuidedOutput(None)

@@ -34,7 +34,7 @@ class Delta:
     ttft_s: float | None = None
     """Seconds that the router took to the first tokens; comes with the finish reason."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of the prompt's tokens but the first; they come with the finish reason."""
+    """Logprobs of the prompt's tokens but the first; they come with the finish reason."""
 
     @property
     def is_visible(self) -> bool:

@@ -102,7 +102,7 @@ def _describe_decoder(args: ModelArgs, directory: Path | None, decoder: DecoderC
 
 
 def _describe_through_library(args: ModelArgs, directory: Path | None) -> ModelDescription:
-    """As transformers reads the configuration, which takes seconds to import."""
+    """Describes a model as transformers reads its configuration; its import takes seconds."""
     from specray.engine.model import library
 
     config = library.load_config(args.path, directory)

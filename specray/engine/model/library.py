@@ -53,7 +53,7 @@ class LibraryConfig:
 
     @property
     def model_type(self) -> str:
-        """Of the text part."""
+        """Type of the text part."""
         return str(self.text.model_type)
 
     @property

@@ -80,7 +80,7 @@ class GenerateEvent:
     usage: Usage | None = None
     speculation: SpeculationStats | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of the prompt's tokens but the first, where they were asked for; on the last message."""
+    """Logprobs of the prompt's tokens but the first, on the last message, where they were asked for."""
 
 
 class InferenceHandler(Protocol):

@@ -1,1 +1,1 @@
-"""From what a caller asks for to the requests of one call."""
+"""Turns what a caller asks for into the requests of one call."""

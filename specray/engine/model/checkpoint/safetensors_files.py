@@ -69,7 +69,7 @@ class SafetensorsWeights:
         return tensor
 
     def read(self, name: str, part: Part | None = None) -> torch.Tensor:
-        """As :meth:`take`, whatever the values are."""
+        """Returns a tensor as :meth:`take` does, without a look at its values."""
         mapped, stored = self._places[name]
         try:
             tensor = mapped.read(stored, part)

@@ -57,7 +57,7 @@ def check_report(path: str, report: Mapping[str, Any], config: Any) -> None:
 def check_places(
     path: str, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], config: Any
 ) -> None:
-    """As :func:`check_report`, from the names and shapes that files have and a model expects."""
+    """Raises what :func:`check_report` does, from the names and shapes of files and those of a model."""
     wrong = [
         f"{name} is {list(found[name])}, its configuration says {list(shape)}"
         for name, shape in expected.items()

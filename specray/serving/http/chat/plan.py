@@ -70,7 +70,7 @@ class ChatPlan:
 
     prompt: tuple[int, ...]
     options: GenerationOptions
-    """With the grammar of the answer and the special tokens that its reader needs."""
+    """Options of the call, with the grammar of the answer and the special tokens that its reader needs."""
     reading: Reading
 
 

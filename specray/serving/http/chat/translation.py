@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -81,6 +81,17 @@ def _part(where: str, part: object, kinds: Sequence[str]) -> str:
     if not isinstance(text, str):
         raise out_of_range(f"{where}.text", text, "a string")
     return text
+
+
+def translated_tools(value: Any, translate: Callable[[str, object], Any]) -> Any:
+    """The tools as chats have them; a chat refuses what is no list.
+
+    Args:
+        translate: one tool, by the name of its field.
+    """
+    if not isinstance(value, list):
+        return value
+    return [translate(f"tools[{index}]", tool) for index, tool in enumerate(value)]
 
 
 @contextmanager

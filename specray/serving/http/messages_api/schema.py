@@ -7,7 +7,7 @@ from typing import Any, Final
 from pydantic import ConfigDict
 
 from specray.errors import InvalidRequestError
-from specray.serving.http.chat.translation import TranslatedFields, with_variable
+from specray.serving.http.chat.translation import TranslatedFields, translated_tools, with_variable
 from specray.serving.http.extras import check_extras
 from specray.serving.http.messages_api.conversation import continues, messages_of
 from specray.serving.http.schemas import Fields
@@ -66,7 +66,7 @@ class CountTokensRequest(TranslatedFields):
             **self.passed_on(),
             "messages": messages,
             "continue_final_message": continues(messages) or None,
-            "tools": _tools(self.tools),
+            "tools": translated_tools(self.tools, _tool),
             "tool_choice": choice,
             "parallel_tool_calls": is_parallel,
         }
@@ -114,13 +114,6 @@ def _keeps_all(value: Any) -> bool:
     return isinstance(edits, list) and all(
         isinstance(edit, dict) and edit.get("keep") == "all" for edit in edits
     )
-
-
-def _tools(value: Any) -> Any:
-    """The tools as chats have them; a chat refuses what is no list."""
-    if not isinstance(value, list):
-        return value
-    return [_tool(f"tools[{index}]", tool) for index, tool in enumerate(value)]
 
 
 def _tool(where: str, tool: object) -> Any:

@@ -8,7 +8,7 @@ from pydantic import ConfigDict
 
 from specray.errors import InvalidRequestError
 from specray.serving.http.chat.schema import ChatCompletionRequest
-from specray.serving.http.chat.translation import TranslatedFields, with_variable
+from specray.serving.http.chat.translation import TranslatedFields, translated_tools, with_variable
 from specray.serving.http.extras import check_extras
 from specray.serving.http.responses_api.items import messages_of
 from specray.serving.http.schemas import Fields
@@ -95,7 +95,7 @@ class ResponsesRequest(TranslatedFields):
             **self.passed_on(),
             "messages": messages_of(self.input, self.instructions),
             "max_tokens": self.max_output_tokens,
-            "tools": _tools(self.tools),
+            "tools": translated_tools(self.tools, _tool),
             "tool_choice": _choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
             "stop": self.stop,
@@ -134,13 +134,6 @@ class ResponsesRequest(TranslatedFields):
             if name not in _INCLUDABLE:
                 raise out_of_range(f"include[{index}]", name, ", ".join(_INCLUDABLE))
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
-
-
-def _tools(value: Any) -> Any:
-    """The tools as chats have them; a chat refuses what is no list."""
-    if not isinstance(value, list):
-        return value
-    return [_tool(f"tools[{index}]", tool) for index, tool in enumerate(value)]
 
 
 def _tool(where: str, tool: object) -> Any:
