@@ -16,6 +16,7 @@ from specray.cli.models import app as models_app
 from specray.cli.plan import plan
 from specray.cli.profile import profile
 from specray.cli.serve import serve
+from specray.cli.train import app as train_app
 from specray.cli.worker import worker
 from specray.errors import ConfigError, InvalidRequestError, SpecrayError
 
@@ -36,6 +37,7 @@ app.command()(profile)
 app.command()(plan)
 app.add_typer(keys_app, name="keys")
 app.add_typer(models_app, name="models")
+app.add_typer(train_app, name="train")
 app.add_typer(bench_app, name="bench")
 
 

@@ -48,8 +48,8 @@ class CachedDecoder:
         self._num_kv_heads = int(config.num_key_value_heads or config.num_attention_heads)
         self._head_dim = int(config.head_dim or config.hidden_size // config.num_attention_heads)
         shape = (num_rows, self._num_kv_heads, max_len, self._head_dim)
-        self._keys = [torch.zeros(shape, dtype=model.dtype) for _ in model.model.layers]
-        self._values = [torch.zeros(shape, dtype=model.dtype) for _ in model.model.layers]
+        self._keys = [torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in model.model.layers]
+        self._values = [torch.zeros_like(keys) for keys in self._keys]
         self._num_computed_tokens = 0
 
     @torch.no_grad()
@@ -59,7 +59,8 @@ class CachedDecoder:
         assert start == 0 or ids.shape[1] == 1
         core = self._model.model
         hidden = core.embed_tokens(ids)
-        rotary = core.rotary_emb(hidden, position_ids=torch.arange(start, end)[None])
+        positions = torch.arange(start, end, device=ids.device)[None]
+        rotary = core.rotary_emb(hidden, position_ids=positions)
         for index, layer in enumerate(core.layers):
             attended = self._attend(index, layer.self_attn, layer.input_layernorm(hidden), rotary)
             hidden = hidden + layer.self_attn.o_proj(attended)

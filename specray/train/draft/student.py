@@ -1,0 +1,104 @@
+"""The draft that is trained: a small Llama between two projections of the target's embedding.
+
+A small language model is mostly embeddings. This one has none of its own: it reads the target's, projected to
+its width, and it writes through the rows of the same matrix that belong to frequent tokens. What is stored is
+the body and the two projections; beside the target's checkpoint they become an ordinary one (``completion``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import LlamaConfig, LlamaModel
+
+
+@dataclass(frozen=True, slots=True)
+class DraftShape:
+    """Dimensions of a draft's body."""
+
+    hidden_size: int = 384
+    num_layers: int = 3
+    intermediate_size: int = 960
+    num_heads: int = 6
+    num_kv_heads: int = 2
+    max_position_embeddings: int = 8192
+    rope_theta: float = 100_000.0
+
+
+def body_config(shape: DraftShape, *, vocab_size: int) -> LlamaConfig:
+    """Returns the configuration of the body as a Llama model."""
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.hidden_size // shape.num_heads,
+        max_position_embeddings=shape.max_position_embeddings,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+class Student(nn.Module):
+    """The draft in training, in bfloat16.
+
+    Args:
+        target_embedding: ``[vocab_size, target_hidden_size]``; not trained.
+        draft_ids: int64 ``[draft_vocab_size]``: the target's ids that can be proposed.
+    """
+
+    def __init__(
+        self, shape: DraftShape, target_embedding: torch.Tensor, draft_ids: torch.Tensor, *, seed: int
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            body = LlamaModel(body_config(shape, vocab_size=1))
+        body.embed_tokens = nn.Identity()  # type: ignore[assignment]
+        self.body = body
+        read, write = _initial_projections(target_embedding, shape.hidden_size)
+        self.embedding_projection = nn.Parameter(read)
+        """``[hidden_size, target_hidden_size]``."""
+        self.head_projection = nn.Parameter(write)
+        """``[target_hidden_size, hidden_size]``."""
+        self.register_buffer("target_embedding", target_embedding.detach(), persistent=False)
+        self.register_buffer("draft_ids", draft_ids, persistent=False)
+        self.register_buffer("written_rows", target_embedding.detach()[draft_ids], persistent=False)
+        self.to(torch.bfloat16)
+
+    target_embedding: torch.Tensor
+    draft_ids: torch.Tensor
+    written_rows: torch.Tensor
+
+    def embedding(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Returns the vectors that the body reads, ``[..., hidden_size]``."""
+        return F.linear(F.embedding(token_ids, self.target_embedding), self.embedding_projection)
+
+    def head(self) -> torch.Tensor:
+        """Returns the last product's weights, ``[draft_vocab_size, hidden_size]``."""
+        return self.written_rows @ self.head_projection
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Returns logits ``[num_rows, length, draft_vocab_size]`` of rows of token ids."""
+        output = self.body(inputs_embeds=self.embedding(token_ids), use_cache=False)
+        return F.linear(output.last_hidden_state, self.head())
+
+
+def _initial_projections(embedding: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The principal directions of the target's embedding, scaled so that vectors and logits begin near 1."""
+    sample = embedding.detach().float()
+    _, _, directions = torch.linalg.svd(sample, full_matrices=False)
+    kept = directions[:width]
+    if len(kept) < width:
+        kept = torch.cat((kept, torch.zeros(width - len(kept), kept.shape[1], device=kept.device)))
+    spread = float((sample @ kept.T).std())
+    return kept / spread, (kept / (spread * width**0.5)).T.contiguous()

@@ -1,0 +1,246 @@
+"""Trains a draft for a chat model: the model writes text, and the draft learns its distribution over it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from specray.train.corpus import CorpusConfig, load_corpus
+from specray.train.draft.checkpoint import write_compact
+from specray.train.draft.loss import DraftLoss, draft_loss
+from specray.train.draft.markers import TurnMarkers, turn_markers
+from specray.train.draft.prompts import Beginnings, passages_of
+from specray.train.draft.student import DraftShape, Student
+from specray.train.draft.vocabulary import frequent_ids
+from specray.train.draft.writing import Written, write_rows
+from specray.train.loop import RunLimit, RunState, TrainingRun
+from specray.train.optim import MasterOptimizer, OptimizerConfig
+
+_NUM_HELD_OUT_ROWS = 48
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTrainConfig:
+    """Options of a run."""
+
+    limit: RunLimit
+    writing_budget_s: float = 3600.0
+    """Seconds in which the target writes; a batch that has begun is finished."""
+    num_rows: int = 100_000
+    """Rows of text, at most."""
+    rows_per_batch: int = 32
+    """Rows that are written side by side."""
+    row_len: int = 768
+    rows_per_step: int = 16
+    rows_per_forward: int = 4
+    long_share: float = 0.2
+    """Share of the run, its end, in which three rows make one, so that later positions are learnt."""
+    shape: DraftShape = field(default_factory=DraftShape)
+    optimizer: OptimizerConfig = field(
+        default_factory=lambda: OptimizerConfig(
+            matrix_learning_rate=6e-3, learning_rate=3e-3, weight_decay=0.02
+        )
+    )
+    vocabulary_share: float = 0.98
+    max_draft_vocabulary: int = 12_288
+    argmax_weight: float = 0.3
+    overlap_weight: float = 1.0
+    """Of the total variation distance, in the last two fifths of the run."""
+    other_weight: float = 0.1
+    """Weight of tokens that no server would generate: what is given, and the user's turns."""
+    seed: int = 0
+
+
+def train_draft(target: str, work_dir: Path, config: DraftTrainConfig, *, device: str = "cpu") -> Path:
+    """Writes text, trains on it, and writes the compact draft into ``work_dir/draft``; goes on where it was.
+
+    Args:
+        target: checkpoint of a Llama-like chat model with tied or own embeddings.
+        work_dir: directory of the run; the same call again goes on from there.
+
+    Returns:
+        The directory of the draft.
+    """
+    work_dir.mkdir(parents=True, exist_ok=True)
+    model = LlamaForCausalLM.from_pretrained(target, dtype=torch.bfloat16).to(device)  # type: ignore[arg-type]
+    model.train(False)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    written = _written(model, tokenizer, work_dir, config)
+    train, held_out = _split(written)
+    answers = train.token_ids[train.is_answer]
+    always = sorted({*tokenizer.all_special_ids, *_marker_ids(turn_markers(tokenizer))})
+    ids = frequent_ids(
+        answers, share=config.vocabulary_share, max_num_ids=config.max_draft_vocabulary, always=always
+    )
+    student = Student(
+        config.shape, model.get_input_embeddings().weight, torch.from_numpy(ids).to(device), seed=config.seed
+    ).to(device)
+    trainer = _Trainer(model, student, train, config)
+    run = TrainingRun("draft", work_dir, trainer.optimizer, config.limit)
+    destination = work_dir / "draft"
+
+    def export() -> dict[str, float]:
+        figures = trainer.evaluate(held_out)
+        write_compact(student, destination, {**_summary(config, written, len(ids)), **figures})
+        return figures
+
+    run.run(trainer.step, on_checkpoint=export)
+    return destination
+
+
+class _Trainer:
+    def __init__(
+        self, target: LlamaForCausalLM, student: Student, written: Written, config: DraftTrainConfig
+    ) -> None:
+        self._target = target
+        self._student = student
+        self._config = config
+        self._device = target.device
+        self._ids = torch.from_numpy(written.token_ids.astype(np.int32)).to(self._device)
+        self._is_answer = torch.from_numpy(written.is_answer).to(self._device)
+        self.optimizer = MasterOptimizer(student, config.optimizer)
+
+    def step(self, state: RunState, progress: float) -> dict[str, float]:
+        rows = self._picked(state)
+        ids, is_answer = self._ids[rows].long(), self._is_answer[rows]
+        if progress >= 1 - self._config.long_share:
+            ids, is_answer = (part.reshape(len(rows) // 3, -1) for part in (ids, is_answer))
+        overlap_weight = self._config.overlap_weight if progress >= 0.6 else 0.0
+        per_forward = max(1, self._config.rows_per_forward * self._config.row_len // ids.shape[1])
+        weight = self._weights(is_answer).sum()
+        parts = []
+        for own_ids, own_answers in zip(
+            torch.split(ids, per_forward), torch.split(is_answer, per_forward), strict=True
+        ):
+            part = self._loss(own_ids, own_answers, overlap_weight)
+            (part.loss / weight).backward()  # type: ignore[no-untyped-call]
+            parts.append(part)
+        norm = self.optimizer.step(progress)
+        state.cursor += len(rows)
+        state.num_tokens += ids.numel()
+        return {**_means(parts), "grad_norm": norm}
+
+    @torch.no_grad()
+    def evaluate(self, held_out: Written) -> dict[str, float]:
+        """Returns agreement and overlap on answers that were not trained on."""
+        ids = torch.from_numpy(held_out.token_ids.astype(np.int64)).to(self._device)
+        is_answer = torch.from_numpy(held_out.is_answer).to(self._device)
+        size = self._config.rows_per_forward
+        parts = [
+            self._loss(own, answers, 0.0, other_weight=0.0)
+            for own, answers in zip(torch.split(ids, size), torch.split(is_answer, size), strict=True)
+        ]
+        return {f"held_out_{name}": value for name, value in _means(parts).items()}
+
+    def _loss(
+        self,
+        ids: torch.Tensor,
+        is_answer: torch.Tensor,
+        overlap_weight: float,
+        *,
+        other_weight: float | None = None,
+    ) -> DraftLoss:
+        with torch.no_grad():
+            target_logits = self._target(input_ids=ids[:, :-1], use_cache=False).logits.flatten(0, 1)
+        return draft_loss(
+            target_logits,
+            self._student(ids[:, :-1]).flatten(0, 1),
+            self._student.draft_ids,
+            self._weights(is_answer, other_weight).flatten(),
+            argmax_weight=self._config.argmax_weight,
+            overlap_weight=overlap_weight,
+        )
+
+    def _weights(self, is_answer: torch.Tensor, other_weight: float | None = None) -> torch.Tensor:
+        """A position's weight is that of the token that it predicts."""
+        others = self._config.other_weight if other_weight is None else other_weight
+        return torch.where(is_answer[:, 1:], 1.0, others)
+
+    def _picked(self, state: RunState) -> torch.Tensor:
+        """The step's rows of an endless seeded shuffle; a multiple of three."""
+        count = -(-self._config.rows_per_step // 3) * 3
+        num_rows = len(self._ids)
+        picked: list[int] = []
+        while len(picked) < count:
+            epoch, place = divmod(state.cursor + len(picked), num_rows)
+            order = np.random.default_rng((self._config.seed, epoch)).permutation(num_rows)
+            picked += order[place : place + count - len(picked)].tolist()
+        return torch.tensor(picked, device=self._device)
+
+
+def _means(parts: list[DraftLoss]) -> dict[str, float]:
+    weight = float(sum(float(part.weight) for part in parts)) or 1.0
+    names = ("loss", "agreement", "overlap")
+    return {name: sum(float(getattr(part, name).detach()) for part in parts) / weight for name in names}
+
+
+def _written(model: LlamaForCausalLM, tokenizer: Any, work_dir: Path, config: DraftTrainConfig) -> Written:
+    """All that the target writes; batches are kept as files, so that an interrupted run goes on."""
+    directory = work_dir / "written"
+    directory.mkdir(exist_ok=True)
+    markers = turn_markers(tokenizer)
+    passages = _passages(work_dir / "passages.json")
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    began = time.monotonic()
+    for index in range(-(-config.num_rows // config.rows_per_batch)):
+        file = directory / f"{index:05d}.npz"
+        if file.exists():
+            continue
+        if time.monotonic() - began > config.writing_budget_s:
+            break
+        drawn = Beginnings(markers, encode, passages, seed=config.seed + index).draw(config.rows_per_batch)
+        batch = write_rows(model, drawn, markers, row_len=config.row_len, seed=config.seed + index)
+        partial = file.with_suffix(".partial.npz")
+        np.savez(partial, token_ids=batch.token_ids, is_answer=batch.is_answer)
+        partial.replace(file)
+    batches = list(_batches(directory))
+    return Written(
+        *(np.concatenate([getattr(b, name) for b in batches]) for name in ("token_ids", "is_answer"))
+    )
+
+
+def _passages(file: Path) -> list[str]:
+    """Those of the first call, so that a run that goes on elsewhere reads the same."""
+    if not file.exists():
+        texts = passages_of(load_corpus(CorpusConfig(max_source_bytes=1_000_000)))
+        file.write_text(json.dumps(texts), "utf-8")
+    passages: list[str] = json.loads(file.read_text("utf-8"))
+    return passages
+
+
+def _batches(directory: Path) -> Iterator[Written]:
+    for file in sorted(directory.glob("[0-9]*[0-9].npz")):
+        saved = np.load(file)
+        yield Written(saved["token_ids"], saved["is_answer"])
+
+
+def _split(written: Written) -> tuple[Written, Written]:
+    count = min(_NUM_HELD_OUT_ROWS, max(1, len(written.token_ids) // 10))
+    parts = (slice(count, None), slice(None, count))
+    train, held_out = (Written(written.token_ids[part], written.is_answer[part]) for part in parts)
+    return train, held_out
+
+
+def _marker_ids(markers: TurnMarkers) -> set[int]:
+    return {*markers.to_assistant, *markers.to_user}
+
+
+def _summary(config: DraftTrainConfig, written: Written, draft_vocab_size: int) -> dict[str, Any]:
+    return {
+        "config": asdict(config),
+        "num_rows_written": len(written.token_ids),
+        "num_tokens_written": int(written.token_ids.size),
+        "num_answer_tokens": int(written.is_answer.sum()),
+        "draft_vocab_size": draft_vocab_size,
+    }

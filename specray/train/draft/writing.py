@@ -1,0 +1,117 @@
+"""Lets a target write many rows at once: conversations whose turns it writes itself, and plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import LlamaForCausalLM
+
+from specray.train.draft.markers import TurnMarkers
+from specray.train.draft.prompts import Beginning
+from specray.train.sample import CachedDecoder
+
+_USER, _ASSISTANT, _TEXT = 0, 1, 2
+_ROLES = {"user": _USER, "assistant": _ASSISTANT, "text": _TEXT}
+USER_TEMPERATURE = 0.9
+"""Temperature of what the model writes in the user's place: the variety of the text comes from there."""
+TEMPERATURES = (0.0, 1.0, 0.0, 0.7)
+"""Temperatures of answers, row by row in turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Rows of text; what a server would be asked to generate is marked."""
+
+    token_ids: npt.NDArray[np.uint16]
+    """``[num_rows, row_len]``."""
+    is_answer: npt.NDArray[np.bool_]
+    """Same shape: drawn by the model as an answer, or as the rest of a plain text."""
+
+
+@torch.no_grad()
+def write_rows(
+    model: LlamaForCausalLM,
+    beginnings: Sequence[Beginning],
+    markers: TurnMarkers,
+    *,
+    row_len: int,
+    seed: int,
+) -> Written:
+    """Writes one row for each beginning, all side by side, token by token.
+
+    A turn ends where the model ends it; the marker of the next one follows, and the model goes on in the
+    other's place until the row is full.
+
+    Args:
+        row_len: tokens of a row, with what it begins with, which is cut to that.
+    """
+    device, num_rows = model.device, len(beginnings)
+    given, lengths = _padded(beginnings, row_len, device)
+    role = torch.tensor([_ROLES[beginning.goes_on] for beginning in beginnings], device=device)
+    temperature = torch.tensor(TEMPERATURES, device=device).repeat(-(-num_rows // len(TEMPERATURES)))
+    temperature = temperature[:num_rows, None]
+    turns = _Turns(markers, role)
+    generator = torch.Generator(device).manual_seed(seed)
+    decoder = CachedDecoder(model, num_rows=num_rows, max_len=row_len)
+    rows = torch.empty(num_rows, row_len, dtype=torch.long, device=device)
+    is_answer = torch.zeros(num_rows, row_len, dtype=torch.bool, device=device)
+    rows[:, 0] = given[:, 0]
+    for column in range(1, row_len):
+        logits = decoder.forward(rows[:, column - 1 : column]).float()
+        own = torch.where((turns.role == _USER)[:, None], USER_TEMPERATURE, temperature)
+        # The argmax of logits with Gumbel noise is a draw; at temperature 0 there is none.
+        noise = torch.empty_like(logits).exponential_(generator=generator).log_().neg_()
+        drawn = (logits + own * noise).argmax(-1)
+        is_given = column < lengths
+        rows[:, column], is_answer[:, column] = turns.advance(drawn, given[:, column], is_given)
+    return Written(rows.cpu().numpy().astype(np.uint16), is_answer.cpu().numpy())
+
+
+class _Turns:
+    """Whose turn it is in each row, and how far its marker is written."""
+
+    def __init__(self, markers: TurnMarkers, role: torch.Tensor) -> None:
+        width = max(len(markers.to_assistant), len(markers.to_user))
+        both = (markers.to_user, markers.to_assistant)
+        device = role.device
+        # Indexed by the role that the marker leads to.
+        self._ids = torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in both], device=device)
+        self._lengths = torch.tensor([len(ids) for ids in both], device=device)
+        self.role = role
+        self._written = torch.zeros_like(role)  # tokens of the marker that are written; 0: there is none
+
+    def advance(
+        self, drawn: torch.Tensor, given: torch.Tensor, is_given: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns each row's next token, and whether it is an answer's."""
+        own = self.role.clamp(max=_ASSISTANT)
+        in_marker = self._written > 0
+        token = torch.where(in_marker, self._ids[own, self._written], drawn)
+        token = torch.where(is_given, given, token)
+        is_drawn = ~is_given & ~in_marker
+        written = torch.where(in_marker & ~is_given, self._written + 1, self._written)
+        self._written = torch.where(written >= self._lengths[own], 0, written)
+        # The end of a turn is the first token of the marker that leads to the other's.
+        other = 1 - own
+        ends = is_drawn & (self.role != _TEXT) & (token == self._ids[other, 0])
+        is_answer = is_drawn & (self.role != _USER)
+        self.role = torch.where(ends, other, self.role)
+        single = self._lengths[other] == 1
+        self._written = torch.where(ends & ~single, 1, self._written)
+        return token, is_answer
+
+
+def _padded(
+    beginnings: Sequence[Beginning], row_len: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = np.zeros((len(beginnings), row_len), np.int64)
+    lengths = []
+    for row, beginning in zip(rows, beginnings, strict=True):
+        ids = beginning.token_ids[:row_len]
+        row[: len(ids)] = ids
+        lengths.append(len(ids))
+    return torch.from_numpy(rows).to(device), torch.tensor(lengths, device=device)

@@ -1,0 +1,135 @@
+"""Rows of text that a target writes: turns, their markers, and what counts as an answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from specray.errors import ConfigError
+from specray.train.draft.markers import TurnMarkers, turn_markers
+from specray.train.draft.prompts import Beginning, Beginnings, without_head_comment
+from specray.train.draft.vocabulary import frequent_ids
+from specray.train.draft.writing import write_rows
+from specray.train.shapes import ModelShape, new_model
+
+MARKERS = TurnMarkers(opening=(1, 5), to_assistant=(2, 11, 12), to_user=(3, 21))
+
+
+class Template:
+    """A tokenizer whose ids are the code points of its characters."""
+
+    chat_template: str | None = "yes"
+
+    def __init__(self, *, is_broken: bool = False) -> None:
+        self.is_broken = is_broken
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
+        text = "".join(f"[{item['role'][0]}]{item['content']}|" for item in messages)
+        return text.replace("\x00", "") if self.is_broken else text + "[a]"
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [ord(letter) for letter in text]
+
+
+def test_markers_are_what_stands_around_the_turns() -> None:
+    markers = turn_markers(Template())
+    assert bytes(markers.opening) == b"[u]"
+    assert bytes(markers.to_assistant) == b"|[a]"
+    assert bytes(markers.to_user) == b"|[u]"
+
+
+def test_a_template_that_changes_a_turn_is_refused() -> None:
+    with pytest.raises(ConfigError, match="drops or changes"):
+        turn_markers(Template(is_broken=True))
+
+
+def scripted(next_ids: dict[int, int]) -> LlamaForCausalLM:
+    """A model that always follows ``next_ids``: identity embedding, no layers, a permutation as its head."""
+    shape = ModelShape(
+        hidden_size=32,
+        num_layers=1,
+        intermediate_size=32,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        vocab_size=32,
+    )
+    model = new_model(shape, seed=0).float()
+    model.config.tie_word_embeddings = False
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(torch.eye(32))
+        layer = model.model.layers[0]
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+        head = torch.zeros(32, 32)
+        for before, after in next_ids.items():
+            head[after, before] = 1e4
+        model.lm_head.weight = torch.nn.Parameter(head)
+    return model
+
+
+def test_turns_alternate_and_their_markers_are_written_not_drawn() -> None:
+    model = scripted({5: 6, 6: 2, 12: 13, 13: 14, 14: 3, 21: 2, 2: 31, 11: 31, 3: 31})
+    begin = [Beginning((1, 5), "user"), Beginning((1, 5, 6, 2, 11, 12), "assistant")]
+    written = write_rows(model, begin, MARKERS, row_len=14, seed=0)
+    whole = [1, 5, 6, 2, 11, 12, 13, 14, 3, 21, 2, 11, 12, 13]
+    assert written.token_ids.tolist() == [whole, whole]
+    # An answer's tokens are those drawn in the assistant's turn, with the one that ends it.
+    answers = [False] * 6 + [True] * 3 + [False] * 4 + [True]
+    assert written.is_answer.tolist() == [answers, answers]
+
+
+def test_plain_text_has_no_turns() -> None:
+    model = scripted({7: 2, 2: 3, 3: 7})
+    written = write_rows(model, [Beginning((7,), "text")], MARKERS, row_len=6, seed=0)
+    assert written.token_ids.tolist() == [[7, 2, 3, 7, 2, 3]]
+    assert written.is_answer.tolist() == [[False, True, True, True, True, True]]
+
+
+def test_beginnings_are_those_of_the_seed_and_end_where_somebody_goes_on() -> None:
+    passages = ["word " * 2000]
+    encode = Template().encode
+    first, again = (Beginnings(MARKERS, encode, passages, seed=3).draw(50) for _ in range(2))
+    assert first == again
+    assert {item.goes_on for item in first} == {"user", "assistant", "text"}
+    for item in first:
+        ends = item.token_ids[-len(MARKERS.to_assistant) :] == MARKERS.to_assistant
+        assert ends == (item.goes_on == "assistant")
+        assert (item.token_ids[:2] == MARKERS.opening) == (item.goes_on != "text")
+
+
+def test_a_licence_at_the_head_of_a_file_is_left_out() -> None:
+    assert without_head_comment("# Copyright\n#\n\n# MIT\nimport os\n# why\nx = 1\n") == (
+        "import os\n# why\nx = 1\n"
+    )
+    assert without_head_comment("# nothing else\n") == ""
+
+
+def test_frequent_ids_cover_the_share_and_what_must_be_there() -> None:
+    ids = np.array([7] * 500 + [9] * 300 + list(range(1000, 1200)), np.uint16)
+    few = frequent_ids(ids, share=0.8, max_num_ids=2, always=(3,))
+    assert few.tolist() == [3, 7]
+    assert frequent_ids(ids, share=0.8, max_num_ids=1000).tolist()[:2] == [7, 9]
+    everything = frequent_ids(ids, share=1.0, max_num_ids=10_000)
+    assert set(everything.tolist()) == set(ids.tolist())
+
+
+def test_rows_are_the_same_for_the_same_seed(tmp_path: Path) -> None:
+    shape = ModelShape(
+        hidden_size=32,
+        num_layers=1,
+        intermediate_size=32,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        vocab_size=32,
+    )
+    model = new_model(shape, seed=1)
+    begin = [Beginning((1, 5), "user")] * 4
+    rows = [write_rows(model, begin, MARKERS, row_len=24, seed=seed).token_ids.tolist() for seed in (4, 4, 5)]
+    assert rows[0] == rows[1] != rows[2]
