@@ -28,7 +28,16 @@ class StreamEvent:
     @property
     def text(self) -> str:
         """Text that all choices of the event add."""
-        return "".join(choice.get("text") or "" for choice in self.body.get("choices") or ())
+        return "".join(_added_text(choice) for choice in self.body.get("choices") or ())
+
+
+def _added_text(choice: Mapping[str, Any]) -> str:
+    delta = choice.get("delta") or {}
+    return str(choice.get("text") or delta.get("content") or delta.get("reasoning_content") or "")
+
+
+def _path(body: Mapping[str, Any]) -> str:
+    return "/v1/chat/completions" if "messages" in body else "/v1/completions"
 
 
 def key_header(key: str | None) -> dict[str, str]:
@@ -80,14 +89,14 @@ class ServerClient:
             await self._session.close()
 
     async def stream_completion(self, body: Mapping[str, Any]) -> AsyncGenerator[StreamEvent, None]:
-        """POSTs /v1/completions with ``stream`` and yields the events.
+        """POSTs a completion, or a chat where there are messages, with ``stream`` and yields the events.
 
         Raises:
             InvalidRequestError, OverloadedError: as the server says.
             EngineLostError: the server is away, too slow, or lost its target.
             SpecrayError: it failed.
         """
-        url = f"{self._url}/v1/completions"
+        url = f"{self._url}{_path(body)}"
         try:
             async with self._opened.post(url, json={**body, "stream": True}) as response:
                 await _raise_for_status(response)
@@ -99,8 +108,8 @@ class ServerClient:
             raise _unreachable(self._url, error) from None
 
     async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """POSTs /v1/completions and returns the whole response. Raises like ``stream_completion``."""
-        url = f"{self._url}/v1/completions"
+        """POSTs the same and returns the whole response. Raises like ``stream_completion``."""
+        url = f"{self._url}{_path(body)}"
         try:
             async with self._opened.post(url, json=body) as response:
                 await _raise_for_status(response)

@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,16 @@ class Dataset(StrEnum):
     HUMANEVAL = "humaneval"
     """openai/human-eval: JSON lines with ``prompt``."""
     SPECBENCH = "specbench"
-    """hemingkx/Spec-Bench: JSON lines with ``turns``, of which the first is used."""
+    """hemingkx/Spec-Bench: JSON lines with ``turns``, of which the first is used, and a ``category``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of a data set."""
+
+    text: str
+    category: str = ""
+    """Name of its kind, as the data set gives it; empty where it gives none."""
 
 
 BUILTIN_PROMPTS = (
@@ -40,7 +50,14 @@ BUILTIN_PROMPTS = (
 
 
 def load_prompts(dataset: Dataset, path: Path | None, num_prompts: int) -> list[str]:
-    """Returns the first prompts of a data set; starts again from its beginning if it has fewer.
+    """Returns the texts of ``load_labelled_prompts``. Raises like it."""
+    return [prompt.text for prompt in load_labelled_prompts(dataset, path, num_prompts)]
+
+
+def load_labelled_prompts(dataset: Dataset, path: Path | None, num_prompts: int) -> list[Prompt]:
+    """Returns prompts of a data set; starts again from its beginning if it has fewer.
+
+    Of Spec-Bench, which is sorted by category, they are spread evenly over all of it; of others, the first.
 
     Args:
         dataset: the data set.
@@ -51,17 +68,20 @@ def load_prompts(dataset: Dataset, path: Path | None, num_prompts: int) -> list[
         ConfigError: the file is missing, or is not of that data set.
     """
     if dataset is Dataset.BUILTIN:
-        prompts = list(BUILTIN_PROMPTS)
+        prompts = [Prompt(text) for text in BUILTIN_PROMPTS]
     elif path is None:
         raise ConfigError(f"--dataset-path is missing; --dataset {dataset} needs its file")
     else:
-        prompts = list(itertools.islice(_read(dataset, path), num_prompts))
+        is_sorted = dataset is Dataset.SPECBENCH
+        prompts = list(itertools.islice(_read(dataset, path), None if is_sorted else num_prompts))
+        if len(prompts) > num_prompts:
+            prompts = [prompts[index * len(prompts) // num_prompts] for index in range(num_prompts)]
     if not prompts:
         raise ConfigError(f"--dataset-path {path}: there is no prompt in it")
     return list(itertools.islice(itertools.cycle(prompts), num_prompts))
 
 
-def _read(dataset: Dataset, path: Path) -> Iterator[str]:
+def _read(dataset: Dataset, path: Path) -> Iterator[Prompt]:
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open("r") as lines:
             for number, line in enumerate(lines, start=1):
@@ -73,11 +93,11 @@ def _read(dataset: Dataset, path: Path) -> Iterator[str]:
         raise ConfigError(f"--dataset-path {path} is not JSON lines: {error}") from None
 
 
-def _prompt(dataset: Dataset, entry: Any, where: str) -> str:
+def _prompt(dataset: Dataset, entry: Any, where: str) -> Prompt:
     try:
         prompt = entry["prompt"] if dataset is Dataset.HUMANEVAL else entry["turns"][0]
     except (KeyError, IndexError, TypeError):
         prompt = None
     if not isinstance(prompt, str) or not prompt:
         raise ConfigError(f"--dataset-path {where}: there is no prompt of {dataset}")
-    return prompt
+    return Prompt(prompt, str(entry.get("category") or ""))

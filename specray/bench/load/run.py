@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specray.bench.load.client import ServerClient
@@ -29,22 +29,24 @@ async def run_pass(
     bodies: Sequence[Mapping[str, Any]],
     *,
     concurrency: int,
+    labels: Sequence[str] = (),
     is_stream: bool = True,
     on_done: Callable[[], None] = lambda: None,
 ) -> PassResult:
     """Sends every body once, ``concurrency`` at a time; counts and reports requests that fail.
 
     Args:
+        labels: of the bodies, kept with their records; empty: none.
         on_done: called after each request.
     """
-    waiting = iter(bodies)
+    waiting = iter(zip(bodies, labels or [""] * len(bodies), strict=True))
     records: list[RequestRecord] = []
     errors: list[str] = []
 
     async def work() -> None:
-        for body in waiting:
+        for body, label in waiting:
             try:
-                records.append(await send(client, body, is_stream=is_stream))
+                records.append(replace(await send(client, body, is_stream=is_stream), label=label))
             except SpecrayError as error:
                 errors.append(str(error))
             on_done()

@@ -45,6 +45,10 @@ class ServePlan:
     """Uncounted requests per arm before the first pass."""
     has_fresh_prompts: bool = True
     """True if no prompt comes twice to the server: a prefix cache would favour the later arms."""
+    is_chat: bool = False
+    """True if each prompt is a user's message behind the model's chat template."""
+    categories: Sequence[str] = ()
+    """Names of the prompts' kinds, one for each; empty: none."""
     timeout_s: float = 600.0
 
 
@@ -61,6 +65,16 @@ class ArmResult:
     def summary(self) -> ArmSummary:
         return summarize(self.arm.name, self.passes)
 
+    @property
+    def categories(self) -> dict[str, ArmSummary]:
+        """Summaries by the prompts' category, in the order of their first requests; empty without any."""
+        records = [record for one in self.passes for record in one.records]
+        return {
+            label: summarize(label, [Pass(own, sum(record.ended_s - record.started_s for record in own))])
+            for label in dict.fromkeys(record.label for record in records if record.label)
+            for own in [tuple(record for record in records if record.label == label)]
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class ServeResult:
@@ -72,7 +86,11 @@ class ServeResult:
 
     def as_json(self) -> dict[str, Any]:
         """Returns everything but the prompts, for ``--json``."""
-        plan = {key: value for key, value in asdict(self.plan).items() if key not in ("prompts", "arms")}
+        plan = {
+            key: value
+            for key, value in asdict(self.plan).items()
+            if key not in ("prompts", "arms", "categories")
+        }
         return {
             "model": self.model,
             "plan": {**plan, "num_prompts": len(self.plan.prompts)},
@@ -82,6 +100,7 @@ class ServeResult:
                     "speculation": result.arm.speculation,
                     "server": [asdict(stats) for stats in result.server],
                     "errors": result.errors,
+                    "categories": {name: asdict(one) for name, one in result.categories.items()},
                 }
                 for result in self.arms
             ],
@@ -133,6 +152,7 @@ async def _run_pass(
         client,
         [request_body(plan, result.arm, prompt, label) for prompt in plan.prompts],
         concurrency=plan.concurrency,
+        labels=plan.categories,
         is_stream=plan.is_stream,
         on_done=advance,
     )
@@ -143,9 +163,15 @@ async def _run_pass(
 
 def request_body(plan: ServePlan, arm: ServeArm, prompt: str, label: str) -> dict[str, Any]:
     """Makes the body for one prompt; with fresh prompts, ``label`` tells the passes of an arm apart."""
-    first_line = f"# {arm.name}, {label}\n" if plan.has_fresh_prompts else ""
+    # A chat is left as it is, and asks for a part of the prefix cache that is its own.
+    first_line = f"# {arm.name}, {label}\n" if plan.has_fresh_prompts and not plan.is_chat else ""
+    asked: dict[str, Any] = {"prompt": first_line + prompt}
+    if plan.is_chat:
+        asked = {"messages": [{"role": "user", "content": prompt}]}
+        if plan.has_fresh_prompts:
+            asked["cache_salt"] = f"{arm.name}, {label}"
     return {
-        "prompt": first_line + prompt,
+        **asked,
         "max_tokens": plan.max_tokens,
         "temperature": plan.temperature,
         "seed": plan.seed,

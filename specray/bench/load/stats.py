@@ -34,6 +34,8 @@ class RequestRecord:
     num_accepted_draft_tokens: int = 0
     num_first_tokens: int | None = None
     """Output tokens up to the first event that brought text; None if events do not tell."""
+    label: str = ""
+    """Category of the prompt; empty where there are none."""
 
     @property
     def ttft_ms(self) -> float | None:

@@ -30,6 +30,26 @@ def serve_table(result: ServeResult) -> Table:
     return table
 
 
+def category_table(result: ServeResult) -> Table:
+    """Makes a table with one row per category of prompts; speeds are of single requests, summed."""
+    table = Table(title="by category: speedup, acceptance length, acceptance rate")
+    table.add_column("category")
+    for arm in result.arms[1:]:
+        table.add_column(arm.arm.name, justify="right")
+    base = result.arms[0].categories
+    for name in base:
+        cells = [arm.categories.get(name) for arm in result.arms[1:]]
+        table.add_row(name, *(_category_cell(cell, base[name]) for cell in cells))
+    return table
+
+
+def _category_cell(summary: ArmSummary | None, base: ArmSummary) -> str:
+    if summary is None:
+        return _DASH
+    length, rate = _number(summary.mean_acceptance_length), _number(summary.acceptance_rate)
+    return f"{_speedup(summary, base)}  {length}  {rate}"
+
+
 def _number(value: float | None, digits: int = 2) -> str:
     return _DASH if value is None else f"{value:.{digits}f}"
 

@@ -22,6 +22,7 @@ FixedK = Annotated[
 ]
 IgnoreEos = Annotated[bool, typer.Option(help="Let every output have max-tokens tokens.")]
 Stream = Annotated[bool, typer.Option(help="Stream the outputs; without, TTFT and ITL are not measured.")]
+Chat = Annotated[bool, typer.Option(help="Send each prompt as a user's message of a chat.")]
 FreshPrompts = Annotated[
     bool, typer.Option(help="Change the prompts for every arm and pass, so that no prefix cache knows them.")
 ]
@@ -42,20 +43,23 @@ def serve(
     ignore_eos: IgnoreEos = True,
     stream: Stream = True,
     fresh_prompts: FreshPrompts = True,
+    chat: Chat = False,
     timeout_s: options.RequestTimeout = 600.0,
     json_path: options.JsonPath = None,
 ) -> None:
     """Measure a running server over HTTP, with speculation off and on in turns."""
     from rich.console import Console
 
-    from specray.bench.load.prompts import load_prompts
+    from specray.bench.load.prompts import load_labelled_prompts
     from specray.bench.load.serve import ServePlan, default_arms
-    from specray.bench.report.table import serve_table
+    from specray.bench.report.table import category_table, serve_table
     from specray.cli.output import report_failures, write_json
 
+    prompts = load_labelled_prompts(dataset, dataset_path, num_prompts)
     plan = ServePlan(
         url=url,
-        prompts=load_prompts(dataset, dataset_path, num_prompts),
+        prompts=[prompt.text for prompt in prompts],
+        categories=[prompt.category for prompt in prompts],
         arms=default_arms(num_speculative_tokens or ()),
         num_repeats=num_repeats,
         concurrency=concurrency,
@@ -66,10 +70,13 @@ def serve(
         is_stream=stream,
         num_warmup=num_warmup,
         has_fresh_prompts=fresh_prompts,
+        is_chat=chat,
         timeout_s=timeout_s,
     )
     result = _measure(plan)
     Console().print(serve_table(result))
+    if result.arms[0].categories:
+        Console().print(category_table(result))
     write_json(result.as_json(), json_path)
     raise typer.Exit(report_failures([text for arm in result.arms for text in arm.errors]))
 

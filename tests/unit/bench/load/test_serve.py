@@ -13,7 +13,13 @@ import pytest
 from rich.console import Console
 
 from specray.bench.load.client import ServerClient
-from specray.bench.load.prompts import BUILTIN_PROMPTS, Dataset, load_prompts
+from specray.bench.load.prompts import (
+    BUILTIN_PROMPTS,
+    Dataset,
+    Prompt,
+    load_labelled_prompts,
+    load_prompts,
+)
 from specray.bench.load.scrape import difference, histogram_quantile, parse_samples, server_stats
 from specray.bench.load.serve import ServeArm, ServePlan, default_arms, measure
 from specray.bench.load.stats import (
@@ -159,6 +165,15 @@ def test_specbench_gives_first_turns(tmp_path: Path) -> None:
     assert load_prompts(Dataset.SPECBENCH, path, 1) == ["one"]
 
 
+def test_specbench_is_spread_over_its_categories(tmp_path: Path) -> None:
+    path = tmp_path / "question.jsonl"
+    entries = [{"category": name, "turns": [f"{name}{n}"]} for name in ("a", "b") for n in range(3)]
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    found = load_labelled_prompts(Dataset.SPECBENCH, path, 3)
+    assert found == [Prompt("a0", "a"), Prompt("a2", "a"), Prompt("b1", "b")]
+    assert [prompt.text for prompt in load_labelled_prompts(Dataset.SPECBENCH, path, 7)][6] == "a0"
+
+
 def test_builtin_prompts_need_no_file() -> None:
     assert load_prompts(Dataset.BUILTIN, None, 2) == list(BUILTIN_PROMPTS[:2])
 
@@ -225,6 +240,21 @@ async def test_no_prompt_comes_twice_unless_asked_for() -> None:
         await run(router, num_repeats=2, num_warmup=1, has_fresh_prompts=has_fresh_prompts)
         assert len(router.requests) == 10
         assert len({request.prompt_token_ids for request in router.requests}) == num_prompts
+
+
+async def test_a_chat_is_the_prompt_behind_the_template_and_has_a_part_of_the_cache_of_its_own() -> None:
+    router = FakeRouterClient(info=INFO)
+    result, _ = await run(router, num_repeats=1, is_chat=True, has_fresh_prompts=True, categories=["x", "y"])
+    salts = [request.sampling.cache_salt for request in router.requests]
+    assert salts == ["off, pass 1"] * 2 + ["on, pass 1"] * 2
+    # Both arms ask the same.
+    asked = [request.prompt_token_ids for request in router.requests]
+    assert asked[:2] == asked[2:]
+    assert {name: one.num_output_tokens for name, one in result.arms[1].categories.items()} == {
+        "x": 4,
+        "y": 4,
+    }
+    assert result.arms[0].summary.ttft_ms is not None
 
 
 async def test_concurrency_bounds_the_requests_in_flight() -> None:
