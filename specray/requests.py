@@ -99,6 +99,16 @@ class SpeculationParams:
 
 
 @dataclass(frozen=True, slots=True)
+class ServiceLevel:
+    """Times that a caller wants kept, as far as those without a level, or with room, can give way."""
+
+    ttft_ms: float | None = None
+    """Milliseconds from arrival to the first token, > 0; None: any."""
+    itl_ms: float | None = None
+    """Milliseconds per output token after the first, on average, > 0; None: any."""
+
+
+@dataclass(frozen=True, slots=True)
 class Quota:
     """Limits of what the requests of one API key hold at a time of each router; None: no limit."""
 
@@ -156,6 +166,8 @@ class GenerateRequest:
     resumed: Resumption | None = None
     """Earlier part of the output; None: the output begins here."""
     text: TextOptions = field(default_factory=TextOptions)
+    level: ServiceLevel | None = None
+    """Times that the caller wants kept; None: none."""
 
     @property
     def tenant(self) -> str:

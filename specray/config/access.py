@@ -51,6 +51,15 @@ class KeySpeculationConfig(Section):
     )
 
 
+class ServiceLevelConfig(Section):
+    """Times that requests of one key want kept, whatever they name themselves."""
+
+    ttft_ms: float | None = Field(None, gt=0, le=86_400_000, description="Milliseconds to the first token.")
+    itl_ms: float | None = Field(
+        None, gt=0, le=86_400_000, description="Milliseconds per output token after the first, on average."
+    )
+
+
 class KeyConfig(Section):
     """One API key, stored as a hash; `specray keys new` makes both."""
 
@@ -82,6 +91,7 @@ class KeyConfig(Section):
         description="Most urgent priority that its requests can get; lower is served earlier.",
     )
     speculation: KeySpeculationConfig = Field(default_factory=KeySpeculationConfig)
+    slo: ServiceLevelConfig = Field(default_factory=ServiceLevelConfig)
 
     @property
     def tenant_name(self) -> str:

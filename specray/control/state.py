@@ -49,6 +49,8 @@ class Reason(StrEnum):
     """Several prompts wait to be prefilled: the step's rows are theirs."""
     PREFILL = "prefill"
     """The round computes the session's own prompt."""
+    SERVICE_LEVEL = "service_level"
+    """Another session's service level is at risk, and this one leaves its rows to it."""
     LOCAL = "local"
     """The request is drafted for without a draft model."""
     NGRAM = "ngram"

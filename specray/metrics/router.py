@@ -199,6 +199,18 @@ class RouterMetrics:
             buckets=_LATENCY_S,
             registry=registry,
         )
+        self._levels = Counter(
+            "specray_service_levels",
+            "Levels of requests that have ended, by kind (ttft or itl) and whether they were kept.",
+            ["kind", "attained"],
+            registry=registry,
+        )
+        self.service_level_yield = Gauge(
+            "specray_service_level_yield",
+            "Degree to which sessions with room yield to others: 0 not, 1 no draft tokens, 2 every second "
+            "step, 3 every fourth.",
+            registry=registry,
+        )
         self.queued_requests = Gauge("specray_queue_depth", "Requests that wait.", registry=registry)
         self.queued_tokens = Gauge(
             "specray_queue_tokens", "Prompt tokens of requests that wait.", registry=registry
@@ -322,6 +334,10 @@ class RouterMetrics:
         """
         self._outcomes.labels(result).inc()
         self._ahead_depth.observe(depth)
+
+    def observe_level(self, kind: str, is_attained: bool) -> None:
+        """A request with a level of that kind, ``ttft`` or ``itl``, has ended."""
+        self._levels.labels(kind, "true" if is_attained else "false").inc()
 
     def observe_tokens(self, num_tokens: int, seconds: float) -> None:
         """Tokens committed together, ``seconds`` after those before."""

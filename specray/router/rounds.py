@@ -108,6 +108,7 @@ class Rounds:
             controller.cost_model,
             Budgets(controller.cost_model, max_k=controller.max_k),
             config,
+            levels=sessions.levels,
             hold_until=self._alarm.set,
         )
         self._num_steps = 0
@@ -265,8 +266,10 @@ class Rounds:
         since_s = live.committed_s
         overhead_s = live.timer.end(self._now, forward_s)
         if since_s is None:
-            live.first_token_s = self._now
+            live.first_token_s, live.num_first_tokens = self._now, len(commit.token_ids)
             overhead_s = None
+        else:
+            live.pace(len(commit.token_ids), self._now - since_s)
         # One call for all that is counted: keeping a call costs more than counting does.
         waited_s = self._now - (live.arrived_s if since_s is None else since_s)
         self._later.add(self._count, commit, live.round_plan, waited_s, since_s is None, overhead_s)
@@ -312,13 +315,16 @@ class Rounds:
         if self.target is None:
             return []
         idle_since_s = self._idle_since_s if has_grace else None
-        return self._scheduler.schedule(self.target.info, now=self._now, idle_since_s=idle_since_s)
+        return self._scheduler.schedule(
+            self.target.info, step=self._num_steps + 1, now=self._now, idle_since_s=idle_since_s
+        )
 
     def verify(self, batch: Sequence[tuple[LiveSession, int]]) -> VerifyInFlight:
         """Sends one target step."""
         assert self.target is not None
         now = self._now
         self._num_steps += 1
+        self.sessions.levels.begin_step(now)
         pending: set[tuple[str, int]] = set()
         num_rows = num_context_tokens = 0
         has_prompt = any(live.session.is_prefilling for live, _ in batch)

@@ -162,7 +162,7 @@ class Router:
         )
         self._rounds = Rounds(
             sessions=self._sessions,
-            proposers=ProposerChoice(model, self._sessions.running, self._controller, self._later),
+            proposers=ProposerChoice(model, self._sessions, self._controller, self._later),
             controller=self._controller,
             inbox=self._inbox,
             config=self._config,

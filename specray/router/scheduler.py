@@ -8,8 +8,9 @@ from specray.config import RouterConfig
 from specray.control.cost_model import CostModel
 from specray.router.admission.sessions import Sessions
 from specray.router.batch import BatchLimits, Share, form_batch
-from specray.router.proposers.budgets import Budgets
+from specray.router.proposers.budgets import MIN_PREFILL_TOKENS, Budgets
 from specray.router.proposers.prefill import are_prompts_first
+from specray.router.service_levels import ServiceLevels
 from specray.router.session_record import LiveSession
 from specray.types import EngineInfo
 
@@ -27,6 +28,7 @@ class StepScheduler:
         cost_model: predicts the time of target steps.
         budgets: prompt tokens that may share a step.
         config: budgets of a step.
+        levels: say who takes part in a step, and whose prompt goes first.
         hold_until: told when an idle target that is held back is to be looked at again.
     """
 
@@ -37,16 +39,18 @@ class StepScheduler:
         budgets: Budgets,
         config: RouterConfig,
         *,
+        levels: ServiceLevels,
         hold_until: Callable[[float], None],
     ) -> None:
         self._sessions = sessions
         self._cost_model = cost_model
         self._budgets = budgets
         self._config = config
+        self._levels = levels
         self._hold_until = hold_until
 
     def schedule(
-        self, info: EngineInfo, *, now: float, idle_since_s: float | None
+        self, info: EngineInfo, *, step: int, now: float, idle_since_s: float | None
     ) -> list[tuple[LiveSession, int]]:
         """Chooses the next target step, as (session, room) pairs; empty: nothing to do yet.
 
@@ -57,6 +61,7 @@ class StepScheduler:
 
         Args:
             info: limits of the target.
+            step: number of the step.
             now: seconds on the router's clock.
             idle_since_s: time since when the target has had nothing to do; None: it is not held back.
         """
@@ -76,7 +81,8 @@ class StepScheduler:
                 has_stragglers = True
         if not ready or (has_stragglers and self._holds_back(ready, now, idle_since_s)):
             return []
-        return self._shared_out(ready, info)
+        ready = self._levels.taking_part(ready, step)
+        return self._shared_out(self._levels.first_tokens_first(ready), info)
 
     def _shared_out(self, ready: Sequence[LiveSession], info: EngineInfo) -> list[tuple[LiveSession, int]]:
         limits = BatchLimits(info.max_num_seqs, info.max_num_batched_tokens, self._prefill_room(ready))
@@ -94,6 +100,8 @@ class StepScheduler:
         if not running or (is_burst and are_prompts_first(self._sessions.running)):
             return most
         num_rows = sum(live.num_rows for live in running)
+        if self._levels.spares_steps:
+            most = min(most, MIN_PREFILL_TOKENS)
         return self._budgets.prefill_tokens(
             num_rows, most, max_slowdown=self._config.max_prefill_slowdown, num_running=len(running)
         )

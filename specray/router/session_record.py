@@ -11,6 +11,9 @@ from specray.router.proposers.ngram import LocalProposer
 from specray.router.session import Session
 from specray.router.session_values import RoundTimer
 
+_PACE_TOKENS = 16
+"""Output tokens over which a session's pace is averaged."""
+
 
 @dataclass(slots=True, eq=False)
 class LiveSession:
@@ -42,9 +45,27 @@ class LiveSession:
     admitted_s: float | None = None
     """Time at which it left the queue for the first time."""
     first_token_s: float | None = None
+    num_first_tokens: int = 0
+    """Tokens that were committed then."""
+    pace_s: float | None = None
+    """Seconds per output token of late; None: no more than its first tokens are there."""
     num_preemptions: int = 0
     prefill_since_s: float | None = None
     """Time when the draft was given the last prefill chunk."""
+
+    @property
+    def first_token_due_s(self) -> float | None:
+        """Time at which its service level wants the first token; None: it has none, or the token is there."""
+        level = self.session.request.level
+        if level is None or level.ttft_ms is None or self.first_token_s is not None:
+            return None
+        return self.arrived_s + level.ttft_ms / 1e3
+
+    def pace(self, num_tokens: int, seconds: float) -> None:
+        """Takes the seconds that the last tokens took; some sixteen tokens are remembered."""
+        each_s = seconds / num_tokens
+        weight = min(1.0, num_tokens / _PACE_TOKENS)
+        self.pace_s = each_s if self.pace_s is None else self.pace_s + weight * (each_s - self.pace_s)
 
     @property
     def request_id(self) -> str:

@@ -52,6 +52,8 @@ RANGES: Final[Mapping[str, Range]] = MappingProxyType(
         "num_speculative_tokens": Range(0, MAX_SPECULATIVE_TOKENS),
         "priority": Range(-(1 << 63), (1 << 63) - 1),
         "timeout_s": Range(0, 86_400, is_low_open=True),
+        "ttft_ms": Range(0, 86_400_000, is_low_open=True),
+        "itl_ms": Range(0, 86_400_000, is_low_open=True),
     }
 )
 """Allowed values of every numeric field that do not depend on others, by the field's name."""
@@ -100,6 +102,10 @@ class GenerationOptions(SamplingOptions):
     priority: int | None = None
     timeout_s: float | None = None
     """Seconds allowed for the request, cut to what the service allows."""
+    ttft_ms: float | None = None
+    """Milliseconds to the first token that the caller wants kept."""
+    itl_ms: float | None = None
+    """Milliseconds per output token after it that the caller wants kept."""
     grammar: Grammar | None = None
     """Language of the output; None: free text."""
     grammar_field: str = "grammar"
@@ -155,6 +161,8 @@ def check_options(options: GenerationOptions, limits: Limits) -> None:
         "prompt_logprobs": options.num_prompt_logprobs,
         "priority": options.priority,
         "timeout_s": options.timeout_s,
+        "ttft_ms": options.ttft_ms,
+        "itl_ms": options.itl_ms,
     }
     for own_name, value in ranged.items():
         if value is not None:

@@ -47,6 +47,8 @@ PARAMS = st.builds(
     include_stop_str_in_output=st.booleans(),
     truncate_prompt_tokens=st.none() | st.integers(-(2**31), 2**31 - 1),
     cache_salt=TEXT,
+    ttft_ms=st.none() | st.floats(0, 1e6),
+    itl_ms=st.none() | st.floats(0, 1e6),
 )
 PROMPTS = st.tuples(TEXT, st.none()) | st.tuples(st.none(), IDS)
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -27,6 +28,8 @@ from specray.errors import SpecrayError
 
 PATH: Final = "/v1/completions"
 REFUSED: Final = 429
+WITH_LEVEL: Final = "with a level"
+WITHOUT_LEVEL: Final = "without"
 REFUSAL_GOAL_S: Final = 0.1
 SETTLE_S: Final = 2.0
 """Seconds between the last answer and the last reading of the service's memory."""
@@ -55,11 +58,26 @@ class OverloadPlan:
     """Largest number of requests under way; an arrival beyond it is counted, but not sent."""
     max_tokens: int = 128
     temperature: float = 0.0
+    slo: Mapping[str, float] = field(default_factory=dict)
+    """Service level (``ttft_ms``, ``itl_ms``) of a share of the requests; empty: none has one."""
+    slo_share: float = 0.25
+    """Share of the requests that have it, evenly spread."""
     tenants: Sequence[str] = ()
     """Tenants to which the requests belong in turn; empty: none."""
     seed: int = 0
     timeout_s: float = 120.0
     """Seconds allowed for one request."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClassOfRequests:
+    """Times of the requests of a phase that have a service level, or of those that have none."""
+
+    num_admitted: int
+    tpot_ms: Percentiles | None
+    ttft_ms: Percentiles | None
+    attainment: float | None
+    """Share of the admitted requests that kept the level; of those without one, would have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +108,8 @@ class Phase:
     refusal_ms: Percentiles | None
     """Milliseconds from sending to the last byte of the 429."""
     slowest_refusal_ms: float | None
+    classes: Mapping[str, ClassOfRequests] = field(default_factory=dict)
+    """``with a level`` and ``without``; empty where no request has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,13 +205,14 @@ def arrivals(rate_per_s: float, duration_s: float, max_requests: int, seed: int)
         yield now_s
 
 
-def _bodies(plan: OverloadPlan) -> Iterator[bytes]:
-    """Yields requests without end; no prompt comes twice, so that no cache knows it."""
+def _bodies(plan: OverloadPlan) -> Iterator[tuple[bytes, str]]:
+    """Yields requests without end, with their class; no prompt comes twice, so that no cache knows it."""
     index = 0
     while True:
         for prompt in plan.prompts:
             tenant = plan.tenants[index % len(plan.tenants)] if plan.tenants else ""
-            yield json.dumps(
+            has_level = bool(plan.slo) and int((index + 1) * plan.slo_share) > int(index * plan.slo_share)
+            body = json.dumps(
                 {
                     "prompt": f"# {plan.seed}.{index}\n{prompt}",
                     "max_tokens": plan.max_tokens,
@@ -200,15 +221,22 @@ def _bodies(plan: OverloadPlan) -> Iterator[bytes]:
                     "ignore_eos": True,
                     "stream": True,
                     **({"speculation": {"tenant": tenant}} if tenant else {}),
+                    **({"slo": dict(plan.slo)} if has_level else {}),
                 }
             ).encode()
+            yield body, WITH_LEVEL if has_level else WITHOUT_LEVEL
             index += 1
+
+
+async def _post(client: RawClient, bodies: Iterator[tuple[bytes, str]]) -> RawAnswer:
+    body, label = next(bodies)
+    return replace(await client.post(body), label=label)
 
 
 async def _closed_loop(
     plan: OverloadPlan,
     client: RawClient,
-    bodies: Iterator[bytes],
+    bodies: Iterator[tuple[bytes, str]],
     name: str,
     duration_s: float,
     on_progress: Callable[[str, float], None],
@@ -220,7 +248,7 @@ async def _closed_loop(
     async def work() -> None:
         while (now_s := time.monotonic()) < end_s:
             on_progress(name, (now_s - started_s) / duration_s)
-            answer = await client.post(next(bodies))
+            answer = await _post(client, bodies)
             answers.append(answer)
             if answer.status != 200:
                 # A client that is refused at once would come back at once.
@@ -233,7 +261,7 @@ async def _closed_loop(
 async def _open_loop(
     plan: OverloadPlan,
     client: RawClient,
-    bodies: Iterator[bytes],
+    bodies: Iterator[tuple[bytes, str]],
     rate_per_s: float,
     on_progress: Callable[[str, float], None],
 ) -> Phase:
@@ -242,7 +270,7 @@ async def _open_loop(
     num_not_sent, latest_s = 0, 0.0
 
     async def send() -> None:
-        answers.append(await client.post(next(bodies)))
+        answers.append(await _post(client, bodies))
 
     started_s = time.monotonic()
     for due_s in arrivals(rate_per_s, plan.duration_s, plan.max_requests, plan.seed):
@@ -296,7 +324,27 @@ def _phase(
         latency_ms=percentiles([1e3 * answer.seconds for answer in admitted]),
         refusal_ms=percentiles([1e3 * answer.seconds for answer in refused]),
         slowest_refusal_ms=max((1e3 * answer.seconds for answer in refused), default=None),
+        classes=_classes(plan, admitted) if plan.slo else {},
     )
+
+
+def _classes(plan: OverloadPlan, admitted: Sequence[RawAnswer]) -> dict[str, ClassOfRequests]:
+    classes = {}
+    for label in (WITH_LEVEL, WITHOUT_LEVEL):
+        own = [answer for answer in admitted if answer.label == label and answer.event_times_s]
+        ttft = [1e3 * (answer.event_times_s[0] - answer.started_s) for answer in own]
+        tpot = [_tpot_ms(answer, plan.max_tokens) or 0.0 for answer in own]
+        kept = [
+            first <= plan.slo.get("ttft_ms", math.inf) and each <= plan.slo.get("itl_ms", math.inf)
+            for first, each in zip(ttft, tpot, strict=True)
+        ]
+        classes[label] = ClassOfRequests(
+            num_admitted=len(own),
+            tpot_ms=percentiles(tpot),
+            ttft_ms=percentiles(ttft),
+            attainment=sum(kept) / len(kept) if kept else None,
+        )
+    return classes
 
 
 def _tpot_ms(answer: RawAnswer, num_tokens: int) -> float | None:

@@ -40,6 +40,29 @@ def overload_table(result: OverloadResult) -> Table:
     return table
 
 
+def class_table(result: OverloadResult) -> Table | None:
+    """Makes a table of the requests with a service level beside those without; None where none has one."""
+    if not result.plan.slo:
+        return None
+    wanted = ", ".join(f"{name} {value:g}" for name, value in result.plan.slo.items())
+    table = Table(title=f"service level ({wanted}) of {result.plan.slo_share:.0%} of the requests")
+    for name in (
+        "load",
+        "requests",
+        "answered",
+        "TPOT ms, p50 / p90 / p99",
+        "TTFT ms, p50 / p90 / p99",
+        "kept",
+    ):
+        table.add_column(name, justify="left" if name in ("load", "requests") else "right")
+    for load, phase in (("capacity", result.capacity), (f"{result.plan.factor:g} times", result.overload)):
+        for label, own in phase.classes.items():
+            kept = _DASH if own.attainment is None else f"{own.attainment:.1%}"
+            cells = (str(own.num_admitted), _spread(own.tpot_ms), _spread(own.ttft_ms), kept)
+            table.add_row(load, label, *cells)
+    return table
+
+
 def memory_table(result: OverloadResult) -> Table | None:
     """Makes a table of each process's memory around the overload; None if they are on another machine."""
     if not result.memory_before:

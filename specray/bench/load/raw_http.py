@@ -39,6 +39,8 @@ class RawAnswer:
     has_retry_after: bool = False
     error: str = ""
     """Reason why the call failed, or what was wrong with its stream; empty: none."""
+    label: str = ""
+    """Class of the request, as its sender names it."""
 
     @property
     def seconds(self) -> float:

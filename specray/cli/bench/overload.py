@@ -32,6 +32,14 @@ MaxTokens = Annotated[int, typer.Option(min=2, help="Output tokens per request."
 Tenants = Annotated[
     list[str] | None, typer.Option(help="Tenant that sends requests, in turn with others; may be repeated.")
 ]
+SloTtft = Annotated[
+    float | None, typer.Option(min=0.001, help="Service level of some requests: ms to the first token.")
+]
+SloItl = Annotated[
+    float | None,
+    typer.Option(min=0.001, help="Service level of some requests: ms per output token after it."),
+]
+SloShare = Annotated[float, typer.Option(min=0, max=1, help="Share of the requests that have the level.")]
 Output = Annotated[Path | None, typer.Option("--output", "--json", help="File for the results (JSON).")]
 
 
@@ -50,6 +58,9 @@ def overload(
     max_tokens: MaxTokens = 128,
     temperature: options.Temperature = 0.0,
     tenant: Tenants = None,
+    slo_ttft_ms: SloTtft = None,
+    slo_itl_ms: SloItl = None,
+    slo_share: SloShare = 0.25,
     seed: options.Seed = 0,
     timeout_s: options.RequestTimeout = 120.0,
     output: Output = None,
@@ -63,7 +74,7 @@ def overload(
     from rich.console import Console
 
     from specray.bench.load.overload import OverloadPlan
-    from specray.bench.load.overload_report import memory_table, overload_table
+    from specray.bench.load.overload_report import class_table, memory_table, overload_table
     from specray.bench.load.prompts import load_prompts
     from specray.cli.output import write_json
 
@@ -80,15 +91,21 @@ def overload(
         max_tokens=max_tokens,
         temperature=temperature,
         tenants=tuple(tenant or ()),
+        slo={
+            name: value
+            for name, value in (("ttft_ms", slo_ttft_ms), ("itl_ms", slo_itl_ms))
+            if value is not None
+        },
+        slo_share=slo_share,
         seed=seed,
         timeout_s=timeout_s,
     )
     result = _measure(plan)
     console = Console()
     console.print(overload_table(result))
-    memory = memory_table(result)
-    if memory is not None:
-        console.print(memory)
+    for table in (class_table(result), memory_table(result)):
+        if table is not None:
+            console.print(table)
     write_json(result.as_json(), output)
 
 

@@ -20,6 +20,7 @@ from specray.requests import FinishReason
 from specray.router.admission.queue import AdmissionQueue
 from specray.router.admission.quotas import Quotas
 from specray.router.deferred import Later
+from specray.router.service_levels import ServiceLevels, attained
 from specray.router.session_record import LiveSession
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,8 @@ class Sessions:
     ) -> None:
         self._tracer = tracer
         self.running: dict[str, LiveSession] = {}
+        self.levels = ServiceLevels(self.running, on_change=metrics.service_level_yield.set)
+        """Service levels of those that run."""
         self._queue = queue
         self._metrics = metrics
         self._release = release
@@ -195,6 +198,8 @@ class Sessions:
         if not self._forget(live, now):
             return
         self._later.add(self._metrics.observe_end, session.finish_reason.value)
+        for kind, is_kept in attained(live):
+            self._later.add(self._metrics.observe_level, kind, is_kept)
         finish = partial(
             live.delivery.finish,
             session.finish_reason,

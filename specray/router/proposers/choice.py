@@ -9,6 +9,7 @@ from __future__ import annotations
 from specray.control.controller import Controller
 from specray.control.state import OFF_BY_REASON, Reason
 from specray.draft_tokens import NO_DRAFT
+from specray.router.admission.sessions import Sessions
 from specray.router.deferred import Later
 from specray.router.proposers.base import PENDING, Budget, Proposer
 from specray.router.proposers.fallback import NgramFallback
@@ -25,18 +26,19 @@ class ProposerChoice:
 
     Args:
         model: the draft model, behind a leased draft.
-        running: the running sessions, shared with their owner.
+        sessions: who runs, and who leaves draft tokens to others.
         controller: of the draft model.
         later: work that waits until the messages of a step have left.
     """
 
     def __init__(
-        self, model: ModelProposer, running: dict[str, LiveSession], controller: Controller, later: Later
+        self, model: ModelProposer, sessions: Sessions, controller: Controller, later: Later
     ) -> None:
         self.model = model
-        self._running = running
+        running = self._running = sessions.running
         self._controller = controller
         self._later = later
+        self._levels = sessions.levels
         self._fallback = NgramFallback(running, controller)
 
     # Proposals
@@ -55,6 +57,9 @@ class ProposerChoice:
                     self._go_without_model(live, now)
             elif is_draft_idle:
                 live.plan = OFF_BY_REASON[Reason.PROMPTS_FIRST]
+                session.take_draft(NO_DRAFT)
+            elif self._levels.is_without_draft(live):
+                live.plan = OFF_BY_REASON[Reason.SERVICE_LEVEL]
                 session.take_draft(NO_DRAFT)
             elif live.is_drafted_locally:
                 live.plan = OFF_BY_REASON[Reason.LOCAL]

@@ -50,6 +50,8 @@ OPTIONAL_FIELDS = (
 )
 """Names of optional scalars of GenerateRequest and GenerateParams alike; absent is None."""
 
+_LEVEL_FIELDS = ("ttft_ms", "itl_ms")
+
 
 def encode_generate_request(params: GenerateParams) -> bytes:
     """Raises InvalidRequestError for a value that the wire format cannot carry."""
@@ -72,6 +74,9 @@ def encode_generate_request(params: GenerateParams) -> bytes:
         message.cache_salt = params.cache_salt
         if params.grammar is not None:
             encode_grammar(message.grammar, params.grammar)
+        for name in _LEVEL_FIELDS:
+            if (value := getattr(params, name)) is not None:
+                setattr(message.slo, name, value)
         _encode_speculation(message, params)
     except (ValueError, TypeError) as error:
         raise InvalidRequestError(f"the request cannot be sent: {error}") from None
@@ -125,6 +130,8 @@ def decode_generate_request(data: bytes) -> GenerateParams:
         bad_words=tuple(message.bad_words),
         cache_salt=message.cache_salt,
         grammar=_decode_optional_grammar(message),
+        ttft_ms=message.slo.ttft_ms if message.slo.HasField("ttft_ms") else None,
+        itl_ms=message.slo.itl_ms if message.slo.HasField("itl_ms") else None,
         **optional,
     )
 

@@ -48,6 +48,10 @@ class GenerateParams(SamplingOptions):
     """Only requests with an equal one share computed prefixes."""
     priority: int | None = None
     """Priority; lower is served earlier."""
+    ttft_ms: float | None = None
+    """Milliseconds to the first token that the caller wants kept."""
+    itl_ms: float | None = None
+    """Milliseconds per output token after it that the caller wants kept."""
     timeout_s: float | None = None
     """Seconds left until the call's deadline; not part of the message."""
     traceparent: str = ""

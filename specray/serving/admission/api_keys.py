@@ -18,7 +18,7 @@ from typing import Final, Self
 from specray.config import AuthConfig, KeyConfig
 from specray.errors import InvalidRequestError, OverloadedError, UnauthenticatedError
 from specray.interfaces import RouterClient
-from specray.requests import GenerateRequest, Quota, SpeculationParams
+from specray.requests import GenerateRequest, Quota, ServiceLevel, SpeculationParams
 from specray.serving.generation import Delta, close, complete, stream
 from specray.tokenization import Tokenizer
 
@@ -75,7 +75,7 @@ class Caller:
         return (tenant, priority) if key is None else (key.tenant_name, max(priority, key.min_priority))
 
     def apply_policy(self, requests: Sequence[GenerateRequest]) -> list[GenerateRequest]:
-        """Returns the requests with the key's tenant, priority and speculation policy applied."""
+        """Returns the requests under the key's policy: tenant, priority, level, speculation."""
         key = self._key
         if key is None:
             return list(requests)
@@ -85,6 +85,7 @@ class Caller:
                 speculation=_under_policy(key, request.speculation),
                 priority=max(request.priority, key.min_priority),
                 quota=self._quota,
+                level=_level(key) or request.level,
             )
             for request in requests
         ]
@@ -235,6 +236,12 @@ def _quota(key: KeyConfig) -> Quota | None:
     if key.max_requests is None and key.max_queued_tokens is None:
         return None
     return Quota(key.name, key.max_requests, key.max_queued_tokens)
+
+
+def _level(key: KeyConfig) -> ServiceLevel | None:
+    if key.slo.ttft_ms is None and key.slo.itl_ms is None:
+        return None
+    return ServiceLevel(key.slo.ttft_ms, key.slo.itl_ms)
 
 
 def _under_policy(key: KeyConfig, wanted: SpeculationParams) -> SpeculationParams:

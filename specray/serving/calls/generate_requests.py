@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
-from specray.requests import GenerateRequest, SpeculationParams, sampling_options
+from specray.requests import GenerateRequest, ServiceLevel, SpeculationParams, sampling_options
 from specray.serving.validation import GenerationOptions, Limits, check_options, check_prompts
 from specray.types import SamplingParams
 
@@ -102,7 +102,14 @@ def _generate_request(
         priority=options.priority or 0,
         timeout_s=options.timeout_s,
         text=options.text,
+        level=_level(options),
     )
+
+
+def _level(options: GenerationOptions) -> ServiceLevel | None:
+    if options.ttft_ms is None and options.itl_ms is None:
+        return None
+    return ServiceLevel(options.ttft_ms, options.itl_ms)
 
 
 def _sampling_params(

@@ -198,12 +198,16 @@ def _options(params: GenerateParams) -> GenerationOptions:
         truncate_prompt_tokens=params.truncate_prompt_tokens,
         cache_salt=params.cache_salt,
         priority=params.priority,
+        ttft_ms=params.ttft_ms,
+        itl_ms=params.itl_ms,
         timeout_s=None if params.timeout_s is None else _within_range(params.timeout_s),
         names={
             "prompt": "tokens" if params.token_ids is not None else "text",
             "num_speculative_tokens": "speculation.num_speculative_tokens",
             "draft": "speculation.draft",
             "tenant": "speculation.tenant",
+            "ttft_ms": "slo.ttft_ms",
+            "itl_ms": "slo.itl_ms",
         },
     )
 

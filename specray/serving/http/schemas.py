@@ -32,6 +32,15 @@ class Fields(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="allow", protected_namespaces=())
 
 
+class ServiceLevelFields(Fields):
+    """Times that a caller wants kept, in milliseconds."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+
+
 class SpeculationFields(Fields):
     """Speculation options of one request; an absent field leaves the choice to the service."""
 
@@ -82,6 +91,7 @@ class SamplingFields(_OptionFields):
     """Priority as in vLLM: lower is served earlier; default 0."""
     timeout_s: float | None = None
     """Seconds that the whole answer may take, waiting included."""
+    slo: ServiceLevelFields | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     speculation: SpeculationFields | None = None
@@ -175,7 +185,11 @@ class SamplingFields(_OptionFields):
             tenant=speculation.tenant or "",
             priority=self.priority,
             timeout_s=self.timeout_s,
+            ttft_ms=None if self.slo is None else self.slo.ttft_ms,
+            itl_ms=None if self.slo is None else self.slo.itl_ms,
             names={
+                "ttft_ms": "slo.ttft_ms",
+                "itl_ms": "slo.itl_ms",
                 "num_speculative_tokens": "speculation.num_speculative_tokens",
                 "draft": "speculation.draft",
                 "tenant": "speculation.tenant",

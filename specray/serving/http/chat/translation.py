@@ -19,7 +19,7 @@ _PASSED_ON: Final = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
     *("min_tokens", "ignore_eos", "stop_token_ids", "bad_words", "allowed_token_ids"),
     *("skip_special_tokens", "include_stop_str_in_output", "truncate_prompt_tokens"),
-    *("cache_salt", "priority", "timeout_s", "speculation", "return_speculation_metrics"),
+    *("cache_salt", "priority", "timeout_s", "slo", "speculation", "return_speculation_metrics"),
     "chat_template_kwargs",
 )
 """Fields of a chat that mean the same in every API here."""

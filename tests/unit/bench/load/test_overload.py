@@ -17,11 +17,11 @@ from rich.console import Console
 
 from specray.bench.load.memory import read_memory, service_pids
 from specray.bench.load.overload import OverloadPlan, arrivals, measure_overload
-from specray.bench.load.overload_report import memory_table, overload_table
+from specray.bench.load.overload_report import class_table, memory_table, overload_table
 from specray.bench.load.raw_http import RawAnswer, RawClient
 from specray.errors import ConfigError, EngineLostError, OverloadedError
 from specray.fakes import FakeRouterClient
-from specray.requests import GenerateRequest, OutputChunk
+from specray.requests import GenerateRequest, OutputChunk, ServiceLevel
 from tests.unit.serving.http.service import INFO, MODEL, REPLY, endless, say, serving
 
 BODY = json.dumps({"model": MODEL, "prompt": "a", "max_tokens": 8, "stream": True}).encode()
@@ -153,7 +153,8 @@ class TwoAtATime(FakeRouterClient):
 
 
 async def test_run_counts_every_request_once_and_is_shown() -> None:
-    async with serving(TwoAtATime(info=INFO)) as service:
+    router = TwoAtATime(info=INFO)
+    async with serving(router) as service:
         plan = OverloadPlan(
             service.url,
             ["a"],
@@ -165,6 +166,8 @@ async def test_run_counts_every_request_once_and_is_shown() -> None:
             duration_s=0.5,
             max_tokens=4,
             tenants=("x", "y"),
+            slo={"itl_ms": 5.0, "ttft_ms": 10_000.0},
+            slo_share=0.25,
         )
         phases: list[str] = []
         result = await measure_overload(plan, lambda name, share: phases.append(name))
@@ -180,11 +183,20 @@ async def test_run_counts_every_request_once_and_is_shown() -> None:
     assert overload.num_refused_with_retry_after == overload.num_refused
     assert overload.itl_ms is not None and overload.itl_ms.count == 3 * overload.num_admitted
     assert result.itl_ratio is not None and result.itl_ratio > 0
+    # A quarter has the level, one request in four; an event comes every 10 ms, so nobody keeps it.
+    assert [request.level is not None for request in router.requests[:8]] == [False, False, False, True] * 2
+    assert router.requests[3].level == ServiceLevel(10_000.0, 5.0)
+    classes = overload.classes
+    assert sum(own.num_admitted for own in classes.values()) == overload.num_admitted
+    assert [own.attainment for own in capacity.classes.values()] == [0.0, 0.0]
     values = result.as_json()
     assert (values["plan"]["num_prompts"], values["overload"]["num_refused"]) == (1, overload.num_refused)
     json.dumps(values)
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(overload_table(result))
+    levels = class_table(result)
+    assert levels is not None and levels.row_count == 4
+    console.print(levels)
     assert f"refused (429) │ 0 │ {overload.num_refused} │" in " ".join(console.export_text().split())
     if sys.platform == "linux":
         # The scripted service runs in this process.

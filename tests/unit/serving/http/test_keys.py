@@ -17,6 +17,7 @@ from specray.config import Config, parse_config
 from specray.errors import InvalidRequestError, OverloadedError, UnauthenticatedError
 from specray.fakes import FakeRouterClient
 from specray.interfaces import RouterClient
+from specray.requests import ServiceLevel
 from specray.rpc.inference.client import SpecrayClient
 from specray.rpc.inference.server import GenerateParams, InferenceServer
 from specray.serving.admission.api_keys import Keyring, key_hash
@@ -379,3 +380,21 @@ async def test_grpc_prompts_are_never_logged(caplog: pytest.LogCaptureFixture) -
             pass
     assert "a bug" in caplog.text
     assert PROMPT not in caplog.text and KEY not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("own", "asked", "got"),
+    [
+        ({}, {"itl_ms": 30}, ServiceLevel(None, 30.0)),
+        ({"ttft_ms": 500}, {"itl_ms": 30}, ServiceLevel(500.0, None)),
+        ({"ttft_ms": 500, "itl_ms": 40}, None, ServiceLevel(500.0, 40.0)),
+        ({}, None, None),
+    ],
+)
+async def test_service_level_of_a_key_replaces_that_of_a_request(
+    own: dict[str, float], asked: dict[str, float] | None, got: ServiceLevel | None
+) -> None:
+    router = say(REPLY)
+    async with serving(router, config=config_with(key_entry(slo=own))) as service:
+        assert (await ask(service, body={**TEXT, "slo": asked}))[0] == 200
+    assert router.requests[0].level == got
