@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from rich.table import Table
@@ -37,6 +38,10 @@ class ForwardCost:
     bound_ms: float
     """Milliseconds of the linear layers alone."""
     weight_bytes: int
+    number_format: str = ""
+    """Formats of the weights and of the computation."""
+    times_faster: float = 1.0
+    """Forward of the first model measured beside this one, in the same width, over this forward."""
 
     @property
     def share(self) -> float:
@@ -58,10 +63,30 @@ def measure_forwards(
     num_repeats: int = 50,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[ForwardCost]:
-    """Measures a forward of each width after ``context_len`` tokens.
+    """Measures a forward of each width after ``context_len`` tokens; see :func:`measure_in_turns`."""
+    return measure_in_turns(
+        [runner],
+        rows=rows,
+        num_sequences=num_sequences,
+        context_len=context_len,
+        num_repeats=num_repeats,
+        progress=progress,
+    )
+
+
+def measure_in_turns(
+    runners: Sequence[ModelRunner],
+    *,
+    rows: Sequence[int] = ROWS,
+    num_sequences: int = 1,
+    context_len: int = 256,
+    num_repeats: int = 50,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[ForwardCost]:
+    """Measures forwards of several runners, in turns, in each width after ``context_len`` tokens.
 
     Args:
-        runner: the runner of the model.
+        runners: one for each model, or form of a model; all costs of a width follow each other.
         rows: rows per sequence, one number for each width.
         num_sequences: equal sequences in the batch.
         context_len: tokens of each sequence in the KV cache.
@@ -69,46 +94,67 @@ def measure_forwards(
         progress: called after each width with how many of how many are done.
 
     Raises:
-        ConfigError: the runner's forward is not the decoder, a sequence would be too long, or the cache
+        ConfigError: a runner's forward is not the decoder, a sequence would be too long, or the cache
             has no room for them all.
     """
-    forward = runner.forward
-    if not isinstance(forward, DecoderForward):
-        raise ConfigError(
-            f"the forward of {runner.info.model_name} is {forward.name}; measured is only 'decoder'"
+    measured = [
+        _Measured(
+            runner, num_sequences=num_sequences, context_len=context_len, longest=context_len + max(rows)
         )
-    longest = context_len + max(rows)
-    if longest > runner.info.max_model_len:
-        raise ConfigError(
-            f"context_len is {context_len}; allowed: 0..{runner.info.max_model_len - max(rows)}"
-        )
-    num_blocks = -(-longest // runner.info.block_size)
-    if num_sequences * num_blocks > runner.info.num_blocks:
-        raise ConfigError(
-            f"num_sequences is {num_sequences}; allowed: 1..{runner.info.num_blocks // num_blocks}"
-        )
-    blocks = [range(i * num_blocks, (i + 1) * num_blocks) for i in range(num_sequences)]
-    linears = forward.linears()
+        for runner in runners
+    ]
     costs = []
     for done, num_rows in enumerate(rows, start=1):
-        step = [SequenceInput([2] * num_rows, context_len, ids, num_rows) for ids in blocks]
-        inputs = [
-            torch.ones(
-                num_sequences * num_rows, x.in_features, dtype=runner.info.dtype, device=runner.info.device
+        calls = [call for one in measured for call in one.calls(num_rows)]
+        medians = _medians_ms(calls, num_repeats, runners[0].info.device)
+        for index, one in enumerate(measured):
+            forward_ms, bound_ms = medians[2 * index : 2 * index + 2]
+            costs.append(
+                ForwardCost(
+                    num_sequences,
+                    num_rows,
+                    forward_ms,
+                    bound_ms,
+                    sum(x.num_bytes for x in one.linears),
+                    one.runner.info.number_format,
+                    medians[0] / forward_ms,
+                )
             )
-            for x in linears
-        ]
-        forward_ms, bound_ms = _medians_ms(
-            lambda step=step: runner.run(step),  # type: ignore[misc]
-            lambda inputs=inputs: _run_linears(linears, inputs),  # type: ignore[misc]
-            num_repeats,
-            runner.info.device,
-        )
-        weight_bytes = sum(x.num_weights for x in linears) * runner.info.dtype.itemsize
-        costs.append(ForwardCost(num_sequences, num_rows, forward_ms, bound_ms, weight_bytes))
         if progress is not None:
             progress(done, len(rows))
     return costs
+
+
+class _Measured:
+    """A runner, and what of it is measured. Raises as :func:`measure_in_turns`."""
+
+    def __init__(self, runner: ModelRunner, *, num_sequences: int, context_len: int, longest: int) -> None:
+        self.runner, self._num_sequences, self._context_len = runner, num_sequences, context_len
+        info, forward = runner.info, runner.forward
+        if not isinstance(forward, DecoderForward):
+            raise ConfigError(
+                f"the forward of {info.model_name} is {forward.name}; measured is only 'decoder'"
+            )
+        if longest > info.max_model_len:
+            most = info.max_model_len - longest + context_len
+            raise ConfigError(f"context_len is {context_len}; allowed: 0..{most}")
+        num_blocks = -(-longest // info.block_size)
+        if num_sequences * num_blocks > info.num_blocks:
+            raise ConfigError(
+                f"num_sequences is {num_sequences}; allowed: 1..{info.num_blocks // num_blocks}"
+            )
+        self._blocks = [range(i * num_blocks, (i + 1) * num_blocks) for i in range(num_sequences)]
+        self.linears = forward.linears()
+
+    def calls(self, num_rows: int) -> tuple[Callable[[], object], Callable[[], object]]:
+        """A forward of so many rows per sequence, and its linear layers alone."""
+        info = self.runner.info
+        step = [SequenceInput([2] * num_rows, self._context_len, ids, num_rows) for ids in self._blocks]
+        inputs = [
+            torch.ones(self._num_sequences * num_rows, x.in_features, dtype=info.dtype, device=info.device)
+            for x in self.linears
+        ]
+        return partial(self.runner.run, step), partial(_run_linears, self.linears, inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,16 +229,22 @@ def drafting_table(costs: Sequence[DraftCost], *, title: str) -> Table:
 def forwards_table(costs: Sequence[ForwardCost], *, title: str) -> Table:
     """Makes a table of the costs."""
     table = Table(title=title, caption="bound: the linear layers alone, in the same run")
-    for heading in ("sequences", "rows each", "forward ms", "bound ms", "bound share", "weights GB/s"):
+    headings = ("sequences", "rows each", "forward ms", "bound ms", "bound share", "weights GB/s")
+    are_compared = len({cost.number_format for cost in costs}) > 1
+    if are_compared:
+        table.add_column("format")
+    for heading in (*headings, *(("times faster",) if are_compared else ())):
         table.add_column(heading, justify="right")
     for cost in costs:
         table.add_row(
+            *((cost.number_format,) if are_compared else ()),
             str(cost.num_sequences),
             str(cost.num_rows),
             f"{cost.forward_ms:.3f}",
             f"{cost.bound_ms:.3f}",
             f"{cost.share:.2f}",
             f"{cost.bandwidth_gb_s:.1f}",
+            *((f"{cost.times_faster:.2f}",) if are_compared else ()),
         )
     return table
 
@@ -203,17 +255,15 @@ def _run_linears(linears: Sequence[Weights], inputs: Sequence[torch.Tensor]) -> 
         linear(rows)
 
 
-def _medians_ms(
-    first: Callable[[], object], second: Callable[[], object], num_repeats: int, device: torch.device
-) -> tuple[float, float]:
-    """Times both in turns, after a warm-up of a tenth; returns the medians in milliseconds."""
-    durations: tuple[list[float], list[float]] = ([], [])
+def _medians_ms(calls: Sequence[Callable[[], object]], num_repeats: int, device: torch.device) -> list[float]:
+    """Times all in turns, after a warm-up of a tenth; returns the medians in milliseconds."""
+    durations: list[list[float]] = [[] for _ in calls]
     for repeat in range(-(num_repeats // 10) - 1, num_repeats):
-        for call, kept in zip((first, second), durations, strict=True):
+        for call, kept in zip(calls, durations, strict=True):
             began = time.perf_counter()
             call()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             if repeat >= 0:
                 kept.append((time.perf_counter() - began) * 1e3)
-    return statistics.median(durations[0]), statistics.median(durations[1])
+    return [statistics.median(kept) for kept in durations]

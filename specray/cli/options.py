@@ -36,6 +36,14 @@ Draft = Annotated[
     str | None, typer.Option(help="Draft model: path, hub id, or embedded; or ngram, suffix, none.")
 ]
 Model = Annotated[str, typer.Option(help="Model: path, hub id, or embedded.")]
+Role = Annotated[EngineRole, typer.Option(help="Engine, and which model of the embedded pair.")]
+WeightFormats = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--quantization",
+        help="Weights: none, int8, int4; or LAYERS:LM_HEAD, such as int4:int8. May be repeated.",
+    ),
+]
 Dtype = Annotated[str | None, typer.Option(help="Number format of the weights: bfloat16 or float32.")]
 Device = Annotated[str | None, typer.Option(help="Device: auto, cpu, or cuda.")]
 NumThreads = Annotated[

@@ -12,6 +12,7 @@ from specray.config.section import Section
 from specray.types import DraftKind
 
 Dtype = Literal["bfloat16", "float32"]
+WeightFormat = Literal["none", "int8", "int4"]
 
 EMBEDDED = "embedded"
 """Model name of the pair that ships with the package."""
@@ -28,6 +29,15 @@ class EngineConfig(Section):
 
     model: str = Field(EMBEDDED, description="Path or hub id of a causal LM in safetensors, or 'embedded'.")
     dtype: Dtype = "bfloat16"
+    quantization: WeightFormat = Field(
+        "none",
+        description="Format of the layers' weights, made when the model is loaded; forward decoder only.",
+    )
+    lm_head_quantization: WeightFormat = Field("none", description="Format of the lm_head's weight.")
+    quantize_embedding: bool = Field(
+        False,
+        description="Hold the embedding in the lm_head's format, too; on CPU only. Else it stays in dtype.",
+    )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_model_len: int | None = Field(
         None, ge=16, description="Maximum tokens of a sequence; default: the model's, at most 4096."
@@ -76,6 +86,32 @@ class EngineConfig(Section):
     )
     ray_actor_options: dict[str, Any] = Field(default_factory=dict)
 
+    @property
+    def number_format(self) -> str:
+        """The formats of weights and computation, as people and other processes read them."""
+        parts = [self.dtype]
+        if self.quantization != "none":
+            parts.append(f"{self.quantization} layers")
+        if self.lm_head_quantization != "none":
+            parts.append(f"{self.lm_head_quantization} lm_head")
+        if self.quantize_embedding:
+            parts.append("and embedding")
+        return " ".join(parts)
+
+    def _check_formats(self) -> None:
+        if self.quantize_embedding and self.lm_head_quantization == "none":
+            raise ValueError(
+                "quantize_embedding is true with lm_head_quantization 'none'; allowed: 'int8' or 'int4'"
+            )
+        named = "quantization" if self.quantization != "none" else "lm_head_quantization"
+        value = getattr(self, named)
+        if value != "none" and self.forward == "hf":
+            raise ValueError(f"{named} is {value!r} with forward 'hf'; allowed with it: 'none'")
+        if value != "none" and self.model in MODEL_FREE_DRAFTS:
+            raise ValueError(f"{named} is {value!r} with model {self.model!r}; allowed with it: 'none'")
+        if self.quantize_embedding and self.device == "cuda":
+            raise ValueError("quantize_embedding is true with device 'cuda'; allowed with it: false")
+
     def _check_rank_options(self) -> None:
         unknown = sorted(self.ray_actor_options.keys() - RANK_OPTIONS)
         if unknown:
@@ -102,13 +138,14 @@ class TargetConfig(EngineConfig):
 
     @model_validator(mode="after")
     def _check_options(self) -> TargetConfig:
+        self._check_formats()
         self._check_rank_options()
         return self
 
     @property
     def checkpoint(self) -> str:
         """Identity of the model that outputs depend on, by configured names, not by file contents."""
-        return f"{self.model} in {self.dtype}"
+        return f"{self.model} in {self.number_format}"
 
 
 class DraftConfig(EngineConfig):
@@ -130,6 +167,7 @@ class DraftConfig(EngineConfig):
 
     @model_validator(mode="after")
     def _check_options(self) -> DraftConfig:
+        self._check_formats()
         if self.tensor_parallel_size > 1:
             self._check_rank_options()
         return self

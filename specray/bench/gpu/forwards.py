@@ -75,7 +75,7 @@ def measure(config: EngineConfig, workload: Workload) -> dict[str, Any]:
             f"the forward of {runner.info.model_name} attends in its own way; nothing to capture"
         )
     bounds = _bounds_ms(forward, runner, workload)
-    weight_bytes = sum(x.num_weights for x in forward.linears()) * runner.info.dtype.itemsize
+    weight_bytes = sum(x.num_bytes for x in forward.linears())
     used: dict[str, str] = {}
     times: list[ForwardTime] = []
     for name in BACKENDS:

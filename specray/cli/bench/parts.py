@@ -29,7 +29,6 @@ RouterMode = Annotated[
 ]
 Agreement = Annotated[float, typer.Option(min=0, max=1, help="Probability that a draft token is right.")]
 TransportOption = Annotated[Transport, typer.Option(help="Connection between router and worker.")]
-RoleOption = Annotated[options.EngineRole, typer.Option(help="Engine, and which model of the embedded pair.")]
 NewTokens = Annotated[list[int] | None, typer.Option(min=1, help="New tokens per sequence; may be repeated.")]
 ContextLen = Annotated[int, typer.Option(min=0, help="Tokens of each sequence that are in the KV cache.")]
 NumRepeats = Annotated[int, typer.Option(min=1, help="Measurements per size.")]
@@ -93,39 +92,40 @@ def rpc(
 
 def forwards(
     model: options.Model = "embedded",
-    role: RoleOption = options.EngineRole.TARGET,
+    role: options.Role = options.EngineRole.TARGET,
     dtype: options.Dtype = "bfloat16",
     device: options.Device = "auto",
     num_threads: options.NumThreads = None,
+    formats: options.WeightFormats = None,
     rows: NewTokens = None,
     num_sequences: options.NumSequences = None,
     context_len: ContextLen = 256,
     num_repeats: NumRepeats = 50,
     json_path: options.JsonPath = None,
 ) -> None:
-    """Measure a model's forward against the least it can cost: reading its weights once."""
+    """Measure a model's forward against the least it can cost: reading its weights once.
+
+    With several formats of weights, their forwards run in turns.
+    """
     from rich.console import Console
     from rich.progress import track
 
     from specray.environment import apply_thread_environment
 
     apply_thread_environment()
-    from specray.bench.forwards import ROWS, forwards_table, measure_forwards
+    from specray.bench.forwards import ROWS, forwards_table, measure_in_turns
+    from specray.bench.quantization import build_runners
+    from specray.cli.bench.engines import engine_of
     from specray.cli.output import write_json
-    from specray.cli.settings import build_config
-    from specray.engine.runner.assembly import build_runner
 
-    engine_options = {"model": model, "dtype": dtype, "device": device, "num_threads": num_threads}
-    other: dict[str, object] = {"draft.enabled": False} if role is options.EngineRole.TARGET else {}
-    config = build_config(None, {f"{role}.{key}": value for key, value in engine_options.items()} | other)
-    engine = config.draft if role is options.EngineRole.DRAFT else config.target
-    runner = build_runner(engine, role=role.value)
+    engine = engine_of(role, model=model, dtype=dtype, device=device, num_threads=num_threads)
+    runners = build_runners(engine, formats or ["none"], role.value, num_sequences=max(num_sequences or [1]))
     sizes = [(sequences, width) for sequences in num_sequences or [1] for width in rows or ROWS]
     costs = [
         cost
         for sequences, width in track(sizes, "forwards", console=Console(stderr=True), transient=True)
-        for cost in measure_forwards(
-            runner,
+        for cost in measure_in_turns(
+            runners,
             rows=[width],
             num_sequences=sequences,
             context_len=context_len,

@@ -16,6 +16,7 @@ from specray.demo.paths import demo_draft_path, demo_target_path
 from specray.engine.model.checkpoint.location import find_description, read_config
 from specray.engine.model.checks.formats import check_format
 from specray.engine.model.decoder_config import DecoderConfig, read_decoder_config
+from specray.engine.model.quantized.formats import PLAIN, WeightFormats
 from specray.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class ModelArgs:
     """``draft`` or ``target``: whose settings errors name."""
     forward: str = "auto"
     """``auto``, ``decoder`` or ``hf``: which forward will run the model."""
+    formats: WeightFormats = PLAIN
+    """Formats of the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +82,15 @@ def describe(args: ModelArgs) -> ModelDescription:
     Raises:
         ConfigError: the path or hub id does not exist, holds no safetensors or quantised ones, is no
             decoder-only language model or one that is not computed rightly over the cache, wants remote code,
-            or cannot serve ``max_model_len``; the message names the value and what is allowed.
+            cannot serve ``max_model_len``, or cannot have weights in ``formats``; the message names the value
+            and what is allowed.
     """
+    described = _describe(args)
+    args.formats.check(args.path, described.decoder, args.tensor_parallel_size)
+    return described
+
+
+def _describe(args: ModelArgs) -> ModelDescription:
     directory = find_description(args.path)
     values = None if directory is None else read_config(directory)
     if values is not None:

@@ -54,6 +54,11 @@ class Weights(Protocol):
     def num_weights(self) -> int: ...
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of the weights as they are held."""
+        ...
+
+    @property
     def in_features(self) -> int: ...
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
@@ -89,6 +94,10 @@ class PlainLinear:
         return self.weight.numel()
 
     @property
+    def num_bytes(self) -> int:
+        return self.weight.numel() * self.weight.itemsize
+
+    @property
     def in_features(self) -> int:
         return self.weight.shape[1]
 
@@ -116,6 +125,10 @@ class PlainGate:
         return self.weight.numel()
 
     @property
+    def num_bytes(self) -> int:
+        return self.weight.numel() * self.weight.itemsize
+
+    @property
     def in_features(self) -> int:
         return self.weight.shape[1]
 
@@ -134,6 +147,10 @@ class PackedLinear:
     @property
     def num_weights(self) -> int:
         return self.weight.numel()
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.numel() * self.weight.itemsize
 
     @property
     def in_features(self) -> int:
@@ -166,6 +183,10 @@ class PackedGate:
     @property
     def num_weights(self) -> int:
         return 2 * self.gate.numel()
+
+    @property
+    def num_bytes(self) -> int:
+        return 2 * self.gate.numel() * self.gate.itemsize
 
     @property
     def in_features(self) -> int:

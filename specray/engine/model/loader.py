@@ -6,7 +6,6 @@ the network.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,7 +49,7 @@ class LoadedModel:
     max_model_len: int
     tokenizer_fingerprint: str
     num_weight_bytes: int
-    """Bytes of all weights in ``dtype``, those of other ranks included."""
+    """Bytes of all weights as they are held, those of other ranks included."""
     dtype: torch.dtype
     device: torch.device
 
@@ -72,8 +71,7 @@ def load_model(args: ModelArgs, *, dtype: torch.dtype, device: torch.device) -> 
         num_weight_bytes = sum(weight.nbytes for weight in source.parameters())
     else:
         source = _decoder_source(args.path, described, described.decoder, dtype, device)
-        shapes = source.config.weight_shapes().values()
-        num_weight_bytes = sum(map(math.prod, shapes)) * dtype.itemsize
+        num_weight_bytes = args.formats.num_bytes(source.config, dtype.itemsize)
     return LoadedModel(
         source=source,
         name=Path(args.path).name,

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from specray.engine.model.checkpoint.source import Part
 from specray.engine.model.decoder import DecoderForward, HeadNorm, Layer
 from specray.engine.model.decoder_config import EMBEDDING, FINAL_NORM, HEAD, DecoderConfig, layer_prefix
+from specray.engine.model.quantized.operator_set import OperatorSet
 from specray.engine.model.rotary import cos_sin
 from specray.engine.step import CacheShape, HeadShape
 
@@ -36,7 +37,7 @@ def head_shape(config: DecoderConfig, parallel: ParallelContext | None) -> HeadS
 def lower(
     config: DecoderConfig,
     weights: WeightSource,
-    operators: Operators,
+    operators: Operators | OperatorSet,
     parallel: ParallelContext | None = None,
     *,
     max_model_len: int,
@@ -45,7 +46,8 @@ def lower(
     """Builds the decoder.
 
     Args:
-        operators: what it is made of, on the weights' device and in their data type.
+        operators: what it is made of, on the weights' device and in their data type; a set where weights are
+            quantised.
         parallel: the group over which the model is sharded.
         max_model_len: tokens of the longest sequence.
         feature_layers: layers whose input is part of the output.
@@ -55,7 +57,10 @@ def lower(
     """
     shape = head_shape(config, parallel)
     taken = _Taken(weights, parallel)
+    if not isinstance(operators, OperatorSet):
+        operators = OperatorSet(operators, operators)
     embedding, head, device = _embedding_and_head(config, taken, operators)
+    operators = operators.layers
     attention = operators.attention(*cos_sin(config, max_model_len, device), shape)
     layers = tuple(
         _lower_layer(index, config, shape, taken, operators) for index in range(config.num_hidden_layers)
@@ -80,19 +85,24 @@ class TableEmbedding:
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(token_ids, self.table)
 
+    def into(self, token_ids: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes the hidden states to ``out``."""
+        torch.index_select(self.table, 0, token_ids, out=out)
+
 
 @dataclass(frozen=True, slots=True)
 class ShardedEmbedding:
     """Some rows of the table; a token of another rank is a zero here, and the sum has them all."""
 
-    table: torch.Tensor  # [num_local_tokens, hidden_size]
+    local: Embedding
+    num_local_tokens: int
     first_token_id: int
     parallel: ParallelContext
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         local = token_ids - self.first_token_id
-        is_elsewhere = (local < 0) | (local >= self.table.shape[0])
-        rows = F.embedding(local.masked_fill_(is_elsewhere, 0), self.table)
+        is_elsewhere = (local < 0) | (local >= self.num_local_tokens)
+        rows = self.local(local.masked_fill_(is_elsewhere, 0))
         return self.parallel.all_reduce(rows.masked_fill_(is_elsewhere[:, None], 0))
 
 
@@ -202,15 +212,19 @@ def _head_norm(prefix: str, config: DecoderConfig, shape: HeadShape, taken: _Tak
 
 
 def _embedding_and_head(
-    config: DecoderConfig, taken: _Taken, operators: Operators
+    config: DecoderConfig, taken: _Taken, operators: OperatorSet
 ) -> tuple[Embedding, Head, torch.device]:
     """Both, and the device that they are on; a group's ranks share the vocabulary in equal runs."""
-    vocab_size, parallel = config.vocab_size, taken.parallel
-    table = taken.share(EMBEDDING, vocab_size, dim=0).clone()
-    head_weight = table if config.tie_word_embeddings else taken.share(HEAD, vocab_size, dim=0)
+    vocab_size, parallel, is_tied = config.vocab_size, taken.parallel, config.tie_word_embeddings
+    table = taken.share(EMBEDDING, vocab_size, dim=0)
+    if operators.embedding is None:
+        table = table.clone()
     # The table is needed in its own layout for look-ups, so a tied head is a second copy where it is packed.
-    head = operators.linear(head_weight, None)
+    head = operators.head.linear(table if is_tied else taken.share(HEAD, vocab_size, dim=0), None)
+    embedding: Embedding = TableEmbedding(table)
+    if operators.embedding is not None:
+        embedding = operators.embedding(table, head if is_tied else None)
     if parallel is None:
-        return TableEmbedding(table), head, table.device
-    embedding = ShardedEmbedding(table, parallel.first_row(vocab_size), parallel)
+        return embedding, head, table.device
+    embedding = ShardedEmbedding(embedding, len(table), parallel.first_row(vocab_size), parallel)
     return embedding, GatheredHead(head, vocab_size, parallel), table.device

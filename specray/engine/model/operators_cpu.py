@@ -28,11 +28,11 @@ class KernelOperators(TorchOperators):
 
     def __init__(self, dtype: torch.dtype, num_threads: int) -> None:
         super().__init__(dtype)
-        self._thread_pool = ThreadPool(num_threads)
+        self.thread_pool = ThreadPool(num_threads)
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return (
-            TiledLinear(weight, bias, self._thread_pool) if can_tile(weight) else super().linear(weight, bias)
+            TiledLinear(weight, bias, self.thread_pool) if can_tile(weight) else super().linear(weight, bias)
         )
 
     def gate(
@@ -43,17 +43,17 @@ class KernelOperators(TorchOperators):
         up_bias: torch.Tensor | None,
     ) -> Gate:
         if can_tile(gate):
-            return TiledGate(gate, up, gate_bias, up_bias, self._thread_pool)
+            return TiledGate(gate, up, gate_bias, up_bias, self.thread_pool)
         return super().gate(gate, up, gate_bias, up_bias)
 
     def norm(self, weight: torch.Tensor, eps: float) -> Norm:
-        return FusedRMSNorm(weight, eps, self._thread_pool)
+        return FusedRMSNorm(weight, eps, self.thread_pool)
 
     def attention(self, cos: torch.Tensor, sin: torch.Tensor, shape: HeadShape) -> Attention:
         half = shape.head_dim // 2
         return CpuAttention(
             attention_kernel(shape.head_dim, str(self.dtype).removeprefix("torch.")),
-            self._thread_pool,
+            self.thread_pool,
             shape.num_heads,
             shape.num_kv_heads,
             shape.head_dim,

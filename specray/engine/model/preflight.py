@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from specray.config import EngineConfig
 from specray.engine.model.description import ModelArgs, describe, model_path
+from specray.engine.model.quantized.formats import WeightFormats
 from specray.errors import ConfigError
 from specray.tokenization.fingerprint import tokenizer_fingerprint
 
@@ -34,6 +35,7 @@ def check_model(config: EngineConfig, role: str) -> ModelSummary:
             tensor_parallel_size=config.tensor_parallel_size,
             role=role,
             forward=config.forward,
+            formats=WeightFormats.of(config),
         )
     )
     return ModelSummary(path, described.vocab_size, tokenizer_fingerprint(path, described.directory))

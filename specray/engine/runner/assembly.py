@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from specray.config import EngineConfig
@@ -10,7 +12,14 @@ from specray.engine.cache.blocks import BlockCache, bytes_per_token
 from specray.engine.model.description import ModelArgs, model_path
 from specray.engine.model.loader import DecoderSource, LoadedModel, load_model
 from specray.engine.model.lowering import head_shape, lower
-from specray.engine.model.operators import Operators, PagedOperators, cpu_operators, cuda_operators
+from specray.engine.model.operators import (
+    Operators,
+    PagedOperators,
+    cpu_operators,
+    cuda_operators,
+)
+from specray.engine.model.quantized.formats import WeightFormats
+from specray.engine.model.quantized.operator_set import OperatorSet, operator_set
 from specray.engine.runner.cuda_graphs import WIDTHS, Bucket, CudaCapture, GraphedForward
 from specray.engine.runner.device import (
     available_memory,
@@ -73,6 +82,7 @@ def build_runner(
         device=device,
         tensor_parallel_size=tensor_parallel_size,
         forward=forward.name,
+        number_format=config.number_format,
         attention="" if backend is None else backend.name,
     )
     if parallel is not None:
@@ -92,6 +102,7 @@ def _model_args(config: EngineConfig, role: str, tensor_parallel_size: int) -> M
         tensor_parallel_size=tensor_parallel_size,
         role=role,
         forward=config.forward,
+        formats=WeightFormats.of(config),
     )
 
 
@@ -112,7 +123,7 @@ def _group_choices(info: RunnerInfo) -> dict[str, object]:
         "attention": info.attention,
         "block_size": info.block_size,
         "num_blocks": info.num_blocks,
-        "dtype": str(info.dtype),
+        "dtype": info.number_format,
     }
 
 
@@ -135,7 +146,7 @@ def _build_forward(
         return lower(
             source.config,
             source.weights,
-            _operators(loaded, backend),
+            _operators(config, loaded, backend),
             parallel,
             max_model_len=loaded.max_model_len,
             feature_layers=feature_layers,
@@ -170,14 +181,16 @@ def _block_size(config: EngineConfig, loaded: LoadedModel, backend: Backend | No
     return config.block_size or (DEFAULT_BLOCK_SIZE if loaded.device.type == "cuda" else loaded.max_model_len)
 
 
-def _operators(loaded: LoadedModel, backend: Backend | None) -> Operators:
+def _operators(config: EngineConfig, loaded: LoadedModel, backend: Backend | None) -> OperatorSet:
+    operators: Operators
     if loaded.device.type == "cpu":
         operators = cpu_operators(loaded.dtype, torch.get_num_threads())
     else:
         operators = cuda_operators(loaded.dtype, loaded.device)
+    made = operator_set(operators, WeightFormats.of(config), loaded.dtype, loaded.device)
     if backend is None:
-        return operators
-    return PagedOperators(operators, loaded.dtype, backend.attend, backend.store)
+        return made
+    return replace(made, layers=PagedOperators(made.layers, loaded.dtype, backend.attend, backend.store))
 
 
 def _cache(loaded: LoadedModel, shape: CacheShape, num_blocks: int, block_size: int) -> BlockCache:

@@ -15,6 +15,8 @@ import torch
 
 from specray.engine.attention.cpu import CpuAttention, CpuAttentionStep
 from specray.engine.cpu.gemm.linear import TiledGate, TiledLinear
+from specray.engine.cpu.gemm.quantized.embedding import QuantizedEmbedding
+from specray.engine.cpu.gemm.quantized.linear import QuantizedGate, QuantizedLinear
 from specray.engine.cpu.gemm.rows import HEIGHT
 from specray.engine.cpu.graph import CpuGraph
 from specray.engine.cpu.memory_pool import MemoryPool
@@ -56,12 +58,15 @@ class CpuGraphForward:
     """
 
     def __init__(
-        self, forward: DecoderForward | AmxDecoderForward, attention: CpuAttention, table: torch.Tensor
+        self,
+        forward: DecoderForward | AmxDecoderForward,
+        attention: CpuAttention,
+        embedding: TableEmbedding | QuantizedEmbedding,
     ) -> None:
         self._forward = forward
         self._is_packed = isinstance(forward, AmxDecoderForward)
         self._attention = attention
-        self._table = table
+        self._embedding = embedding
         self._memory_pool = MemoryPool()
         # Least recently used first.
         self._graphs: OrderedDict[_Shape, _Captured] = OrderedDict()
@@ -91,7 +96,7 @@ class CpuGraphForward:
             captured = self._capture(shape, step)
         else:
             self._graphs.move_to_end(shape)
-            torch.index_select(self._table, 0, step.token_ids, out=captured.hidden[:num_rows])
+            self._embedding.into(step.token_ids, captured.hidden[:num_rows])
             attention = self._attention.prepare(step.attention, step.positions)
             captured.graph.run(attention.call)
             rows = step.attention.rows
@@ -117,7 +122,7 @@ class CpuGraphForward:
         attention = before.advanced(kept)
         if attention is None:
             return None
-        torch.index_select(self._table, 0, torch.tensor(token_ids), out=captured.hidden[: len(kept)])
+        self._embedding.into(torch.tensor(token_ids), captured.hidden[: len(kept)])
         captured.graph.run(attention.call)
         self._last = attention
         logits, features = captured.output
@@ -174,12 +179,14 @@ def with_cpu_graphs(forward: Forward) -> CpuGraphForward | None:
     for layer in forward.layers:
         norms += [layer.input_norm, layer.post_attention_norm]
         linears += [layer.qkv, layer.output, layer.gate, layer.down]
+    kinds = TiledLinear | TiledGate | QuantizedLinear | QuantizedGate
     is_kernels = all(isinstance(norm, FusedRMSNorm) for norm in norms) and all(
-        isinstance(linear, TiledLinear | TiledGate) for linear in linears
+        isinstance(linear, kinds) for linear in linears
     )
-    if not is_kernels or not isinstance(forward.embedding, TableEmbedding):
+    if not is_kernels or not isinstance(forward.embedding, TableEmbedding | QuantizedEmbedding):
         return None
     # Kernels write to tensors of their own; those of features stay until the next graph runs.
-    attention, table = forward.attention, forward.embedding.table
+    attention, embedding = forward.attention, forward.embedding
     forward = replace(forward, keeps_residuals=True)
-    return CpuGraphForward(packed(forward) or forward, attention, table)
+    is_tiled = all(isinstance(linear, TiledLinear | TiledGate) for linear in linears)
+    return CpuGraphForward((packed(forward) if is_tiled else None) or forward, attention, embedding)

@@ -39,6 +39,8 @@ class RunnerInfo:
     tensor_parallel_size: int
     forward: str
     """Name of the forward: ``decoder`` or ``hf``."""
+    number_format: str = ""
+    """Formats of weights and computation: ``EngineConfig.number_format``."""
     attention: str = ""
     """Name of the paged attention backend; empty: attention runs sequence by sequence."""
 

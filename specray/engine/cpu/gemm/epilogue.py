@@ -23,9 +23,10 @@ them."""
 def epilogue_kernel() -> Any:
     """Makes ``(epilogue, first, last)``, which finishes those of a panel's rows that exist.
 
-    An epilogue is: the kind; whether the output is float32; addresses of sums ``[num_rows, 32]``, bias,
-    output and summand for the panel's first row; bytes by which the gate's sums precede the others (its bias
-    precedes by one line); elements from row to row and from group to group; numbers of rows and features.
+    An epilogue is: the kind; whether output and summand are float32 (else bfloat16); addresses of sums
+    ``[num_rows, 32]``, bias, output and summand for the panel's first row; bytes by which the gate's sums
+    precede the others (its bias precedes by one line); elements from row to row and from group to group;
+    numbers of rows and features.
     """
     single, half = vectors(PANEL, "float32"), vectors(PANEL, "bfloat16")
     one, one_half = vectors(1, "float32"), vectors(1, "bfloat16")
@@ -49,11 +50,13 @@ def epilogue_kernel() -> Any:
         store(sums, row * PANEL, value)
         for place in range(width):
             number = load_one(sums, row * PANEL + place)
-            if kind == PLUS:
-                number = add_one(number, load_one_half(summand, at + place))
             if is_float:
+                if kind == PLUS:
+                    number = add_one(number, load_one(summand, at + place))
                 store_one(out, at + place, number)
             else:
+                if kind == PLUS:
+                    number = add_one(number, load_one_half(summand, at + place))
                 store_one_half(out, at + place, number)
 
     @kernel(forceinline=True)
@@ -67,11 +70,13 @@ def epilogue_kernel() -> Any:
             if width < PANEL:
                 finish_part(epilogue, row, at, value)
             else:
-                if kind == PLUS:
-                    value = add(value, load_half(summand, at))
                 if is_float:
+                    if kind == PLUS:
+                        value = add(value, load(summand, at))
                     store(out, at, value)
                 else:
+                    if kind == PLUS:
+                        value = add(value, load_half(summand, at))
                     store_half(out, at, value)
 
     return finish

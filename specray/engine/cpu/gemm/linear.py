@@ -201,11 +201,11 @@ class _Tiled:
 class TiledLinear:
     """Computes ``x @ weight.T + bias`` for bfloat16 rows; implements ``linear.Linear``."""
 
-    __slots__ = ("_plain", "_plus", "bias", "in_features", "num_weights", "weight")
+    __slots__ = ("_plain", "_plus", "bias", "in_features", "num_bytes", "num_weights", "weight")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, thread_pool: ThreadPool) -> None:
         size, self.in_features = weight.shape
-        self.num_weights = weight.numel()
+        self.num_weights, self.num_bytes = weight.numel(), weight.nbytes
         self.weight = _panels(weight)
         self.bias = _padded(bias, size)
         self._plain = _Tiled(self.weight, self.bias, size, PLAIN, thread_pool)
@@ -236,7 +236,7 @@ class TiledLinear:
 class TiledGate:
     """Computes ``silu(gate(x)) * up(x)`` for bfloat16 rows; implements ``linear.Gate``."""
 
-    __slots__ = ("_tiled", "bias", "in_features", "num_weights", "weight")
+    __slots__ = ("_tiled", "bias", "in_features", "num_bytes", "num_weights", "weight")
 
     def __init__(
         self,
@@ -247,7 +247,7 @@ class TiledGate:
         thread_pool: ThreadPool,
     ) -> None:
         self.in_features = gate.shape[1]
-        self.num_weights = 2 * gate.numel()
+        self.num_weights, self.num_bytes = 2 * gate.numel(), 2 * gate.nbytes
         # A gate panel, then the up panel of the same features.
         self.weight = _panels(gate, up)
         self.bias = torch.stack([_padded(bias, len(gate)) for bias in (gate_bias, up_bias)], dim=1)

@@ -1,0 +1,1 @@
+"""Linear layers with quantised weights on CPU."""

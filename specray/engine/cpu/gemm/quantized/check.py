@@ -1,0 +1,54 @@
+"""Checks the kernels of quantised weights on this machine, before the first model is built with them."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from specray.engine.cpu.gemm.quantized.linear import QuantizedGate, QuantizedLinear, has_kernels
+from specray.engine.cpu.thread_pool import ThreadPool
+from specray.engine.quantization import Quantization
+from specray.engine.quantized_weight import quantize
+from specray.errors import ConfigError
+
+_SHAPE = (40, 96)
+"""Output features, of a whole panel and a part, and input features, several groups."""
+_WIDTHS = (1, 2, 3, 4, 5, 6, 11)
+_TOLERANCE = 2e-2
+"""Largest error of a product beside numbers of about 10: rounding to bfloat16."""
+
+
+@functools.cache
+def check_kernels(format: Quantization, dtype: torch.dtype) -> None:
+    """Raises ConfigError where there is no kernel, or it computes something else than torch in float64."""
+    if not has_kernels():
+        raise ConfigError(
+            f"quantization is {format.value!r}; this processor lacks AVX2, FMA or F16C, which its kernels "
+            "need; allowed: 'none'"
+        )
+    numbers = torch.Generator().manual_seed(0)
+    weight, other = (quantize(torch.randn(*_SHAPE, generator=numbers), format) for _ in range(2))
+    bias = torch.randn(_SHAPE[0], generator=numbers).to(dtype)
+    thread_pool = ThreadPool(1)
+    linear = QuantizedLinear(weight, bias, thread_pool, dtype)
+    gate = QuantizedGate(weight, other, None, None, thread_pool, dtype)
+    for num_rows in _WIDTHS:
+        rows = torch.randn(num_rows, _SHAPE[1], generator=numbers).to(dtype)
+        product, gated = (rows.double() @ one.dequantized().double().T for one in (weight, other))
+        expected = torch.nn.functional.silu(product) * gated
+        errors = [
+            _error(linear.precise(rows), product + bias.double()),
+            _error(linear.plus(rows, linear(rows)), 2 * (product + bias.double())),
+            _error(gate(rows), expected),
+        ]
+        if not max(errors) < _TOLERANCE:
+            raise ConfigError(
+                f"quantization is {format.value!r}, whose kernel is wrong by {max(errors):.3g} on this "
+                "machine; allowed: 'none'"
+            )
+
+
+def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest error, beside 1 or beside the number itself."""
+    return float(((found.double() - expected) / expected.abs().clamp_min(1.0)).abs().max())
