@@ -89,7 +89,7 @@ class EngineConfig(Section):
     @property
     def number_format(self) -> str:
         """The formats of weights and computation, as people and other processes read them."""
-        parts = [self.dtype]
+        parts: list[str] = [self.dtype]
         if self.quantization != "none":
             parts.append(f"{self.quantization} layers")
         if self.lm_head_quantization != "none":

@@ -169,7 +169,7 @@ class QuantizedCudaOperators:
         if dtype != torch.bfloat16:
             name = str(dtype).removeprefix("torch.")
             raise ConfigError(
-                f"quantization is {format.value!r}; on CUDA dtype is {name!r}; allowed: 'bfloat16'"
+                f"quantization is {format.value!r} with dtype {name!r}; allowed on CUDA: dtype 'bfloat16'"
             )
         self._format = format
         self._others = others
