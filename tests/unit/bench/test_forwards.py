@@ -11,7 +11,9 @@ from specray.bench.forwards import (
     forwards_table,
     measure_drafting,
     measure_forwards,
+    measure_in_turns,
 )
+from specray.bench.quantization import build_runners
 from specray.config import EngineConfig, parse_config
 from specray.engine.build import build_draft_engine
 from specray.engine.runner.assembly import build_runner
@@ -89,3 +91,27 @@ def test_context_that_does_not_fit(tmp_path: Path) -> None:
 def test_hf_forward_has_no_bound(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is hf; measured is only 'decoder'"):
         measure_forwards(runner_of(tmp_path, "gpt2"), context_len=8)
+
+
+def test_formats_in_turns(tmp_path: Path) -> None:
+    """Each with the bytes that its weights take, and its time beside the first one's."""
+    path = write_checkpoint(tmp_path, "llama", intermediate_size=64)
+    engine = EngineConfig(model=str(path), dtype="float32", device="cpu", num_threads=1, block_size=16)
+    runners = build_runners(engine, ["none", "int4:int8", "none"], "target")
+    costs = measure_in_turns(runners, rows=(1, 2), context_len=20, num_repeats=2)
+    plain, mixed = "float32", "float32 int4 layers int8 lm_head"
+    assert [(cost.number_format, cost.num_rows) for cost in costs] == [
+        (plain, 1),
+        (mixed, 1),
+        (plain, 2),
+        (mixed, 2),
+    ]
+    layers, head = 2 * (64 * 32 + 32 * 32 + 3 * 64 * 32), 96 * 32
+    assert costs[0].weight_bytes == 4 * (layers + head)
+    assert costs[1].weight_bytes == layers * 20 // 32 + head * 34 // 32
+    assert costs[1].times_faster == costs[0].forward_ms / costs[1].forward_ms
+    assert (costs[0].times_faster, costs[2].times_faster) == (1.0, 1.0)
+    console = Console(width=150)
+    with console.capture() as capture:
+        console.print(forwards_table(costs, title="a model"))
+    assert mixed in capture.get() and "times faster" in capture.get()
