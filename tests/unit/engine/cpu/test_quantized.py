@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -26,13 +28,14 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+@functools.cache
 def weight_of(format: Quantization, size: int, in_features: int, seed: int = 1) -> QuantizedWeight:
     return quantize(random(size, in_features, seed=seed), format)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("num_rows", [*range(1, 9), 12, 13, 191, 193, 390])
+@pytest.mark.parametrize("num_rows", [*range(1, 8), 13, 191, 390])
 @pytest.mark.parametrize(("size", "in_features"), [(64, 32), (7, 96), (200, 1184)])
 def test_quantized_layers_equal_float64(
     dtype: torch.dtype, format: Quantization, num_rows: int, size: int, in_features: int
