@@ -116,7 +116,7 @@ def forwards(
     from specray.bench.forwards import ROWS, forwards_table, measure_in_turns
     from specray.bench.quantization import build_runners
     from specray.cli.bench.engines import engine_of
-    from specray.cli.output import write_json
+    from specray.cli.output import wide_console, write_json
 
     engine = engine_of(role, model=model, dtype=dtype, device=device, num_threads=num_threads)
     runners = build_runners(engine, formats or ["none"], role.value, num_sequences=max(num_sequences or [1]))
@@ -132,7 +132,7 @@ def forwards(
             num_repeats=num_repeats,
         )
     ]
-    Console().print(forwards_table(costs, title=f"{role} {model}, {dtype}"))
+    wide_console().print(forwards_table(costs, title=f"{role} {model}, {dtype}"))
     write_json([asdict(cost) for cost in costs], json_path)
 
 

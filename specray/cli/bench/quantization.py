@@ -33,7 +33,7 @@ def quantization(
     apply_thread_environment()
     from specray.bench.quantization import build_runners, measure_quality, quality_table, read_text
     from specray.cli.bench.engines import engine_of
-    from specray.cli.output import write_json
+    from specray.cli.output import wide_console, write_json
     from specray.engine.model.description import model_path
     from specray.tokenization import load_tokenizer
 
@@ -51,5 +51,5 @@ def quantization(
             window_len=window_len,
             progress=lambda done, total: status.update(f"{done} of {total} tokens"),
         )
-    Console().print(quality_table(qualities, title=f"{role} {model}, {dtype}"))
+    wide_console().print(quality_table(qualities, title=f"{role} {model}, {dtype}"))
     write_json([asdict(quality) for quality in qualities], json_path)
