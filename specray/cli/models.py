@@ -1,5 +1,6 @@
-"""``specray models``: trains and evaluates the embedded pair, and inflates checkpoints."""
+"""``specray models``: trains and evaluates the embedded pair, inflates checkpoints, trims vocabularies."""
 
+import json
 import shlex
 import sys
 from dataclasses import asdict
@@ -13,7 +14,9 @@ from specray.cli import options
 if TYPE_CHECKING:
     from specray.train.evaluate import PairEvaluation
 
-app = typer.Typer(no_args_is_help=True, help="Train and evaluate the embedded pair, inflate checkpoints.")
+app = typer.Typer(
+    no_args_is_help=True, help="Train and evaluate the embedded pair, inflate checkpoints, trim vocabularies."
+)
 
 EMBEDDED = "embedded"
 
@@ -122,6 +125,31 @@ def inflate(
     directory = demo_target_path() if source == EMBEDDED else Path(source)
     written = inflate_checkpoint(directory, destination, shape, dtype=dtype, seed=seed)
     typer.echo(f"wrote {written}")
+
+
+@app.command()
+def vocabulary(
+    text_files: Annotated[list[Path], typer.Argument(help="Text like what the target will write, in UTF-8.")],
+    output: Annotated[Path, typer.Option(help="File for the token ids (JSON): draft.vocabulary_ids.")],
+    model: options.Model = EMBEDDED,
+    share: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the text's tokens that the ids must be.")
+    ] = 0.98,
+) -> None:
+    """Write the token ids that a draft's head should keep: the most frequent ones, and special tokens."""
+    from specray.config import DraftConfig
+    from specray.engine.model.description import ModelArgs, check_loadable, model_path
+    from specray.tokenization import load_tokenizer
+    from specray.tokenization.counts import frequent_ids
+
+    path = model_path(DraftConfig(model=model), "draft")
+    vocab_size = check_loadable(ModelArgs(path))
+    found = frequent_ids(text_files, load_tokenizer(path), share=share, vocab_size=vocab_size)
+    output.write_text(json.dumps(found.token_ids) + "\n", encoding="utf-8")
+    typer.echo(
+        f"wrote {output}: {len(found.token_ids)} of {vocab_size} token ids, {found.share:.2%} of "
+        f"{found.num_tokens} tokens"
+    )
 
 
 def _show_stage(stage: str) -> None:

@@ -156,6 +156,11 @@ class DraftConfig(EngineConfig):
         description="As for the target, or 'ngram' or 'suffix', which draft in the Router without a model.",
     )
     enabled: bool = Field(True, description="False: plain decoding.")
+    vocabulary_ids: str | None = Field(
+        None,
+        description="File with the token ids that the draft may propose: a JSON list, .npy or .safetensors. "
+        "The head is cut to them when it is loaded; default: all that it has.",
+    )
     num_replicas: int = Field(1, ge=0, le=1024, description="0: plain decoding.")
     autoscaling: DraftScalingConfig | None = Field(
         None, description="Number of replicas by their utilisation, in place of num_replicas."
@@ -164,6 +169,12 @@ class DraftConfig(EngineConfig):
         default_factory=dict,
         description=f"Ray options of each rank: any of a single rank, else {', '.join(RANK_OPTIONS)}.",
     )
+
+    @field_validator("vocabulary_ids")
+    @classmethod
+    def _absolute_file(cls, file: str | None) -> str | None:
+        """``~`` and relative paths, which other processes would not find as they are."""
+        return None if file is None else str(Path(file).expanduser().absolute())
 
     @model_validator(mode="after")
     def _check_options(self) -> DraftConfig:

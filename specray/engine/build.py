@@ -57,6 +57,7 @@ def build_draft_engine(config: Config, *, parallel: ParallelContext | None = Non
         runner,
         device=runner.info.device,
         grammars=grammars,
+        token_ids=runner.info.token_ids,
         max_num_draft_probs=config.speculation.max_num_draft_probs,
     )
     step_times = profile_draft(make_engine(info), budget_s=config.draft.profile_s)

@@ -71,8 +71,15 @@ class Chain:
     def draft_probs(self) -> tuple[SparseProbs, ...]:
         return tuple(token.probs for token in self.drawn if token.probs is not None)
 
-    def take(self, token: DraftToken) -> None:
-        """Appends a draft token, or ends the chain before it; in a grammar nothing follows a stop."""
+    def take(self, token: DraftToken | None) -> None:
+        """Appends a draft token, or ends the chain before it; in a grammar nothing follows a stop.
+
+        Args:
+            token: None: there is none that the target could draw.
+        """
+        if token is None:
+            self.num_wanted = len(self.drawn)
+            return
         self._logprob += token.logprob
         if self.drawn and self._logprob < self.min_logprob:
             self.num_wanted = len(self.drawn)

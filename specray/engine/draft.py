@@ -12,7 +12,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specray.draft_tokens import DraftTokens
@@ -24,6 +26,7 @@ from specray.engine.sampling.draft import DraftSampler
 from specray.engine.sampling.grammars import GrammarMasks
 from specray.engine.sampling.noise import NoiseSource
 from specray.engine.sampling.state import RowGroup
+from specray.engine.sampling.vocabulary import TrimmedVocabulary
 from specray.engine.schedule import (
     BranchStep,
     CatchUp,
@@ -57,6 +60,7 @@ class DraftEngine(EngineBase):
         device: device of the runner's logits.
         max_num_draft_probs: support of the sparse draft distribution under rejection verification.
         grammars: masks for requests with a grammar; None: their draft tokens are drawn without.
+        token_ids: of the logits, ascending; None: of all tokens.
     """
 
     def __init__(
@@ -68,10 +72,19 @@ class DraftEngine(EngineBase):
         max_num_draft_probs: int = 64,
         prefix_cache: bool = True,
         grammars: GrammarMasks | None = None,
+        token_ids: NDArray[np.int64] | None = None,
     ) -> None:
         super().__init__(runner, info, can_evict=True, prefix_cache=prefix_cache, grammars=grammars)
-        noise = NoiseSource(info.vocab_size, device)
-        self._sampler = DraftSampler(noise, max_num_draft_probs=max_num_draft_probs)
+        vocabulary = (
+            None
+            if token_ids is None
+            else TrimmedVocabulary(token_ids, vocab_size=info.vocab_size, device=device)
+        )
+        self._sampler = DraftSampler(
+            NoiseSource(info.vocab_size, device, token_ids=token_ids),
+            max_num_draft_probs=max_num_draft_probs,
+            vocabulary=vocabulary,
+        )
 
     @torch.inference_mode()
     def speculate(self, items: Sequence[SpeculateItem]) -> DraftReplies:

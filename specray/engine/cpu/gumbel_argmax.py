@@ -22,6 +22,7 @@ from llvmlite import ir
 from numba import carray
 from numba.core import types
 from numba.extending import intrinsic
+from numpy.typing import NDArray
 
 from specray.engine.cpu.compiled import CompiledFunction
 from specray.engine.cpu.simd import Vector, kernel, vectors
@@ -31,7 +32,7 @@ from specray.engine.sampling import noise
 _LANES = 16
 _WORDS = 4
 """Words of a Philox block."""
-_ADDRESSES = 6
+_ADDRESSES = 7
 _SIGNATURE = types.void(*[types.int64] * (_ADDRESSES + 3))
 _PROTOTYPE = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * (_ADDRESSES + 3))
 _LEADS_SIGNATURE = types.void(*[types.int64] * 5)
@@ -40,10 +41,16 @@ _SLACK, _SLACK_PER_UNIT = 1e-5, 2.0**-21
 """Bounds on the float32 error: of an exponent, absolute; of a logit, relative to its size."""
 _WORD = ir.IntType(64)
 _U12, _ONE_WORD = np.uint64(12), np.uint64(1)
+_U2, _LAST_PLACE = np.uint64(2), np.uint64(3)
+"""Shift and mask that divide a token id by the words of a block."""
 
 
 def gumbel_argmax(
-    logits: torch.Tensor, keys: Sequence[tuple[int, int, int, int]], *, is_judged: bool
+    logits: torch.Tensor,
+    keys: Sequence[tuple[int, int, int, int]],
+    *,
+    is_judged: bool,
+    token_ids: NDArray[np.int64] | None = None,
 ) -> tuple[list[int], list[float]]:
     """Samples each row's token by adding Gumbel noise, and measures how far it leads.
 
@@ -51,10 +58,11 @@ def gumbel_argmax(
         logits: ``[len(keys), vocab_size]``, float32, contiguous, on CPU.
         keys: of each row, unsigned: the two words of its key, its position and its purpose.
         is_judged: whether to compute leads; False: all are 0.
+        token_ids: of the logits, whose noise is meant, ascending; None: every token's own index.
 
     Returns:
-        Tokens, and their leads: the log of the token's share of the sum of exp(2 * score), where scores of
-        other tokens are approximate.
+        Tokens as indices into the rows, and their leads: the log of the token's share of the sum of
+        exp(2 * score), where scores of other tokens are approximate.
     """
     assert logits.is_contiguous(), "rows must follow each other"
     assert logits.dtype == torch.float32, logits.dtype
@@ -64,7 +72,10 @@ def gumbel_argmax(
     tokens, leads = logits.numpy().argmax(-1).astype(np.int64), np.zeros(num_rows)
     scratch = np.empty(-(-size // _LANES) * _LANES, dtype=np.uint64)
     vector = np.empty(3 * _LANES, dtype=np.float32)
-    addresses = (logits.data_ptr(), *(part.ctypes.data for part in (words, tokens, leads, scratch, vector)))
+    assert token_ids is None or (token_ids.dtype == np.int64 and token_ids.shape == (size,)), token_ids
+    ids_address = 0 if token_ids is None else token_ids.ctypes.data
+    parts = (part.ctypes.data for part in (words, tokens, leads, scratch, vector))
+    addresses = (logits.data_ptr(), ids_address, *parts)
     _gumbel_argmax_kernel().call(*addresses, num_rows, size, is_judged)
     return tokens.tolist(), leads.tolist()
 
@@ -107,8 +118,11 @@ def _product(context: Any, first: Any, second: Any) -> Any:
     return types.containers.UniTuple(types.uint64, 2)(types.uint64, types.uint64), code
 
 
-def _make_fill() -> Any:
-    """Makes ``(key, words)``, which fills in the Philox words of a row's tokens."""
+def _make_fill() -> tuple[Any, Any]:
+    """Makes two functions that fill in the Philox words of a row.
+
+    ``(key, words)``: of all tokens from 0 on; ``(key, token_ids, words)``: of these, which ascend.
+    """
     # Constants, though the cache key does not cover ``noise``: they are Philox's and will not change.
     first_factor, second_factor = (np.uint64(number) for number in noise.MULTIPLIERS)
     first_step, second_step = (np.uint64(number) for number in noise.WEYL)
@@ -132,7 +146,23 @@ def _make_fill() -> Any:
                 block, key[2], key[3], key[0], key[1]
             )
 
-    return fill
+    @kernel()
+    def fill_at(key: Any, token_ids: Any, words: Any) -> None:
+        # No token is in block 0: blocks count from 1.
+        known, zero = np.uint64(0), np.uint64(0)
+        a, b, c, d = zero, zero, zero, zero
+        for index in range(len(token_ids)):
+            token = np.uint64(token_ids[index])
+            block = (token >> _U2) + _ONE_WORD
+            if block != known:
+                a, b, c, d = philox(block, key[2], key[3], key[0], key[1])
+                known = block
+            place = token & _LAST_PLACE
+            words[index] = a if place == 0 else b if place == 1 else c if place == 2 else d
+        for index in range(len(token_ids), len(words)):
+            words[index] = zero
+
+    return fill, fill_at
 
 
 @kernel()
@@ -168,7 +198,7 @@ def _lacking_kernel() -> Any:
 
 
 def _make_gumbel_argmax() -> Any:
-    fill, lacking, wide = _make_fill(), _lacking_kernel(), vectors(_LANES, "float32")
+    (fill, fill_at), lacking, wide = _make_fill(), _lacking_kernel(), vectors(_LANES, "float32")
     load, store, splat, add, sub, mul, div, exp, total, largest = (
         wide.load, wide.store, wide.splat, wide.add, wide.sub, wide.mul, wide.div, wide.exp, wide.sum,
         wide.largest,
@@ -181,14 +211,15 @@ def _make_gumbel_argmax() -> Any:
         return div(mul(x, sub(splat(six), x)), sub(splat(six), mul(splat(four), x)))
 
     def choose(
-        logits: int, keys: int, tokens: int, leads: int, scratch: int, vector: int, num_rows: int, size: int,
-        is_judged: int,
+        logits: int, token_ids: int, keys: int, tokens: int, leads: int, scratch: int, vector: int,
+        num_rows: int, size: int, is_judged: int,
     ) -> None:  # fmt: skip
         padded = (size + _LANES - 1) // _LANES * _LANES
         all_keys = carray(as_pointer(keys), (num_rows, 4), np.uint64)
         all_logits = carray(as_pointer(logits), (num_rows, size), np.float32)
         all_tokens = carray(as_pointer(tokens), (num_rows,), np.int64)
         all_leads = carray(as_pointer(leads), (num_rows,), np.float64)
+        all_ids = carray(as_pointer(token_ids), (size if token_ids != 0 else 0,), np.int64)
         words = carray(as_pointer(scratch), (padded,), np.uint64)
         # The last logits of a row padded with -inf; then scratch for sixteen tokens and their shares.
         last = carray(as_pointer(vector), (_LANES,), np.float32)
@@ -197,7 +228,10 @@ def _make_gumbel_argmax() -> Any:
         some = carray(as_pointer(share_address), (_LANES,), np.float32)
         for row in range(num_rows):
             own, chosen = all_logits[row], all_tokens[row]
-            fill(all_keys[row], words)
+            if token_ids != 0:
+                fill_at(all_keys[row], all_ids, words)
+            else:
+                fill(all_keys[row], words)
             for place in range(_LANES):
                 token = padded - _LANES + place
                 last[place] = own[token] if token < size else -np.inf

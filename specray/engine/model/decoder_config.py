@@ -78,6 +78,13 @@ class DecoderConfig:
     windows: tuple[int | None, ...]
     """Tokens that each layer attends to; None: all."""
     rope: RopeFormula | RopeTable
+    draft_vocab_size: int | None = None
+    """Rows of a head that knows some token ids alone; None: it knows all."""
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of the head."""
+        return self.draft_vocab_size or self.vocab_size
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every weight of the model by its name in a checkpoint; a tied head has none."""
@@ -87,7 +94,7 @@ class DecoderConfig:
                 shapes[f"{layer_prefix(layer)}{name}"] = shape
         shapes[FINAL_NORM] = (self.hidden_size,)
         if not self.tie_word_embeddings:
-            shapes[HEAD] = (self.vocab_size, self.hidden_size)
+            shapes[HEAD] = (self.num_logits, self.hidden_size)
         return shapes
 
     def _layer_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -182,6 +189,7 @@ _SHARED: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "hidden_act": "silu",
     "tie_word_embeddings": False,
+    "draft_vocab_size": None,
     "rope_theta": DEFAULT_ROPE_THETA,
     "rope_scaling": None,
     "rope_parameters": None,
@@ -297,6 +305,7 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
         has_head_norm=model_type == "qwen3",
         windows=_windows(model_type, fields),
         rope=_rope(fields, max_position_embeddings),
+        draft_vocab_size=fields.size_or_none("draft_vocab_size"),
     )
 
 

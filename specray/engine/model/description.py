@@ -7,15 +7,16 @@ starts a service checks its models so.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specray.config import EMBEDDED, EngineConfig
 from specray.demo.paths import demo_draft_path, demo_target_path
 from specray.engine.model.checkpoint.location import find_description, read_config
+from specray.engine.model.checkpoint.vocabulary import TrimmedHead, read_head
 from specray.engine.model.checks.formats import check_format
-from specray.engine.model.decoder_config import DecoderConfig, read_decoder_config
+from specray.engine.model.decoder_config import MODEL_TYPES, DecoderConfig, read_decoder_config
 from specray.engine.model.quantized.formats import PLAIN, WeightFormats
 from specray.errors import ConfigError
 
@@ -42,6 +43,8 @@ class ModelArgs:
     """``auto``, ``decoder`` or ``hf``: which forward will run the model."""
     formats: WeightFormats = PLAIN
     """Formats of the weights."""
+    vocabulary_ids: str | None = None
+    """File with the token ids that the head keeps; None: all that it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,8 @@ class ModelDescription:
     """None: forward hf runs the model."""
     library: LibraryConfig | None
     """What transformers says; None: it was not asked."""
+    head: TrimmedHead | None = None
+    """What ``ModelArgs.vocabulary_ids`` leaves of the head; None: nothing is cut."""
 
 
 def model_path(config: EngineConfig, role: str) -> str:
@@ -82,15 +87,18 @@ def describe(args: ModelArgs) -> ModelDescription:
     Raises:
         ConfigError: the path or hub id does not exist, holds no safetensors or quantised ones, is no
             decoder-only language model or one that is not computed rightly over the cache, wants remote code,
-            cannot serve ``max_model_len``, or cannot have weights in ``formats``; the message names the value
-            and what is allowed.
+            cannot serve ``max_model_len``, cannot have weights in ``formats``, or the ids of its head are wrong;
+            the message names the value and what is allowed.
     """
-    described = _describe(args)
+    described = _describe_model(args)
     args.formats.check(args.path, described.decoder, args.tensor_parallel_size)
-    return described
+    _check_trimmed(args, described)
+    if args.vocabulary_ids is None:
+        return described
+    return replace(described, head=read_head(args.vocabulary_ids, described.vocab_size))
 
 
-def _describe(args: ModelArgs) -> ModelDescription:
+def _describe_model(args: ModelArgs) -> ModelDescription:
     directory = find_description(args.path)
     values = None if directory is None else read_config(directory)
     if values is not None:
@@ -127,6 +135,32 @@ def _describe_through_library(args: ModelArgs, directory: Path | None) -> ModelD
     return ModelDescription(
         directory, config.model_type, config.vocab_size, max_model_len, decoder=decoder, library=config
     )
+
+
+def _check_trimmed(args: ModelArgs, described: ModelDescription) -> None:
+    """Raises ConfigError for a head without some tokens where it cannot be."""
+    decoder = described.decoder
+    num_rows = getattr(described.library and described.library.text, "draft_vocab_size", None)
+    if decoder is not None:
+        num_rows = decoder.draft_vocab_size
+    elif args.vocabulary_ids is not None and args.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"draft.vocabulary_ids is {args.vocabulary_ids} and {_size_setting(args)} "
+            f"{args.tensor_parallel_size}; model type {described.model_type!r} allows them one at a time"
+        )
+    if num_rows is None:
+        return
+    if decoder is None:
+        problem = f"allowed: model types {', '.join(sorted(MODEL_TYPES))}, with forward auto or decoder"
+    elif args.role == "target":
+        problem = "allowed: for a draft alone"
+    elif num_rows > described.vocab_size:
+        problem = f"allowed: at most its vocab_size, {described.vocab_size}"
+    elif args.vocabulary_ids is not None:
+        problem = "allowed: without draft.vocabulary_ids"
+    else:
+        return
+    raise ConfigError(f"model {args.path!r}: draft_vocab_size is {num_rows}; {problem}")
 
 
 def _max_model_len(args: ModelArgs, limit: int | None) -> int:

@@ -156,6 +156,7 @@ def decoder_config_of(config: Any, *, max_model_len: int) -> DecoderConfig:
         has_head_norm=model_type == "qwen3",
         windows=_windows(config),
         rope=_rope(config, max_model_len),
+        draft_vocab_size=_draft_vocab_size(config),
     )
 
 
@@ -199,6 +200,27 @@ def load_model(
     return loaded
 
 
+def trim_head(path: str, model: PreTrainedModel, rows: torch.Tensor) -> None:
+    """Leaves some rows of a model's head, so that it computes their logits alone.
+
+    Raises:
+        ConfigError: the head is no linear layer.
+    """
+    untyped: Any = model
+    head = untyped.get_output_embeddings()
+    if type(head) is not torch.nn.Linear:
+        raise ConfigError(
+            f"draft.vocabulary_ids cannot trim model {path!r}, whose head is a {type(head).__name__}; "
+            "allowed: models with a linear head"
+        )
+    index = rows.to(head.weight.device)
+    trimmed = torch.nn.Linear(head.in_features, len(index), bias=False, device="meta")
+    trimmed.weight = torch.nn.Parameter(head.weight[index], requires_grad=False)
+    if head.bias is not None:
+        trimmed.bias = torch.nn.Parameter(head.bias[index], requires_grad=False)
+    untyped.set_output_embeddings(trimmed)
+
+
 def _where(path: str, directory: Path | None) -> tuple[str, dict[str, Any]]:
     """What the library loads from, and its options; a hub id as such, since files may be missing yet."""
     if directory is not None and Path(path).expanduser() == directory:
@@ -216,6 +238,13 @@ def _check_causal(path: str, config: PreTrainedConfig) -> None:
     architecture = ", ".join(getattr(config, "architectures", None) or [type(config).__name__])
     if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(f"model {path!r} is {architecture}; allowed: decoder-only causal language models")
+
+
+def _draft_vocab_size(config: Any) -> int | None:
+    size = getattr(config, "draft_vocab_size", None)
+    if size is not None and (type(size) is not int or size < 1):
+        raise ValueError(f"draft_vocab_size is {size!r}; allowed: 1 or more")
+    return size
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:

@@ -10,12 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from specray.engine.model.checkpoint.headers import read_headers
 from specray.engine.model.checkpoint.location import find_weights
 from specray.engine.model.checkpoint.safetensors_files import SafetensorsWeights
 from specray.engine.model.checkpoint.source import WeightSource
+from specray.engine.model.checkpoint.vocabulary import TrimmedHead, stored_head, trimmed_shapes
 from specray.engine.model.checks.formats import check_tensors
 from specray.engine.model.checks.weights import check_places
 from specray.engine.model.decoder_config import EMBEDDING, HEAD, DecoderConfig
@@ -35,6 +38,8 @@ class DecoderSource:
 
     config: DecoderConfig
     weights: WeightSource
+    head: TrimmedHead | None = None
+    """The rows of the head that are computed; None: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,8 @@ class LoadedModel:
     """Bytes of all weights as they are held, those of other ranks included."""
     dtype: torch.dtype
     device: torch.device
+    token_ids: NDArray[np.int64] | None = None
+    """Token ids of the logits, ascending; None: all of the vocabulary."""
 
 
 def load_model(args: ModelArgs, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
@@ -66,11 +73,13 @@ def load_model(args: ModelArgs, *, dtype: torch.dtype, device: torch.device) -> 
     described = describe(args)
     fingerprint = tokenizer_fingerprint(args.path, described.directory)
     source: DecoderSource | PreTrainedModel
+    head = described.head
     if described.decoder is None:
         source = _library_model(args, described, dtype, device)
         num_weight_bytes = sum(weight.nbytes for weight in source.parameters())
     else:
         source = _decoder_source(args.path, described, described.decoder, dtype, device)
+        head = source.head
         num_weight_bytes = args.formats.num_bytes(source.config, dtype.itemsize)
     return LoadedModel(
         source=source,
@@ -82,6 +91,7 @@ def load_model(args: ModelArgs, *, dtype: torch.dtype, device: torch.device) -> 
         num_weight_bytes=num_weight_bytes,
         dtype=dtype,
         device=device,
+        token_ids=None if head is None else head.token_ids,
     )
 
 
@@ -91,7 +101,7 @@ def _library_model(
     from specray.engine.model import library
 
     assert described.library is not None, "forward hf runs what the library has described"
-    return library.load_model(
+    model = library.load_model(
         args.path,
         described.directory,
         described.library,
@@ -99,6 +109,9 @@ def _library_model(
         device=device,
         tensor_parallel_size=args.tensor_parallel_size,
     )
+    if described.head is not None:
+        library.trim_head(args.path, model, torch.from_numpy(described.head.rows))
+    return model
 
 
 def _decoder_source(
@@ -116,8 +129,18 @@ def _decoder_source(
     if EMBEDDING not in weights.shapes:
         # Either would do where both are tied.
         expected[HEAD] = expected[EMBEDDING]
-    check_places(path, weights.shapes, expected, config if library is None else library.text)
-    return DecoderSource(config, weights)
+    found, head = weights.shapes, described.head
+    if config.draft_vocab_size is not None:
+        found = trimmed_shapes(found)
+        head = stored_head(
+            path, directory, num_rows=config.num_logits, vocab_size=config.vocab_size, entry=entry
+        )
+        if config.tie_word_embeddings:
+            head = replace(head, rows=head.token_ids)
+    check_places(path, found, expected, config if library is None else library.text)
+    if head is not None:
+        config = replace(config, draft_vocab_size=len(head.token_ids))
+    return DecoderSource(config, weights, head)
 
 
 def match_names(weights: SafetensorsWeights, config: DecoderConfig) -> DecoderConfig:

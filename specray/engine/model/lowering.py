@@ -42,6 +42,7 @@ def lower(
     *,
     max_model_len: int,
     feature_layers: tuple[int, ...] = (),
+    head_rows: torch.Tensor | None = None,
 ) -> DecoderForward:
     """Builds the decoder.
 
@@ -51,6 +52,7 @@ def lower(
         parallel: the group over which the model is sharded.
         max_model_len: tokens of the longest sequence.
         feature_layers: layers whose input is part of the output.
+        head_rows: rows of the head's weight that are computed, in this order; None: all as they are.
 
     Raises:
         ConfigError: a weight cannot be read, or holds NaN or infinite values.
@@ -59,7 +61,7 @@ def lower(
     taken = _Taken(weights, parallel)
     if not isinstance(operators, OperatorSet):
         operators = OperatorSet(operators, operators)
-    embedding, head, device = _embedding_and_head(config, taken, operators)
+    embedding, head, device = _embedding_and_head(config, taken, operators, head_rows)
     operators = operators.layers
     attention = operators.attention(*cos_sin(config, max_model_len, device), shape)
     layers = tuple(
@@ -121,14 +123,14 @@ class ReducedLinear:
 
 @dataclass(frozen=True, slots=True)
 class GatheredHead:
-    """Some rows of the vocabulary: the ranks' logits are joined."""
+    """Some rows of the head: the ranks' logits are joined."""
 
     local: Linear
-    vocab_size: int
+    num_logits: int
     parallel: ParallelContext
 
     def precise(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.parallel.all_gather(self.local(rows), self.vocab_size).float()
+        return self.parallel.all_gather(self.local(rows), self.num_logits).float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +148,18 @@ class _Taken:
         """One rank's equal run of ``total`` rows or columns; the last ranks' may be shorter."""
         if self.parallel is None:
             return self.weights.take(name)
-        start = min(self.parallel.first_row(total), total)
-        stop = min(start + -(-total // self.parallel.world_size), total)
-        return self.weights.take(name, Part(dim, start, stop))
+        return self.weights.take(name, Part(dim, *self._run(total, self.parallel)))
+
+    def chosen(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        """One rank's equal run of some rows of a weight."""
+        weight = self.weights.take(name)
+        if self.parallel is not None:
+            rows = rows[slice(*self._run(len(rows), self.parallel))]
+        return weight[rows.to(weight.device)]
+
+    def _run(self, total: int, parallel: ParallelContext) -> tuple[int, int]:
+        start = min(parallel.first_row(total), total)
+        return start, min(start + -(-total // parallel.world_size), total)
 
 
 def _lower_layer(
@@ -212,19 +223,24 @@ def _head_norm(prefix: str, config: DecoderConfig, shape: HeadShape, taken: _Tak
 
 
 def _embedding_and_head(
-    config: DecoderConfig, taken: _Taken, operators: OperatorSet
+    config: DecoderConfig, taken: _Taken, operators: OperatorSet, head_rows: torch.Tensor | None
 ) -> tuple[Embedding, Head, torch.device]:
     """Both, and the device that they are on; a group's ranks share the vocabulary in equal runs."""
     vocab_size, parallel, is_tied = config.vocab_size, taken.parallel, config.tie_word_embeddings
     table = taken.share(EMBEDDING, vocab_size, dim=0)
     if operators.embedding is None:
         table = table.clone()
+    if head_rows is not None:
+        head_weight = taken.chosen(EMBEDDING if is_tied else HEAD, head_rows)
+    else:
+        head_weight = table if is_tied else taken.share(HEAD, vocab_size, dim=0)
+    num_logits = vocab_size if head_rows is None else len(head_rows)
     # The table is needed in its own layout for look-ups, so a tied head is a second copy where it is packed.
-    head = operators.head.linear(table if is_tied else taken.share(HEAD, vocab_size, dim=0), None)
+    head = operators.head.linear(head_weight, None)
     embedding: Embedding = TableEmbedding(table)
     if operators.embedding is not None:
-        embedding = operators.embedding(table, head if is_tied else None)
+        embedding = operators.embedding(table, head if is_tied and head_rows is None else None)
     if parallel is None:
         return embedding, head, table.device
     embedding = ShardedEmbedding(embedding, len(table), parallel.first_row(vocab_size), parallel)
-    return embedding, GatheredHead(head, vocab_size, parallel), table.device
+    return embedding, GatheredHead(head, num_logits, parallel), table.device

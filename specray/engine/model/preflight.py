@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specray.config import EngineConfig
-from specray.engine.model.description import ModelArgs, describe, model_path
+from specray.config import DraftConfig, EngineConfig
+from specray.engine.model.checkpoint.headers import weight_files
+from specray.engine.model.checkpoint.vocabulary import stored_head
+from specray.engine.model.description import ModelArgs, ModelDescription, describe, model_path
 from specray.engine.model.quantized.formats import WeightFormats
 from specray.errors import ConfigError
 from specray.tokenization.fingerprint import tokenizer_fingerprint
@@ -36,9 +38,21 @@ def check_model(config: EngineConfig, role: str) -> ModelSummary:
             role=role,
             forward=config.forward,
             formats=WeightFormats.of(config),
+            vocabulary_ids=config.vocabulary_ids if isinstance(config, DraftConfig) else None,
         )
     )
+    _check_stored_ids(path, described)
     return ModelSummary(path, described.vocab_size, tokenizer_fingerprint(path, described.directory))
+
+
+def _check_stored_ids(path: str, described: ModelDescription) -> None:
+    """Raises ConfigError for wrong ids of a trimmed head, where the weights are on this machine."""
+    decoder, directory = described.decoder, described.directory
+    if decoder is None or decoder.draft_vocab_size is None or directory is None:
+        return
+    entry = None if described.library is None else described.library.weights_entry
+    if all(file.is_file() for file in weight_files(directory, entry)):
+        stored_head(path, directory, num_rows=decoder.num_logits, vocab_size=decoder.vocab_size, entry=entry)
 
 
 def check_pair(target: EngineConfig, draft: EngineConfig | None) -> None:

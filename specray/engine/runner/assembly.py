@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from specray.config import EngineConfig
+from specray.config import DraftConfig, EngineConfig
 from specray.engine.attention.select import DEFAULT_BLOCK_SIZE, Backend, Model, choose_backend
 from specray.engine.cache.blocks import BlockCache, bytes_per_token
 from specray.engine.model.description import ModelArgs, model_path
@@ -83,6 +83,7 @@ def build_runner(
         tensor_parallel_size=tensor_parallel_size,
         forward=forward.name,
         number_format=config.number_format,
+        token_ids=loaded.token_ids,
         attention="" if backend is None else backend.name,
     )
     if parallel is not None:
@@ -103,13 +104,16 @@ def _model_args(config: EngineConfig, role: str, tensor_parallel_size: int) -> M
         role=role,
         forward=config.forward,
         formats=WeightFormats.of(config),
+        vocabulary_ids=config.vocabulary_ids if isinstance(config, DraftConfig) else None,
     )
 
 
 def _with_threads_left(runner: ModelRunner) -> ModelRunner:
     """Takes from torch the threads that its operators do not need beside those of the kernels."""
     if runner.has_cpu_graphs:
-        torch.set_num_threads(num_threads_for_logits(runner.info.vocab_size, torch.get_num_threads()))
+        info = runner.info
+        num_logits = info.vocab_size if info.token_ids is None else len(info.token_ids)
+        torch.set_num_threads(num_threads_for_logits(num_logits, torch.get_num_threads()))
     return runner
 
 
@@ -150,6 +154,7 @@ def _build_forward(
             parallel,
             max_model_len=loaded.max_model_len,
             feature_layers=feature_layers,
+            head_rows=None if source.head is None else torch.from_numpy(source.head.rows),
         )
     if config.forward == "decoder":
         raise ConfigError(

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from specray.engine.attention.sdpa import sequence_slots
 from specray.engine.cache.blocks import BlockCache
@@ -41,6 +43,8 @@ class RunnerInfo:
     """Name of the forward: ``decoder`` or ``hf``."""
     number_format: str = ""
     """Formats of weights and computation: ``EngineConfig.number_format``."""
+    token_ids: NDArray[np.int64] | None = None
+    """Token ids of the logits, ascending; None: all of the vocabulary."""
     attention: str = ""
     """Name of the paged attention backend; empty: attention runs sequence by sequence."""
 

@@ -12,9 +12,15 @@ from torch import Tensor
 from specray.draft_tokens import SparseProbs
 from specray.engine.sampling.draws import SCORE_SPREAD, draw_tokens, draw_weighted
 from specray.engine.sampling.noise import NoiseKey, NoiseSource, Purpose
-from specray.engine.sampling.processors import cuts_tail, process_logits, without_tail_cut
+from specray.engine.sampling.processors import (
+    cuts_tail,
+    process_logits,
+    shifts_logits,
+    without_tail_cut,
+)
 from specray.engine.sampling.state import RowGroup
 from specray.engine.sampling.verify import add_draw_noise, draw_keys
+from specray.engine.sampling.vocabulary import TrimmedVocabulary
 
 _MIN_RANKED = 8
 """Alternatives per row, at least, from which a draft token's acceptance is estimated."""
@@ -48,33 +54,52 @@ class DraftSampler:
     """Draws draft tokens by each request's verification rule.
 
     Args:
-        noise: of the draft's vocabulary and device.
+        noise: of the draft's vocabulary and device; of a trimmed one's token ids alone.
         max_num_draft_probs: support of the truncated distribution under rejection verification.
+        vocabulary: what the logits stand for, where they are not of all tokens.
     """
 
-    def __init__(self, noise: NoiseSource, *, max_num_draft_probs: int = 64) -> None:
+    def __init__(
+        self,
+        noise: NoiseSource,
+        *,
+        max_num_draft_probs: int = 64,
+        vocabulary: TrimmedVocabulary | None = None,
+    ) -> None:
+        assert (noise.token_ids is None) == (vocabulary is None), "logits and noise are of the same tokens"
         self._noise = noise
         self._max_num_draft_probs = max_num_draft_probs
+        self._vocabulary = vocabulary
+        self._process = process_logits if vocabulary is None else vocabulary.process
 
     def draw(
         self, logits: Tensor, groups: Sequence[RowGroup], *, is_judged: bool = False
-    ) -> list[DraftToken]:
-        """One draft token per row.
+    ) -> list[DraftToken | None]:
+        """One draft token per row; None where a trimmed vocabulary has none that is possible.
 
         Args:
             logits: unprocessed, ``[len(groups), vocab_size]``.
             groups: one row each.
             is_judged: says of each how likely it is accepted; not of those drawn for rejection verification.
         """
-        processed = process_logits(logits, groups)
+        processed = self._process(logits, groups)
+        dead: set[int] = set()
+        if self._vocabulary is not None and any(shifts_logits(group) for group in groups):
+            is_dead = processed.amax(-1) == -math.inf
+            dead.update(is_dead.nonzero()[:, 0].tolist())
+            processed.masked_fill_(is_dead[:, None], 0.0)
         keys = [key for group in groups for key in draw_keys(group)]
         draws = draw_tokens(processed, keys, self._noise, is_judged=is_judged)
-        return [
+        drawn = [
             self._draw_truncated(row, group)
             if group.sampling.draws_by_rejection
-            else DraftToken(draw.token_id, None, draw.lead)
+            else DraftToken(self._token_id(draw.token_id), None, draw.lead)
             for row, group, draw in zip(processed, groups, draws, strict=True)
         ]
+        return [None if row in dead else token for row, token in enumerate(drawn)] if dead else [*drawn]
+
+    def _token_id(self, index: int) -> int:
+        return index if self._vocabulary is None else self._vocabulary.token_id(index)
 
     def rank(
         self,
@@ -97,25 +122,38 @@ class DraftSampler:
             excluded: a token per row that cannot come (the rejected draft token), or None.
         """
         scores = add_draw_noise(
-            _rankable(logits, groups), groups, self._noise, rejection_purpose=Purpose.RESIDUAL_DRAW
+            self._rankable(logits, groups), groups, self._noise, rejection_purpose=Purpose.RESIDUAL_DRAW
         )
         size = min(scores.shape[1], max(*counts, _MIN_RANKED) + 1)
-        values, token_ids = scores.topk(size, dim=-1)
+        values, indices = scores.topk(size, dim=-1)
+        token_ids = [[self._token_id(index) for index in row] for row in indices.tolist()]
         logprobs = (values / SCORE_SPREAD).log_softmax(-1)
         is_rejection = [group.sampling.draws_by_rejection for group in groups for _ in range(group.num_rows)]
-        rows = zip(logprobs.tolist(), token_ids.tolist(), counts, excluded, is_rejection, strict=True)
+        rows = zip(logprobs.tolist(), token_ids, counts, excluded, is_rejection, strict=True)
         return [_ranked_row(*row) for row in rows]
+
+    def _rankable(self, logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
+        """Processed logits in which the tail is demoted, not impossible.
+
+        The target cuts its own tail, elsewhere: where the draft's leaves the rejected token alone, its next
+        ones are still the best guesses.
+        """
+        processed = self._process(logits, groups)
+        if not any(cuts_tail(group.sampling) for group in groups):
+            return processed
+        uncut = self._process(logits, [without_tail_cut(group) for group in groups])
+        return torch.where(processed == -math.inf, uncut - _DEMOTION, uncut)
 
     def _draw_truncated(self, processed: Tensor, group: RowGroup) -> DraftToken:
         """Samples the likeliest tokens' renormalised distribution, rounded to the float32 that travels."""
         size = min(len(processed), self._max_num_draft_probs)
-        values, token_ids = processed.topk(size)
+        values, indices = processed.topk(size)
         probs = values.softmax(-1, dtype=torch.float32)
         is_possible = probs > 0.0
-        probs, token_ids = probs[is_possible], token_ids[is_possible]
+        probs, indices = probs[is_possible], indices[is_possible]
         key = NoiseKey(group.sampling.seed, group.first_position, Purpose.DRAFT_DRAW)
-        choice = draw_weighted(probs.double(), key, self._noise, token_ids)
-        support = tuple(token_ids.tolist())
+        choice = draw_weighted(probs.double(), key, self._noise, indices)
+        support = tuple(map(self._token_id, indices.tolist()))
         return DraftToken(support[choice], SparseProbs(support, tuple(probs.tolist())))
 
 
@@ -134,16 +172,3 @@ def _ranked_row(
     others = likely if excluded is None else likely[1:]
     ranked = [(token, math.log(share)) for (token, _), share in zip(next_tokens, others, strict=False)]
     return RankedRow(ranked, math.log(_REJECTION_ACCEPTANCE))
-
-
-def _rankable(logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
-    """Processed logits in which the tail is demoted, not impossible.
-
-    The target cuts its own tail, elsewhere: where the draft's leaves the rejected token alone, its next ones
-    are still the best guesses.
-    """
-    processed = process_logits(logits, groups)
-    if not any(cuts_tail(group.sampling) for group in groups):
-        return processed
-    uncut = process_logits(logits, [without_tail_cut(group) for group in groups])
-    return torch.where(processed == -math.inf, uncut - _DEMOTION, uncut)

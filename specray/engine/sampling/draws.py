@@ -22,6 +22,7 @@ class Draw(NamedTuple):
     """A row's token, and how far it stands out."""
 
     token_id: int
+    """Index in the row: the token's id, unless the noise is of some ids alone."""
     lead: float = 0.0
     """Log of the token's share of the sum of exp(score / SCORE_SPREAD), where it was asked for."""
 
@@ -56,7 +57,8 @@ def draw_tokens(
     """The best token of each row with its noise; of float64 scores, so that ties have no weight.
 
     Args:
-        logits: processed, ``[len(keys), vocab_size]``, float32; left unchanged.
+        logits: processed, ``[len(keys), vocab_size]``, float32; left unchanged. Of fewer tokens where the
+            noise is of these.
         keys: whose noise; None: none.
         is_judged: says how far each stands out.
     """
@@ -66,7 +68,9 @@ def draw_tokens(
         return _best(add_noise(logits, keys, noise), is_judged=is_judged)
     wanted = [key for key in keys if key is not None]
     noisy = (logits if len(rows) == len(keys) else logits[rows]).contiguous()
-    tokens, leads = kernels.gumbel_argmax(noisy, [philox_key(key) for key in wanted], is_judged=is_judged)
+    tokens, leads = kernels.gumbel_argmax(
+        noisy, [philox_key(key) for key in wanted], is_judged=is_judged, token_ids=noise.token_ids
+    )
     drawn = [Draw(*draw) for draw in zip(tokens, leads, strict=True)]
     if len(rows) == len(keys):
         return drawn
@@ -76,15 +80,15 @@ def draw_tokens(
     return draws
 
 
-def draw_weighted(weights: Tensor, key: NoiseKey, noise: NoiseSource, token_ids: Tensor | None = None) -> int:
+def draw_weighted(weights: Tensor, key: NoiseKey, noise: NoiseSource, indices: Tensor | None = None) -> int:
     """The index of a draw from unnormalised weights; a scale does not change a Gumbel argmax.
 
     Args:
-        weights: float64, ``[vocab_size]``, or one for each of ``token_ids``.
-        token_ids: int64; None: all.
+        weights: float64, one for each number of the noise's rows, or for each of ``indices``.
+        indices: int64, into a row of the noise; None: all.
     """
     gumbel = noise.gumbel([key])[0]
-    return int((weights.log() + (gumbel if token_ids is None else gumbel[token_ids])).argmax())
+    return int((weights.log() + (gumbel if indices is None else gumbel[indices])).argmax())
 
 
 def _best(scores: Tensor, *, is_judged: bool) -> list[Draw]:

@@ -28,6 +28,7 @@ _KEY_TAG = int.from_bytes(b"specray\0", "little")
 MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
 WEYL = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
 NUM_ROUNDS = 10
+WORDS_PER_BLOCK = 4
 _DEFAULT_CACHE_BYTES = 64 * 1024 * 1024
 _MAX_POSITIONS_AHEAD = 16
 
@@ -88,22 +89,37 @@ def philox_words(keys: Sequence[NoiseKey], count: int, device: torch.device) -> 
     Returns:
         int64 ``[len(keys), count]``; the bits are those of the unsigned words.
     """
+    num_blocks = -(-count // WORDS_PER_BLOCK)
+    blocks = _philox_blocks(keys, torch.arange(num_blocks, dtype=torch.int64, device=device))
+    return blocks.reshape(len(keys), num_blocks * WORDS_PER_BLOCK)[:, :count]
+
+
+def philox_words_at(keys: Sequence[NoiseKey], token_ids: Tensor) -> Tensor:
+    """The words of some token ids alone: int64 ``[len(keys), len(token_ids)]``.
+
+    Args:
+        token_ids: int64, on the device that computes.
+    """
+    blocks, place = torch.unique(token_ids // WORDS_PER_BLOCK, return_inverse=True)
+    return _philox_blocks(keys, blocks)[:, place, token_ids % WORDS_PER_BLOCK]
+
+
+def _philox_blocks(keys: Sequence[NoiseKey], blocks: Tensor) -> Tensor:
+    """The words of each key's blocks of token ids: int64 ``[len(keys), len(blocks), 4]``."""
 
     def column(values: Sequence[int]) -> Tensor:
-        return torch.tensor([_signed(value) for value in values], dtype=torch.int64, device=device)[:, None]
+        signed = [_signed(value) for value in values]
+        return torch.tensor(signed, dtype=torch.int64, device=blocks.device)[:, None]
 
-    num_blocks = -(-count // 4)
-    block = torch.arange(1, num_blocks + 1, dtype=torch.int64, device=device)
-    shape = (len(keys), num_blocks)
+    shape = (len(keys), len(blocks))
     counter = [
-        block.expand(shape),
+        (blocks + 1).expand(shape),
         column([key.position for key in keys]).expand(shape),
         column([key.purpose for key in keys]).expand(shape),
-        torch.zeros(shape, dtype=torch.int64, device=device),
+        torch.zeros(shape, dtype=torch.int64, device=blocks.device),
     ]
     round_keys = [column([key.seed for key in keys]), column([_KEY_TAG] * len(keys))]
-    words = torch.stack(philox_block(counter, round_keys), dim=-1)
-    return words.reshape(len(keys), num_blocks * 4)[:, :count]
+    return torch.stack(philox_block(counter, round_keys), dim=-1)
 
 
 def philox_block(counter: Sequence[Tensor], key: Sequence[Tensor]) -> list[Tensor]:
@@ -173,7 +189,7 @@ def gumbel_from_words(words: Tensor) -> Tensor:
 
 
 class NoiseSource:
-    """Rows of noise for one vocabulary on one device.
+    """Rows of noise for one vocabulary, or for some of its token ids, on one device.
 
     Keeps the rows used last: the draft ranks outcomes at positions where it has just drawn, and the target
     sees a rejected position again. A row is a function of its key, so keeping it cannot change a result.
@@ -181,6 +197,7 @@ class NoiseSource:
     Args:
         max_cached_bytes: for the rows kept.
         on_device: compute with torch on ``device``, not with numpy; default: unless it is the CPU.
+        token_ids: ids whose numbers a row holds, in ascending order; None: all.
     """
 
     def __init__(
@@ -190,17 +207,22 @@ class NoiseSource:
         *,
         max_cached_bytes: int = _DEFAULT_CACHE_BYTES,
         on_device: bool | None = None,
+        token_ids: npt.NDArray[np.int64] | None = None,
     ) -> None:
         self._vocab_size = vocab_size
+        self.token_ids = token_ids
+        """Token ids of a row's numbers; None: all."""
+        self._token_ids = None if token_ids is None else torch.from_numpy(token_ids).to(device)
         self._device = device
         self.is_on_device = device.type != "cpu" if on_device is None else on_device
         """True if torch computes the noise, False if numpy does."""
         self._generator = PhiloxGenerator()
-        self._max_cached_rows = max_cached_bytes // (8 * vocab_size)
+        row_size = vocab_size if token_ids is None else len(token_ids)
+        self._max_cached_rows = max_cached_bytes // (8 * row_size)
         self._cached_rows: OrderedDict[NoiseKey, Tensor] = OrderedDict()
 
     def gumbel(self, keys: Sequence[NoiseKey]) -> Tensor:
-        """Gumbel noise, float64 ``[len(keys), vocab_size]`` on the source's device."""
+        """Gumbel noise, float64 ``[len(keys), vocab_size or len(token_ids)]`` on the source's device."""
         rows = {key: self._cached_rows[key] for key in keys if key in self._cached_rows}
         missing = [key for key in dict.fromkeys(keys) if key not in rows]
         if missing:
@@ -213,7 +235,8 @@ class NoiseSource:
         return float(_uniform_numpy(self._generator.words(key, 1))[0])
 
     def _compute(self, keys: Sequence[NoiseKey]) -> dict[NoiseKey, Tensor]:
-        words = (self._generator.words(key, self._vocab_size) for key in keys)
+        chosen = slice(None) if self.token_ids is None else self.token_ids
+        words = (self._generator.words(key, self._vocab_size)[chosen] for key in keys)
         return {key: torch.from_numpy(_gumbel_numpy(row)) for key, row in zip(keys, words, strict=True)}
 
     def _compute_on_device(self, keys: Sequence[NoiseKey]) -> dict[NoiseKey, Tensor]:
@@ -227,7 +250,10 @@ class NoiseSource:
                 ]
             )
         )
-        noise = gumbel_from_words(philox_words(ahead, self._vocab_size, self._device))
+        if self._token_ids is None:
+            noise = gumbel_from_words(philox_words(ahead, self._vocab_size, self._device))
+        else:
+            noise = gumbel_from_words(philox_words_at(ahead, self._token_ids))
         # Own storage for each row: a kept view would keep the whole batch.
         return {key: row.clone() for key, row in zip(ahead, noise, strict=True)}
 

@@ -42,18 +42,19 @@ def process_logits(logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
     """
     if logits.dtype != torch.float64:
         logits = logits.float()
-    if any(_shifts_logits(group) for group in groups):
+    if any(shifts_logits(group) for group in groups):
         logits = logits.clone()
         start = 0
         for group in groups:
-            if _shifts_logits(group):
+            if shifts_logits(group):
                 _shift_logits(logits[start : start + group.num_rows], group)
             start += group.num_rows
     logits = _scale(logits, groups)
     return _cut_tails(logits, groups) if any(cuts_tail(group.sampling) for group in groups) else logits
 
 
-def _shifts_logits(group: RowGroup) -> bool:
+def shifts_logits(group: RowGroup) -> bool:
+    """True when something is done to single tokens, by their ids."""
     sampling = group.sampling
     return (
         group.token_masks is not None

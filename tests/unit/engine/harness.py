@@ -6,10 +6,12 @@ changes everything that follows.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -167,10 +169,23 @@ def toy_target(**changes: int) -> tuple[TargetEngine, SlotRunner]:
     return TargetEngine(runner, info, device=CPU), runner
 
 
-def toy_draft(rows: Tensor = CLOSE, **changes: int) -> tuple[DraftEngine, SlotRunner]:
+def toy_draft(
+    rows: Tensor = CLOSE, *, token_ids: Sequence[int] | None = None, **changes: int
+) -> tuple[DraftEngine, SlotRunner]:
+    """A draft over a table of logits; with ``token_ids``, its head knows these alone."""
     info = engine_info("draft", **changes)
-    runner = SlotRunner(rows, info)
-    return DraftEngine(runner, info, device=CPU), runner
+    if token_ids is None:
+        runner = SlotRunner(rows, info)
+        return DraftEngine(runner, info, device=CPU), runner
+    runner = SlotRunner(rows[:, list(token_ids)], info)
+    return DraftEngine(runner, info, device=CPU, token_ids=np.array(token_ids)), runner
+
+
+def only(rows: Tensor, token_ids: Sequence[int]) -> Tensor:
+    """The table with all other tokens impossible."""
+    known = torch.zeros(rows.shape[1], dtype=torch.bool)
+    known[list(token_ids)] = True
+    return rows.masked_fill(~known, -math.inf)
 
 
 def target_only(

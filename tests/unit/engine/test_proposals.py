@@ -7,9 +7,27 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specray.draft_tokens import NO_DRAFT
-from specray.types import ItemFailed, Proposal, SamplingParams, SpeculateItem, UnknownSequence, Verification
-from tests.unit.engine.harness import CLOSE, TARGET, Session, model_logits, propose, speculate_item, toy_draft
+from specray.draft_tokens import NO_DRAFT, DraftTokens
+from specray.types import (
+    ItemFailed,
+    Outcomes,
+    Proposal,
+    SamplingParams,
+    SpeculateItem,
+    UnknownSequence,
+    Verification,
+)
+from tests.unit.engine.harness import (
+    CLOSE,
+    TARGET,
+    Session,
+    model_logits,
+    only,
+    outcomes,
+    propose,
+    speculate_item,
+    toy_draft,
+)
 from tests.unit.engine.samplings import (
     COUPLED,
     GREEDY,
@@ -82,6 +100,40 @@ def test_draft_probs_are_the_truncated_distribution() -> None:
         assert sum(probs.probs) == pytest.approx(1.0, abs=1e-6)
         assert list(probs.probs) == torch.tensor(probs.probs).tolist()
     assert propose(draft, session(replace(REJECTION, temperature=0.0), request_id="b"), 2).probs == ()
+
+
+TRIMMED = (1, 3, 4, 8, 11, 12, 17, 21)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, COUPLED, REJECTION, PROCESSED])
+@pytest.mark.parametrize("min_acceptance", [0.0, 0.2])
+def test_trimmed_draft_proposes_what_the_whole_one_would_were_other_tokens_impossible(
+    sampling: SamplingParams, min_acceptance: float
+) -> None:
+    """Its outcomes too, whether or not it knows the tokens that were told."""
+    whole, _ = toy_draft(only(CLOSE, TRIMMED))
+    trimmed, _ = toy_draft(token_ids=TRIMMED)
+    item = SpeculateItem("a", 1, 0, tuple(PROMPT), 5, sampling=sampling, min_acceptance=min_acceptance)
+    [proposal] = whole.speculate([item]).replies
+    assert trimmed.speculate([item]).replies == (proposal,)
+    assert isinstance(proposal, Proposal) and set(proposal.draft.token_ids) <= set(TRIMMED)
+    proposed = (*proposal.draft.token_ids[:2], 2)
+    ahead = SpeculateItem("a", 2, len(PROMPT), (), 4, proposed, (2, 1, 2, 3))
+    [likely] = whole.speculate([ahead]).replies
+    assert trimmed.speculate([ahead]).replies == (likely,)
+    assert isinstance(likely, Outcomes) and len(likely.branches) == 8
+
+
+def test_trimmed_draft_ends_its_proposal_where_the_target_can_draw_none_of_its_tokens() -> None:
+    sampling = replace(GREEDY, allowed_token_ids=(2, 3))
+    knowing, _ = toy_draft(token_ids=TRIMMED)
+    assert propose(knowing, session(sampling), 4).token_ids == (3, 3, 3, 3)
+    sampling = replace(GREEDY, allowed_token_ids=(2, 5))
+    draft, _ = toy_draft(token_ids=TRIMMED)
+    current = session(sampling)
+    assert propose(draft, current, 4) == NO_DRAFT
+    found = outcomes(draft, current, DraftTokens((3,)), (2, 2), 3)
+    assert found.branches == ()
 
 
 def test_lost_sequence_is_unknown_and_comes_back() -> None:

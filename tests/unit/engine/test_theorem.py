@@ -48,13 +48,19 @@ from tests.unit.engine.samplings import (
 
 pytestmark = pytest.mark.slow
 
-DRAFTERS = ["perfect", "close", "random", "tree", "adversarial", "empty", "dying"]
+DRAFTERS = ["perfect", "close", "trimmed", "random", "tree", "adversarial", "empty", "dying"]
+
+
+TRIMMED = (1, 3, 4, 5, 9, 12, 13, 17, 21)
 
 
 def make_drafter(name: str, sampling: SamplingParams) -> tuple[Drafter, DraftEngine | None]:
     match name:
         case "perfect" | "close":
             draft, _ = toy_draft(TARGET if name == "perfect" else CLOSE)
+            return engine_drafter(draft), draft
+        case "trimmed":
+            draft, _ = toy_draft(TARGET, token_ids=TRIMMED)
             return engine_drafter(draft), draft
         case "dying":
             draft, _ = toy_draft()
@@ -94,7 +100,7 @@ def test_output_is_the_targets_alone_with_overlap(fanout: str, sampling: Samplin
     expected = expected_output(sampling)
     target, _ = toy_target()
     for num_drafts in range(9):
-        draft, _ = toy_draft()
+        draft, _ = toy_draft() if num_drafts % 2 else toy_draft(token_ids=TRIMMED)
         current = session(sampling)
         output = generate_overlapped(target, draft, current, NUM_OUTPUT, num_drafts, FANOUTS[fanout])
         assert output == expected

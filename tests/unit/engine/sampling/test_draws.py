@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
@@ -57,6 +58,19 @@ def test_keys_of_any_size(key: NoiseKey) -> None:
     logits = torch.zeros(1, 999)
     [draw] = draw_tokens(logits, [key], NoiseSource(999, CPU))
     assert draw.token_id == int(scores_of(logits, [key]).argmax())
+
+
+@pytest.mark.parametrize("vocab_size", [5, 64, 5001])
+@pytest.mark.parametrize("share", [0.1, 0.9, 1.0])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 10.0])
+def test_noise_of_some_tokens_is_that_of_their_ids(vocab_size: int, share: float, spread: float) -> None:
+    order = np.random.default_rng(vocab_size).permutation(vocab_size)
+    token_ids = np.sort(order[: max(1, int(share * vocab_size))])
+    logits, keys = random_logits(30, len(token_ids), spread), keys_of(30)
+    expected = (logits + NoiseSource(vocab_size, CPU).gumbel(keys)[:, token_ids]).argmax(-1)
+    drawn = draw_tokens(logits, keys, NoiseSource(vocab_size, CPU, token_ids=token_ids), is_judged=True)
+    assert [draw.token_id for draw in drawn] == expected.tolist()
+    assert all(math.isfinite(draw.lead) for draw in drawn)
 
 
 def test_what_is_cut_off_is_never_drawn() -> None:
