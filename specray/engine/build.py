@@ -57,6 +57,7 @@ def build_draft_engine(config: Config, *, parallel: ParallelContext | None = Non
         runner,
         device=runner.info.device,
         grammars=grammars,
+        num_token_ids=runner.info.num_token_ids,
         token_ids=runner.info.token_ids,
         max_num_draft_probs=config.speculation.max_num_draft_probs,
     )

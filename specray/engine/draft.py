@@ -60,6 +60,8 @@ class DraftEngine(EngineBase):
         device: device of the runner's logits.
         max_num_draft_probs: support of the sparse draft distribution under rejection verification.
         grammars: masks for requests with a grammar; None: their draft tokens are drawn without.
+        num_token_ids: token ids up to the tokenizer's last one; those behind it are padding, and never
+            proposed. None: all may be.
         token_ids: of the logits, ascending; None: of all tokens.
     """
 
@@ -72,6 +74,7 @@ class DraftEngine(EngineBase):
         max_num_draft_probs: int = 64,
         prefix_cache: bool = True,
         grammars: GrammarMasks | None = None,
+        num_token_ids: int | None = None,
         token_ids: NDArray[np.int64] | None = None,
     ) -> None:
         super().__init__(runner, info, can_evict=True, prefix_cache=prefix_cache, grammars=grammars)
@@ -80,8 +83,9 @@ class DraftEngine(EngineBase):
             if token_ids is None
             else TrimmedVocabulary(token_ids, vocab_size=info.vocab_size, device=device)
         )
+        num_known = min(info.vocab_size, num_token_ids or info.vocab_size)
         self._sampler = DraftSampler(
-            NoiseSource(info.vocab_size, device, token_ids=token_ids),
+            NoiseSource(num_known if token_ids is None else info.vocab_size, device, token_ids=token_ids),
             max_num_draft_probs=max_num_draft_probs,
             vocabulary=vocabulary,
         )

@@ -236,6 +236,8 @@ class FakeDraft:
         self._cost = cost
         self._sequences = _Sequences(self._info)
         self.num_steps = 0
+        self.num_refused = 0
+        """Items with tokens that the draft does not know."""
 
     @property
     def info(self) -> EngineInfo:
@@ -262,6 +264,9 @@ class FakeDraft:
         self.guesser.ranked([0], 0, 1)
 
     def _answer(self, item: SpeculateItem) -> DraftReply:
+        if max((*item.token_ids, *item.proposed_token_ids), default=0) >= self._info.vocab_size:
+            self.num_refused += 1
+            return _failed(item, "a token id is out of range", is_retriable=False)
         sequence = self._sequences.apply(item)
         if not isinstance(sequence, _Sequence):
             return sequence

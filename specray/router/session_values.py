@@ -190,16 +190,31 @@ def num_common(ours: Sequence[int], others: Sequence[int]) -> int:
 
 
 def usable_draft(draft: DraftTokens, *, most: int, vocab_size: int, needs_probs: bool) -> DraftTokens:
-    """Cuts what a broken draft must not do to the target: foreign tokens, missing distributions.
+    """Cuts what the target must not be given: foreign tokens, and draft tokens without their distributions.
+
+    A draft may have more token ids than the target: both pad their weights as they like.
 
     Args:
         most: draft tokens that were asked for.
+        vocab_size: token ids of the target.
         needs_probs: the request is verified by rejection; otherwise distributions are dropped.
     """
     draft = draft.first(most)
-    tokens = draft.token_ids
-    if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
-        return NO_DRAFT
     if needs_probs:
-        return draft if draft.probs else NO_DRAFT
-    return DraftTokens(tokens, draft.parents) if draft.probs else draft
+        if not draft.probs:
+            return NO_DRAFT
+    elif draft.probs:
+        draft = DraftTokens(draft.token_ids, draft.parents)
+    supports = [row.token_ids for row in draft.probs]
+    if all(_are_known(ids, vocab_size) for ids in (draft.token_ids, *supports)):
+        return draft
+    if not draft.is_chain:
+        return NO_DRAFT
+    # What was sampled must not decide where a chain ends, so it ends where a foreign token might have been.
+    possible = supports or [()] * len(draft)
+    nodes = [(token_id, *ids) for token_id, ids in zip(draft.token_ids, possible, strict=True)]
+    return draft.first(next(index for index, ids in enumerate(nodes) if not _are_known(ids, vocab_size)))
+
+
+def _are_known(token_ids: Sequence[int], vocab_size: int) -> bool:
+    return not token_ids or 0 <= min(token_ids) <= max(token_ids) < vocab_size

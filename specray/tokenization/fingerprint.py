@@ -40,7 +40,16 @@ _OTHER_SOURCES = (
 
 
 def tokenizer_fingerprint(path: str, directory: Path | None = None) -> str:
-    """SHA-256 over the vocabulary sorted by id: two models with the same mean the same text by a token id.
+    """The :func:`fingerprint` of a model's vocabulary.
+
+    Args:
+        path, directory: as for :func:`tokenizer_vocabulary`, which it raises like.
+    """
+    return fingerprint(tokenizer_vocabulary(path, directory))
+
+
+def tokenizer_vocabulary(path: str, directory: Path | None = None) -> dict[str, int]:
+    """Ids by token.
 
     Args:
         path: directory or hub id of the model.
@@ -52,8 +61,11 @@ def tokenizer_fingerprint(path: str, directory: Path | None = None) -> str:
     local = Path(path).expanduser()
     check_tokenizer_files(local if local.is_dir() else path)
     vocabulary = None if directory is None else read_vocabulary(directory)
-    if vocabulary is None:
-        vocabulary = library_vocabulary(path)
+    return library_vocabulary(path) if vocabulary is None else vocabulary
+
+
+def fingerprint(vocabulary: Mapping[str, int]) -> str:
+    """SHA-256 over the vocabulary sorted by id: two models with the same mean the same text by a token id."""
     digest = hashlib.sha256()
     for token, token_id in sorted(vocabulary.items(), key=lambda item: (item[1], item[0])):
         digest.update(f"{token_id}:{token}\n".encode())

@@ -24,7 +24,7 @@ from specray.engine.model.checks.weights import check_places
 from specray.engine.model.decoder_config import EMBEDDING, HEAD, DecoderConfig
 from specray.engine.model.description import ModelArgs, ModelDescription, describe
 from specray.errors import ConfigError
-from specray.tokenization.fingerprint import tokenizer_fingerprint
+from specray.tokenization.fingerprint import fingerprint, tokenizer_vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,6 +53,8 @@ class LoadedModel:
     vocab_size: int
     max_model_len: int
     tokenizer_fingerprint: str
+    num_token_ids: int
+    """Token ids up to the tokenizer's last one; the model's further ones only pad its weights."""
     num_weight_bytes: int
     """Bytes of all weights as they are held, those of other ranks included."""
     dtype: torch.dtype
@@ -71,7 +73,7 @@ def load_model(args: ModelArgs, *, dtype: torch.dtype, device: torch.device) -> 
             another shape or not finite; the message names the value and what is allowed.
     """
     described = describe(args)
-    fingerprint = tokenizer_fingerprint(args.path, described.directory)
+    vocabulary = tokenizer_vocabulary(args.path, described.directory)
     source: DecoderSource | PreTrainedModel
     head = described.head
     if described.decoder is None:
@@ -87,7 +89,8 @@ def load_model(args: ModelArgs, *, dtype: torch.dtype, device: torch.device) -> 
         model_type=described.model_type,
         vocab_size=described.vocab_size,
         max_model_len=described.max_model_len,
-        tokenizer_fingerprint=fingerprint,
+        tokenizer_fingerprint=fingerprint(vocabulary),
+        num_token_ids=1 + max(vocabulary.values(), default=0),
         num_weight_bytes=num_weight_bytes,
         dtype=dtype,
         device=device,

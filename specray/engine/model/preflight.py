@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from specray.config import DraftConfig, EngineConfig
@@ -10,7 +11,8 @@ from specray.engine.model.checkpoint.vocabulary import stored_head
 from specray.engine.model.description import ModelArgs, ModelDescription, describe, model_path
 from specray.engine.model.quantized.formats import WeightFormats
 from specray.errors import ConfigError
-from specray.tokenization.fingerprint import tokenizer_fingerprint
+from specray.tokenization.fingerprint import tokenizer_vocabulary
+from specray.tokenization.overlap import difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +21,9 @@ class ModelSummary:
 
     path: str
     vocab_size: int
-    tokenizer_fingerprint: str
+    """Token ids of the model: those of its tokenizer, and maybe more, which pad its weights."""
+    vocabulary: Mapping[str, int]
+    """Ids by token."""
 
 
 def check_model(config: EngineConfig, role: str) -> ModelSummary:
@@ -42,7 +46,7 @@ def check_model(config: EngineConfig, role: str) -> ModelSummary:
         )
     )
     _check_stored_ids(path, described)
-    return ModelSummary(path, described.vocab_size, tokenizer_fingerprint(path, described.directory))
+    return ModelSummary(path, described.vocab_size, tokenizer_vocabulary(path, described.directory))
 
 
 def _check_stored_ids(path: str, described: ModelDescription) -> None:
@@ -59,19 +63,15 @@ def check_pair(target: EngineConfig, draft: EngineConfig | None) -> None:
     """Checks both models and that they speak of the same tokens.
 
     Raises:
-        ConfigError: as :func:`check_model`, or the draft's tokenizer or vocabulary size differs.
+        ConfigError: as :func:`check_model`, or the draft's tokenizer differs.
     """
     checked_target = check_model(target, "target")
     if draft is None:
         return
     checked_draft = check_model(draft, "draft")
-    if checked_draft.tokenizer_fingerprint != checked_target.tokenizer_fingerprint:
+    problem = difference(checked_draft.vocabulary, checked_target.vocabulary)
+    if problem is not None:
         raise ConfigError(
-            f"draft.model: {checked_draft.path} has another tokenizer than the target {checked_target.path}; "
-            "both must have the same vocabulary"
-        )
-    if checked_draft.vocab_size != checked_target.vocab_size:
-        raise ConfigError(
-            f"draft.model: vocab_size of {checked_draft.path} is {checked_draft.vocab_size}; "
-            f"it must be the target's, {checked_target.vocab_size}"
+            f"draft.model: {checked_draft.path} has another tokenizer than the target {checked_target.path}: "
+            f"{problem}; allowed: the same vocabulary"
         )

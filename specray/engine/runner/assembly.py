@@ -83,6 +83,7 @@ def build_runner(
         tensor_parallel_size=tensor_parallel_size,
         forward=forward.name,
         number_format=config.number_format,
+        num_token_ids=loaded.num_token_ids,
         token_ids=loaded.token_ids,
         attention="" if backend is None else backend.name,
     )

@@ -43,6 +43,8 @@ class RunnerInfo:
     """Name of the forward: ``decoder`` or ``hf``."""
     number_format: str = ""
     """Formats of weights and computation: ``EngineConfig.number_format``."""
+    num_token_ids: int | None = None
+    """Token ids up to the tokenizer's last one; None: not known."""
     token_ids: NDArray[np.int64] | None = None
     """Token ids of the logits, ascending; None: all of the vocabulary."""
     attention: str = ""

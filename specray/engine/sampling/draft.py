@@ -54,7 +54,8 @@ class DraftSampler:
     """Draws draft tokens by each request's verification rule.
 
     Args:
-        noise: of the draft's vocabulary and device; of a trimmed one's token ids alone.
+        noise: of the draft's vocabulary and device: of a trimmed one's token ids alone, of a padded one's
+            first ids without the padding.
         max_num_draft_probs: support of the truncated distribution under rejection verification.
         vocabulary: what the logits stand for, where they are not of all tokens.
     """
@@ -78,11 +79,11 @@ class DraftSampler:
         """One draft token per row; None where a trimmed vocabulary has none that is possible.
 
         Args:
-            logits: unprocessed, ``[len(groups), vocab_size]``.
+            logits: unprocessed, ``[len(groups), vocab_size]``, or wider, with padding.
             groups: one row each.
             is_judged: says of each how likely it is accepted; not of those drawn for rejection verification.
         """
-        processed = self._process(logits, groups)
+        processed = self._process(logits[:, : self._noise.row_size], groups)
         dead: set[int] = set()
         if self._vocabulary is not None and any(shifts_logits(group) for group in groups):
             is_dead = processed.amax(-1) == -math.inf
@@ -122,7 +123,10 @@ class DraftSampler:
             excluded: a token per row that cannot come (the rejected draft token), or None.
         """
         scores = add_draw_noise(
-            self._rankable(logits, groups), groups, self._noise, rejection_purpose=Purpose.RESIDUAL_DRAW
+            self._rankable(logits[:, : self._noise.row_size], groups),
+            groups,
+            self._noise,
+            rejection_purpose=Purpose.RESIDUAL_DRAW,
         )
         size = min(scores.shape[1], max(*counts, _MIN_RANKED) + 1)
         values, indices = scores.topk(size, dim=-1)

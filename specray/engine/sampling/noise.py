@@ -217,12 +217,13 @@ class NoiseSource:
         self.is_on_device = device.type != "cpu" if on_device is None else on_device
         """True if torch computes the noise, False if numpy does."""
         self._generator = PhiloxGenerator()
-        row_size = vocab_size if token_ids is None else len(token_ids)
-        self._max_cached_rows = max_cached_bytes // (8 * row_size)
+        self.row_size = vocab_size if token_ids is None else len(token_ids)
+        """Numbers of a row."""
+        self._max_cached_rows = max_cached_bytes // (8 * self.row_size)
         self._cached_rows: OrderedDict[NoiseKey, Tensor] = OrderedDict()
 
     def gumbel(self, keys: Sequence[NoiseKey]) -> Tensor:
-        """Gumbel noise, float64 ``[len(keys), vocab_size or len(token_ids)]`` on the source's device."""
+        """Gumbel noise, float64 ``[len(keys), row_size]`` on the source's device."""
         rows = {key: self._cached_rows[key] for key in keys if key in self._cached_rows}
         missing = [key for key in dict.fromkeys(keys) if key not in rows]
         if missing:

@@ -150,13 +150,17 @@ def _apply_penalties(logits: Tensor, group: RowGroup) -> None:
 def _counts_by_row(logits: Tensor, group: RowGroup, of_prefix: Mapping[int, int], start: int) -> Tensor:
     """Counts of each token in each row's prefix from index ``start`` on: ``[num_rows, vocab_size]``."""
     counts = torch.zeros_like(logits)
+    size = logits.shape[1]
+    if of_prefix and max(of_prefix) >= size:
+        # A prefix may hold tokens that a draft has not.
+        of_prefix = {token_id: count for token_id, count in of_prefix.items() if token_id < size}
     if of_prefix:
         token_ids = torch.tensor(list(of_prefix), device=logits.device)
         values = torch.tensor(list(of_prefix.values()), dtype=logits.dtype, device=logits.device)
         counts[:, token_ids] = values
     # Row j sees everything that row j - 1 sees and one token more.
     for row, token_id in enumerate(group.token_ids, start=1):
-        if group.state.length + row - 1 >= start:
+        if token_id < size and group.state.length + row - 1 >= start:
             counts[row:, token_id] += 1.0
     return counts
 

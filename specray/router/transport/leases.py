@@ -186,7 +186,7 @@ class DraftLeases:
             # No link will close it, and the draft would count this router among those it serves for ever.
             await close_unused(drafter, self._clock)
             raise
-        before, self.link, self._drafter = self.link, DraftLink(drafter, self._inbox), drafter
+        before, self.link, self._drafter = self.link, self._link(drafter), drafter
         self._leaving = None
         # Sessions that asked while it was being leased have their draft too.
         self._is_wanted.clear()
@@ -199,6 +199,10 @@ class DraftLeases:
             self._inbox.put(DraftMoved(self.link))
         self._inbox.wake()
 
+    def _link(self, drafter: Drafter) -> DraftLink:
+        is_narrower = drafter.info.vocab_size < self._target_info.vocab_size
+        return DraftLink(drafter, self._inbox, is_narrower=is_narrower)
+
     def _close_later(self, link: DraftLink) -> None:
         closing = asyncio.create_task(link.close(self._clock))
         self._closing.add(closing)
@@ -206,12 +210,12 @@ class DraftLeases:
 
 
 def check_draft(draft: EngineInfo, target: EngineInfo) -> None:
-    """Refuses a draft with another vocabulary, tokenizer or protocol than the target.
+    """Refuses a draft with another tokenizer or protocol than the target. Either may pad its vocabulary.
 
     Raises:
         ConfigError: names the field and both values.
     """
-    for field in ("vocab_size", "tokenizer_fingerprint", "protocol_version"):
+    for field in ("tokenizer_fingerprint", "protocol_version"):
         ours, theirs = getattr(target, field), getattr(draft, field)
         if ours != theirs:
             raise ConfigError(

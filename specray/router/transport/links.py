@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from specray.errors import EngineLostError
@@ -232,15 +232,39 @@ class TargetLink(Link[VerifyItem, TargetReplies]):
 
 
 class DraftLink(Link[SpeculateItem, DraftReplies]):
-    """The link to a leased draft."""
+    """The link to a leased draft.
 
-    def __init__(self, drafter: Drafter, inbox: Inbox) -> None:
+    Args:
+        drafter, inbox: the connection, and where its replies go.
+        is_narrower: the draft has fewer token ids than the target, whose others only pad its weights. Where
+            the target writes one of them all the same, the draft is told another in its place.
+    """
+
+    def __init__(self, drafter: Drafter, inbox: Inbox, *, is_narrower: bool = False) -> None:
         super().__init__(
             drafter,
             drafter.speculate,
             lambda replies: inbox.put(DraftRepliesArrived(self, replies)),
             lambda error: inbox.put(LinkLost(self, error)),
         )
+        self._num_known_ids = drafter.info.vocab_size if is_narrower else None
+
+    def push(self, item: SpeculateItem, now: float) -> None:
+        """See Link."""
+        if self._num_known_ids is not None:
+            item = _in_known_ids(item, self._num_known_ids)
+        super().push(item, now)
+
+
+def _in_known_ids(item: SpeculateItem, num_ids: int) -> SpeculateItem:
+    """The item with another token in place of each that the draft does not know."""
+    if max((*item.token_ids, *item.proposed_token_ids), default=0) < num_ids:
+        return item
+    told, proposed = (
+        tuple(token_id if token_id < num_ids else 0 for token_id in ids)
+        for ids in (item.token_ids, item.proposed_token_ids)
+    )
+    return replace(item, token_ids=told, proposed_token_ids=proposed)
 
 
 async def close_unused(connection: Connection[Any], clock: Clock) -> None:

@@ -170,13 +170,17 @@ def toy_target(**changes: int) -> tuple[TargetEngine, SlotRunner]:
 
 
 def toy_draft(
-    rows: Tensor = CLOSE, *, token_ids: Sequence[int] | None = None, **changes: int
+    rows: Tensor = CLOSE,
+    *,
+    token_ids: Sequence[int] | None = None,
+    num_token_ids: int | None = None,
+    **changes: int,
 ) -> tuple[DraftEngine, SlotRunner]:
     """A draft over a table of logits; with ``token_ids``, its head knows these alone."""
     info = engine_info("draft", **changes)
     if token_ids is None:
         runner = SlotRunner(rows, info)
-        return DraftEngine(runner, info, device=CPU), runner
+        return DraftEngine(runner, info, device=CPU, num_token_ids=num_token_ids), runner
     runner = SlotRunner(rows[:, list(token_ids)], info)
     return DraftEngine(runner, info, device=CPU, token_ids=np.array(token_ids)), runner
 

@@ -136,6 +136,24 @@ def test_trimmed_draft_ends_its_proposal_where_the_target_can_draw_none_of_its_t
     assert found.branches == ()
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, COUPLED, REJECTION, replace(PROCESSED, seed=5)])
+def test_padding_of_a_vocabulary_is_never_proposed(sampling: SamplingParams) -> None:
+    """However likely its logits are, and though told tokens and settings may be of it."""
+    sampling = replace(sampling, logit_bias=((22, 50.0), (7, 2.0)), stop_token_ids=(2, 22))
+    padded = CLOSE.clone()
+    padded[:, 17:] += 30.0
+    prompt = [*PROMPT, 20, 22, 20]
+    whole, _ = toy_draft(only(CLOSE, range(17)))
+    draft, _ = toy_draft(padded, num_token_ids=17)
+    plain = replace(sampling, logit_bias=((7, 2.0),), stop_token_ids=(2,))
+    expected = propose(whole, Session("a", list(prompt), plain), 6)
+    assert propose(draft, Session("a", list(prompt), sampling), 6) == expected
+    branches = outcomes(draft, Session("b", list(prompt), sampling), DraftTokens((3, 21)), (2, 2, 2), 3)
+    likely = outcomes(whole, Session("b", list(prompt), plain), DraftTokens((3, 21)), (2, 2, 2), 3)
+    assert branches == likely
+    assert len(branches.branches) == 6
+
+
 def test_lost_sequence_is_unknown_and_comes_back() -> None:
     draft, _ = toy_draft()
     current = session()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -11,11 +12,13 @@ from specray.errors import EngineLostError
 from specray.fakes import (
     AdversarialGuesser,
     EmptyGuesser,
+    FakeTarget,
     LocalDrafter,
     LocalVerifier,
     NoisyGuesser,
     PerfectGuesser,
     RandomGuesser,
+    ToyModel,
     Transport,
     VirtualClock,
 )
@@ -100,6 +103,44 @@ def test_output_is_the_targets_alone(name: str, k: int | str, overlap: str) -> N
                 assert (accepted > 0) == (k > 0)
             if name != "dying":
                 await pair.settle()
+
+    run(clock, main())
+
+
+class PaddedGuesser:
+    """Right where the target's token is one that it has; every eighth time it says one of its own padding."""
+
+    def __init__(self, model: ToyModel, num_ids: int) -> None:
+        self._model, self._num_ids = model, num_ids
+
+    def ranked(self, tokens: Sequence[int], seed: int, count: int) -> tuple[int, ...]:
+        best = self._model.ranked(tokens, seed, count)
+        if best[0] % 8 == 0:
+            return (self._num_ids - 1, *best[: count - 1])
+        return tuple(token for token in best if token < self._num_ids)
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("num_ids", [48, 80])
+def test_pair_with_vocabularies_padded_to_different_widths(num_ids: int, overlap: str) -> None:
+    """Narrower than the target's, where outputs hold tokens that the draft has not, and wider."""
+    clock = VirtualClock()
+    model = ToyModel(context_len=2)
+
+    async def main() -> None:
+        draft = fake_draft(PaddedGuesser(model, num_ids), vocab_size=num_ids)
+        target = FakeTarget(model, cost=lambda rows: 20_000_000)
+        async with serving(
+            clock, target=target, draft=draft, overlap=overlap, num_speculative_tokens=3
+        ) as pair:
+            given = [request(str(index), (index, 63 - index, 5), 40) for index in range(4)]
+            outputs = await asyncio.gather(*(pair.router.complete(each) for each in given))
+            for each, output in zip(given, outputs, strict=True):
+                assert output.token_ids == model.generate(each.prompt_token_ids, 40), each.request_id
+            assert max(max(output.token_ids) for output in outputs) >= 48, "some that a narrow draft has not"
+            assert draft.num_refused == 0
+            assert pair.counted("specray_spec_decode_num_accepted_tokens_total") > 20
+            await pair.settle()
 
     run(clock, main())
 

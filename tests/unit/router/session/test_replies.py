@@ -139,9 +139,34 @@ def test_verdict_that_does_not_fit_is_a_protocol_error(num_accepted: int, next_t
 
 @pytest.mark.parametrize("token", [-1, 64])
 def test_foreign_draft_tokens_do_not_reach_the_target(token: int) -> None:
+    """A draft whose vocabulary is padded further than the target's may have them."""
     session = decoding()
-    propose(session, (10, token))
+    propose(session, (10, token, 11))
+    assert session.drafted == DraftTokens((10,))
+    propose(session, (token,))
     assert session.drafted == NO_DRAFT
+
+
+def test_tree_with_a_foreign_token_is_not_used() -> None:
+    session = decoding()
+    item = session.proposal_item(3)
+    session.on_proposal(Proposal("a", item.round_id, 0, DraftTokens((10, 64, 11), (-1, -1, 0))))
+    assert session.drafted == NO_DRAFT
+
+
+@pytest.mark.parametrize(("drawn", "foreign"), [(11, 64), (64, 64), (11, -1), (-1, -1)])
+def test_chain_drawn_for_rejection_ends_where_a_foreign_token_could_be_drawn(
+    drawn: int, foreign: int
+) -> None:
+    """Whether or not it was: else what was drawn would decide what is verified."""
+    probs = (
+        SparseProbs((10, 9), (0.5, 0.5)),
+        SparseProbs((11, foreign), (0.5, 0.5)),
+        SparseProbs((12,), (1.0,)),
+    )
+    session = decoding(verification=Verification.REJECTION, temperature=1.0)
+    propose(session, (10, drawn, 12), probs)
+    assert session.drafted == DraftTokens((10,), probs=probs[:1])
 
 
 def test_more_draft_tokens_than_asked_are_cut() -> None:
@@ -166,8 +191,6 @@ def test_rejection_needs_a_distribution_for_each_draft_token() -> None:
         SparseProbs((11,), (0.0,)),
         SparseProbs((11, 12), (1.0,)),
         SparseProbs((11, 11), (0.5, 0.5)),
-        SparseProbs((11, 64), (0.5, 0.5)),
-        SparseProbs((-1, 11), (0.5, 0.5)),
         SparseProbs((11, 12), (1.5, -0.5)),
         SparseProbs((11, 12), (0.5, math.nan)),
         SparseProbs((11, 12), (0.5, math.inf)),
