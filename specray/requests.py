@@ -96,6 +96,8 @@ class SpeculationParams:
     draft: DraftKind | None = None
     tenant: str = ""
     """Tenant whose past outputs ``suffix`` may propose from, and who gets this one; empty: none."""
+    prediction: tuple[int, ...] = ()
+    """Token ids of a text that the output is expected to be close to; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +187,10 @@ class SpeculationStats:
     num_accepted_draft_tokens: int = 0
     acceptance_histogram: tuple[int, ...] = ()
     """Entry n: rounds with n accepted tokens; as long as the longest proposal plus one."""
+    num_accepted_prediction_tokens: int = 0
+    """Tokens of the request's prediction that are part of the output."""
+    num_rejected_prediction_tokens: int = 0
+    """Tokens of the request's prediction that are not."""
 
     @property
     def draft_acceptance_rate(self) -> float | None:

@@ -192,6 +192,10 @@ class Controller:
             return (0,) * num_drafts + (1,)
         return (MAX_NEXT_TOKENS,) * (num_drafts + 1)
 
+    def best_plan(self, plans: Sequence[Plan], stats: SessionStats, num_running: int) -> Plan:
+        """The plan of the highest goodput; OFF, which must be among them, where no other gains enough."""
+        return self._goodput.best(plans, stats, num_running)
+
     def goodput(self, plan: Plan, stats: SessionStats, num_running: int) -> float:
         """Predicted tokens per second of one session under ``plan``."""
         return self._goodput.goodput(plan, stats, num_running)

@@ -57,6 +57,8 @@ class Reason(StrEnum):
     """The n-gram fallback found a repetition that promises more than asking the draft."""
     GRAMMAR = "grammar"
     """The grammar forces the next tokens, which promises more than asking the draft."""
+    PREDICTION = "prediction"
+    """The output follows what the request predicts of it."""
 
 
 @dataclass(frozen=True, slots=True)

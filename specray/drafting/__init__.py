@@ -5,6 +5,7 @@ verifies every proposal, so a bad one costs time but never correctness.
 """
 
 from specray.drafting.ngram import LONG_MATCH_LEN, NgramProposer
+from specray.drafting.prediction import PredictionProposer
 from specray.drafting.proposer import SessionProposer, make_proposer
 from specray.drafting.store import OutputStore, OutputStores
 from specray.drafting.suffix import SuffixProposer
@@ -15,6 +16,7 @@ __all__ = [
     "NgramProposer",
     "OutputStore",
     "OutputStores",
+    "PredictionProposer",
     "SessionProposer",
     "SuffixIndex",
     "SuffixProposer",

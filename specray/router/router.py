@@ -35,6 +35,7 @@ from specray.router.output.stream_sink import StreamSink
 from specray.router.proposers.choice import ProposerChoice
 from specray.router.proposers.model import ModelProposer
 from specray.router.proposers.ngram import LocalProposers
+from specray.router.proposers.prediction import Predictions
 from specray.router.rounds import Rounds
 from specray.router.session_record import LiveSession
 from specray.router.trace import Trace, encode_trace
@@ -109,6 +110,7 @@ class Router:
         self._controller = Controller(self._speculation, observer=observer)
         has_model = drafters is not None
         self._local_proposers = LocalProposers(self._speculation, self._controller, has_model=has_model)
+        self._predictions = Predictions(self._controller)
         queue: AdmissionQueue[LiveSession] = AdmissionQueue(
             max_requests=self._config.max_queued_requests,
             max_tokens=self._config.max_queued_tokens,
@@ -319,10 +321,11 @@ class Router:
             delivery,
             self._controller.start_session(request),
             arrived_s=now,
-            deadline_s=now + self._timeout_s(request),
+            deadline_s=now + min(self._config.request_timeout_s, request.timeout_s or math.inf),
             local=self._local_proposers.of(
                 request, request.speculation.draft or self._draft, num_sessions=len(self._sessions) + 1
             ),
+            prediction=self._predictions.of(request),
         )
         if live.is_resumed:
             # What comes next is no first token.
@@ -332,10 +335,6 @@ class Router:
             self._sessions.end(live, now)
         self._inbox.wake()
         return live
-
-    def _timeout_s(self, request: GenerateRequest) -> float:
-        most = self._config.request_timeout_s
-        return most if request.timeout_s is None else min(request.timeout_s, most)
 
     def _check_unused(self, request_id: str) -> None:
         if request_id in self._sessions:

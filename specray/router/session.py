@@ -78,7 +78,7 @@ class Session:
         self._usable = partial(usable_draft, vocab_size=vocab_size, needs_probs=needs_probs)
         self._vocab_size = vocab_size
         self._source = DraftKind.MODEL.value
-        """Source of ``drafted``: a DraftKind's value, FALLBACK or GRAMMAR."""
+        """Source of ``drafted``: a DraftKind's value, FALLBACK, GRAMMAR or PREDICTION."""
         self._branches: dict[tuple[int, int], DraftTokens] = {}
         self._has_outcomes = False
         self._open_verdict: tuple[int, int] | None = None

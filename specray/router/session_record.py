@@ -8,6 +8,7 @@ from specray.control.state import OFF, OFF_BY_REASON, Plan, Reason, SessionStats
 from specray.requests import RequestLife
 from specray.router.output.delivery import Delivery
 from specray.router.proposers.ngram import LocalProposer
+from specray.router.proposers.prediction import SessionPrediction
 from specray.router.session import Session
 from specray.router.session_values import RoundTimer
 
@@ -26,6 +27,8 @@ class LiveSession:
     deadline_s: float
     local: LocalProposer | None = None
     """Proposer that drafts for it without a model, or fills in for the model; None: none does."""
+    prediction: SessionPrediction | None = None
+    """Proposer of the output that the request predicts; None: it predicts none."""
     last_step: int = 0
     """Number of the target step that it was last part of."""
     plan: Plan = field(default=OFF_BY_REASON[Reason.PREFILL])
@@ -96,6 +99,11 @@ class LiveSession:
     def is_drafted_locally(self) -> bool:
         """No draft model is asked for it."""
         return self.local is not None and not self.local.is_fallback
+
+    @property
+    def is_predicted(self) -> bool:
+        """The output follows its prediction: the draft model need not be asked."""
+        return self.prediction is not None and self.prediction.is_followed
 
     def life(self, now: float) -> RequestLife:
         """What is to be told of the request, which ends now with a finish reason."""

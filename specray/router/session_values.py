@@ -18,6 +18,8 @@ FALLBACK = "fallback"
 """Source of draft tokens from the local proposer that stands in for a draft model."""
 GRAMMAR = "grammar"
 """Source of draft tokens that the request's grammar forces."""
+PREDICTION = "prediction"
+"""Source of draft tokens from the output that the request predicts."""
 
 
 @dataclass(slots=True)
@@ -158,6 +160,10 @@ class Tally:
     num_accepted_tokens: int = 0
     """Draft tokens that are part of the output."""
     histogram: list[int] = field(default_factory=list)
+    num_accepted_prediction_tokens: int = 0
+    """Tokens of the request's prediction that are part of the output."""
+    num_rejected_prediction_tokens: int = 0
+    """Tokens of the request's prediction that are not."""
 
     def observe(self, num_drafts: int, num_accepted: int, num_kept: int) -> None:
         """Counts one round, of whose accepted draft tokens ``num_kept`` are part of the output."""
@@ -175,7 +181,12 @@ class Tally:
     def stats(self) -> SpeculationStats:
         """The counters that a user may see."""
         return SpeculationStats(
-            self.num_spec_steps, self.num_draft_tokens, self.num_accepted_tokens, tuple(self.histogram)
+            self.num_spec_steps,
+            self.num_draft_tokens,
+            self.num_accepted_tokens,
+            tuple(self.histogram),
+            self.num_accepted_prediction_tokens,
+            self.num_rejected_prediction_tokens,
         )
 
 

@@ -99,6 +99,10 @@ class GenerationOptions(SamplingOptions):
     verification: Verification | None = None
     draft: DraftKind | None = None
     tenant: str = ""
+    prediction: str = ""
+    """Text that the output is expected to be close to; empty: none."""
+    prediction_ids: tuple[int, ...] = ()
+    """Token ids of ``prediction``, from ``calls.predictions``."""
     priority: int | None = None
     timeout_s: float | None = None
     """Seconds allowed for the request, cut to what the service allows."""

@@ -48,7 +48,8 @@ last_chunks = st.builds(
     finish_reason=st.sampled_from(FinishReason),
     stop_reason=st.none() | st.text(max_size=4) | token_ids,
     message=st.text(max_size=8),
-    stats=st.none() | st.builds(SpeculationStats, token_ids, token_ids, token_ids, st.just((1, 2))),
+    stats=st.none()
+    | st.builds(SpeculationStats, token_ids, token_ids, token_ids, st.just((1, 2)), token_ids, token_ids),
     num_cached_tokens=token_ids,
     ttft_s=st.none() | st.floats(0, 60),
     prompt_logprobs=st.lists(logprobs, max_size=2).map(tuple),

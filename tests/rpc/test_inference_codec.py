@@ -40,6 +40,7 @@ PARAMS = st.builds(
     verification=st.none() | st.sampled_from(Verification),
     draft=st.none() | st.sampled_from(DraftKind),
     tenant=TEXT,
+    prediction=TEXT,
     grammar=st.none() | st.builds(Grammar, st.sampled_from(GrammarKind), TEXT),
     allowed_token_ids=IDS,
     bad_words=tuples_of(TEXT),
@@ -68,7 +69,7 @@ EVENTS = st.builds(
     tuples_of(token_logprobs()),
     st.none() | st.sampled_from([FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT]),
     st.none() | st.builds(Usage, U32, U32),
-    st.none() | st.builds(SpeculationStats, U32, U32, U32, IDS),
+    st.none() | st.builds(SpeculationStats, U32, U32, U32, IDS, U32, U32),
 )
 
 

@@ -12,6 +12,7 @@ from specray.cli.bench.overlap import overlap
 from specray.cli.bench.overload import overload
 from specray.cli.bench.parts import drafting, forwards, router, rpc
 from specray.cli.bench.plain import plain
+from specray.cli.bench.prediction import prediction
 from specray.cli.bench.quantization import quantization
 from specray.cli.bench.serve import serve
 from specray.cli.bench.soak import soak
@@ -31,8 +32,9 @@ class _ServeByDefault(TyperGroup):
 
 
 app = typer.Typer(cls=_ServeByDefault, help=_HELP)
-for command in (
-    *(serve, compare, overlap, trace, soak, overload, plain),
+_COMMANDS = (
+    *(serve, compare, overlap, trace, soak, overload, plain, prediction),
     *(forwards, quantization, drafting, router, rpc),
-):
+)
+for command in _COMMANDS:
     app.command()(command)

@@ -40,6 +40,7 @@ def check_request(
             field="max_tokens",
         )
     _check_resumed(request, info)
+    _check_prediction(request, info)
     if request.timeout_s is not None and not request.timeout_s > 0:
         raise InvalidRequestError(
             f"timeout_s is {request.timeout_s}; allowed: more than 0", field="timeout_s"
@@ -71,6 +72,20 @@ def _check_resumed(request: GenerateRequest, info: EngineInfo) -> None:
         wrong = next(token for token in token_ids if not 0 <= token < info.vocab_size)
         raise InvalidRequestError(
             f"resumed holds token id {wrong}; allowed: 0..{info.vocab_size - 1}", field="resumed"
+        )
+
+
+def _check_prediction(request: GenerateRequest, info: EngineInfo) -> None:
+    token_ids = request.speculation.prediction
+    if len(token_ids) > info.max_model_len:
+        raise InvalidRequestError(
+            f"prediction has {len(token_ids)} tokens; allowed: at most {info.max_model_len}",
+            field="prediction",
+        )
+    wrong = next((token for token in token_ids if not 0 <= token < info.vocab_size), None)
+    if wrong is not None:
+        raise InvalidRequestError(
+            f"prediction holds token id {wrong}; allowed: 0..{info.vocab_size - 1}", field="prediction"
         )
 
 

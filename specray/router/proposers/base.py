@@ -39,7 +39,8 @@ class Proposer(Protocol):
 
     @property
     def source(self) -> str:
-        """Name under which its draft tokens are accounted: a DraftKind's value, FALLBACK or GRAMMAR."""
+        """Name under which its draft tokens are accounted: a DraftKind's value, or one of those in
+        ``session_values``."""
         ...
 
     def propose(self, session: Session, budget: Budget) -> DraftTokens | Literal[Pending.PENDING] | None:

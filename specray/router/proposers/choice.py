@@ -1,7 +1,8 @@
-"""The choice of a proposer for every round: nothing, a local proposer, or the draft model.
+"""The choice of a proposer for every round: nothing, a prediction, a local proposer, or the draft model.
 
-A session whose request is drafted for by ``ngram`` or ``suffix`` has a local proposer alone. One with a draft
-model may have a local proposer as its fallback, which goes first where that promises more.
+What a request predicts of its output goes first, where the output follows it. A session whose request is
+drafted for by ``ngram`` or ``suffix`` has a local proposer alone. One with a draft model may have a local
+proposer as its fallback, which goes first where that promises more.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from specray.router.proposers.fallback import NgramFallback
 from specray.router.proposers.model import ModelProposer
 from specray.router.proposers.prefill import are_prompts_first
 from specray.router.session_record import LiveSession
-from specray.router.session_values import GRAMMAR, Commit, Lookup
+from specray.router.session_values import GRAMMAR, PREDICTION, Commit, Lookup
 from specray.router.transport.links import DraftLink
 from specray.types import DraftReplies
 
@@ -53,7 +54,7 @@ class ProposerChoice:
                 continue
             if session.is_prefilling:
                 live.plan = OFF_BY_REASON[Reason.PREFILL]
-                if live.local is not None:
+                if not self._propose_predicted(live, now) and live.local is not None:
                     self._go_without_model(live, now)
             elif is_draft_idle:
                 live.plan = OFF_BY_REASON[Reason.PROMPTS_FIRST]
@@ -61,11 +62,27 @@ class ProposerChoice:
             elif self._levels.is_without_draft(live):
                 live.plan = OFF_BY_REASON[Reason.SERVICE_LEVEL]
                 session.take_draft(NO_DRAFT)
+            elif self._propose_predicted(live, now):
+                live.plan = OFF_BY_REASON[Reason.PREDICTION]
             elif live.is_drafted_locally:
                 live.plan = OFF_BY_REASON[Reason.LOCAL]
                 self._go_without_model(live, now)
             elif session.draft.asked is None:
                 self._propose_with_model(live, now)
+
+    def _propose_predicted(self, live: LiveSession, now: float) -> bool:
+        """Takes draft tokens from the request's prediction. False: it has none to offer."""
+        session = live.session
+        if live.prediction is None or session.draft.asked is not None or self._levels.is_without_draft(live):
+            return False
+        if live.local is not None and len(live.local.propose_forced(session)):
+            # What the grammar forces is surer.
+            return False
+        drafted = live.prediction.propose(session, Budget(now, len(self._running)))
+        if not len(drafted):
+            return False
+        session.take_draft(drafted, PREDICTION)
+        return True
 
     def _propose_with_model(self, live: LiveSession, now: float) -> None:
         plan = live.plan = self.model.plan_question(live, now)
@@ -114,14 +131,19 @@ class ProposerChoice:
         session = live.session
         if live.local is not None and session.is_finished:
             self._later.add(live.local.keep_output, session)
-        proposers: list[Proposer] = [self.model] if live.local is None else [live.local, self.model]
+        proposers: tuple[Proposer | None, ...] = (live.prediction, live.local, self.model)
         for proposer in proposers:
-            proposer.observe(session, commit)
+            if proposer is not None:
+                proposer.observe(session, commit)
 
     def on_lookup(self, live: LiveSession, lookup: Lookup, now: float) -> None:
         """Takes what the outcomes said of a verdict that has just been committed."""
         self.model.on_lookup(live, lookup, now)
-        if lookup not in (Lookup.PENDING, Lookup.NOT_ASKED):
+        if lookup in (Lookup.PENDING, Lookup.NOT_ASKED):
+            return
+        if lookup is Lookup.HIT and self._propose_predicted(live, now):
+            live.plan = OFF_BY_REASON[Reason.PREDICTION]
+        else:
             self._extend(live, now)
 
     def on_replies(self, link: DraftLink, replies: DraftReplies, now: float) -> None:

@@ -161,7 +161,7 @@ class ModelProposer:
             num_tokens = 0 if plan.is_off else self._prefill.share(live)
             if num_tokens == 0:
                 continue
-            if num_tokens == live.num_unread and session.is_prefilling:
+            if num_tokens == live.num_unread and session.is_prefilling and not live.is_predicted:
                 live.plan = plan
                 self._push(session.proposal_item(plan.num_speculative_tokens, plan.min_acceptance), now)
             else:
@@ -176,6 +176,9 @@ class ModelProposer:
             session = live.session
             verifying = session.target.in_flight
             if live.is_drafted_locally or verifying is None or not verifying.sample:
+                continue
+            if live.is_predicted:
+                # What follows is predicted; where the output leaves it, the draft is asked afresh.
                 continue
             if session.draft.in_flight is not None:
                 continue

@@ -72,6 +72,7 @@ def encode_generate_request(params: GenerateParams) -> bytes:
         message.allowed_token_ids.extend(params.allowed_token_ids)
         message.bad_words.extend(params.bad_words)
         message.cache_salt = params.cache_salt
+        message.prediction = params.prediction
         if params.grammar is not None:
             encode_grammar(message.grammar, params.grammar)
         for name in _LEVEL_FIELDS:
@@ -129,6 +130,7 @@ def decode_generate_request(data: bytes) -> GenerateParams:
         allowed_token_ids=tuple(message.allowed_token_ids[:]),
         bad_words=tuple(message.bad_words),
         cache_salt=message.cache_salt,
+        prediction=message.prediction,
         grammar=_decode_optional_grammar(message),
         ttft_ms=message.slo.ttft_ms if message.slo.HasField("ttft_ms") else None,
         itl_ms=message.slo.itl_ms if message.slo.HasField("itl_ms") else None,
@@ -212,6 +214,8 @@ def encode_stats(out: inference_pb2.SpeculationStats, stats: SpeculationStats) -
     out.num_draft_tokens = stats.num_draft_tokens
     out.num_accepted_draft_tokens = stats.num_accepted_draft_tokens
     out.acceptance_histogram.extend(stats.acceptance_histogram)
+    out.num_accepted_prediction_tokens = stats.num_accepted_prediction_tokens
+    out.num_rejected_prediction_tokens = stats.num_rejected_prediction_tokens
 
 
 def decode_stats(stats: inference_pb2.SpeculationStats) -> SpeculationStats:
@@ -220,6 +224,8 @@ def decode_stats(stats: inference_pb2.SpeculationStats) -> SpeculationStats:
         stats.num_draft_tokens,
         stats.num_accepted_draft_tokens,
         tuple(stats.acceptance_histogram[:]),
+        stats.num_accepted_prediction_tokens,
+        stats.num_rejected_prediction_tokens,
     )
 
 

@@ -33,6 +33,8 @@ class GenerateParams(SamplingOptions):
     verification: Verification | None = None
     draft: DraftKind | None = None
     tenant: str = ""
+    prediction: str = ""
+    """Text that the output is expected to be close to; empty: none."""
     grammar: Grammar | None = None
     """Language of the output; None: free text."""
     allowed_token_ids: tuple[int, ...] = ()

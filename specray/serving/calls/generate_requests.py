@@ -98,6 +98,7 @@ def _generate_request(
             num_speculative_tokens=options.num_speculative_tokens,
             draft=options.draft,
             tenant=options.tenant,
+            prediction=options.prediction_ids,
         ),
         priority=options.priority or 0,
         timeout_s=options.timeout_s,

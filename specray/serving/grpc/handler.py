@@ -20,6 +20,7 @@ from specray.serving.admission.capacity import with_admission
 from specray.serving.calls.bad_words import with_bad_word_ids
 from specray.serving.calls.defaults import load_defaults
 from specray.serving.calls.generate_requests import to_generate_requests, truncated
+from specray.serving.calls.predictions import with_prediction_ids
 from specray.serving.generation import Delta, close
 from specray.serving.grammars import GrammarChecker
 from specray.serving.http.openai_api import DEADLINE_MARGIN_S
@@ -135,6 +136,7 @@ class GrpcIngress:
         self._client.capacity.check(*self._caller.standing(options.tenant, options.priority or 0))
         prompts = await encode_prompts([_prompt(params)], self._tokenizer)
         options = with_bad_word_ids(options, self._tokenizer)
+        options = await with_prediction_ids(options, self._tokenizer, limits)
         (request,) = to_generate_requests(
             truncated(prompts, options, limits), options, limits=limits, request_id=f"grpc-{uuid.uuid4().hex}"
         )
@@ -188,6 +190,7 @@ def _options(params: GenerateParams) -> GenerationOptions:
         verification=params.verification,
         draft=params.draft,
         tenant=params.tenant,
+        prediction=params.prediction,
         grammar=params.grammar,
         allowed_token_ids=params.allowed_token_ids or None,
         bad_words=params.bad_words,

@@ -25,7 +25,6 @@ HARMLESS: Final = frozenset(
         "prompt_cache_options",
         "prompt_cache_retention",
         "parallel_tool_calls",
-        "prediction",
         # vLLM's, SGLang's and llama.cpp's
         "cache_prompt",
         "guided_decoding_backend",

@@ -16,6 +16,7 @@ from specray.serving.admission.capacity import with_admission
 from specray.serving.calls.bad_words import with_bad_word_ids
 from specray.serving.calls.defaults import load_defaults
 from specray.serving.calls.generate_requests import to_generate_requests, truncated
+from specray.serving.calls.predictions import with_prediction_ids
 from specray.serving.generation import Delta, close
 from specray.serving.grammars import GrammarChecker
 from specray.serving.http.answers.completions import CompletionFormat, shown_prompt, without_output
@@ -230,7 +231,8 @@ class OpenAiApi:
         if options.grammar is not None:
             await self._grammars.check(options.grammar, field=options.grammar_field, limits=limits)
         self._client.capacity.check(*caller.standing(options.tenant, options.priority or 0))
-        return with_bad_word_ids(options, self._tokenizer), limits
+        options = with_bad_word_ids(options, self._tokenizer)
+        return await with_prediction_ids(options, self._tokenizer, limits), limits
 
     def _call(
         self,

@@ -68,8 +68,20 @@ class Totals:
         }
 
     def usage(self) -> Json:
+        """Returns the usage of all choices, when these have ended."""
         cached = {"cached_tokens": sum(self.num_cached_tokens.values())}
-        return {**self.usage_so_far(), "prompt_tokens_details": cached}
+        usage = {**self.usage_so_far(), "prompt_tokens_details": cached}
+        total = sum_stats(self.stats)
+        num_accepted, num_rejected = (
+            total.num_accepted_prediction_tokens,
+            total.num_rejected_prediction_tokens,
+        )
+        if num_accepted or num_rejected:
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": num_accepted,
+                "rejected_prediction_tokens": num_rejected,
+            }
+        return usage
 
     def metrics(self) -> Json:
         """Returns ``speculative_decoding`` with vLLM's field names."""
@@ -160,6 +172,8 @@ def sum_stats(stats: Iterable[SpeculationStats]) -> SpeculationStats:
             total.num_draft_tokens + one.num_draft_tokens,
             total.num_accepted_draft_tokens + one.num_accepted_draft_tokens,
             _add(total.acceptance_histogram, one.acceptance_histogram),
+            total.num_accepted_prediction_tokens + one.num_accepted_prediction_tokens,
+            total.num_rejected_prediction_tokens + one.num_rejected_prediction_tokens,
         )
     return total
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from specray.errors import InvalidRequestError
 from specray.grammar.forms import FIELDS, MODIFIERS, grammar_of
 from specray.requests import SamplingOptions, TextOptions, sampling_options
+from specray.serving.calls.predictions import parse_prediction
 from specray.serving.http.extras import check_extras
 from specray.serving.prompts import Prompt, parse_prompt
 from specray.serving.validation import RANGES, GenerationOptions, out_of_range, shown
@@ -95,6 +96,8 @@ class SamplingFields(_OptionFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     speculation: SpeculationFields | None = None
+    prediction: Any = None
+    """Text that the output is expected to be close to, as OpenAI has it."""
     return_speculation_metrics: bool | None = None
     prompt_logprobs: int | None = None
     """Number of likeliest tokens told beside each prompt token's own, as in vLLM; not in a stream."""
@@ -183,6 +186,7 @@ class SamplingFields(_OptionFields):
             verification=_one_of(Verification, "speculation.verification", speculation.verification),
             draft=_one_of(DraftKind, "speculation.draft", speculation.draft),
             tenant=speculation.tenant or "",
+            prediction=parse_prediction(self.prediction),
             priority=self.priority,
             timeout_s=self.timeout_s,
             ttft_ms=None if self.slo is None else self.slo.ttft_ms,

@@ -66,7 +66,8 @@ class ChatFormat(ChunkFormat):
         if not self._reading.reads_reasoning:
             return usage
         num_tokens = sum(answer.num_reasoning_tokens for answer in self._answers.values())
-        return {**usage, "completion_tokens_details": {"reasoning_tokens": num_tokens}}
+        details = {"reasoning_tokens": num_tokens, **usage.get("completion_tokens_details", {})}
+        return {**usage, "completion_tokens_details": details}
 
     def _answer(self, index: int) -> ChatAnswer:
         return self._answers.setdefault(index, ChatAnswer(self._reading))

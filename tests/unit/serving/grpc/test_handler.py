@@ -48,6 +48,15 @@ async def connected(router: RouterClient) -> AsyncIterator[SpecrayClient]:
         await server.stop(grace_s=0)
 
 
+async def test_prediction_reaches_the_router_as_tokens() -> None:
+    router = say(REPLY)
+    async with connected(router) as client:
+        params = GenerateParams(text="def", prediction="hello a", max_tokens=3)
+        async for _ in client.generate(params):
+            pass
+    assert router.requests[0].speculation.prediction == TOKENIZER.encode("hello a")
+
+
 async def test_generate_streams_text_and_ends_with_usage() -> None:
     async with connected(say(REPLY, then=(EOS,))) as client:
         events = [event async for event in client.generate(GenerateParams(text="def", max_tokens=50))]

@@ -1,0 +1,218 @@
+"""Prediction proposer: proposes the given text from where the output stands in it, and follows its edits.
+
+An output that is an edit of its prediction leaves it and comes back. Behind a divergence the last output
+tokens are looked for in the prediction, near the place where the output would be had it replaced token by
+token: one token is enough near it, more are needed farther away. Until some tokens in a row have matched,
+proposals are short, and the place of the divergence stays the middle of the search. Where the prediction is
+of another text, each proposal in vain asks for a longer match before the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specray.drafting.edits import Edits
+
+SURE_LEN = 3
+"""Output tokens in a row that match the prediction, from which the output is taken to follow it."""
+UNSURE_PROPOSAL_LEN = 8
+"""Most tokens of a proposal until then."""
+NEAR = 8
+"""Tokens from the expected place within which a single equal token is a match."""
+REACH = 96
+"""Tokens from the expected place within which several equal tokens are a match."""
+MAX_GUESSES = 2
+"""Output tokens behind a divergence after which the prediction is taken to have been replaced one for one."""
+GRAM_LEN = 4
+"""Output tokens by which a place anywhere in the prediction is found, when the output was lost for long."""
+MAX_NEEDED = 12
+"""Most tokens that must match before a proposal, after however many in vain."""
+_TAIL_LEN = 16
+
+
+class PredictionProposer:
+    """Follows one output through its prediction.
+
+    Args:
+        prediction: token ids of the text that the output is expected to be close to.
+    """
+
+    def __init__(self, prediction: Sequence[int]) -> None:
+        self._prediction = tuple(prediction)
+        self._edits = Edits()
+        self._output: list[int] = []
+        """The last output tokens, as many as are compared."""
+        self._place = 0
+        """Index of the token that is expected next."""
+        self._pending: tuple[int, ...] = ()
+        """Tokens that are expected before it: the rest of an edit that the output is making again."""
+        self._run = SURE_LEN
+        """Output tokens in a row that were expected; the beginning counts as sure."""
+        self._anchor = 0
+        """Place behind the last token of which it was sure."""
+        self._since: list[int] = []
+        """Output tokens since then."""
+        self._run_place, self._run_since = 0, 0
+        """Where the run begins: in the prediction, and in the output since the anchor."""
+        self._unmarked: list[int] = []
+        """Places of the run's tokens that do not count as matched yet."""
+        self._needed = 1
+        """Tokens that must match before a proposal."""
+        self._can_guess = True
+        """No guess has failed since it was sure."""
+        self._is_matched = bytearray(len(self._prediction))
+        self._ends: dict[tuple[int, ...], list[int]] | None = None
+        self.num_matched = 0
+        """Tokens of the prediction that are part of the output so far."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prediction."""
+        return len(self._prediction)
+
+    @property
+    def is_sure(self) -> bool:
+        """The output follows the prediction, as far as can be told."""
+        return self._run >= max(SURE_LEN, self._needed) and self._place < len(self._prediction)
+
+    @property
+    def knows_place(self) -> bool:
+        """It can propose something: enough tokens have matched, or few have been replaced since."""
+        if self._place >= len(self._prediction) and not self._pending:
+            return False
+        if self._run > 0:
+            return self._run >= self._needed
+        # Right behind a divergence: replaced one for one, most likely.
+        return self._can_guess and self._needed == 1 and len(self._since) <= MAX_GUESSES
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Takes the next output tokens."""
+        for token_id in token_ids:
+            self._output.append(token_id)
+            if len(self._output) > 2 * _TAIL_LEN:
+                del self._output[:-_TAIL_LEN]
+            self._since.append(token_id)
+            if not self._is_expected(token_id):
+                self._realign()
+            if self._run >= SURE_LEN:
+                self._settle()
+
+    def propose(self, k: int) -> tuple[int, ...]:
+        """Returns at most ``k`` tokens to follow the output; empty where its place is not known."""
+        if not self.knows_place:
+            return ()
+        most = k if self.is_sure else min(k, UNSURE_PROPOSAL_LEN)
+        tokens, place = list(self._pending), self._place
+        while len(tokens) < most and place < len(self._prediction):
+            edit = self._edits.at(self._prediction, place)
+            if edit is None:
+                tokens.append(self._prediction[place])
+                place += 1
+            else:
+                tokens.extend(edit.after)
+                place += len(edit.before)
+        return tuple(tokens[:most])
+
+    def observe(self, num_accepted: int) -> None:
+        """Learns how many tokens of the last proposal were accepted, before the output goes on.
+
+        A few, by chance, say nothing.
+        """
+        if self._run == 0:
+            # It was a guess, whose failure says nothing of matches.
+            self._can_guess = num_accepted > 0
+        elif num_accepted == 0:
+            self._needed = min(MAX_NEEDED, self._needed + 1)
+        elif num_accepted >= SURE_LEN:
+            self._needed = 1
+
+    # Where the output stands
+
+    def _is_expected(self, token_id: int) -> bool:
+        """Moves on where the token was expected. False: the output diverges here."""
+        if self._pending:
+            if self._pending[0] != token_id:
+                self._pending = ()
+                return False
+            self._pending = self._pending[1:]
+            self._run += 1
+            return True
+        edit = self._edits.at(self._prediction, self._place)
+        if edit is not None and edit.after[0] == token_id:
+            self._place += len(edit.before)
+            self._pending = edit.after[1:]
+            self._run += 1
+            return True
+        if self._place >= len(self._prediction) or self._prediction[self._place] != token_id:
+            return False
+        if edit is not None:
+            # Not made here.
+            self._edits.forget(edit.before)
+        self._unmarked.append(self._place)
+        self._place += 1
+        self._run += 1
+        return True
+
+    def _settle(self) -> None:
+        """It is sure of the place: what came before it is known for an edit."""
+        if self._run_since > 0:
+            before = self._prediction[self._anchor : self._run_place]
+            self._edits.learn(before, self._since[: self._run_since])
+            self._run_since = 0
+        for place in self._unmarked:
+            self.num_matched += not self._is_matched[place]
+            self._is_matched[place] = True
+        self._unmarked.clear()
+        self._can_guess = True
+        if not self._pending:
+            self._anchor = self._place
+            self._since.clear()
+
+    def _realign(self) -> None:
+        """Looks for the output's last tokens in the prediction; else supposes that tokens were replaced."""
+        expected = self._anchor + len(self._since)
+        end, length = self._nearest(expected) if len(self._since) <= REACH else self._anywhere(expected)
+        if length == 0:
+            end = min(expected, len(self._prediction))
+        self._place, self._run = end, length
+        self._run_place, self._run_since = end - length, len(self._since) - length
+        self._unmarked = list(range(end - min(length, len(self._since)), end))
+
+    def _nearest(self, expected: int) -> tuple[int, int]:
+        """The best match around the expected place: (index behind it, length); length 0: there is none.
+
+        The longest up to SURE_LEN tokens, of equally long ones the nearest; forwards where two are as near.
+        """
+        prediction, last = self._prediction, self._output[-1]
+        low, high = max(1, expected - REACH), min(len(prediction), expected + REACH)
+        best, found = (0, 0), (0, 0)
+        for end in range(low, high + 1):
+            if prediction[end - 1] != last:
+                continue
+            length, distance = self._match_len(end), abs(end - expected)
+            if length == 1 and (distance > NEAR or end <= self._anchor):
+                continue
+            score = (min(length, SURE_LEN), -distance)
+            if not found[1] or score >= best:
+                best, found = score, (end, length)
+        return found
+
+    def _anywhere(self, expected: int) -> tuple[int, int]:
+        """The nearest of the longest matches of GRAM_LEN tokens or more, as ``_nearest`` gives them."""
+        if self._ends is None:
+            self._ends = {}
+            for end in range(GRAM_LEN, len(self._prediction) + 1):
+                self._ends.setdefault(self._prediction[end - GRAM_LEN : end], []).append(end)
+        ends = self._ends.get(tuple(self._output[-GRAM_LEN:]), ())
+        return max(
+            ((end, self._match_len(end)) for end in ends),
+            key=lambda match: (match[1], -abs(match[0] - expected)),
+            default=(0, 0),
+        )
+
+    def _match_len(self, end: int) -> int:
+        """How many of the last output tokens equal those before ``end``, counted up to _TAIL_LEN."""
+        most, length = min(end, len(self._output), _TAIL_LEN), 0
+        while length < most and self._prediction[end - 1 - length] == self._output[-1 - length]:
+            length += 1
+        return length

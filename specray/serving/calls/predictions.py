@@ -1,0 +1,63 @@
+"""Reads what a request predicts of its output, and turns it into tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from specray.errors import InvalidRequestError
+from specray.serving.validation import GenerationOptions, Limits, shown
+from specray.tokenization import Tokenizer
+
+_INLINE_CHARS = 4096
+"""Characters above which the tokenizer runs in a thread, so that it does not hold up other requests."""
+_ALLOWED = '{"type": "content", "content": a string or a list of {"type": "text", "text": a string}}'
+
+
+def parse_prediction(value: object) -> str:
+    """Returns the text of OpenAI's field ``prediction``; empty: it predicts nothing.
+
+    Raises:
+        InvalidRequestError: it is anything else than null or the object that OpenAI documents.
+    """
+    if value is None:
+        return ""
+    if not isinstance(value, dict) or value.keys() != {"type", "content"} or value["type"] != "content":
+        raise InvalidRequestError(f"prediction is {shown(value)}; allowed: {_ALLOWED}", field="prediction")
+    content = value["content"]
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequestError(
+            f"prediction.content is {shown(content)}; allowed: a string or a list of text parts",
+            field="prediction.content",
+        )
+    return "".join(_text(part, index) for index, part in enumerate(content))
+
+
+def _text(part: object, index: int) -> str:
+    is_text = isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"
+    if not isinstance(part, dict) or not is_text or not isinstance(part["text"], str):
+        field = f"prediction.content[{index}]"
+        raise InvalidRequestError(
+            f'{field} is {shown(part)}; allowed: {{"type": "text", "text": a string}}', field=field
+        )
+    return part["text"]
+
+
+async def with_prediction_ids(
+    options: GenerationOptions, tokenizer: Tokenizer, limits: Limits
+) -> GenerationOptions:
+    """Returns the options with the tokens of their prediction; without one, the options themselves.
+
+    No output is longer than the context, so what is beyond its length is cut off.
+    """
+    text = options.prediction
+    if not text:
+        return options
+    if len(text) <= _INLINE_CHARS:
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
+    else:
+        token_ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=False)
+    known = tuple(token_id for token_id in token_ids if token_id < limits.vocab_size)
+    return replace(options, prediction_ids=known[: limits.max_model_len])
