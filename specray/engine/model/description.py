@@ -87,7 +87,7 @@ def describe(args: ModelArgs) -> ModelDescription:
     Raises:
         ConfigError: the path or hub id does not exist, holds no safetensors or quantised ones, is no
             decoder-only language model or one that is not computed rightly over the cache, wants remote code,
-            cannot serve ``max_model_len``, cannot have weights in ``formats``, or the ids of its head are wrong;
+            cannot serve ``max_model_len``, cannot have weights in ``formats``, or has a head with wrong ids;
             the message names the value and what is allowed.
     """
     described = _describe_model(args)
