@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
+from pathlib import Path
 from types import MappingProxyType
 
 from specray.config import LoggingConfig, RpcConfig
@@ -54,6 +55,27 @@ def api_key() -> str | None:
 def external_ray_address() -> str | None:
     """Address (``RAY_ADDRESS``) of a Ray cluster to join instead of starting one."""
     return os.environ.get("RAY_ADDRESS") or None
+
+
+def cache_directory() -> Path:
+    """Directory of the user's cache for specray: under ``XDG_CACHE_HOME``, else ``~/.cache``.
+
+    Raises:
+        ConfigError: the user has no home directory.
+    """
+    named = Path(os.environ.get("XDG_CACHE_HOME") or "")
+    if named.is_absolute():
+        return named / "specray"
+    try:
+        return Path.home() / ".cache" / "specray"
+    except RuntimeError:
+        raise ConfigError("there is no home directory for a cache; allowed: XDG_CACHE_HOME") from None
+
+
+def pip_environment() -> dict[str, str]:
+    """Environment of pip, unless the user has set it: a machine without a network learns of it soon."""
+    values = {"PIP_RETRIES": "1", "PIP_DEFAULT_TIMEOUT": "15"}
+    return {name: value for name, value in values.items() if name not in os.environ}
 
 
 def apply_ray_environment(rpc: RpcConfig) -> None:

@@ -1,4 +1,4 @@
-"""``specray models``: trains and evaluates the embedded pair, inflates checkpoints, trims vocabularies."""
+"""``specray models``: fetches, lists, removes models; trains the embedded pair; inflates, trims vocabularies."""
 
 import json
 import shlex
@@ -15,10 +15,67 @@ if TYPE_CHECKING:
     from specray.train.evaluate import PairEvaluation
 
 app = typer.Typer(
-    no_args_is_help=True, help="Train and evaluate the embedded pair, inflate checkpoints, trim vocabularies."
+    no_args_is_help=True,
+    help="Fetch, list and remove models; train and evaluate the embedded pair; inflate checkpoints; "
+    "trim vocabularies.",
 )
 
 EMBEDDED = "embedded"
+
+
+@app.command()
+def fetch(
+    model: Annotated[str, typer.Argument(help="Known name, GGUF file, directory with one, or hub id.")],
+) -> None:
+    """Fetch a model, convert it where need be, and print the path that --target and --draft take."""
+    from specray.cli.fetching import fetch_listener
+    from specray.errors import ConfigError
+    from specray.models.cache import user_cache
+    from specray.models.catalogue import known_names
+    from specray.models.hub import HUB_ID, fetch_from_hub
+    from specray.models.resolve import find_source, source_checkpoint
+
+    source = find_source(model)
+    if source is not None:
+        with fetch_listener() as listener:
+            typer.echo(source_checkpoint(source, user_cache(), listener).directory)
+    elif not Path(model).exists() and HUB_ID.fullmatch(model):
+        typer.echo(fetch_from_hub(model))
+    else:
+        raise ConfigError(
+            f"model {model!r} is nothing to fetch; allowed: {known_names()}, a GGUF file, "
+            "or a hub id such as 'owner/name'"
+        )
+
+
+@app.command("list")
+def show_models() -> None:
+    """List the models that can be fetched by name, and those that are kept."""
+    from rich.table import Table
+
+    from specray.cli.output import wide_console
+    from specray.models.cache import user_cache
+    from specray.models.listing import list_models
+
+    cache = user_cache()
+    table = Table(
+        "name", "download", "on disk", "licence", "from", "kept in", title=f"Models in {cache.root}"
+    )
+    for row in list_models(cache):
+        table.add_row(row.name, row.download, row.kept_size, row.licence, row.origin, row.kept_in)
+    wide_console().print(table)
+
+
+@app.command()
+def remove(model: Annotated[str, typer.Argument(help="Name in `specray models list`.")]) -> None:
+    """Remove a kept model from the cache; what is being served goes on."""
+    from specray.cli.fetching import fetch_listener
+    from specray.models.cache import user_cache
+    from specray.models.listing import remove_model
+    from specray.models.space import format_size
+
+    with fetch_listener() as listener:
+        typer.echo(f"removed {model}: {format_size(remove_model(model, user_cache(), listener))}")
 
 
 @app.command()

@@ -30,10 +30,19 @@ Settings = Annotated[
 ]
 
 # The pair.
-TargetModel = Annotated[str | None, typer.Option(help="Target model: path, hub id, or embedded.")]
-DraftModel = Annotated[str | None, typer.Option(help="Draft model: path, hub id, or embedded.")]
+TargetModel = Annotated[
+    str | None, typer.Option(help="Target model: path, GGUF file, hub id, known name, or embedded.")
+]
+ServedTarget = Annotated[
+    str | None,
+    typer.Option(help="Target model: path, GGUF file, hub id, known name, embedded, or auto (default)."),
+]
+DraftModel = Annotated[
+    str | None, typer.Option(help="Draft model: path, GGUF file, hub id, known name, or embedded.")
+]
 Draft = Annotated[
-    str | None, typer.Option(help="Draft model: path, hub id, or embedded; or ngram, suffix, none.")
+    str | None,
+    typer.Option(help="Draft model: path, GGUF file, hub id, known name, embedded; or ngram, suffix, none."),
 ]
 Model = Annotated[str, typer.Option(help="Model: path, hub id, or embedded.")]
 Role = Annotated[EngineRole, typer.Option(help="Engine, and which model of the embedded pair.")]

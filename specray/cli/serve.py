@@ -17,7 +17,7 @@ ConfigPath = Annotated[
 
 def serve(
     config: ConfigPath = None,
-    target: options.TargetModel = None,
+    target: options.ServedTarget = None,
     draft: options.Draft = None,
     tensor_parallel_size: options.TensorParallelSize = None,
     dtype: options.Dtype = None,
@@ -33,7 +33,10 @@ def serve(
     grpc_port: Annotated[int | None, typer.Option(help="gRPC port; 0 turns gRPC off. Default: 9000.")] = None,
     settings: options.Settings = None,
 ) -> None:
-    """Serve a pair over HTTP (OpenAI-compatible) and gRPC until Ctrl-C; by default the embedded pair."""
+    """Serve a pair over HTTP (OpenAI-compatible) and gRPC until Ctrl-C; by default a small chat model.
+
+    Without --target, smollm2-135m-instruct is fetched once (93 MB), or the embedded pair served if that fails.
+    """
     from specray.cli.settings import build_config, pair_options
 
     values = pair_options(
@@ -54,7 +57,7 @@ def serve(
         "grpc.host": host,
         "grpc.port": grpc_port,
     }
-    merged = build_config(config, values, settings or [])
+    merged = build_config(config, values, settings or [], chooses_target=True)
 
     from specray.serving.launch import run_service
 

@@ -8,22 +8,33 @@ from typing import Any
 
 import yaml
 
+from specray.cli.checkpoints import choose_draft, choose_target, use_checkpoints
 from specray.config import EMBEDDED, MODEL_FREE_DRAFTS, Config, parse_config, read_config_file
 from specray.errors import ConfigError
+from specray.models.catalogue import find_known, known_names
 
 NO_DRAFT = "none"
 
 
-def build_config(path: Path | None, options: Mapping[str, object], assignments: Sequence[str] = ()) -> Config:
+def build_config(
+    path: Path | None,
+    options: Mapping[str, object],
+    assignments: Sequence[str] = (),
+    *,
+    chooses_target: bool = False,
+) -> Config:
     """Reads the configuration file and applies options, then assignments.
+
+    Known models and GGUF files become checkpoints, fetched and converted where need be.
 
     Args:
         path: the file; None starts from the defaults.
         options: values by dotted key; None leaves the key as it is.
         assignments: ``dotted.key=value`` with a YAML value, as ``--set`` takes them.
+        chooses_target: a target that is not named is ``auto``, not the embedded one.
 
     Raises:
-        ConfigError: a key or a value is wrong; names each, and what is allowed.
+        ConfigError: a key or a value is wrong, or a model cannot be had; names each, and what is allowed.
     """
     values = {} if path is None else read_config_file(path)
     for key, value in options.items():
@@ -32,7 +43,13 @@ def build_config(path: Path | None, options: Mapping[str, object], assignments: 
     for assignment in assignments:
         key, value = _parse_assignment(assignment)
         _assign(values, key, value)
+    if chooses_target:
+        choose_target(values)
+    has_chosen_draft = choose_draft(values)
     _check_pair(values)
+    # Whatever is wrong is said before anything is fetched.
+    parse_config(values)
+    use_checkpoints(values, has_chosen_draft=has_chosen_draft)
     return parse_config(values)
 
 
@@ -117,10 +134,12 @@ def _check_pair(values: Mapping[str, Any]) -> None:
 
 
 def _check_draft_name(name: object) -> None:
-    """Refuses a single word that is neither a directory nor a known name: hub ids have an owner."""
+    """Refuses a single word that is neither a path nor a known name: hub ids have an owner."""
+    if not isinstance(name, str) or "/" in name or Path(name).exists() or find_known(name) is not None:
+        return
     known = (EMBEDDED, *MODEL_FREE_DRAFTS)
-    if isinstance(name, str) and name not in known and "/" not in name and not Path(name).exists():
+    if name not in known:
         raise ConfigError(
             f"draft.model is {name!r}, which is no directory; allowed: {', '.join(known)}, the path or hub id"
-            " (owner/name) of a model, or no draft (--draft none)"
+            f" (owner/name) of a model, a known one ({known_names()}), or no draft (--draft none)"
         )

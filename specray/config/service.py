@@ -110,10 +110,11 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
 
 
 def _resolve_model(section: object, folder: Path) -> None:
-    """A relative path that is no directory here may be one beside the file."""
+    """A relative path of a directory or a GGUF file that is not here may be of one beside the file."""
     if not isinstance(section, dict) or not isinstance(model := section.get("model"), str):
         return
     if model in ("", EMBEDDED, *MODEL_FREE_DRAFTS):
         return
-    if not Path(model).is_dir() and (folder / model).is_dir():
+    beside = folder / model
+    if not Path(model).exists() and (beside.is_dir() or (beside.is_file() and beside.suffix == ".gguf")):
         section["model"] = str((folder / model).absolute())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -16,10 +17,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from specray.config import Config
+from specray.config import EMBEDDED, Config
 from specray.environment import apply_ray_environment, external_ray_address
 from specray.errors import ConfigError
 from specray.serving.process_end import end_without_destructors
+from specray.tokenization.files import has_chat_template
 
 APP_NAME = "specray"
 LOOPBACK = "127.0.0.1"
@@ -307,7 +309,7 @@ def _announce(config: Config) -> None:
     url = f"http://{config.http.host}:{config.http.port}"
     grpc = f"{config.grpc.host}:{config.grpc.port}" if config.grpc.port else "off"
     draft = config.draft.model if config.draft.enabled else "none"
-    body = f'{{"model": "{config.model_name}", "prompt": "def fibonacci(n):\\n", "max_tokens": 64}}'
+    path, body = _example(config)
     print(
         f"""
 specray serves {config.model_name}  (target {config.target.model}, draft {draft})
@@ -315,9 +317,20 @@ specray serves {config.model_name}  (target {config.target.model}, draft {draft}
   gRPC  {grpc}   (specray.v1.InferenceService)
 
 Try it:
-  curl {url}/v1/completions -H 'Content-Type: application/json' \\
+  curl {url}{path} -H 'Content-Type: application/json' \\
     -d '{body}'
 
 Ctrl-C stops every process.""",
         flush=True,
     )
+
+
+def _example(config: Config) -> tuple[str, str]:
+    """Path and body of a call to try: a question where the model chats, else code to go on with."""
+    request: dict[str, object] = {"model": config.model_name}
+    if config.target.model != EMBEDDED and has_chat_template(config.target.model):
+        question = {"role": "user", "content": "What is the capital of France?"}
+        return "/v1/chat/completions", json.dumps(
+            request | {"messages": [question], "max_tokens": 64, "temperature": 0}
+        )
+    return "/v1/completions", json.dumps(request | {"prompt": "def fibonacci(n):\n", "max_tokens": 64})

@@ -1,7 +1,8 @@
-"""Says of a tokenizer that cannot be read which file or package is missing."""
+"""What the files of a tokenizer say before it is read: what is missing, and whether its model chats."""
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -33,3 +34,28 @@ def check_tokenizer_files(path: str | Path) -> None:
             f"model {str(path)!r} has its tokenizer in {tekken[0]} alone, which only the package "
             "mistral-common reads, not this service; allowed: a tokenizer.json"
         )
+
+
+def has_chat_template(path: str | Path) -> bool:
+    """Whether the files of a model have a chat template; of a hub id, those in the hub's cache."""
+    if _file(path, "chat_template.jinja") is not None:
+        return True
+    settings = _file(path, "tokenizer_config.json")
+    try:
+        return settings is not None and bool(json.loads(settings.read_text("utf-8")).get("chat_template"))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _file(path: str | Path, name: str) -> Path | None:
+    """A file of a model; None: it is not on this machine."""
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        return directory / name if (directory / name).is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(str(path), name)
+    except ValueError:  # The text is no hub id.
+        return None
+    return Path(found) if isinstance(found, str) else None

@@ -39,6 +39,10 @@ def local_directory(path: str) -> Path | None:
                 f"model {path!r} holds no *.safetensors file; other weight formats are not loaded"
             )
         return directory
+    if directory.is_file() and directory.suffix == ".gguf":
+        raise ConfigError(
+            f"model {path!r} is a GGUF file; allowed: the checkpoint that `specray models fetch` makes of it"
+        )
     if directory.exists():
         raise ConfigError(f"model {path!r} is a file; a directory or a hub id is expected")
     if not _HUB_ID.fullmatch(path):

@@ -1,0 +1,104 @@
+"""From what a user calls a model to a checkpoint that engines load; what is served without being asked."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from specray.config import EMBEDDED, MODEL_FREE_DRAFTS
+from specray.environment import external_ray_address
+from specray.errors import ConfigError
+from specray.models.cache import KeptCheckpoint, user_cache
+from specray.models.catalogue import DEFAULT_MODEL, KnownModel, default_draft
+from specray.models.resolve import Source, find_source, source_checkpoint
+
+AUTO = "auto"
+"""Target that is the default model, or the embedded pair where that cannot be had."""
+
+Values = dict[str, Any]
+
+
+def choose_target(values: Values) -> None:
+    """Makes ``auto`` the target of a configuration that names none, for ``specray serve``.
+
+    The embedded pair stays where the draft is a model that is named, which fits no other target, and in a
+    cluster that is joined, whose other machines have no such cache.
+    """
+    target, draft = section(values, "target"), section(values, "draft")
+    has_draft_model = draft.get("enabled", True) and draft.get("model") not in (None, *MODEL_FREE_DRAFTS)
+    if "model" not in target and not has_draft_model and external_ray_address() is None:
+        target["model"] = AUTO
+
+
+def choose_draft(values: Values) -> bool:
+    """Gives a known target its draft where none is named. Returns whether it has."""
+    target, draft = section(values, "target"), section(values, "draft")
+    known = DEFAULT_MODEL if target.get("model") == AUTO else _source(target)
+    if not isinstance(known, KnownModel) or "model" in draft or not draft.get("enabled", True):
+        return False
+    draft["model"] = default_draft(known.name)
+    return True
+
+
+def use_checkpoints(values: Values, *, has_chosen_draft: bool) -> None:
+    """Puts checkpoints in the place of known models and GGUF files, fetched and converted where need be.
+
+    Args:
+        has_chosen_draft: the draft is the choice of :func:`choose_draft`, which goes with its target.
+
+    Raises:
+        ConfigError: a model that is asked for cannot be had.
+    """
+    target, draft = section(values, "target"), section(values, "draft")
+    if target.get("model") == AUTO:
+        kept = _default_checkpoint()
+        if kept is None:
+            del target["model"]
+            if has_chosen_draft:
+                del draft["model"]
+        else:
+            target["model"] = str(kept.directory)
+            _name(values, DEFAULT_MODEL.name)
+    elif (source := _source(target)) is not None:
+        target["model"] = str(_checkpoint(source).directory)
+        _name(values, source.name)
+    if draft.get("enabled", True) and (source := _source(draft)) is not None:
+        draft["model"] = str(_checkpoint(source).directory)
+
+
+def section(values: Values, name: str) -> Values:
+    """A section of a configuration that is not validated yet; made where there is none."""
+    found = values.get(name)
+    if found is None:
+        found = values[name] = {}
+    return found if isinstance(found, dict) else {}
+
+
+def _name(values: Values, name: str) -> None:
+    """Names the served model, unless its user has."""
+    if values.get("served_model_name") is None:
+        values["served_model_name"] = name
+
+
+def _source(engine: Values) -> Source | None:
+    model = engine.get("model")
+    if not isinstance(model, str) or model in ("", AUTO, EMBEDDED, *MODEL_FREE_DRAFTS):
+        return None
+    return find_source(model)
+
+
+def _default_checkpoint() -> KeptCheckpoint | None:
+    """The default model's checkpoint; None, after a line that says why: it cannot be had."""
+    try:
+        return _checkpoint(DEFAULT_MODEL)
+    except ConfigError as error:
+        line = f"specray: {error}; serving the embedded pair in place of {DEFAULT_MODEL.name}"
+        print(line, file=sys.stderr, flush=True)
+        return None
+
+
+def _checkpoint(source: Source) -> KeptCheckpoint:
+    from specray.cli.fetching import fetch_listener
+
+    with fetch_listener() as listener:
+        return source_checkpoint(source, user_cache(), listener)

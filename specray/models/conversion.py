@@ -1,0 +1,81 @@
+"""Converts a GGUF file to a checkpoint: checks what can be checked at once, then starts the converter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from specray.errors import ConfigError
+from specray.models.child import module_command, run_child
+from specray.models.gguf_header import GgufHeader, check_whole, read_header
+from specray.models.progress import Listener
+from specray.models.space import check_space
+
+_CONVERSION_DEADLINE_S = 3600.0
+_BYTES_PER_VALUE = 2
+_TOKENIZER_BYTES = 50_000_000
+"""Bytes left for a tokenizer and the small files of a checkpoint."""
+_OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+_SCALED_ROPE = "rope_freqs.weight"
+"""Tensor in which llama.cpp keeps factors of scaled rotary embeddings; transformers passes it over."""
+
+
+def convert(gguf: Path, destination: Path, work: Path, listener: Listener, what: str) -> None:
+    """Writes a bfloat16 checkpoint: configuration, weights, tokenizer, chat template.
+
+    Args:
+        destination: the directory to write; it must not exist.
+        work: an empty directory for temporary files, on the same disk.
+        what: name of the work for the listener.
+
+    Raises:
+        ConfigError: the file is damaged, or of a kind that cannot be converted; one sentence.
+    """
+    header = read_header(gguf)
+    check_convertible(gguf, header)
+    check_space(destination.parent, header.num_values * _BYTES_PER_VALUE + _TOKENIZER_BYTES, what)
+    work.mkdir()
+    # A directory with this file alone: nothing that lies beside the user's file is read with it.
+    source = work / "model.gguf"
+    source.symlink_to(gguf.absolute())
+    ended = run_child(
+        module_command("specray.models.gguf_converter", str(source), str(destination)),
+        directory=work,
+        environment=_OFFLINE,
+        deadline_s=_CONVERSION_DEADLINE_S,
+        tick=lambda: listener.progress(what),
+    )
+    if ended.returncode is None:
+        raise ConfigError(f"{gguf} was not converted within {_CONVERSION_DEADLINE_S:g} s")
+    if ended.returncode != 0:
+        reason = _reason(ended.output, ended.errors)
+        raise ConfigError(f"{gguf} (architecture {header.architecture!r}) cannot be converted: {reason}")
+
+
+def check_convertible(gguf: Path, header: GgufHeader) -> None:
+    """Refuses files of which a part is missing, or would be passed over.
+
+    Raises:
+        ConfigError: says what.
+    """
+    if not header.architecture or not header.tensors:
+        raise ConfigError(f"{gguf} holds no model: it names no architecture, or has no tensors")
+    num_parts = header.values.get("split.count", 1)
+    if num_parts != 1:
+        raise ConfigError(f"{gguf} is one of {num_parts} parts of a model; allowed: a model in one file")
+    scaling = header.values.get(f"{header.architecture}.rope.scaling.type", "none")
+    if scaling != "none" or any(tensor.name == _SCALED_ROPE for tensor in header.tensors):
+        raise ConfigError(
+            f"{gguf} has scaled rotary embeddings, which transformers does not read from GGUF; "
+            "allowed: the model's checkpoint in safetensors"
+        )
+    check_whole(gguf, header)
+
+
+def _reason(output: str, errors: str) -> str:
+    """What the converter says of its failure, or the last line that it wrote."""
+    try:
+        return str(json.loads(output.strip().splitlines()[-1])["error"])
+    except (ValueError, KeyError, TypeError, IndexError):
+        lines = errors.strip().splitlines()
+        return lines[-1][:300] if lines else "the converter ended without a word"

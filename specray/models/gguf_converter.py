@@ -1,0 +1,102 @@
+"""The process that converts a GGUF file: ``python -m specray.models.gguf_converter FILE DIRECTORY``.
+
+transformers reads the file, each weight dequantised, and writes it as a bfloat16 checkpoint. It runs as a
+process of its own, whose memory and imports end with it. A failure is one line of JSON on stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from specray.models.gguf_header import GgufHeader, read_header
+
+_EXIT_FAILED = 2
+_MAX_NAMES = 3
+_OUTPUT = "output.weight"
+"""Name of the output projection in GGUF."""
+
+
+class UnfitError(Exception):
+    """Why a file cannot be converted, in words that follow "cannot be converted: "."""
+
+
+def convert_file(source: Path, destination: Path) -> None:
+    """Writes the checkpoint.
+
+    Args:
+        source: the GGUF file, in a directory of its own.
+
+    Raises:
+        UnfitError: transformers cannot read it, or not all of it.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    directory, name = str(source.parent), source.name
+    auto_config: Any = AutoConfig
+    auto_tokenizer: Any = AutoTokenizer
+    try:
+        config = auto_config.from_pretrained(directory, gguf_file=name)
+    except Exception as error:  # A missing key raises KeyError, an unknown architecture ValueError.
+        raise UnfitError(f"transformers cannot read its configuration: {_one_line(error)}") from error
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise UnfitError(f"{config.model_type} is no decoder-only language model")
+    try:
+        tokenizer = auto_tokenizer.from_pretrained(directory, gguf_file=name)
+    except Exception as error:
+        raise UnfitError(f"transformers cannot read its tokenizer: {_one_line(error)}") from error
+    try:
+        model, told = AutoModelForCausalLM.from_pretrained(
+            directory,
+            gguf_file=name,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.bfloat16,
+            output_loading_info=True,
+        )
+    except Exception as error:
+        raise UnfitError(f"transformers cannot read its weights: {_one_line(error)}") from error
+    # What is missing would be random numbers.
+    missing = sorted(told["missing_keys"]) + sorted(map(str, told["mismatched_keys"]))
+    if missing:
+        names = ", ".join(missing[:_MAX_NAMES])
+        raise UnfitError(f"{len(missing)} tensors are missing or of another shape, such as {names}")
+    _check_all_used(read_header(source), model, is_tied=bool(config.tie_word_embeddings))
+    model.save_pretrained(destination)
+    tokenizer.save_pretrained(destination)
+
+
+def _check_all_used(header: GgufHeader, model: Any, *, is_tied: bool) -> None:
+    """Refuses a file of which transformers has passed a tensor over: another model would be computed."""
+    used = sum(tensor.numel() for tensor in [*model.parameters(), *model.buffers()])
+    # A copy of the embedding, which the model has once.
+    copied = sum(tensor.num_values for tensor in header.tensors if is_tied and tensor.name == _OUTPUT)
+    left_over = header.num_values - copied - used
+    if left_over > 0:
+        raise UnfitError(
+            f"{left_over} of its numbers have no place in the model that transformers makes of it"
+        )
+
+
+def main(arguments: list[str]) -> int:
+    """Converts one file. Returns the exit code."""
+    source, destination = map(Path, arguments)
+    try:
+        convert_file(source, destination)
+    except UnfitError as error:
+        print(json.dumps({"error": str(error)}))
+        return _EXIT_FAILED
+    return 0
+
+
+def _one_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,169 @@
+"""Reads the header of a GGUF file: what it holds, and whether all of it is there."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from specray.errors import ConfigError
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""By the number of a value's type: its format in ``struct``."""
+_STRING, _ARRAY = 8, 9
+_DEFAULT_ALIGNMENT = 32
+_MAX_DIMENSIONS = 8
+
+Value = str | int | float | bool
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """What the header says of a tensor."""
+
+    name: str
+    num_values: int
+    type_number: int
+    """Number of its data type in GGML."""
+    offset: int
+    """Bytes from the start of the data section."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """The header of a GGUF file."""
+
+    values: dict[str, Value]
+    """Single values by key; arrays, such as the vocabulary, are left out."""
+    tensors: tuple[TensorEntry, ...]
+    data_start: int
+    """Bytes before the data section."""
+
+    @property
+    def architecture(self) -> str:
+        """Name of the architecture, as llama.cpp calls it."""
+        return str(self.values.get("general.architecture", ""))
+
+    @property
+    def num_values(self) -> int:
+        """Numbers in all tensors together."""
+        return sum(tensor.num_values for tensor in self.tensors)
+
+
+def read_header(path: Path) -> GgufHeader:
+    """Reads the header without the data.
+
+    Raises:
+        ConfigError: the file cannot be read, is no GGUF file of version 2 or 3, or ends too early.
+    """
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return _parse(path, _Reader(content))
+    except ValueError:  # mmap refuses an empty file.
+        raise ConfigError(f"{path} is no GGUF file: it is empty") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def check_whole(path: Path, header: GgufHeader) -> None:
+    """Raises ConfigError where a tensor's data is not in the file, as after a download that broke off."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    size = path.stat().st_size
+    for tensor in header.tensors:
+        try:
+            values_per_block, block_size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type_number)]
+        except (ValueError, KeyError):
+            raise ConfigError(
+                f"{path} holds the tensor {tensor.name!r} of the unknown type {tensor.type_number}"
+            ) from None
+        end = header.data_start + tensor.offset + tensor.num_values // values_per_block * block_size
+        if end > size:
+            raise ConfigError(f"{path} has {size} bytes and needs at least {end}: a part of it is missing")
+
+
+@dataclass(slots=True)
+class _Reader:
+    """A place in the file that moves on with what is read."""
+
+    content: mmap.mmap
+    position: int = 0
+
+    def number(self, form: str) -> int:
+        value: int = self.scalar(form)
+        return value
+
+    def scalar(self, form: str) -> int | float | bool:
+        (value,) = struct.unpack_from(f"<{form}", self.content, self.position)
+        self.position += struct.calcsize(f"<{form}")
+        result: int | float | bool = value
+        return result
+
+    def text(self) -> str:
+        length = self.number("Q")
+        self.skip(length)
+        return self.content[self.position - length : self.position].decode("utf-8", "replace")
+
+    def skip(self, num_bytes: int) -> None:
+        if num_bytes > len(self.content) - self.position:
+            raise struct.error("it ends within its header")
+        self.position += num_bytes
+
+
+def _parse(path: Path, reader: _Reader) -> GgufHeader:
+    if reader.content[: len(_MAGIC)] != _MAGIC:
+        raise ConfigError(f"{path} is no GGUF file: it does not begin with GGUF")
+    reader.position = len(_MAGIC)
+    try:
+        version = reader.number("I")
+        if version not in _VERSIONS:
+            raise ConfigError(f"{path} is GGUF of version {version}; allowed: 2 and 3, little endian")
+        num_tensors, num_values = reader.number("Q"), reader.number("Q")
+        values: dict[str, Value] = {}
+        for _ in range(num_values):
+            key = reader.text()
+            if (value := _value(reader, reader.number("I"))) is not None:
+                values[key] = value
+        tensors = tuple(_tensor(reader) for _ in range(num_tensors))
+    except (struct.error, _UnreadableError) as error:
+        raise ConfigError(f"{path} is no readable GGUF file: {error}") from None
+    alignment = values.get("general.alignment", _DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ConfigError(f"{path} has general.alignment {alignment!r}; allowed: a positive number")
+    return GgufHeader(values, tensors, data_start=-(-reader.position // alignment) * alignment)
+
+
+class _UnreadableError(Exception):
+    """A header says what no header may say."""
+
+
+def _value(reader: _Reader, kind: int) -> Value | None:
+    """One value; None: an array, which is passed over."""
+    if kind in _FORMATS:
+        return reader.scalar(_FORMATS[kind])
+    if kind == _STRING:
+        return reader.text()
+    if kind != _ARRAY:
+        raise _UnreadableError(f"a value has the unknown type {kind}")
+    element, count = reader.number("I"), reader.number("Q")
+    if element in _FORMATS:
+        reader.skip(count * struct.calcsize(_FORMATS[element]))
+    elif element == _STRING:
+        for _ in range(count):
+            reader.skip(reader.number("Q"))
+    else:
+        raise _UnreadableError(f"an array holds values of type {element}")
+    return None
+
+
+def _tensor(reader: _Reader) -> TensorEntry:
+    name = reader.text()
+    num_dimensions = reader.number("I")
+    if num_dimensions > _MAX_DIMENSIONS:
+        raise _UnreadableError(f"the tensor {name!r} has {num_dimensions} dimensions")
+    shape = [reader.number("Q") for _ in range(num_dimensions)]
+    return TensorEntry(name, prod(shape), type_number=reader.number("I"), offset=reader.number("Q"))
