@@ -6,6 +6,7 @@ process of its own, whose memory and imports end with it. A failure is one line 
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -23,6 +24,18 @@ class UnfitError(Exception):
     """Why a file cannot be converted, in words that follow "cannot be converted: "."""
 
 
+def _parse_once() -> None:
+    """Lets transformers parse the file once in this process, and make the map of tensor names once.
+
+    It parses the file for the configuration, the tokenizer and the weights, and asks for the map once for each
+    module. For SmolLM2-135M (4 bits, 2 cores) the conversion took 101 s of processor time so, and 37 s now.
+    """
+    import gguf
+
+    for name in ("GGUFReader", "get_tensor_name_map"):
+        setattr(gguf, name, functools.cache(getattr(gguf, name)))
+
+
 def convert_file(source: Path, destination: Path) -> None:
     """Writes the checkpoint.
 
@@ -37,6 +50,7 @@ def convert_file(source: Path, destination: Path) -> None:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     directory, name = str(source.parent), source.name
     auto_config: Any = AutoConfig
     auto_tokenizer: Any = AutoTokenizer
@@ -53,6 +67,7 @@ def convert_file(source: Path, destination: Path) -> None:
     try:
         model, told = AutoModelForCausalLM.from_pretrained(
             directory,
+            config=config,
             gguf_file=name,
             quantization_config=GgufConfig(dequantize=True),
             dtype=torch.bfloat16,
@@ -85,6 +100,7 @@ def _check_all_used(header: GgufHeader, model: Any, *, is_tied: bool) -> None:
 def main(arguments: list[str]) -> int:
     """Converts one file. Returns the exit code."""
     source, destination = map(Path, arguments)
+    _parse_once()
     try:
         convert_file(source, destination)
     except UnfitError as error:
