@@ -18,6 +18,7 @@ class ListedModel:
     """A row of the list."""
 
     name: str
+    """Name, or the directory in the cache of a checkpoint whose model is not known by name."""
     download: str
     """Size of what a fetch downloads."""
     kept_size: str
@@ -25,8 +26,6 @@ class ListedModel:
     licence: str
     origin: str
     """Where it comes from."""
-    kept_in: str
-    """Directory in the cache."""
 
 
 def list_models(cache: ModelCache) -> list[ListedModel]:
@@ -35,12 +34,11 @@ def list_models(cache: ModelCache) -> list[ListedModel]:
     rows = [_known_row(known, kept.pop(known.sha256, None), cache) for known in KNOWN_MODELS]
     return rows + [
         ListedModel(
-            checkpoint.name,
+            checkpoint.directory.name,
             _NOTHING,
             format_size(checkpoint.size),
             _NOTHING,
             "a GGUF file",
-            checkpoint.directory.name,
         )
         for checkpoint in kept.values()
     ]
@@ -83,6 +81,5 @@ def _known_row(known: KnownModel, kept: KeptCheckpoint | None, cache: ModelCache
         format_size(known.download_size),
         format_size(size) if size else _NOTHING,
         known.licence if known.terms is None else f"{known.licence}: {known.terms}",
-        f"package index ({known.origin}); hub {known.hub_id}",
-        kept.directory.name if kept is not None else _NOTHING,
+        f"package index: {known.origin}; made from {known.hub_id}",
     )

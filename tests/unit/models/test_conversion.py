@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType
 from safetensors.torch import load_file
 
 from specray.config import TargetConfig
+from specray.engine.model.decoder_config import read_decoder_config
 from specray.engine.model.preflight import check_pair
 from specray.errors import ConfigError
 from specray.models import conversion, space
@@ -22,6 +23,7 @@ from specray.models.conversion import convert
 from specray.models.gguf_converter import UnfitError, convert_file, main
 from specray.tokenization import load_tokenizer
 from specray.tokenization.files import has_chat_template
+from specray.tokenization.fingerprint import read_vocabulary
 from tests.unit.models.tiny_models import (
     CHAT_TEMPLATE,
     HEADS,
@@ -106,14 +108,17 @@ def test_configuration_and_tokenizer_are_those_of_the_file(checkpoint: Path) -> 
     )
     assert "quantization_config" not in config
     tokenizer = load_tokenizer(checkpoint)
-    assert tokenizer.encode("he") == [TOKENS.index("he")]
-    assert tokenizer.eos_token_ids == {1}
+    assert tokenizer.encode("he") == (TOKENS.index("he"),)
+    assert tokenizer.eos_token_ids == (1,)
     assert (checkpoint / "chat_template.jinja").read_text() == CHAT_TEMPLATE
     assert has_chat_template(checkpoint)
 
 
 def test_the_checkpoint_is_one_that_is_served(checkpoint: Path) -> None:
     check_pair(TargetConfig(model=str(checkpoint)), None)
+    # Without transformers, whose import takes seconds in each process.
+    assert read_decoder_config(json.loads((checkpoint / "config.json").read_text())) is not None
+    assert read_vocabulary(checkpoint) is not None
 
 
 def convert_here(path: Path) -> Path:
