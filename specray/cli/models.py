@@ -58,11 +58,11 @@ def show_models() -> None:
     from specray.models.listing import list_models
 
     cache = user_cache()
-    table = Table(
-        "name", "download", "on disk", "licence", "from", "kept in", title=f"Models in {cache.root}"
-    )
+    table = Table(title=f"Models in {cache.root}")
+    for column in ("name", "download", "on disk", "licence", "from"):
+        table.add_column(column, overflow="fold", no_wrap=column in ("name", "download", "on disk"))
     for row in list_models(cache):
-        table.add_row(row.name, row.download, row.kept_size, row.licence, row.origin, row.kept_in)
+        table.add_row(row.name, row.download, row.kept_size, row.licence, row.origin)
     wide_console().print(table)
 
 

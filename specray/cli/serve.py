@@ -35,7 +35,7 @@ def serve(
 ) -> None:
     """Serve a pair over HTTP (OpenAI-compatible) and gRPC until Ctrl-C; by default a small chat model.
 
-    Without --target, smollm2-135m-instruct is fetched once (93 MB); failing that, the embedded pair is served.
+    Without --target, smollm2-135m-instruct is fetched once (93 MB); failing that, it is the embedded pair.
     """
     from specray.cli.settings import build_config, pair_options
 
