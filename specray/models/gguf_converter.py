@@ -48,30 +48,28 @@ def convert_file(source: Path, destination: Path) -> None:
         UnfitError: transformers cannot read it, or not all of it.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
-    from transformers.utils import logging
+    import transformers
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    directory, name = str(source.parent), source.name
-    auto_config: Any = AutoConfig
-    auto_tokenizer: Any = AutoTokenizer
+    # Most of it has no types.
+    library: Any = transformers
+    library.utils.logging.set_verbosity_error()
+    library.utils.logging.disable_progress_bar()
+    options: dict[str, Any] = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     try:
-        config = auto_config.from_pretrained(directory, gguf_file=name)
+        config = library.AutoConfig.from_pretrained(**options)
     except Exception as error:  # A missing key raises KeyError, an unknown architecture ValueError.
         raise UnfitError(f"transformers cannot read its configuration: {_one_line(error)}") from error
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+    if type(config) not in library.AutoModelForCausalLM._model_mapping:
         raise UnfitError(f"{config.model_type} is no decoder-only language model")
     try:
-        tokenizer = auto_tokenizer.from_pretrained(directory, gguf_file=name)
+        tokenizer = library.AutoTokenizer.from_pretrained(**options)
     except Exception as error:
         raise UnfitError(f"transformers cannot read its tokenizer: {_one_line(error)}") from error
     try:
-        model, told = AutoModelForCausalLM.from_pretrained(
-            directory,
+        model, told = library.AutoModelForCausalLM.from_pretrained(
+            **options,
             config=config,
-            gguf_file=name,
-            quantization_config=GgufConfig(dequantize=True),
+            quantization_config=library.GgufConfig(dequantize=True),
             dtype=torch.bfloat16,
             output_loading_info=True,
         )

@@ -94,8 +94,7 @@ class _Reader:
     position: int = 0
 
     def number(self, form: str) -> int:
-        value: int = self.scalar(form)
-        return value
+        return int(self.scalar(form))
 
     def scalar(self, form: str) -> int | float | bool:
         (value,) = struct.unpack_from(f"<{form}", self.content, self.position)

@@ -23,7 +23,7 @@ def fetch_from_hub(hub_id: str, *, endpoint: str | None = None) -> Path:
         ConfigError: the hub cannot be reached, or has no such model in safetensors.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not sys.stderr.isatty():
         disable_progress_bars()

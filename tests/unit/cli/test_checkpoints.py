@@ -1,4 +1,4 @@
-"""Which model is served: the default one, a known one, a GGUF file, the embedded pair. The converter is a fake."""
+"""Which model is served: the default, a known one, a GGUF file, the embedded pair. Converted by a fake."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import socket
@@ -14,6 +15,7 @@ from transformers import AutoConfig, T5Config
 
 from specray.cli.app import run
 from specray.config import parse_config
+from specray.errors import ConfigError
 from specray.serving import launch
 from specray.serving.launch import root_cause
 from tests.unit.engine.model.checkpoints import write_checkpoint
@@ -154,3 +156,34 @@ def test_what_ray_does_to_signals_is_undone() -> None:
         assert launch._handlers() == before
     finally:
         signal.signal(signal.SIGTERM, before[signal.SIGTERM])
+
+
+def test_a_model_that_chats_is_asked_a_question(tmp_path: Path) -> None:
+    config = parse_config({"target": {"model": str(tmp_path)}, "served_model_name": "chatty"})
+    path, body = launch._example(config)
+    assert (path, json.loads(body)) == (
+        "/v1/completions",
+        {"model": "chatty", "prompt": "def fibonacci(n):\n", "max_tokens": 64},
+    )
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    path, body = launch._example(config)
+    assert (path, json.loads(body)) == (
+        "/v1/chat/completions",
+        {
+            "model": "chatty",
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "max_tokens": 64,
+            "temperature": 0,
+        },
+    )
+    # Its chat template only leads to code.
+    assert launch._example(parse_config({}))[0] == "/v1/completions"
+
+
+def test_a_gguf_file_that_was_not_converted_is_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    file.touch()
+    with pytest.raises(
+        ConfigError, match="is a GGUF file; allowed: the checkpoint that `specray models fetch`"
+    ):
+        launch.check_models(parse_config({"target": {"model": str(file)}, "draft": {"enabled": False}}))
