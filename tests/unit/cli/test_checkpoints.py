@@ -138,11 +138,13 @@ def test_a_draft_for_the_embedded_target_keeps_it(known: KnownModel, served: lis
 
 
 def test_a_cluster_that_is_joined_serves_what_all_its_machines_have(
-    known: KnownModel, served: list[Config], monkeypatch: pytest.MonkeyPatch
+    known: KnownModel, cache: Path, served: list[Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.5:6379")
     assert run("serve") == 0
     assert served == [parse_config({})]
+    # Nothing was tried.
+    assert not cache.exists()
 
 
 def test_nothing_is_fetched_for_a_configuration_that_is_wrong(

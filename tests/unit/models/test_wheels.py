@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import zipfile
+import io
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -69,9 +70,18 @@ def test_an_index_that_nobody_answers_for(room: Path, monkeypatch: pytest.Monkey
 @pytest.mark.slow
 def test_a_source_distribution_is_never_built(index: Path, room: Path) -> None:
     ran = index / "ran"
-    with zipfile.ZipFile(index / "tiny-1.0.zip", "w") as archive:
-        archive.writestr("tiny-1.0/setup.py", f"open({str(ran)!r}, 'w')\n")
-        archive.writestr("tiny-1.0/PKG-INFO", "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n")
+    # A build backend of its own: pip would need nothing else to run it.
+    with tarfile.open(index / "tiny-1.0.tar.gz", "w:gz") as archive:
+        for name, text in {
+            "pyproject.toml": (
+                '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+            ),
+            "backend.py": f"open({str(ran)!r}, 'w')\n",
+            "PKG-INFO": "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n",
+        }.items():
+            entry = tarfile.TarInfo(f"tiny-1.0/{name}")
+            entry.size = len(text)
+            archive.addfile(entry, io.BytesIO(text.encode()))
     with pytest.raises(ConfigError, match="the package index does not have it"):
         download_wheel(wheel(), room, lambda _: None)
     assert not ran.exists()
