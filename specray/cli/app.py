@@ -12,7 +12,7 @@ from specray import __version__
 from specray.cli.bench.app import app as bench_app
 from specray.cli.generate import generate
 from specray.cli.keys import app as keys_app
-from specray.cli.models import app as models_app
+from specray.cli.models.app import app as models_app
 from specray.cli.plan import plan
 from specray.cli.profile import profile
 from specray.cli.serve import serve

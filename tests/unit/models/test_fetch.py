@@ -208,3 +208,17 @@ def test_a_file_of_the_users_that_is_broken_is_refused_even_if_it_was_converted(
     path.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(ConfigError, match="a part of it is missing"):
         file_checkpoint(path, cache, Recorder())
+
+
+def test_a_file_of_the_cache_that_cannot_be_read_is_one_sentence(
+    cache: ModelCache, known: KnownModel, converter: FakeConverter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.gguf(known.sha256).parent.mkdir(parents=True)
+    cache.gguf(known.sha256).touch()
+
+    def refuse(*_: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(fetch, "file_sha256", refuse)
+    with pytest.raises(ConfigError, match=f"the cache {cache.root} cannot be used: Permission denied"):
+        known_checkpoint(known, cache, Recorder())

@@ -28,7 +28,7 @@ def fetch(
     model: Annotated[str, typer.Argument(help="Known name, GGUF file, directory with one, or hub id.")],
 ) -> None:
     """Fetch a model, convert it where need be, and print the path that --target and --draft take."""
-    from specray.cli.fetching import fetch_listener
+    from specray.cli.models.fetching import fetch_listener
     from specray.errors import ConfigError
     from specray.models.cache import user_cache
     from specray.models.catalogue import known_names
@@ -69,7 +69,7 @@ def show_models() -> None:
 @app.command()
 def remove(model: Annotated[str, typer.Argument(help="Name in `specray models list`.")]) -> None:
     """Remove a kept model from the cache; what is being served goes on."""
-    from specray.cli.fetching import fetch_listener
+    from specray.cli.models.fetching import fetch_listener
     from specray.models.cache import user_cache
     from specray.models.listing import remove_model
     from specray.models.space import format_size

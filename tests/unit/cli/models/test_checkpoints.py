@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from specray.cli import checkpoints, main
-from specray.cli.fetching import BarListener, QuietListener
+from specray.cli import main
+from specray.cli.models import checkpoints
+from specray.cli.models.fetching import BarListener, QuietListener
 from specray.cli.settings import build_config, pair_options
 from specray.config import Config, parse_config
 from specray.errors import ConfigError

@@ -98,7 +98,7 @@ def _default_checkpoint() -> KeptCheckpoint | None:
 
 
 def _checkpoint(source: Source) -> KeptCheckpoint:
-    from specray.cli.fetching import fetch_listener
+    from specray.cli.models.fetching import fetch_listener
 
     with fetch_listener() as listener:
         return source_checkpoint(source, user_cache(), listener)
