@@ -1,4 +1,4 @@
-"""``specray models``: fetches, lists, removes models; trains the embedded pair; inflates, trims vocabularies."""
+"""``specray models``: fetches, lists and removes models; trains the embedded pair; inflates and trims."""
 
 import json
 import shlex
