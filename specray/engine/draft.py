@@ -22,11 +22,9 @@ from specray.engine.attention.mask import MAX_TREE_ROWS
 from specray.engine.base import EngineBase
 from specray.engine.cache.sequences import EngineSequence
 from specray.engine.chains import Chain, OutcomeBranches
-from specray.engine.sampling.draft import DraftSampler
 from specray.engine.sampling.grammars import GrammarMasks
-from specray.engine.sampling.noise import NoiseSource
+from specray.engine.sampling.sampler import make_sampler
 from specray.engine.sampling.state import RowGroup
-from specray.engine.sampling.vocabulary import TrimmedVocabulary
 from specray.engine.schedule import (
     BranchStep,
     CatchUp,
@@ -78,16 +76,12 @@ class DraftEngine(EngineBase):
         token_ids: NDArray[np.int64] | None = None,
     ) -> None:
         super().__init__(runner, info, can_evict=True, prefix_cache=prefix_cache, grammars=grammars)
-        vocabulary = (
-            None
-            if token_ids is None
-            else TrimmedVocabulary(token_ids, vocab_size=info.vocab_size, device=device)
-        )
-        num_known = min(info.vocab_size, num_token_ids or info.vocab_size)
-        self._sampler = DraftSampler(
-            NoiseSource(num_known if token_ids is None else info.vocab_size, device, token_ids=token_ids),
-            max_num_draft_probs=max_num_draft_probs,
-            vocabulary=vocabulary,
+        self._sampler = make_sampler(
+            info.vocab_size,
+            device,
+            max_num_draft_probs,
+            num_token_ids=num_token_ids,
+            token_ids=token_ids,
         )
 
     @torch.inference_mode()

@@ -20,10 +20,9 @@ from specray.engine.cache.prefix import UNIT_TOKENS
 from specray.engine.cache.sequences import EngineSequence
 from specray.engine.sampling.grammars import GrammarMasks
 from specray.engine.sampling.logprobs import token_logprobs
-from specray.engine.sampling.noise import NoiseSource
-from specray.engine.sampling.processors import process_logits
+from specray.engine.sampling.sampler import make_sampler
 from specray.engine.sampling.state import chain_rows
-from specray.engine.sampling.verify import Round, Verified, verify_rounds
+from specray.engine.sampling.verify import Round, Verified
 from specray.engine.schedule import (
     CatchUp,
     Runner,
@@ -98,7 +97,7 @@ class TargetEngine(EngineBase):
     ) -> None:
         super().__init__(runner, info, can_evict=False, prefix_cache=prefix_cache, grammars=grammars)
         self._num_shared_tokens = _SHARED_TOKENS if prefix_cache else None
-        self._noise = NoiseSource(info.vocab_size, device)
+        self._sampler = make_sampler(info.vocab_size, device)
 
     @torch.inference_mode()
     def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
@@ -205,8 +204,7 @@ class TargetEngine(EngineBase):
             )
             for entry in sampled
         ]
-        processed = process_logits(logits, [item.group for item in rounds])
-        return verify_rounds(processed, rounds, self._noise)
+        return self._sampler.verify(logits, rounds)
 
     def _token_masks(self, entry: _Scheduled) -> TokenMasks | None:
         """What the request's grammar allows each row; None without one. Raises SpecrayError."""

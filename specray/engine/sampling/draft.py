@@ -28,7 +28,7 @@ _UNLIKELY = -20.0
 """Log probability of an excluded token that is not among the ranked ones."""
 _REJECTION_ACCEPTANCE = 0.7
 """Estimated acceptance of a draft token under rejection; each next token gets half of the remainder."""
-_DEMOTION = 1e6
+DEMOTION = 1e6
 """Penalty on tokens outside the nucleus, larger than any difference of logits and noise."""
 
 
@@ -128,13 +128,10 @@ class DraftSampler:
             self._noise,
             rejection_purpose=Purpose.RESIDUAL_DRAW,
         )
-        size = min(scores.shape[1], max(*counts, _MIN_RANKED) + 1)
-        values, indices = scores.topk(size, dim=-1)
+        values, indices = scores.topk(num_ranked(scores.shape[1], counts), dim=-1)
         token_ids = [[self._token_id(index) for index in row] for row in indices.tolist()]
         logprobs = (values / SCORE_SPREAD).log_softmax(-1)
-        is_rejection = [group.sampling.draws_by_rejection for group in groups for _ in range(group.num_rows)]
-        rows = zip(logprobs.tolist(), token_ids, counts, excluded, is_rejection, strict=True)
-        return [_ranked_row(*row) for row in rows]
+        return ranked_rows(logprobs.tolist(), token_ids, counts, excluded, groups)
 
     def _rankable(self, logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
         """Processed logits in which the tail is demoted, not impossible.
@@ -146,7 +143,7 @@ class DraftSampler:
         if not any(cuts_tail(group.sampling) for group in groups):
             return processed
         uncut = self._process(logits, [without_tail_cut(group) for group in groups])
-        return torch.where(processed == -math.inf, uncut - _DEMOTION, uncut)
+        return torch.where(processed == -math.inf, uncut - DEMOTION, uncut)
 
     def _draw_truncated(self, processed: Tensor, group: RowGroup) -> DraftToken:
         """Samples the likeliest tokens' renormalised distribution, rounded to the float32 that travels."""
@@ -159,6 +156,24 @@ class DraftSampler:
         choice = draw_weighted(probs.double(), key, self._noise, indices)
         support = tuple(map(self._token_id, indices.tolist()))
         return DraftToken(support[choice], SparseProbs(support, tuple(probs.tolist())))
+
+
+def num_ranked(vocab_size: int, counts: Sequence[int]) -> int:
+    """Number of tokens that are looked at in each row when as many as ``counts`` are wanted."""
+    return min(vocab_size, max(*counts, _MIN_RANKED) + 1)
+
+
+def ranked_rows(
+    logprobs: Sequence[list[float]],
+    token_ids: Sequence[list[int]],
+    counts: Sequence[int],
+    excluded: Sequence[int | None],
+    groups: Sequence[RowGroup],
+) -> list[RankedRow]:
+    """Makes ``DraftSampler.rank``'s answer from the best tokens of each row."""
+    is_rejection = [group.sampling.draws_by_rejection for group in groups for _ in range(group.num_rows)]
+    rows = zip(logprobs, token_ids, counts, excluded, is_rejection, strict=True)
+    return [_ranked_row(*row) for row in rows]
 
 
 def _ranked_row(

@@ -63,7 +63,7 @@ def draw_tokens(
         is_judged: says how far each stands out.
     """
     rows = [row for row, key in enumerate(keys) if key is not None]
-    kernels = None if noise.is_on_device else _kernels()
+    kernels = _kernels()
     if not rows or kernels is None or logits.dtype != torch.float32:
         return _best(add_noise(logits, keys, noise), is_judged=is_judged)
     wanted = [key for key in keys if key is not None]

@@ -24,13 +24,12 @@ from torch import Tensor
 
 _MASK64 = (1 << 64) - 1
 _MASK32 = (1 << 32) - 1
-_KEY_TAG = int.from_bytes(b"specray\0", "little")
+KEY_TAG = int.from_bytes(b"specray\0", "little")
+"""Second word of every key."""
 MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
 WEYL = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
 NUM_ROUNDS = 10
-WORDS_PER_BLOCK = 4
 _DEFAULT_CACHE_BYTES = 64 * 1024 * 1024
-_MAX_POSITIONS_AHEAD = 16
 
 
 class Purpose(enum.IntEnum):
@@ -57,7 +56,7 @@ class NoiseKey(NamedTuple):
 
 def philox_key(key: NoiseKey) -> tuple[int, int, int, int]:
     """The unsigned words that a row's blocks share: the two of the key, position and purpose."""
-    return key.seed & _MASK64, _KEY_TAG, key.position, key.purpose
+    return key.seed & _MASK64, KEY_TAG, key.position, key.purpose
 
 
 class PhiloxGenerator:
@@ -89,37 +88,31 @@ def philox_words(keys: Sequence[NoiseKey], count: int, device: torch.device) -> 
     Returns:
         int64 ``[len(keys), count]``; the bits are those of the unsigned words.
     """
-    num_blocks = -(-count // WORDS_PER_BLOCK)
-    blocks = _philox_blocks(keys, torch.arange(num_blocks, dtype=torch.int64, device=device))
-    return blocks.reshape(len(keys), num_blocks * WORDS_PER_BLOCK)[:, :count]
+    rows = [(signed(key.seed), key.position, key.purpose) for key in keys]
+    token_ids = torch.arange(count, device=device).expand(len(keys), count)
+    return philox_words_at(torch.tensor(rows, dtype=torch.int64, device=device), token_ids)
 
 
-def philox_words_at(keys: Sequence[NoiseKey], token_ids: Tensor) -> Tensor:
-    """The words of some token ids alone: int64 ``[len(keys), len(token_ids)]``.
+def philox_words_at(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """The words of some tokens.
 
     Args:
-        token_ids: int64, on the device that computes.
+        keys: int64 ``[num_rows, 3]``: seed, position and purpose.
+        token_ids: int64 ``[num_rows, any]``.
+
+    Returns:
+        int64, of the shape of ``token_ids``.
     """
-    blocks, place = torch.unique(token_ids // WORDS_PER_BLOCK, return_inverse=True)
-    return _philox_blocks(keys, blocks)[:, place, token_ids % WORDS_PER_BLOCK]
-
-
-def _philox_blocks(keys: Sequence[NoiseKey], blocks: Tensor) -> Tensor:
-    """The words of each key's blocks of token ids: int64 ``[len(keys), len(blocks), 4]``."""
-
-    def column(values: Sequence[int]) -> Tensor:
-        signed = [_signed(value) for value in values]
-        return torch.tensor(signed, dtype=torch.int64, device=blocks.device)[:, None]
-
-    shape = (len(keys), len(blocks))
+    seeds, positions, purposes = (column[:, None] for column in keys.unbind(1))
+    block = (token_ids >> 2) + 1
     counter = [
-        (blocks + 1).expand(shape),
-        column([key.position for key in keys]).expand(shape),
-        column([key.purpose for key in keys]).expand(shape),
-        torch.zeros(shape, dtype=torch.int64, device=blocks.device),
+        block,
+        positions.expand_as(block),
+        purposes.expand_as(block),
+        torch.zeros_like(block),
     ]
-    round_keys = [column([key.seed for key in keys]), column([_KEY_TAG] * len(keys))]
-    return torch.stack(philox_block(counter, round_keys), dim=-1)
+    words = torch.stack(philox_block(counter, [seeds, torch.full_like(seeds, KEY_TAG)]), dim=-1)
+    return words.gather(-1, (token_ids & 3)[..., None])[..., 0]
 
 
 def philox_block(counter: Sequence[Tensor], key: Sequence[Tensor]) -> list[Tensor]:
@@ -133,7 +126,7 @@ def philox_block(counter: Sequence[Tensor], key: Sequence[Tensor]) -> list[Tenso
     k0, k1 = key
     for round_index in range(NUM_ROUNDS):
         if round_index:
-            k0, k1 = k0 + _signed(WEYL[0]), k1 + _signed(WEYL[1])
+            k0, k1 = k0 + signed(WEYL[0]), k1 + signed(WEYL[1])
         high0, low0 = _multiply(c0, MULTIPLIERS[0])
         high1, low1 = _multiply(c2, MULTIPLIERS[1])
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
@@ -146,7 +139,7 @@ def _multiply(words: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
     high, low = _upper(words), words & _MASK32
     middle = high * low_factor + _upper(low * low_factor)
     carry = low * high_factor + (middle & _MASK32)
-    return high * high_factor + _upper(middle) + _upper(carry), words * _signed(multiplier)
+    return high * high_factor + _upper(middle) + _upper(carry), words * signed(multiplier)
 
 
 def _upper(words: Tensor) -> Tensor:
@@ -154,7 +147,7 @@ def _upper(words: Tensor) -> Tensor:
     return (words >> 32) & _MASK32
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
     """The int64 with the bits of ``value`` modulo 2^64."""
     value &= _MASK64
     return value - (1 << 64) if value >> 63 else value
@@ -179,43 +172,40 @@ def _gumbel_numpy(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
     return np.negative(values, out=values)
 
 
+def uniform_from_words(words: Tensor) -> Tensor:
+    """Uniforms in (0, 1), float64, from int64 words of any shape; the bits are those of the numpy form."""
+    return ((words >> 12) & ((1 << 52) - 1)).to(torch.float64).add_(0.5).mul_(2.0**-52)
+
+
 def gumbel_from_words(words: Tensor) -> Tensor:
     """Standard Gumbel numbers, float64, from int64 words of any shape: ``-log(-log(u))``.
 
     The largest is 36.7: the tail is cut where its probability is 2^-53.
     """
-    uniforms = ((words >> 12) & ((1 << 52) - 1)).to(torch.float64).add_(0.5).mul_(2.0**-52)
-    return uniforms.log_().neg_().log_().neg_()
+    return uniform_from_words(words).log_().neg_().log_().neg_()
 
 
 class NoiseSource:
-    """Rows of noise for one vocabulary, or for some of its token ids, on one device.
+    """Rows of noise for one vocabulary, or for some of its token ids, on the CPU.
 
     Keeps the rows used last: the draft ranks outcomes at positions where it has just drawn, and the target
     sees a rejected position again. A row is a function of its key, so keeping it cannot change a result.
 
     Args:
         max_cached_bytes: for the rows kept.
-        on_device: compute with torch on ``device``, not with numpy; default: unless it is the CPU.
         token_ids: ids whose numbers a row holds, in ascending order; None: all.
     """
 
     def __init__(
         self,
         vocab_size: int,
-        device: torch.device,
         *,
         max_cached_bytes: int = _DEFAULT_CACHE_BYTES,
-        on_device: bool | None = None,
         token_ids: npt.NDArray[np.int64] | None = None,
     ) -> None:
         self._vocab_size = vocab_size
         self.token_ids = token_ids
         """Token ids of a row's numbers; None: all."""
-        self._token_ids = None if token_ids is None else torch.from_numpy(token_ids).to(device)
-        self._device = device
-        self.is_on_device = device.type != "cpu" if on_device is None else on_device
-        """True if torch computes the noise, False if numpy does."""
         self._generator = PhiloxGenerator()
         self.row_size = vocab_size if token_ids is None else len(token_ids)
         """Numbers of a row."""
@@ -223,11 +213,11 @@ class NoiseSource:
         self._cached_rows: OrderedDict[NoiseKey, Tensor] = OrderedDict()
 
     def gumbel(self, keys: Sequence[NoiseKey]) -> Tensor:
-        """Gumbel noise, float64 ``[len(keys), row_size]`` on the source's device."""
+        """Gumbel noise, float64 ``[len(keys), row_size]``."""
         rows = {key: self._cached_rows[key] for key in keys if key in self._cached_rows}
-        missing = [key for key in dict.fromkeys(keys) if key not in rows]
-        if missing:
-            rows |= self._compute_on_device(missing) if self.is_on_device else self._compute(missing)
+        for key in keys:
+            if key not in rows:
+                rows[key] = torch.from_numpy(_gumbel_numpy(self._words(key)))
         self._remember(rows)
         return rows[keys[0]][None] if len(keys) == 1 else torch.stack([rows[key] for key in keys])
 
@@ -235,28 +225,9 @@ class NoiseSource:
         """One uniform in (0, 1): that of token id 0."""
         return float(_uniform_numpy(self._generator.words(key, 1))[0])
 
-    def _compute(self, keys: Sequence[NoiseKey]) -> dict[NoiseKey, Tensor]:
-        chosen = slice(None) if self.token_ids is None else self.token_ids
-        words = (self._generator.words(key, self._vocab_size)[chosen] for key in keys)
-        return {key: torch.from_numpy(_gumbel_numpy(row)) for key, row in zip(keys, words, strict=True)}
-
-    def _compute_on_device(self, keys: Sequence[NoiseKey]) -> dict[NoiseKey, Tensor]:
-        """Computes the positions that follow too: some 400 small kernels cost the same for many rows."""
-        num_ahead = max(1, min(_MAX_POSITIONS_AHEAD, self._max_cached_rows // (2 * len(keys))))
-        ahead = list(
-            dict.fromkeys(
-                [
-                    *keys,
-                    *(key._replace(position=key.position + n) for key in keys for n in range(1, num_ahead)),
-                ]
-            )
-        )
-        if self._token_ids is None:
-            noise = gumbel_from_words(philox_words(ahead, self._vocab_size, self._device))
-        else:
-            noise = gumbel_from_words(philox_words_at(ahead, self._token_ids))
-        # Own storage for each row: a kept view would keep the whole batch.
-        return {key: row.clone() for key, row in zip(ahead, noise, strict=True)}
+    def _words(self, key: NoiseKey) -> npt.NDArray[np.uint64]:
+        words = self._generator.words(key, self._vocab_size)
+        return words if self.token_ids is None else words[self.token_ids]
 
     def _remember(self, rows: dict[NoiseKey, Tensor]) -> None:
         if len(rows) > self._max_cached_rows:

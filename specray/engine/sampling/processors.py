@@ -89,13 +89,14 @@ def without_tail_cut(group: RowGroup) -> RowGroup:
     return replace(group, sampling=replace(group.sampling, top_k=0, top_p=1.0, min_p=0.0))
 
 
-def _divisor(sampling: SamplingParams) -> float:
+def divisor_of(sampling: SamplingParams) -> float:
+    """What the request's logits are divided by."""
     return 1.0 if sampling.is_greedy else max(sampling.temperature, _MIN_TEMPERATURE)
 
 
 def _scale(logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
     """Divides each group's rows by its temperature."""
-    divisors = [_divisor(group.sampling) for group in groups for _ in range(group.num_rows)]
+    divisors = [divisor_of(group.sampling) for group in groups for _ in range(group.num_rows)]
     if all(divisor == 1.0 for divisor in divisors):
         return logits
     # By a tensor even where all are equal: for a number CUDA multiplies by its reciprocal, and a row's last

@@ -203,7 +203,7 @@ def target_only(
     for _ in range(num_tokens):
         row = logits(token_ids)[None]
         group = row_group(sampling, token_ids, 1)
-        noise = NoiseSource(row.shape[1], CPU, max_cached_bytes=0)
+        noise = NoiseSource(row.shape[1], max_cached_bytes=0)
         token_ids.append(int(add_draw_noise(process_logits(row, [group]), [group], noise).argmax()))
     return token_ids[len(prompt) :]
 

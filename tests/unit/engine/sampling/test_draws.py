@@ -34,7 +34,7 @@ def keys_of(num_rows: int, seed: int = 0) -> list[NoiseKey]:
 
 
 def scores_of(logits: torch.Tensor, keys: list[NoiseKey]) -> torch.Tensor:
-    return logits + NoiseSource(logits.shape[1], CPU).gumbel(keys)
+    return logits + NoiseSource(logits.shape[1]).gumbel(keys)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 3, 4, 5, 15, 16, 17, 31, 33, 100, 4096, 5001])
@@ -42,7 +42,7 @@ def scores_of(logits: torch.Tensor, keys: list[NoiseKey]) -> torch.Tensor:
 def test_token_is_the_best_of_all_scores(vocab_size: int, spread: float) -> None:
     """From rows where noise alone decides to rows where it decides nothing."""
     logits, keys = random_logits(50, vocab_size, spread), keys_of(50)
-    drawn = [draw.token_id for draw in draw_tokens(logits, keys, NoiseSource(vocab_size, CPU))]
+    drawn = [draw.token_id for draw in draw_tokens(logits, keys, NoiseSource(vocab_size))]
     assert drawn == scores_of(logits, keys).argmax(-1).tolist()
 
 
@@ -56,7 +56,7 @@ def test_token_is_the_best_of_all_scores(vocab_size: int, spread: float) -> None
 )
 def test_keys_of_any_size(key: NoiseKey) -> None:
     logits = torch.zeros(1, 999)
-    [draw] = draw_tokens(logits, [key], NoiseSource(999, CPU))
+    [draw] = draw_tokens(logits, [key], NoiseSource(999))
     assert draw.token_id == int(scores_of(logits, [key]).argmax())
 
 
@@ -78,7 +78,7 @@ def test_what_is_cut_off_is_never_drawn() -> None:
     logits[:, 37] = -20.0
     logits[:, 99] = -20.5
     keys = keys_of(200)
-    drawn = [draw.token_id for draw in draw_tokens(logits, keys, NoiseSource(100, CPU))]
+    drawn = [draw.token_id for draw in draw_tokens(logits, keys, NoiseSource(100))]
     assert drawn == scores_of(logits, keys).argmax(-1).tolist()
     assert set(drawn) == {37, 99}
 
@@ -88,9 +88,9 @@ def test_rows_without_noise_among_others() -> None:
     some = [key if row % 3 else None for row, key in enumerate(keys)]
     expected = scores_of(logits, keys)
     expected[::3] = logits[::3].double()
-    drawn = draw_tokens(logits, some, NoiseSource(300, CPU), is_judged=True)
+    drawn = draw_tokens(logits, some, NoiseSource(300), is_judged=True)
     assert [draw.token_id for draw in drawn] == expected.argmax(-1).tolist()
-    plain = draw_tokens(logits, [None] * 9, NoiseSource(300, CPU), is_judged=True)
+    plain = draw_tokens(logits, [None] * 9, NoiseSource(300), is_judged=True)
     assert drawn[::3] == plain[::3]
 
 
@@ -99,7 +99,7 @@ def test_rows_without_noise_among_others() -> None:
 def test_lead_is_the_share_of_the_best_score(vocab_size: int, spread: float) -> None:
     logits, keys = random_logits(100, vocab_size, spread), keys_of(100, seed=3)
     expected = (scores_of(logits, keys) / SCORE_SPREAD).log_softmax(-1).amax(-1)
-    drawn = draw_tokens(logits, keys, NoiseSource(vocab_size, CPU), is_judged=True)
+    drawn = draw_tokens(logits, keys, NoiseSource(vocab_size), is_judged=True)
     torch.testing.assert_close(
         torch.tensor([draw.lead for draw in drawn]).double(), expected, atol=0.12, rtol=0.0
     )
@@ -112,7 +112,7 @@ def test_lead_without_noise_is_exact(vocab_size: int, spread: float) -> None:
     # Impossible tokens, at the beginning and at the end.
     logits[7, : vocab_size // 2] = -math.inf
     logits[8, (vocab_size + 1) // 2 :] = -math.inf
-    drawn = draw_tokens(logits, [None] * 20, NoiseSource(vocab_size, CPU), is_judged=True)
+    drawn = draw_tokens(logits, [None] * 20, NoiseSource(vocab_size), is_judged=True)
     assert [draw.token_id for draw in drawn] == logits.argmax(-1).tolist()
     leads = torch.tensor([draw.lead for draw in drawn])
     expected = (logits.double() / SCORE_SPREAD).log_softmax(-1).amax(-1)
@@ -121,21 +121,19 @@ def test_lead_without_noise_is_exact(vocab_size: int, spread: float) -> None:
 
 def test_lead_is_not_computed_unasked() -> None:
     for keys in (keys_of(3), [None] * 3):
-        assert [draw.lead for draw in draw_tokens(torch.randn(3, 64), keys, NoiseSource(64, CPU))] == [
-            0.0
-        ] * 3
+        assert [draw.lead for draw in draw_tokens(torch.randn(3, 64), keys, NoiseSource(64))] == [0.0] * 3
 
 
 def test_logits_stay_as_they_are() -> None:
     logits = random_logits(4, 50, 1.0)
     before = logits.clone()
-    draw_tokens(logits, [*keys_of(3), None], NoiseSource(50, CPU), is_judged=True)
+    draw_tokens(logits, [*keys_of(3), None], NoiseSource(50), is_judged=True)
     assert torch.equal(logits, before)
 
 
 def test_doubles_are_drawn_from_as_well() -> None:
     logits, keys = random_logits(5, 80, 1.0).double(), keys_of(5)
-    drawn = [draw.token_id for draw in draw_tokens(logits, keys, NoiseSource(80, CPU))]
+    drawn = [draw.token_id for draw in draw_tokens(logits, keys, NoiseSource(80))]
     assert drawn == scores_of(logits, keys).argmax(-1).tolist()
 
 

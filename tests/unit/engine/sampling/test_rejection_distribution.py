@@ -50,7 +50,7 @@ Verify = Callable[[torch.Tensor, list[Round]], list[Verified]]
 
 @pytest.fixture(scope="module")
 def noise() -> NoiseSource:
-    return NoiseSource(VOCAB_SIZE, torch.device("cpu"))
+    return NoiseSource(VOCAB_SIZE)
 
 
 def rows(table: torch.Tensor, token_ids: list[int], count: int) -> torch.Tensor:

@@ -22,7 +22,7 @@ from specray.types import SamplingParams, Verification
 from tests.unit.engine.sampling.rows import row_group
 
 VOCAB_SIZE = 8
-NOISE = NoiseSource(VOCAB_SIZE, torch.device("cpu"))
+NOISE = NoiseSource(VOCAB_SIZE)
 GREEDY = SamplingParams(temperature=0.0)
 BY_REJECTION = SamplingParams(seed=3, verification=Verification.REJECTION)
 
@@ -186,7 +186,7 @@ def test_rejection_repeats_with_the_same_seed() -> None:
             verify_rejection(logits, (1, 2, 3), (), noise=source, seed=seed, first_position=7)
             for seed in range(30)
         ]
-        for source in (NOISE, NoiseSource(VOCAB_SIZE, torch.device("cpu"), max_cached_bytes=0))
+        for source in (NOISE, NoiseSource(VOCAB_SIZE, max_cached_bytes=0))
     ]
     assert results[0] == results[1]
     assert len(set(results[0])) > 1

@@ -1,0 +1,153 @@
+"""Implements the seam of ``kernels`` with Triton. Importing it needs triton."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from specray.engine.sampling.device.cut_triton import cut_kernel
+from specray.engine.sampling.device.draw_triton import (
+    draw_kernel,
+    join_kernel,
+    join_residual_kernel,
+    join_sums_kernel,
+    residual_kernel,
+    sums_kernel,
+)
+from specray.engine.sampling.device.kernels import Residuals
+from specray.engine.sampling.device.philox_triton import gumbel_kernel, words_kernel
+from specray.engine.sampling.device.rows import Cut, RowTable
+
+_LANES = 256
+"""Lanes of a program that draws; each takes four tokens at a time."""
+_CUT_LANES = 512
+_MAX_SPLITS = 64
+"""Most parts of one row, a power of two."""
+
+
+class TritonKernels:
+    """Implements ``kernels.Kernels``.
+
+    Args:
+        num_processors: of the device; programs for four times as many are wanted.
+        lanes: of each program, a power of two.
+    """
+
+    def __init__(self, num_processors: int, *, lanes: int = _LANES, cut_lanes: int = _CUT_LANES) -> None:
+        self._num_wanted = 4 * num_processors
+        self._lanes = lanes
+        self._cut_lanes = cut_lanes
+
+    def words(self, keys: Tensor, token_ids: Tensor) -> Tensor:
+        """See ``kernels.Kernels``."""
+        num_rows, width = token_ids.shape
+        token_ids = token_ids.contiguous()
+        out = torch.empty_like(token_ids)
+        size = min(self._lanes, triton.next_power_of_2(width))
+        words_kernel[(num_rows, triton.cdiv(width, size))](keys, token_ids, out, width, SIZE=size)
+        return out
+
+    def gumbel(self, keys: Tensor, vocab_size: int) -> Tensor:
+        """See ``kernels.Kernels``."""
+        out = torch.empty(len(keys), vocab_size, dtype=torch.float64, device=keys.device)
+        grid = (len(keys), triton.cdiv(vocab_size, 4 * self._lanes))
+        gumbel_kernel[grid](keys.contiguous(), out, vocab_size, LANES=self._lanes)
+        return out
+
+    def cut(self, logits: Tensor, rows: RowTable) -> Cut:
+        """See ``kernels.Kernels``."""
+        num_rows, vocab_size = logits.shape
+        cut = Cut(
+            torch.empty(num_rows, dtype=torch.float32, device=logits.device),
+            torch.empty(num_rows, dtype=torch.int32, device=logits.device),
+        )
+        cut_kernel[(num_rows,)](
+            logits, rows.divisors, rows.top_k, rows.top_p, rows.log_min_p, *cut, vocab_size,
+            LANES=self._cut_lanes, num_warps=max(1, self._cut_lanes // 32),
+        )  # fmt: skip
+        return cut
+
+    def draw(
+        self, logits: Tensor, rows: RowTable, cut: Cut | None, *, is_judged: bool
+    ) -> tuple[Tensor, Tensor]:
+        """See ``kernels.Kernels``."""
+        num_rows, vocab_size = logits.shape
+        num_splits, split_size = self._splits(num_rows, vocab_size)
+        best, where = self._parts(num_rows, num_splits, logits.device)
+        totals = torch.empty(num_rows, num_splits, dtype=torch.float32, device=logits.device)
+        draw_kernel[(num_rows, num_splits)](
+            logits, rows.keys, rows.divisors, *_cut_of(cut, rows), best, where, totals,
+            vocab_size, split_size, HAS_CUT=cut is not None, IS_JUDGED=is_judged, LANES=self._lanes,
+        )  # fmt: skip
+        tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+        leads = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+        join_kernel[(num_rows,)](
+            best,
+            where,
+            totals,
+            tokens,
+            leads,
+            num_splits,
+            vocab_size,
+            IS_JUDGED=is_judged,
+            SPLITS=_MAX_SPLITS,
+        )
+        return tokens, leads
+
+    def sums(self, logits: Tensor, rows: RowTable, cut: Cut | None) -> tuple[Tensor, Tensor]:
+        """See ``kernels.Kernels``."""
+        num_rows, vocab_size = logits.shape
+        num_splits, split_size = self._splits(num_rows, vocab_size)
+        sums = torch.empty(num_rows, num_splits, dtype=torch.float64, device=logits.device)
+        highest = torch.empty(num_rows, num_splits, dtype=torch.float32, device=logits.device)
+        sums_kernel[(num_rows, num_splits)](
+            logits, rows.divisors, *_cut_of(cut, rows), highest, sums, vocab_size, split_size,
+            HAS_CUT=cut is not None, LANES=self._lanes,
+        )  # fmt: skip
+        largest, total = torch.empty_like(highest[:, 0]), torch.empty_like(sums[:, 0])
+        join_sums_kernel[(num_rows,)](highest, sums, largest, total, num_splits, SPLITS=_MAX_SPLITS)
+        return largest, total
+
+    def draw_residuals(
+        self,
+        logits: Tensor,
+        rows: RowTable,
+        cut: Cut | None,
+        sums: tuple[Tensor, Tensor],
+        residuals: Residuals,
+    ) -> Tensor:
+        """See ``kernels.Kernels``."""
+        count, vocab_size = len(residuals.rows), logits.shape[1]
+        num_splits, split_size = self._splits(count, vocab_size)
+        parts = (
+            *self._parts(count, num_splits, logits.device),
+            *self._parts(count, num_splits, logits.device),
+        )
+        residual_kernel[(count, num_splits)](
+            logits, residuals.rows.contiguous(), residuals.keys.contiguous(), rows.divisors,
+            *_cut_of(cut, rows), *sums, residuals.draft_probs, *parts, vocab_size, split_size,
+            HAS_CUT=cut is not None, LANES=self._lanes,
+        )  # fmt: skip
+        tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
+        join_residual_kernel[(count,)](*parts, tokens, num_splits, vocab_size, SPLITS=_MAX_SPLITS)
+        return tokens
+
+    def _splits(self, num_rows: int, vocab_size: int) -> tuple[int, int]:
+        """Number and size of the parts of a row; the size is a multiple of what a program takes at a time."""
+        at_once = 4 * self._lanes
+        steps = triton.cdiv(vocab_size, at_once)
+        wanted = max(1, min(_MAX_SPLITS, steps, self._num_wanted // num_rows))
+        size = triton.cdiv(steps, wanted) * at_once
+        return triton.cdiv(vocab_size, size), size
+
+    def _parts(self, num_rows: int, num_splits: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        return (
+            torch.empty(num_rows, num_splits, dtype=torch.float64, device=device),
+            torch.empty(num_rows, num_splits, dtype=torch.int32, device=device),
+        )
+
+
+def _cut_of(cut: Cut | None, rows: RowTable) -> tuple[Tensor, Tensor]:
+    """Arguments for the kernels; without a cut any tensors, which they do not read."""
+    return (rows.divisors, rows.keys) if cut is None else (cut.thresholds, cut.last_tied)
