@@ -54,7 +54,7 @@ def process_logits(logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
 
 
 def shifts_logits(group: RowGroup) -> bool:
-    """True when something is done to single tokens, by their ids."""
+    """True when bias, penalties or what is forbidden change single logits."""
     sampling = group.sampling
     return (
         group.token_masks is not None

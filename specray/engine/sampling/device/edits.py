@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specray.engine.sampling.bad_words import bad_ends
 from specray.engine.sampling.device.upload import Sent, Upload
+from specray.engine.sampling.processors import shifts_logits
 from specray.engine.sampling.state import RowGroup
 
 Edit = Callable[[Tensor, Sent], None]
@@ -39,7 +40,11 @@ def plan_edits(upload: Upload, groups: Sequence[RowGroup], vocab_size: int) -> l
         The processors that any group has, in their order.
     """
     starts = np.cumsum([0, *(group.num_rows for group in groups)])
-    blocks = [_Block(group, int(start)) for group, start in zip(groups, starts[:-1], strict=True)]
+    blocks = [
+        _Block(group, int(start))
+        for group, start in zip(groups, starts, strict=False)
+        if shifts_logits(group)
+    ]
     plans = (
         _plan_bias,
         _plan_repetition,
@@ -182,7 +187,7 @@ def _plan_early_stop(upload: Upload, blocks: Sequence[_Block], vocab_size: int) 
         sampling = block.group.sampling
         is_early = np.array(block.group.positions) < sampling.num_prompt_tokens + sampling.min_tokens
         stops = [token for token in sampling.stop_token_ids if token < vocab_size]
-        if sampling.min_tokens > 0 and stops and is_early.any():
+        if stops and is_early.any():
             places.append(_places(block.rows[is_early], stops, vocab_size))
     if not places:
         return None

@@ -51,7 +51,7 @@ class DeviceSampler:
         if rejection is not None:
             verdicts = rejection.verify(self._kernels, step.logits, step.table, cut, step.sent)
             parts.append(verdicts.T.reshape(-1))
-        answer: list[int] = torch.cat(parts).tolist()
+        answer: list[int] = torch.cat(parts).cpu().tolist()
         return _verdicts(answer, rounds)
 
     def draw(
@@ -67,7 +67,7 @@ class DeviceSampler:
         parts = [tokens.double(), leads.double()]
         if truncated is not None:
             parts.append(self._draw_truncated(step, cut, truncated).view(-1))
-        answer: list[float] = torch.cat(parts).tolist()
+        answer: list[float] = torch.cat(parts).cpu().tolist()
         count = len(groups)
         rest = iter(_split(answer[2 * count :], 1 + 2 * self._support_size(logits)))
         return [
@@ -95,7 +95,7 @@ class DeviceSampler:
         scores = scores + self._kernels.gumbel(step.table.keys, logits.shape[1])
         values, token_ids = scores.topk(num_ranked(logits.shape[1], counts), dim=-1)
         logprobs = (values / SCORE_SPREAD).log_softmax(-1)
-        answer: list[list[list[float]]] = torch.stack((logprobs, token_ids.double())).tolist()
+        answer: list[list[list[float]]] = torch.stack((logprobs, token_ids.double())).cpu().tolist()
         rows = [[int(token) for token in row] for row in answer[1]]
         return ranked_rows(answer[0], rows, counts, excluded, groups)
 
@@ -137,7 +137,7 @@ class _Step:
         self.sent = self.upload.send(self.logits.device)
         self.table = self._rows.table(self.sent)
         own = self.logits.float().contiguous()
-        if self._edits and own.data_ptr() == self.logits.data_ptr():
+        if self._edits and own is self.logits:
             own = own.clone()
         for edit in self._edits:
             edit(own, self.sent)
