@@ -91,8 +91,7 @@ def measure_shape(shape: str, options: Options, stages: Stages, models: Path, re
         try:
             results[key] = stages.run(f"{shape} {key}", name, **arguments)
         except Failure as failure:
-            print(f"{failure.stage} failed: {failure.reason}", file=sys.stderr, flush=True)
-            report["failures"].append({"stage": failure.stage, "reason": failure.reason})
+            _note(failure, report)
         write_report(report, options.report)
 
     stage("checkpoint", "models", shape=shape, directory=str(models), device=options.device)
@@ -115,6 +114,22 @@ def measure_shape(shape: str, options: Options, stages: Stages, models: Path, re
     stage(f"transformers {options.dtype}", "peer", **timed)
 
 
+def measure_sampling(options: Options, stages: Stages, report: Report) -> None:
+    """Runs the stage that needs no model."""
+    try:
+        report["sampling"] = stages.run(
+            "sampling", "sampling", device=options.device, is_tiny=options.shapes == ("tiny",)
+        )
+    except Failure as failure:
+        _note(failure, report)
+    write_report(report, options.report)
+
+
+def _note(failure: Failure, report: Report) -> None:
+    print(f"{failure.stage} failed: {failure.reason}", file=sys.stderr, flush=True)
+    report["failures"].append({"stage": failure.stage, "reason": failure.reason})
+
+
 def main() -> int:
     """Runs everything. Returns 1 if a stage failed or float32 outputs differ, else 0."""
     options = parse_options()
@@ -131,7 +146,9 @@ def main() -> int:
     report: Report = {"options": values, "shapes": {}, "failures": []}
     with tempfile.TemporaryDirectory(prefix="specray-gpu-") as name:
         stages = Stages(Path(name), options.stage_timeout_s)
-        for shape in options.shapes:
+        if "sampling" in options.stages:
+            measure_sampling(options, stages, report)
+        for shape in options.shapes if set(options.stages) - {"sampling"} else ():
             measure_shape(shape, options, stages, options.models or Path(name), report)
     for problem in problems(report):
         print(f"specray: {problem}", file=sys.stderr)

@@ -12,7 +12,7 @@ from specray.types import MAX_SPECULATIVE_TOKENS
 
 SHAPES = ("tiny", "1b", "8b")
 DTYPES = ("bfloat16", "float32")
-STAGES = ("forwards", "pair", "transformers")
+STAGES = ("sampling", "forwards", "pair", "transformers")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,8 @@ def write_report(report: Report, directory: Path) -> None:
 def problems(report: Report) -> list[str]:
     """Lists stages without a result, and float32 outputs that differ."""
     found = [f"{failure['stage']} failed: {failure['reason']}" for failure in report["failures"]]
+    for name in report.get("sampling", {}).get("differing", ()):
+        found.append(f"sampling, {name}: other tokens than a CPU's")
     for shape, results in report["shapes"].items():
         pair = results.get("pair float32")
         if pair is None:
@@ -46,6 +48,8 @@ def _markdown(report: Report) -> Iterator[str]:
     yield "# specray on an accelerator"
     yield ""
     yield f"`{json.dumps(options)}`"
+    if "sampling" in report:
+        yield from _sampling(report["sampling"])
     for shape, results in report["shapes"].items():
         yield ""
         yield f"## {shape}"
@@ -61,6 +65,36 @@ def _markdown(report: Report) -> Iterator[str]:
         yield ""
         for failure in report["failures"]:
             yield f"- {failure['stage']}: {failure['reason'].splitlines()[-1]}"
+
+
+def _sampling(sampling: dict[str, Any]) -> Iterator[str]:
+    num_equal = sampling["num_kinds"] - len(sampling["differing"])
+    yield ""
+    yield "## Sampling"
+    yield ""
+    yield (
+        f"Vocabulary of {sampling['vocab_size']}, {sampling['num_drafts']} draft tokens, "
+        f"`{sampling['kernels']}`. Tokens equal a CPU's in {num_equal} of {sampling['num_kinds']} kinds."
+    )
+    yield ""
+    yield from _table(
+        ("step", "sampling", "sequences", "rows", "ms"),
+        [
+            (
+                time["kind"],
+                time["sampling"],
+                str(time["num_sequences"]),
+                str(time["num_rows"]),
+                f"{time['ms']:.3f}",
+            )
+            for time in sampling["times"]
+        ],
+    )
+    yield ""
+    yield from _table(
+        ("kernel", "rows", "ms"),
+        [(time["kernel"], str(time["num_rows"]), f"{time['ms']:.3f}") for time in sampling["kernel_times"]],
+    )
 
 
 def _checkpoint(results: dict[str, Any]) -> Iterator[str]:

@@ -50,6 +50,17 @@ def forwards(path: str, device: str, dtype: str, is_tiny: bool) -> dict[str, Any
     return measure(EngineConfig.model_validate(values), TINY if is_tiny else Workload())
 
 
+def sampling(device: str, is_tiny: bool) -> dict[str, Any]:
+    """Times sampling alone in this process."""
+    import torch
+
+    from specray.bench.gpu.sampling import TINY, Workload, measure
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device is 'cuda', but torch sees no CUDA device; allowed here: cpu")
+    return measure(torch.device(device), TINY if is_tiny else Workload())
+
+
 def pair(
     path: str,
     device: str,
@@ -116,7 +127,7 @@ def _engine(path: str, device: str, dtype: str) -> dict[str, Any]:
 
 
 _STAGES: Final[dict[str, Callable[..., dict[str, Any]]]] = {
-    stage.__name__: stage for stage in (models, forwards, pair, peer)
+    stage.__name__: stage for stage in (models, sampling, forwards, pair, peer)
 }
 
 

@@ -23,6 +23,8 @@ _NUM_ROWS = 8
 @functools.cache
 def choose_kernels(device: torch.device) -> Kernels:
     """Triton's kernels where they work and give the same as torch's operators, else these."""
+    if device.type == "cpu":
+        return TorchKernels()
     try:
         from specray.engine.sampling.device.kernels_triton import TritonKernels
 

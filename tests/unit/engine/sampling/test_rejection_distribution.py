@@ -12,11 +12,14 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from specray.draft_tokens import SparseProbs
+from specray.engine.sampling.device.kernels import TorchKernels
+from specray.engine.sampling.device.sampler import DeviceSampler
 from specray.engine.sampling.draft import DraftSampler
 from specray.engine.sampling.noise import NoiseKey, NoiseSource, Purpose
 from specray.engine.sampling.processors import process_logits
@@ -45,7 +48,16 @@ PROCESSED = replace(
 )
 Drafts = tuple[list[int], list[SparseProbs]]
 Propose = Callable[[list[list[int]], list[SamplingParams], int], list[Drafts]]
-Verify = Callable[[torch.Tensor, list[Round]], list[Verified]]
+
+
+class StepRows(NamedTuple):
+    """The target's rows of one step."""
+
+    plain: torch.Tensor
+    processed: torch.Tensor
+
+
+Verify = Callable[[StepRows, list[Round]], list[Verified]]
 
 
 @pytest.fixture(scope="module")
@@ -84,15 +96,16 @@ def generate(
     end = len(PROMPT) + num_tokens
     while unfinished := [index for index, token_ids in enumerate(outputs) if len(token_ids) < end]:
         current, their = [outputs[index] for index in unfinished], [samplings[index] for index in unfinished]
-        rounds, processed = [], []
+        rounds, plain, processed = [], [], []
         for token_ids, sampling, (drafts, probs) in zip(
             current, their, propose(current, their, num_drafts), strict=True
         ):
             known, count = token_ids + drafts, len(drafts) + 1
             rounds.append(Round(row_group(sampling, known, count), drafts, probs))
+            plain.append(rows(TARGET, known, count))
             processed.append(target_rows(replace(sampling, seed=PLAIN.seed), tuple(known), count))
         for token_ids, item, verified in zip(
-            current, rounds, verify(torch.cat(processed), rounds), strict=True
+            current, rounds, verify(StepRows(torch.cat(plain), torch.cat(processed)), rounds), strict=True
         ):
             token_ids += [*item.draft_token_ids[: verified.num_accepted_tokens], verified.next_token_id]
     return [tuple(token_ids[len(PROMPT) : end]) for token_ids in outputs]
@@ -123,10 +136,15 @@ def p_value(
 
 
 def sampled_draft(
-    noise: NoiseSource, *, support: int = 64, verification: Verification | None = None
+    noise: NoiseSource,
+    *,
+    support: int = 64,
+    verification: Verification | None = None,
+    on_device: bool = False,
 ) -> Propose:
     """The draft engine's own sampler over the toy draft."""
-    sampler = DraftSampler(noise, max_num_draft_probs=support)
+    on_cpu = DraftSampler(noise, max_num_draft_probs=support)
+    sampler = DeviceSampler(TorchKernels(), support) if on_device else on_cpu
 
     def propose(token_ids: list[list[int]], samplings: list[SamplingParams], num_drafts: int) -> list[Drafts]:
         samplings = [replace(each, verification=verification or each.verification) for each in samplings]
@@ -154,38 +172,54 @@ def fixed_draft(token_ids: list[list[int]], samplings: list[SamplingParams], num
     return [([(tokens[-1] + 1) % VOCAB_SIZE] * num_drafts, []) for tokens in token_ids]
 
 
-def real(noise: NoiseSource) -> Verify:
-    return lambda processed, rounds: verify_rounds(processed, rounds, noise)
+def real(noise: NoiseSource, *, on_device: bool = False) -> Verify:
+    if on_device:
+        sampler = DeviceSampler(TorchKernels(), 64)
+        return lambda step, rounds: sampler.verify(step.plain, rounds)
+    return lambda step, rounds: verify_rounds(step.processed, rounds, noise)
 
 
+@pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "device"])
 @pytest.mark.parametrize("sampling", [PLAIN, PROCESSED], ids=["plain", "processed"])
 @pytest.mark.parametrize("num_drafts", [1, 3])
-def test_rejection_with_sampled_drafts(noise: NoiseSource, sampling: SamplingParams, num_drafts: int) -> None:
-    assert p_value(sampling, num_drafts, sampled_draft(noise), real(noise)) > SIGNIFICANCE
+def test_rejection_with_sampled_drafts(
+    noise: NoiseSource, sampling: SamplingParams, num_drafts: int, on_device: bool
+) -> None:
+    propose, verify = sampled_draft(noise, on_device=on_device), real(noise, on_device=on_device)
+    assert p_value(sampling, num_drafts, propose, verify) > SIGNIFICANCE
 
 
-def test_rejection_with_a_truncated_support(noise: NoiseSource) -> None:
-    assert p_value(PROCESSED, 2, sampled_draft(noise, support=2), real(noise)) > SIGNIFICANCE
+@pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "device"])
+def test_rejection_with_a_truncated_support(noise: NoiseSource, on_device: bool) -> None:
+    propose = sampled_draft(noise, support=2, on_device=on_device)
+    assert p_value(PROCESSED, 2, propose, real(noise, on_device=on_device)) > SIGNIFICANCE
 
 
+@pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "device"])
 @pytest.mark.parametrize("sampling", [PLAIN, PROCESSED], ids=["plain", "processed"])
-def test_rejection_with_one_hot_drafts(noise: NoiseSource, sampling: SamplingParams) -> None:
-    assert p_value(sampling, 2, fixed_draft, real(noise)) > SIGNIFICANCE
+def test_rejection_with_one_hot_drafts(noise: NoiseSource, sampling: SamplingParams, on_device: bool) -> None:
+    assert p_value(sampling, 2, fixed_draft, real(noise, on_device=on_device)) > SIGNIFICANCE
 
 
+@pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "device"])
 @pytest.mark.parametrize("num_drafts", [0, 2])
-def test_coupled(noise: NoiseSource, num_drafts: int) -> None:
+def test_coupled(noise: NoiseSource, num_drafts: int, on_device: bool) -> None:
     sampling = replace(PROCESSED, verification=Verification.COUPLED)
-    assert p_value(sampling, num_drafts, sampled_draft(noise), real(noise)) > SIGNIFICANCE
+    propose, verify = sampled_draft(noise, on_device=on_device), real(noise, on_device=on_device)
+    assert p_value(sampling, num_drafts, propose, verify) > SIGNIFICANCE
 
 
 def test_coupled_output_equals_target_only_draws(noise: NoiseSource) -> None:
+    """Wherever draft and target draw."""
     sampling = replace(PROCESSED, verification=Verification.COUPLED)
     samplings = [replace(sampling, seed=seed) for seed in range(200)]
     alone = generate(samplings, 6, 0, fixed_draft, real(noise))
+    proposers = (sampled_draft(noise), sampled_draft(noise, on_device=True), fixed_draft)
     for num_drafts in (1, 2, 5):
-        for propose in (sampled_draft(noise), fixed_draft):
-            assert generate(samplings, 6, num_drafts, propose, real(noise)) == alone
+        for propose in proposers:
+            for on_device in (False, True):
+                verify = real(noise, on_device=on_device)
+                assert generate(samplings, 6, num_drafts, propose, verify) == alone
 
 
 def test_residual_rule_on_coupled_drafts_would_fail(noise: NoiseSource) -> None:
@@ -208,8 +242,8 @@ def test_residual_rule_on_coupled_drafts_would_fail(noise: NoiseSource) -> None:
         gumbel = noise.gumbel([NoiseKey(group.sampling.seed, position, Purpose.COUPLED_DRAW)])[0]
         return verified._replace(next_token_id=int((weights.log() + gumbel).argmax()))
 
-    def wrong(processed: torch.Tensor, rounds: list[Round]) -> list[Verified]:
-        parts = processed.split([item.group.num_rows for item in rounds])
+    def wrong(step: StepRows, rounds: list[Round]) -> list[Verified]:
+        parts = step.processed.split([item.group.num_rows for item in rounds])
         return [wrong_of(part, item) for part, item in zip(parts, rounds, strict=True)]
 
     coupled = sampled_draft(noise, verification=Verification.COUPLED)

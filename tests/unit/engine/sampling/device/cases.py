@@ -29,7 +29,7 @@ def random_sampling(
     return SamplingParams(
         temperature=rng.choice((0.0, 0.6, 1.0, 1.0, 1.7)),
         top_k=sometimes(rng.choice((1, 3, vocab_size, 10**6)), 0),
-        top_p=sometimes(rng.choice((1e-9, 0.5, 0.9, 0.99)), 1.0),
+        top_p=sometimes(rng.choice((1e-9, 0.517, 0.8971, 0.991)), 1.0),
         min_p=sometimes(rng.choice((0.02, 0.3, 1.0)), 0.0),
         repetition_penalty=sometimes(rng.choice((0.7, 1.3)), 1.0),
         presence_penalty=sometimes(0.7, 0.0),

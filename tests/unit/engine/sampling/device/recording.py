@@ -44,7 +44,9 @@ class Recording(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         tensors: list[torch.Tensor] = []
-        tree_map(lambda value: tensors.append(value) if isinstance(value, torch.Tensor) else None, (args, kwargs))
+        tree_map(
+            lambda value: tensors.append(value) if isinstance(value, torch.Tensor) else None, (args, kwargs)
+        )
         is_remote = any(isinstance(tensor, Remote) for tensor in tensors)
         # A number without dimensions may stay on the host beside tensors of a device.
         is_mixed = is_remote and any(type(tensor) is torch.Tensor and tensor.dim() for tensor in tensors)
