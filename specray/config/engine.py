@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -47,11 +47,11 @@ class EngineConfig(Section):
     )
     max_num_seqs: int = Field(64, ge=1, le=4096, description="Maximum sequences at once.")
     max_num_batched_tokens: int = Field(2048, ge=16, description="Maximum new tokens of one step.")
-    cache_memory_gib: float = Field(
-        4.0,
-        gt=0,
-        description="GiB of the block cache, per rank. On CPU, if a block fills a huge page, it is allocated "
-        "at start, up to a quarter of the available memory.",
+    cache_memory_gib: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
+        "auto",
+        description="GiB of the block cache, per rank. auto: on CUDA what the weights and one largest step "
+        "leave, or num_gpus of it where that is below 1; on CPU 4. On CPU, if a block fills a huge page, it "
+        "is allocated at start, up to a quarter of the available memory.",
     )
     num_threads: int | None = Field(None, ge=1, description="CPU threads per process; default: by cores.")
     cores: tuple[int, ...] | None = Field(
@@ -85,6 +85,16 @@ class EngineConfig(Section):
         "nodes. If nodes are started on demand, do not use auto.",
     )
     ray_actor_options: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def num_gpus(self) -> float:
+        """GPUs that each rank asks of Ray; one where the device is CUDA and nothing is said."""
+        return float(self.ray_actor_options.get("num_gpus", 1.0 if self.device == "cuda" else 0.0) or 0.0)
+
+    @property
+    def shares_gpu(self) -> bool:
+        """Whether each rank's GPU may be another engine's, too."""
+        return 0.0 < self.num_gpus < 1.0
 
     @property
     def number_format(self) -> str:

@@ -79,8 +79,8 @@ def _draft_deployment(config: Config) -> serve.Deployment:
 def _draft_placement(config: Config) -> dict[str, Any]:
     """Returns the options of the Draft deployment for a replica's place and resources."""
     if config.draft.tensor_parallel_size == 1:
-        num_cpus = rank_bundle(config.draft)["CPU"]
-        options = {"num_cpus": num_cpus, **config.draft.ray_actor_options}
+        own = {key: amount for key, amount in actor_options(rank_bundle(config.draft)).items() if amount}
+        options = {**own, **config.draft.ray_actor_options}
         environment = _with_thread_environment(options.get("runtime_env") or {})
         return {"ray_actor_options": {**options, "runtime_env": environment}}
     group = place_draft(config.draft, nodes=ray_nodes())

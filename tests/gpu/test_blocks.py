@@ -185,3 +185,49 @@ def test_torch_takes_what_varlen_is_given(window: int | None) -> None:
     attend = VarlenAttend(attend_gathered)
     output = attend(query, layer, batch, block_size=size, scale=0.125, window=window)
     assert (output.shape, output.dtype) == ((4, 6 * 64), torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_heads", "expected"),
+    [
+        ((SequenceRows(0, 3, 300, (4, 2)), SequenceRows(3, 1, 0, (1,))), 6, 1),
+        ((SequenceRows(0, 1, 300, (4, 2)),), 6, None),
+        ((SequenceRows(0, 1, 300, (4, 2)),), 2, 1),
+    ],
+    ids=["rows", "single rows that share heads", "single rows that share none"],
+)
+@pytest.mark.parametrize("is_new", [True, False])
+def test_varlen_splits_only_what_torch_joins_rightly(
+    monkeypatch: pytest.MonkeyPatch,
+    rows: tuple[SequenceRows, ...],
+    num_heads: int,
+    expected: int | None,
+    is_new: bool,
+) -> None:
+    asked: list[int | None] = []
+
+    def without_splits(
+        query: torch.Tensor, *_: Any, block_table: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
+        assert "num_splits" not in options
+        asked.append(None)
+        return query
+
+    def with_splits(
+        query: torch.Tensor,
+        *_: Any,
+        block_table: torch.Tensor,
+        num_splits: int | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        asked.append(num_splits)
+        return query
+
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    monkeypatch.setattr(varlen, "varlen_attn", with_splits if is_new else without_splits)
+    query = torch.zeros(sum(item.num_rows for item in rows), num_heads, 64)
+    layer = torch.zeros(8 * VARLEN_BLOCK_SIZE, 4, 64)
+    batch = make_batch(rows, VARLEN_BLOCK_SIZE, query.device)
+    options = {"block_size": VARLEN_BLOCK_SIZE, "scale": 1.0, "window": None}
+    VarlenAttend(attend_gathered)(query, layer, batch, **options)  # type: ignore[arg-type]
+    assert asked == [expected if is_new else None]

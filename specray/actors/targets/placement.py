@@ -79,9 +79,10 @@ def rank_bundle(ranks: EngineConfig) -> Bundle:
     options = ranks.ray_actor_options
     num_cpus = NUM_CPUS_PER_DRAFT_RANK if isinstance(ranks, DraftConfig) else NUM_CPUS_PER_RANK
     bundle: Bundle = {"CPU": options.get("num_cpus", num_cpus)}
-    for option, resource in (("num_gpus", "GPU"), ("memory", "memory")):
-        if options.get(option):
-            bundle[resource] = options[option]
+    if ranks.num_gpus:
+        bundle["GPU"] = ranks.num_gpus
+    if options.get("memory"):
+        bundle["memory"] = options["memory"]
     return {**bundle, **options.get("resources", {})}
 
 

@@ -66,8 +66,10 @@ class VarlenAttend:
     def __init__(self, others: AttendPaged) -> None:
         from torch.nn.attention.varlen import varlen_attn
 
-        if "block_table" not in inspect.signature(varlen_attn).parameters:
+        parameters = inspect.signature(varlen_attn).parameters
+        if "block_table" not in parameters:
             raise ImportError(f"varlen_attn of torch {torch.__version__} takes no block tables")
+        self._takes_splits = "num_splits" in parameters
         self._varlen_attn = varlen_attn
         self._others = others
 
@@ -90,6 +92,11 @@ class VarlenAttend:
         # A single row sees all that is there. Asked without a bound to the right, the kernel takes the query
         # heads that share a kv head together.
         right = -1 if left < 0 and batch.max_rows == 1 else 0
+        options: dict[str, int] = {}
+        if self._takes_splits and (batch.max_rows > 1 or query.shape[1] == num_kv_heads):
+            # Several splits are joined at the wrong places, unless single rows share kv heads (pytorch issue
+            # 194167).
+            options["num_splits"] = 1
         output = self._varlen_attn(
             query,
             blocks[:, :, :num_kv_heads],
@@ -104,6 +111,7 @@ class VarlenAttend:
             enable_gqa=query.shape[1] != num_kv_heads,
             seqused_k=batch.lengths,
             block_table=batch.block_tables,
+            **options,
         )
         assert isinstance(output, torch.Tensor), "nothing else was asked for"
         return output.flatten(1)

@@ -28,6 +28,9 @@ from specray.engine.runner.device import (
     num_threads_for_logits,
     use_cores,
 )
+from specray.engine.runner.gpu_claim import claim_gpu, name_of
+from specray.engine.runner.inputs import SequenceInput
+from specray.engine.runner.memory import CudaMemory, cache_bytes, naming
 from specray.engine.runner.parallel import ParallelContext
 from specray.engine.runner.runner import ModelRunner, RunnerInfo
 from specray.engine.step import CacheShape, Forward
@@ -61,32 +64,23 @@ def build_runner(
     """
     use_cores(config.cores)
     device = choose_device(config)
+    if device.type == "cuda":
+        claim_gpu(config, role, name_of(device))
     tensor_parallel_size = 1 if parallel is None else parallel.world_size
     args = _model_args(config, role, tensor_parallel_size)
     loaded = load_model(args, dtype=_DTYPES[config.dtype], device=device)
     torch.set_num_threads(config.num_threads or num_threads_for(loaded.num_weight_bytes))
     backend = _attention_backend(config, loaded, parallel)
-    forward = _build_forward(config, loaded, parallel, backend, feature_layers)
+    with naming(lambda: _too_large(loaded)):
+        forward = _build_forward(config, loaded, parallel, backend, feature_layers)
     block_size = _block_size(config, loaded, backend)
-    num_blocks = _num_blocks(config, loaded, forward.cache_shape, block_size)
-    # The last block is for rows of captured forwards that belong to nobody.
-    cache = _cache(loaded, forward.cache_shape, num_blocks + (backend is not None), block_size)
-    info = RunnerInfo(
-        model_name=loaded.name,
-        vocab_size=loaded.vocab_size,
-        max_model_len=loaded.max_model_len,
-        tokenizer_fingerprint=loaded.tokenizer_fingerprint,
-        block_size=block_size,
-        num_blocks=num_blocks,
-        dtype=loaded.dtype,
-        device=device,
-        tensor_parallel_size=tensor_parallel_size,
-        forward=forward.name,
-        number_format=config.number_format,
-        num_token_ids=loaded.num_token_ids,
-        token_ids=loaded.token_ids,
-        attention="" if backend is None else backend.name,
-    )
+    provisional = _info(config, loaded, forward, block_size, 0, tensor_parallel_size, backend)
+    wanted_bytes = _cache_bytes(config, provisional, forward, parallel)
+    num_blocks = _num_blocks(config, loaded, forward.cache_shape, block_size, wanted_bytes)
+    info = replace(provisional, num_blocks=num_blocks)
+    with naming(lambda: f"cache_memory_gib is {config.cache_memory_gib}; lower it"):
+        # The last block is for rows of captured forwards that belong to nobody.
+        cache = _cache(loaded, forward.cache_shape, num_blocks + (backend is not None), block_size)
     if parallel is not None:
         parallel.start(_group_choices(info))
     graphs = None
@@ -95,6 +89,33 @@ def build_runner(
         graphs = GraphedForward(forward, cache, max_model_len=loaded.max_model_len, capture=capture)
         graphs.prepare(_prepared_buckets(role))
     return _with_threads_left(ModelRunner(forward, cache, info, parallel=parallel, graphs=graphs))
+
+
+def _info(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    forward: Forward,
+    block_size: int,
+    num_blocks: int,
+    tensor_parallel_size: int,
+    backend: Backend | None,
+) -> RunnerInfo:
+    return RunnerInfo(
+        model_name=loaded.name,
+        vocab_size=loaded.vocab_size,
+        max_model_len=loaded.max_model_len,
+        tokenizer_fingerprint=loaded.tokenizer_fingerprint,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        dtype=loaded.dtype,
+        device=loaded.device,
+        tensor_parallel_size=tensor_parallel_size,
+        forward=forward.name,
+        number_format=config.number_format,
+        num_token_ids=loaded.num_token_ids,
+        token_ids=loaded.token_ids,
+        attention="" if backend is None else backend.name,
+    )
 
 
 def _model_args(config: EngineConfig, role: str, tensor_parallel_size: int) -> ModelArgs:
@@ -139,6 +160,44 @@ def _prepared_buckets(role: str) -> list[Bucket]:
     return buckets
 
 
+def _too_large(loaded: LoadedModel) -> str:
+    return (
+        f"the weights of model {loaded.name!r} take {loaded.num_weight_bytes / 2**30:.1f} GiB in all; take a "
+        "smaller model or a larger tensor_parallel_size, or end what else uses the device"
+    )
+
+
+def _cache_bytes(
+    config: EngineConfig, info: RunnerInfo, forward: Forward, parallel: ParallelContext | None
+) -> int:
+    memory = CudaMemory(info.device) if info.device.type == "cuda" else None
+    found = cache_bytes(config, memory, info.vocab_size, lambda: _run_peak_step(config, info, forward))
+    # Ranks must have equally many blocks, and the leader's own memory is not the others'.
+    return found if parallel is None or memory is None else parallel.least(found)
+
+
+def _run_peak_step(config: EngineConfig, info: RunnerInfo, forward: Forward) -> None:
+    """Runs a step of as many rows as there can be, with the logits of all, over a cache of its own."""
+    num_rows, longest = config.max_num_batched_tokens, info.max_model_len
+    lengths = [min(longest, num_rows - start) for start in range(0, num_rows, longest)]
+    per_sequence = -(-longest // info.block_size)
+    inputs = [
+        SequenceInput([0] * length, 0, range(index * per_sequence, (index + 1) * per_sequence), length)
+        for index, length in enumerate(lengths)
+    ]
+    shape = forward.cache_shape
+    cache = BlockCache(
+        num_layers=shape.num_layers,
+        num_blocks=len(lengths) * per_sequence,
+        block_size=info.block_size,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=info.dtype,
+        device=info.device,
+    )
+    ModelRunner(forward, cache, info).run(inputs)
+
+
 def _build_forward(
     config: EngineConfig,
     loaded: LoadedModel,
@@ -148,7 +207,7 @@ def _build_forward(
 ) -> Forward:
     source = loaded.source
     if isinstance(source, DecoderSource):
-        return lower(
+        lowered = lower(
             source.config,
             source.weights,
             _operators(config, loaded, backend),
@@ -157,6 +216,10 @@ def _build_forward(
             feature_layers=feature_layers,
             head_rows=None if source.head is None else torch.from_numpy(source.head.rows),
         )
+        if loaded.device.type == "cuda":
+            # Weights were joined from pieces, whose memory the block cache and other engines can have.
+            torch.cuda.empty_cache()
+        return lowered
     if config.forward == "decoder":
         raise ConfigError(
             f"forward is 'decoder', which does not cover this {loaded.model_type!r} model; "
@@ -213,7 +276,9 @@ def _cache(loaded: LoadedModel, shape: CacheShape, num_blocks: int, block_size: 
     return cache
 
 
-def _num_blocks(config: EngineConfig, loaded: LoadedModel, shape: CacheShape, block_size: int) -> int:
+def _num_blocks(
+    config: EngineConfig, loaded: LoadedModel, shape: CacheShape, block_size: int, num_bytes: int
+) -> int:
     per_block = block_size * bytes_per_token(
         num_layers=shape.num_layers,
         num_kv_heads=shape.num_kv_heads,
@@ -221,11 +286,12 @@ def _num_blocks(config: EngineConfig, loaded: LoadedModel, shape: CacheShape, bl
         dtype=loaded.dtype,
     )
     per_sequence = -(-loaded.max_model_len // block_size)
-    affordable = int(config.cache_memory_gib * 2**30) // per_block
+    affordable = num_bytes // per_block
     if affordable < per_sequence:
         needed = per_sequence * per_block / 2**30
+        found = f", for which {num_bytes / 2**30:.3f} GiB are left" * (config.cache_memory_gib == "auto")
         raise ConfigError(
-            f"cache_memory_gib is {config.cache_memory_gib}; one sequence of max_model_len "
+            f"cache_memory_gib is {config.cache_memory_gib}{found}; one sequence of max_model_len "
             f"{loaded.max_model_len} needs {needed:.3f} GiB"
         )
     return min(affordable, config.max_num_seqs * per_sequence)

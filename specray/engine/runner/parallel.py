@@ -145,6 +145,16 @@ class ParallelContext:
             self._beating = threading.Thread(target=self._beat, name="specray-group-beat", daemon=True)
             self._beating.start()
 
+    def least(self, value: int) -> int:
+        """The least of the ranks' values; every rank asks. Raises EngineLostError as ``start`` does."""
+        everyones = [0] * self.world_size
+        try:
+            dist.monitored_barrier(group=self._control, timeout=timedelta(seconds=self._args.start_timeout_s))
+            dist.all_gather_object(everyones, value, group=self._control)
+        except RuntimeError as error:
+            raise EngineLostError(f"the group did not start: {error}") from None
+        return min(everyones)
+
     def send_step(self, inputs: Sequence[SequenceInput]) -> None:
         """Leader: hands a step to the other ranks. Raises EngineLostError when one is gone."""
         self._send(_Kind.STEP, encode_inputs(inputs))

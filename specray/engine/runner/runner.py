@@ -91,6 +91,15 @@ class ModelRunner:
         """
         if self._parallel is not None:
             self._parallel.send_step(inputs)
+        try:
+            return self._run(inputs)
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(
+                f"a step of {sum(len(item.token_ids) for item in inputs)} rows found no memory; lower "
+                f"max_num_batched_tokens or cache_memory_gib: {error}"
+            ) from error
+
+    def _run(self, inputs: Sequence[SequenceInput]) -> ForwardOutput:
         if self.graphs is not None and (bucket := self.graphs.bucket_for(inputs)) is not None:
             return self._run_captured(self.graphs, bucket, inputs)
         return self._forward(self._plan(inputs))

@@ -11,16 +11,19 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import yaml
 
-from specray.config import Config, RpcConfig
+from specray.config import Config, EngineConfig, RpcConfig
 from specray.errors import ConfigError, EngineLostError
 from specray.interfaces import Drafter, StopMatcherFactory
 from specray.router import Router
 from specray.rpc.connections.drafter import GrpcDrafter
 from specray.rpc.connections.verifier import GrpcVerifier
 from specray.types import EngineInfo
+
+T = TypeVar("T", bound=EngineConfig)
 
 WORKER_COMMAND = (sys.executable, "-m", "specray.cli", "worker")
 CONNECT_TIMEOUT_S = 20.0
@@ -105,7 +108,7 @@ async def local_pair(
         directory = Path(name)
         config_path = directory / "config.yaml"
         # Private sockets of one process and its children: nobody else has to be kept out.
-        config = config.model_copy(update={"rpc": RpcConfig()})
+        config = _sharing_gpu(config).model_copy(update={"rpc": RpcConfig()})
         config_path.write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
         pair = LocalPair(f"unix:{directory / 'target'}.sock", None)
         commands: dict[str, tuple[Sequence[str], str]] = {"target": (worker_command, pair.target)}
@@ -121,6 +124,23 @@ async def local_pair(
             timeout_s = config.router.start_timeout_s
             await asyncio.gather(*(worker.wait_ready(timeout_s) for worker in workers))
             yield pair
+
+
+def _sharing_gpu(config: Config) -> Config:
+    """Both engines are on this machine on purpose: each may use half of a GPU, unless something else is said.
+
+    Ranks of a group have a GPU each.
+    """
+    if not config.draft.has_model:
+        return config
+
+    def halved(engine: T) -> T:
+        options = engine.ray_actor_options
+        if "num_gpus" in options or engine.tensor_parallel_size > 1:
+            return engine
+        return engine.model_copy(update={"ray_actor_options": {**options, "num_gpus": 0.5}})
+
+    return config.model_copy(update={"target": halved(config.target), "draft": halved(config.draft)})
 
 
 @asynccontextmanager

@@ -152,6 +152,15 @@ def test_drafts_go_where_their_labels_say_on_a_part_of_a_gpu() -> None:
     assert draft.ray_actor_options["label_selector"] == {"ray.io/accelerator-type": "L4"}
 
 
+def test_a_draft_on_cuda_asks_for_a_gpu_unless_told_otherwise() -> None:
+    def num_gpus(draft: dict[str, Any]) -> float | None:
+        return deployments({"draft": draft})["Draft"].ray_actor_options.get("num_gpus")
+
+    assert num_gpus({"device": "cuda"}) == 1.0
+    assert num_gpus({"device": "cuda", "ray_actor_options": {"num_gpus": 0.5}}) == 0.5
+    assert num_gpus({"device": "auto"}) in (None, 0)
+
+
 @pytest.mark.parametrize(
     ("given", "env_vars"),
     [

@@ -52,6 +52,24 @@ def test_a_group_is_kept_within_a_node_where_it_fits_one(
     assert group.label_selectors == [{}] * 9
 
 
+@pytest.mark.parametrize(
+    ("device", "options", "expected"),
+    [
+        ("cuda", {}, {"CPU": 1, "GPU": 1.0}),
+        ("cuda", {"num_gpus": 0.3}, {"CPU": 1, "GPU": 0.3}),
+        ("cuda", {"num_gpus": 0}, {"CPU": 1}),
+        ("auto", {}, {"CPU": 1}),
+        ("cpu", {}, {"CPU": 1}),
+    ],
+)
+def test_a_rank_on_cuda_asks_for_a_gpu_unless_told_otherwise(
+    device: str, options: dict[str, Any], expected: dict[str, float]
+) -> None:
+    config = {"device": device, "ray_actor_options": options}
+    group = place_group(TargetConfig.model_validate(config), router_cpus=0.1, nodes=[])
+    assert group.bundles == [{"CPU": 0.1}, expected]
+
+
 def test_the_router_needs_its_share_of_the_node_too() -> None:
     bundles = place_group(target(), router_cpus=0.1, nodes=[]).bundles
     assert fits(bundles, {}, NodeShape({"CPU": 8.1, "GPU": 8}, {}))

@@ -17,7 +17,7 @@ from specray.fakes import ToyModel
 from specray.serving.calls.generate_requests import to_generate_requests
 from specray.serving.generation import stream
 from specray.serving.limits import ServiceLimits
-from specray.serving.local.pair import DraftHost, local_pair, local_router
+from specray.serving.local.pair import DraftHost, _sharing_gpu, local_pair, local_router
 from specray.serving.validation import GenerationOptions
 from specray.tokenization import make_stop_matcher
 from tests.unit.serving.http.service import TOKENIZER, wait_until
@@ -126,3 +126,14 @@ async def test_worker_that_does_not_start_is_a_config_error_with_its_reason() ->
         async with local_router(parse_config({}), worker_command=(*WORKER, "--fail")):
             pytest.fail("the block must not run")
     assert num_children() == num_before
+
+
+def test_engines_of_one_machine_share_its_gpu_unless_told_otherwise() -> None:
+    def parts(values: dict[str, object]) -> tuple[object, object]:
+        config = _sharing_gpu(parse_config(values))
+        return tuple(each.ray_actor_options.get("num_gpus") for each in (config.target, config.draft))  # type: ignore[return-value]
+
+    assert parts({}) == (0.5, 0.5)
+    assert parts({"target": {"ray_actor_options": {"num_gpus": 0.9}}}) == (0.9, 0.5)
+    assert parts({"target": {"tensor_parallel_size": 2}}) == (None, 0.5)
+    assert parts({"draft": {"model": "ngram"}}) == (None, None)

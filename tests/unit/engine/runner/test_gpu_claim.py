@@ -1,0 +1,76 @@
+"""Two processes do not take one GPU by accident; they share it where both say so."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from specray.config import EngineConfig
+from specray.engine.runner.gpu_claim import claim_gpu
+from specray.errors import ConfigError
+
+_HOLD = """
+import sys
+from pathlib import Path
+from specray.config import EngineConfig
+from specray.engine.runner.gpu_claim import claim_gpu
+options = {"num_gpus": float(sys.argv[2])} if sys.argv[2] else {}
+claim_gpu(EngineConfig(ray_actor_options=options), "draft", "GPU-1", directory=Path(sys.argv[1]))
+print("taken", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def another_process(directory: Path, num_gpus: str) -> Iterator[int]:
+    """Has the GPU while the block runs."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _HOLD, str(directory), num_gpus],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "taken\n"
+        yield process.pid
+
+
+def engine(**options: float) -> EngineConfig:
+    return EngineConfig(ray_actor_options=dict(options))
+
+
+def test_a_gpu_that_another_process_has_is_refused_by_name_until_it_ends(tmp_path: Path) -> None:
+    with another_process(tmp_path, "") as pid:
+        for config, said in ((engine(), "not set"), (engine(num_gpus=0.5), "0.5")):
+            with pytest.raises(ConfigError) as raised:
+                claim_gpu(config, "target", "GPU-1", directory=tmp_path)
+            assert str(raised.value) == (
+                f"target.ray_actor_options: num_gpus is {said}, but GPU GPU-1 is taken by the draft of "
+                f"process {pid}; allowed: another GPU, or num_gpus below 1 for every engine that shares it"
+            )
+        claim_gpu(engine(), "target", "GPU-2", directory=tmp_path)
+    claim_gpu(engine(), "target", "GPU-1", directory=tmp_path)
+
+
+def test_engines_that_say_so_share_a_gpu_and_others_do_not(tmp_path: Path) -> None:
+    with another_process(tmp_path, "0.2"):
+        claim_gpu(engine(num_gpus=0.8), "target", "GPU-1", directory=tmp_path)
+        with pytest.raises(ConfigError, match=r"num_gpus is 1\.0, but GPU GPU-1 is taken by the draft of"):
+            claim_gpu(engine(num_gpus=1.0), "target", "GPU-1", directory=tmp_path)
+
+
+def test_two_engines_of_one_process_are_no_accident(tmp_path: Path) -> None:
+    claim_gpu(engine(), "target", "GPU-3", directory=tmp_path)
+    claim_gpu(engine(), "draft", "GPU-3", directory=tmp_path)
+    assert (tmp_path / "specray-gpu-GPU-3.lock").read_text().splitlines() == [
+        f"the {role} of process {os.getpid()}" for role in ("target", "draft")
+    ]
+
+
+def test_a_folder_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
+    claim_gpu(engine(), "target", "GPU-1", directory=tmp_path / "missing")
