@@ -48,18 +48,18 @@ def test_torch_kernels_pass_the_same_checks() -> None:
 def test_kernels_with_other_numbers_are_not_trusted(broken: str) -> None:
     class Broken(TorchKernels):
         def words(self, keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-            return super().words(keys, token_ids) ^ (broken == "words")
+            return super().words(keys, token_ids) ^ int(broken == "words")
 
         def cut(self, *arguments):  # type: ignore[no-untyped-def]
             cut = super().cut(*arguments)
-            return cut._replace(last_tied=cut.last_tied - (broken == "cut"))
+            return cut._replace(last_tied=cut.last_tied - int(broken == "cut"))
 
         def draw(self, *arguments, **options):  # type: ignore[no-untyped-def]
             tokens, leads = super().draw(*arguments, **options)
-            return tokens + (broken == "draw"), leads
+            return tokens + int(broken == "draw"), leads
 
         def draw_residuals(self, *arguments):  # type: ignore[no-untyped-def]
-            return super().draw_residuals(*arguments) + (broken == "residual")
+            return super().draw_residuals(*arguments) + int(broken == "residual")
 
     with pytest.raises(ArithmeticError, match=f"{broken}: .* numbers are not right"):
         check_kernels(Broken(), torch.device("cpu"), vocab_size=203)

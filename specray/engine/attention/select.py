@@ -12,6 +12,7 @@ import inspect
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -92,7 +93,7 @@ class VarlenAttend:
         # A single row sees all that is there. Asked without a bound to the right, the kernel takes the query
         # heads that share a kv head together.
         right = -1 if left < 0 and batch.max_rows == 1 else 0
-        options: dict[str, int] = {}
+        options: dict[str, Any] = {}
         if self._takes_splits and (batch.max_rows > 1 or query.shape[1] == num_kv_heads):
             # Several splits are joined at the wrong places, unless single rows share kv heads (pytorch issue
             # 194167).

@@ -101,7 +101,18 @@ def _find_equal(row_logits, divisor, order, wanted, vocab_size, LANES: tl.conste
     return found
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["vocab_size"],
+    do_not_specialize_on_alignment=[
+        "logits",
+        "divisors",
+        "top_k",
+        "top_p",
+        "log_min_p",
+        "thresholds",
+        "last_tied",
+    ],
+)
 def cut_kernel(
     logits,
     divisors,

@@ -38,7 +38,19 @@ def _take(score, token, highest, chosen, total, IS_JUDGED: tl.constexpr):
     return tl.where(is_better, score, highest), tl.where(is_better, token, chosen), total
 
 
-@triton.jit(do_not_specialize=["split_size"])
+@triton.jit(
+    do_not_specialize=["vocab_size", "split_size"],
+    do_not_specialize_on_alignment=[
+        "logits",
+        "keys",
+        "divisors",
+        "thresholds",
+        "last_tied",
+        "best",
+        "where",
+        "totals",
+    ],
+)
 def draw_kernel(
     logits,
     keys,
@@ -98,7 +110,10 @@ def draw_kernel(
         tl.store(totals + place, tl.sum(total * tl.exp(2.0 * (highest - anchor).to(tl.float32)), 0))
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(
+    do_not_specialize=["num_splits", "vocab_size"],
+    do_not_specialize_on_alignment=["best", "where", "totals", "tokens", "leads"],
+)
 def join_kernel(
     best, where, totals, tokens, leads, num_splits, vocab_size, IS_JUDGED: tl.constexpr, SPLITS: tl.constexpr
 ):
@@ -119,7 +134,17 @@ def join_kernel(
         tl.store(leads + row, 0.0)
 
 
-@triton.jit(do_not_specialize=["split_size"])
+@triton.jit(
+    do_not_specialize=["vocab_size", "split_size"],
+    do_not_specialize_on_alignment=[
+        "logits",
+        "divisors",
+        "thresholds",
+        "last_tied",
+        "highest_out",
+        "sums_out",
+    ],
+)
 def sums_kernel(
     logits,
     divisors,
@@ -160,7 +185,9 @@ def sums_kernel(
     tl.store(sums_out + place, tl.sum(total, 0))
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(
+    do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["highest", "sums", "largest", "total"]
+)
 def join_sums_kernel(highest, sums, largest, total, num_splits, SPLITS: tl.constexpr):
     """A row's largest logit and sum from those of its parts."""
     row = tl.program_id(0).to(tl.int64)
@@ -186,7 +213,24 @@ def _score_residual(number, taken, word, anchor, total):
     return score, own
 
 
-@triton.jit(do_not_specialize=["split_size"])
+@triton.jit(
+    do_not_specialize=["vocab_size", "split_size"],
+    do_not_specialize_on_alignment=[
+        "logits",
+        "rows",
+        "keys",
+        "divisors",
+        "thresholds",
+        "last_tied",
+        "largest",
+        "totals",
+        "draft_probs",
+        "best",
+        "where",
+        "own_best",
+        "own_where",
+    ],
+)
 def residual_kernel(
     logits,
     rows,
@@ -250,7 +294,10 @@ def residual_kernel(
     tl.store(own_where + place, tl.min(tl.where(own_highest == own_top, own_chosen, _NO_TOKEN), 0))
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(
+    do_not_specialize=["num_splits", "vocab_size"],
+    do_not_specialize_on_alignment=["best", "where", "own_best", "own_where", "tokens"],
+)
 def join_residual_kernel(
     best, where, own_best, own_where, tokens, num_splits, vocab_size, SPLITS: tl.constexpr
 ):

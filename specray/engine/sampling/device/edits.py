@@ -160,7 +160,8 @@ def _plan_counting(
 
 
 def _plan_allowed(upload: Upload, blocks: Sequence[_Block], vocab_size: int) -> Edit | None:
-    own, places = [], []
+    own: list[_Block] = []
+    places: list[_Ints] = []
     for block in blocks:
         tokens = [token for token in block.group.sampling.allowed_token_ids if token < vocab_size]
         if tokens:

@@ -22,6 +22,8 @@ from specray.engine.sampling.device.rows import Cut, RowTable
 _LANES = 256
 """Lanes of a program that draws; each takes four tokens at a time."""
 _CUT_LANES = 512
+_NUM_WORDS = 64
+"""Words of a program that is asked for those of some tokens; as many as a draft's support has by default."""
 _MAX_SPLITS = 64
 """Most parts of one row, a power of two."""
 
@@ -44,8 +46,8 @@ class TritonKernels:
         num_rows, width = token_ids.shape
         token_ids = token_ids.contiguous()
         out = torch.empty_like(token_ids)
-        size = min(self._lanes, triton.next_power_of_2(width))
-        words_kernel[(num_rows, triton.cdiv(width, size))](keys, token_ids, out, width, SIZE=size)
+        grid = (num_rows, triton.cdiv(width, _NUM_WORDS))
+        words_kernel[grid](keys.contiguous(), token_ids, out, width, SIZE=_NUM_WORDS)
         return out
 
     def gumbel(self, keys: Tensor, vocab_size: int) -> Tensor:

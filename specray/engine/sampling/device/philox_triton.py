@@ -3,6 +3,8 @@
 Words are integers and exactly those of the other forms. Gumbel numbers take the same two float64 logarithms,
 of which devices may differ by a unit in the last place: two scores would have to lie closer than 1e-15 for
 another token to be drawn.
+
+No kernel of sampling is specialized: whatever was compiled when the kernels were tried serves every step.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ def gumbel_of(word):
     return -tl.log(-tl.log(uniform))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["keys", "token_ids", "out"])
 def words_kernel(keys, token_ids, out, width, SIZE: tl.constexpr):
     """Words of some tokens of each row, one program a row and part."""
     row = tl.program_id(0).to(tl.int64)
@@ -77,7 +79,7 @@ def words_kernel(keys, token_ids, out, width, SIZE: tl.constexpr):
     tl.store(out + row * width + column, word.to(tl.int64, bitcast=True), mask=column < width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["vocab_size"], do_not_specialize_on_alignment=["keys", "out"])
 def gumbel_kernel(keys, out, vocab_size, LANES: tl.constexpr):
     """Gumbel numbers of a part of a row, four tokens a lane."""
     row = tl.program_id(0).to(tl.int64)

@@ -214,12 +214,13 @@ def test_coupled_output_equals_target_only_draws(noise: NoiseSource) -> None:
     sampling = replace(PROCESSED, verification=Verification.COUPLED)
     samplings = [replace(sampling, seed=seed) for seed in range(200)]
     alone = generate(samplings, 6, 0, fixed_draft, real(noise))
-    proposers = (sampled_draft(noise), sampled_draft(noise, on_device=True), fixed_draft)
+    on_cpu, on_device = real(noise), real(noise, on_device=True)
     for num_drafts in (1, 2, 5):
-        for propose in proposers:
-            for on_device in (False, True):
-                verify = real(noise, on_device=on_device)
-                assert generate(samplings, 6, num_drafts, propose, verify) == alone
+        for propose in (sampled_draft(noise), fixed_draft):
+            assert generate(samplings, 6, num_drafts, propose, on_cpu) == alone
+    drafted_there = sampled_draft(noise, on_device=True)
+    for propose, verify in ((fixed_draft, on_device), (drafted_there, on_device), (drafted_there, on_cpu)):
+        assert generate(samplings, 6, 2, propose, verify) == alone
 
 
 def test_residual_rule_on_coupled_drafts_would_fail(noise: NoiseSource) -> None:
