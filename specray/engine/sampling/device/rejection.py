@@ -25,8 +25,6 @@ class RejectionPlan:
     """int64 ``[num_sequences, num_places]``: rows of logits; behind a sequence's last row that row again."""
     token_ids: Piece
     """int64 ``[num_sequences, num_places]``: draft tokens."""
-    lengths: Piece
-    """int64 ``[num_sequences]``: number of draft tokens."""
     support: Piece
     """int64 ``[num_sequences, num_places, width]``: tokens that the draft could have drawn."""
     probs: Piece
@@ -53,9 +51,8 @@ class RejectionPlan:
         target_prob = _probs_of(logits, table, cut, sums, rows, token_ids)
         words = kernels.words(sent[self.accept_keys], torch.zeros_like(rows).view(-1, 1))
         uniform = uniform_from_words(words).view(rows.shape)
-        place = torch.arange(rows.shape[1], device=logits.device)
+        # Where there is no draft token it has no probability either.
         is_accepted = (draft_prob > 0.0) & (uniform * draft_prob < target_prob)
-        is_accepted &= place < sent[self.lengths][:, None]
         num_accepted = is_accepted.long().cumprod(-1).sum(-1)
         residuals = self._residuals(sent, num_accepted, rows, probs, logits.shape[1])
         return torch.stack((num_accepted, kernels.draw_residuals(logits, table, cut, sums, residuals)))
@@ -132,7 +129,6 @@ def plan_rejection(upload: Upload, rounds: Sequence[Round]) -> RejectionPlan | N
     return RejectionPlan(
         rows=upload.add(rows),
         token_ids=upload.add(token_ids),
-        lengths=upload.add(np.array([len(item.draft_token_ids) for item, _ in own])),
         support=upload.add(support),
         probs=upload.add(probs),
         accept_keys=upload.add(key_words(tests)),
