@@ -32,7 +32,8 @@ def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_whole_run_on_a_cpu_gives_equal_tokens_and_every_figure(tmp_path: Path) -> None:
     sizes = ("--num-prompts", "2", "--max-tokens", "12", "--num-repeats", "1", "--k", "2")
     options = ("--shape", "tiny", "--device", "cpu", "--dtype", "float32", *sizes)
-    result = run_script(*options, "--report", str(tmp_path))
+    stages = ("--stage", "forwards", "--stage", "pair", "--stage", "transformers")
+    result = run_script(*options, *stages, "--report", str(tmp_path))
     assert result.returncode == 0, result.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["failures"] == []
@@ -53,6 +54,20 @@ def test_whole_run_on_a_cpu_gives_equal_tokens_and_every_figure(tmp_path: Path) 
     assert "| enumerate K=2 | 1 |" in text and "greedy: 2 of 2." in text
 
 
+def test_sampling_on_a_cpu_needs_no_model_and_gives_every_figure(tmp_path: Path) -> None:
+    options = ("--stage", "sampling", "--shape", "tiny", "--device", "cpu")
+    result = run_script(*options, "--report", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["failures"], report["shapes"]) == ([], {})
+    sampling = report["sampling"]
+    assert (sampling["kernels"], sampling["differing"]) == ("TorchKernels", [])
+    kinds = {(time["kind"], time["num_rows"]) for time in sampling["times"]}
+    assert kinds == {("verify", 3), ("verify", 6), ("draw", 1), ("draw", 2)}
+    assert len(sampling["kernel_times"]) == 2 * 7
+    assert "Tokens equal a CPU's in 7 of 7 kinds." in (tmp_path / "report.md").read_text()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_device_the_message_says_so_and_the_report_has_it(tmp_path: Path) -> None:
     result = run_script("--shape", "tiny", "--report", str(tmp_path / "new" / "folder"))
@@ -69,7 +84,8 @@ def test_a_stage_that_takes_too_long_is_ended_and_the_report_is_written(tmp_path
     )
     assert result.returncode == 1
     assert json.loads((tmp_path / "report.json").read_text())["failures"] == [
-        {"stage": "tiny checkpoint: models", "reason": "it took more than 0.1 s"}
+        {"stage": stage, "reason": "it took more than 0.1 s"}
+        for stage in ("sampling: sampling", "tiny checkpoint: models")
     ]
 
 
@@ -93,7 +109,7 @@ def test_wrong_option_is_refused_at_once(
 
 def test_default_options_measure_everything_on_one_device() -> None:
     options = parse_options(["--report", "x"])
-    assert options.stages == ("forwards", "pair", "transformers")
+    assert options.stages == ("sampling", "forwards", "pair", "transformers")
     assert (options.shapes, options.device, options.draft_device) == (("1b", "8b"), "cuda", "cuda")
 
 
@@ -184,6 +200,11 @@ def test_summary_compares_with_the_bound_with_plain_and_with_transformers(tmp_pa
         "- enumerate K=2: 120.0 tokens/s, 2.40 times plain",
         "- transformers, generate: 40.0 tokens/s; specray's best is 3.00 times that",
     ]
+
+
+def test_other_tokens_than_a_cpus_are_a_problem() -> None:
+    report = {**report_of(1, [1, 2], [1, 2]), "sampling": {"differing": ["top-p 0.9"]}}
+    assert problems(report) == ["sampling, top-p 0.9: other tokens than a CPU's"]
 
 
 def test_report_of_a_run_whose_stages_all_failed_is_written(tmp_path: Path) -> None:
