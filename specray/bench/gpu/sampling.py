@@ -116,7 +116,7 @@ def _agrees(sampler: DeviceSampler, device: torch.device, name: str, workload: W
     logits = _logits(workload.num_compared * (1 + workload.num_drafts), workload, device)
     first = logits[: workload.num_compared]
     drawn = [token.token_id for token in sampler.draw(first, groups)]
-    expected = [token.token_id for token in cpu.draw(first.cpu(), groups)]
+    expected = [token and token.token_id for token in cpu.draw(first.cpu(), groups)]
     return drawn == expected and sampler.verify(logits, rounds) == cpu.verify(logits.cpu(), rounds)
 
 

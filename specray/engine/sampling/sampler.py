@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specray.engine.sampling.draft import DraftSampler, DraftToken, RankedRow
 from specray.engine.sampling.noise import NoiseSource
-from specray.engine.sampling.processors import process_logits
+from specray.engine.sampling.processors import process_logits, shifts_logits
 from specray.engine.sampling.state import RowGroup
 from specray.engine.sampling.verify import Round, Verified, verify_rounds
+from specray.engine.sampling.vocabulary import TrimmedVocabulary
 
 DEFAULT_MAX_NUM_DRAFT_PROBS = 64
 
@@ -26,8 +30,8 @@ class Sampler(Protocol):
 
     def draw(
         self, logits: Tensor, groups: Sequence[RowGroup], *, is_judged: bool = False
-    ) -> list[DraftToken]:
-        """One draft token per row; see ``DraftSampler.draw``."""
+    ) -> Sequence[DraftToken | None]:
+        """One draft token per row, or None; see ``DraftSampler.draw``."""
         ...
 
     def rank(
@@ -46,10 +50,22 @@ class CpuSampler(DraftSampler):
 
     Args:
         max_num_draft_probs: support of the truncated distribution under rejection verification.
+        vocabulary: what the logits stand for, where they are not of all tokens.
     """
 
-    def __init__(self, vocab_size: int, max_num_draft_probs: int = DEFAULT_MAX_NUM_DRAFT_PROBS) -> None:
-        super().__init__(NoiseSource(vocab_size), max_num_draft_probs=max_num_draft_probs)
+    def __init__(
+        self,
+        vocab_size: int,
+        max_num_draft_probs: int = DEFAULT_MAX_NUM_DRAFT_PROBS,
+        *,
+        vocabulary: TrimmedVocabulary | None = None,
+    ) -> None:
+        token_ids = None if vocabulary is None else vocabulary.token_ids
+        super().__init__(
+            NoiseSource(vocab_size, token_ids=token_ids),
+            max_num_draft_probs=max_num_draft_probs,
+            vocabulary=vocabulary,
+        )
 
     def verify(self, logits: Tensor, rounds: Sequence[Round]) -> list[Verified]:
         """See :class:`Sampler`."""
@@ -57,13 +73,74 @@ class CpuSampler(DraftSampler):
         return verify_rounds(processed, rounds, self._noise)
 
 
+class WholeRows:
+    """Implements :class:`Sampler` for logits of some tokens, through one for logits of all.
+
+    Args:
+        sampler: draws from rows of all tokens.
+        num_token_ids: tokens of a row, without padding behind them.
+        vocabulary: what the logits stand for, where they are not of all tokens.
+    """
+
+    def __init__(self, sampler: Sampler, num_token_ids: int, vocabulary: TrimmedVocabulary | None) -> None:
+        self._sampler = sampler
+        self._num_token_ids = num_token_ids
+        self._vocabulary = vocabulary
+
+    def verify(self, logits: Tensor, rounds: Sequence[Round]) -> list[Verified]:
+        """See :class:`Sampler`."""
+        return self._sampler.verify(self._whole(logits), rounds)
+
+    def draw(
+        self, logits: Tensor, groups: Sequence[RowGroup], *, is_judged: bool = False
+    ) -> Sequence[DraftToken | None]:
+        """See :class:`Sampler`; None where none of the tokens that the logits are of is possible."""
+        whole = self._whole(logits)
+        drawn = self._sampler.draw(whole, groups, is_judged=is_judged)
+        if self._vocabulary is None or not any(shifts_logits(group) for group in groups):
+            return drawn
+        is_dead = (process_logits(whole, groups).amax(-1) == -math.inf).tolist()
+        return [None if dead else token for dead, token in zip(is_dead, drawn, strict=True)]
+
+    def rank(
+        self,
+        logits: Tensor,
+        groups: Sequence[RowGroup],
+        counts: Sequence[int],
+        excluded: Sequence[int | None],
+    ) -> list[RankedRow]:
+        """See :class:`Sampler`."""
+        return self._sampler.rank(self._whole(logits), groups, counts, excluded)
+
+    def _whole(self, logits: Tensor) -> Tensor:
+        if self._vocabulary is not None:
+            return self._vocabulary.whole(logits)
+        return logits[:, : self._num_token_ids].contiguous()
+
+
 def make_sampler(
-    vocab_size: int, device: torch.device, max_num_draft_probs: int = DEFAULT_MAX_NUM_DRAFT_PROBS
+    vocab_size: int,
+    device: torch.device,
+    max_num_draft_probs: int = DEFAULT_MAX_NUM_DRAFT_PROBS,
+    *,
+    num_token_ids: int | None = None,
+    token_ids: NDArray[np.int64] | None = None,
 ) -> Sampler:
-    """The sampler for logits on ``device``."""
+    """The sampler for logits on ``device``.
+
+    Args:
+        num_token_ids: token ids up to the tokenizer's last one; None: all.
+        token_ids: of the logits, ascending; None: of all tokens.
+    """
+    vocabulary = None
+    if token_ids is not None:
+        vocabulary = TrimmedVocabulary(token_ids, vocab_size=vocab_size, device=device)
+    num_known = vocab_size if vocabulary is not None else min(vocab_size, num_token_ids or vocab_size)
     if device.type == "cpu":
-        return CpuSampler(vocab_size, max_num_draft_probs)
+        return CpuSampler(num_known, max_num_draft_probs, vocabulary=vocabulary)
     from specray.engine.sampling.device.sampler import DeviceSampler
     from specray.engine.sampling.device.select import choose_kernels
 
-    return DeviceSampler(choose_kernels(device), max_num_draft_probs)
+    sampler = DeviceSampler(choose_kernels(device), max_num_draft_probs)
+    is_whole = vocabulary is None and num_known == vocab_size
+    return sampler if is_whole else WholeRows(sampler, num_known, vocabulary)

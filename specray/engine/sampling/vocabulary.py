@@ -25,6 +25,8 @@ class TrimmedVocabulary:
 
     def __init__(self, token_ids: NDArray[np.int64], *, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
+        self.token_ids = token_ids
+        """Token ids of the logits, ascending."""
         self._on_device = torch.from_numpy(token_ids).to(device)
         self._listed: list[int] = token_ids.tolist()
 
@@ -45,6 +47,9 @@ class TrimmedVocabulary:
         """
         if not any(shifts_logits(group) for group in groups):
             return process_logits(logits, groups)
+        return process_logits(self.whole(logits), groups).index_select(1, self._on_device)
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """Rows of all tokens ``[num_rows, vocab_size]``, in which the others are impossible."""
         whole = logits.new_full((len(logits), self._vocab_size), -math.inf)
-        whole.index_copy_(1, self._on_device, logits)
-        return process_logits(whole, groups).index_select(1, self._on_device)
+        return whole.index_copy_(1, self._on_device, logits)

@@ -67,8 +67,8 @@ def test_noise_of_some_tokens_is_that_of_their_ids(vocab_size: int, share: float
     order = np.random.default_rng(vocab_size).permutation(vocab_size)
     token_ids = np.sort(order[: max(1, int(share * vocab_size))])
     logits, keys = random_logits(30, len(token_ids), spread), keys_of(30)
-    expected = (logits + NoiseSource(vocab_size, CPU).gumbel(keys)[:, token_ids]).argmax(-1)
-    drawn = draw_tokens(logits, keys, NoiseSource(vocab_size, CPU, token_ids=token_ids), is_judged=True)
+    expected = (logits + NoiseSource(vocab_size).gumbel(keys)[:, token_ids]).argmax(-1)
+    drawn = draw_tokens(logits, keys, NoiseSource(vocab_size, token_ids=token_ids), is_judged=True)
     assert [draw.token_id for draw in drawn] == expected.tolist()
     assert all(math.isfinite(draw.lead) for draw in drawn)
 

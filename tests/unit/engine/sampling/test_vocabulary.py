@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from specray.engine.sampling import draws as draws_module
-from specray.engine.sampling.draft import DraftSampler
-from specray.engine.sampling.noise import NoiseSource
+from specray.engine.sampling.device.kernels import TorchKernels
+from specray.engine.sampling.device.sampler import DeviceSampler
+from specray.engine.sampling.sampler import CpuSampler, Sampler, WholeRows
 from specray.engine.sampling.state import RowGroup
 from specray.engine.sampling.vocabulary import TrimmedVocabulary
 from specray.types import SamplingParams, Verification
@@ -62,17 +63,13 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     yield str(request.param)
 
 
-def samplers(way: str) -> tuple[DraftSampler, DraftSampler]:
+def samplers(way: str) -> tuple[Sampler, Sampler]:
     """Over all tokens, and over some."""
-    on_device = way == "device"
-    return (
-        DraftSampler(NoiseSource(VOCAB_SIZE, CPU, on_device=on_device), max_num_draft_probs=16),
-        DraftSampler(
-            NoiseSource(VOCAB_SIZE, CPU, on_device=on_device, token_ids=IDS),
-            max_num_draft_probs=16,
-            vocabulary=TrimmedVocabulary(IDS, vocab_size=VOCAB_SIZE, device=CPU),
-        ),
-    )
+    vocabulary = TrimmedVocabulary(IDS, vocab_size=VOCAB_SIZE, device=CPU)
+    if way == "device":
+        whole = DeviceSampler(TorchKernels(), 16)
+        return whole, WholeRows(whole, VOCAB_SIZE, vocabulary)
+    return CpuSampler(VOCAB_SIZE, 16), CpuSampler(VOCAB_SIZE, 16, vocabulary=vocabulary)
 
 
 def rows(count: int, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

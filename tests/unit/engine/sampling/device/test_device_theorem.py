@@ -36,7 +36,10 @@ from tests.unit.engine.samplings import (
 pytestmark = pytest.mark.slow
 
 
-def device_sampler(vocab_size: int, device: object, max_num_draft_probs: int = 64) -> DeviceSampler:
+def device_sampler(
+    vocab_size: int, device: object, max_num_draft_probs: int = 64, **vocabulary: object
+) -> DeviceSampler:
+    assert set(vocabulary.values()) <= {None, vocab_size}
     return DeviceSampler(TorchKernels(), max_num_draft_probs)
 
 
