@@ -80,7 +80,7 @@ def test_a_row_is_bit_for_bit_the_same_at_any_width(dtype: torch.dtype, format: 
     rows = random(400, 1184, dtype=dtype, seed=1)
     whole, gated = layer.precise(rows), gate(rows)
     for width in (1, 2, 3, 4, 5, 6, 7, 11, 13, 191, 257):
-        pieces = [piece.contiguous() for piece in rows.split(width)]
+        pieces = [piece.contiguous() for piece in torch.split(rows, width)]
         assert torch.equal(whole, torch.cat([layer.precise(piece) for piece in pieces])), width
         assert torch.equal(gated, torch.cat([gate(piece) for piece in pieces])), width
 

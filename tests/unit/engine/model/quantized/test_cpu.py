@@ -59,7 +59,8 @@ def decoder(formats: WeightFormats, parallel: ParallelContext | None = None, *, 
 
 def matrix(linear: Any) -> torch.Tensor:
     """The weight that a layer multiplies with."""
-    return linear(torch.eye(linear.in_features)).T
+    found: torch.Tensor = linear(torch.eye(linear.in_features)).T
+    return found
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -145,7 +146,8 @@ def test_speculation_changes_no_token(tmp_path: Path, quantization: str) -> None
     same = config.model_copy(update={"draft": config.draft.model_copy(update={"model": config.target.model})})
     target = build_target_engine(config)
     drafts = [build_draft_engine(one) for one in (config, same)]
-    prompt, outputs = [3, 1, 4, 1, 5, 9, 2, 6], {}
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
+    outputs: dict[float, list[int]] = {}
     for temperature in (0.0, 1.0):
         sampling = SamplingParams(temperature=temperature, seed=7, num_prompt_tokens=len(prompt))
         for number, (draft, num_drafts) in enumerate(
@@ -167,7 +169,8 @@ def test_graphs_give_what_the_forward_gives(tmp_path: Path, dtype: str) -> None:
     formats = {"quantization": "int4", "lm_head_quantization": "int8", "quantize_embedding": True}
     runner = build_runner(EngineConfig(**settings(path, **formats) | {"dtype": dtype}), role="target")
     assert isinstance(runner._forward, CpuGraphForward)
-    graphs, plain = [], []
+    graphs: list[torch.Tensor] = []
+    plain: list[torch.Tensor] = []
     for forward, kept in ((runner._forward, graphs), (runner.forward, plain)):
         runner._forward = forward
         for start in range(0, 12, 2):
@@ -179,7 +182,7 @@ def test_a_kernel_that_computes_something_else_is_refused(monkeypatch: pytest.Mo
     check_kernels(Quantization.INT8, torch.float32)
     wrong = torch.tensor(1.1, dtype=torch.float64)
     monkeypatch.setattr(
-        check_module.QuantizedLinear,
+        QuantizedLinear,
         "precise",
         lambda self, rows: self._plain.run(rows, torch.float32) * wrong,
     )

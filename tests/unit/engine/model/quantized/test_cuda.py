@@ -36,9 +36,10 @@ def test_int8_layers_compute_with_the_dequantised_weight() -> None:
     linear = operators.linear(weight, bias)
     assert isinstance(linear, CudaLinear)
     exact = rows.float() @ held.T + bias.float()
-    tolerance = {"atol": 0.1, "rtol": 2**-7}
-    torch.testing.assert_close(linear.precise(rows), exact, **tolerance)
-    torch.testing.assert_close(linear.plus(rows, summand).float(), exact + summand.float(), **tolerance)
+    torch.testing.assert_close(linear.precise(rows), exact, atol=0.1, rtol=2**-7)
+    torch.testing.assert_close(
+        linear.plus(rows, summand).float(), exact + summand.float(), atol=0.1, rtol=2**-7
+    )
     assert (linear.num_weights, linear.num_bytes, linear.in_features) == (64 * 96, 64 * 96 + 128, 96)
     gate = operators.gate(weight, up, None, None)
     assert isinstance(gate, CudaGate)
