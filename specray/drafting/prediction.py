@@ -52,8 +52,8 @@ class PredictionProposer:
         """Place behind the last token of which it was sure."""
         self._since: list[int] = []
         """Output tokens since then."""
-        self._run_place, self._run_since = 0, 0
-        """Where the run begins: in the prediction, and in the output since the anchor."""
+        self._left_place, self._left_since = 0, 0
+        """Where the last run ended: in the prediction, and in the output since the anchor."""
         self._unmarked: list[int] = []
         """Places of the run's tokens that do not count as matched yet."""
         self._needed = 1
@@ -92,8 +92,13 @@ class PredictionProposer:
             if len(self._output) > 2 * _TAIL_LEN:
                 del self._output[:-_TAIL_LEN]
             self._since.append(token_id)
+            place, was_guess = self._place, self._run == 0
             if not self._is_expected(token_id):
+                if not was_guess:
+                    self._left_place, self._left_since = place, len(self._since) - 1
                 self._realign()
+            elif was_guess:
+                self._learn(place, 1)
             if self._run >= SURE_LEN:
                 self._settle()
 
@@ -154,11 +159,7 @@ class PredictionProposer:
         return True
 
     def _settle(self) -> None:
-        """It is sure of the place: what came before it is known for an edit."""
-        if self._run_since > 0:
-            before = self._prediction[self._anchor : self._run_place]
-            self._edits.learn(before, self._since[: self._run_since])
-            self._run_since = 0
+        """It is sure of the place."""
         for place in self._unmarked:
             self.num_matched += not self._is_matched[place]
             self._is_matched[place] = True
@@ -174,9 +175,18 @@ class PredictionProposer:
         end, length = self._nearest(expected) if len(self._since) <= REACH else self._anywhere(expected)
         if length == 0:
             end = min(expected, len(self._prediction))
+        else:
+            self._learn(end - length, length)
         self._place, self._run = end, length
-        self._run_place, self._run_since = end - length, len(self._since) - length
         self._unmarked = list(range(end - min(length, len(self._since)), end))
+
+    def _learn(self, place: int, length: int) -> None:
+        """Remembers what was replaced before a match at ``place`` of so many tokens.
+
+        Even where it is not sure: only what is seen again counts, and names may stand two tokens apart.
+        """
+        after = self._since[self._left_since : len(self._since) - length]
+        self._edits.learn(self._prediction[self._left_place : place], after)
 
     def _nearest(self, expected: int) -> tuple[int, int]:
         """The best match around the expected place: (index behind it, length); length 0: there is none.

@@ -159,6 +159,15 @@ def test_renamed_word_is_expected_after_it_was_renamed_twice() -> None:
     assert follow(text, output[:40]).propose(6) == (*new, *blocks[3][:4])
 
 
+def test_renamed_word_is_learned_where_it_stands_two_tokens_apart() -> None:
+    """Where the output never follows long enough for its place to be sure."""
+    prediction, output = (7, 8, 1, 2) * 25, (9, 1, 2) * 25
+    rounds, proposer = drive(prediction, output)
+    assert len(rounds) <= 12
+    assert proposer.is_sure or proposer.propose(1) == ()
+    assert follow(prediction, output[:30]).propose(6) == (9, 1, 2, 9, 1, 2)
+
+
 def test_edit_that_is_not_made_again_is_forgotten() -> None:
     text = tuple(token for n in range(6) for token in (*range(100 * n, 100 * n + 10), 7))
     output = [*text]
