@@ -100,6 +100,5 @@ def known_names() -> str:
     return ", ".join(model.name for model in KNOWN_MODELS)
 
 
-def default_draft(name: str) -> str:
-    """The draft of a known model where its user names none: what ``draft.model`` may be."""
-    return DraftKind.NGRAM.value
+DRAFT_WITHOUT_OWN = DraftKind.NGRAM.value
+"""Draft of a known model for which the package brings none, or cannot complete it."""

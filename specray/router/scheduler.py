@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 from specray.config import RouterConfig
 from specray.control.cost_model import CostModel
+from specray.router.admission.service_levels import ServiceLevels
 from specray.router.admission.sessions import Sessions
 from specray.router.batch import BatchLimits, Share, form_batch
 from specray.router.proposers.budgets import MIN_PREFILL_TOKENS, Budgets
 from specray.router.proposers.prefill import are_prompts_first
-from specray.router.service_levels import ServiceLevels
 from specray.router.session_record import LiveSession
 from specray.types import EngineInfo
 

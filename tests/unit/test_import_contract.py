@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "demo": VOCABULARY,
     "grammar": VOCABULARY,
     "train": VOCABULARY,
-    "models": VOCABULARY | {"environment"},
+    "models": VOCABULARY | {"environment", "demo"},
     "engine": SEAMS - {"requests"} | {"demo", "tokenization", "grammar"},
     "drafting": SEAMS,
     "control": VOCABULARY | {"config"},

@@ -9,7 +9,8 @@ from specray.config import EMBEDDED, MODEL_FREE_DRAFTS
 from specray.environment import external_ray_address
 from specray.errors import ConfigError
 from specray.models.cache import KeptCheckpoint, user_cache
-from specray.models.catalogue import DEFAULT_MODEL, KnownModel, default_draft
+from specray.models.catalogue import DEFAULT_MODEL, DRAFT_WITHOUT_OWN, KnownModel
+from specray.models.drafts import compact_draft, complete_draft
 from specray.models.resolve import Source, find_source, source_checkpoint
 
 AUTO = "auto"
@@ -36,7 +37,7 @@ def choose_draft(values: Values) -> bool:
     known = DEFAULT_MODEL if target.get("model") == AUTO else _source(target)
     if not isinstance(known, KnownModel) or "model" in draft or not draft.get("enabled", True):
         return False
-    draft["model"] = default_draft(known.name)
+    draft["model"] = DRAFT_WITHOUT_OWN
     return True
 
 
@@ -59,9 +60,14 @@ def use_checkpoints(values: Values, *, has_chosen_draft: bool) -> None:
         else:
             target["model"] = str(kept.directory)
             _name(values, DEFAULT_MODEL.name)
+            if has_chosen_draft:
+                draft["model"] = _draft_of(DEFAULT_MODEL, kept)
     elif (source := _source(target)) is not None:
-        target["model"] = str(_checkpoint(source).directory)
+        kept = _checkpoint(source)
+        target["model"] = str(kept.directory)
         _name(values, source.name)
+        if has_chosen_draft and isinstance(source, KnownModel):
+            draft["model"] = _draft_of(source, kept)
     if draft.get("enabled", True) and (source := _source(draft)) is not None:
         draft["model"] = str(_checkpoint(source).directory)
 
@@ -95,6 +101,20 @@ def _default_checkpoint() -> KeptCheckpoint | None:
         line = f"specray: {error}; serving the embedded pair in place of {DEFAULT_MODEL.name}"
         print(line, file=sys.stderr, flush=True)
         return None
+
+
+def _draft_of(known: KnownModel, target: KeptCheckpoint) -> str:
+    """What drafts for a known model: the package's own draft, where there is one."""
+    if compact_draft(known) is None:
+        return DRAFT_WITHOUT_OWN
+    from specray.cli.models.fetching import fetch_listener
+
+    try:
+        with fetch_listener() as listener:
+            return str(complete_draft(known, target, user_cache(), listener))
+    except ConfigError as error:
+        print(f"specray: {error}; drafting by {DRAFT_WITHOUT_OWN}", file=sys.stderr, flush=True)
+        return DRAFT_WITHOUT_OWN
 
 
 def _checkpoint(source: Source) -> KeptCheckpoint:

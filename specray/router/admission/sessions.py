@@ -19,8 +19,8 @@ from specray.metrics.router import RouterMetrics
 from specray.requests import FinishReason
 from specray.router.admission.queue import AdmissionQueue
 from specray.router.admission.quotas import Quotas
+from specray.router.admission.service_levels import ServiceLevels, attained
 from specray.router.deferred import Later
-from specray.router.service_levels import ServiceLevels, attained
 from specray.router.session_record import LiveSession
 
 logger = logging.getLogger(__name__)

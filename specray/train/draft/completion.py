@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import torch
@@ -77,3 +78,17 @@ def embedding_digest(embedding: torch.Tensor) -> str:
     """Returns the SHA-256 of an embedding's bfloat16 bytes: which target a draft belongs to."""
     raw = embedding.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8)
     return hashlib.sha256(raw.numpy().tobytes()).hexdigest()
+
+
+def main() -> int:
+    """Completes the draft COMPACT for TARGET as DESTINATION. Returns 0, or 1 after a line."""
+    try:
+        complete_draft(*map(Path, sys.argv[1:4]))
+    except (ConfigError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -12,7 +12,6 @@ from specray.models.catalogue import (
     DEFAULT_MODEL,
     KNOWN_MODELS,
     SMOLLM2_135M_INSTRUCT,
-    default_draft,
     find_known,
 )
 from specray.models.listing import ListedModel, list_models, remove_model
@@ -59,7 +58,6 @@ def test_the_catalogue_is_consistent() -> None:
         assert find_known(known.name) is known
         assert len(bytes.fromhex(known.sha256)) == 32
         assert known.gguf_size < known.checkpoint_size
-        assert default_draft(known.name) == "ngram"
     assert find_known("nothing") is None
     assert (DEFAULT_MODEL.licence, DEFAULT_MODEL.terms) == ("Apache-2.0", None)
     assert [known.name for known in KNOWN_MODELS if known.terms is not None] == ["gemma-3-270m"]
