@@ -13,14 +13,23 @@ from typing import TYPE_CHECKING, Final
 from specray.config import LoggingConfig
 from specray.requests import FinishReason, GenerateRequest
 from specray.serving.generation import Delta
-from specray.serving.http.problems import problem_code
+from specray.serving.http.problems import problem_code, problem_status
 from specray.serving.metrics import IngressMetrics
+from specray.telemetry.conventions import (
+    Attributes,
+    Value,
+    request_attributes,
+    response_attributes,
+    status_attributes,
+)
 
 if TYPE_CHECKING:
     from specray.telemetry.tracing import RequestSpan, Tracing
 
 logger = logging.getLogger(__name__)
 
+_SERVER_ERROR: Final = 500
+"""Least HTTP status that is an error of the service."""
 _CLIENT_ID: Final = re.compile(r"[A-Za-z0-9._:/@+=-]{1,128}")
 
 
@@ -39,9 +48,13 @@ class CallRecord:
     request_id: str = field(default_factory=lambda: f"call-{uuid.uuid4().hex}")
     """Id that this service gave the call: the id of its answer, and the prefix of its requests' ids."""
     tenant: str = ""
+    model: str = ""
+    """Name of the served model; empty: the call generates nothing."""
     is_stream: bool = False
     num_choices: int = 0
     num_prompt_tokens: int = 0
+    num_input_tokens: int = 0
+    """Prompt tokens, with every prompt counted once whatever the number of its choices."""
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     num_spec_steps: int = 0
@@ -53,19 +66,33 @@ class CallRecord:
     """Seconds to the first tokens as the router reports them, for answers that come as a whole."""
     finish_reasons: list[FinishReason] = field(default_factory=list)
     error: str | None = None
+    is_server_error: bool = False
+    """True: the error is the service's and not the caller's."""
+    asked: Attributes = field(default_factory=dict)
+    """Attributes of the span that say what a generating call asks for."""
 
     def describe(
-        self, request_id: str, requests: Sequence[GenerateRequest], *, tenant: str, is_stream: bool
+        self,
+        request_id: str,
+        requests: Sequence[GenerateRequest],
+        *,
+        tenant: str,
+        model: str,
+        is_stream: bool,
+        choices_per_prompt: int = 1,
     ) -> list[GenerateRequest]:
         """Records what a generating call asks for, and returns its requests with the call's trace."""
         self.request_id = request_id
         self.tenant = tenant
+        self.model = model
         self.is_stream = is_stream
         self.num_choices = len(requests)
         self.num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
+        self.num_input_tokens = self.num_prompt_tokens // choices_per_prompt
         traceparent = "" if self.span is None else self.span.traceparent
         if not traceparent:
             return list(requests)
+        self.asked = request_attributes(model, requests, num_choices=choices_per_prompt, is_stream=is_stream)
         return [replace(request, traceparent=traceparent) for request in requests]
 
     def observe(self, delta: Delta) -> None:
@@ -89,6 +116,7 @@ class CallRecord:
     def failed(self, error: Exception) -> None:
         """Records the error that ends the call."""
         self.error = problem_code(error)
+        self.is_server_error = problem_status(error) >= _SERVER_ERROR
 
     @property
     def trace_id(self) -> str | None:
@@ -143,9 +171,13 @@ class CallObserver:
         *,
         client_request_id: str = "",
         traceparent: str = "",
-        is_traced: bool = True,
+        attributes: Attributes | None = None,
     ) -> CallRecord:
-        """Begins the record of a call that arrived; ``end`` must follow."""
+        """Begins the record of a call that arrived; ``end`` must follow.
+
+        Args:
+            attributes: attributes of its span; None: it has no span.
+        """
         self.metrics.begin(protocol)
         record = CallRecord(
             protocol,
@@ -154,8 +186,8 @@ class CallObserver:
             client_request_id if _CLIENT_ID.fullmatch(client_request_id) else None,
             self._now,
         )
-        if self._tracing is not None and is_traced:
-            record.span = self._tracing.start(name, traceparent, {})
+        if self._tracing is not None and attributes is not None:
+            record.span = self._tracing.start(name, traceparent, attributes)
         return record
 
     def end(self, record: CallRecord, code: str) -> None:
@@ -167,12 +199,32 @@ class CallObserver:
         if self._logs_requests and logger.isEnabledFor(level):
             logger.log(level, "%s %s", record.name, code, extra=_fields(record, code, seconds))
         if record.span is not None:
-            attributes = {
-                f"specray.{name}": value
-                for name, value in _fields(record, code, seconds).items()
-                if isinstance(value, str | int) and name != "code"
-            }
-            record.span.end({"specray.code": code, **attributes}, error=record.error)
+            is_server_error = record.is_server_error or (
+                record.protocol == "http" and int(code) >= _SERVER_ERROR
+            )
+            error = record.error or code if is_server_error else None
+            record.span.end(_attributes(record, code, seconds, error), error=error)
+
+
+def _attributes(record: CallRecord, code: str, seconds: float, error: str | None) -> Attributes:
+    """Attributes of a span at its end; ``error`` is the service's own, if it has made one."""
+    values: dict[str, Value] = {
+        f"specray.{name}": value
+        for name, value in _fields(record, code, seconds).items()
+        if isinstance(value, str | int)
+    }
+    values |= {**record.asked, **status_attributes(record.protocol, code, error)}
+    if record.num_choices:
+        values |= response_attributes(
+            record.model,
+            record.request_id,
+            [reason.value for reason in record.finish_reasons],
+            num_input_tokens=record.num_input_tokens,
+            num_cached_tokens=record.num_cached_tokens,
+            num_output_tokens=record.num_output_tokens,
+            first_chunk_s=None if record.first_s is None else record.first_s - record.started_s,
+        )
+    return values
 
 
 def _fields(record: CallRecord, code: str, seconds: float) -> dict[str, object]:

@@ -35,6 +35,7 @@ from specray.serving.validation import (
     check_model,
     check_options,
 )
+from specray.telemetry.conventions import operation_attributes, rpc_attributes
 from specray.tokenization import Tokenizer
 
 _LEAST_TIMEOUT_S = 0.001
@@ -79,6 +80,7 @@ class GrpcIngress:
             "Generate",
             client_request_id=params.client_request_id,
             traceparent=params.traceparent,
+            attributes={**rpc_attributes("Generate"), **operation_attributes("text_completion")},
         )
         events = self._generate(params, record)
         with self._observed(record):
@@ -93,7 +95,9 @@ class GrpcIngress:
     ) -> AsyncGenerator[GenerateEvent, None]:
         request = await self._request(params)
         tenant = self._caller.tenant_of(request)
-        requests = record.describe(request.request_id, [request], tenant=tenant, is_stream=True)
+        requests = record.describe(
+            request.request_id, [request], tenant=tenant, model=self._model_name, is_stream=True
+        )
         deltas = stream_for(self._caller, self._client, requests, self._tokenizer, timeout_s=self._timeout_s)
         try:
             async for delta in deltas:
@@ -104,12 +108,12 @@ class GrpcIngress:
 
     async def info(self) -> ServiceInfo:
         """See rpc.inference.InferenceHandler."""
-        with self._observed(self._observer.begin("grpc", "Info", is_traced=False)):
+        with self._observed(self._observer.begin("grpc", "Info")):
             return dataclasses.replace(await self._limits.info(), model=self._model_name)
 
     def refused(self, method: str, error: Exception) -> None:
         """See rpc.inference_types.Refused."""
-        record = self._observer.begin("grpc", method, is_traced=False)
+        record = self._observer.begin("grpc", method)
         record.failed(error)
         self._observer.end(record, status_of(error, logs=False).code.name)
 

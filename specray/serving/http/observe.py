@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specray.serving.http.problems import problem_response
 from specray.serving.observe import CallObserver, CallRecord
+from specray.telemetry.conventions import Attributes, HttpCall, operation_attributes
 
 REQUEST_ID_HEADER: Final = "X-Request-Id"
 _RECORD: Final = "specray.record"
@@ -20,7 +21,13 @@ _PATHS: Final = (
     *("/tokenize", "/detokenize", "/tokenizer_info"),
 )
 _METHODS: Final = frozenset(("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"))
-_TRACED: Final = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+_TRACED: Final = {
+    "/v1/completions": "text_completion",
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+}
+"""Operations that have spans, by their paths."""
 _LEFT_BEFORE_ANSWER: Final = 499
 
 
@@ -72,10 +79,25 @@ class ObserveMiddleware:
             f"{method} {known}",
             client_request_id=headers.get(REQUEST_ID_HEADER, ""),
             traceparent=headers.get("traceparent", ""),
-            is_traced=known in _TRACED,
+            attributes=_attributes(scope, headers, known) if known in _TRACED else None,
         )
         scope[_RECORD] = record
         return record
+
+
+def _attributes(scope: Scope, headers: Headers, known: str) -> Attributes:
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    call = HttpCall(
+        method=scope["method"],
+        known_method=scope["method"] if scope["method"] in _METHODS else None,
+        route=known if path == known else None,
+        path=path,
+        scheme=scope.get("scheme", "http"),
+        host=headers.get("host", ""),
+        user_agent=headers.get("user-agent", ""),
+        version=scope.get("http_version", ""),
+    )
+    return {**call.attributes(), **operation_attributes(_TRACED[known])}
 
 
 def record_of(request: Request) -> CallRecord:
