@@ -1,7 +1,8 @@
 """Generates ``specray/rpc/pb`` from the protos; run by ``make protos``, and gives the same bytes every time.
 
 protoc names modules after the proto's path (``specray.v1.draft_pb2``), which is the wire's name and must not
-change; the Python modules live in ``specray.rpc.pb``. So imports and module names are rewritten here.
+change; the Python modules live in ``specray.rpc.pb``. So imports and module names are rewritten here. The
+protos are copied beside them, so that they are part of an installed package.
 """
 
 from __future__ import annotations
@@ -24,17 +25,20 @@ REWRITES = (
 
 
 def generate(output: Path) -> None:
-    """Writes the stubs of every proto into ``output`` and removes what is no longer generated."""
+    """Writes stubs and copies of every proto into ``output`` and removes what is no longer generated."""
     output.mkdir(parents=True, exist_ok=True)
     files = {"__init__.py": INIT}
     with tempfile.TemporaryDirectory() as scratch:
         _run_protoc(scratch)
         for path in Path(scratch).rglob("*.py*"):
             files[path.name] = _rewrite(path.read_text(encoding="utf-8"))
-    for path in output.glob("*.py*"):
-        if path.name not in files:
+    for path in PROTOS.rglob("*.proto"):
+        files[f"protos/{path.relative_to(PROTOS)}"] = path.read_text(encoding="utf-8")
+    for path in (*output.glob("*.py*"), *output.rglob("*.proto")):
+        if str(path.relative_to(output)) not in files:
             path.unlink()
     for name, text in sorted(files.items()):
+        (output / name).parent.mkdir(parents=True, exist_ok=True)
         (output / name).write_text(text, encoding="utf-8")
 
 
