@@ -6,13 +6,14 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specray.errors import InvalidRequestError
 from specray.requests import FinishReason, ServiceInfo, SpeculationStats
 from specray.rpc.codec import inference as inference_codec
 from specray.rpc.inference.server import GenerateEvent, GenerateParams, Usage
+from specray.rpc.inference.types import Message
 from specray.rpc.pb import inference_pb2, types_pb2
 from specray.types import DraftKind, Grammar, GrammarKind, Verification
 from tests.rpc.strategies import F32, IDS, TEXT, U32, U64, token_logprobs, tuples_of
@@ -50,14 +51,24 @@ PARAMS = st.builds(
     cache_salt=TEXT,
     ttft_ms=st.none() | st.floats(0, 1e6),
     itl_ms=st.none() | st.floats(0, 1e6),
+    tools=TEXT,
+    chat_template_kwargs=TEXT,
 )
-PROMPTS = st.tuples(TEXT, st.none()) | st.tuples(st.none(), IDS)
+MESSAGE = st.builds(Message, TEXT, st.none() | TEXT, TEXT, TEXT, TEXT, TEXT)
+PROMPTS = st.one_of(
+    st.tuples(TEXT, st.none(), st.just(())),
+    st.tuples(st.none(), IDS, st.just(())),
+    st.tuples(st.none(), st.none(), tuples_of(MESSAGE).filter(bool)),
+    # Which is not allowed, but the handler says so.
+    st.tuples(TEXT, st.none(), tuples_of(MESSAGE).filter(bool)),
+)
 
 
-@settings(max_examples=50)
+# A machine with other work is slow to generate so many fields, which is no fault.
+@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 @given(PARAMS, PROMPTS)
 def test_generate_request_round_trip(params: GenerateParams, prompt: tuple) -> None:
-    params = replace(params, text=prompt[0], token_ids=prompt[1])
+    params = replace(params, text=prompt[0], token_ids=prompt[1], messages=prompt[2])
     assert inference_codec.decode_generate_request(inference_codec.encode_generate_request(params)) == params
 
 
@@ -88,7 +99,7 @@ def test_service_info_round_trip(info: ServiceInfo) -> None:
     [
         (b"\xff\xff", None, "specray.v1.GenerateRequest"),
         (b"\x12\x01\xff", None, "not UTF-8"),
-        (b"", "prompt", "give text or tokens"),
+        (b"", "prompt", "give text, tokens or messages"),
         (
             inference_pb2.GenerateRequest(
                 text="a", speculation=inference_pb2.SpeculationParams(verification=5)

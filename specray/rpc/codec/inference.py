@@ -22,7 +22,7 @@ from specray.rpc.codec.values import (
     encode_verification,
     parse,
 )
-from specray.rpc.inference.types import GenerateEvent, GenerateParams, Usage
+from specray.rpc.inference.types import GenerateEvent, GenerateParams, Message, Usage
 from specray.rpc.pb import inference_pb2, types_pb2
 from specray.types import DraftKind, Grammar, Verification
 
@@ -62,6 +62,9 @@ def encode_generate_request(params: GenerateParams) -> bytes:
         if params.token_ids is not None:
             message.tokens.SetInParent()
             message.tokens.token_ids.extend(params.token_ids)
+        message.messages.extend(map(_encode_message, params.messages))
+        message.tools = params.tools
+        message.chat_template_kwargs = params.chat_template_kwargs
         for name in OPTIONAL_FIELDS:
             if (value := getattr(params, name)) is not None:
                 setattr(message, name, value)
@@ -82,6 +85,28 @@ def encode_generate_request(params: GenerateParams) -> bytes:
     except (ValueError, TypeError) as error:
         raise InvalidRequestError(f"the request cannot be sent: {error}") from None
     return message.SerializeToString()
+
+
+def _encode_message(message: Message) -> inference_pb2.ChatMessage:
+    return inference_pb2.ChatMessage(
+        role=message.role,
+        content=message.content,
+        name=message.name,
+        tool_calls=message.tool_calls,
+        tool_call_id=message.tool_call_id,
+        reasoning_content=message.reasoning_content,
+    )
+
+
+def _decode_message(message: inference_pb2.ChatMessage) -> Message:
+    return Message(
+        role=message.role,
+        content=message.content if message.HasField("content") else None,
+        name=message.name,
+        tool_calls=message.tool_calls,
+        tool_call_id=message.tool_call_id,
+        reasoning_content=message.reasoning_content,
+    )
 
 
 def _encode_speculation(message: inference_pb2.GenerateRequest, params: GenerateParams) -> None:
@@ -105,8 +130,8 @@ def decode_generate_request(data: bytes) -> GenerateParams:
         reason = "the message is no specray.v1.GenerateRequest, or a string in it is not UTF-8"
         raise InvalidRequestError(reason) from None
     prompt = message.WhichOneof("prompt")
-    if prompt is None:
-        raise InvalidRequestError("prompt is missing; give text or tokens", field="prompt")
+    if prompt is None and not message.messages:
+        raise InvalidRequestError("prompt is missing; give text, tokens or messages", field="prompt")
     speculation = message.speculation
     optional: dict[str, Any] = {
         name: getattr(message, name) if message.HasField(name) else None for name in OPTIONAL_FIELDS
@@ -114,6 +139,9 @@ def decode_generate_request(data: bytes) -> GenerateParams:
     return GenerateParams(
         text=message.text if prompt == "text" else None,
         token_ids=tuple(message.tokens.token_ids[:]) if prompt == "tokens" else None,
+        messages=tuple(map(_decode_message, message.messages)),
+        tools=message.tools,
+        chat_template_kwargs=message.chat_template_kwargs,
         model=message.model,
         logit_bias=decode_logit_bias(message.logit_bias),
         stop=tuple(message.stop),

@@ -11,14 +11,34 @@ from specray.types import DraftKind, Grammar, TokenLogprobs, Verification
 
 
 @dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation; empty means not given."""
+
+    role: str
+    content: str | None = None
+    """Text; None: an assistant's message that has calls alone."""
+    name: str = ""
+    tool_calls: str = ""
+    """Calls of tools: the JSON text of a list, as in OpenAI's API."""
+    tool_call_id: str = ""
+    """Id of the call that a tool's message answers."""
+    reasoning_content: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateParams(SamplingOptions):
     """Parameters of a Generate call; None and empty mean not given. The handler checks ranges.
 
-    Exactly one of ``text`` and ``token_ids`` is given.
+    Exactly one of ``text``, ``token_ids`` and ``messages`` is given.
     """
 
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
+    messages: tuple[Message, ...] = ()
+    tools: str = ""
+    """Tools that the chat template shows: the JSON text of a list, as in OpenAI's API."""
+    chat_template_kwargs: str = ""
+    """Variables of the chat template: the JSON text of an object."""
     model: str = ""
     """Model name; empty: the only model that is served."""
     max_tokens: int | None = None

@@ -23,6 +23,8 @@ from specray.serving.calls.generate_requests import to_generate_requests, trunca
 from specray.serving.calls.predictions import with_prediction_ids
 from specray.serving.generation import Delta, close
 from specray.serving.grammars import GrammarChecker
+from specray.serving.grpc.chat import read_chat
+from specray.serving.http.chat.plan import ChatPlanner
 from specray.serving.http.openai_api import DEADLINE_MARGIN_S
 from specray.serving.http.schemas import DEFAULT_MAX_TOKENS
 from specray.serving.limits import ServiceLimits
@@ -58,6 +60,7 @@ class GrpcIngress:
         self._client = with_admission(client, config)
         self._tokenizer = tokenizer
         self._grammars = GrammarChecker(tokenizer)
+        self._planner = ChatPlanner(tokenizer, config.chat)
         self._defaults = load_defaults(config)
         self._limits = ServiceLimits(client, tokenizer, config)
         self._model_name = config.model_name
@@ -80,7 +83,10 @@ class GrpcIngress:
             "Generate",
             client_request_id=params.client_request_id,
             traceparent=params.traceparent,
-            attributes={**rpc_attributes("Generate"), **operation_attributes("text_completion")},
+            attributes={
+                **rpc_attributes("Generate"),
+                **operation_attributes("chat" if params.messages else "text_completion"),
+            },
         )
         events = self._generate(params, record)
         with self._observed(record):
@@ -138,7 +144,14 @@ class GrpcIngress:
         if options.grammar is not None:
             await self._grammars.check(options.grammar, field="grammar", limits=limits)
         self._client.capacity.check(*self._caller.standing(options.tenant, options.priority or 0))
-        prompts = await encode_prompts([_prompt(params)], self._tokenizer)
+        chat = read_chat(params)
+        if chat is None:
+            prompts = await encode_prompts([_prompt(params)], self._tokenizer)
+        else:
+            plan = await self._planner.plan(chat, options)
+            prompts, options = [plan.prompt], plan.options
+            if options.grammar is not None:
+                await self._grammars.check(options.grammar, field=options.grammar_field, limits=limits)
         options = with_bad_word_ids(options, self._tokenizer)
         options = await with_prediction_ids(options, self._tokenizer, limits)
         (request,) = to_generate_requests(
@@ -173,6 +186,12 @@ def _prompt(params: GenerateParams) -> Prompt:
     return params.text
 
 
+def _prompt_field(params: GenerateParams) -> str:
+    if params.messages:
+        return "messages"
+    return "text" if params.token_ids is None else "tokens"
+
+
 def _within_range(timeout_s: float) -> float:
     """Clips a deadline to the allowed range: one that is over ends the call, a distant one is none."""
     return min(max(timeout_s, _LEAST_TIMEOUT_S), RANGES["timeout_s"].high)
@@ -181,7 +200,7 @@ def _within_range(timeout_s: float) -> float:
 def _options(params: GenerateParams) -> GenerationOptions:
     return GenerationOptions(
         max_tokens=params.max_tokens,
-        default_max_tokens=DEFAULT_MAX_TOKENS,
+        default_max_tokens=None if params.messages else DEFAULT_MAX_TOKENS,
         **sampling_options(params),
         logit_bias=params.logit_bias,
         stop=params.stop,
@@ -209,7 +228,7 @@ def _options(params: GenerateParams) -> GenerationOptions:
         itl_ms=params.itl_ms,
         timeout_s=None if params.timeout_s is None else _within_range(params.timeout_s),
         names={
-            "prompt": "tokens" if params.token_ids is not None else "text",
+            "prompt": _prompt_field(params),
             "num_speculative_tokens": "speculation.num_speculative_tokens",
             "draft": "speculation.draft",
             "tenant": "speculation.tenant",
