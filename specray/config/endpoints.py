@@ -29,7 +29,9 @@ class HttpConfig(Section):
         (),
         description="Origins whose web pages may call the API, such as https://chat.example.com; '*': all.",
     )
-    openapi: bool = Field(False, description="Serve the OpenAPI document at /openapi.json.")
+    openapi: bool = Field(
+        False, description="Serve the OpenAPI document at /openapi.json, and as a page at /docs."
+    )
     server: Literal["auto", "ingress", "proxy"] = Field(
         "auto",
         description="HTTP server: proxy: Serve's, on every node where it runs; ingress: each Ingress itself, "

@@ -37,7 +37,7 @@ from specray.serving.http.problems import HttpError, problem_response
 from specray.serving.http.responses_api.calls import responses_call
 from specray.serving.http.routes.absent import add_absent_routes
 from specray.serving.http.routes.models import add_model_routes
-from specray.serving.http.routes.openapi import add_openapi_route
+from specray.serving.http.routes.openapi import add_openapi_routes
 from specray.serving.http.routes.service import TextSource, add_observer_routes, add_service_routes
 from specray.serving.http.routes.tokens import add_token_routes
 from specray.serving.http.timeout_header import with_timeout
@@ -96,7 +96,7 @@ def build_http_app(
     add_count_route(app, api, limits, max_body_bytes=config.http.max_body_bytes)
     _add_generating_routes(app, api, config)
     if config.http.openapi:
-        add_openapi_route(app, asks_for_key=keyring.asks_for_key)
+        add_openapi_routes(app, asks_for_key=keyring.asks_for_key)
     add_absent_routes(app)
     app.add_middleware(
         AdmissionMiddleware, max_calls=config.ingress.max_ongoing_requests, capacity=client.capacity

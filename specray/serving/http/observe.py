@@ -17,8 +17,8 @@ _RECORD: Final = "specray.record"
 _PATHS: Final = (
     *("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/responses"),
     *("/v1/messages/count_tokens", "/v1/messages"),
-    *("/health", "/ready", "/version", "/metrics", "/debug/trace", "/ping", "/load", "/openapi.json"),
-    *("/tokenize", "/detokenize", "/tokenizer_info"),
+    *("/health", "/ready", "/version", "/metrics", "/debug/trace", "/ping", "/load"),
+    *("/openapi.json", "/docs", "/tokenize", "/detokenize", "/tokenizer_info"),
 )
 _METHODS: Final = frozenset(("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"))
 _TRACED: Final = {

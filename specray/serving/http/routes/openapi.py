@@ -15,6 +15,7 @@ from specray.serving.http.chat.schema import ChatCompletionRequest
 from specray.serving.http.messages_api.schema import CountTokensRequest, MessagesRequest
 from specray.serving.http.problems import is_anthropic_path
 from specray.serving.http.responses_api.schema import ResponsesRequest
+from specray.serving.http.routes.docs_page import add_docs_route
 from specray.serving.http.routes.methods import GET
 from specray.serving.http.routes.tokens import DetokenizeRequest, TokenizeRequest
 from specray.serving.http.schemas import GRAMMAR_FIELDS, CompletionRequest, SamplingFields
@@ -42,6 +43,17 @@ _READ: Final[Mapping[str, str]] = {
     "/metrics": "Prometheus text.",
 }
 _TEXTS: Final = ("/metrics",)
+_CHAT: Final = [{"role": "user", "content": "What is a B-tree?"}]
+_EXAMPLES: Final[Mapping[str, Json]] = {
+    "/v1/completions": {"prompt": "def mean(values):\n", "max_tokens": 32},
+    "/v1/chat/completions": {"messages": _CHAT, "max_tokens": 32},
+    "/v1/responses": {"input": "What is a B-tree?", "max_output_tokens": 32},
+    "/v1/messages": {"messages": _CHAT, "max_tokens": 32},
+    "/v1/messages/count_tokens": {"messages": _CHAT},
+    "/tokenize": {"prompt": "What is a B-tree?"},
+    "/detokenize": {"tokens": [5, 6, 7]},
+}
+"""Bodies that any model answers, by path."""
 _STREAMS: Final = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 _ERROR: Final[Json] = {
     "type": "object",
@@ -74,13 +86,15 @@ _ANTHROPIC_ERROR: Final[Json] = {
 }
 
 
-def add_openapi_route(app: FastAPI, *, asks_for_key: bool) -> None:
-    """Adds /openapi.json."""
+def add_openapi_routes(app: FastAPI, *, asks_for_key: bool) -> None:
+    """Adds /openapi.json, and /docs for people."""
     document = openapi_document(asks_for_key=asks_for_key)
 
     @app.api_route("/openapi.json", methods=GET)
     async def openapi() -> JSONResponse:
         return JSONResponse(document)
+
+    add_docs_route(app, document)
 
 
 def openapi_document(*, asks_for_key: bool) -> Json:
@@ -127,9 +141,10 @@ def _writing(path: str, schema: type[BaseModel], text: str) -> Json:
     answers: Json = {"application/json": {"schema": {"type": "object"}}}
     if path in _STREAMS:
         answers["text/event-stream"] = {"schema": {"type": "string"}}
+    body = {"schema": reference, "example": _EXAMPLES[path]}
     return {
         "summary": text,
-        "requestBody": {"required": True, "content": {"application/json": {"schema": reference}}},
+        "requestBody": {"required": True, "content": {"application/json": body}},
         "responses": _responses(answers, "AnthropicError" if is_anthropic_path(path) else "Error"),
     }
 

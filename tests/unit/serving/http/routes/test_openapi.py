@@ -9,7 +9,7 @@ from typing import Any
 from specray.config import parse_config
 from specray.fakes import FakeRouterClient
 from specray.serving.http.routes.openapi import openapi_document
-from tests.unit.serving.http.service import INFO, MODEL, serving
+from tests.unit.serving.http.service import INFO, MODEL, say, serving
 
 
 async def test_document_is_served_by_option_alone() -> None:
@@ -22,6 +22,20 @@ async def test_document_is_served_by_option_alone() -> None:
             assert response.status == status
     assert "securitySchemes" not in openapi_document(asks_for_key=False)["components"]
     assert openapi_document(asks_for_key=True)["security"] == [{"key": []}, {"header": []}]
+
+
+async def test_examples_are_answered() -> None:
+    document = openapi_document(asks_for_key=False)
+    examples = {
+        path: content["application/json"]["example"]
+        for path, methods in document["paths"].items()
+        if (content := methods.get("post", {}).get("requestBody", {}).get("content"))
+    }
+    assert len(examples) == 7
+    async with serving(say("hello")) as service:
+        for path, body in examples.items():
+            status, answer = await service.post(path, body)
+            assert status == 200, (path, answer)
 
 
 def test_references_lead_to_schemas() -> None:
