@@ -10,7 +10,10 @@ TEST_ENV := RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0 OMP_WAIT_POLICY=pas
 TEST_WORKERS ?= 2
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
 
-.PHONY: setup serve test test-fast zoo lint types protos protos-check schema check clean
+# Cases of make fuzz.
+FUZZ_CASES ?= 2000
+
+.PHONY: setup serve test test-fast zoo fuzz lint types protos protos-check schema check clean
 
 setup: $(STAMP)
 
@@ -36,6 +39,16 @@ test-fast: setup
 zoo: setup
 	$(BIN)/python -m pytest tests/unit/engine/model/test_zoo.py -m 'zoo or not zoo'
 
+# A real service answers whatever schemathesis makes of its OpenAPI document; takes minutes. The unit tests have a short
+# run of the same kind. FUZZ_CASES=200: fewer cases.
+fuzz: setup .venv-fuzz/.installed
+	$(TEST_ENV) PYTHONPATH=. $(BIN)/python tests/fuzz/run.py --schemathesis .venv-fuzz/bin/schemathesis --cases $(FUZZ_CASES)
+
+.venv-%/.installed: tests/%/requirements.txt
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --requirement $<
+	touch $@
+
 lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -58,4 +71,4 @@ schema: setup
 check: lint types protos-check test
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-fuzz build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
