@@ -13,7 +13,7 @@ PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
 # Cases of make fuzz.
 FUZZ_CASES ?= 2000
 
-.PHONY: setup serve test test-fast zoo fuzz lint types protos protos-check schema check clean
+.PHONY: setup serve test test-fast zoo fuzz clients lint types protos protos-check schema check clean
 
 setup: $(STAMP)
 
@@ -44,6 +44,11 @@ zoo: setup
 fuzz: setup .venv-fuzz/.installed
 	$(TEST_ENV) PYTHONPATH=. $(BIN)/python tests/fuzz/run.py --schemathesis .venv-fuzz/bin/schemathesis --cases $(FUZZ_CASES)
 
+# Unmodified clients against a running server: make clients URL=http://127.0.0.1:8000
+clients: .venv-clients/.installed
+	test -n "$(URL)" || { echo "URL is not set; for example: make clients URL=http://127.0.0.1:8000" >&2; exit 2; }
+	.venv-clients/bin/python tests/clients/run.py $(URL)
+
 .venv-%/.installed: tests/%/requirements.txt
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --quiet --requirement $<
@@ -71,4 +76,4 @@ schema: setup
 check: lint types protos-check test
 
 clean:
-	rm -rf $(VENV) .venv-fuzz build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-fuzz .venv-clients build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
