@@ -55,7 +55,7 @@ class HttpCall:
             "user_agent.original": self.user_agent[:MAX_CHARS],
             "network.protocol.version": self.version,
         }
-        return {name: value for name, value in values.items() if value not in (None, "")}  # type: ignore[misc]
+        return {name: value for name, value in values.items() if value is not None and value != ""}
 
 
 def rpc_attributes(method: str) -> Attributes:
