@@ -52,7 +52,8 @@ class ToolUse:
     is_parallel: bool
     """Several calls may come in one answer."""
     is_named: bool
-    """One function was named; OpenAI ends such an answer with ``stop`` rather than ``tool_calls``."""
+    """One function was named: as at OpenAI it is called exactly once, and such an answer ends with ``stop``
+    rather than ``tool_calls``."""
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
@@ -79,12 +80,13 @@ def parse_tools(tools: object, choice: object, is_parallel: bool | None) -> Tool
         _check_no_choice(choice)
         return None
     mode, allowed = _choice(choice, {tool.name for tool in offered})
+    is_named = isinstance(choice, dict) and choice.get("type") == "function"
     return ToolUse(
         tools=offered,
         mode=mode,
         allowed=frozenset(allowed),
-        is_parallel=is_parallel is not False,
-        is_named=isinstance(choice, dict) and choice.get("type") == "function",
+        is_parallel=is_parallel is not False and not is_named,
+        is_named=is_named,
     )
 
 

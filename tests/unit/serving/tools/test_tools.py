@@ -276,6 +276,7 @@ def test_choices_of_tools() -> None:
     )
     named = use({"type": "function", "function": {"name": "clock"}})
     assert (named.mode, named.allowed, named.is_named) == (ToolMode.REQUIRED, {"clock"}, True)
+    assert (named.is_parallel, use("required").is_parallel) == (False, True)
     assert [tool.name for tool in named.callable_tools] == ["clock"]
     assert parse_tools(None, None, None) is None and parse_tools([], "none", True) is None
     assert not use(None, is_parallel=False).is_parallel

@@ -123,7 +123,8 @@ async def test_named_call_is_forced_and_ends_with_stop() -> None:
     tokenizer = chat_tokenizer(HERMES)
     async with serve(babbling(tokenizer, seed=1), tokenizer) as service:
         choice = await ask(service, tool_choice=NAMED)
-    assert {name for name, _ in calls_of(choice["message"])} == {"get_weather"}
+    # Called once, though several calls are allowed otherwise.
+    assert [name for name, _ in calls_of(choice["message"])] == ["get_weather"]
     assert choice["finish_reason"] == "stop"
 
 
