@@ -14,12 +14,14 @@ from ray.util.placement_group import get_current_placement_group
 from specray.actors.answers import told
 from specray.actors.drafts.deployment import DraftReplica
 from specray.actors.drafts.source import ServeDrafterSource
+from specray.actors.live import LiveReplica
 from specray.actors.node import keep_serve_on_loopback
 from specray.actors.stream_sinks import StreamSinks
 from specray.actors.targets.group import TargetGroup
 from specray.actors.targets.source import TargetSource
 from specray.actors.telemetry import SpansElsewhere, begin_logs, begin_traces, with_labels
 from specray.config import Config, parse_config
+from specray.config.live import LiveConfig
 from specray.errors import EngineLostError, SpecrayError
 from specray.grammar import GuidedOutputs
 from specray.interfaces import DrafterSource, RequestTracer
@@ -46,11 +48,17 @@ class RouterReplica:
 
     # Serve awaits a constructor that is a coroutine.
     async def __init__(  # type: ignore[misc]
-        self, values: dict[str, Any], draft: DeploymentHandle[DraftReplica] | None = None
+        self,
+        values: dict[str, Any],
+        draft: DeploymentHandle[DraftReplica] | None = None,
+        store: str | None = None,
     ) -> None:
         config = parse_config(values)
         keep_serve_on_loopback()
         begin_logs(config)
+        live = LiveConfig(config)
+        live.listen(begin_logs)
+        self._live = LiveReplica(live, store=store, apply=self._configure)
         self._tracing = begin_traces(config, role="router")
         tracer = None
         if self._tracing is not None:
@@ -73,10 +81,18 @@ class RouterReplica:
             interval_s=config.router.stream_interval_ms / 1e3,
             options=channel_options(config.rpc),
         )
-        self._target = TargetSource(lambda: TargetGroup(config, placement_group), partial(_connect, config))
+        self._target = TargetSource(lambda: TargetGroup(live.now, placement_group), partial(_connect, config))
         self._router = await self._on_loop(_start_router(config, self._target, source, tracer))
         gc.collect()
         gc.freeze()
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Takes the live values of ``user_config``, see LiveReplica. Running requests go on."""
+        await self._live.reconfigure(user_config)
+
+    async def reload(self, values: dict[str, Any]) -> str:
+        """Takes live values and returns their digest. Raises ConfigError; nothing has changed then."""
+        return await self._live.take(values)
 
     # Calls of ServeRouterClient: errors for the caller are answers, see ``actors.answers``.
 
@@ -122,6 +138,13 @@ class RouterReplica:
         failure = self._router.failure
         if failure is not None:
             raise failure
+
+    async def _configure(self, config: Config) -> None:
+        async def configure() -> None:
+            self._sinks.set_interval(config.router.stream_interval_ms / 1e3)
+            self._router.configure(config.router, config.speculation)
+
+        await self._on_loop(configure())
 
     async def _deliver(self, request: GenerateRequest, address: str) -> None:
         await self._router.deliver(request, self._sinks.to(address))

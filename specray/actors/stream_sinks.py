@@ -32,6 +32,12 @@ class StreamSinks:
         self._sinks: dict[str, StreamSink] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
+    def set_interval(self, interval_s: float) -> None:
+        """Messages to one ingress leave so many seconds apart from now on."""
+        self._interval_s = interval_s
+        for sink in self._sinks.values():
+            sink.set_interval(interval_s)
+
     def to(self, address: str) -> StreamSink:
         """Returns the sink to the ingress at ``address``, which is connected in the background."""
         sink = self._sinks.get(address)

@@ -15,6 +15,7 @@ from specray.cli.keys import app as keys_app
 from specray.cli.models.app import app as models_app
 from specray.cli.plan import plan
 from specray.cli.profile import profile
+from specray.cli.reload import reload
 from specray.cli.serve import serve
 from specray.cli.train import app as train_app
 from specray.cli.worker import worker
@@ -31,6 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(serve)
+app.command()(reload)
 app.command()(generate)
 app.command()(worker)
 app.command()(profile)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,7 @@ def build_config(
     for key, value in options.items():
         if value is not None:
             _assign(values, key, value)
-    for assignment in assignments:
-        key, value = _parse_assignment(assignment)
-        _assign(values, key, value)
+    _assign_all(values, assignments)
     if chooses_target:
         choose_target(values)
     has_chosen_draft = choose_draft(values)
@@ -50,6 +49,13 @@ def build_config(
     # Whatever is wrong is said before anything is fetched.
     parse_config(values)
     use_checkpoints(values, has_chosen_draft=has_chosen_draft)
+    return parse_config(values)
+
+
+def changed_config(values: dict[str, Any], assignments: Sequence[str]) -> Config:
+    """A whole configuration with assignments applied; ``values`` stays as it is. Raises ConfigError."""
+    values = deepcopy(values)
+    _assign_all(values, assignments)
     return parse_config(values)
 
 
@@ -104,6 +110,12 @@ def _parse_assignment(assignment: str) -> tuple[str, object]:
         return key, yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"--set {key}: the value is not YAML: {error}") from None
+
+
+def _assign_all(values: dict[str, Any], assignments: Sequence[str]) -> None:
+    for assignment in assignments:
+        key, value = _parse_assignment(assignment)
+        _assign(values, key, value)
 
 
 def _assign(values: dict[str, Any], key: str, value: object) -> None:

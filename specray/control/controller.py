@@ -42,6 +42,11 @@ REFUSED_REST_ROUNDS = 16
 _FOR_EVER = 1 << 60
 
 
+def without_overlap(config: SpeculationConfig) -> SpeculationConfig:
+    """The settings for drafts that take no time."""
+    return config.model_copy(update={"overlap": Overlap.SERIAL})
+
+
 class Controller:
     """Chooses plans from configuration, request and measurements. Holds no session.
 
@@ -66,21 +71,33 @@ class Controller:
         prior_acceptance: float = PRIOR_ACCEPTANCE,
         cost_model: CostModel | None = None,
     ) -> None:
-        fixed = config.num_speculative_tokens
-        self._config = config
         self._observer = observer
         self._source = source
         self._is_model = source == DraftKind.MODEL.value
-        self._fixed_k = None if fixed == "auto" else fixed
         self._rates = ServiceRates(prior_acceptance)
         self.cost_model = CostModel() if cost_model is None else cost_model
         self._is_simple = self._is_model and config.control == "simple"
-        model = SimpleModel if self._is_simple else GoodputModel
-        self._goodput = model(config, source, self.cost_model)
+        self._set(config)
         self._exploration = Exploration(self._is_model)
         self.modes = ModeController(
             experiments=Experiments(observer), observer=observer, has_ngram=not self._is_simple
         )
+
+    def configure(self, config: SpeculationConfig) -> None:
+        """Plans by other settings from now on; ``control`` stays. What was measured stays, too.
+
+        K of sessions that have begun stays as it was; an overlap that is not allowed any more ends with their
+        next plan.
+        """
+        self._set(config)
+        self.modes.set_plan(None)
+
+    def _set(self, config: SpeculationConfig) -> None:
+        fixed = config.num_speculative_tokens
+        self._config = config
+        self._fixed_k = None if fixed == "auto" else fixed
+        model = SimpleModel if self._is_simple else GoodputModel
+        self._goodput = model(config, self._source, self.cost_model)
 
     def beside(self, source: str, *, prior_acceptance: float) -> Controller:
         """A controller for drafts that take no time and so never overlap; target times are shared.
@@ -89,9 +106,8 @@ class Controller:
             source: what drafts so.
             prior_acceptance: per token, until some have been verified; in (0, 1).
         """
-        serial = self._config.model_copy(update={"overlap": Overlap.SERIAL})
         return Controller(
-            serial,
+            without_overlap(self._config),
             observer=self._observer,
             source=source,
             prior_acceptance=prior_acceptance,
@@ -274,6 +290,8 @@ class Controller:
     def _replan(self, stats: SessionStats, num_running: int) -> None:
         stats.num_changes = self.modes.num_changes
         current = OFF if stats.is_exploring else stats.plan
+        if current is not None and not self._goodput.allows(current):
+            current = None
         stats.is_exploring = (
             stats.fixed_k is None and current == OFF and self._is_exploration_due(stats, num_running)
         )

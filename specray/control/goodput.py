@@ -122,6 +122,10 @@ class GoodputModel:
         can_end = Overlap.SERIAL in self._overlaps and self._is_bounded(Overlap.SERIAL, stats)
         return [OFF, *([Plan(ANY_K)] if can_end else []), *plans]
 
+    def allows(self, plan: Plan) -> bool:
+        """The plan's overlap is one of the configured ones."""
+        return plan.is_off or plan.overlap in self._overlaps
+
     def best(self, plans: Sequence[Plan], stats: SessionStats, num_running: int) -> Plan:
         """The plan with the highest goodput; OFF if it gains less than MIN_SPEEDUP."""
         if self._cost.verify_s(num_running, num_running) is None:

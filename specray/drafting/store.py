@@ -97,6 +97,11 @@ class OutputStores:
     def __len__(self) -> int:
         return len(self._stores)
 
+    @property
+    def max_tokens(self) -> int:
+        """Maximum tokens per tenant."""
+        return self._max_tokens
+
     def of(self, tenant: str) -> OutputStore | None:
         """Returns the tenant's store; None for requests without a tenant, or if nothing is kept."""
         if not tenant or self._max_tokens < 2:

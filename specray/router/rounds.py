@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from specray.config import RouterConfig
 from specray.control.controller import Controller
 from specray.control.state import Plan
 from specray.errors import InvalidRequestError, ProtocolError
@@ -20,6 +19,7 @@ from specray.router.proposers.choice import ProposerChoice
 from specray.router.scheduler import StepScheduler
 from specray.router.session_record import LiveSession
 from specray.router.session_values import Commit
+from specray.router.settings import Settings
 from specray.router.trace import Trace
 from specray.router.transport.clock import Alarm
 from specray.router.transport.links import (
@@ -65,7 +65,7 @@ class Rounds:
         proposers: propose draft tokens.
         controller: learns target times.
         inbox: what happened.
-        config: budgets and deadlines.
+        settings: budgets and deadlines.
         clock: of deadlines and measurements.
         metrics: of rounds.
         later: what is counted when the messages of a step have left; shared with ``proposers``.
@@ -80,7 +80,7 @@ class Rounds:
         proposers: ProposerChoice,
         controller: Controller,
         inbox: Inbox,
-        config: RouterConfig,
+        settings: Settings,
         clock: Clock,
         metrics: RouterMetrics,
         later: Later,
@@ -96,7 +96,7 @@ class Rounds:
         self._controller = controller
         self._usual_verify_s = controller.cost_model.usual_verify_s
         self._inbox = inbox
-        self._config = config
+        self._verify_timeout_s = settings.router.verify_timeout_s
         self._clock = clock
         self._metrics = metrics
         self._later = later
@@ -106,8 +106,8 @@ class Rounds:
         self._scheduler = StepScheduler(
             sessions,
             controller.cost_model,
-            Budgets(controller.cost_model, max_k=controller.max_k),
-            config,
+            Budgets(controller.cost_model, max_k=lambda: controller.max_k),
+            settings,
             levels=sessions.levels,
             hold_until=self._alarm.set,
         )
@@ -127,10 +127,14 @@ class Rounds:
         self._set_alarm(verifying)
         await self._inbox.wait()
 
+    def wake(self) -> None:
+        """Lets the loop look again, though nothing happened."""
+        self._inbox.wake()
+
     def close(self) -> None:
         """Ends the loop at its next look."""
         self.is_open = False
-        self._inbox.wake()
+        self.wake()
 
     def settle(self) -> None:
         """Does what was put off, at the end of the loop: callers wait for some of it."""
@@ -169,8 +173,8 @@ class Rounds:
                     else:
                         self.proposers.model.on_lost(link, error)
         self.sessions.expire(now)
-        if verifying is not None and now >= verifying.sent_s + self._config.verify_timeout_s:
-            timeout = f"silent for verify_timeout_s = {self._config.verify_timeout_s:g} s"
+        if verifying is not None and now >= verifying.sent_s + self._verify_timeout_s:
+            timeout = f"silent for verify_timeout_s = {self._verify_timeout_s:g} s"
             self._lose_target(verifying.link, TimeoutError(timeout))
         if verifying is not None and (verifying.link is not self.target or not verifying.pending):
             verifying = None
@@ -374,7 +378,7 @@ class Rounds:
             self._idle_since_s = None
         dues = [self.proposers.model.next_due_s, self.sessions.next_due_s]
         if verifying is not None:
-            dues.append(verifying.sent_s + self._config.verify_timeout_s)
+            dues.append(verifying.sent_s + self._verify_timeout_s)
         known = [due for due in dues if due is not None]
         if known:
             self._alarm.set(min(known))

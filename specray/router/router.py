@@ -28,7 +28,7 @@ from specray.router.admission.opening import SessionOpener
 from specray.router.admission.queue import AdmissionQueue
 from specray.router.admission.sessions import Sessions
 from specray.router.deferred import Later
-from specray.router.loops import overlapped_loop, serial_loop
+from specray.router.loops import serve_rounds
 from specray.router.observer import ControlObserver
 from specray.router.output.delivery import Delivery
 from specray.router.output.stream_sink import StreamSink
@@ -38,13 +38,14 @@ from specray.router.proposers.ngram import LocalProposers
 from specray.router.proposers.prediction import Predictions
 from specray.router.rounds import Rounds
 from specray.router.session_record import LiveSession
+from specray.router.settings import Settings
 from specray.router.trace import Trace, encode_trace
 from specray.router.transport.clock import SystemClock
 from specray.router.transport.leases import DraftLeases
 from specray.router.transport.links import Inbox, TargetLink, current_info
 from specray.router.transport.readiness import Readiness
 from specray.router.transport.renewal import TargetRenewal, VerifierFactory
-from specray.types import DraftKind, EngineInfo, Overlap
+from specray.types import DraftKind, EngineInfo
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +95,9 @@ class Router:
     ) -> None:
         self.metrics = metrics or RouterMetrics()
         self._drafters = drafters
-        self._config = router or RouterConfig.model_validate({})
-        self._speculation = speculation or SpeculationConfig.model_validate({})
+        config = self._config = router or RouterConfig.model_validate({})
+        speculation = speculation or SpeculationConfig.model_validate({})
+        self._settings = Settings(config, speculation)
         self._model = model
         self._clock = clock or SystemClock()
         self._opener = SessionOpener(stop_matchers, grammars)
@@ -104,20 +106,16 @@ class Router:
         inbox = self._inbox = Inbox()
         self._draft = draft
         self._draft_on_demand = draft_on_demand
-        max_events = self._config.trace_events
-        self._trace = Trace(self._clock, max_events) if max_events else None
+        self._trace = Trace(self._clock, config.trace_events) if config.trace_events else None
         observer = ControlObserver(self.metrics, self._trace)
-        self._controller = Controller(self._speculation, observer=observer)
-        has_model = drafters is not None
-        self._local_proposers = LocalProposers(self._speculation, self._controller, has_model=has_model)
+        self._controller = Controller(speculation, observer=observer)
+        self._local_proposers = LocalProposers(speculation, self._controller, has_model=drafters is not None)
         self._predictions = Predictions(self._controller)
-        queue: AdmissionQueue[LiveSession] = AdmissionQueue(
-            max_requests=self._config.max_queued_requests,
-            max_tokens=self._config.max_queued_tokens,
-            rng=self._rng,
+        self._queue: AdmissionQueue[LiveSession] = AdmissionQueue(
+            max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens, rng=self._rng
         )
         self._later = Later()
-        self._sessions = Sessions(queue, self.metrics, self._release, self._later, tracer)
+        self._sessions = Sessions(self._queue, self.metrics, self._release, self._later, tracer)
         self._target = TargetRenewal(
             verifier,
             inbox=inbox,
@@ -150,16 +148,13 @@ class Router:
         self._info = link.info
         self._sessions.set_limit(link.info.max_num_seqs)
         leases = self._leases = self._make_leases(link.info)
-        is_serial = self._speculation.overlap is Overlap.SERIAL
         model = ModelProposer(
             leases,
             self._sessions.running,
             self._controller,
             self.metrics,
             self._later,
-            round_timeout_s=self._config.round_timeout_s,
-            is_serial=is_serial,
-            max_prefill_tokens=self._config.prefill_chunk_tokens,
+            settings=self._settings,
             trace=self._trace,
         )
         self._rounds = Rounds(
@@ -167,7 +162,7 @@ class Router:
             proposers=ProposerChoice(model, self._sessions, self._controller, self._later),
             controller=self._controller,
             inbox=self._inbox,
-            config=self._config,
+            settings=self._settings,
             clock=self._clock,
             metrics=self.metrics,
             later=self._later,
@@ -181,7 +176,7 @@ class Router:
             except BaseException:
                 await link.close(self._clock)
                 raise
-        self._loop = asyncio.create_task(self._serve(self._rounds, is_serial=is_serial))
+        self._loop = asyncio.create_task(self._serve(self._rounds))
 
     async def run(self) -> None:
         """Serves until ``stop``; starts when that has not been done. Raises what broke the loop."""
@@ -191,6 +186,15 @@ class Router:
         await asyncio.shield(self._loop)
         if self._broken is not None:
             raise self._broken
+
+    def configure(self, router: RouterConfig, speculation: SpeculationConfig) -> None:
+        """Works by other live values from the next round on. Running requests keep the K that they have."""
+        self._settings.swap(router, speculation)
+        self._queue.set_bounds(max_requests=router.max_queued_requests, max_tokens=router.max_queued_tokens)
+        self._controller.configure(speculation)
+        self._local_proposers.configure(speculation)
+        self._predictions.configure(speculation)
+        self._inbox.wake()
 
     @property
     def failure(self) -> EngineLostError | None:
@@ -238,7 +242,7 @@ class Router:
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[OutputChunk, None]:
         """See interfaces.RouterClient."""
         live = self._submit(request, Delivery(request.request_id, is_stream=True))
-        chunks = live.delivery.chunks(self._clock, self._config.stream_interval_ms / 1e3)
+        chunks = live.delivery.chunks(self._clock, self._settings.stream_interval_s)
         try:
             async with contextlib.aclosing(chunks):
                 async for chunk in chunks:
@@ -287,8 +291,8 @@ class Router:
 
     async def metrics_text(self) -> str:
         """See interfaces.RouterClient."""
-        target = self._rounds.target if self._rounds is not None else None
-        draft = self._leases.link if self._leases is not None else None
+        target = None if self._rounds is None else self._rounds.target
+        draft = None if self._leases is None else self._leases.link
         infos = await asyncio.gather(current_info(target, self._clock), current_info(draft, self._clock))
         for role, info in zip(("target", "draft"), infos, strict=True):
             self.metrics.observe_engine(role, info)
@@ -314,7 +318,8 @@ class Router:
         )
         if self._is_draining:
             raise EngineLostError("the service is stopping; the request may be sent again")
-        self._check_unused(request.request_id)
+        if request.request_id in self._sessions:
+            raise InvalidRequestError(f"request_id {request.request_id!r} is in use", field="request_id")
         now = self._clock.monotonic()
         live = LiveSession(
             self._opener.open(request, vocab_size=info.vocab_size),
@@ -335,10 +340,6 @@ class Router:
             self._sessions.end(live, now)
         self._inbox.wake()
         return live
-
-    def _check_unused(self, request_id: str) -> None:
-        if request_id in self._sessions:
-            raise InvalidRequestError(f"request_id {request_id!r} is in use", field="request_id")
 
     def _abandon(self, live: LiveSession) -> None:
         """The caller takes nothing more: a request that still runs is aborted."""
@@ -362,9 +363,9 @@ class Router:
 
     # Target and loop
 
-    async def _serve(self, rounds: Rounds, *, is_serial: bool) -> None:
+    async def _serve(self, rounds: Rounds) -> None:
         try:
-            await (serial_loop(rounds) if is_serial else overlapped_loop(rounds))
+            await serve_rounds(rounds, self._settings)
         except Exception as error:
             # A bug must end requests with an error, not leave them waiting for ever.
             logger.exception("the router's loop failed")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from specray.config import RouterConfig
 from specray.control.cost_model import CostModel
 from specray.router.admission.service_levels import ServiceLevels
 from specray.router.admission.sessions import Sessions
@@ -12,6 +11,7 @@ from specray.router.batch import BatchLimits, Share, form_batch
 from specray.router.proposers.budgets import MIN_PREFILL_TOKENS, Budgets
 from specray.router.proposers.prefill import are_prompts_first
 from specray.router.session_record import LiveSession
+from specray.router.settings import Settings
 from specray.types import EngineInfo
 
 GRACE_SHARE = 0.25
@@ -27,7 +27,7 @@ class StepScheduler:
         sessions: who runs.
         cost_model: predicts the time of target steps.
         budgets: prompt tokens that may share a step.
-        config: budgets of a step.
+        settings: budgets of a step.
         levels: say who takes part in a step, and whose prompt goes first.
         hold_until: told when an idle target that is held back is to be looked at again.
     """
@@ -37,7 +37,7 @@ class StepScheduler:
         sessions: Sessions,
         cost_model: CostModel,
         budgets: Budgets,
-        config: RouterConfig,
+        settings: Settings,
         *,
         levels: ServiceLevels,
         hold_until: Callable[[float], None],
@@ -45,7 +45,7 @@ class StepScheduler:
         self._sessions = sessions
         self._cost_model = cost_model
         self._budgets = budgets
-        self._config = config
+        self._settings = settings
         self._levels = levels
         self._hold_until = hold_until
 
@@ -91,7 +91,7 @@ class StepScheduler:
 
     def _prefill_room(self, ready: Sequence[LiveSession]) -> int:
         """Prompt tokens of the step: few enough that the sessions which run keep their pace."""
-        most = self._config.prefill_chunk_tokens
+        most = self._settings.router.prefill_chunk_tokens
         if not any(live.is_prefilling for live in ready):
             return most
         # Also those that wait for their draft: they would wait for this step next.
@@ -102,8 +102,9 @@ class StepScheduler:
         num_rows = sum(live.num_rows for live in running)
         if self._levels.spares_steps:
             most = min(most, MIN_PREFILL_TOKENS)
+        max_slowdown = self._settings.router.max_prefill_slowdown
         return self._budgets.prefill_tokens(
-            num_rows, most, max_slowdown=self._config.max_prefill_slowdown, num_running=len(running)
+            num_rows, most, max_slowdown=max_slowdown, num_running=len(running)
         )
 
     def _holds_back(self, ready: Sequence[LiveSession], now: float, idle_since_s: float | None) -> bool:

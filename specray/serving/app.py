@@ -8,6 +8,11 @@ configuration::
       route_prefix: /
       import_path: specray.serving.app:build_app
       args: {target: {model: ...}, draft: {model: ...}}
+      deployments:
+      - {name: Router, user_config: {speculation: {num_speculative_tokens: 4}}}
+
+A change of ``args`` starts every replica anew; one of ``user_config`` takes effect while they serve. The keys
+that it may have are those of ``config.live``.
 """
 
 from __future__ import annotations
@@ -31,17 +36,20 @@ STOP_MARGIN_S = 5.0
 """Seconds that a Router needs to stop once its requests have ended, or their time is over."""
 
 
-def build_app(args: dict[str, Any] | Config) -> Application:
+def build_app(args: dict[str, Any] | Config, *, store: str | None = None) -> Application:
     """Binds Ingress -> Router -> Draft for one configuration.
+
+    Args:
+        store: key of the live values that ``specray reload`` keeps; None: ``user_config`` alone brings them.
 
     Raises:
         ConfigError: a key is unknown or a value is not allowed.
     """
     config = args if isinstance(args, Config) else parse_config(args)
     values = config.model_dump(mode="json")
-    draft = _draft_deployment(config).bind(values) if config.draft.has_replicas else None
-    router = _router_deployment(config).bind(values, draft)
-    return ingress_deployment(config, num_cpus=NUM_CPUS_PER_INGRESS).bind(values, router)
+    draft = _draft_deployment(config).bind(values, store) if config.draft.has_replicas else None
+    router = _router_deployment(config).bind(values, draft, store)
+    return ingress_deployment(config, num_cpus=NUM_CPUS_PER_INGRESS).bind(values, router, store)
 
 
 def num_cpus(config: Config) -> float:
@@ -108,6 +116,8 @@ def _router_deployment(config: Config) -> serve.Deployment:
     return serve.deployment(
         name="Router",
         **router_replicas(config.router),
+        # Serve calls ``reconfigure`` at the start only where there is one.
+        user_config={},
         ray_actor_options={"num_cpus": NUM_CPUS_PER_ROUTER},
         placement_group_bundles=group.bundles,
         placement_group_strategy=group.strategy,

@@ -7,8 +7,9 @@ parse as INTERNAL. The server in ``specray.rpc.inference.server`` has all of the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -16,11 +17,13 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from specray.actors.client import ServeRouterClient
+from specray.actors.live import LiveReplica
 from specray.actors.mailbox import Mailbox
 from specray.actors.node import keep_serve_on_loopback, listen_address
 from specray.actors.router import RouterReplica
 from specray.actors.telemetry import AllMetrics, begin_logs, begin_traces, with_labels
 from specray.config import Config, parse_config
+from specray.config.live import LiveConfig, Served
 from specray.rpc.channel import ChannelOptions, channel_options
 from specray.rpc.inference.server import InferenceServer
 from specray.serving.admission.api_keys import Keyring
@@ -45,6 +48,8 @@ def ingress_deployment(config: Config, *, num_cpus: float) -> serve.Deployment:
     deployment: serve.Deployment = serve.deployment(
         name="Ingress",
         num_replicas=config.ingress.num_replicas,
+        # Serve calls ``reconfigure`` at the start only where there is one.
+        user_config={},
         ray_actor_options={"num_cpus": num_cpus, **config.ingress.ray_actor_options},
         max_ongoing_requests=config.ingress.max_ongoing_requests,
         # A call that waits in a proxy is invisible; so the proxy refuses it, as this process would.
@@ -63,14 +68,20 @@ def ingress_deployment(config: Config, *, num_cpus: float) -> serve.Deployment:
 class IngressReplica:
     """A Serve replica in front of the Routers, with an HTTP application and a gRPC server."""
 
-    def __init__(self, values: dict[str, Any], _: DeploymentHandle[RouterReplica]) -> None:
+    def __init__(
+        self, values: dict[str, Any], _: DeploymentHandle[RouterReplica], store: str | None = None
+    ) -> None:
         config = self._config = parse_config(values)
         keep_serve_on_loopback()
         begin_logs(config)
+        self._now = LiveConfig(config)
+        self._now.listen(begin_logs)
+        self._live = LiveReplica(self._now, store=store)
+        self._store = store
         self._tracing = begin_traces(config, role="ingress")
         app_name = serve.get_replica_context().app_name
-        deployments = ["Ingress", "Router", *(["Draft"] if config.draft.has_replicas else [])]
-        self._all_metrics = AllMetrics(app_name, deployments)
+        self._deployments = ("Ingress", "Router", *(["Draft"] if config.draft.has_replicas else []))
+        self._all_metrics = AllMetrics(app_name, self._deployments)
         self._observer = CallObserver(config.logging, tracing=self._tracing)
         self._mailbox = Mailbox(listen_address(config, "ingress"), options=channel_options(config.rpc))
         client = ServeRouterClient(
@@ -90,7 +101,7 @@ class IngressReplica:
         return build_http_app(
             client=self._client,
             tokenizer=self._tokenizer,
-            config=self._config,
+            config=self._now,
             keyring=self._keyring,
             lifespan=self._lifespan,
             observer=self._observer,
@@ -98,6 +109,23 @@ class IngressReplica:
             # Serve's proxy sets the header, where there is one.
             names_answers=self._has_http_server,
         )
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Takes the live values of ``user_config``, see LiveReplica. Calls under way go on.
+
+        Serve calls it before it routes any call here. The first time the servers start, since only now the
+        keys are known that are in force. Raises ConfigError.
+        """
+        await self._live.reconfigure(user_config)
+        await self._servers.start()
+
+    async def reload(self, values: dict[str, Any]) -> str:
+        """Takes live values and returns their digest. Raises ConfigError; nothing has changed then."""
+        return await self._live.take(values)
+
+    async def served(self) -> Served:
+        """Returns the configuration in force, for ``specray reload``."""
+        return Served(self._now.now.model_dump(mode="json"), self._store, self._deployments)
 
     async def metrics_text(self) -> str:
         """Returns this replica's metrics, with its labels."""
@@ -110,27 +138,22 @@ class IngressReplica:
                 stack.push_async_callback(asyncio.to_thread, self._tracing.close)
             stack.push_async_callback(self._mailbox.stop)
             await self._mailbox.start()
-            await stack.enter_async_context(self._servers(app))
+            self._servers = _Servers(self._start_grpc, partial(self._start_http, app))
+            stack.push_async_callback(self._servers.stop)
             collector = asyncio.create_task(Collector(lambda: self._client.capacity.num_requests).run())
             stack.callback(collector.cancel)
             yield
 
-    @asynccontextmanager
-    async def _servers(self, app: FastAPI) -> AsyncIterator[None]:
-        """Runs the servers; at the end the calls of both protocols have their grace at the same time."""
-        grpc, http = AsyncExitStack(), AsyncExitStack()
-        grace_s = self._config.router.drain_timeout_s
-        try:
-            if self._config.grpc.port:
-                calls = served(self._grpc_server(), self._client, grace_s=grace_s)
-                await grpc.enter_async_context(calls)
-            if self._has_http_server:
-                server = self._http_server(app)
-                http.push_async_callback(server.stop)
-                await server.start()
-            yield
-        finally:
-            await asyncio.gather(grpc.aclose(), http.aclose())
+    async def _start_grpc(self, stack: AsyncExitStack) -> None:
+        if self._config.grpc.port:
+            grace_s = self._config.router.drain_timeout_s
+            await stack.enter_async_context(served(self._grpc_server(), self._client, grace_s=grace_s))
+
+    async def _start_http(self, app: FastAPI, stack: AsyncExitStack) -> None:
+        if self._has_http_server:
+            server = self._http_server(app)
+            stack.push_async_callback(server.stop)
+            await server.start()
 
     def _http_server(self, app: FastAPI) -> HttpServer:
         config = self._config
@@ -145,7 +168,7 @@ class IngressReplica:
     def _grpc_server(self) -> InferenceServer:
         config = self._config
         handler = GrpcIngress(
-            client=self._client, tokenizer=self._tokenizer, config=config, observer=self._observer
+            client=self._client, tokenizer=self._tokenizer, config=self._now, observer=self._observer
         )
         return InferenceServer(
             handler,
@@ -156,3 +179,28 @@ class IngressReplica:
             on_refused=handler.refused,
             has_reflection=config.grpc.reflection,
         )
+
+
+class _Servers:
+    """The servers of this process. At the end the calls of all have their grace at the same time.
+
+    Args:
+        starters: start one server each, whose end they push onto the stack.
+    """
+
+    def __init__(self, *starters: Callable[[AsyncExitStack], Awaitable[None]]) -> None:
+        self._starters = starters
+        self._stacks = [AsyncExitStack() for _ in starters]
+        self._is_started = False
+
+    async def start(self) -> None:
+        """Starts the servers; later calls change nothing. Raises ConfigError."""
+        if self._is_started:
+            return
+        self._is_started = True
+        for starter, stack in zip(self._starters, self._stacks, strict=True):
+            await starter(stack)
+
+    async def stop(self) -> None:
+        """Stops what has started."""
+        await asyncio.gather(*(stack.aclose() for stack in self._stacks))

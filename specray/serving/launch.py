@@ -7,19 +7,22 @@ import logging
 import math
 import os
 import re
+import secrets
 import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from specray.config import EMBEDDED, Config
 from specray.environment import apply_ray_environment, external_ray_address
 from specray.errors import ConfigError
+from specray.serving.live.notes import noted
 from specray.serving.process_end import end_without_destructors
 from specray.tokenization.files import has_chat_template
 
@@ -77,8 +80,11 @@ def running_service(
     check_ports_are_free(config)
     check_models(config)
     config = _with_own_server(config)
+    store = f"{APP_NAME}-{secrets.token_hex(8)}"
     with _ray(config):
         from ray import serve
+
+        from specray.actors.live import forget_stored
 
         serve.start(
             proxy_location="HeadOnly" if config.http.server == "proxy" else "Disabled",
@@ -93,12 +99,13 @@ def running_service(
         )
         try:
             print("specray: loading the models", file=sys.stderr, flush=True)
-            (deploy or _run)(config)
+            (deploy or partial(_run, store=store))(config)
             wait_running(stop, timeout_s=config.router.start_timeout_s + START_MARGIN_S)
             yield
         finally:
             # In a cluster that was there before, other applications stay.
             serve.delete(APP_NAME)
+            forget_stored(store)
 
 
 def _with_own_server(config: Config) -> Config:
@@ -182,10 +189,11 @@ def _ray(config: Config) -> Iterator[None]:
         session = context.address_info["session_dir"]
         print(f"specray: logs of all processes: {session}/logs", file=sys.stderr, flush=True)
     else:
-        ray.init(logging_level=logging.WARNING, log_to_driver=True)
+        context = ray.init(logging_level=logging.WARNING, log_to_driver=True)
     _restore(handlers)
     try:
-        yield
+        with noted(config.http.port, context.address_info["address"]) if is_own else nullcontext():
+            yield
     finally:
         ray.shutdown()
 
@@ -254,13 +262,15 @@ def _restore(handlers: dict[int, Any]) -> None:
                 signal.signal(number, handler)
 
 
-def _run(config: Config) -> None:
+def _run(config: Config, *, store: str) -> None:
     from ray import serve
 
     from specray.serving.app import build_app
 
     # serve.run would wait and never look at the stop event.
-    target = serve.RunTarget(build_app(config), name=APP_NAME, route_prefix="/", logging_config=SERVE_LOGS)
+    target = serve.RunTarget(
+        build_app(config, store=store), name=APP_NAME, route_prefix="/", logging_config=SERVE_LOGS
+    )
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from specray.config import Config
+from specray.config.live import LiveConfig
 from specray.interfaces import RouterClient
 from specray.requests import ServiceInfo
 from specray.serving.admission.capacity import max_requests
@@ -14,12 +15,12 @@ INFO_TIMEOUT_S = 30.0
 
 
 class ServiceLimits:
-    """The limits of the service behind ``client``; the router is asked once, since they do not change."""
+    """The limits of the service behind ``client``; the router is asked once, since its own do not change."""
 
-    def __init__(self, client: RouterClient, tokenizer: Tokenizer, config: Config) -> None:
+    def __init__(self, client: RouterClient, tokenizer: Tokenizer, config: Config | LiveConfig) -> None:
         self._client = client
         self._tokenizer = tokenizer
-        self._config = config
+        self._config = LiveConfig.of(config)
         self._info: ServiceInfo | None = None
 
     async def info(self) -> ServiceInfo:
@@ -34,15 +35,16 @@ class ServiceLimits:
     async def get(self) -> Limits:
         """Returns the limits. Raises EngineLostError if the router does not answer in time."""
         info = self._info or await self.info()
+        config = self._config.now
         return Limits(
-            model_name=self._config.model_name,
+            model_name=config.model_name,
             vocab_size=info.vocab_size,
             max_model_len=info.max_model_len,
             eos_token_ids=tuple(
                 token_id for token_id in self._tokenizer.eos_token_ids if token_id < info.vocab_size
             ),
-            verification=self._config.speculation.verification,
-            has_draft_model=self._config.draft.has_model,
-            cuts_max_tokens=self._config.ingress.excess_max_tokens == "cut",
-            max_choices=min(MAX_CHOICES, max_requests(self._config)),
+            verification=config.speculation.verification,
+            has_draft_model=config.draft.has_model,
+            cuts_max_tokens=config.ingress.excess_max_tokens == "cut",
+            max_choices=min(MAX_CHOICES, max_requests(config)),
         )

@@ -164,6 +164,10 @@ class CallObserver:
         self._tracing = tracing
         self._now = now
 
+    def configure(self, config: LoggingConfig) -> None:
+        """Logs calls, or does not, from now on."""
+        self._logs_requests = config.requests
+
     def begin(
         self,
         protocol: str,

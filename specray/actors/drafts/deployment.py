@@ -13,11 +13,13 @@ import ray
 from ray.util.placement_group import get_current_placement_group
 
 from specray.actors.drafts.group import DraftGroup
+from specray.actors.live import LiveReplica
 from specray.actors.node import keep_serve_on_loopback
 from specray.actors.targets.group import PlacedRanks
 from specray.actors.targets.ranks import DraftRank
 from specray.actors.telemetry import begin_logs, with_labels
 from specray.config import Config, parse_config
+from specray.config.live import LiveConfig
 from specray.errors import ConfigError, EngineLostError
 from specray.metrics.router import DraftMetrics
 
@@ -54,9 +56,12 @@ class DraftReplica:
     merely move from one draft to another.
     """
 
-    def __init__(self, values: dict[str, Any]) -> None:
+    def __init__(self, values: dict[str, Any], store: str | None = None) -> None:
         keep_serve_on_loopback()
-        begin_logs(parse_config(values))
+        live = LiveConfig(parse_config(values))
+        begin_logs(live.now)
+        live.listen(begin_logs)
+        self._live = LiveReplica(live, store=store)
         self._metrics = DraftMetrics()
         self._values = values
         self._group: DraftGroup | None = None
@@ -70,13 +75,15 @@ class DraftReplica:
         process can be in one group at a time and the new ranks need its resources.
 
         Args:
-            user_config: ``{"draft": {...}}``: values that override the service's own configuration.
+            user_config: ``{"draft": {...}}``: values that override the service's own configuration; beside
+                them live values, of which a draft takes those of ``logging``.
 
         Raises:
             ConfigError: a value or the model is wrong. Serve then replaces the replica.
             EngineLostError: the model was not loaded in time.
         """
-        config = self._merge(user_config)
+        await self._live.reconfigure({name: part for name, part in user_config.items() if name != "draft"})
+        config = self._merge(user_config.get("draft") or {})
         before = self._group
         if before is not None and config == before.config:
             return
@@ -97,6 +104,10 @@ class DraftReplica:
             task = asyncio.create_task(before.stop(drain_s=DRAIN_S))
             self._retiring.add(task)
             task.add_done_callback(self._retiring.discard)
+
+    async def reload(self, values: dict[str, Any]) -> str:
+        """Takes live values and returns their digest. Raises ConfigError; nothing has changed then."""
+        return await self._live.take(values)
 
     async def lease(self) -> DraftLease:
         """Address and load of this replica's engine. Raises EngineLostError while it cannot work."""
@@ -141,11 +152,7 @@ class DraftReplica:
         if group is not None:
             await group.stop(drain_s=DRAIN_S)
 
-    def _merge(self, user_config: dict[str, Any]) -> Config:
-        unknown = sorted(user_config.keys() - {"draft"})
-        if unknown:
-            raise ConfigError(f"user_config of Draft has {', '.join(unknown)}; allowed: draft")
-        changed = user_config.get("draft") or {}
+    def _merge(self, changed: dict[str, Any]) -> Config:
         size = self._values["draft"].get("tensor_parallel_size", 1)
         if changed.get("tensor_parallel_size", size) != size:
             raise ConfigError(

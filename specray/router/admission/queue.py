@@ -83,6 +83,11 @@ class AdmissionQueue(Generic[WaitingT]):
         """Prompt tokens of all waiting requests."""
         return self._num_tokens
 
+    def set_bounds(self, *, max_requests: int, max_tokens: int) -> None:
+        """Bounds the next arrivals; whoever waits already goes on waiting."""
+        self._max_requests = max_requests
+        self._max_tokens = max_tokens
+
     def push(self, entry: WaitingT, *, num_free_places: int) -> list[WaitingT]:
         """Appends an entry; returns the entries that were displaced, which wait no longer.
 

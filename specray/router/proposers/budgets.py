@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 
 from specray.control.cost_model import CostModel
 
@@ -21,10 +22,10 @@ class Budgets:
 
     Args:
         cost_model: predicts seconds.
-        max_k: largest number of draft tokens in a proposal.
+        max_k: largest number of draft tokens in a proposal, now.
     """
 
-    def __init__(self, cost_model: CostModel, *, max_k: int) -> None:
+    def __init__(self, cost_model: CostModel, *, max_k: Callable[[], int]) -> None:
         self._cost = cost_model
         self._max_k = max_k
 
@@ -33,7 +34,7 @@ class Budgets:
         cost = self._cost
         if cost.draft.step_s(1) is None:
             return None
-        proposal_s = self._max_k * cost.draft_step_s(1, 0.0)
+        proposal_s = self._max_k() * cost.draft_step_s(1, 0.0)
         slowest_s = max(proposal_s, cost.slowest_outcomes_s)
         return max(MIN_PATIENCE_S, PATIENCE_FACTOR * (slowest_s + cost.round_trip_s))
 

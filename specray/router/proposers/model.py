@@ -28,6 +28,7 @@ from specray.router.proposers.waits import DraftWaits
 from specray.router.session import Session
 from specray.router.session_record import LiveSession
 from specray.router.session_values import Commit, Lookup
+from specray.router.settings import Settings
 from specray.router.trace import Trace
 from specray.router.transport.leases import DraftLeases
 from specray.router.transport.links import DraftLink
@@ -61,9 +62,8 @@ class ModelProposer:
         controller: chooses K and fan-out, and learns from what is measured.
         metrics: of lookups and draft steps.
         later: what is counted when the messages of a step have left.
-        round_timeout_s: a draft that is silent for so long is lost.
-        is_serial: both engines take turns.
-        max_prefill_tokens: tokens that the draft is given to prefill at once.
+        settings: time after which a silent draft is lost, tokens that it is given to prefill at once, and
+            whether both engines take turns.
         trace: told of questions and answers; None: nobody is.
     """
 
@@ -75,9 +75,7 @@ class ModelProposer:
         metrics: RouterMetrics,
         later: Later,
         *,
-        round_timeout_s: float,
-        is_serial: bool,
-        max_prefill_tokens: int,
+        settings: Settings,
         trace: Trace | None = None,
     ) -> None:
         self._leases = leases
@@ -85,14 +83,14 @@ class ModelProposer:
         self._controller = controller
         self._metrics = metrics
         self._later = later
-        self._round_timeout_s = round_timeout_s
-        self._is_serial = is_serial
-        self._budgets = Budgets(controller.cost_model, max_k=controller.max_k)
+        self._settings = settings
+        self._round_timeout_s = settings.router.round_timeout_s
+        self._budgets = Budgets(controller.cost_model, max_k=lambda: controller.max_k)
         self._waits = DraftWaits(running)
         self._prefill = DraftPrefill(
             running,
             self._budgets,
-            max_tokens=max_prefill_tokens,
+            max_tokens=lambda: settings.router.prefill_chunk_tokens,
             patience_s=self._patience_s,
             is_draft_idle=partial(are_prompts_first, running),
         )
@@ -362,7 +360,7 @@ class ModelProposer:
         patience_s = self._budgets.patience_s()
         if patience_s is None:
             patience_s = UNMEASURED_PATIENCE_S
-        if self._is_serial:
+        if self._settings.is_serial:
             # The reference loop goes on without a draft only when something is wrong with it.
             patience_s = max(patience_s, SERIAL_PATIENCE_S)
         return min(patience_s, self._round_timeout_s)

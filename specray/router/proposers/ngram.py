@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Final
 
 from specray.config import SpeculationConfig
-from specray.control.controller import Controller
+from specray.control.controller import Controller, without_overlap
 from specray.control.estimators import Rate
 from specray.control.goodput import MAX_ACCEPTANCE, expected_tokens
 from specray.control.state import SessionStats
@@ -158,7 +158,7 @@ class LocalProposers:
     """
 
     def __init__(self, config: SpeculationConfig, controller: Controller, *, has_model: bool) -> None:
-        self._fallback = None if config.fallback == "none" or not has_model else DraftKind(config.fallback)
+        self._has_model = has_model
         self._controllers = {
             source: tuple(
                 controller.beside(source, prior_acceptance=acceptance)
@@ -167,10 +167,24 @@ class LocalProposers:
             for source, prior in PRIOR_ACCEPTANCE.items()
         }
         self._stores = OutputStores(config.past_output_tokens)
+        self._set(config)
         self._controller = controller
         self._looks = Rate(PRIOR_ACCEPTED, PRIOR_LOOKS, fading=LOOKS_FADING)
         self._num_without = 0
         """Sessions that had no fallback, since it did not pay."""
+
+    def configure(self, config: SpeculationConfig) -> None:
+        """Makes the next sessions' proposers by other settings. Another bound of outputs forgets them."""
+        self._set(config)
+        for controllers in self._controllers.values():
+            for controller in controllers:
+                controller.configure(without_overlap(config))
+
+    def _set(self, config: SpeculationConfig) -> None:
+        has_fallback = self._has_model and config.fallback != "none"
+        self._fallback = DraftKind(config.fallback) if has_fallback else None
+        if self._stores.max_tokens != config.past_output_tokens:
+            self._stores = OutputStores(config.past_output_tokens)
 
     def of(
         self, request: GenerateRequest, draft: DraftKind, *, num_sessions: int = 1

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from specray.control.controller import Controller
+from specray.config import SpeculationConfig
+from specray.control.controller import Controller, without_overlap
 from specray.control.goodput import AUTO_K
 from specray.control.state import OFF, Plan, SessionStats
 from specray.draft_tokens import NO_DRAFT, DraftTokens
@@ -123,6 +124,11 @@ class Predictions:
         self._sure, self._unsure = (
             controller.beside(PREDICTION, prior_acceptance=prior) for prior in (PRIOR_SURE, PRIOR_UNSURE)
         )
+
+    def configure(self, config: SpeculationConfig) -> None:
+        """Makes the next sessions' proposers by other settings."""
+        for controller in (self._sure, self._unsure):
+            controller.configure(without_overlap(config))
 
     def of(self, request: GenerateRequest) -> SessionPrediction | None:
         """The proposer of a new session; None: it has no prediction, or does not speculate."""

@@ -28,7 +28,7 @@ class DraftPrefill:
     Args:
         running: the sessions, in the order of their arrival; shared with their owner.
         budgets: know how many tokens the draft prefills in the time of a target step.
-        max_tokens: tokens at once, also while nobody waits for the draft.
+        max_tokens: tokens at once now, also while nobody waits for the draft.
         patience_s: seconds for which a round waits for the draft.
         is_draft_idle: nobody is asked to draft for now, whoever could be.
     """
@@ -38,7 +38,7 @@ class DraftPrefill:
         running: Mapping[str, LiveSession],
         budgets: Budgets,
         *,
-        max_tokens: int,
+        max_tokens: Callable[[], int],
         patience_s: Callable[[], float],
         is_draft_idle: Callable[[], bool],
     ) -> None:
@@ -103,7 +103,7 @@ class DraftPrefill:
         """Number of unread tokens that the next chunk may hold; 0: others have all the room."""
         left, wanted = self._num_left(), live.num_unread
         # A few tokens take as long as some more do.
-        if left < min(wanted, MIN_DRAFT_PREFILL_TOKENS, self._max_tokens):
+        if left < min(wanted, MIN_DRAFT_PREFILL_TOKENS, self._max_tokens()):
             return 0
         share = min(left, wanted)
         self._left = left - share
@@ -127,7 +127,7 @@ class DraftPrefill:
         if self._left is None:
             company = [live for live in self._running.values() if _is_drafted_for(live)]
             self._has_company = bool(company) and not self._is_draft_idle()
-            room = self._room_beside(company) if self._has_company else self._max_tokens
+            room = self._room_beside(company) if self._has_company else self._max_tokens()
             # An engine takes what several messages have brought together.
             taken = sum(map(_num_being_prefilled, self._running.values()))
             self._left = max(0, room - (max(taken, self._num_given) if self._has_company else taken))
@@ -135,7 +135,7 @@ class DraftPrefill:
 
     def _room_beside(self, company: list[LiveSession]) -> int:
         return self._budgets.draft_prefill_tokens(
-            self._max_tokens,
+            self._max_tokens(),
             num_rows=sum(live.num_rows for live in company),
             num_running=len(company),
             most_s=PATIENCE_SHARE * self._patience_s(),

@@ -45,10 +45,19 @@ class Caller:
     """
 
     def __init__(self, key: KeyConfig | None = None) -> None:
-        self._key = key
-        self._quota = None if key is None else _quota(key)
         self._num_requests = 0
         self._num_queued_tokens = 0
+        self.set_key(key)
+
+    def set_key(self, key: KeyConfig | None) -> None:
+        """Serves the next calls under another key, or other rules of the same one."""
+        self._key = key
+        self._quota = None if key is None else _quota(key)
+
+    @property
+    def name(self) -> str | None:
+        """Name of the key; None: there is none."""
+        return None if self._key is None else self._key.name
 
     @property
     def num_requests(self) -> int:
@@ -166,8 +175,22 @@ class Keyring:
     """The configured keys. If there are none, everybody is let in."""
 
     def __init__(self, auth: AuthConfig) -> None:
-        self._callers = [(key.sha256.encode(), Caller(key)) for key in auth.keys]
         self._anyone = Caller()
+        self._callers: list[tuple[bytes, Caller]] = []
+        self.configure(auth)
+
+    def configure(self, auth: AuthConfig) -> None:
+        """Knows these keys from now on. Calls under way go on as they were let in.
+
+        A key that keeps its name keeps what it has in hand, also when it is another key: it is rotated.
+        """
+        known = {caller.name: caller for _, caller in self._callers}
+        callers = []
+        for key in auth.keys:
+            caller = known.get(key.name) or Caller()
+            caller.set_key(key)
+            callers.append((key.sha256.encode(), caller))
+        self._callers = callers
         self._open_paths = frozenset(("/health", "/ping", "/ready", *auth.open_paths))
 
     @property

@@ -66,6 +66,10 @@ class RouterCapacity:
         self._ended_s: float | None = None
         self._refusals: dict[str, _Refusal] = {}
 
+    def set_max_requests(self, max_requests: int) -> None:
+        """All routers together hold so many requests from now on."""
+        self._max_requests = max_requests
+
     @property
     def num_requests(self) -> int:
         """Requests on their way to the routers, or there."""

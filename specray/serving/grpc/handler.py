@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
 from specray.config import Config
+from specray.config.live import LiveConfig
 from specray.errors import InvalidRequestError
 from specray.interfaces import RouterClient
 from specray.requests import GenerateRequest, ServiceInfo, TextOptions, sampling_options
@@ -51,10 +52,12 @@ class GrpcIngress:
         *,
         client: RouterClient,
         tokenizer: Tokenizer,
-        config: Config,
+        config: Config | LiveConfig,
         caller: Caller | None = None,
         observer: CallObserver | None = None,
     ) -> None:
+        live = LiveConfig.of(config)
+        config = live.now
         self._observer = observer or CallObserver(config.logging)
         self._caller = caller or Caller()
         self._client = with_admission(client, config)
@@ -62,7 +65,7 @@ class GrpcIngress:
         self._grammars = GrammarChecker(tokenizer)
         self._planner = ChatPlanner(tokenizer, config.chat)
         self._defaults = load_defaults(config)
-        self._limits = ServiceLimits(client, tokenizer, config)
+        self._limits = ServiceLimits(client, tokenizer, live)
         self._model_name = config.model_name
         self._timeout_s = config.router.request_timeout_s + DEADLINE_MARGIN_S
 

@@ -17,10 +17,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from specray import __version__
 from specray.config import Config
+from specray.config.live import LiveConfig
 from specray.errors import SpecrayError
 from specray.interfaces import RouterClient
 from specray.serving.admission.api_keys import Caller, Keyring
-from specray.serving.admission.capacity import with_admission
+from specray.serving.admission.capacity import RouterCapacity, max_requests, with_admission
 from specray.serving.admission.middleware import AdmissionMiddleware
 from specray.serving.generation import Delta
 from specray.serving.http.answers.started_stream import StartedStream
@@ -58,7 +59,7 @@ def build_http_app(
     *,
     client: RouterClient,
     tokenizer: Tokenizer,
-    config: Config,
+    config: Config | LiveConfig,
     keyring: Keyring | None = None,
     lifespan: Lifespan | None = None,
     observer: CallObserver | None = None,
@@ -70,6 +71,7 @@ def build_http_app(
     Args:
         client: the router.
         tokenizer: the target's tokenizer.
+        config: the configuration; the holder of one that changes while serving.
         keyring: API keys, shared with the gRPC endpoint, whose requests count too; default: one of its own.
         lifespan: runs around the application, for whatever else lives in its process.
         observer: records of calls, shared with the gRPC endpoint; default: one of its own, without traces.
@@ -79,24 +81,26 @@ def build_http_app(
     app = FastAPI(
         title="specray", version=__version__, lifespan=lifespan, openapi_url=None, redirect_slashes=False
     )
+    live = LiveConfig.of(config)
+    config = live.now
     client = with_admission(client, config)
-    limits = ServiceLimits(client, tokenizer, config)
+    limits = ServiceLimits(client, tokenizer, live)
     _add_problem_handlers(app)
     keyring = keyring or Keyring(config.auth)
     observer = observer or CallObserver(config.logging)
     identity = identify(config)
-    api = OpenAiApi(client=client, tokenizer=tokenizer, config=config, limits=limits, identity=identity)
-    add_service_routes(app, client, is_terse=keyring.asks_for_key)
+    api = OpenAiApi(client=client, tokenizer=tokenizer, config=live, limits=limits, identity=identity)
+    add_service_routes(app, client, is_terse=lambda: keyring.asks_for_key)
     metrics_text = metrics_text or _own_metrics(client, observer)
     if config.metrics.vllm_names:
         metrics_text = _named_twice(metrics_text, config.model_name)
     add_observer_routes(app, client, metrics_text)
     add_model_routes(app, limits, identity)
-    add_token_routes(app, api, tokenizer, limits, max_body_bytes=config.http.max_body_bytes)
-    add_count_route(app, api, limits, max_body_bytes=config.http.max_body_bytes)
-    _add_generating_routes(app, api, config)
+    add_token_routes(app, api, tokenizer, limits, config=live)
+    add_count_route(app, api, limits, config=live)
+    _add_generating_routes(app, api, live)
     if config.http.openapi:
-        add_openapi_routes(app, asks_for_key=keyring.asks_for_key)
+        add_openapi_routes(app, asks_for_key=lambda: keyring.asks_for_key)
     add_absent_routes(app)
     app.add_middleware(
         AdmissionMiddleware, max_calls=config.ingress.max_ongoing_requests, capacity=client.capacity
@@ -104,8 +108,35 @@ def build_http_app(
     app.add_middleware(KeyMiddleware, keyring=keyring)
     app.add_middleware(ObserveMiddleware, observer=observer, names_answers=names_answers)
     add_cors(app, config.http)
+    live.listen(_Follower(config, client.capacity, keyring, observer, api))
     app.add_middleware(SlashMiddleware)
     return app
+
+
+class _Follower:
+    """Tells the parts of an application of changes of the configuration."""
+
+    def __init__(
+        self,
+        config: Config,
+        capacity: RouterCapacity,
+        keyring: Keyring,
+        observer: CallObserver,
+        api: OpenAiApi,
+    ) -> None:
+        self._speculation = config.speculation
+        self._capacity = capacity
+        self._keyring = keyring
+        self._observer = observer
+        self._api = api
+
+    def __call__(self, config: Config) -> None:
+        self._capacity.set_max_requests(max_requests(config))
+        self._keyring.configure(config.auth)
+        self._observer.configure(config.logging)
+        if config.speculation != self._speculation:
+            self._speculation = config.speculation
+            self._api.fingerprint = identify(config).system_fingerprint
 
 
 def _own_metrics(client: RouterClient, observer: CallObserver) -> TextSource:
@@ -122,14 +153,14 @@ def _named_twice(source: TextSource, model_name: str) -> TextSource:
     return text
 
 
-def _add_generating_routes(app: FastAPI, api: OpenAiApi, config: Config) -> None:
+def _add_generating_routes(app: FastAPI, api: OpenAiApi, config: LiveConfig) -> None:
     async def run(request: Request, parse: CallParser) -> Response:
-        values = await read_json(request, max_body_bytes=config.http.max_body_bytes)
+        values = await read_json(request, max_body_bytes=config.now.http.max_body_bytes)
         values = with_timeout(values, request.headers)
         call = await until_disconnect(request.receive, parse(values, caller_of(request), record_of(request)))
         if not call.is_stream:
             return JSONResponse(await until_disconnect(request.receive, api.answer(call)))
-        started = await _started(request, api.deltas(call), grace_s=config.http.first_token_grace_s)
+        started = await _started(request, api.deltas(call), grace_s=config.now.http.first_token_grace_s)
         return EventStreamResponse(api.events(call, started), started, comment=call.format.waiting)
 
     @app.post("/v1/completions")

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from specray.config import Config
+from specray.config.live import LiveConfig
 from specray.interfaces import RouterClient
 from specray.requests import GenerateRequest
 from specray.serving.admission.api_keys import Caller, complete_for, stream_for
@@ -74,6 +74,9 @@ class OpenAiApi:
 
     Args:
         now: returns seconds since 1970, for ``created``.
+
+    Attributes:
+        fingerprint: ``system_fingerprint`` of the next answers.
     """
 
     def __init__(
@@ -81,21 +84,22 @@ class OpenAiApi:
         *,
         client: RouterClient,
         tokenizer: Tokenizer,
-        config: Config,
+        config: LiveConfig,
         limits: ServiceLimits,
         identity: Identity,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self._client = with_admission(client, config)
+        start = config.now
+        self._client = with_admission(client, start)
+        self._config = config
         self._tokenizer = tokenizer
         self._grammars = GrammarChecker(tokenizer)
-        self._planner = ChatPlanner(tokenizer, config.chat)
+        self._planner = ChatPlanner(tokenizer, config)
         self._limits = limits
-        self._fingerprint = identity.system_fingerprint
-        self._defaults = load_defaults(config)
+        self.fingerprint = identity.system_fingerprint
+        self._defaults = load_defaults(start)
         self._now = now
-        self._ignores_unknown = config.http.unknown_fields == "ignore"
-        self._timeout_s = config.router.request_timeout_s + DEADLINE_MARGIN_S
+        self._timeout_s = start.router.request_timeout_s + DEADLINE_MARGIN_S
 
     async def completion_call(self, values: object, caller: Caller, record: CallRecord) -> Call:
         """Makes the call of a /v1/completions body. Raises InvalidRequestError, EngineLostError."""
@@ -161,7 +165,7 @@ class OpenAiApi:
         Raises:
             InvalidRequestError: see ``parse_request``.
         """
-        if self._ignores_unknown:
+        if self._config.now.http.unknown_fields == "ignore":
             values = without_unknown(schema, values)
         return parse_request(schema, values)
 
@@ -277,7 +281,7 @@ class OpenAiApi:
 
     def _header(self, prefix: str, limits: Limits) -> Header:
         response_id = f"{prefix}{uuid.uuid4().hex}"
-        return Header(response_id, int(self._now()), limits.model_name, self._fingerprint)
+        return Header(response_id, int(self._now()), limits.model_name, self.fingerprint)
 
 
 def _with_ids(call: Call, events: Iterable[Json], delta: Delta | None = None) -> Iterable[Json]:

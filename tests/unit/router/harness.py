@@ -76,7 +76,7 @@ def speculation_config(**values: Any) -> SpeculationConfig:
 
 
 def budgets(controller: Controller) -> Budgets:
-    return Budgets(controller.cost_model, max_k=controller.max_k)
+    return Budgets(controller.cost_model, max_k=lambda: controller.max_k)
 
 
 def fake_target(**info: Any) -> FakeTarget:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from specray.config import ChatConfig
+from specray.config.live import LiveConfig
 from specray.errors import InvalidRequestError
 from specray.serving.http.chat.schema import ChatCompletionRequest
 from specray.serving.tools.answer import REASONING_CLOSE, REASONING_OPEN, AnswerParser
@@ -81,7 +81,7 @@ class ChatPlanner:
         tokenizer: the target's, with the chat template that says how the model writes reasoning and calls.
     """
 
-    def __init__(self, tokenizer: Tokenizer, config: ChatConfig) -> None:
+    def __init__(self, tokenizer: Tokenizer, config: LiveConfig) -> None:
         self._tokenizer = tokenizer
         self._config = config
         template = tokenizer.chat_template
@@ -111,7 +111,7 @@ class ChatPlanner:
             variables=body.template_variables(),
             adds_generation_prompt=body.adds_generation_prompt(),
             continues_final_message=bool(body.continue_final_message),
-            allows_special_tokens=self._config.allow_special_tokens,
+            allows_special_tokens=self._config.now.chat.allow_special_tokens,
         )
         messages = body.chat()
         text, token_ids = await asyncio.to_thread(self._tokenizer.chat_prompt, messages, chat)

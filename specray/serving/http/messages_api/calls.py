@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+from specray.config.live import LiveConfig
 from specray.serving.admission.api_keys import Caller
 from specray.serving.http.body import read_json
 from specray.serving.http.chat.schema import ChatCompletionRequest
@@ -47,7 +48,7 @@ async def messages_call(api: OpenAiApi, values: object, caller: Caller, record: 
         )
 
 
-def add_count_route(app: FastAPI, api: OpenAiApi, limits: ServiceLimits, *, max_body_bytes: int) -> None:
+def add_count_route(app: FastAPI, api: OpenAiApi, limits: ServiceLimits, *, config: LiveConfig) -> None:
     """Adds /v1/messages/count_tokens."""
     turns = asyncio.Semaphore(MAX_TOKENIZING_CALLS)
 
@@ -61,7 +62,7 @@ def add_count_route(app: FastAPI, api: OpenAiApi, limits: ServiceLimits, *, max_
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> JSONResponse:
-        values = await read_json(request, max_body_bytes=max_body_bytes)
+        values = await read_json(request, max_body_bytes=config.now.http.max_body_bytes)
         async with turn(turns):
             count = await until_disconnect(request.receive, counted(values))
         return JSONResponse({"input_tokens": count})

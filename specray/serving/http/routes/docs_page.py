@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from html import escape
 from typing import Any, Final
 
@@ -43,13 +43,12 @@ _HEADERS: Final = {
 }
 
 
-def add_docs_route(app: FastAPI, document: Json) -> None:
-    """Adds /docs for an OpenAPI document."""
-    page = docs_page(document)
+def add_docs_route(app: FastAPI, document: Callable[[], Json]) -> None:
+    """Adds /docs for the OpenAPI document as it is at each call."""
 
     @app.api_route("/docs", methods=GET)
     async def docs() -> HTMLResponse:
-        return HTMLResponse(page, headers=_HEADERS)
+        return HTMLResponse(docs_page(document()), headers=_HEADERS)
 
 
 def docs_page(document: Json) -> str:

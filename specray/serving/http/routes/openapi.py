@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from fastapi import FastAPI
@@ -86,15 +86,19 @@ _ANTHROPIC_ERROR: Final[Json] = {
 }
 
 
-def add_openapi_routes(app: FastAPI, *, asks_for_key: bool) -> None:
-    """Adds /openapi.json, and /docs for people."""
-    document = openapi_document(asks_for_key=asks_for_key)
+def add_openapi_routes(app: FastAPI, *, asks_for_key: Callable[[], bool]) -> None:
+    """Adds /openapi.json, and /docs for people.
+
+    Args:
+        asks_for_key: says, at each call, whether the service asks for keys now.
+    """
+    documents = {is_asked: openapi_document(asks_for_key=is_asked) for is_asked in (False, True)}
 
     @app.api_route("/openapi.json", methods=GET)
     async def openapi() -> JSONResponse:
-        return JSONResponse(document)
+        return JSONResponse(documents[asks_for_key()])
 
-    add_docs_route(app, document)
+    add_docs_route(app, lambda: documents[asks_for_key()])
 
 
 def openapi_document(*, asks_for_key: bool) -> Json:

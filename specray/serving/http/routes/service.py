@@ -22,10 +22,10 @@ PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 METRICS_TIMEOUT_S = 10.0
 
 
-def add_service_routes(app: FastAPI, client: AdmissionClient, *, is_terse: bool) -> None:
+def add_service_routes(app: FastAPI, client: AdmissionClient, *, is_terse: Callable[[], bool]) -> None:
     """Adds what probes and gateways ask for.
 
-    ``is_terse``: a caller without a key learns that the service is not ready, but not why.
+    ``is_terse``: True while a caller without a key learns that the service is not ready, but not why.
     """
 
     @app.api_route("/health", methods=GET)
@@ -42,7 +42,7 @@ def add_service_routes(app: FastAPI, client: AdmissionClient, *, is_terse: bool)
         try:
             await check_ready(client)
         except EngineLostError:
-            if is_terse:
+            if is_terse():
                 raise EngineLostError("not ready") from None
             raise
         return JSONResponse({"status": "ready"})

@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+from specray.config.live import LiveConfig
 from specray.errors import InvalidRequestError, OverloadedError
 from specray.serving.http.body import read_json
 from specray.serving.http.chat.schema import ChatCompletionRequest
@@ -52,13 +53,13 @@ class DetokenizeRequest(Fields):
 
 
 def add_token_routes(
-    app: FastAPI, api: OpenAiApi, tokenizer: Tokenizer, limits: ServiceLimits, *, max_body_bytes: int
+    app: FastAPI, api: OpenAiApi, tokenizer: Tokenizer, limits: ServiceLimits, *, config: LiveConfig
 ) -> None:
     """Adds the endpoints; ``api`` encodes conversations as it does for chats."""
     turns = asyncio.Semaphore(MAX_TOKENIZING_CALLS)
 
     async def body_of(request: Request) -> dict[str, Any]:
-        values = await read_json(request, max_body_bytes=max_body_bytes)
+        values = await read_json(request, max_body_bytes=config.now.http.max_body_bytes)
         if not isinstance(values, dict):
             raise InvalidRequestError("the body is no JSON object; allowed: a JSON object")
         return values

@@ -13,6 +13,7 @@ import aiohttp
 import uvicorn
 
 from specray.config import Config, parse_config
+from specray.config.live import LiveConfig
 from specray.fakes import FakeRouterClient
 from specray.interfaces import RouterClient
 from specray.requests import GenerateRequest, ServiceInfo
@@ -71,7 +72,7 @@ async def serving(
     client: RouterClient,
     *,
     tokenizer: Tokenizer = TOKENIZER,
-    config: Config | None = None,
+    config: Config | LiveConfig | None = None,
     observer: CallObserver | None = None,
 ) -> AsyncIterator[Service]:
     """Runs the application while the block runs."""

@@ -39,7 +39,7 @@ def test_room_is_what_is_read_in_a_target_step_and_in_patience_but_not_less_than
     measured.draft.expect({size: DRAFT_STEP_S + TOKEN_S * (size - 1) for size in SIZES})
     if step_s is not None:
         measured.target.add(1, step_s)
-    room_of = Budgets(measured, max_k=7).draft_prefill_tokens
+    room_of = Budgets(measured, max_k=lambda: 7).draft_prefill_tokens
     assert room_of(most, num_rows=1, num_running=1, most_s=most_s) == room
 
 
@@ -104,7 +104,7 @@ def reading_of(*sessions: LiveSession, is_draft_idle: bool = False) -> DraftPref
     return DraftPrefill(
         {one.request_id: one for one in sessions},
         budgets(controller),
-        max_tokens=256,
+        max_tokens=lambda: 256,
         patience_s=lambda: 1.0,
         is_draft_idle=lambda: is_draft_idle,
     )

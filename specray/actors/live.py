@@ -1,0 +1,96 @@
+"""Live values of one replica: from Serve's ``user_config``, from ``specray reload``, and kept for the next.
+
+Serve takes a replica whose ``user_config`` changes out of its routing for a moment. So ``specray reload``
+calls the replicas themselves, and leaves the values in the cluster's key-value store, where replicas that
+start later find them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final
+
+from ray.experimental import internal_kv
+
+from specray.config import Config
+from specray.config.live import LiveConfig, Values
+from specray.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_NAMESPACE: Final = "specray"
+
+
+class LiveReplica:
+    """Takes live values for one replica, one after the other, and never half of them.
+
+    Args:
+        live: holder of the configuration that this replica started with.
+        store: key of the stored values; None: the service is not reloaded, Serve alone brings values.
+        apply: brings a configuration into force beyond the listeners of ``live``; None: there is nothing.
+    """
+
+    def __init__(
+        self,
+        live: LiveConfig,
+        *,
+        store: str | None = None,
+        apply: Callable[[Config], Awaitable[None]] | None = None,
+    ) -> None:
+        self._live = live
+        self._store = store
+        self._apply = apply
+        self._has_begun = False
+        self._turn = asyncio.Lock()
+
+    async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
+        """Takes Serve's values; stored ones take precedence.
+
+        Raises:
+            ConfigError: a value is wrong, and the replica has not served yet. Later the error is logged and
+                the old values stay in force: Serve would end a replica that raises, with its target.
+        """
+        is_first, self._has_begun = not self._has_begun, True
+        try:
+            values = None if self._store is None else await asyncio.to_thread(read_stored, self._store)
+            await self.take(user_config if values is None else values)
+        except ConfigError as error:
+            if is_first:
+                raise
+            logger.error("user_config is refused, the values before stay in force: %s", error)
+
+    async def take(self, values: Mapping[str, Any]) -> str:
+        """Brings values into force over those of the start, and returns the digest of all in force.
+
+        Raises:
+            ConfigError: one is unknown, not live or not allowed; nothing has changed.
+        """
+        async with self._turn:
+            found = self._live.set(values)
+            if found and self._apply is not None:
+                await self._apply(self._live.now)
+            for change in found:
+                logger.info("changed while serving: %s", change)
+            return self._live.digest
+
+
+def read_stored(key: str) -> Values | None:
+    """The live values of the last ``specray reload``; None: there was none. Asks Ray, and so blocks."""
+    text = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
+    if text is None:
+        return None
+    values: Values = json.loads(text)
+    return values
+
+
+def write_stored(key: str, values: Values) -> None:
+    """Keeps live values for replicas that start later."""
+    internal_kv._internal_kv_put(key, json.dumps(values), overwrite=True, namespace=_NAMESPACE)
+
+
+def forget_stored(key: str) -> None:
+    """Removes the values of a service that has ended."""
+    internal_kv._internal_kv_del(key, namespace=_NAMESPACE)

@@ -1,0 +1,52 @@
+"""``specray reload``: changes a service while it serves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from specray.cli import options
+
+if TYPE_CHECKING:
+    from specray.config import Config
+
+ConfigPath = Annotated[
+    Path | None,
+    typer.Argument(help="Configuration file (YAML); without one, what is served with the changes of --set."),
+]
+
+
+def reload(
+    config: ConfigPath = None,
+    settings: options.Settings = None,
+    port: Annotated[
+        int | None, typer.Option(help="HTTP port of the service, if several run on this machine.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds for all replicas to confirm.")] = 60.0,
+) -> None:
+    """Change speculation, limits, keys or logs of a service that `specray serve` runs, while it serves."""
+    from specray.cli.settings import build_config, changed_config
+
+    given = None if config is None else build_config(config, {}, settings or [], chooses_target=True)
+
+    def wanted(served: dict[str, Any]) -> Config:
+        if given is None:
+            return changed_config(served, settings or [])
+        if given.http.server != "auto":
+            return given
+        # The service has chosen.
+        http = given.http.model_copy(update={"server": served["http"]["server"]})
+        return given.model_copy(update={"http": http})
+
+    if given is not None and port is None:
+        port = given.http.port
+
+    from specray.serving.live.reload import reload_service
+
+    found = reload_service(wanted, port=port, timeout_s=timeout)
+    for change in found:
+        print(change)
+    if not found:
+        print("specray: nothing differs from what is served")

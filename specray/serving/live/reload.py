@@ -1,0 +1,150 @@
+"""Brings live values into force in a running service, for ``specray reload``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+from specray.config import Config, RpcConfig
+from specray.config.live import Change, Served, Values, changes, check_live, digest, split
+from specray.environment import apply_ray_environment, external_ray_address
+from specray.errors import ConfigError
+from specray.serving.launch import APP_NAME
+from specray.serving.live.notes import AUTH_VARIABLES, find_note
+
+ASK_TIMEOUT_S: Final = 10.0
+"""Seconds for an Ingress to tell its configuration, and for replicas to answer one call."""
+START_GRACE_S: Final = 5.0
+"""Seconds in which a replica that had already looked for stored values begins to serve, and can be called."""
+_POLL_S: Final = 0.25
+
+
+def reload_service(
+    wanted: Callable[[Values], Config], *, port: int | None = None, timeout_s: float = 60.0
+) -> list[Change]:
+    """Changes a running service to another configuration, without a new start of anything.
+
+    Args:
+        wanted: makes the configuration from the one that is served.
+        port: HTTP port, to tell several services on this machine apart.
+        timeout_s: seconds for all replicas to confirm.
+
+    Returns:
+        What has changed.
+
+    Raises:
+        ConfigError: there is no such service, a change needs a new start (nothing has changed then), or not
+            every replica has confirmed in time.
+    """
+    with _connected(port):
+        served = _ask()
+        new = wanted(served.values)
+        found = changes(Config.model_validate(served.values), new)
+        check_live(found)
+        if served.store is None:
+            raise ConfigError(
+                "this service was deployed by Serve's own configuration; write live values under user_config "
+                "of its deployments there, and deploy it again"
+            )
+        if found:
+            _apply(served, split(new)[1], timeout_s=timeout_s)
+        return found
+
+
+@contextmanager
+def _connected(port: int | None) -> Iterator[None]:
+    """Joins the Ray of the service: RAY_ADDRESS, or the one of which this user's service left a note."""
+    address = external_ray_address()
+    if address is None:
+        note = find_note(port)
+        address = note.address
+        for name in AUTH_VARIABLES:
+            os.environ.pop(name, None)
+        os.environ.update(note.environment)
+        apply_ray_environment(RpcConfig.model_validate({}))
+    import ray
+
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    try:
+        ray.init(address, logging_level=logging.WARNING, log_to_driver=False)
+    # Ray raises several kinds, also plain ones.
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"the Ray at {address} cannot be joined: {reason}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _ask() -> Served:
+    from ray import serve
+
+    from specray.actors.client import SERVE_ERRORS
+
+    if APP_NAME not in serve.status().applications:
+        raise ConfigError(f"no application named {APP_NAME} runs in this Ray")
+    try:
+        handle = serve.get_deployment_handle("Ingress", app_name=APP_NAME)
+        served: Served = handle.served.remote().result(timeout_s=ASK_TIMEOUT_S)
+    except (TimeoutError, *SERVE_ERRORS) as error:
+        raise ConfigError(
+            f"the service does not tell its configuration within {ASK_TIMEOUT_S:g} s: {error}"
+        ) from error
+    return served
+
+
+def _apply(served: Served, live: Values, *, timeout_s: float) -> None:
+    """Stores the values for replicas that start, and calls those that serve until all have confirmed."""
+    from specray.actors.live import write_stored
+
+    assert served.store is not None
+    write_stored(served.store, live)
+    began_s = time.monotonic()
+    while True:
+        missing = [text for name in served.deployments if (text := _missing(name, live, began_s))]
+        if not missing:
+            return
+        if time.monotonic() - began_s > timeout_s:
+            raise ConfigError(
+                f"not confirmed within {timeout_s:g} s: {', '.join(missing)}; replicas that start take the "
+                "new values, and the same command may be repeated"
+            )
+        time.sleep(_POLL_S)
+
+
+def _missing(name: str, live: Values, began_s: float) -> str:
+    """Brings the values to all replicas of a deployment; says which do not have them yet, or nothing."""
+    from ray import serve
+
+    counts = serve.status().applications[APP_NAME].deployments[name].replica_states
+    states = {str(getattr(state, "value", state)): count for state, count in counts.items()}
+    num_running = states.get("RUNNING", 0)
+    num_coming = sum(states.get(state, 0) for state in ("STARTING", "UPDATING", "RECOVERING"))
+    answers = _call_all(name, live) if num_running else []
+    num_confirmed = sum(answer == digest(live) for answer in answers)
+    for answer in answers:
+        if isinstance(cause := getattr(answer, "cause", None), ConfigError):
+            raise ConfigError(f"{name} refuses: {cause}")
+    if num_confirmed < num_running:
+        return f"{name} ({num_confirmed} of {num_running})"
+    # Most of those that start have yet to look for stored values; a few may have looked before.
+    is_settled = num_coming == 0 or time.monotonic() - began_s > START_GRACE_S
+    return "" if is_settled else f"{name} ({num_coming} starting)"
+
+
+def _call_all(name: str, live: Values) -> Sequence[Any]:
+    from ray import serve
+
+    from specray.actors.client import SERVE_ERRORS
+
+    response = serve.get_deployment_handle(name, app_name=APP_NAME).broadcast("reload", live)
+    try:
+        return response.results(timeout_s=ASK_TIMEOUT_S, return_exceptions=True)
+    except (TimeoutError, *SERVE_ERRORS):
+        # Also of replicas that have just ended; the next round asks those that there are then.
+        return ()
