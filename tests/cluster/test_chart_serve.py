@@ -11,9 +11,12 @@ from ray.serve import Application
 from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 
 from specray.config import parse_config
+from specray.config.live import LIVE_KEYS, with_live
 from specray.serving.app import build_app
 from tests.cluster.chart_harness import (
+    CHART,
     DEFAULTS,
+    KEY,
     RAY_SERVICE,
     Renderer,
     RenderError,
@@ -24,12 +27,12 @@ from tests.cluster.chart_harness import (
 )
 
 
-def with_draft_model(application: dict[str, Any]) -> dict[str, Any]:
-    """Returns the configuration as the Draft deployment gets it."""
-    values: dict[str, Any] = application["args"]
-    for deployment in application.get("deployments", ()):
-        assert deployment["name"] == "Draft"
-        values = values | {"draft": values["draft"] | deployment["user_config"]["draft"]}
+def in_force(application: dict[str, Any], deployment: str = "Ingress") -> dict[str, Any]:
+    """Returns the configuration as a deployment has it once Serve has brought its user_config."""
+    values: dict[str, Any] = {**application["args"]}
+    (given,) = [part["user_config"] for part in application["deployments"] if part["name"] == deployment]
+    for section, changed in given.items():
+        values[section] = values.get(section, {}) | changed
     return values
 
 
@@ -40,8 +43,13 @@ def test_serve_gets_the_configuration_of_specray_serve(helm: Renderer, path: Pat
     text = objects[RAY_SERVICE]["spec"]["serveConfigV2"]
     serve = yaml.safe_load(text)
     (application,) = serve["applications"]
-    assert with_draft_model(application) == values
-    assert parse_config(with_draft_model(application)) == parse_config(values)
+    config = in_force(application)
+    if any(part["name"] == "Draft" for part in application["deployments"]):
+        draft = in_force(application, "Draft")
+        config |= {"draft": draft["draft"]}
+        assert draft["logging"] == values["logging"]
+    assert config == {name: part for name, part in values.items() if part != {}}
+    assert parse_config(config) == parse_config(values)
     assert isinstance(build_app(application["args"]), Application)
     data = objects["ConfigMap", "demo-specray-config"]["data"]
     assert yaml.safe_load(data["config.yaml"]) == values
@@ -57,7 +65,7 @@ def test_replicas_that_follow_the_load_are_the_configurations(helm: Renderer) ->
         }
     }
     serve = yaml.safe_load(ray_service(helm, values)["serveConfigV2"])
-    config = parse_config(serve["applications"][0]["args"])
+    config = parse_config(in_force(serve["applications"][0]))
     assert config.draft.autoscaling is not None and config.draft.autoscaling.max_replicas == 4
     assert config.router.autoscaling is not None and config.router.autoscaling.target_queued_tokens == 4096
     assert config.logging.format == "json"
@@ -76,16 +84,19 @@ def test_another_draft_model_changes_the_draft_deployment_alone(helm: Renderer) 
     (one,), (other,) = before["applications"], after["applications"]
     assert one["args"] == other["args"]
     assert one["args"]["draft"]["dtype"] == "float32"
-    assert other["deployments"] == [{"name": "Draft", "user_config": {"draft": {"model": "/models/other"}}}]
+    *others, draft = other["deployments"]
+    assert others == one["deployments"][:-1]
+    assert draft["name"] == "Draft" and draft["user_config"]["draft"] == {"model": "/models/other"}
 
 
 @pytest.mark.parametrize(
-    "draft", [{"model": "ngram"}, {"model": "/m", "enabled": False}, {"model": "/m", "num_replicas": 0}, {}]
+    "draft",
+    [{"model": "ngram"}, {"model": "/m", "enabled": False}, {"model": "/m", "num_replicas": 0}],
 )
 def test_without_a_draft_deployment_nothing_is_said_of_it(helm: Renderer, draft: dict[str, Any]) -> None:
     serve = yaml.safe_load(ray_service(helm, {"config": {"draft": draft}})["serveConfigV2"])
     (application,) = serve["applications"]
-    assert "deployments" not in application
+    assert [part["name"] for part in application["deployments"]] == ["Ingress", "Router"]
     assert application["args"].get("draft", {}) == draft
 
 
@@ -104,7 +115,39 @@ def test_large_numbers_stay_integers(helm: Renderer) -> None:
     serve = yaml.safe_load(
         ray_service(helm, {"config": {"router": {"max_queued_tokens": 1_000_000}}})["serveConfigV2"]
     )
-    assert parse_config(serve["applications"][0]["args"]).router.max_queued_tokens == 1_000_000
+    (application,) = serve["applications"]
+    for deployment in ("Ingress", "Router"):
+        assert parse_config(in_force(application, deployment)).router.max_queued_tokens == 1_000_000
+
+
+def test_what_changes_while_serving_changes_no_args(helm: Renderer) -> None:
+    changed: dict[str, Any] = {
+        "speculation": {"num_speculative_tokens": 2, "control": "simple"},
+        "router": {"max_queued_requests": 7},
+        "auth": {"keys": [KEY, {**KEY, "name": "other", "sha256": "1" * 64}]},
+        "http": {"max_body_bytes": 2048},
+        "logging": {"level": "DEBUG"},
+    }
+    one, other = (
+        yaml.safe_load(ray_service(helm, {"config": config})["serveConfigV2"])["applications"][0]
+        for config in ({"speculation": {"control": "simple"}}, changed)
+    )
+    assert one["args"] == other["args"]
+    assert other["args"]["speculation"] == {"control": "simple"}
+    ingress, router, draft = (part["user_config"] for part in other["deployments"])
+    assert ingress["auth"] == changed["auth"] and ingress["logging"]["level"] == "DEBUG"
+    # Hashes of keys are nobody's business who does not check them.
+    assert router == {name: part for name, part in ingress.items() if name != "auth"}
+    assert router["speculation"] == {"num_speculative_tokens": 2}
+    assert draft == {"draft": {}, "logging": ingress["logging"]}
+    for values in (ingress, router, {"logging": draft["logging"]}):
+        with_live(parse_config(other["args"]), values)
+
+
+def test_the_chart_knows_the_keys_that_change_while_serving() -> None:
+    text = (CHART / "templates" / "_helpers.tpl").read_text(encoding="utf-8")
+    body = text.partition('define "specray.liveKeys" -}}')[2].partition("{{- end")[0]
+    assert {section: tuple(names) for section, names in yaml.safe_load(body).items()} == dict(LIVE_KEYS)
 
 
 @pytest.mark.parametrize("wanted", ["in(workers,big)", "!small", "!in(small)", "workers"])

@@ -75,6 +75,17 @@ specray.io/service: {{ include "specray.fullname" . }}
 {{- required "config.grpc.port: with several worker groups, config.ingress.ray_actor_options.label_selector must say in which one specray.io/group the Ingress is; or 0 for no gRPC" $group -}}
 {{- end }}
 
+{{- /* Keys that change while serving, as in specray/config/live.py. */}}
+{{- define "specray.liveKeys" -}}
+speculation: [num_speculative_tokens, verification, overlap, fallback, past_output_tokens]
+router: [max_queued_requests, max_queued_tokens, prefill_chunk_tokens, max_prefill_slowdown, stream_interval_ms]
+ingress: [excess_max_tokens]
+auth: [keys, open_paths]
+http: [max_body_bytes, unknown_fields, first_token_grace_s]
+chat: [allow_special_tokens]
+logging: [format, level, requests]
+{{- end -}}
+
 {{- define "specray.serveConfig" -}}
 {{- $timeout := dig "router" "request_timeout_s" 600 .Values.config -}}
 {{- $draft := dig "draft" (dict) .Values.config -}}
@@ -84,6 +95,27 @@ specray.io/service: {{ include "specray.fullname" . }}
 {{- $args := .Values.config -}}
 {{- if and $loads $replicates -}}
 {{- $args = merge (dict "draft" (omit $draft "model")) (omit .Values.config "draft") -}}
+{{- end -}}
+{{- $names := fromYaml (include "specray.liveKeys" .) -}}
+{{- $static := dict -}}
+{{- $live := dict -}}
+{{- range $section, $values := $args -}}
+{{- if and (hasKey $names $section) (kindIs "map" $values) -}}
+{{- $taken := pick $values -}}
+{{- $left := $values -}}
+{{- range get $names $section -}}
+{{- $taken = merge $taken (pick $values .) -}}
+{{- $left = omit $left . -}}
+{{- end -}}
+{{- if $left -}}
+{{- $_ := set $static $section $left -}}
+{{- end -}}
+{{- if $taken -}}
+{{- $_ := set $live $section $taken -}}
+{{- end -}}
+{{- else -}}
+{{- $_ := set $static $section $values -}}
+{{- end -}}
 {{- end -}}
 proxy_location: EveryNode
 http_options:
@@ -101,13 +133,25 @@ applications:
     route_prefix: /
     import_path: specray.serving.app:build_app
     args:
-      {{- toYaml $args | nindent 6 }}
-    {{- if and $loads $replicates }}
+      {{- toYaml $static | nindent 6 }}
+    # A change of args replaces every deployment. One of user_config takes effect while they serve: of a Draft
+    # its model and logging, of the others what changes while serving.
     deployments:
-      # A change of args replaces every deployment; one of this replaces the drafts' model alone.
+      - name: Ingress
+        user_config:
+          {{- toYaml $live | nindent 10 }}
+      - name: Router
+        user_config:
+          {{- toYaml (omit $live "auth") | nindent 10 }}
+      {{- if $replicates }}
+      {{- if ne (toString (dig "enabled" true $draft)) "false" }}
+      {{- if not (has $model (list "ngram" "suffix")) }}
       - name: Draft
-        user_config: {draft: {model: {{ $model | quote }}}}
-    {{- end }}
+        user_config:
+          {{- toYaml (merge (dict "draft" (ternary (dict "model" $model) (dict) (ne $model ""))) (pick $live "logging")) | nindent 10 }}
+      {{- end }}
+      {{- end }}
+      {{- end }}
 {{- end }}
 
 {{- define "specray.podSpec" -}}
