@@ -63,7 +63,7 @@ class GrpcIngress:
         self._client = with_admission(client, config)
         self._tokenizer = tokenizer
         self._grammars = GrammarChecker(tokenizer)
-        self._planner = ChatPlanner(tokenizer, config.chat)
+        self._planner = ChatPlanner(tokenizer, live)
         self._defaults = load_defaults(config)
         self._limits = ServiceLimits(client, tokenizer, live)
         self._model_name = config.model_name
