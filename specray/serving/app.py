@@ -36,16 +36,21 @@ STOP_MARGIN_S = 5.0
 """Seconds that a Router needs to stop once its requests have ended, or their time is over."""
 
 
-def build_app(args: dict[str, Any] | Config, *, store: str | None = None) -> Application:
-    """Binds Ingress -> Router -> Draft for one configuration.
-
-    Args:
-        store: key of the live values that ``specray reload`` keeps; None: ``user_config`` alone brings them.
+def build_app(args: dict[str, Any] | Config) -> Application:
+    """Binds Ingress -> Router -> Draft for one configuration. Serve wants a builder of one parameter.
 
     Raises:
         ConfigError: a key is unknown or a value is not allowed.
     """
-    config = args if isinstance(args, Config) else parse_config(args)
+    return bind_app(args if isinstance(args, Config) else parse_config(args), store=None)
+
+
+def bind_app(config: Config, *, store: str | None) -> Application:
+    """Binds Ingress -> Router -> Draft.
+
+    Args:
+        store: key of the live values that ``specray reload`` keeps; None: ``user_config`` alone brings them.
+    """
     values = config.model_dump(mode="json")
     draft = _draft_deployment(config).bind(values, store) if config.draft.has_replicas else None
     router = _router_deployment(config).bind(values, draft, store)

@@ -265,11 +265,11 @@ def _restore(handlers: dict[int, Any]) -> None:
 def _run(config: Config, *, store: str) -> None:
     from ray import serve
 
-    from specray.serving.app import build_app
+    from specray.serving.app import bind_app
 
     # serve.run would wait and never look at the stop event.
     target = serve.RunTarget(
-        build_app(config, store=store), name=APP_NAME, route_prefix="/", logging_config=SERVE_LOGS
+        bind_app(config, store=store), name=APP_NAME, route_prefix="/", logging_config=SERVE_LOGS
     )
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
