@@ -116,7 +116,7 @@ def measure_quality(
 
 
 def _log_probs(runner: ModelRunner, window: Sequence[int]) -> torch.Tensor:
-    """Of each token of the window but the first, given those before it."""
+    """Log probabilities of each token of the window but the first, given those before it."""
     num_blocks = -(-len(window) // runner.info.block_size)
     step = SequenceInput(window[:-1], 0, range(num_blocks), len(window) - 1)
     return runner.run([step]).logits.cpu().log_softmax(-1)

@@ -1,4 +1,4 @@
-"""From what a user calls a model to a checkpoint that engines load; what is served without being asked."""
+"""Finds the checkpoint for what a user calls a model, and what is served without being asked."""
 
 from __future__ import annotations
 

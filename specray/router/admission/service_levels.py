@@ -42,13 +42,17 @@ class ServiceLevels:
         self._num_steps = 0
         """Steps in a row that were the same: with somebody at risk, or without."""
         self._is_at_risk = False
+        self._owes_first_token = False
+        """A prompt's first token is at risk."""
         self.degree = 0
         """Degree to which sessions with room yield, in 0..MAX_YIELD."""
 
     def begin_step(self, now: float) -> None:
         """Looks who is at risk, once for each step of the target."""
         before = self.degree
-        self._look(any(is_at_risk_now(live, now) for live in self._running.values()))
+        at_risk = [live for live in self._running.values() if is_at_risk_now(live, now)]
+        self._owes_first_token = any(live.first_token_due_s is not None for live in at_risk)
+        self._look(bool(at_risk))
         if self.degree != before:
             self._on_change(self.degree)
 
@@ -93,8 +97,8 @@ class ServiceLevels:
 
     @property
     def spares_steps(self) -> bool:
-        """Prompts take as little of a step as they can: somebody's time per token is at risk."""
-        return self.degree > 0
+        """Prompts take as little of a step as they can, unless one of them is what is at risk."""
+        return self.degree > 0 and not self._owes_first_token
 
 
 def is_at_risk_now(live: LiveSession, now: float) -> bool:

@@ -53,7 +53,7 @@ class DraftTrainConfig:
     max_draft_vocabulary: int = 12_288
     argmax_weight: float = 0.3
     overlap_weight: float = 1.0
-    """Of the total variation distance, in the last two fifths of the run."""
+    """Weight of the total variation distance, in the last two fifths of the run."""
     other_weight: float = 0.1
     """Weight of tokens that no server would generate: what is given, and the user's turns."""
     seed: int = 0

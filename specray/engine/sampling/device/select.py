@@ -100,7 +100,7 @@ def _checked_rows(device: torch.device) -> RowTable:
 
 
 def _checked_residuals(logits: Tensor, table: RowTable) -> Residuals:
-    """Of one sequence nothing is taken off, of one everything, of one a half."""
+    """Makes the residuals that are tried: one sequence loses nothing, one everything, one a half."""
     probs = (logits / table.divisors.float()[:, None]).double().softmax(-1)
     rows = torch.tensor([0, 4, 5], device=logits.device)
     taken = probs[rows] * torch.tensor([[0.0], [2.0], [1.0]], dtype=torch.float64, device=logits.device)

@@ -66,6 +66,17 @@ def test_a_first_token_is_at_risk_from_half_its_time() -> None:
     assert levels.degree == 1
 
 
+def test_prompts_take_little_of_a_step_unless_a_first_token_is_what_is_at_risk() -> None:
+    running = {"a": live(ITL, pace_s=0.03)}
+    levels = ServiceLevels(running)
+    assert not levels.spares_steps
+    levels.begin_step(2.0)
+    assert levels.spares_steps
+    running["b"] = live(ServiceLevel(ttft_ms=500), first_token_s=None)
+    levels.begin_step(2.0)
+    assert not levels.spares_steps
+
+
 def test_others_yield_more_while_it_is_not_enough_and_less_afterwards() -> None:
     told: list[int] = []
     slow = live(ITL, pace_s=0.03)
