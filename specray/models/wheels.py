@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import zipfile
@@ -91,14 +92,16 @@ def _check_name(path: Path, name: str) -> None:
 
 
 def _largest(directory: Path) -> int:
-    """Bytes of the largest file in a directory and below, while files come and go."""
-    sizes = [0]
-    for path in directory.rglob("*"):
-        try:
-            sizes.append(path.stat().st_size if path.is_file() else 0)
-        except OSError:
-            continue
-    return max(sizes)
+    """Bytes of the largest file in a directory and below, while files and directories come and go."""
+    largest = 0
+    # Unlike Path.rglob, os.walk passes over a directory that is removed before it is listed.
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            try:
+                largest = max(largest, Path(folder, name).lstat().st_size)
+            except OSError:
+                continue
+    return largest
 
 
 def _reason(wheel: Wheel, ended: Ended) -> str:

