@@ -5,6 +5,7 @@ The arms take turns (A B A B ...), so that changes of the machine's speed touch 
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -44,7 +45,9 @@ class ServePlan:
     num_warmup: int = 2
     """Uncounted requests per arm before the first pass."""
     has_fresh_prompts: bool = True
-    """True if no prompt comes twice to the server: a prefix cache would favour the later arms."""
+    """True if each pass has a part of the prefix cache of its own: sharing would favour the later arms."""
+    run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Name that no other run has."""
     is_chat: bool = False
     """True if each prompt is a user's message behind the model's chat template."""
     categories: Sequence[str] = ()
@@ -89,7 +92,7 @@ class ServeResult:
         plan = {
             key: value
             for key, value in asdict(self.plan).items()
-            if key not in ("prompts", "arms", "categories")
+            if key not in ("prompts", "arms", "categories", "run_id")
         }
         return {
             "model": self.model,
@@ -163,13 +166,11 @@ async def _run_pass(
 
 def request_body(plan: ServePlan, arm: ServeArm, prompt: str, label: str) -> dict[str, Any]:
     """Makes the body for one prompt; with fresh prompts, ``label`` tells the passes of an arm apart."""
-    # A chat is left as it is, and asks for a part of the prefix cache that is its own.
-    first_line = f"# {arm.name}, {label}\n" if plan.has_fresh_prompts and not plan.is_chat else ""
-    asked: dict[str, Any] = {"prompt": first_line + prompt}
+    asked: dict[str, Any] = {"prompt": prompt}
     if plan.is_chat:
         asked = {"messages": [{"role": "user", "content": prompt}]}
-        if plan.has_fresh_prompts:
-            asked["cache_salt"] = f"{arm.name}, {label}"
+    if plan.has_fresh_prompts:
+        asked["cache_salt"] = f"{plan.run_id}, {arm.name}, {label}"
     return {
         **asked,
         "max_tokens": plan.max_tokens,

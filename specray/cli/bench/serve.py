@@ -24,7 +24,7 @@ IgnoreEos = Annotated[bool, typer.Option(help="Let every output have max-tokens 
 Stream = Annotated[bool, typer.Option(help="Stream the outputs; without, TTFT and ITL are not measured.")]
 Chat = Annotated[bool, typer.Option(help="Send each prompt as a user's message of a chat.")]
 FreshPrompts = Annotated[
-    bool, typer.Option(help="Change the prompts for every arm and pass, so that no prefix cache knows them.")
+    bool, typer.Option(help="Give every arm and pass a part of the prefix cache of its own.")
 ]
 
 

@@ -234,19 +234,28 @@ async def test_arms_take_turns_over_the_same_prompts() -> None:
     assert {request.eos_token_ids for request in router.requests} == {()}
 
 
-async def test_no_prompt_comes_twice_unless_asked_for() -> None:
-    for has_fresh_prompts, num_prompts in ((True, 10), (False, 2)):
-        router = FakeRouterClient(info=INFO)
-        await run(router, num_repeats=2, num_warmup=1, has_fresh_prompts=has_fresh_prompts)
-        assert len(router.requests) == 10
-        assert len({request.prompt_token_ids for request in router.requests}) == num_prompts
+async def test_each_pass_of_each_run_has_a_part_of_the_prefix_cache_of_its_own_unless_asked() -> None:
+    router = FakeRouterClient(info=INFO)
+    for run_id in "rs":
+        await run(router, num_repeats=2, num_warmup=1, has_fresh_prompts=True, run_id=run_id)
+    salts = [request.sampling.cache_salt for request in router.requests]
+    assert salts[:2] == ["r, off, warm-up", "r, on, warm-up"]
+    assert salts[2:10:2] == ["r, off, pass 1", "r, on, pass 1", "r, off, pass 2", "r, on, pass 2"]
+    assert salts[2:10:2] == salts[3:10:2]
+    assert set(salts[:10]).isdisjoint(salts[10:])
+    assert len({request.prompt_token_ids for request in router.requests}) == 2
+    shared = FakeRouterClient(info=INFO)
+    await run(shared, num_repeats=2, num_warmup=1)
+    assert {request.sampling.cache_salt for request in shared.requests} == {""}
 
 
 async def test_a_chat_is_the_prompt_behind_the_template_and_has_a_part_of_the_cache_of_its_own() -> None:
     router = FakeRouterClient(info=INFO)
-    result, _ = await run(router, num_repeats=1, is_chat=True, has_fresh_prompts=True, categories=["x", "y"])
+    result, _ = await run(
+        router, num_repeats=1, is_chat=True, has_fresh_prompts=True, run_id="r", categories=["x", "y"]
+    )
     salts = [request.sampling.cache_salt for request in router.requests]
-    assert salts == ["off, pass 1"] * 2 + ["on, pass 1"] * 2
+    assert salts == ["r, off, pass 1"] * 2 + ["r, on, pass 1"] * 2
     # Both arms ask the same.
     asked = [request.prompt_token_ids for request in router.requests]
     assert asked[:2] == asked[2:]
