@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from specray.config import EMBEDDED, EngineConfig
 from specray.demo.paths import demo_draft_path, demo_target_path
 from specray.engine.model.checkpoint.location import find_description, read_config
+from specray.engine.model.checkpoint.stored_format import StoredFormat, check_forward
 from specray.engine.model.checkpoint.vocabulary import TrimmedHead, read_head
-from specray.engine.model.checks.formats import check_format
+from specray.engine.model.checks.formats import CONFIG_KEYS, check_format
 from specray.engine.model.decoder_config import MODEL_TYPES, DecoderConfig, read_decoder_config
 from specray.engine.model.quantized.formats import PLAIN, WeightFormats
 from specray.errors import ConfigError
@@ -63,6 +64,8 @@ class ModelDescription:
     """What transformers says; None: it was not asked."""
     head: TrimmedHead | None = None
     """What ``ModelArgs.vocabulary_ids`` leaves of the head; None: nothing is cut."""
+    stored: StoredFormat | None = None
+    """Format of the files' quantised weights; None: they are plain."""
 
 
 def model_path(config: EngineConfig, role: str) -> str:
@@ -102,20 +105,29 @@ def _describe_model(args: ModelArgs) -> ModelDescription:
     directory = find_description(args.path)
     values = None if directory is None else read_config(directory)
     if values is not None:
-        check_format(args.path, directory, values)
-        decoder = None if args.forward == "hf" else read_decoder_config(values)
+        stored = check_format(args.path, directory, values)
+        plain = {name: value for name, value in values.items() if name not in CONFIG_KEYS}
+        decoder = None if args.forward == "hf" else read_decoder_config(plain if stored else values)
         if decoder is not None:
-            return _describe_decoder(args, directory, decoder)
+            return _describe_decoder(args, directory, decoder, stored)
     return _describe_through_library(args, directory)
 
 
-def _describe_decoder(args: ModelArgs, directory: Path | None, decoder: DecoderConfig) -> ModelDescription:
+def _describe_decoder(
+    args: ModelArgs, directory: Path | None, decoder: DecoderConfig, stored: StoredFormat | None
+) -> ModelDescription:
     limit = decoder.max_position_embeddings
     fields = {name: getattr(decoder, name) for name in _SHARED_FIELDS}
     max_model_len = _max_model_len(args, limit)
     _check_shards(args, fields)
     return ModelDescription(
-        directory, decoder.model_type, decoder.vocab_size, max_model_len, decoder=decoder, library=None
+        directory,
+        decoder.model_type,
+        decoder.vocab_size,
+        max_model_len,
+        decoder=decoder,
+        library=None,
+        stored=stored,
     )
 
 
@@ -132,8 +144,15 @@ def _describe_through_library(args: ModelArgs, directory: Path | None) -> ModelD
         )
     _check_shards(args, {name: getattr(config.text, name, None) for name in _SHARED_FIELDS})
     decoder = library.check_served(args.path, config, forward=args.forward, max_model_len=max_model_len)
+    check_forward(args.path, config.stored, has_decoder=decoder is not None)
     return ModelDescription(
-        directory, config.model_type, config.vocab_size, max_model_len, decoder=decoder, library=config
+        directory,
+        config.model_type,
+        config.vocab_size,
+        max_model_len,
+        decoder=decoder,
+        library=config,
+        stored=config.stored,
     )
 
 

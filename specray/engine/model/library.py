@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils.hub import cached_file
 
 from specray.engine.model.checkpoint.headers import read_headers
+from specray.engine.model.checkpoint.stored_format import StoredFormat
 from specray.engine.model.checks.architecture import check_architecture
 from specray.engine.model.checks.formats import check_format, check_tensors
 from specray.engine.model.checks.messages import one_line
@@ -50,6 +51,8 @@ class LibraryConfig:
     whole: PreTrainedConfig
     text: PreTrainedConfig
     """The text part; of a model for text alone, the whole."""
+    stored: StoredFormat | None = None
+    """Format of quantised weights; None: they are plain."""
 
     @property
     def model_type(self) -> str:
@@ -81,7 +84,7 @@ class LibraryConfig:
 
 
 def load_config(path: str, directory: Path | None) -> LibraryConfig:
-    """Reads a configuration, and refuses quantised checkpoints.
+    """Reads a configuration, and refuses checkpoints in formats that are not read.
 
     Args:
         directory: the model's files; None: the library finds them.
@@ -94,13 +97,13 @@ def load_config(path: str, directory: Path | None) -> LibraryConfig:
         values, _ = PreTrainedConfig.get_config_dict(where, **options)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model {path!r} cannot be loaded: {one_line(error)}") from None
-    check_format(path, directory, dict(values))
+    stored = check_format(path, directory, dict(values))
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(where, trust_remote_code=False, **options)
     except Exception as error:  # Values that a configuration class refuses raise all kinds.
         raise ConfigError(f"model {path!r} cannot be loaded: {one_line(error)}") from None
     _check_causal(path, config)
-    return LibraryConfig(config, config.get_text_config())
+    return LibraryConfig(config, config.get_text_config(), stored)
 
 
 def check_served(

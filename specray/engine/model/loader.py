@@ -18,6 +18,8 @@ from specray.engine.model.checkpoint.headers import read_headers
 from specray.engine.model.checkpoint.location import find_weights
 from specray.engine.model.checkpoint.safetensors_files import SafetensorsWeights
 from specray.engine.model.checkpoint.source import WeightSource
+from specray.engine.model.checkpoint.stored_format import StoredFormat
+from specray.engine.model.checkpoint.stored_weights import StoredWeights
 from specray.engine.model.checkpoint.vocabulary import TrimmedHead, stored_head, trimmed_shapes
 from specray.engine.model.checks.formats import check_tensors
 from specray.engine.model.checks.weights import check_places
@@ -125,8 +127,7 @@ def _decoder_source(
     directory = None if described.directory is None else find_weights(path, described.directory, entry)
     if directory is None:
         raise ConfigError(f"model {path!r} cannot be loaded: its safetensors files are not on the hub")
-    check_tensors(path, read_headers(directory))
-    weights = SafetensorsWeights(path, directory, dtype=dtype, device=device, entry=entry)
+    weights = _weights(path, directory, described.stored, dtype=dtype, device=device, entry=entry)
     config = match_names(weights, config)
     expected = config.weight_shapes()
     if EMBEDDING not in weights.shapes:
@@ -146,7 +147,22 @@ def _decoder_source(
     return DecoderSource(config, weights, head)
 
 
-def match_names(weights: SafetensorsWeights, config: DecoderConfig) -> DecoderConfig:
+def _weights(
+    path: str,
+    directory: Path,
+    stored: StoredFormat | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    entry: str | None,
+) -> SafetensorsWeights | StoredWeights:
+    check_tensors(path, read_headers(directory), stored)
+    if stored is None:
+        return SafetensorsWeights(path, directory, dtype=dtype, device=device, entry=entry)
+    return StoredWeights(path, directory, stored, dtype=dtype, device=device, entry=entry)
+
+
+def match_names(weights: SafetensorsWeights | StoredWeights, config: DecoderConfig) -> DecoderConfig:
     """Gives the files' tensors the names that the decoder knows, as the library does.
 
     Returns:
@@ -170,7 +186,7 @@ def _known_name(stored: str, known: set[str]) -> str:
     return f"{_BASE_PREFIX}{stored}" if f"{_BASE_PREFIX}{stored}" in known else stored
 
 
-def _is_tied(weights: SafetensorsWeights) -> bool:
+def _is_tied(weights: SafetensorsWeights | StoredWeights) -> bool:
     """Whether the files' head, which need not be there, is the embedding."""
     if weights.shapes[HEAD] != weights.shapes[EMBEDDING]:
         return False

@@ -70,10 +70,17 @@ class SafetensorsWeights:
 
     def read(self, name: str, part: Part | None = None) -> torch.Tensor:
         """Returns a tensor as :meth:`take` does, without a look at its values."""
+        tensor = self.raw(name, part)
+        try:
+            return tensor.to(device=self._device, dtype=self._dtype).contiguous()
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise self._unreadable(error) from None
+
+    def raw(self, name: str, part: Part | None = None) -> torch.Tensor:
+        """Returns a tensor, or a part of it, as the file has it."""
         mapped, stored = self._places[name]
         try:
-            tensor = mapped.read(stored, part)
-            return tensor.to(device=self._device, dtype=self._dtype).contiguous()
+            return mapped.read(stored, part)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise self._unreadable(error) from None
 

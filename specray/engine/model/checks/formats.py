@@ -1,7 +1,7 @@
 """Recognises checkpoints whose tensors are not the model's plain weights: quantised ones, and adapters.
 
-Read are configuration files and the headers of the safetensors files, which take milliseconds; so such a
-checkpoint is refused before its weights are loaded, by the name of its method.
+Read are configuration files and the headers of the safetensors files, which take milliseconds; so what cannot
+be loaded is refused before the weights are, by the name of its method.
 """
 
 from __future__ import annotations
@@ -9,15 +9,29 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from specray.engine.model.checkpoint.headers import TensorHeader, read_headers, read_json
+from specray.engine.model.checkpoint.stored_format import (
+    KNOWN_PARTS,
+    SCALES,
+    StoredFormat,
+    UnreadFormatError,
+    is_mark,
+    read_stored_format,
+)
 from specray.errors import ConfigError
 
-_METHOD_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-"""Files beside config.json in which ModelOpt, AutoGPTQ and AutoAWQ describe what they did."""
-_CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")
+_METHOD_FILES = {
+    "hf_quant_config.json": "modelopt",
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+}
+"""Methods by the file beside config.json in which ModelOpt, AutoGPTQ or AutoAWQ describes what it did."""
+CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")
 """Keys of config.json: of transformers, of compressed-tensors once, and of MLX."""
+_FP8 = "F8_E4M3"
+_SCALED_DTYPES = frozenset({_FP8, "I8"})
 _PLAIN_DTYPES = frozenset({"F64", "F32", "F16", "BF16", "C64", "BOOL"})
 _WHOLE_DTYPES = frozenset({"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"})
 _WEIGHT_NAME = re.compile(r"(weight|_proj|_packed|experts\.\w+)$")
@@ -32,36 +46,72 @@ _ADAPTER_NAME = re.compile(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vecto
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 
 
-def check_format(path: str, directory: Path | None, config: Mapping[str, Any]) -> None:
-    """Raises ConfigError, with one sentence, for a quantised checkpoint or one with a LoRA adapter.
+def check_format(path: str, directory: Path | None, config: Mapping[str, Any]) -> StoredFormat | None:
+    """Finds out how a checkpoint's weights are stored.
 
     Args:
         path: as the user wrote it.
         directory: the checkpoint's files; None: only its configuration is here.
         config: what config.json holds.
+
+    Returns:
+        The format of quantised weights; None: they are plain.
+
+    Raises:
+        ConfigError: with one sentence, for a format that is not read, or a LoRA adapter.
     """
     if directory is not None:
         check_adapter(path, directory)
-    method = _method_in_config(config)
-    if method is None and directory is not None:
-        method = _method_in_files(directory)
-    if method is not None:
-        raise _quantised(path, method)
+    section = _section_in_config(config)
+    if section is None and directory is not None:
+        section = _section_in_files(directory)
+    stored = None
+    if section is not None:
+        try:
+            stored = read_stored_format(section.method, section.values)
+        except UnreadFormatError as error:
+            raise _unread(path, f"{section.name}, {error}") from None
+        if stored is None:
+            raise _unread(path, section.name)
     if directory is not None:
-        check_tensors(path, read_headers(directory))
+        check_tensors(path, read_headers(directory), stored)
+    return stored
 
 
-def check_tensors(path: str, headers: Mapping[str, TensorHeader]) -> None:
-    """Raises ConfigError when names or data types show that tensors are quantised, or an adapter's."""
+def check_tensors(path: str, headers: Mapping[str, TensorHeader], stored: StoredFormat | None = None) -> None:
+    """Raises ConfigError for an adapter's tensors, and for quantised ones that ``stored`` does not explain.
+
+    Args:
+        headers: of all tensors; none where the files are not here yet.
+    """
     for name, header in headers.items():
         if _ADAPTER_NAME.search(name):
             raise ConfigError(f"model {path!r} holds the LoRA adapter's tensor {name!r}; allowed: {_MERGED}")
-        if header.dtype not in _PLAIN_DTYPES | _WHOLE_DTYPES:
-            raise _quantised(path, f"{header.dtype} tensors such as {name!r}, without a named method")
+        if header.dtype not in _PLAIN_DTYPES | _WHOLE_DTYPES and not (stored and header.dtype == _FP8):
+            raise _unread(path, f"{header.dtype} tensors such as {name!r}, without a named method")
+    named = "a named method" if stored is None else f"a place in {stored.method!r}"
     for name, header in headers.items():
         is_packed = header.dtype in _WHOLE_DTYPES and len(header.shape) > 1 and _WEIGHT_NAME.search(name)
         if is_packed or _QUANTISED_NAME.search(name):
-            raise _quantised(path, f"{header.dtype} tensors such as {name!r}, without a named method")
+            if stored is not None and name.rpartition(".")[2] in KNOWN_PARTS:
+                continue
+            raise _unread(path, f"{header.dtype} tensors such as {name!r}, without {named}")
+    if stored is not None and headers:
+        _check_stored(path, headers, stored)
+
+
+def _check_stored(path: str, headers: Mapping[str, TensorHeader], stored: StoredFormat) -> None:
+    """Raises ConfigError where a quantised weight has no scales, or none is quantised."""
+    for name, header in headers.items():
+        layer, _, part = name.rpartition(".")
+        is_scaled = any(f"{layer}.{scale}" in headers for scale in SCALES)
+        if part == "weight" and header.dtype in _SCALED_DTYPES and not is_scaled:
+            raise ConfigError(f"model {path!r} lacks weights: {layer}.{SCALES[0]}")
+    if not any(is_mark(name) for name in headers):
+        raise ConfigError(
+            f"model {path!r}: its configuration says that it is quantised ({stored.method!r}), and none of "
+            "its tensors is; allowed: both, or neither"
+        )
 
 
 _MERGED = "a model into which its adapter is merged, without adapter files"
@@ -79,29 +129,38 @@ def check_adapter(path: str, directory: Path) -> None:
     )
 
 
-def _quantised(path: str, method: str) -> ConfigError:
+def _unread(path: str, method: str) -> ConfigError:
     return ConfigError(
-        f"model {path!r} is quantised ({method}), and its weights cannot be read; "
-        "allowed: bfloat16, float16 or float32 weights"
+        f"model {path!r} is quantised ({method}), and its weights cannot be read; allowed: bfloat16, float16 "
+        "or float32 weights, fp8, ModelOpt FP8, and compressed-tensors, GPTQ and AWQ of 4 or 8 bits"
     )
 
 
-def _method_in_config(config: Mapping[str, Any]) -> str | None:
+class _Section(NamedTuple):
+    """A section of a configuration that says how weights are quantised."""
+
+    method: str
+    name: str
+    """The method and its variant, for messages."""
+    values: Mapping[str, Any]
+
+
+def _section_in_config(config: Mapping[str, Any]) -> _Section | None:
     """Looks into the parts of a multimodal configuration as well."""
-    for key in _CONFIG_KEYS:
+    for key in CONFIG_KEYS:
         value = config.get(key)
         if isinstance(value, Mapping) and value:
-            return _method_name(value, key)
+            return _section(value, key)
         if value and not isinstance(value, Mapping):
-            return f"{key} {value!r}"
+            return _Section("", f"{key} {value!r}", {})
     for value in config.values():
-        if isinstance(value, Mapping) and (method := _method_in_config(value)) is not None:
-            return method
+        if isinstance(value, Mapping) and (section := _section_in_config(value)) is not None:
+            return section
     return None
 
 
-def _method_in_files(directory: Path) -> str | None:
-    for name in _METHOD_FILES:
+def _section_in_files(directory: Path) -> _Section | None:
+    for name, method in _METHOD_FILES.items():
         if (directory / name).is_file():
             values = read_json(directory / name)
             inner = values.get("quantization")
@@ -109,11 +168,11 @@ def _method_in_files(directory: Path) -> str | None:
             described = inner if isinstance(inner, Mapping) else values
             if isinstance(producer, Mapping) and producer.get("name"):
                 described = {"quant_method": producer["name"], **described}
-            return _method_name(described, name)
+            return _section({"quant_method": method, **described}, name)
     return None
 
 
-def _method_name(values: Mapping[str, Any], where: str) -> str:
+def _section(values: Mapping[str, Any], where: str) -> _Section:
     """The method and its variant, as far as they are named: ``'modelopt' NVFP4 in hf_quant_config.json``."""
     method = values.get("quant_method") or values.get("quant_library")
     if method is None and (values.get("load_in_4bit") or values.get("load_in_8bit")):
@@ -124,4 +183,5 @@ def _method_name(values: Mapping[str, Any], where: str) -> str:
     if variant is None and isinstance(bits := values.get("bits", values.get("w_bit")), int):
         variant = f"{bits} bits"
     named = "a method without a name" if method is None else repr(str(method))
-    return f"{named}{f' {variant}' if isinstance(variant, str) else ''} in {where}"
+    named = f"{named}{f' {variant}' if isinstance(variant, str) else ''} in {where}"
+    return _Section("" if method is None else str(method), named, values)

@@ -81,16 +81,16 @@ def refused_late(path: Path) -> str:
     ("values", "named"),
     [
         (
-            {"quantization_config": {"quant_method": "awq", "bits": 4}},
-            "('awq' 4 bits in quantization_config)",
+            {"quantization_config": {"quant_method": "awq", "bits": 4, "version": "gemv"}},
+            "('awq' 4 bits in quantization_config, version 'gemv')",
         ),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "'gptq' 4 bits"),
-        ({"quantization_config": {"quant_method": "fp8", "fmt": "e4m3"}}, "'fp8' e4m3"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, "'gptq' 3 bits"),
+        ({"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, "'fp8' e5m2"),
         ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "'bitsandbytes'"),
         ({"quantization_config": {"load_in_8bit": True}}, "'bitsandbytes'"),
         (
-            {"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}},
-            "'compressed-tensors' pack-quantized",
+            {"quantization_config": {"quant_method": "compressed-tensors", "format": "marlin-24"}},
+            "'compressed-tensors' marlin-24",
         ),
         ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, "'modelopt' NVFP4"),
         ({"quantization_config": {"quant_method": "no-such-method"}}, "'no-such-method'"),
@@ -115,11 +115,11 @@ def test_no_method_in_the_configuration(checkpoint: Path) -> None:
     [
         (
             "hf_quant_config.json",
-            {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}},
-            "'modelopt' FP8 in hf_quant_config.json",
+            {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}},
+            "'modelopt' NVFP4 in hf_quant_config.json",
         ),
-        ("quantize_config.json", {"bits": 4, "group_size": 128}, "4 bits in quantize_config.json"),
-        ("quant_config.json", {"w_bit": 4, "zero_point": True}, "4 bits in quant_config.json"),
+        ("quantize_config.json", {"bits": 3, "group_size": 128}, "3 bits in quantize_config.json"),
+        ("quant_config.json", {"w_bit": 3, "zero_point": True}, "3 bits in quant_config.json"),
     ],
 )
 def test_method_in_a_file(checkpoint: Path, file: str, values: dict[str, Any], named: str) -> None:

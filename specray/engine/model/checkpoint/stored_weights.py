@@ -1,0 +1,144 @@
+"""Weights of a quantised checkpoint, dequantised one by one as they are taken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from specray.engine.model.checkpoint import dequantise
+from specray.engine.model.checkpoint.safetensors_files import SafetensorsWeights
+from specray.engine.model.checkpoint.source import Part
+from specray.engine.model.checkpoint.stored_format import (
+    NEEDED,
+    PARTS,
+    UNUSED,
+    StoredFormat,
+    is_mark,
+)
+from specray.engine.model.checks.messages import one_line
+from specray.engine.model.checks.weights import is_finite
+from specray.errors import ConfigError
+
+
+class StoredWeights:
+    """Implements ``source.WeightSource`` over quantised files: as if they held plain weights.
+
+    Args:
+        path, directory, dtype, device, entry: as of ``SafetensorsWeights``.
+        stored: how layers are quantised; those without such tensors are plain.
+
+    Raises:
+        ConfigError: a file is missing or damaged, or a layer lacks a part of what its format needs.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        directory: Path,
+        stored: StoredFormat,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        entry: str | None = None,
+    ) -> None:
+        self._path, self._stored, self._dtype, self._device = path, stored, dtype, device
+        self._files = SafetensorsWeights(path, directory, dtype=dtype, device=device, entry=entry)
+        self._layers = {f"{layer}.weight": layer for layer in self._quantised_layers()}
+        used = {f"{layer}.{suffix}" for layer in self._layers.values() for suffix in PARTS[self._kind(layer)]}
+        self.shapes: dict[str, tuple[int, ...]] = {
+            name: shape
+            for name, shape in self._files.shapes.items()
+            if name not in used and name.rpartition(".")[2] not in UNUSED
+        }
+        self.shapes |= {name: self._shape(layer) for name, layer in self._layers.items()}
+        self._names = {name: name for name in self.shapes}
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Gives tensors the names under which they are taken: new name to the present one."""
+        self._names = {name: self._names[present] for name, present in names.items()}
+        self.shapes = {name: self.shapes[present] for name, present in names.items()}
+
+    def take(self, name: str, part: Part | None = None) -> torch.Tensor:
+        tensor = self.read(name, part)
+        if tensor.numel() and not is_finite(tensor):
+            raise ConfigError(f"model {self._path!r}: the weight {name!r} holds NaN or infinite values")
+        return tensor
+
+    def read(self, name: str, part: Part | None = None) -> torch.Tensor:
+        """Returns a tensor as :meth:`take` does, without a look at its values."""
+        stored = self._names[name]
+        layer = self._layers.get(stored)
+        if layer is None:
+            return self._files.read(stored, part)
+        try:
+            weight = self._dequantised(layer)
+        except (ValueError, RuntimeError, IndexError) as error:
+            raise ConfigError(
+                f"model {self._path!r} cannot be loaded: weight {stored!r}: {one_line(error)}"
+            ) from None
+        if tuple(weight.shape) != self.shapes[name]:
+            raise ConfigError(
+                f"model {self._path!r} cannot be loaded: weight {stored!r} is {list(weight.shape)}; "
+                f"allowed: {list(self.shapes[name])}"
+            )
+        if part is not None:
+            weight = weight.narrow(part.dim, part.start, part.stop - part.start)
+        return weight.to(device=self._device, dtype=self._dtype).contiguous()
+
+    def _quantised_layers(self) -> list[str]:
+        return sorted({name.rpartition(".")[0] for name in self._files.shapes if is_mark(name)})
+
+    def _kind(self, layer: str) -> str:
+        """The layout of a layer, whose parts must all be there."""
+        has = self._files.shapes
+        if f"{layer}.qweight" in has:
+            kind = "awq" if self._stored.method == "awq" else "gptq"
+        else:
+            kind = "packed" if f"{layer}.weight_packed" in has else "scaled"
+        for suffix in NEEDED[kind]:
+            if f"{layer}.{suffix}" not in has:
+                raise ConfigError(f"model {self._path!r} lacks weights: {layer}.{suffix}")
+        return kind
+
+    def _shape(self, layer: str) -> tuple[int, ...]:
+        """Of the dequantised weight, from the files' headers."""
+        shapes, kind = self._files.shapes, self._kind(layer)
+        if kind == "scaled":
+            return shapes[f"{layer}.weight"]
+        if kind == "packed":
+            return tuple(int(size) for size in self._files.raw(f"{layer}.weight_shape").tolist())
+        rows, columns = shapes[f"{layer}.qweight"]
+        per_word = 32 // self._stored.bits
+        return (columns, rows * per_word) if kind == "gptq" else (columns * per_word, rows)
+
+    def _dequantised(self, layer: str) -> torch.Tensor:
+        stored, kind = self._stored, self._kind(layer)
+
+        def raw(suffix: str) -> torch.Tensor:
+            return self._files.raw(f"{layer}.{suffix}")
+
+        def optional(suffix: str) -> torch.Tensor | None:
+            return raw(suffix) if f"{layer}.{suffix}" in self._files.shapes else None
+
+        if kind == "scaled":
+            scale = optional("weight_scale")
+            scale = raw("weight_scale_inv") if scale is None else scale
+            return dequantise.scaled(raw("weight"), scale, optional("weight_zero_point"), stored.block)
+        if kind == "packed":
+            rows, columns = self._shape(layer)
+            zero_point, groups = optional("weight_zero_point"), optional("weight_g_idx")
+            return dequantise.packed_rows(
+                raw("weight_packed"), (rows, columns), raw("weight_scale"), zero_point, groups
+            )
+        if kind == "awq":
+            return dequantise.awq(raw("qweight"), raw("scales"), raw("qzeros"))
+        return dequantise.gptq(
+            raw("qweight"),
+            raw("scales"),
+            raw("qzeros"),
+            optional("g_idx"),
+            bits=stored.bits,
+            zero_offset=stored.zero_offset,
+        )

@@ -1,0 +1,177 @@
+"""Quantised checkpoints are read as the weights that they mean, in every layout, or refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specray.engine.model.checkpoint.source import Part
+from specray.engine.model.description import ModelArgs, check_loadable
+from specray.engine.model.loader import DecoderSource, load_model
+from specray.errors import ConfigError
+from tests.unit.engine.model.checkpoints import write_checkpoint
+from tests.unit.engine.model.stored_layouts import LAYOUTS, Layout, compressed, quantise_checkpoint
+
+CPU = torch.device("cpu")
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("llama"), "llama-biased-scaled")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, llama: Path) -> Path:
+    return Path(shutil.copytree(llama, tmp_path / "model"))
+
+
+def source(path: Path, dtype: torch.dtype = torch.float32) -> DecoderSource:
+    args = ModelArgs(str(path), role="target")
+    check_loadable(args)
+    loaded = load_model(args, dtype=dtype, device=CPU)
+    assert isinstance(loaded.source, DecoderSource)
+    return loaded.source
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_weight_is_what_its_layout_means(checkpoint: Path, name: str) -> None:
+    plain = "model.layers.0.self_attn.q_proj"
+    meant = quantise_checkpoint(checkpoint, LAYOUTS[name], plain=(plain,))
+    weights = source(checkpoint).weights
+    for tensor, expected in meant.items():
+        assert torch.equal(weights.take(tensor), expected), tensor
+    rows, columns = meant[DOWN].shape
+    assert torch.equal(weights.take(DOWN, Part(0, 3, rows)), meant[DOWN][3:])
+    part = weights.take(DOWN, Part(1, columns // 2, columns))
+    assert torch.equal(part, meant[DOWN][:, columns // 2 :]) and part.is_contiguous()
+    half = source(checkpoint, torch.bfloat16).weights.take(DOWN)
+    assert torch.equal(half, meant[DOWN].bfloat16())
+
+
+def test_a_library_that_names_no_groups_means_them_in_order(checkpoint: Path) -> None:
+    meant = quantise_checkpoint(checkpoint, LAYOUTS["gptq"])
+    assert "g_idx" not in "".join(load_file(checkpoint / "model.safetensors"))
+    assert torch.equal(source(checkpoint).weights.take(DOWN), meant[DOWN])
+
+
+@pytest.mark.parametrize(
+    ("file", "values", "layout"),
+    [
+        (
+            "hf_quant_config.json",
+            {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}},
+            "modelopt",
+        ),
+        ("quantize_config.json", {"bits": 4, "group_size": 16}, "gptq"),
+        ("quant_config.json", {"w_bit": 4, "q_group_size": 16, "version": "GEMM"}, "awq"),
+    ],
+)
+def test_a_file_beside_the_configuration_names_the_method(
+    checkpoint: Path, file: str, values: dict[str, Any], layout: str
+) -> None:
+    meant = quantise_checkpoint(checkpoint, Layout({}, LAYOUTS[layout].store))
+    (checkpoint / file).write_text(json.dumps(values))
+    assert torch.equal(source(checkpoint).weights.take(DOWN), meant[DOWN])
+
+
+def refused(path: Path, **options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_loadable(ModelArgs(str(path), role="target", **options))
+    assert "\n" not in str(caught.value) and repr(str(path)) in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "values", "named"),
+    [
+        ("gptq", {"bits": 3}, "'gptq' 3 bits in quantization_config, bits 3"),
+        ("gptq", {"bits": True}, "bits True"),
+        ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        ("awq", {"version": "gemv"}, "version 'gemv'"),
+        ("fp8-blocks", {"fmt": "e5m2"}, "fmt 'e5m2'"),
+        ("fp8-blocks", {"weight_block_size": [128]}, "weight_block_size [128]"),
+        ("fp8-blocks", {"weight_block_size": [0, 128]}, "weight_block_size [0, 128]"),
+        ("modelopt", {"quant_algo": "NVFP4"}, "quant_algo 'NVFP4'"),
+        ("compressed-float", {"format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized'"),
+        ("compressed-float", {"transform_config": {"config_groups": {}}}, "transform_config"),
+        ("compressed-float", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
+        ("compressed-float", compressed("pack-quantized", num_bits=3), "num_bits 3"),
+        ("compressed-float", compressed("float-quantized", num_bits=8, strategy="token"), "strategy 'token'"),
+    ],
+)
+def test_a_variant_that_is_not_read(
+    checkpoint: Path, layout: str, values: dict[str, Any], named: str
+) -> None:
+    stored = LAYOUTS[layout]
+    quantise_checkpoint(checkpoint, Layout({**stored.config, **values}, stored.store))
+    message = refused(checkpoint)
+    assert f"{named})" in message and "allowed: " in message
+
+
+def change(path: Path, **tensors: torch.Tensor | None) -> None:
+    """Sets tensors of the last layer's down projection; None: takes it away."""
+    file = path / "model.safetensors"
+    values, prefix = load_file(file), DOWN.removesuffix("weight")
+    for suffix, tensor in tensors.items():
+        values.pop(prefix + suffix, None)
+        if tensor is not None:
+            values[prefix + suffix] = tensor
+    save_file(values, file, metadata={"format": "pt"})
+
+
+def test_a_tensor_that_the_method_does_not_know(checkpoint: Path) -> None:
+    quantise_checkpoint(checkpoint, LAYOUTS["modelopt"])
+    change(checkpoint, pre_quant_scale=torch.ones(48))
+    assert "down_proj.pre_quant_scale', without a place in 'modelopt'" in refused(checkpoint)
+
+
+def test_a_configuration_that_speaks_of_plain_weights(checkpoint: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["quantization_config"] = LAYOUTS["awq"].config
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    assert "says that it is quantised ('awq'), and none of its tensors is" in refused(checkpoint)
+
+
+def test_forward_hf_reads_no_quantised_weights(checkpoint: Path) -> None:
+    quantise_checkpoint(checkpoint, LAYOUTS["fp8-blocks"])
+    assert "is quantised ('fp8'), which only forward decoder reads" in refused(checkpoint, forward="hf")
+
+
+@pytest.mark.parametrize(
+    ("layout", "tensors", "named"),
+    [
+        (
+            "fp8-blocks",
+            {"weight_scale_inv": torch.ones(2, 2)},
+            "scales of shape [2, 2] for a weight of shape",
+        ),
+        ("fp8-blocks", {"weight_scale_inv": None}, "lacks weights"),
+        ("fp8-blocks", {"weight": None}, f"lacks weights: {DOWN}"),
+        ("gptq", {"qzeros": None}, f"lacks weights: {DOWN.removesuffix('weight')}qzeros"),
+        ("gptq", {"scales": torch.ones(3, 31)}, "scales of shape [31, 3] for a weight of 32 rows"),
+        ("gptq", {"g_idx": torch.full((48,), 3, dtype=torch.int32)}, "that do not fit 3 groups"),
+        ("awq", {"scales": torch.ones(5, 32)}, "cannot be loaded: weight"),
+        (
+            "compressed-pack4",
+            {"weight_packed": torch.ones(32, 5, dtype=torch.int32)},
+            "5 words for 48 numbers",
+        ),
+        ("compressed-pack4", {"weight_shape": torch.tensor([32, 40])}, "are of another shape"),
+        ("awq", {"scales": torch.full((3, 32), torch.nan)}, "holds NaN or infinite values"),
+    ],
+)
+def test_parts_that_do_not_fit(
+    checkpoint: Path, layout: str, tensors: dict[str, torch.Tensor | None], named: str
+) -> None:
+    quantise_checkpoint(checkpoint, LAYOUTS[layout])
+    change(checkpoint, **tensors)
+    with pytest.raises(ConfigError) as caught:
+        source(checkpoint).weights.take(DOWN)
+    assert named in str(caught.value) and "\n" not in str(caught.value)
