@@ -89,10 +89,11 @@ class GroupArgs:
 class ParallelContext:
     """One process's place in a running group. One per process: torch's default group is its data plane."""
 
-    def __init__(self, args: GroupArgs, control: dist.ProcessGroup) -> None:
+    def __init__(self, args: GroupArgs, starting: dist.ProcessGroup, control: dist.ProcessGroup) -> None:
         self.rank = args.rank
         self.world_size = args.world_size
         self._args = args
+        self._starting = starting
         self._control = control
         self._lock = threading.Lock()
         self._is_closing = threading.Event()
@@ -116,12 +117,14 @@ class ParallelContext:
             dist.init_process_group(
                 backend, store=store, rank=args.rank, world_size=args.world_size, timeout=timeout
             )
-            silence = timedelta(seconds=args.silence_timeout_s)
-            control = dist.new_group(backend="gloo", timeout=silence)
+            # Ranks load at different speeds, and what one sends waits for its receiver for the timeout of the
+            # group, whatever that of the barrier is.
+            starting = dist.new_group(backend="gloo", timeout=timeout)
+            control = dist.new_group(backend="gloo", timeout=timedelta(seconds=args.silence_timeout_s))
         except RuntimeError as error:
             raise EngineLostError(f"rank {args.rank} of {args.world_size} found no group: {error}") from None
-        assert control is not None
-        return cls(args, control)
+        assert starting is not None and control is not None
+        return cls(args, starting, control)
 
     def start(self, choices: Mapping[str, object]) -> None:
         """Waits until every rank is ready to run; then the leader begins to beat.
@@ -136,8 +139,10 @@ class ParallelContext:
         """
         everyones: list[dict[str, object]] = [{} for _ in range(self.world_size)]
         try:
-            dist.monitored_barrier(group=self._control, timeout=timedelta(seconds=self._args.start_timeout_s))
-            dist.all_gather_object(everyones, dict(choices), group=self._control)
+            dist.monitored_barrier(
+                group=self._starting, timeout=timedelta(seconds=self._args.start_timeout_s)
+            )
+            dist.all_gather_object(everyones, dict(choices), group=self._starting)
         except RuntimeError as error:
             raise EngineLostError(f"the group did not start: {error}") from None
         check_same_choices(everyones)
@@ -149,8 +154,10 @@ class ParallelContext:
         """The least of the ranks' values; every rank asks. Raises EngineLostError as ``start`` does."""
         everyones = [0] * self.world_size
         try:
-            dist.monitored_barrier(group=self._control, timeout=timedelta(seconds=self._args.start_timeout_s))
-            dist.all_gather_object(everyones, value, group=self._control)
+            dist.monitored_barrier(
+                group=self._starting, timeout=timedelta(seconds=self._args.start_timeout_s)
+            )
+            dist.all_gather_object(everyones, value, group=self._starting)
         except RuntimeError as error:
             raise EngineLostError(f"the group did not start: {error}") from None
         return min(everyones)

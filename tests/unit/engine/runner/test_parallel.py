@@ -126,7 +126,13 @@ def running_ranks(target: Callable[..., None], *args: Any) -> Iterator[tuple[Ran
 
 
 # 97 tokens do not divide into two equal shards.
-CASES = [("llama", "decoder", 96), ("llama-biased-scaled", "decoder", 97), ("qwen3", "hf", 96)]
+# qwen2 has one key head, which both ranks have.
+CASES = [
+    ("llama", "decoder", 96),
+    ("llama-biased-scaled", "decoder", 97),
+    ("qwen2", "decoder", 96),
+    ("qwen3", "hf", 96),
+]
 
 
 def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
@@ -143,6 +149,19 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
         torch.testing.assert_close(torch.tensor(logits), reference_logits(model, PROMPT), atol=1e-5, rtol=0)
         expected = reference_logits(model, LONG)[-1:].expand(3, -1)
         torch.testing.assert_close(torch.tensor(batch), expected, atol=5e-5, rtol=0)
+
+
+def start_late(rank: int, meeting: Queue[str], answers: Queue[Any]) -> None:
+    """Rank 0 loads for longer than the silence that the other allows it later."""
+    group = join(rank, meeting, silence_timeout_s=0.5)
+    if rank == 0:
+        time.sleep(2)
+    answers.put(group.least(7 + rank))
+
+
+def test_a_rank_may_load_for_longer_than_it_may_be_silent_later() -> None:
+    with running_ranks(start_late) as (_, answers):
+        assert [answers.get(timeout=DEADLINE_S) for _ in range(2)] == [7, 7]
 
 
 @pytest.mark.parametrize(("verb", "survivor"), [("die", 0), ("hang", 1)])
@@ -205,15 +224,22 @@ def test_a_rank_that_never_comes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("size", "field"),
-    [(3, "num_key_value_heads of 2"), (4, "num_key_value_heads of 2")],
+    [
+        (3, "num_key_value_heads of 2 or be a multiple of it"),
+        (8, "num_attention_heads of 4"),
+    ],
 )
 def test_size_that_does_not_divide_the_heads(tmp_path: Path, size: int, field: str) -> None:
-    path = write_checkpoint(tmp_path, "llama")
-    args = ModelArgs(str(path), tensor_parallel_size=size)
-    with pytest.raises(
-        ConfigError, match=f"tensor_parallel_size is {size}, which must divide the model's {field}"
-    ):
+    args = ModelArgs(str(write_checkpoint(tmp_path, "llama")), tensor_parallel_size=size)
+    with pytest.raises(ConfigError, match=f"is {size}, which must divide the model's {field}$"):
         check_loadable(args)
+
+
+def test_ranks_of_forward_hf_each_have_key_heads_of_their_own(tmp_path: Path) -> None:
+    path = str(write_checkpoint(tmp_path, "llama"))
+    check_loadable(ModelArgs(path, tensor_parallel_size=4))
+    with pytest.raises(ConfigError, match=r"is 4, which must divide the model's num_key_value_heads of 2$"):
+        check_loadable(ModelArgs(path, tensor_parallel_size=4, forward="hf"))
 
 
 def test_gemma_3n_is_served_by_one_rank(tmp_path: Path) -> None:
