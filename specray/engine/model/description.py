@@ -119,7 +119,7 @@ def _describe_decoder(
     limit = decoder.max_position_embeddings
     fields = {name: getattr(decoder, name) for name in _SHARED_FIELDS}
     max_model_len = _max_model_len(args, limit)
-    _check_shards(args, fields)
+    _check_shards(args, fields, has_decoder=True)
     return ModelDescription(
         directory,
         decoder.model_type,
@@ -142,8 +142,9 @@ def _describe_through_library(args: ModelArgs, directory: Path | None) -> ModelD
             f"{_size_setting(args)} is {args.tensor_parallel_size}; "
             f"model type {config.model_type!r} allows only 1"
         )
-    _check_shards(args, {name: getattr(config.text, name, None) for name in _SHARED_FIELDS})
     decoder = library.check_served(args.path, config, forward=args.forward, max_model_len=max_model_len)
+    fields = {name: getattr(config.text, name, None) for name in _SHARED_FIELDS}
+    _check_shards(args, fields, has_decoder=decoder is not None)
     check_forward(args.path, config.stored, has_decoder=decoder is not None)
     return ModelDescription(
         directory,
@@ -192,16 +193,21 @@ def _max_model_len(args: ModelArgs, limit: int | None) -> int:
     return args.max_model_len
 
 
-def _check_shards(args: ModelArgs, fields: Mapping[str, Any]) -> None:
-    """Raises ConfigError when the ranks cannot share each layer of a model."""
+def _check_shards(args: ModelArgs, fields: Mapping[str, Any], *, has_decoder: bool) -> None:
+    """Raises ConfigError when the ranks cannot share each layer of a model.
+
+    Args:
+        has_decoder: the decoder runs the model; several of its ranks may have the same key heads.
+    """
     size = args.tensor_parallel_size
     for field, value in fields.items():
+        can_repeat = has_decoder and field == "num_key_value_heads"
         # By layer in Gemma 3n.
         for number in sorted(set(value)) if isinstance(value, (list, tuple)) else [value]:
-            if number is not None and number % size:
-                raise ConfigError(
-                    f"{_size_setting(args)} is {size}, which must divide the model's {field} of {number}"
-                )
+            if number is None or number % size == 0 or (can_repeat and size % number == 0):
+                continue
+            allowed = f"{field} of {number}{' or be a multiple of it' if can_repeat else ''}"
+            raise ConfigError(f"{_size_setting(args)} is {size}, which must divide the model's {allowed}")
 
 
 def _size_setting(args: ModelArgs) -> str:

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 def head_shape(config: DecoderConfig, parallel: ParallelContext | None) -> HeadShape:
-    """The heads of a model on this rank."""
+    """The heads of a model on this rank; with more ranks than key heads, several have the same one."""
     world_size = 1 if parallel is None else parallel.world_size
-    num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-    return HeadShape(num_heads // world_size, num_kv_heads // world_size, config.head_dim)
+    num_kv_heads = max(1, config.num_key_value_heads // world_size)
+    return HeadShape(config.num_attention_heads // world_size, num_kv_heads, config.head_dim)
 
 
 def lower(
@@ -150,6 +150,14 @@ class _Taken:
             return self.weights.take(name)
         return self.weights.take(name, Part(dim, *self._run(total, self.parallel)))
 
+    def key_heads(self, name: str, config: DecoderConfig) -> torch.Tensor:
+        """Rows of one rank's key or value heads: an equal run, or the one head that its queries share."""
+        num_heads, head_dim = config.num_key_value_heads, config.head_dim
+        if self.parallel is None or self.parallel.world_size <= num_heads:
+            return self.share(name, num_heads * head_dim, dim=0)
+        start = self.parallel.rank * num_heads // self.parallel.world_size * head_dim
+        return self.weights.take(name, Part(0, start, start + head_dim))
+
     def chosen(self, name: str, rows: torch.Tensor) -> torch.Tensor:
         """One rank's equal run of some rows of a weight."""
         weight = self.weights.take(name)
@@ -185,13 +193,12 @@ def _lower_layer(
 
 def _qkv(prefix: str, config: DecoderConfig, taken: _Taken, operators: Operators) -> Linear:
     """One linear layer of queries, keys and values, one after the other."""
-    num_keys = config.num_key_value_heads * config.head_dim
-    rows = {"q_proj": config.num_attention_heads * config.head_dim, "k_proj": num_keys, "v_proj": num_keys}
+    num_queries = config.num_attention_heads * config.head_dim
 
     def joined(kind: str) -> torch.Tensor:
-        return torch.cat(
-            [taken.share(f"{prefix}{name}.{kind}", total, dim=0) for name, total in rows.items()]
-        )
+        query = taken.share(f"{prefix}q_proj.{kind}", num_queries, dim=0)
+        key, value = (taken.key_heads(f"{prefix}{name}_proj.{kind}", config) for name in "kv")
+        return torch.cat([query, key, value])
 
     return operators.linear(joined("weight"), joined("bias") if config.has_qkv_bias else None)
 
