@@ -4,8 +4,10 @@ Each keeps the target's output distribution exactly. Greedy and coupled verifica
 while it is the target's own choice, which for coupled rows has noise keyed by position in it: their output
 does not depend on the draft. Rejection verification weighs the distributions of both.
 
-Row j of ``logits`` predicts the token that draft token j proposes; the last row predicts the bonus token. All
-rows are *processed* (see ``processors``).
+Row j of a chain's ``logits`` predicts the token that draft token j proposes; the last row predicts the bonus
+token. Of a tree, row 0 predicts the root's children, and row j + 1 those of node j: under greedy and coupled
+verification a walk goes from child to child, as long as one is the target's own choice. Nodes of one depth
+have one position, and so the same noise. All rows are *processed* (see ``processors``).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specray.draft_tokens import SparseProbs
+from specray.draft_tokens import SparseProbs, walk
 from specray.engine.sampling.draws import add_noise, draw_tokens, draw_weighted
 from specray.engine.sampling.noise import NoiseKey, NoiseSource, Purpose
 from specray.engine.sampling.state import RowGroup
@@ -27,6 +29,22 @@ class Verified(NamedTuple):
 
     num_accepted_tokens: int
     next_token_id: int
+    last_node: int | None = None
+    """Index of the last node that is kept of a tree; None: of a chain, or none is."""
+
+
+def accept_own(own_token_ids: Sequence[int], group: RowGroup) -> Verified:
+    """Keeps draft tokens, of a chain or a tree, while they are the target's own; its own token follows.
+
+    Args:
+        own_token_ids: the target's choice in each row of the group.
+    """
+    if group.parents is None:
+        return accept_equal(own_token_ids, group.token_ids)
+    last = walk(group.token_ids, group.parents, lambda node: own_token_ids[node + 1])
+    if last < 0:
+        return Verified(0, own_token_ids[0])
+    return Verified(len(group.path(last + 1)), own_token_ids[last + 1], last)
 
 
 def accept_equal(own_token_ids: Sequence[int], draft_token_ids: Sequence[int]) -> Verified:
@@ -135,6 +153,7 @@ class Round(NamedTuple):
     group: RowGroup
     """Rows of the draft tokens and one more."""
     draft_token_ids: Sequence[int]
+    """Draft tokens; those of a tree are not verified by rejection."""
     draft_probs: Sequence[SparseProbs]
 
 
@@ -161,6 +180,6 @@ def verify_rounds(logits: Tensor, rounds: Sequence[Round], noise: NoiseSource) -
                 )
             )
         else:
-            verified.append(accept_equal(own[start:end], draft_token_ids))
+            verified.append(accept_own(own[start:end], group))
         start = end
     return verified

@@ -20,7 +20,7 @@ from specray.engine.sampling.draft import DEMOTION, DraftToken, RankedRow, num_r
 from specray.engine.sampling.draws import SCORE_SPREAD
 from specray.engine.sampling.noise import NoiseKey, Purpose, gumbel_from_words
 from specray.engine.sampling.state import RowGroup
-from specray.engine.sampling.verify import Round, Verified, accept_equal, draw_keys
+from specray.engine.sampling.verify import Round, Verified, accept_own, draw_keys
 
 T = TypeVar("T")
 
@@ -181,7 +181,7 @@ def _verdicts(answer: Sequence[int], rounds: Sequence[Round]) -> list[Verified]:
         if item.group.sampling.draws_by_rejection:
             verified.append(Verified(*next(pairs)))
         else:
-            verified.append(accept_equal(answer[start:end], item.draft_token_ids))
+            verified.append(accept_own(answer[start:end], item.group))
         start = end
     return verified
 
