@@ -297,8 +297,12 @@ class FakeDraft:
         if item.fanout:
             branches = tuple(self._branches(item, sequence))
             return Outcomes(item.request_id, item.round_id, item.base_len, branches)
-        guesses = self._chain(sequence.tokens, item.num_speculative_tokens, sequence.noise_key)
-        return Proposal(item.request_id, item.round_id, item.base_len, DraftTokens(guesses))
+        draft = self._proposed(sequence.tokens, item.num_speculative_tokens, sequence.noise_key)
+        return Proposal(item.request_id, item.round_id, item.base_len, draft)
+
+    def _proposed(self, tokens: Sequence[int], length: int, noise_key: int) -> DraftTokens:
+        """What is proposed behind some tokens; a draft of another kind proposes something else."""
+        return DraftTokens(self._chain(tokens, length, noise_key))
 
     def _branches(self, item: SpeculateItem, sequence: _Sequence) -> list[Branch]:
         if len(item.fanout) != len(item.proposed_token_ids) + 1:
