@@ -38,7 +38,7 @@ def random_sampling(
         min_tokens=sometimes(4, 0),
         stop_token_ids=tokens(2),
         allowed_token_ids=sometimes((0, *tokens(vocab_size // 2)), ()),
-        bad_words=sometimes((*((token,) for token in tokens(2)), tokens(2), tokens(3)), ()),
+        bad_words=sometimes((*((token,) for token in tokens(2)), *filter(None, (tokens(2), tokens(3)))), ()),
         seed=rng.choice((rng.getrandbits(64), rng.getrandbits(20))),
         num_prompt_tokens=num_prompt,
         verification=rng.choice((Verification.COUPLED, Verification.REJECTION)),
