@@ -186,10 +186,8 @@ class ModelRunner:
 
     def _move(self, moves: Moves) -> None:
         if moves:
-            source, destination = (
-                torch.tensor(slots, device=self.info.device) for slots in (moves.sources, moves.destinations)
-            )
-            self.cache.copy(source, destination)
+            slots = torch.tensor((moves.sources, moves.destinations), device=self.info.device)
+            self.cache.copy(*slots.unbind())
 
     def _copy(self, copy: CopyInput) -> None:
         source, destination = (
