@@ -234,8 +234,8 @@ class ItemFailed:
 class VerifyItem:
     """Router to target: keep, append, then verify ``draft`` and draw the token after what is accepted.
 
-    Of a tree, one path is accepted. Where an engine cannot verify a tree, as under rejection, it verifies the
-    first chain; the other nodes count as rejected.
+    Of a tree, one path is accepted. Of one that was sampled, as its ``probs`` say, only the first chain is
+    verified; the other nodes count as rejected.
     """
 
     request_id: str

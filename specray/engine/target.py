@@ -161,11 +161,10 @@ class TargetEngine(EngineBase):
     def _cut_tree(self, item: VerifyItem) -> DraftTokens:
         """The part of a tree that can be verified: all that fits behind the sequence.
 
-        Under rejection that is its first chain. It is exact, as any chain is: what is cut off is not
+        Of one that was sampled that is its first chain. It is exact, as any chain is: what is cut off is not
         verified, and a first child is drawn as if it were alone.
         """
-        sampling = item.sampling or self._table.sampling_of(item.request_id)
-        if sampling is not None and sampling.draws_by_rejection:
+        if item.draft.probs:
             return item.draft.first_chain()
         return item.draft.first(max(0, self._info.max_model_len - item.base_len - len(item.token_ids)))
 

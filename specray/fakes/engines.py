@@ -196,8 +196,8 @@ class FakeTarget:
                 item.request_id, item.round_id, item.base_len, 0, None, (), held_len, cached, scores
             )
         draft, last_node = item.draft, None
-        if not draft.is_chain and sequence.sampling.draws_by_rejection:
-            # As in the engine.
+        if draft.probs:
+            # As in the engine: of a tree that was sampled, the first chain.
             draft = draft.first_chain()
         if draft.is_chain:
             drawn = self._chain_draws(sequence, draft.token_ids)

@@ -158,12 +158,7 @@ class Session:
         if drafted.probs and not all(row.is_distribution(self._vocab_size) for row in drafted.probs):
             # The target would refuse them, and the request would end for its draft's fault.
             drafted = NO_DRAFT
-        drafted = fitting_draft(
-            drafted,
-            room=max_new_tokens - missing,
-            depth=self.num_remaining - 1,
-            is_chain=self.request.sampling.draws_by_rejection,
-        )
+        drafted = fitting_draft(drafted, room=max_new_tokens - missing, depth=self.num_remaining - 1)
         self._verified = self.guide.without_illegal(drafted)
         self._verified_source = self._source
         item = VerifyItem(

@@ -228,25 +228,23 @@ def kept_of(draft: DraftTokens, num_accepted: int, last_node: int | None) -> Kep
     return Kept(tuple(draft.token_ids[node] for node in path), path[-1] if path else -1)
 
 
-def fitting_draft(draft: DraftTokens, *, room: int, depth: int, is_chain: bool) -> DraftTokens:
+def fitting_draft(draft: DraftTokens, *, room: int, depth: int) -> DraftTokens:
     """The part of a draft that a step has room for.
 
     Args:
         room: most draft tokens.
         depth: most of them that can be of use, one after the other.
-        is_chain: trees are cut to their first chain.
     """
     if draft.is_chain:
         return draft.first(max(0, min(room, depth)))
-    draft = draft.first_chain() if is_chain else draft
     return draft.within(max(0, depth)).first(max(0, room))
 
 
 def usable_draft(draft: DraftTokens, *, most: int, vocab_size: int, needs_probs: bool) -> DraftTokens:
     """Cuts what the target must not be given: foreign tokens, and draft tokens without their distributions.
 
-    A draft may have more token ids than the target: both pad their weights as they like. What rejection
-    verifies is a chain.
+    A draft may have more token ids than the target: both pad their weights as they like. Of a tree that was
+    sampled, only the first chain is verified.
 
     Args:
         most: draft tokens, one after the other, that were asked for.

@@ -164,11 +164,6 @@ class SequenceTable:
     def __len__(self) -> int:
         return len(self._sequences)
 
-    def sampling_of(self, request_id: str) -> SamplingParams | None:
-        """Parameters of a request that is held."""
-        sequence = self._sequences.get(request_id)
-        return None if sequence is None else sequence.sampling
-
     def begin_step(self) -> None:
         """Counts a step: sequences used from here on are not evicted within it."""
         self._step += 1

@@ -125,6 +125,11 @@ class RowGroup:
         return len(self.positions)
 
     @property
+    def is_tested(self) -> bool:
+        """Whether each draft token is accepted by a test of its own, as those of chains under rejection."""
+        return self.sampling.draws_by_rejection and self.parents is None
+
+    @property
     def first_position(self) -> int:
         """Absolute position of the token that row 0 predicts."""
         return self.positions[0]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from specray.engine.sampling.draws import draw_tokens
-from specray.engine.sampling.noise import NoiseSource
+from specray.engine.sampling.noise import NoiseSource, Purpose
 from specray.engine.sampling.processors import process_logits
 from specray.engine.sampling.state import RowGroup, SamplingState
 from specray.engine.sampling.verify import Verified, draw_keys
@@ -38,7 +38,7 @@ def walk_trees(
 
     Args:
         logits: unprocessed, ``[num_rows, vocab_size]``; left unchanged.
-        groups: of trees, not verified by rejection.
+        groups: of trees.
         first_rows: of each, the row of its root.
     """
     verified: list[Verified] = [Verified(0, 0)] * len(groups)
@@ -50,7 +50,7 @@ def walk_trees(
     while places:
         singles = [place.group for place in places]
         processed = process_logits(logits[[place.row for place in places]], singles)
-        keys = [key for single in singles for key in draw_keys(single)]
+        keys = [key for single in singles for key in draw_keys(single, Purpose.RESIDUAL_DRAW)]
         draws = draw_tokens(processed, keys, noise)
         before, places = places, []
         # The first place of a tree, of several with equal tokens, is where it ends if no walk goes on.

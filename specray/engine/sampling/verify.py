@@ -5,9 +5,13 @@ while it is the target's own choice, which for coupled rows has noise keyed by p
 does not depend on the draft. Rejection verification weighs the distributions of both.
 
 Row j of a chain's ``logits`` predicts the token that draft token j proposes; the last row predicts the bonus
-token. Of a tree, row 0 predicts the root's children, and row j + 1 those of node j: under greedy and coupled
-verification a walk goes from child to child, as long as one is the target's own choice. Nodes of one depth
-have one position, and so the same noise. All rows are *processed* (see ``processors``).
+token. Of a tree, row 0 predicts the root's children, and row j + 1 those of node j: a walk goes from child to
+child, as long as one is the target's own choice. Nodes of one depth have one position, and so the same noise.
+All rows are *processed* (see ``processors``).
+
+Under rejection, a tree's tokens must have been chosen without randomness. Then its walk is exact, too: to
+test one child after the other, each with the target's probability of it among the tokens that are left, comes
+to the same as to draw the target's own token first and to look which child it is.
 """
 
 from __future__ import annotations
@@ -75,7 +79,7 @@ def add_draw_noise(
 
     Args:
         logits: processed, ``[sum of num_rows, vocab_size]``; left unchanged.
-        rejection_purpose: noise for groups under rejection verification; None leaves them without.
+        rejection_purpose: noise for chains under rejection verification; None leaves them without.
     """
     keys = [key for group in groups for key in draw_keys(group, rejection_purpose)]
     return add_noise(logits, keys, noise)
@@ -84,7 +88,9 @@ def add_draw_noise(
 def draw_keys(group: RowGroup, rejection_purpose: Purpose | None = None) -> list[NoiseKey | None]:
     """Returns for each row the key of its noise, or None; as for ``add_draw_noise``."""
     sampling = group.sampling
-    purpose = rejection_purpose if sampling.draws_by_rejection else Purpose.COUPLED_DRAW
+    purpose: Purpose | None = Purpose.COUPLED_DRAW
+    if sampling.draws_by_rejection:
+        purpose = rejection_purpose if group.parents is None else Purpose.RESIDUAL_DRAW
     if sampling.is_greedy or purpose is None:
         return [None] * group.num_rows
     return [NoiseKey(sampling.seed, position, purpose) for position in group.positions]
@@ -153,8 +159,8 @@ class Round(NamedTuple):
     group: RowGroup
     """Rows of the draft tokens and one more."""
     draft_token_ids: Sequence[int]
-    """Draft tokens; those of a tree are not verified by rejection."""
     draft_probs: Sequence[SparseProbs]
+    """Distributions of the draft tokens; none of a tree."""
 
 
 def verify_rounds(logits: Tensor, rounds: Sequence[Round], noise: NoiseSource) -> list[Verified]:
@@ -168,7 +174,7 @@ def verify_rounds(logits: Tensor, rounds: Sequence[Round], noise: NoiseSource) -
     verified, start = [], 0
     for group, draft_token_ids, draft_probs in rounds:
         end = start + group.num_rows
-        if group.sampling.draws_by_rejection:
+        if group.is_tested:
             verified.append(
                 verify_rejection(
                     logits[start:end],

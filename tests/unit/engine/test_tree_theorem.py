@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -25,14 +26,17 @@ from tests.unit.engine.harness import (
     verify,
     verify_item,
 )
+from tests.unit.engine.p_values import chi_square_p_value
 from tests.unit.engine.random_trees import Shape, num_kept, shaped_drafter, shapes
 from tests.unit.engine.samplings import (
     GREEDY,
     NUM_OUTPUT,
     PROCESSED,
     PROMPT,
+    REJECTION,
     SAMPLINGS,
     assert_all_free,
+    exact_probabilities,
     expected_output,
     session,
 )
@@ -81,6 +85,35 @@ def test_output_is_the_targets_alone_with_any_tree(
         assert_cache_holds_its_tokens(target, runner)
     assert current.token_ids[len(PROMPT) :][:NUM_OUTPUT] == output[:NUM_OUTPUT]
     assert_all_free(target)
+
+
+def test_rejection_of_trees_keeps_the_distribution() -> None:
+    """Trees that were chosen without randomness, of the likeliest tokens and of others, beside chains."""
+    num_seeds = 1500
+    sampling = replace(REJECTION, temperature=1.5, top_k=4, presence_penalty=1.0)
+    exact = exact_probabilities(sampling, 3)
+    target, _ = toy_target()
+    seen: Counter[tuple[int, ...]] = Counter()
+    accepted: Counter[int] = Counter()
+    for seed in range(num_seeds):
+        current = session(replace(sampling, seed=seed))
+        while len(current.token_ids) < len(PROMPT) + 3:
+            verify(target, current, likely_tree(current.token_ids))
+        seen[tuple(current.token_ids[len(PROMPT) :][:3])] += 1
+        accepted.update(current.accepted)
+        target.release(["a"])
+    assert set(accepted) == {0, 1, 2}
+    assert set(seen) <= set(exact)
+    observed = [seen[output] for output in exact]
+    assert chi_square_p_value(observed, [num_seeds * share for share in exact.values()]) > 1e-3
+
+
+def likely_tree(prefix: list[int]) -> DraftTokens:
+    """A function of the prefix alone: its first, third and sixth likeliest tokens, and what follows two."""
+    first, second, third = (model_logits(TARGET, prefix).topk(6).indices[i].item() for i in (0, 2, 5))
+    below = [int(model_logits(TARGET, [*prefix, token]).argmax()) for token in (first, second)]
+    tokens = (third, first, second, below[0], below[1], (below[0] + 1) % VOCAB_SIZE)
+    return DraftTokens(tuple(map(int, tokens)), (-1, -1, -1, 1, 2, 1))
 
 
 @settings(max_examples=15, deadline=None)

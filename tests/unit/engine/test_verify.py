@@ -72,7 +72,7 @@ def test_item_beyond_the_token_budget_is_served_in_several_forwards() -> None:
     assert [sum(len(part.token_ids) for part in step) for step in runner.steps] == [16, 16, 16, 12]
 
 
-def test_of_a_tree_the_first_chain_is_verified_under_rejection() -> None:
+def test_of_a_tree_that_was_sampled_the_first_chain_is_verified() -> None:
     """The verdict and the rows are those of the chain, whatever else the tree holds."""
     sampling = REJECTION
     output = expected_output(sampling)

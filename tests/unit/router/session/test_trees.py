@@ -99,14 +99,14 @@ def test_nodes_deeper_than_asked_are_cut() -> None:
     assert session.drafted == DraftTokens((10, 11), (-1, -1))
 
 
-def test_rejection_verifies_the_first_chain() -> None:
+def test_of_a_tree_that_was_sampled_the_first_chain_is_verified() -> None:
     probs = tuple(SparseProbs((token_id,), (1.0,)) for token_id in TREE.token_ids)
     session = decoding(verification=Verification.REJECTION, temperature=1.0)
     propose_tree(session, DraftTokens(TREE.token_ids, TREE.parents, probs))
     assert session.drafted == DraftTokens((10, 12), probs=(probs[0], probs[2]))
-    # What was chosen without randomness has no distributions, and is cut all the same.
+    # What was chosen without randomness stays a tree.
     session.take_draft(TREE)
-    assert session.verify_item(ROOM).draft == DraftTokens((10, 12))
+    assert session.verify_item(ROOM).draft == TREE
 
 
 # Outcomes

@@ -61,7 +61,7 @@ def random_group(rng: random.Random, vocab_size: int, num_drafts: int, *, plain:
     prefix = [rng.randrange(vocab_size) for _ in range(rng.randint(1, 12))]
     drafts = [rng.randrange(vocab_size) for _ in range(num_drafts)]
     state, masks = SamplingState(sampling, prefix), _random_masks(rng, vocab_size, num_drafts)
-    if sampling.draws_by_rejection or rng.random() < 0.5:
+    if rng.random() < 0.5:
         return chain_rows(state, drafts, token_masks=masks)
     parents = tuple(rng.randrange(-1, node) for node in range(num_drafts))
     return draft_rows(state, DraftTokens(tuple(drafts), parents), token_masks=masks)
@@ -86,7 +86,7 @@ def random_round(rng: random.Random, vocab_size: int, logits: torch.Tensor) -> R
         logits: the sequence's rows; one more than draft tokens.
     """
     group = random_group(rng, vocab_size, len(logits) - 1)
-    if not group.token_ids or not group.sampling.draws_by_rejection or rng.random() < 0.3:
+    if not group.token_ids or not group.is_tested or rng.random() < 0.3:
         return Round(group, group.token_ids, ())
     probs = []
     for row, token in zip(logits[:-1], group.token_ids, strict=True):
