@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specray.draft_tokens import DraftTokens
-from specray.engine.sampling.noise import NoiseSource
+from specray.engine.sampling.noise import NoiseSource, Purpose
 from specray.engine.sampling.processors import process_logits
 from specray.engine.sampling.state import SamplingState, chain_rows, draft_rows
 from specray.engine.sampling.verify import Round, Verified, draw_keys, verify_rounds
@@ -25,13 +25,14 @@ def test_each_row_is_processed_and_drawn_as_behind_its_own_path(seed: int) -> No
     group = random_group(rng, VOCAB_SIZE, rng.randint(0, 9))
     logits = random_logits(rng, group.num_rows, VOCAB_SIZE)
     processed, keys = process_logits(logits, [group]), draw_keys(group)
+    of_rejection = None if group.parents is None else Purpose.RESIDUAL_DRAW
     for row in range(group.num_rows):
         state = group.state.fork()
         state.advance([group.token_ids[index] for index in group.path(row)])
         masks = None if group.token_masks is None else group.token_masks[row : row + 1]
         alone = chain_rows(state, token_masks=masks)
         assert torch.equal(processed[row : row + 1], process_logits(logits[row : row + 1], [alone])), row
-        assert keys[row : row + 1] == draw_keys(alone)
+        assert keys[row : row + 1] == draw_keys(alone, of_rejection)
 
 
 def rows_with_argmax(*token_ids: int) -> torch.Tensor:
