@@ -58,10 +58,11 @@ def model_logits(rows: Tensor, prefix: Sequence[int]) -> Tensor:
 
 
 class SlotRunner:
-    """A runner whose K/V are token ids in the slots of blocks."""
+    """A runner whose K/V are token ids in the slots of blocks, each with a hash of all that it has seen."""
 
     def __init__(self, rows: Tensor, info: EngineInfo) -> None:
         self.slots = [-1] * (info.num_blocks * info.block_size)
+        self._seen = [0] * len(self.slots)
         self.steps: list[list[SequenceInput]] = []
         self.pending_moves = Moves()
         self._rows = rows
@@ -110,7 +111,8 @@ class SlotRunner:
     ) -> None:
         self._move()
         for position in range(first, num_tokens):
-            self.slots[self._slot(destination, position)] = self.slots[self._slot(source, position)]
+            old, new = self._slot(source, position), self._slot(destination, position)
+            self.slots[new], self._seen[new] = self.slots[old], self._seen[old]
 
     def move_tokens(self, block_ids: Sequence[int], sources: Sequence[int], first: int) -> None:
         """Like the real one, at the next step or copy: the sequence may have been released by then."""
@@ -122,9 +124,9 @@ class SlotRunner:
 
     def _move(self) -> None:
         moves, self.pending_moves = self.pending_moves, Moves()
-        tokens = [self.slots[slot] for slot in moves.sources]
-        for slot, token_id in zip(moves.destinations, tokens, strict=True):
-            self.slots[slot] = token_id
+        moved = [(self.slots[slot], self._seen[slot]) for slot in moves.sources]
+        for slot, (token_id, seen) in zip(moves.destinations, moved, strict=True):
+            self.slots[slot], self._seen[slot] = token_id, seen
 
     def close(self) -> None:
         pass
@@ -133,17 +135,30 @@ class SlotRunner:
         assert 0 <= item.num_logits <= len(item.token_ids) and len(item.token_ids) >= 1
         end = item.end
         assert end <= len(item.block_ids) * self._info.block_size, "the sequence outgrew its blocks"
-        for position, token_id in zip(_kv_indices(item), item.token_ids, strict=True):
-            self.slots[self._slot(item.block_ids, position)] = token_id
-        held = [self.slots[self._slot(item.block_ids, position)] for position in range(end)]
+        slots = [self._slot(item.block_ids, position) for position in range(end)]
+        own = [slots[position] for position in _kv_indices(item)]
+        for slot, token_id in zip(own, item.token_ids, strict=True):
+            self.slots[slot] = token_id
         if item.visibility:
             assert all(row.position < self._info.max_model_len for row in item.visibility)
-            seen = [
-                held[: row.prefix_len] + [held[index] for index in range(end) if _is_ancestor(row, index)]
+            rows = [
+                slots[: row.prefix_len] + [slots[index] for index in range(end) if _is_ancestor(row, index)]
                 for row in item.visibility
             ]
-            return [model_logits(self._rows, tokens) for tokens in seen[len(seen) - item.num_logits :]]
-        return [model_logits(self._rows, held[: end - i]) for i in range(item.num_logits - 1, -1, -1)]
+        else:
+            rows = [slots[: end - i] for i in range(len(own) - 1, -1, -1)]
+        for row in rows:
+            self._see(row)
+        wanted = rows[len(rows) - item.num_logits :]
+        return [model_logits(self._rows, [self.slots[slot] for slot in row]) for row in wanted]
+
+    def _see(self, row: Sequence[int]) -> None:
+        """Computes the last of some slots from all of them, each of which must have seen those before it."""
+        seen = 0
+        for slot in row[:-1]:
+            seen = hash((seen, self.slots[slot]))
+            assert self._seen[slot] == seen, "K/V are read that were computed behind other tokens"
+        self._seen[row[-1]] = hash((seen, self.slots[row[-1]]))
 
     def _slot(self, block_ids: Sequence[int], position: int) -> int:
         block, offset = divmod(position, self._info.block_size)
