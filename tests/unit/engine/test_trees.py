@@ -40,6 +40,17 @@ def test_verdict_names_the_last_node_of_the_path(sampling: object) -> None:
     assert replies.num_rows == 2
 
 
+def test_right_tokens_below_a_wrong_node_count_for_nothing() -> None:
+    output = expected_output(GREEDY)
+    tree = DraftTokens((other(output[0]), output[0], output[1], output[2]), (-1, -1, 0, 2))
+    target, _ = toy_target()
+    current = session()
+    verdict = verify(target, current, tree)
+    assert (verdict.num_accepted_tokens, verdict.last_accepted_node) == (1, 1)
+    assert verdict.next_token_id == output[1]
+    assert verify(target, current, NO_DRAFT).next_token_id == output[2]
+
+
 def test_nothing_of_a_tree_is_kept() -> None:
     output = expected_output(GREEDY)
     tree = DraftTokens((other(output[0]), other(output[0], 2), output[1]), (-1, -1, 0))
