@@ -37,7 +37,7 @@ from tests.unit.engine.model.checkpoints import (
     reference_model,
     write_checkpoint,
 )
-from tests.unit.engine.random_trees import Shape, num_kept
+from tests.unit.engine.trees.random_trees import Shape, num_kept
 
 pytestmark = pytest.mark.slow
 

@@ -27,7 +27,6 @@ from tests.unit.engine.harness import (
     verify_item,
 )
 from tests.unit.engine.p_values import chi_square_p_value
-from tests.unit.engine.random_trees import Shape, num_kept, shaped_drafter, shapes
 from tests.unit.engine.samplings import (
     GREEDY,
     NUM_OUTPUT,
@@ -40,6 +39,7 @@ from tests.unit.engine.samplings import (
     expected_output,
     session,
 )
+from tests.unit.engine.trees.random_trees import Shape, num_kept, shaped_drafter, shapes
 
 pytestmark = pytest.mark.slow
 
