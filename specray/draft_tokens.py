@@ -6,6 +6,7 @@ As ``types``, it crosses boundaries, is plain and frozen, and imports nothing fr
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -32,6 +33,23 @@ class SparseProbs:
             and min(probs) >= 0.0
             and 0.0 < sum(probs) < math.inf
         )
+
+
+def walk(token_ids: Sequence[int], parents: Sequence[int], own: Callable[[int], int]) -> int:
+    """The last node of the longest path on which every token is the target's own; -1: there is none.
+
+    Equal siblings count as one node: the path goes through the one that has the right children.
+
+    Args:
+        token_ids, parents: of a tree, as ``DraftTokens`` has them.
+        own: the target's own token behind a node; -1: behind the root. Asked of nodes on the path alone.
+    """
+    lengths, last = {-1: 0}, -1
+    for node, (token_id, parent) in enumerate(zip(token_ids, parents, strict=True)):
+        if parent in lengths and token_id == own(parent):
+            lengths[node] = lengths[parent] + 1
+            last = node if lengths[node] > lengths[last] else last
+    return last
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +110,47 @@ class DraftTokens:
             depths.append(0 if parent < 0 else depths[parent] + 1)
         return tuple(depths)
 
-    def first_chain(self) -> DraftTokens:
-        """The chain that takes the first child of every node, from the root on."""
+    @property
+    def depth(self) -> int:
+        """Nodes of the longest path: the most that can be accepted."""
+        return len(self.token_ids) if self.parents is None else max(self.depths) + 1
+
+    def path(self, node: int) -> tuple[int, ...]:
+        """The node and its ancestors, the first of them a child of the root; empty for the root, -1."""
         if self.parents is None:
-            return self
+            return tuple(range(node + 1))
+        nodes: list[int] = []
+        while node >= 0:
+            nodes.append(node)
+            node = self.parents[node]
+        return tuple(reversed(nodes))
+
+    def walk(self, own: Callable[[int], int]) -> int:
+        """Where the function ``walk`` ends."""
+        parents = range(-1, len(self.token_ids) - 1) if self.parents is None else self.parents
+        return walk(self.token_ids, parents, own)
+
+    def common(self, token_ids: Sequence[int]) -> int:
+        """The last node of the path that some tokens, one after the other, have in common with the tree; -1:
+        not even the first is in it."""
+        places = (*(depth + 1 for depth in self.depths), 0)
+        padded = (*token_ids, *[-1] * len(places))
+        return self.walk(lambda node: padded[places[node]])
+
+    @property
+    def first_path(self) -> tuple[int, ...]:
+        """The nodes of the chain that takes the first child of every node, from the root on."""
+        if self.parents is None:
+            return tuple(range(len(self.token_ids)))
         nodes: list[int] = []
         for index, parent in enumerate(self.parents):
             if parent == (nodes[-1] if nodes else -1):
                 nodes.append(index)
-        token_ids = tuple(self.token_ids[node] for node in nodes)
-        return DraftTokens(token_ids, probs=tuple(self.probs[node] for node in nodes) if self.probs else ())
+        return tuple(nodes)
+
+    def first_chain(self) -> DraftTokens:
+        """The chain that takes the first child of every node, from the root on."""
+        return self if self.parents is None else self._only(self.first_path)
 
     def first(self, num_nodes: int) -> DraftTokens:
         """The first so many nodes; all of them where there are fewer."""
@@ -109,6 +158,33 @@ class DraftTokens:
             return self
         parents = None if self.parents is None else self.parents[:num_nodes]
         return DraftTokens(self.token_ids[:num_nodes], parents, self.probs[:num_nodes])
+
+    def within(self, depth: int) -> DraftTokens:
+        """The nodes of which, with their ancestors, there are at most so many."""
+        if self.parents is None:
+            return self.first(depth)
+        depths = self.depths
+        if max(depths) < depth:
+            return self
+        return self._only([node for node, above in enumerate(depths) if above < depth])
+
+    def without(self, is_dropped: Sequence[bool]) -> DraftTokens:
+        """The nodes that are not dropped, each by its own index, and neither is any of their ancestors."""
+        kept: dict[int, None] = {-1: None}
+        for node, parent in enumerate(self.parents or range(-1, len(self.token_ids) - 1)):
+            if parent in kept and not is_dropped[node]:
+                kept[node] = None
+        return self._only(list(kept)[1:])
+
+    def _only(self, nodes: Sequence[int]) -> DraftTokens:
+        """The nodes, by ascending index, with the parents of each among them."""
+        places = {node: place for place, node in enumerate(nodes)}
+        parents = self.parents or range(-1, len(self.token_ids) - 1)
+        return DraftTokens(
+            tuple(self.token_ids[node] for node in nodes),
+            tuple(places.get(parents[node], -1) for node in nodes),
+            tuple(self.probs[node] for node in nodes) if self.probs else (),
+        )
 
 
 NO_DRAFT: Final = DraftTokens()

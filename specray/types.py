@@ -234,7 +234,8 @@ class ItemFailed:
 class VerifyItem:
     """Router to target: keep, append, then verify ``draft`` and draw the token after what is accepted.
 
-    Of a tree, engines verify the first chain for now; the other nodes count as rejected.
+    Of a tree, one path is accepted. Of one that was sampled, as its ``probs`` say, only the first chain is
+    verified; the other nodes count as rejected.
     """
 
     request_id: str
@@ -259,7 +260,7 @@ class Verdict:
     round_id: int
     base_len: int
     num_accepted_tokens: int
-    """Draft tokens kept, of the draft's first chain."""
+    """Draft tokens kept: of a chain the first ones, of a tree those of one path."""
     next_token_id: int | None
     """The recovered or bonus token; None for a prefill chunk (``sample`` was False)."""
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -270,6 +271,9 @@ class Verdict:
     """Tokens of the item that were not computed but found in the prefix cache."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """One per prompt token of the item, when the request asks for them; the first of all has none."""
+    last_accepted_node: int | None = None
+    """Index of the last node that is kept of a tree. None: a chain, or the nodes kept are the first of the
+    tree's first chain."""
 
 
 DraftReply = Proposal | Outcomes | UnknownSequence | ItemFailed

@@ -83,5 +83,7 @@ class EngineBase:
         self._runner.close()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when a block is lost or owned twice."""
+        """Raises AssertionError when a block is lost or owned twice, or K/V would go to a wrong place."""
         self._table.check_integrity([self._check_table])
+        moves = self._runner.pending_moves
+        self._table.check_moves(moves.sources, moves.destinations)

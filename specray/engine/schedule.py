@@ -8,9 +8,9 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from specray.engine.attention.mask import Visibility
+from specray.engine.attention.mask import Visibility, branch_visibility, tree_visibility
 from specray.engine.cache.sequences import EngineSequence, UnknownSequenceError
-from specray.engine.runner.inputs import SequenceInput
+from specray.engine.runner.inputs import Moves, SequenceInput
 from specray.engine.step import ForwardOutput
 from specray.errors import GrammarError, InvalidRequestError, OutOfBlocksError, OverloadedError, SpecrayError
 from specray.types import ItemFailed, SpeculateItem, UnknownSequence, VerifyItem
@@ -18,6 +18,11 @@ from specray.types import ItemFailed, SpeculateItem, UnknownSequence, VerifyItem
 
 class Runner(Protocol):
     """The part of ``runner.ModelRunner`` that an engine uses."""
+
+    @property
+    def pending_moves(self) -> Moves:
+        """K/V that is moved before the next step or copy."""
+        ...
 
     def run(self, inputs: Sequence[SequenceInput]) -> ForwardOutput:
         """One ragged forward; logits ``[sum of num_logits, vocab_size]`` in the order of ``inputs``."""
@@ -42,6 +47,10 @@ class Runner(Protocol):
         """Copies the K/V of the tokens ``first .. num_tokens - 1`` from one list of blocks to another."""
         ...
 
+    def move_tokens(self, block_ids: Sequence[int], sources: Sequence[int], first: int) -> None:
+        """Moves the K/V at some KV indices of a sequence to those from ``first`` on, before the next step."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -51,6 +60,17 @@ class CatchUp:
 
     sequence: EngineSequence
     num_logits: int
+    parents: Sequence[int] | None = None
+    """Parents of the tokens behind what was told, where they are a tree (as ``DraftTokens`` has them): they
+    count as computed only when the sequence is told which of them are kept. None: a chain."""
+
+    def visibility(self) -> Sequence[Visibility]:
+        """Visibility of each missing token; empty: they are a chain."""
+        if self.parents is None:
+            return ()
+        start, told = self.sequence.num_computed_tokens, self.sequence.num_tokens
+        chain = [branch_visibility(position, position, 1) for position in range(start, told)]
+        return [*chain, *tree_visibility(told, self.parents)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +156,10 @@ def catch_up(
     pieces = [runner.run(inputs) for inputs in _plan_steps(work, max_num_batched_tokens) if inputs]
     for item in work:
         if isinstance(item, CatchUp):
-            item.sequence.num_computed_tokens = len(item.sequence.token_ids)
+            sequence = item.sequence
+            sequence.num_computed_tokens = (
+                len(sequence.token_ids) if item.parents is None else sequence.num_tokens
+            )
     if len(pieces) < 2:
         return pieces[0] if pieces else None
     logits = torch.cat([piece.logits for piece in pieces])
@@ -166,6 +189,7 @@ def _plan_steps(work: Iterable[CatchUp | BranchStep], budget: int) -> Iterator[l
             continue
         start, end = sequence.num_computed_tokens, len(sequence.token_ids)
         assert end - start >= item.num_logits, (start, end, item.num_logits)
+        visibility, first = item.visibility(), start
         while start < end:
             if left == 0:
                 yield inputs
@@ -175,7 +199,11 @@ def _plan_steps(work: Iterable[CatchUp | BranchStep], budget: int) -> Iterator[l
             num_logits = max(0, stop - max(start, end - item.num_logits))
             inputs.append(
                 SequenceInput(
-                    sequence.token_ids[start:stop], start, sequence.block_table.block_ids, num_logits
+                    sequence.token_ids[start:stop],
+                    start,
+                    sequence.block_table.block_ids,
+                    num_logits,
+                    visibility[start - first : stop - first],
                 )
             )
             left -= stop - start

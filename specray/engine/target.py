@@ -9,19 +9,20 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from specray.draft_tokens import DraftTokens
 from specray.engine.base import EngineBase
 from specray.engine.cache.prefix import UNIT_TOKENS
 from specray.engine.cache.sequences import EngineSequence
 from specray.engine.sampling.grammars import GrammarMasks
 from specray.engine.sampling.logprobs import token_logprobs
 from specray.engine.sampling.sampler import make_sampler
-from specray.engine.sampling.state import chain_rows
+from specray.engine.sampling.state import draft_rows
 from specray.engine.sampling.verify import Round, Verified
 from specray.engine.schedule import (
     CatchUp,
@@ -53,12 +54,14 @@ class _Scheduled:
 
     index: int
     item: VerifyItem
+    draft: DraftTokens
+    """What is verified of the item's draft."""
     sequence: EngineSequence
 
     @property
     def num_sampled(self) -> int:
         """Rows from which tokens are drawn."""
-        return len(self.item.draft.token_ids) + 1 if self.item.sample else 0
+        return len(self.draft.token_ids) + 1 if self.item.sample else 0
 
     @property
     def scored(self) -> Sequence[int]:
@@ -103,7 +106,6 @@ class TargetEngine(EngineBase):
     def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
         """One step: one ragged forward, or several when the items exceed ``max_num_batched_tokens``."""
         started_ns = time.perf_counter_ns()
-        items = [_chain_only(item) for item in items]
         answers: dict[int, TargetReply] = {}
         num_rows = 0
         for wave in split_waves(items, num_shared_tokens=self._num_shared_tokens):
@@ -128,7 +130,8 @@ class TargetEngine(EngineBase):
 
     def _admit(self, index: int, item: VerifyItem) -> _Scheduled:
         """Gives the sequence its tokens and its room; raises before anything changed."""
-        num_drafts = len(item.draft.token_ids)
+        draft = item.draft if item.draft.is_chain else self._cut_tree(item)
+        num_drafts = len(draft.token_ids)
         length = item.base_len + len(item.token_ids) + num_drafts
         check_length(item.base_len, length - num_drafts, self._info.max_model_len)
         check_length(item.base_len, length, self._info.max_model_len)
@@ -150,13 +153,23 @@ class TargetEngine(EngineBase):
             num_extra_tokens=num_drafts,
             max_new_tokens=item.max_new_tokens,
         )
-        sequence.set_tail(item.draft.token_ids)
-        scheduled = _Scheduled(index, item, sequence)
+        sequence.set_tail(draft.token_ids)
+        scheduled = _Scheduled(index, item, draft, sequence)
         sequence.recompute_last(scheduled.num_logits)
         return scheduled
 
+    def _cut_tree(self, item: VerifyItem) -> DraftTokens:
+        """The part of a tree that can be verified: all that fits behind the sequence.
+
+        Of one that was sampled that is its first chain. It is exact, as any chain is: what is cut off is not
+        verified, and a first child is drawn as if it were alone.
+        """
+        if item.draft.probs:
+            return item.draft.first_chain()
+        return item.draft.first(max(0, self._info.max_model_len - item.base_len - len(item.token_ids)))
+
     def _run(self, scheduled: Sequence[_Scheduled]) -> Tensor | None:
-        work = [CatchUp(entry.sequence, entry.num_logits) for entry in scheduled]
+        work = [CatchUp(entry.sequence, entry.num_logits, entry.draft.parents) for entry in scheduled]
         output = catch_up(self._runner, work, self._info.max_num_batched_tokens)
         for entry in scheduled:
             if len(entry.item.token_ids) >= UNIT_TOKENS:
@@ -179,7 +192,7 @@ class TargetEngine(EngineBase):
             yield from self._postprocess_singly(sampled, logits, scores)
             return
         for entry, rows, result in _with_rows(sampled, logits, verified):
-            yield entry.index, _commit(entry, rows, result, scores.get(entry.index, ()))
+            yield entry.index, self._commit(entry, rows, result, scores.get(entry.index, ()))
 
     def _postprocess_singly(
         self, sampled: Sequence[_Scheduled], logits: Tensor, scores: Scores
@@ -187,20 +200,16 @@ class TargetEngine(EngineBase):
         for entry, rows, _ in _with_rows(sampled, logits, [None] * len(sampled)):
             try:
                 verified = self._verify([entry], rows)[0]
-                yield entry.index, _commit(entry, rows, verified, scores.get(entry.index, ()))
+                yield entry.index, self._commit(entry, rows, verified, scores.get(entry.index, ()))
             except Exception as error:
                 yield entry.index, failure_reply(entry.item, error)
 
     def _verify(self, sampled: Sequence[_Scheduled], logits: Tensor) -> list[Verified]:
         rounds = [
             Round(
-                chain_rows(
-                    entry.sequence.told_state,
-                    entry.item.draft.token_ids,
-                    token_masks=self._token_masks(entry),
-                ),
-                entry.item.draft.token_ids,
-                entry.item.draft.probs,
+                draft_rows(entry.sequence.told_state, entry.draft, token_masks=self._token_masks(entry)),
+                entry.draft.token_ids,
+                entry.draft.probs,
             )
             for entry in sampled
         ]
@@ -214,7 +223,48 @@ class TargetEngine(EngineBase):
         if self._grammars is None:
             raise InvalidRequestError("grammar is set; this engine serves none", field="grammar")
         output_ids = sequence.token_ids[sampling.num_prompt_tokens : sequence.num_tokens]
-        return self._grammars.masks(entry.item.request_id, sampling, output_ids, entry.item.draft.token_ids)
+        draft = entry.draft
+        return self._grammars.masks(
+            entry.item.request_id, sampling, output_ids, draft.token_ids, draft.parents
+        )
+
+    def _commit(
+        self,
+        entry: _Scheduled,
+        logits: Tensor,
+        verified: Verified,
+        prompt_logprobs: tuple[TokenLogprobs, ...],
+    ) -> Verdict:
+        """Keeps the accepted draft tokens, drops the others, and answers."""
+        item, draft, sequence = entry.item, entry.draft, entry.sequence
+        num_accepted, next_token_id, last_node = verified
+        num_logprobs = sequence.sampling.num_logprobs
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if draft.is_chain:
+            if num_logprobs is not None:
+                committed = (*draft.token_ids[:num_accepted], next_token_id)
+                logprobs = token_logprobs(logits[: num_accepted + 1], committed, num_logprobs)
+            sequence.accept_tail(num_accepted)
+        else:
+            path = () if last_node is None else draft.path(last_node)
+            if num_logprobs is not None:
+                committed = (*(draft.token_ids[node] for node in path), next_token_id)
+                rows = logits[[0, *(1 + node for node in path)]]
+                logprobs = token_logprobs(rows, committed, num_logprobs)
+            told = sequence.num_tokens
+            self._runner.move_tokens(sequence.block_table.block_ids, [told + node for node in path], told)
+            sequence.accept_path(path)
+        return Verdict(
+            item.request_id,
+            item.round_id,
+            item.base_len,
+            num_accepted,
+            next_token_id,
+            logprobs,
+            num_cached_tokens=sequence.num_cached_tokens,
+            prompt_logprobs=prompt_logprobs,
+            last_accepted_node=last_node,
+        )
 
 
 def _with_rows(
@@ -255,37 +305,6 @@ def _chunk_verdict(entry: _Scheduled, prompt_logprobs: tuple[TokenLogprobs, ...]
         num_cached_tokens=sequence.num_cached_tokens,
         prompt_logprobs=prompt_logprobs,
     )
-
-
-def _commit(
-    entry: _Scheduled, logits: Tensor, verified: Verified, prompt_logprobs: tuple[TokenLogprobs, ...]
-) -> Verdict:
-    """Keeps the accepted draft tokens, drops the others, and answers."""
-    item, (num_accepted, next_token_id) = entry.item, verified
-    num_logprobs = entry.sequence.sampling.num_logprobs
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    if num_logprobs is not None:
-        committed = (*item.draft.token_ids[:num_accepted], next_token_id)
-        logprobs = token_logprobs(logits[: num_accepted + 1], committed, num_logprobs)
-    entry.sequence.accept_tail(num_accepted)
-    return Verdict(
-        item.request_id,
-        item.round_id,
-        item.base_len,
-        num_accepted,
-        next_token_id,
-        logprobs,
-        num_cached_tokens=entry.sequence.num_cached_tokens,
-        prompt_logprobs=prompt_logprobs,
-    )
-
-
-def _chain_only(item: VerifyItem) -> VerifyItem:
-    """The item with the first chain of its tree.
-
-    Exact, as any chain is: what is cut off is not verified, and a first child is drawn as if it were alone.
-    """
-    return item if item.draft.is_chain else replace(item, draft=item.draft.first_chain())
 
 
 def _check_draft_probs(item: VerifyItem, vocab_size: int) -> None:

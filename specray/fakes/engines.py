@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from specray.draft_tokens import DraftTokens
 from specray.errors import ProtocolError
@@ -143,9 +144,7 @@ class FakeTarget:
         self._scripted.setdefault(request_id, []).append((message, is_retriable, is_invalid))
 
     def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
-        # As in the engine: the first chain of a tree.
-        chains = [replace(item, draft=item.draft.first_chain()) for item in items]
-        cut = [self._cut(item) for item in chains]
+        cut = [self._cut(item) for item in items]
         rows = sum(len(item.token_ids) + len(item.draft.token_ids) - cached for item, cached in cut)
         if rows > self._info.max_num_batched_tokens or len(items) > self._info.max_num_seqs:
             raise ProtocolError(f"a step of {len(items)} items and {rows} rows is over the limits")
@@ -196,13 +195,14 @@ class FakeTarget:
             return Verdict(
                 item.request_id, item.round_id, item.base_len, 0, None, (), held_len, cached, scores
             )
-        tokens = list(sequence.tokens)
-        drawn: list[int] = []
-        for draft_token in (*item.draft.token_ids, None):
-            drawn.append(self.model.next_token(tokens, sequence.noise_key))
-            if drawn[-1] != draft_token:
-                break
-            tokens.append(drawn[-1])
+        draft, last_node = item.draft, None
+        if draft.probs:
+            # As in the engine: of a tree that was sampled, the first chain.
+            draft = draft.first_chain()
+        if draft.is_chain:
+            drawn = self._chain_draws(sequence, draft.token_ids)
+        else:
+            drawn, last_node = self._tree_draws(sequence, draft)
         logprobs: tuple[TokenLogprobs, ...] = ()
         if sequence.sampling.num_logprobs is not None:
             logprobs = tuple(TokenLogprobs(token, -float(token)) for token in drawn)
@@ -216,7 +216,31 @@ class FakeTarget:
             logprobs,
             num_cached_tokens=cached,
             prompt_logprobs=scores,
+            last_accepted_node=last_node,
         )
+
+    def _chain_draws(self, sequence: _Sequence, draft_token_ids: Sequence[int]) -> list[int]:
+        """The target's own tokens, as long as draft tokens equal them, and the one behind those."""
+        tokens = list(sequence.tokens)
+        drawn: list[int] = []
+        for draft_token in (*draft_token_ids, None):
+            drawn.append(self.model.next_token(tokens, sequence.noise_key))
+            if drawn[-1] != draft_token:
+                break
+            tokens.append(drawn[-1])
+        return drawn
+
+    def _tree_draws(self, sequence: _Sequence, draft: DraftTokens) -> tuple[list[int], int | None]:
+        """The same along the path that is kept of a tree, and its last node; None: none is kept."""
+
+        @cache
+        def own(node: int) -> int:
+            kept = (draft.token_ids[each] for each in draft.path(node))
+            return self.model.next_token([*sequence.tokens, *kept], sequence.noise_key)
+
+        last = draft.walk(own)
+        drawn = [*(draft.token_ids[node] for node in draft.path(last)), own(last)]
+        return drawn, None if last < 0 else last
 
 
 class FakeDraft:
@@ -273,8 +297,12 @@ class FakeDraft:
         if item.fanout:
             branches = tuple(self._branches(item, sequence))
             return Outcomes(item.request_id, item.round_id, item.base_len, branches)
-        guesses = self._chain(sequence.tokens, item.num_speculative_tokens, sequence.noise_key)
-        return Proposal(item.request_id, item.round_id, item.base_len, DraftTokens(guesses))
+        draft = self._proposed(sequence.tokens, item.num_speculative_tokens, sequence.noise_key)
+        return Proposal(item.request_id, item.round_id, item.base_len, draft)
+
+    def _proposed(self, tokens: Sequence[int], length: int, noise_key: int) -> DraftTokens:
+        """What is proposed behind some tokens; a draft of another kind proposes something else."""
+        return DraftTokens(self._chain(tokens, length, noise_key))
 
     def _branches(self, item: SpeculateItem, sequence: _Sequence) -> list[Branch]:
         if len(item.fanout) != len(item.proposed_token_ids) + 1:

@@ -191,7 +191,8 @@ class _Reader:
             self._verdict_s, self._proposal_s, self._has_asked = now, None, False
         step.num_replies += 1
         if event.num_draft_tokens and event.source == DraftKind.MODEL.value:
-            self.samples.rounds.append((event.num_draft_tokens, event.num_accepted_tokens))
+            most = event.num_draft_tokens if event.depth is None else event.depth
+            self.samples.rounds.append((most, event.num_accepted_tokens))
 
     def _on_asked(self, event: DraftAsked) -> None:
         self._asked[event.request_id, event.round_id] = event

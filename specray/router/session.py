@@ -21,6 +21,7 @@ from specray.interfaces import StopMatcher
 from specray.requests import FinishReason, GenerateRequest
 from specray.router.output.guide import Guide
 from specray.router.output.stops import StopConditions
+from specray.router.session_branches import Branches, Outcome
 from specray.router.session_values import (
     Commit,
     DraftView,
@@ -28,7 +29,8 @@ from specray.router.session_values import (
     Lookup,
     PromptScores,
     Tally,
-    num_common,
+    fitting_draft,
+    kept_of,
     usable_draft,
 )
 from specray.types import (
@@ -79,9 +81,9 @@ class Session:
         self._vocab_size = vocab_size
         self._source = DraftKind.MODEL.value
         """Source of ``drafted``: a DraftKind's value, FALLBACK, GRAMMAR or PREDICTION."""
-        self._branches: dict[tuple[int, int], DraftTokens] = {}
+        self._branches = Branches()
         self._has_outcomes = False
-        self._open_verdict: tuple[int, int] | None = None
+        self._open_verdict: Outcome | None = None
         self._verified = NO_DRAFT
         """Draft tokens of the last sampled round; its verdict may be known already."""
         self._verified_source = self._source
@@ -156,8 +158,8 @@ class Session:
         if drafted.probs and not all(row.is_distribution(self._vocab_size) for row in drafted.probs):
             # The target would refuse them, and the request would end for its draft's fault.
             drafted = NO_DRAFT
-        room = max(0, min(max_new_tokens - missing, self.num_remaining - 1))
-        self._verified = self.guide.without_illegal(drafted.first(room))
+        drafted = fitting_draft(drafted, room=max_new_tokens - missing, depth=self.num_remaining - 1)
+        self._verified = self.guide.without_illegal(drafted)
         self._verified_source = self._source
         item = VerifyItem(
             self.request_id,
@@ -181,12 +183,15 @@ class Session:
     def outcomes_item(
         self, num_speculative_tokens: int, fanout: tuple[int, ...], max_branches: int = 0
     ) -> SpeculateItem:
-        """Asks the draft for continuations of the round that the target is verifying now."""
+        """Asks the draft for continuations of the round that the target is verifying now.
+
+        Of a tree, they are those of its first chain; a verdict that leaves it is a miss.
+        """
         verifying = self.target.in_flight
         assert verifying is not None and verifying.sample
         proposed = verifying.draft.first_chain().token_ids
         assert len(fanout) == len(proposed) + 1
-        self._branches.clear()
+        self._branches.ask(verifying.draft)
         self._has_outcomes = False
         return self._speculate_item(num_speculative_tokens, proposed, fanout, max_branches)
 
@@ -244,24 +249,20 @@ class Session:
             self.target.synced_len = held_len
             return Commit((), (), 0, 0, 0, Lookup.NOT_ASKED)
         num_accepted, next_token_id = verdict.num_accepted_tokens, verdict.next_token_id
-        # Of a tree, the target verifies the first chain.
-        draft_token_ids = item.draft.first_chain().token_ids
-        num_drafts = len(draft_token_ids)
-        if next_token_id is None or not 0 <= num_accepted <= num_drafts:
-            raise ProtocolError(
-                f"verdict with {num_accepted} of {num_drafts} draft tokens and next token {next_token_id}"
-            )
+        if next_token_id is None:
+            raise ProtocolError("a verdict without a next token")
+        kept = kept_of(item.draft, num_accepted, verdict.last_accepted_node)
         self.target.synced_len = told_len
-        token_ids = (*draft_token_ids[:num_accepted], next_token_id)
+        token_ids = (*kept.token_ids, next_token_id)
         cut = self._stops.cut(token_ids, self.num_output_tokens)
         token_ids = token_ids[: cut.num_kept]
-        num_kept = min(num_accepted, cut.num_kept)
-        self.tally.observe(num_drafts, num_accepted, num_kept)
+        num_kept, num_drafts, depth = min(num_accepted, cut.num_kept), len(item.draft), item.draft.depth
+        self.tally.observe(num_drafts, depth, num_accepted, num_kept)
         self.committed.extend(token_ids)
         self.finish_reason, self.stop_reason = cut.finish_reason, cut.stop_reason
-        lookup = self._look_up(num_accepted, next_token_id)
+        lookup = self._look_up((kept.last_node, next_token_id))
         logprobs, source = verdict.logprobs[: cut.num_kept], self._verified_source
-        return Commit(token_ids, logprobs, num_drafts, num_accepted, num_kept, lookup, source)
+        return Commit(token_ids, logprobs, num_drafts, num_accepted, num_kept, lookup, source, depth)
 
     def on_target_unknown(self, reply: UnknownSequence) -> bool:
         """The target lost the sequence; the next item carries everything. False: a late reply."""
@@ -299,7 +300,7 @@ class Session:
         """Takes a proposal. False: a late reply.
 
         While the target verifies something else after the same prefix (nothing for the first token, or a
-        fallback), a proposal is one branch: as many tokens as both have in common, then its next one.
+        fallback), a proposal is one branch: the tokens that both have in common, then its next one.
         """
         item = self.draft.accept(proposal)
         if item is None or item.fanout:
@@ -315,11 +316,7 @@ class Session:
             self.draft.in_flight = None
             self.take_draft(drafted)
             return True
-        drafted = drafted.first_chain()
-        agreed = num_common(drafted.token_ids, self._verified.first_chain().token_ids)
-        if len(drafted) > agreed + 1:
-            rest = DraftTokens(drafted.token_ids[agreed + 1 :], probs=drafted.probs[agreed + 1 :])
-            self._branches[agreed, drafted.token_ids[agreed]] = rest
+        self._branches.add_proposal(self._verified, drafted.first_chain())
         self._take_branches()
         return True
 
@@ -331,7 +328,7 @@ class Session:
         self.draft.synced_len = item.base_len + len(item.token_ids)
         for branch in outcomes.branches:
             draft = self._usable(branch.draft, most=item.num_speculative_tokens)
-            self._branches[branch.num_accepted_tokens, branch.next_token_id] = draft
+            self._branches.add(branch.num_accepted_tokens, branch.next_token_id, draft)
         self._take_branches()
         return True
 
@@ -377,30 +374,27 @@ class Session:
 
     # Branches
 
-    def _look_up(self, num_accepted: int, next_token_id: int) -> Lookup:
+    def _look_up(self, outcome: Outcome) -> Lookup:
         """Finds what to verify next; empties the branches, which belong to the round that just ended."""
-        key = (num_accepted, next_token_id)
-        asked = self.draft.asked
-        self.drafted, self._source = self._branches.get(key), DraftKind.MODEL.value
-        is_foreseen = any(count == num_accepted for count, _ in self._branches)
-        self._branches.clear()
+        asked, found = self.draft.asked, self._branches.take(outcome)
+        self.drafted, self._source = found.draft, DraftKind.MODEL.value
         if self.drafted is None and asked is None:
             return Lookup.NOT_ASKED
         if self.drafted is None and not self._has_outcomes:
-            self._open_verdict = key
+            self._open_verdict = outcome
             return Lookup.PENDING
         if asked is not None:
             self.draft.in_flight = None
         if self.drafted is not None:
             return Lookup.HIT
-        return Lookup.MISS_TOKEN if is_foreseen or asked is None or not asked.fanout else Lookup.MISS_COUNT
+        is_miss_token = found.is_foreseen or asked is None or not asked.fanout
+        return Lookup.MISS_TOKEN if is_miss_token else Lookup.MISS_COUNT
 
     def _take_branches(self) -> None:
         """Settles a verdict that waited for the draft's answer, which has come. The first answer decides."""
         if self._open_verdict is None:
             self._has_outcomes = True
             return
-        self.drafted, self._source = self._branches.get(self._open_verdict), DraftKind.MODEL.value
-        self._branches.clear()
+        self.drafted, self._source = self._branches.take(self._open_verdict).draft, DraftKind.MODEL.value
         self._open_verdict = None
         self.draft.in_flight = None

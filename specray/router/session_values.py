@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 from specray.draft_tokens import NO_DRAFT, DraftTokens
+from specray.errors import ProtocolError
 from specray.requests import SpeculationStats
 from specray.types import DraftKind, DraftReply, SpeculateItem, TargetReply, TokenLogprobs, VerifyItem
 
@@ -93,6 +94,7 @@ class Commit(NamedTuple):
     """Tokens that are kept after stop conditions; empty for a chunk of a prefill."""
     logprobs: tuple[TokenLogprobs, ...]
     num_draft_tokens: int
+    """Draft tokens that were verified: all nodes of a tree."""
     num_accepted_tokens: int
     """Accepted draft tokens, before stop conditions: what the control learns from."""
     num_kept_tokens: int
@@ -100,6 +102,8 @@ class Commit(NamedTuple):
     lookup: Lookup
     source: str = DraftKind.MODEL.value
     """Proposer of the draft tokens."""
+    depth: int = 0
+    """Draft tokens that could have been accepted: all of a chain, of a tree those of its longest path."""
 
 
 @dataclass(slots=True)
@@ -165,8 +169,12 @@ class Tally:
     num_rejected_prediction_tokens: int = 0
     """Tokens of the request's prediction that are not."""
 
-    def observe(self, num_drafts: int, num_accepted: int, num_kept: int) -> None:
-        """Counts one round, of whose accepted draft tokens ``num_kept`` are part of the output."""
+    def observe(self, num_drafts: int, depth: int, num_accepted: int, num_kept: int) -> None:
+        """Counts one round, of whose accepted draft tokens ``num_kept`` are part of the output.
+
+        Args:
+            depth: draft tokens that could have been accepted, fewer than all where they are a tree.
+        """
         self.num_rounds += 1
         self.num_verified_tokens += num_accepted + 1
         if num_drafts == 0:
@@ -174,7 +182,7 @@ class Tally:
         self.num_spec_steps += 1
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_kept
-        self.histogram.extend([0] * (num_drafts + 1 - len(self.histogram)))
+        self.histogram.extend([0] * (depth + 1 - len(self.histogram)))
         self.histogram[num_kept] += 1
 
     @property
@@ -190,37 +198,71 @@ class Tally:
         )
 
 
-def num_common(ours: Sequence[int], others: Sequence[int]) -> int:
-    """How many tokens both begin with."""
-    count = 0
-    for own, other in zip(ours, others, strict=False):
-        if own != other:
-            break
-        count += 1
-    return count
+class Kept(NamedTuple):
+    """What a verdict keeps of draft tokens."""
+
+    token_ids: tuple[int, ...]
+    last_node: int
+    """Index of the last one among the draft tokens; -1: none is kept."""
+
+
+def kept_of(draft: DraftTokens, num_accepted: int, last_node: int | None) -> Kept:
+    """The draft tokens that a verdict keeps, by what it says.
+
+    Raises:
+        ProtocolError: there is no such path.
+    """
+    if not 0 <= num_accepted <= len(draft.token_ids):
+        raise ProtocolError(f"a verdict keeps {num_accepted} of {len(draft.token_ids)} draft tokens")
+    if draft.is_chain:
+        return Kept(draft.token_ids[:num_accepted], num_accepted - 1)
+    if last_node is None:
+        path = draft.first_path[:num_accepted]
+    else:
+        path = draft.path(last_node) if last_node < len(draft.token_ids) else ()
+    if len(path) != num_accepted:
+        raise ProtocolError(
+            f"a verdict keeps {num_accepted} draft tokens up to node {last_node} of a tree with parents "
+            f"{draft.parents}"
+        )
+    return Kept(tuple(draft.token_ids[node] for node in path), path[-1] if path else -1)
+
+
+def fitting_draft(draft: DraftTokens, *, room: int, depth: int) -> DraftTokens:
+    """The part of a draft that a step has room for.
+
+    Args:
+        room: most draft tokens.
+        depth: most of them that can be of use, one after the other.
+    """
+    if draft.is_chain:
+        return draft.first(max(0, min(room, depth)))
+    return draft.within(max(0, depth)).first(max(0, room))
 
 
 def usable_draft(draft: DraftTokens, *, most: int, vocab_size: int, needs_probs: bool) -> DraftTokens:
     """Cuts what the target must not be given: foreign tokens, and draft tokens without their distributions.
 
-    A draft may have more token ids than the target: both pad their weights as they like.
+    A draft may have more token ids than the target: both pad their weights as they like. Of a tree that was
+    sampled, only the first chain is verified.
 
     Args:
-        most: draft tokens that were asked for.
+        most: draft tokens, one after the other, that were asked for.
         vocab_size: token ids of the target.
         needs_probs: the request is verified by rejection; otherwise distributions are dropped.
     """
-    draft = draft.first(most)
+    draft = draft.within(most)
     if needs_probs:
         if not draft.probs:
             return NO_DRAFT
+        draft = draft.first_chain()
     elif draft.probs:
         draft = DraftTokens(draft.token_ids, draft.parents)
     supports = [row.token_ids for row in draft.probs]
     if all(_are_known(ids, vocab_size) for ids in (draft.token_ids, *supports)):
         return draft
     if not draft.is_chain:
-        return NO_DRAFT
+        return draft.without([not _are_known((token_id,), vocab_size) for token_id in draft.token_ids])
     # What was sampled must not decide where a chain ends, so it ends where a foreign token might have been.
     possible = supports or [()] * len(draft)
     nodes = [(token_id, *ids) for token_id, ids in zip(draft.token_ids, possible, strict=True)]

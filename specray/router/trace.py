@@ -152,6 +152,8 @@ class VerdictReceived:
     """Tokens that the verdict added to the output; 0 for a chunk of a prompt."""
     reason: str
     """Reason of the round's plan, a ``control.state.Reason``."""
+    depth: int | None = None
+    """Draft tokens of a tree that could have been accepted, those of its longest path; None: a chain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +295,7 @@ class Trace:
                 commit.num_accepted_tokens,
                 len(commit.token_ids),
                 reason,
+                None if commit.depth == commit.num_draft_tokens else commit.depth,
             )
         )
 

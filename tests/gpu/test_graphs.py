@@ -25,8 +25,16 @@ from specray.engine.runner.cuda_graphs import (
 from specray.engine.runner.inputs import SequenceInput
 from specray.engine.runner.runner import ModelRunner
 from specray.engine.step import ForwardOutput
+from specray.engine.target import TargetEngine
 from specray.errors import ConfigError
-from tests.unit.engine.model.checkpoints import reference_logits, reference_model, write_checkpoint
+from specray.types import SamplingParams
+from tests.unit.engine.harness import Session, engine_info, tree_drafter, verify
+from tests.unit.engine.model.checkpoints import (
+    reference_greedy,
+    reference_logits,
+    reference_model,
+    write_checkpoint,
+)
 
 ATOL = 2e-5
 CONTEXT = [5, 7, 9, 11, 13, 2, 4, 60, 33]
@@ -123,6 +131,32 @@ def test_captured_branches_equal_the_plain_forward(eager: ModelRunner, checkpoin
     ]
     torch.testing.assert_close(logits, torch.stack(expected), atol=ATOL, rtol=0)
     assert runner.graphs is not None and runner.graphs.buckets == (Bucket(1, 3, True),)
+
+
+def test_trees_from_captured_forwards_keep_the_output(eager: ModelRunner, checkpoint: Path) -> None:
+    """Rows and masks of every step differ; the shapes do not. A tree beyond the buckets runs as it is."""
+    runner = graphed(eager)
+    model = reference_model(checkpoint)
+    output = reference_greedy(model, CONTEXT, 40)
+    info = engine_info(
+        "target",
+        vocab_size=runner.info.vocab_size,
+        block_size=runner.info.block_size,
+        num_blocks=runner.info.num_blocks,
+    )
+    engine = TargetEngine(runner, info, device=torch.device("cpu"))
+    for num_nodes in (3, 15, 40):
+        session = Session("a", list(CONTEXT), SamplingParams(temperature=0.0, num_prompt_tokens=len(CONTEXT)))
+        known = [*output, *[0] * num_nodes]
+        drafter = tree_drafter(known, len(CONTEXT), runner.info.vocab_size)
+        while len(session.token_ids) < len(CONTEXT) + 24:
+            verify(engine, session, drafter(session, num_nodes))
+        assert session.token_ids[len(CONTEXT) :][:24] == output[:24]
+        assert max(session.accepted) > 1
+        engine.check_integrity()
+        engine.release(["a"])
+    assert runner.graphs is not None
+    assert {bucket.width for bucket in runner.graphs.buckets if bucket.has_masks} == {4, 12, 16, 24}
 
 
 def test_logits_outlive_the_next_step(eager: ModelRunner) -> None:

@@ -101,7 +101,15 @@ BRANCHES = st.builds(Branch, U32, U32, draft_tokens())
 OUTCOMES = st.builds(Outcomes, *HEAD, tuples_of(BRANCHES))
 LOGPROBS = tuples_of(token_logprobs())
 VERDICTS = st.builds(
-    Verdict, *HEAD, U32, st.none() | U32, LOGPROBS, st.none() | U32, U32, prompt_logprobs=LOGPROBS
+    Verdict,
+    *HEAD,
+    U32,
+    st.none() | U32,
+    LOGPROBS,
+    st.none() | U32,
+    U32,
+    prompt_logprobs=LOGPROBS,
+    last_accepted_node=st.none() | U32,
 )
 INFOS = st.builds(
     EngineInfo,

@@ -54,6 +54,57 @@ def test_first_nodes_are_a_tree_again() -> None:
     assert TREE.first(7) is TREE
 
 
+def test_path_leads_from_the_root_to_a_node() -> None:
+    assert TREE.path(5) == (1, 4, 5)
+    assert TREE.path(0) == (0,)
+    assert TREE.path(-1) == ()
+    assert DraftTokens((7, 8, 9)).path(1) == (0, 1)
+
+
+def test_depth_of_a_tree_is_that_of_its_longest_path() -> None:
+    assert (TREE.depth, DraftTokens((7, 8, 9)).depth, NO_DRAFT.depth) == (3, 3, 0)
+
+
+@pytest.mark.parametrize(
+    ("right", "node"),
+    [((11, 14, 15, 9), 5), ((11, 14, 9), 4), ((11, 12), 1), ((10, 12, 9), 2), ((12,), -1), ((), -1)],
+)
+def test_a_walk_follows_the_right_tokens_from_the_root(right: tuple[int, ...], node: int) -> None:
+    own = {TREE.path(at): token for at in range(-1, 6) for token in right[len(TREE.path(at)) :][:1]}
+    assert TREE.walk(lambda at: own.get(TREE.path(at), -1)) == node
+    assert TREE.common(right) == node
+
+
+def test_a_walk_over_equal_siblings_finds_the_longest_path() -> None:
+    tree = DraftTokens((7, 7, 8, 8, 9), (-1, -1, 0, 1, 3))
+    assert tree.common((7, 8, 9)) == 4
+    assert tree.common((7, 9)) == 0
+
+
+def test_nodes_within_a_depth_keep_their_parents() -> None:
+    assert TREE.within(2) == DraftTokens((10, 11, 12, 13, 14), (-1, -1, 0, 1, 1))
+    assert TREE.within(1) == DraftTokens((10, 11), (-1, -1))
+    assert TREE.within(0) == NO_DRAFT
+    assert TREE.within(3) is TREE
+    assert DraftTokens((7, 8, 9)).within(2) == DraftTokens((7, 8))
+
+
+def test_what_follows_a_dropped_node_is_dropped() -> None:
+    assert TREE.without([False, True, False, False, False, False]) == DraftTokens((10, 12))
+    assert TREE.without([False] * 4 + [True, False]) == DraftTokens((10, 11, 12, 13), (-1, -1, 0, 1))
+    assert TREE.without([True] * 6) == NO_DRAFT
+
+
+@given(trees(), st.data())
+def test_nodes_that_are_left_keep_their_paths(tree: DraftTokens, data: st.DataObject) -> None:
+    is_dropped = data.draw(st.lists(st.booleans(), min_size=len(tree), max_size=len(tree)))
+    left = tree.without(is_dropped)
+    kept = [node for node in range(len(tree)) if not any(is_dropped[each] for each in tree.path(node))]
+    assert list(left.token_ids) == kept
+    for place, node in enumerate(kept):
+        assert [left.token_ids[each] for each in left.path(place)] == list(tree.path(node))
+
+
 @given(trees())
 def test_first_chain_follows_parents_and_leaves_out_no_first_child(tree: DraftTokens) -> None:
     chain = tree.first_chain()

@@ -259,7 +259,10 @@ class BlockCache:
     def copy(self, source: slice | torch.Tensor, destination: slice | torch.Tensor) -> None:
         """Copies the K/V of ``source`` slots to ``destination`` slots of the same number, in every layer."""
         for tensor in self.layers:
-            tensor[destination] = tensor[source].clone()
+            if isinstance(source, torch.Tensor) and isinstance(destination, torch.Tensor):
+                tensor.index_copy_(0, destination, tensor.index_select(0, source))
+            else:
+                tensor[destination] = tensor[source].clone()
 
 
 def _reserved(num_bytes: int) -> mmap.mmap:

@@ -99,6 +99,18 @@ class EngineSequence:
         self.truncate(self.num_tokens + count)
         self.num_tokens = len(self.token_ids)
 
+    def accept_path(self, path: Sequence[int]) -> None:
+        """Counts some tokens of the tail, a tree, as told and forgets the others.
+
+        Args:
+            path: their places in the tail, ascending; their K/V are moved to where they are told.
+        """
+        told = self.num_tokens
+        kept = [self.token_ids[told + place] for place in path]
+        self.truncate(told)
+        self.token_ids += kept
+        self.num_tokens = self.num_computed_tokens = told + len(kept)
+
     def truncate(self, length: int) -> None:
         """Forgets all tokens from index ``length`` on; their blocks are kept until the next reservation."""
         del self.token_ids[length:]
@@ -302,6 +314,31 @@ class SequenceTable:
                 sequence.prefix.check_integrity(sequence.token_ids, sequence.num_computed_tokens)
         assert len(self._sequences) <= self._max_num_seqs, len(self._sequences)
         self._allocator.check_integrity([*reserved, *(sequence.block_table for sequence in sequences)])
+
+    def check_moves(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Checks the slots between which K/V will be moved, as accepted nodes of a tree are.
+
+        Raises:
+            AssertionError: some would go to where a sequence has none or others may read, or to two places.
+        """
+        assert len(sources) == len(destinations) == len(set(destinations)), (sources, destinations)
+        size = self._allocator.block_size
+        places = {
+            block_id: (sequence, number * size)
+            for sequence in self._sequences.values()
+            for number, block_id in enumerate(sequence.block_table.block_ids)
+            if self._allocator.num_owners(block_id) == 1
+        }
+        for source, destination in zip(sources, destinations, strict=True):
+            block, offset = divmod(destination, size)
+            assert self._allocator.num_owners(block) < 2, f"K/V would go to block {block}, which is shared"
+            if block not in places:
+                continue  # Its sequence was released.
+            sequence, first = places[block]
+            known_len = 0 if sequence.prefix is None else sequence.prefix.known_len
+            assert known_len <= first + offset < sequence.num_computed_tokens, (source, destination)
+            other, first_read = places.get(source // size, (None, 0))
+            assert other is sequence and first_read + source % size > first + offset, (source, destination)
 
     def _new_sequence(self, request_id: str, sampling: SamplingParams | None) -> EngineSequence:
         if sampling is None:

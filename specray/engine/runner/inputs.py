@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from specray.engine.attention.mask import Visibility
 
@@ -37,3 +37,16 @@ class CopyInput:
     destination_block_ids: Sequence[int]
     first: int
     num_tokens: int
+
+
+@dataclass(slots=True)
+class Moves:
+    """K/V to move between slots of the cache, all of them read before any is written."""
+
+    sources: list[int] = field(default_factory=list)
+    """Slots to read."""
+    destinations: list[int] = field(default_factory=list)
+    """Slot to write, of each."""
+
+    def __bool__(self) -> bool:
+        return bool(self.sources)

@@ -4,12 +4,14 @@ Meeting: rank 0 opens a store on a free port and reports its address; every rank
 group's collectives inside a forward use the default process group (gloo on CPU, NCCL on CUDA); what the
 leader says goes over a gloo group of its own, as one small integer tensor:
 
-    [kind, payload_len, payload ...]     payload of a step, per sequence:
+    [kind, payload_len, num_moves, payload ...]
+                                         payload of a step, per sequence:
                                          start, num_logits, num_tokens, num_blocks, num_masks,
                                          tokens ..., blocks ..., masks (three integers each) ...
                                          payload of a copy:
                                          first, num_tokens, num_blocks, source ..., destination ...
 
+Behind the payload of either come the slots of K/V that are moved before it: sources ..., destinations ...
 A silent leader is a lost leader: while it has nothing to run it sends beats.
 """
 
@@ -22,18 +24,23 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from specray.engine.attention.mask import Visibility
-from specray.engine.runner.inputs import CopyInput, SequenceInput
+from specray.engine.runner.inputs import CopyInput, Moves, SequenceInput
 from specray.errors import ConfigError, EngineLostError
 
 _MESSAGE_LEN = 256
 """Integers of the first broadcast; nearly every decode step fits."""
-_HEADER_LEN = 2
+_HEADER_LEN = 3
+
+
+NO_MOVES = Moves()
+"""No moves; not to be added to."""
 
 
 class _Kind(enum.IntEnum):
@@ -41,6 +48,15 @@ class _Kind(enum.IntEnum):
     STEP = 1
     CLOSE = 2
     COPY = 3
+
+
+class Received(NamedTuple):
+    """What the leader tells a follower to do."""
+
+    work: list[SequenceInput] | CopyInput
+    """A step, or a copy."""
+    moves: Moves
+    """Moves before it."""
 
 
 def _family(host: str) -> socket.AddressFamily:
@@ -162,26 +178,26 @@ class ParallelContext:
             raise EngineLostError(f"the group did not start: {error}") from None
         return min(everyones)
 
-    def send_step(self, inputs: Sequence[SequenceInput]) -> None:
+    def send_step(self, inputs: Sequence[SequenceInput], moves: Moves = NO_MOVES) -> None:
         """Leader: hands a step to the other ranks. Raises EngineLostError when one is gone."""
-        self._send(_Kind.STEP, encode_inputs(inputs))
+        self._send(_Kind.STEP, encode_inputs(inputs), moves)
 
-    def send_copy(self, copy: CopyInput) -> None:
+    def send_copy(self, copy: CopyInput, moves: Moves = NO_MOVES) -> None:
         """Leader: hands a copy to the other ranks. Raises EngineLostError when one is gone."""
-        self._send(_Kind.COPY, encode_copy(copy))
+        self._send(_Kind.COPY, encode_copy(copy), moves)
 
-    def receive_step(self) -> list[SequenceInput] | CopyInput | None:
+    def receive_step(self) -> Received | None:
         """Follower: waits for the next step or copy; None: the leader has closed.
 
         Raises:
             EngineLostError: the leader is gone, or was silent for ``silence_timeout_s``.
         """
         while True:
-            kind, payload = self._receive()
+            kind, payload, moves = self._receive()
             if kind == _Kind.STEP:
-                return decode_inputs(payload)
+                return Received(decode_inputs(payload), moves)
             if kind == _Kind.COPY:
-                return decode_copy(payload)
+                return Received(decode_copy(payload), moves)
             if kind == _Kind.CLOSE:
                 return None
 
@@ -228,8 +244,8 @@ class ParallelContext:
                 self._failure = error
                 return
 
-    def _send(self, kind: _Kind, payload: list[int]) -> None:
-        message = [int(kind), len(payload), *payload]
+    def _send(self, kind: _Kind, payload: list[int], moves: Moves = NO_MOVES) -> None:
+        message = [int(kind), len(payload), len(moves.sources), *payload, *moves.sources, *moves.destinations]
         first = message[:_MESSAGE_LEN] + [0] * (_MESSAGE_LEN - len(message))
         with self._lock:
             if self._failure is not None:
@@ -240,13 +256,15 @@ class ParallelContext:
             if len(message) > _MESSAGE_LEN:
                 self._broadcast(torch.tensor(message[_MESSAGE_LEN:]))
 
-    def _receive(self) -> tuple[int, list[int]]:
-        first: list[int] = self._broadcast(torch.empty(_MESSAGE_LEN, dtype=torch.int64)).tolist()
-        kind, payload_len = first[:_HEADER_LEN]
-        num_missing = _HEADER_LEN + payload_len - _MESSAGE_LEN
+    def _receive(self) -> tuple[int, list[int], Moves]:
+        message: list[int] = self._broadcast(torch.empty(_MESSAGE_LEN, dtype=torch.int64)).tolist()
+        kind, payload_len, num_moves = message[:_HEADER_LEN]
+        end = _HEADER_LEN + payload_len
+        num_missing = end + 2 * num_moves - _MESSAGE_LEN
         if num_missing > 0:
-            first += self._broadcast(torch.empty(num_missing, dtype=torch.int64)).tolist()
-        return kind, first[_HEADER_LEN : _HEADER_LEN + payload_len]
+            message += self._broadcast(torch.empty(num_missing, dtype=torch.int64)).tolist()
+        slots = message[end : end + 2 * num_moves]
+        return kind, message[_HEADER_LEN:end], Moves(slots[:num_moves], slots[num_moves:])
 
     def _broadcast(self, message: torch.Tensor) -> torch.Tensor:
         try:

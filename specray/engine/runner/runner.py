@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from specray.engine.attention.sdpa import sequence_slots
 from specray.engine.cache.blocks import BlockCache
 from specray.engine.runner.cuda_graphs import Bucket, GraphedForward
-from specray.engine.runner.inputs import CopyInput, SequenceInput
-from specray.engine.runner.parallel import ParallelContext
+from specray.engine.runner.inputs import CopyInput, Moves, SequenceInput
+from specray.engine.runner.parallel import NO_MOVES, ParallelContext
 from specray.engine.step import AttentionStep, Forward, ForwardOutput, SequenceRows, Step
 
 if TYPE_CHECKING:
@@ -71,6 +71,8 @@ class ModelRunner:
         self.forward = forward
         self.graphs = graphs
         self._parallel = parallel
+        self.pending_moves = Moves()
+        """K/V that is moved before whatever comes next."""
         self._cpu_graphs = None if parallel is not None else _with_cpu_graphs(forward, info.device)
         self._forward: Forward = self._cpu_graphs or forward
 
@@ -89,9 +91,11 @@ class ModelRunner:
         Raises:
             EngineLostError: a rank of the group is gone.
         """
+        moves = self._take_moves()
         if self._parallel is not None:
-            self._parallel.send_step(inputs)
+            self._parallel.send_step(inputs, moves)
         try:
+            self._move(moves)
             return self._run(inputs)
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(
@@ -116,7 +120,9 @@ class ModelRunner:
             Logits ``[len(kept), vocab_size]`` and features, there until the next step; None where ``run`` has
             to be told everything.
         """
-        return None if self._cpu_graphs is None else self._cpu_graphs.advance(kept, token_ids)
+        if self._cpu_graphs is None or self.pending_moves:
+            return None
+        return self._cpu_graphs.advance(kept, token_ids)
 
     def follow(self) -> None:
         """Ranks other than the leader: runs what the leader runs until it closes.
@@ -127,10 +133,12 @@ class ModelRunner:
         assert self._parallel is not None and self._parallel.rank > 0, "only a follower follows"
         with torch.inference_mode():
             while (received := self._parallel.receive_step()) is not None:
-                if isinstance(received, CopyInput):
-                    self._copy(received)
+                work, moves = received
+                self._move(moves)
+                if isinstance(work, CopyInput):
+                    self._copy(work)
                 else:
-                    self._forward(self._plan(received))
+                    self._forward(self._plan(work))
 
     @torch.inference_mode()
     def copy_tokens(
@@ -149,9 +157,37 @@ class ModelRunner:
             EngineLostError: a rank of the group is gone.
         """
         copy = CopyInput(source_block_ids, destination_block_ids, first, num_tokens)
+        moves = self._take_moves()
         if self._parallel is not None:
-            self._parallel.send_copy(copy)
+            self._parallel.send_copy(copy, moves)
+        self._move(moves)
         self._copy(copy)
+
+    def move_tokens(self, block_ids: Sequence[int], sources: Sequence[int], first: int) -> None:
+        """Moves the K/V at some KV indices of a sequence to those from ``first`` on, before the next step or
+        copy, with which the other ranks are told.
+
+        Args:
+            block_ids: of the sequence.
+            sources: KV indices, ascending, each at least as high as where it goes.
+        """
+        size = self.info.block_size
+        for index, source in enumerate(sources, first):
+            if source != index:
+                self.pending_moves.sources.append(block_ids[source // size] * size + source % size)
+                self.pending_moves.destinations.append(block_ids[index // size] * size + index % size)
+
+    def _take_moves(self) -> Moves:
+        moves = self.pending_moves
+        if not moves:
+            return NO_MOVES
+        self.pending_moves = Moves()
+        return moves
+
+    def _move(self, moves: Moves) -> None:
+        if moves:
+            slots = torch.tensor((moves.sources, moves.destinations), device=self.info.device)
+            self.cache.copy(*slots.unbind())
 
     def _copy(self, copy: CopyInput) -> None:
         source, destination = (

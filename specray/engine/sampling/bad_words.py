@@ -24,7 +24,7 @@ def bad_ends(group: RowGroup) -> Iterator[tuple[int, int]]:
     # What is under verification belongs to the output, but for a prompt that is not complete yet.
     num_prompt = max(0, group.sampling.num_prompt_tokens - group.state.length)
     for row in range(group.num_rows):
-        before = tail + list(group.token_ids[num_prompt:row])
+        before = tail + [group.token_ids[index] for index in group.path(row)[num_prompt:]]
         for word in by_previous[None]:
             yield row, word[-1]
         for word in by_previous.get(before[-1], ()) if before else ():

@@ -36,8 +36,12 @@ class GrammarMasks:
         sampling: SamplingParams,
         output_ids: Sequence[int],
         draft_ids: Sequence[int],
+        parents: Sequence[int] | None = None,
     ) -> TokenMasks:
         """What the grammar allows after the output and after each draft token.
+
+        Args:
+            parents: of the draft tokens, where they are a tree.
 
         Returns:
             ``[len(draft_ids) + 1, num_words]``.
@@ -59,7 +63,7 @@ class GrammarMasks:
             if len(self._matchers) > _MAX_MATCHERS:
                 self._matchers.popitem(last=False)
         self._matchers.move_to_end(request_id)
-        return kept[1].masks(output_ids, draft_ids)
+        return kept[1].masks(output_ids, draft_ids, parents)
 
     @property
     def stats(self) -> GrammarStats:

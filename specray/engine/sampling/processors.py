@@ -159,10 +159,12 @@ def _counts_by_row(logits: Tensor, group: RowGroup, of_prefix: Mapping[int, int]
         token_ids = torch.tensor(list(of_prefix), device=logits.device)
         values = torch.tensor(list(of_prefix.values()), dtype=logits.dtype, device=logits.device)
         counts[:, token_ids] = values
-    # Row j sees everything that row j - 1 sees and one token more.
     for row, token_id in enumerate(group.token_ids, start=1):
-        if token_id < size and group.state.length + row - 1 >= start:
-            counts[row:, token_id] += 1.0
+        # A row sees all that the one of its parent sees and one token more; in a chain so do all below.
+        if group.parents is not None:
+            counts[row] = counts[group.parents[row - 1] + 1]
+        if token_id < size and group.positions[row] > start:
+            counts[row : None if group.parents is None else row + 1, token_id] += 1.0
     return counts
 
 

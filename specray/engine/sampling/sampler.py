@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Protocol
@@ -15,6 +16,7 @@ from specray.engine.sampling.draft import DraftSampler, DraftToken, RankedRow
 from specray.engine.sampling.noise import NoiseSource
 from specray.engine.sampling.processors import process_logits, shifts_logits
 from specray.engine.sampling.state import RowGroup
+from specray.engine.sampling.tree_walk import walk_trees
 from specray.engine.sampling.verify import Round, Verified, verify_rounds
 from specray.engine.sampling.vocabulary import TrimmedVocabulary
 
@@ -69,6 +71,20 @@ class CpuSampler(DraftSampler):
 
     def verify(self, logits: Tensor, rounds: Sequence[Round]) -> list[Verified]:
         """See :class:`Sampler`."""
+        if all(item.group.parents is None for item in rounds):
+            return self._verify_chains(logits, rounds)
+        starts = [0, *itertools.accumulate(item.group.num_rows for item in rounds)]
+        trees = [index for index, item in enumerate(rounds) if item.group.parents is not None]
+        chains = [index for index, item in enumerate(rounds) if item.group.parents is None]
+        groups, first_rows = [rounds[index].group for index in trees], [starts[index] for index in trees]
+        verified = dict(zip(trees, walk_trees(logits, groups, first_rows, self._noise), strict=True))
+        if chains:
+            rows = torch.cat([logits[starts[index] : starts[index + 1]] for index in chains])
+            of_chains = self._verify_chains(rows, [rounds[index] for index in chains])
+            verified.update(zip(chains, of_chains, strict=True))
+        return [verified[index] for index in range(len(rounds))]
+
+    def _verify_chains(self, logits: Tensor, rounds: Sequence[Round]) -> list[Verified]:
         processed = process_logits(logits, [item.group for item in rounds])
         return verify_rounds(processed, rounds, self._noise)
 

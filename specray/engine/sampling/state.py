@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from specray.draft_tokens import DraftTokens
 from specray.types import SamplingParams
 
 
@@ -105,7 +106,7 @@ def _subtract(counts: Counter[int], token_ids: Sequence[int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Consecutive logits rows of one sequence: row j follows the prefix and the first j of ``token_ids``."""
+    """Logits rows of one sequence: row 0 follows the prefix, row j + 1 the token j under verification."""
 
     sampling: SamplingParams
     state: SamplingState
@@ -116,15 +117,32 @@ class RowGroup:
     """Absolute position of the token that each row predicts."""
     token_masks: NDArray[np.int32] | None = None
     """Bits of the tokens that a grammar allows each row, ``[num_rows, num_words]``; None: all of them."""
+    parents: Sequence[int] | None = None
+    """Index of the token before each of ``token_ids``, -1: the prefix's last. None: the one before it."""
 
     @property
     def num_rows(self) -> int:
         return len(self.positions)
 
     @property
+    def is_tested(self) -> bool:
+        """Whether each draft token is accepted by a test of its own, as those of chains under rejection."""
+        return self.sampling.draws_by_rejection and self.parents is None
+
+    @property
     def first_position(self) -> int:
         """Absolute position of the token that row 0 predicts."""
         return self.positions[0]
+
+    def path(self, row: int) -> Sequence[int]:
+        """Indices of the tokens under verification that a row follows, in their order."""
+        if self.parents is None:
+            return range(row)
+        indices, index = [], row - 1
+        while index >= 0:
+            indices.append(index)
+            index = self.parents[index]
+        return indices[::-1]
 
 
 def chain_rows(
@@ -136,3 +154,13 @@ def chain_rows(
     """The rows of a prefix and of tokens that follow each other behind it."""
     positions = range(state.length, state.length + len(token_ids) + 1)
     return RowGroup(state.sampling, state, token_ids, positions, token_masks)
+
+
+def draft_rows(
+    state: SamplingState, draft: DraftTokens, *, token_masks: NDArray[np.int32] | None = None
+) -> RowGroup:
+    """The rows of a prefix and of draft tokens behind it, a chain or a tree."""
+    if draft.parents is None:
+        return chain_rows(state, draft.token_ids, token_masks=token_masks)
+    positions = [state.length, *(state.length + 1 + depth for depth in draft.depths)]
+    return RowGroup(state.sampling, state, draft.token_ids, positions, token_masks, draft.parents)

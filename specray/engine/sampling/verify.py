@@ -4,8 +4,14 @@ Each keeps the target's output distribution exactly. Greedy and coupled verifica
 while it is the target's own choice, which for coupled rows has noise keyed by position in it: their output
 does not depend on the draft. Rejection verification weighs the distributions of both.
 
-Row j of ``logits`` predicts the token that draft token j proposes; the last row predicts the bonus token. All
-rows are *processed* (see ``processors``).
+Row j of a chain's ``logits`` predicts the token that draft token j proposes; the last row predicts the bonus
+token. Of a tree, row 0 predicts the root's children, and row j + 1 those of node j: a walk goes from child to
+child, as long as one is the target's own choice. Nodes of one depth have one position, and so the same noise.
+All rows are *processed* (see ``processors``).
+
+Under rejection, a tree's tokens must have been chosen without randomness. Then its walk is exact, too: to
+test one child after the other, each with the target's probability of it among the tokens that are left, comes
+to the same as to draw the target's own token first and to look which child it is.
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specray.draft_tokens import SparseProbs
+from specray.draft_tokens import SparseProbs, walk
 from specray.engine.sampling.draws import add_noise, draw_tokens, draw_weighted
 from specray.engine.sampling.noise import NoiseKey, NoiseSource, Purpose
 from specray.engine.sampling.state import RowGroup
@@ -27,6 +33,22 @@ class Verified(NamedTuple):
 
     num_accepted_tokens: int
     next_token_id: int
+    last_node: int | None = None
+    """Index of the last node that is kept of a tree; None: of a chain, or none is."""
+
+
+def accept_own(own_token_ids: Sequence[int], group: RowGroup) -> Verified:
+    """Keeps draft tokens, of a chain or a tree, while they are the target's own; its own token follows.
+
+    Args:
+        own_token_ids: the target's choice in each row of the group.
+    """
+    if group.parents is None:
+        return accept_equal(own_token_ids, group.token_ids)
+    last = walk(group.token_ids, group.parents, lambda node: own_token_ids[node + 1])
+    if last < 0:
+        return Verified(0, own_token_ids[0])
+    return Verified(len(group.path(last + 1)), own_token_ids[last + 1], last)
 
 
 def accept_equal(own_token_ids: Sequence[int], draft_token_ids: Sequence[int]) -> Verified:
@@ -57,7 +79,7 @@ def add_draw_noise(
 
     Args:
         logits: processed, ``[sum of num_rows, vocab_size]``; left unchanged.
-        rejection_purpose: noise for groups under rejection verification; None leaves them without.
+        rejection_purpose: noise for chains under rejection verification; None leaves them without.
     """
     keys = [key for group in groups for key in draw_keys(group, rejection_purpose)]
     return add_noise(logits, keys, noise)
@@ -66,7 +88,9 @@ def add_draw_noise(
 def draw_keys(group: RowGroup, rejection_purpose: Purpose | None = None) -> list[NoiseKey | None]:
     """Returns for each row the key of its noise, or None; as for ``add_draw_noise``."""
     sampling = group.sampling
-    purpose = rejection_purpose if sampling.draws_by_rejection else Purpose.COUPLED_DRAW
+    purpose: Purpose | None = Purpose.COUPLED_DRAW
+    if sampling.draws_by_rejection:
+        purpose = rejection_purpose if group.parents is None else Purpose.RESIDUAL_DRAW
     if sampling.is_greedy or purpose is None:
         return [None] * group.num_rows
     return [NoiseKey(sampling.seed, position, purpose) for position in group.positions]
@@ -136,6 +160,7 @@ class Round(NamedTuple):
     """Rows of the draft tokens and one more."""
     draft_token_ids: Sequence[int]
     draft_probs: Sequence[SparseProbs]
+    """Distributions of the draft tokens; none of a tree."""
 
 
 def verify_rounds(logits: Tensor, rounds: Sequence[Round], noise: NoiseSource) -> list[Verified]:
@@ -149,7 +174,7 @@ def verify_rounds(logits: Tensor, rounds: Sequence[Round], noise: NoiseSource) -
     verified, start = [], 0
     for group, draft_token_ids, draft_probs in rounds:
         end = start + group.num_rows
-        if group.sampling.draws_by_rejection:
+        if group.is_tested:
             verified.append(
                 verify_rejection(
                     logits[start:end],
@@ -161,6 +186,6 @@ def verify_rounds(logits: Tensor, rounds: Sequence[Round], noise: NoiseSource) -
                 )
             )
         else:
-            verified.append(accept_equal(own[start:end], draft_token_ids))
+            verified.append(accept_own(own[start:end], group))
         start = end
     return verified

@@ -117,6 +117,7 @@ class SimulatedTarget:
         replies: list[TargetReply] = []
         commits: list[tuple[str, int]] = []
         for item in items:
+            # Simulated drafts propose chains; of anything else the first is verified.
             item = replace(item, draft=item.draft.first_chain())
             reply, taken = self._apply(item)
             replies.append(reply)

@@ -182,7 +182,8 @@ class ModelProposer:
                 continue
             # At least one token of this round will be committed before the next.
             plan = self._plan(live, session.num_remaining - 1, now)
-            num_drafts = len(verifying.draft.token_ids)
+            # Of a tree, the outcomes of its first chain.
+            num_drafts = len(verifying.draft.first_path)
             fanout = self._controller.fanout(plan, num_drafts)
             most = max_branches(plan, num_drafts, num_running=len(self._running))
             if fanout and self._prefill.can_ask(live):
@@ -208,7 +209,7 @@ class ModelProposer:
         live, num_running = self._running.get(session.request_id), len(self._running)
         if live is None:
             return
-        num_drafts, num_accepted = commit.num_draft_tokens, commit.num_accepted_tokens
+        num_drafts, num_accepted = commit.depth, commit.num_accepted_tokens
         has_fallback = False
         if commit.source != self.source:
             has_fallback = num_drafts > 0

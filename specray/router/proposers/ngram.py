@@ -113,7 +113,7 @@ class LocalProposer:
         if commit.source != self.source:
             return
         track = self._track
-        track.controller.observe_round(track.stats, commit.num_draft_tokens, commit.num_accepted_tokens)
+        track.controller.observe_round(track.stats, commit.depth, commit.num_accepted_tokens)
         if self.looks is not None and not self.is_forced:
             self.looks.add(commit.num_accepted_tokens, 1)
 

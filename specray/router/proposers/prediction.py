@@ -95,7 +95,7 @@ class SessionPrediction:
         """See Proposer; it follows the output whoever proposed it."""
         if commit.source == PREDICTION and commit.num_draft_tokens:
             track = self._track
-            track.controller.observe_round(track.stats, commit.num_draft_tokens, commit.num_accepted_tokens)
+            track.controller.observe_round(track.stats, commit.depth, commit.num_accepted_tokens)
             self.proposer.observe(commit.num_accepted_tokens)
         self._tell(session)
         tally, num_matched = session.tally, self.proposer.num_matched

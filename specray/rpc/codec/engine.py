@@ -282,6 +282,8 @@ def _encode_verdict(out: target_pb2.Verdict, verdict: Verdict) -> None:
         out.num_cached_tokens = verdict.num_cached_tokens
     for logprobs in verdict.prompt_logprobs:
         encode_token_logprobs(out.prompt_logprobs.add(), logprobs)
+    if verdict.last_accepted_node is not None:
+        out.last_accepted_node = verdict.last_accepted_node
 
 
 def _decode_verdict(verdict: target_pb2.Verdict) -> Verdict:
@@ -295,6 +297,7 @@ def _decode_verdict(verdict: target_pb2.Verdict) -> Verdict:
         verdict.held_len if verdict.HasField("held_len") else None,
         verdict.num_cached_tokens,
         tuple(map(decode_token_logprobs, verdict.prompt_logprobs)) if verdict.prompt_logprobs else (),
+        verdict.last_accepted_node if verdict.HasField("last_accepted_node") else None,
     )
 
 

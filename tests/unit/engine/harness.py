@@ -18,7 +18,7 @@ from torch import Tensor
 from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.engine.attention.mask import Visibility
 from specray.engine.draft import DraftEngine
-from specray.engine.runner.inputs import SequenceInput
+from specray.engine.runner.inputs import Moves, SequenceInput
 from specray.engine.sampling.noise import NoiseSource
 from specray.engine.sampling.processors import process_logits
 from specray.engine.sampling.verify import add_draw_noise
@@ -58,11 +58,13 @@ def model_logits(rows: Tensor, prefix: Sequence[int]) -> Tensor:
 
 
 class SlotRunner:
-    """A runner whose K/V are token ids in the slots of blocks."""
+    """A runner whose K/V are token ids in the slots of blocks, each with a hash of all that it has seen."""
 
     def __init__(self, rows: Tensor, info: EngineInfo) -> None:
         self.slots = [-1] * (info.num_blocks * info.block_size)
+        self._seen = [0] * len(self.slots)
         self.steps: list[list[SequenceInput]] = []
+        self.pending_moves = Moves()
         self._rows = rows
         self._info = info
 
@@ -72,6 +74,7 @@ class SlotRunner:
         return sum(len(item.token_ids) for step in self.steps for item in step)
 
     def run(self, inputs: Sequence[SequenceInput]) -> ForwardOutput:
+        self._move()
         self.steps.append(list(inputs))
         assert inputs
         self._check_writes(inputs)
@@ -85,9 +88,9 @@ class SlotRunner:
         for index, item in enumerate(inputs):
             for position in _kv_indices(item):
                 assert written.setdefault(self._slot(item.block_ids, position), index) == index
-        for item in inputs:
+        for index, item in enumerate(inputs):
             for position in range(max((row.prefix_len for row in item.visibility), default=item.start)):
-                assert self._slot(item.block_ids, position) not in written, (
+                assert written.get(self._slot(item.block_ids, position), index) == index, (
                     "a sequence writes what others read"
                 )
 
@@ -106,8 +109,24 @@ class SlotRunner:
     def copy_tokens(
         self, source: Sequence[int], destination: Sequence[int], num_tokens: int, *, first: int = 0
     ) -> None:
+        self._move()
         for position in range(first, num_tokens):
-            self.slots[self._slot(destination, position)] = self.slots[self._slot(source, position)]
+            old, new = self._slot(source, position), self._slot(destination, position)
+            self.slots[new], self._seen[new] = self.slots[old], self._seen[old]
+
+    def move_tokens(self, block_ids: Sequence[int], sources: Sequence[int], first: int) -> None:
+        """Like the real one, at the next step or copy: the sequence may have been released by then."""
+        for index, source in enumerate(sources, first):
+            assert source >= index
+            if source > index:
+                self.pending_moves.sources.append(self._slot(block_ids, source))
+                self.pending_moves.destinations.append(self._slot(block_ids, index))
+
+    def _move(self) -> None:
+        moves, self.pending_moves = self.pending_moves, Moves()
+        moved = [(self.slots[slot], self._seen[slot]) for slot in moves.sources]
+        for slot, (token_id, seen) in zip(moves.destinations, moved, strict=True):
+            self.slots[slot], self._seen[slot] = token_id, seen
 
     def close(self) -> None:
         pass
@@ -116,18 +135,30 @@ class SlotRunner:
         assert 0 <= item.num_logits <= len(item.token_ids) and len(item.token_ids) >= 1
         end = item.end
         assert end <= len(item.block_ids) * self._info.block_size, "the sequence outgrew its blocks"
-        for position, token_id in zip(_kv_indices(item), item.token_ids, strict=True):
-            self.slots[self._slot(item.block_ids, position)] = token_id
-        held = [self.slots[self._slot(item.block_ids, position)] for position in range(end)]
+        slots = [self._slot(item.block_ids, position) for position in range(end)]
+        own = [slots[position] for position in _kv_indices(item)]
+        for slot, token_id in zip(own, item.token_ids, strict=True):
+            self.slots[slot] = token_id
         if item.visibility:
-            assert item.num_logits == len(item.token_ids)
             assert all(row.position < self._info.max_model_len for row in item.visibility)
-            seen = [
-                held[: row.prefix_len] + [held[index] for index in range(end) if _is_ancestor(row, index)]
+            rows = [
+                slots[: row.prefix_len] + [slots[index] for index in range(end) if _is_ancestor(row, index)]
                 for row in item.visibility
             ]
-            return [model_logits(self._rows, tokens) for tokens in seen]
-        return [model_logits(self._rows, held[: end - i]) for i in range(item.num_logits - 1, -1, -1)]
+        else:
+            rows = [slots[: end - i] for i in range(len(own) - 1, -1, -1)]
+        for row in rows:
+            self._see(row)
+        wanted = rows[len(rows) - item.num_logits :]
+        return [model_logits(self._rows, [self.slots[slot] for slot in row]) for row in wanted]
+
+    def _see(self, row: Sequence[int]) -> None:
+        """Computes the last of some slots from all of them, each of which must have seen those before it."""
+        seen = 0
+        for slot in row[:-1]:
+            seen = hash((seen, self.slots[slot]))
+            assert self._seen[slot] == seen, "K/V are read that were computed behind other tokens"
+        self._seen[row[-1]] = hash((seen, self.slots[row[-1]]))
 
     def _slot(self, block_ids: Sequence[int], position: int) -> int:
         block, offset = divmod(position, self._info.block_size)
@@ -237,10 +268,15 @@ def verify_item(session: Session, drafted: DraftTokens) -> VerifyItem:
 def commit(session: Session, drafted: DraftTokens, verdict: Verdict) -> None:
     """Appends what is kept. Every other round the next base counts accepted draft tokens as held."""
     num_accepted = verdict.num_accepted_tokens
-    assert verdict.next_token_id is not None and 0 <= num_accepted <= len(drafted.first_chain())
+    assert verdict.next_token_id is not None and 0 <= num_accepted <= drafted.depth
+    path = drafted.first_path[:num_accepted]
+    if verdict.last_accepted_node is not None:
+        assert not drafted.is_chain
+        path = drafted.path(verdict.last_accepted_node)
+    assert len(path) == num_accepted
     held = num_accepted if session.round_id % 2 else 0
     session.target_len = len(session.token_ids) + held
-    session.token_ids += [*drafted.first_chain().token_ids[:num_accepted], verdict.next_token_id]
+    session.token_ids += [*(drafted.token_ids[node] for node in path), verdict.next_token_id]
     session.accepted.append(num_accepted)
 
 

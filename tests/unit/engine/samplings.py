@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from specray.engine.draft import DraftEngine
+from specray.engine.sampling.processors import process_logits
 from specray.engine.target import TargetEngine
 from specray.types import SamplingParams, Verification
 from tests.unit.engine.harness import TARGET, Session, model_logits, target_only
+from tests.unit.engine.sampling.rows import row_group
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 NUM_OUTPUT = 24
@@ -39,6 +41,21 @@ def session(sampling: SamplingParams = GREEDY, *, request_id: str = "a") -> Sess
 
 def expected_output(sampling: SamplingParams, num_output: int = NUM_OUTPUT) -> list[int]:
     return target_only(lambda prefix: model_logits(TARGET, prefix), PROMPT, sampling, num_output)
+
+
+def exact_probabilities(sampling: SamplingParams, num_tokens: int) -> dict[tuple[int, ...], float]:
+    """Of every possible output of the target alone."""
+    found: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(num_tokens):
+        longer = {}
+        for output, probability in found.items():
+            prefix = [*PROMPT, *output]
+            row = process_logits(model_logits(TARGET, prefix)[None], [row_group(sampling, prefix, 1)])[0]
+            for token_id, factor in enumerate(row.double().softmax(-1).tolist()):
+                if factor > 0.0:
+                    longer[*output, token_id] = probability * factor
+        found = longer
+    return found
 
 
 def assert_all_free(head: TargetEngine | DraftEngine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from tests.unit.engine.harness import (
     generate_serial,
     random_drafter,
     target_only,
+    tree_drafter,
+    verify,
 )
 from tests.unit.engine.model.checkpoints import (
     VOCAB_SIZE,
@@ -34,6 +37,7 @@ from tests.unit.engine.model.checkpoints import (
     reference_model,
     write_checkpoint,
 )
+from tests.unit.engine.trees.random_trees import Shape, num_kept
 
 pytestmark = pytest.mark.slow
 
@@ -61,11 +65,11 @@ SAMPLINGS = {
 }
 
 
-def configuration(target: Path, draft: Path, **draft_options: Any) -> Config:
+def configuration(target: Path, draft: Path, *, forward: str = "auto", **draft_options: Any) -> Config:
     common = {"dtype": "float32", "device": "cpu", "max_model_len": 64, "max_num_seqs": 4, "num_threads": 1}
     return parse_config(
         {
-            "target": {"model": str(target), "block_size": 16, **common},
+            "target": {"model": str(target), "block_size": 16, "forward": forward, **common},
             "draft": {"model": str(draft), **common, **draft_options},
         }
     )
@@ -91,6 +95,12 @@ def draft_path(tmp_path_factory: pytest.TempPathFactory, target_path: Path) -> P
 @pytest.fixture(scope="module")
 def target(target_path: Path, draft_path: Path) -> TargetEngine:
     return build_target_engine(configuration(target_path, draft_path))
+
+
+@pytest.fixture(scope="module")
+def generic_target(target_path: Path, draft_path: Path) -> TargetEngine:
+    """The library's own forward."""
+    return build_target_engine(configuration(target_path, draft_path, forward="hf"))
 
 
 @pytest.fixture(scope="module")
@@ -134,13 +144,15 @@ def make_drafter(name: str, drafts: dict[str, DraftEngine], output: list[int]) -
             return dying_drafter(drafts["close"], rounds=2)
         case "random":
             return random_drafter(VOCAB_SIZE)
+        case "tree":
+            return tree_drafter(output, len(PROMPT), VOCAB_SIZE)
         case "adversarial":
             return adversarial_drafter(output, len(PROMPT), VOCAB_SIZE)
     return empty_drafter
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("name", ["perfect", "close", "random", "adversarial", "empty", "dying"])
+@pytest.mark.parametrize("name", ["perfect", "close", "random", "tree", "adversarial", "empty", "dying"])
 def test_output_is_the_models_own_with_any_draft(
     name: str,
     sampling: str,
@@ -159,6 +171,34 @@ def test_output_is_the_models_own_with_any_draft(
             assert set(session.accepted) == {0}
         for head in heads_of(target, drafts):
             assert_all_free(head)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("forward", ["decoder", "hf"])
+def test_longest_right_path_of_a_tree_is_kept_and_stays_in_the_cache(
+    forward: str,
+    sampling: str,
+    target: TargetEngine,
+    generic_target: TargetEngine,
+    expected: dict[str, list[int]],
+) -> None:
+    """Of random trees, wide and deep, over blocks of 16 tokens; all that follows reads what was moved."""
+    engine, output = {"decoder": target, "hf": generic_target}[forward], expected[sampling]
+    source = random.Random(1)
+    for num_nodes in (1, 4, 9, 24, 24):
+        session = Session("a", list(PROMPT), SAMPLINGS[sampling])
+        while len(session.token_ids) < len(PROMPT) + NUM_OUTPUT:
+            ahead = output[len(session.token_ids) - len(PROMPT) :]
+            shape = Shape(
+                tuple(source.randrange(max(-1, node - 6), node) for node in range(num_nodes)),
+                tuple(source.choice((0, 0, 0, 1)) for _ in range(num_nodes)),
+            )
+            draft = shape.tree(ahead[:-1], VOCAB_SIZE)
+            verdict = verify(engine, session, draft)
+            assert verdict.num_accepted_tokens == num_kept(draft, ahead)
+            engine.check_integrity()
+        assert session.token_ids[len(PROMPT) :][:NUM_OUTPUT] == output[:NUM_OUTPUT]
+        assert_all_free(engine)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)

@@ -124,6 +124,24 @@ def by_knowing(output: list[int]) -> Drafter:
     return propose_known
 
 
+def by_tree(output: list[int]) -> Drafter:
+    """Proposes trees: right and wrong tokens beside each other, stop tokens and others behind the end."""
+    source = random.Random(len(output))
+
+    def propose_tree(session: Session, count: int) -> DraftTokens:
+        place = len(session.token_ids) - session.sampling.num_prompt_tokens
+        known = [*output[place:], *tokenizer().eos_token_ids, *[9] * 20]
+        parents = tuple(source.randrange(max(-1, node - 4), node) for node in range(3 * count))
+        depths = DraftTokens((0,) * len(parents), parents).depths
+        tokens = (
+            known[depth] if source.random() < 0.7 else source.randrange(tokenizer().vocab_size)
+            for depth in depths
+        )
+        return DraftTokens(tuple(tokens), parents)
+
+    return propose_tree
+
+
 def checked(output: list[int]) -> list[int]:
     if len(output) < MAX_TOKENS:
         jsonschema.validate(json.loads(tokenizer().decode(output)), SCHEMA)
@@ -137,7 +155,7 @@ def test_output_under_a_grammar_is_valid_and_the_same_with_any_draft(changes: di
     plain = checked(generate(none, 0, **changes))
     assert plain
     for num_drafts in (1, 6):
-        for drafter in (by_model, by_chance, by_knowing(plain)):
+        for drafter in (by_model, by_chance, by_knowing(plain), by_tree(plain)):
             assert generate(drafter, num_drafts, **changes) == plain, (num_drafts, drafter)
 
 

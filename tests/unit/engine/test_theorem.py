@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from specray.engine.draft import DraftEngine
-from specray.engine.sampling.processors import process_logits
 from specray.types import SamplingParams, Verdict, Verification
 from tests.unit.engine.harness import (
     CLOSE,
@@ -33,7 +32,6 @@ from tests.unit.engine.harness import (
     verify_item,
 )
 from tests.unit.engine.p_values import chi_square_p_value
-from tests.unit.engine.sampling.rows import row_group
 from tests.unit.engine.samplings import (
     FANOUTS,
     NUM_OUTPUT,
@@ -42,6 +40,7 @@ from tests.unit.engine.samplings import (
     REJECTION,
     SAMPLINGS,
     assert_all_free,
+    exact_probabilities,
     expected_output,
     session,
 )
@@ -156,21 +155,6 @@ def test_rejection_repeats_with_the_same_seed_and_not_with_another() -> None:
 
     assert output(1) == output(1)
     assert output(1) != output(2)
-
-
-def exact_probabilities(sampling: SamplingParams, num_tokens: int) -> dict[tuple[int, ...], float]:
-    """Of every possible output of the target alone."""
-    found: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(num_tokens):
-        longer = {}
-        for output, probability in found.items():
-            prefix = [*PROMPT, *output]
-            row = process_logits(model_logits(TARGET, prefix)[None], [row_group(sampling, prefix, 1)])[0]
-            for token_id, factor in enumerate(row.double().softmax(-1).tolist()):
-                if factor > 0.0:
-                    longer[*output, token_id] = probability * factor
-        found = longer
-    return found
 
 
 @pytest.mark.parametrize("fanout", ["ahead", "enumerated"])

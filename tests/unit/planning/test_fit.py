@@ -105,6 +105,15 @@ def test_steps_hold_what_was_sent_together() -> None:
     assert samples.rounds == [(3, 2)] * 4
 
 
+def test_acceptance_of_a_tree_is_that_of_its_depths() -> None:
+    """Nine nodes, of which four could have been accepted."""
+    events = [
+        VerifySent(0, "a", 1, 1, 10, 1, 9),
+        VerdictReceived(9 * MS, "a", 1, 9 * MS, "model", 9, 2, 3, "fixed", depth=4),
+    ]
+    assert read_samples(events).rounds == [(4, 2)]
+
+
 def test_step_without_all_its_verdicts_is_left_out() -> None:
     events = list(serial_rounds(2, 3, 1))
     del events[3]

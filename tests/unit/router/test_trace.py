@@ -34,6 +34,7 @@ EVENTS: list[TraceEvent] = [
     DraftSkipped(4, "b"),
     VerifySent(5, "a", 2, 7, 5, 1, 3),
     VerdictReceived(6, "a", 2, 900, "model", 3, 2, 3, "profitable"),
+    VerdictReceived(6, "a", 3, 900, "model", 9, 2, 3, "profitable", depth=4),
     LookedUp(7, "a", "miss_token", 0),
     Decided(8, "model", None, 1.5, 1.25, 4),
     Decided(9, "model", "plain", 1.5, 1.25, 4),
@@ -154,7 +155,7 @@ def test_every_event_survives_the_way_through_text() -> None:
 def test_a_line_that_is_no_event_is_named(line: str) -> None:
     with pytest.raises(ConfigError) as caught:
         decode_trace(encode_trace(EVENTS) + line + "\n")
-    assert str(caught.value) == f"line 12 is no event of a trace: {line!r}"
+    assert str(caught.value) == f"line {len(EVENTS) + 1} is no event of a trace: {line!r}"
 
 
 async def test_trace_over_http_and_404_without_one() -> None:

@@ -136,9 +136,8 @@ def _plan_counting(
     for index, (block, of_prefix) in enumerate(zip(blocks, known, strict=True)):
         places.append(index * vocab_size + np.fromiter(of_prefix.keys(), np.int64, len(of_prefix)))
         values.append(np.fromiter(of_prefix.values(), np.float64, len(of_prefix)))
-        # Row j sees everything that row j - 1 sees and one token more.
-        rows, behind = np.tril_indices(block.group.num_rows, -1)
-        counted = behind >= (0 if starts is None else starts[index] - block.group.state.length)
+        rows, behind = _pairs(block.group)
+        counted = np.array(block.group.positions)[1 + behind] > (0 if starts is None else starts[index])
         tokens = np.array(block.group.token_ids, dtype=np.int64)
         if len(tokens):
             added.append((first + rows[counted]) * vocab_size + tokens[behind[counted]])
@@ -157,6 +156,15 @@ def _plan_counting(
         return by_row
 
     return counts
+
+
+def _pairs(group: RowGroup) -> tuple[_Ints, _Ints]:
+    """Each row with each token under verification that it follows."""
+    if group.parents is None:
+        return np.tril_indices(group.num_rows, -1)
+    pairs = [(row, index) for row in range(group.num_rows) for index in group.path(row)]
+    rows, indices = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    return rows, indices
 
 
 def _plan_allowed(upload: Upload, blocks: Sequence[_Block], vocab_size: int) -> Edit | None:

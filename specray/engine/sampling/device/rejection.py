@@ -90,11 +90,7 @@ def _probs_of(
 def plan_rejection(upload: Upload, rounds: Sequence[Round]) -> RejectionPlan | None:
     """Adds the rounds that are verified by rejection to what is sent; None: there are none."""
     starts = np.cumsum([0, *(item.group.num_rows for item in rounds)])
-    own = [
-        (item, int(start))
-        for item, start in zip(rounds, starts, strict=False)
-        if item.group.sampling.draws_by_rejection
-    ]
+    own = [(item, int(start)) for item, start in zip(rounds, starts, strict=False) if item.group.is_tested]
     if not own:
         return None
     num_places = max(item.group.num_rows for item, _ in own)

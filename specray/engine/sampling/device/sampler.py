@@ -20,7 +20,7 @@ from specray.engine.sampling.draft import DEMOTION, DraftToken, RankedRow, num_r
 from specray.engine.sampling.draws import SCORE_SPREAD
 from specray.engine.sampling.noise import NoiseKey, Purpose, gumbel_from_words
 from specray.engine.sampling.state import RowGroup
-from specray.engine.sampling.verify import Round, Verified, accept_equal, draw_keys
+from specray.engine.sampling.verify import Round, Verified, accept_own, draw_keys
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class DeviceSampler:
         step.send()
         cut = step.cut(self._kernels)
         parts = []
-        if any(not group.sampling.draws_by_rejection for group in groups):
+        if any(not group.is_tested for group in groups):
             tokens, _ = self._kernels.draw(step.logits, step.table, cut, is_judged=False)
             parts.append(tokens)
         if rejection is not None:
@@ -173,15 +173,15 @@ def _truncated_token(numbers: Sequence[float]) -> DraftToken:
 def _verdicts(answer: Sequence[int], rounds: Sequence[Round]) -> list[Verified]:
     """Reads what ``DeviceSampler.verify`` copied: the own tokens of all rows, if any, then pairs."""
     num_rows = sum(item.group.num_rows for item in rounds)
-    num_own = sum(item.group.num_rows for item in rounds if not item.group.sampling.draws_by_rejection)
+    num_own = sum(item.group.num_rows for item in rounds if not item.group.is_tested)
     pairs = iter(_split(answer[num_rows if num_own else 0 :], 2))
     verified, start = [], 0
     for item in rounds:
         end = start + item.group.num_rows
-        if item.group.sampling.draws_by_rejection:
+        if item.group.is_tested:
             verified.append(Verified(*next(pairs)))
         else:
-            verified.append(accept_equal(answer[start:end], item.draft_token_ids))
+            verified.append(accept_own(answer[start:end], item.group))
         start = end
     return verified
 

@@ -30,8 +30,8 @@ def columns(rows: Sequence[Visibility]) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
 def test_position_and_index_are_those_of_the_node(tree: Tree) -> None:
     rows = tree.visibility()
-    assert [row.position for row in rows] == tree.positions[tree.prefix_len :]
-    assert [row.kv_index for row in rows] == list(range(tree.prefix_len, tree.prefix_len + len(rows)))
+    assert [row.position for row in rows] == tree.positions[tree.first :]
+    assert [row.kv_index for row in rows] == list(range(tree.first, tree.first + len(rows)))
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 7, 63, 64, 200])

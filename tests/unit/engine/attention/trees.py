@@ -25,10 +25,13 @@ class Tree:
     prefix_len: int
     parents: tuple[int, ...]
     window: int | None = None
+    num_told: int = 0
+    """Last rows of the prefix that are computed together with the nodes."""
 
     @property
     def name(self) -> str:
-        return f"{len(self.parents)} nodes behind {self.prefix_len}, window {self.window}"
+        told = f", {self.num_told} of these with them" if self.num_told else ""
+        return f"{len(self.parents)} nodes behind {self.prefix_len}{told}, window {self.window}"
 
     @property
     def depths(self) -> list[int]:
@@ -52,8 +55,14 @@ class Tree:
         indices = [*range(self.prefix_len), *(self.prefix_len + each for each in self.path(node))]
         return indices if self.window is None else indices[-self.window :]
 
+    @property
+    def first(self) -> int:
+        """KV index of the first row that is computed with the nodes."""
+        return self.prefix_len - self.num_told
+
     def visibility(self) -> list[Visibility]:
-        return tree_visibility(self.prefix_len, self.parents)
+        told = [branch_visibility(index, index, 1) for index in range(self.first, self.prefix_len)]
+        return [*told, *tree_visibility(self.prefix_len, self.parents)]
 
 
 def random_tree(num_nodes: int, seed: int) -> tuple[int, ...]:
@@ -77,6 +86,10 @@ TREES = [
         Tree(30, random_tree(64, seed), window)
         for seed, window in ((0, 3), (3, 12), (2, 1), (1, 40), (6, 80))
     ),
+    Tree(9, random_tree(12, 4), num_told=1),
+    Tree(70, random_tree(64, 5), num_told=67),
+    Tree(40, random_tree(30, 7), 12, num_told=20),
+    Tree(6, random_tree(9, 8), num_told=6),
 ]
 """Of up to 64 nodes: one, siblings alone, a chain, roots without a prefix, windows inside and outside."""
 
@@ -103,16 +116,19 @@ def random_rows(tree: Tree, shape: HeadShape, dtype: torch.dtype = torch.float32
 
 
 def expected(tree: Tree, qkv: torch.Tensor, shape: HeadShape) -> torch.Tensor:
-    """Attention of the nodes, ``[nodes, num_heads * head_dim]``, float64."""
+    """Attention of told rows and nodes, ``[rows, num_heads * head_dim]``, float64."""
     num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
     heads, group_size = qkv.double(), num_heads // num_kv_heads
     rotated = rotate(heads[:, : num_heads + num_kv_heads], tree.positions)
     keys = rotated[:, num_heads:].repeat_interleave(group_size, 1)
     values = heads[:, num_heads + num_kv_heads :].repeat_interleave(group_size, 1)
-    scores = torch.einsum("qhd,khd->hqk", rotated[tree.prefix_len :, :num_heads], keys) * shape.scale
+    scores = torch.einsum("qhd,khd->hqk", rotated[tree.first :, :num_heads], keys) * shape.scale
     mask = torch.full(scores.shape[1:], float("-inf"), dtype=torch.float64)
+    for row in range(tree.num_told):
+        index = tree.first + row
+        mask[row, max(0, index + 1 - (tree.window or index + 1)) : index + 1] = 0.0
     for node in range(len(tree.parents)):
-        mask[node, tree.seen(node)] = 0.0
+        mask[tree.num_told + node, tree.seen(node)] = 0.0
     return torch.einsum("hqk,khd->qhd", (scores + mask).softmax(-1), values).flatten(1)
 
 
@@ -127,17 +143,15 @@ def tree_steps(tree: Tree, cache: KVCache) -> list[tuple[AttentionStep, list[int
     blocks = list(range(num_blocks))
     random.Random(num_blocks).shuffle(blocks)
     steps = []
-    if tree.prefix_len:
-        rows = SequenceRows(0, tree.prefix_len, 0, blocks)
-        prefix = slice(0, tree.prefix_len)
-        steps.append((AttentionStep((rows,), cache), list(range(tree.prefix_len)), prefix))
-    count = len(tree.parents)
-    nodes = SequenceRows(0, count, tree.prefix_len, blocks, tree.visibility())
+    if tree.first:
+        rows = SequenceRows(0, tree.first, 0, blocks)
+        prefix = slice(0, tree.first)
+        steps.append((AttentionStep((rows,), cache), list(range(tree.first)), prefix))
+    count = tree.num_told + len(tree.parents)
+    nodes = SequenceRows(0, count, tree.first, blocks, tree.visibility())
     other = SequenceRows(count, 1, 0, [num_blocks])
-    positions = [*tree.positions[tree.prefix_len :], 0]
-    steps.append(
-        (AttentionStep((nodes, other), cache), positions, slice(tree.prefix_len, len(tree.positions)))
-    )
+    positions = [*tree.positions[tree.first :], 0]
+    steps.append((AttentionStep((nodes, other), cache), positions, slice(tree.first, len(tree.positions))))
     return steps
 
 

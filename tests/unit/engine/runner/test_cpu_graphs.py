@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
 from specray.config import EngineConfig
+from specray.draft_tokens import DraftTokens
 from specray.engine.attention.mask import branch_visibility
 from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.inputs import SequenceInput
 from specray.engine.runner.runner import ModelRunner
+from specray.engine.target import TargetEngine
+from specray.types import SamplingParams, Verdict
+from tests.unit.engine.harness import Session, engine_info, verify
 
 pytest.importorskip("numba")
 
@@ -102,6 +107,47 @@ def test_every_shape_gives_again_what_the_forward_gives(runner: ModelRunner) -> 
             assert torch.equal(output, other)
     # Compared only now: no later run wrote into what an earlier one had given.
     assert len({tuple(output[0, :8].tolist()) for output in outputs}) > 10
+
+
+def verdicts_on_trees(runner: ModelRunner, *, is_eager: bool) -> list[Verdict]:
+    """Of rounds with trees of 9 nodes, told from what was kept before."""
+    runner = eager(runner) if is_eager else runner
+    info = engine_info(
+        "target",
+        vocab_size=runner.info.vocab_size,
+        block_size=runner.info.block_size,
+        num_blocks=runner.info.num_blocks,
+    )
+    engine = TargetEngine(runner, info, device=torch.device("cpu"))
+    session = Session("a", list(PROMPT), SamplingParams(temperature=0.0, num_logprobs=3))
+    source, likely, verdicts = random.Random(2), [0], []
+    for _ in range(8):
+        parents = tuple(source.randrange(-1, node) for node in range(9))
+        tokens = tuple(source.choice(likely) for _ in parents)
+        verdicts.append(verify(engine, session, DraftTokens(tokens, parents)))
+        likely = [token for entry in verdicts[-1].logprobs for token in entry.top_token_ids]
+        likely += session.token_ids[-4:]
+    return verdicts
+
+
+def test_trees_run_from_graphs_as_they_run_without() -> None:
+    runner = make_runner("target")
+    expected = verdicts_on_trees(runner, is_eager=True)
+    assert isinstance(runner._forward, CpuGraphForward)
+    for _ in range(2):
+        assert verdicts_on_trees(runner, is_eager=False) == expected
+    assert len(runner._forward._graphs) >= 1
+
+
+def test_a_step_that_would_go_on_from_the_last_one_waits_for_moves() -> None:
+    runner = make_runner()
+    fill(runner)
+    for start in range(21, 25):
+        runner.run([SequenceInput([70], start, list(range(8)), 1)])
+    runner.move_tokens(list(range(8)), [30], 26)
+    assert runner.advance([0], [71]) is None
+    runner.run([SequenceInput([70], 25, list(range(8)), 1)])
+    assert runner.advance([0], [71]) is not None
 
 
 def test_repeated_shapes_run_from_the_graph() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from specray.config import EngineConfig
 from specray.engine.attention.mask import Visibility
 from specray.engine.model.description import ModelArgs, check_loadable
 from specray.engine.runner.assembly import _group_choices, build_runner
-from specray.engine.runner.inputs import CopyInput, SequenceInput
+from specray.engine.runner.inputs import CopyInput, Moves, SequenceInput
 from specray.engine.runner.parallel import (
     GroupArgs,
     GroupStore,
@@ -29,7 +30,10 @@ from specray.engine.runner.parallel import (
     encode_inputs,
 )
 from specray.engine.runner.runner import ModelRunner
+from specray.engine.target import TargetEngine
 from specray.errors import ConfigError, EngineLostError
+from specray.types import SamplingParams
+from tests.unit.engine.harness import Session, engine_info, target_only, tree_drafter, verify
 from tests.unit.engine.model.checkpoints import (
     reference_greedy,
     reference_logits,
@@ -45,6 +49,7 @@ pytestmark = pytest.mark.slow
 
 PROMPT = [5, 7, 9, 11, 13, 2, 4, 60, 33]
 NUM_TOKENS = 12
+NUM_TREE_TOKENS = 24
 SAME_ON_ALL = "allowed: the same on all ranks; set what works on all of them"
 LONG = [(7 * i) % 90 + 2 for i in range(120)]
 
@@ -67,12 +72,38 @@ def test_a_copy_survives_the_wire() -> None:
     assert decode_copy(encode_copy(copy)) == copy
 
 
+@pytest.mark.parametrize(("num_tokens", "num_moves"), [(3, 0), (3, 2), (240, 9), (247, 1), (600, 64)])
+def test_moves_survive_the_wire_behind_a_step(num_tokens: int, num_moves: int) -> None:
+    """In messages of one broadcast and of two."""
+    sent: list[torch.Tensor] = []
+    group = ParallelContext.__new__(ParallelContext)
+    group._lock, group._failure, group._is_closing = threading.Lock(), None, threading.Event()
+    group._broadcast = lambda message: sent.append(message) or message  # type: ignore[method-assign,func-returns-value]
+    inputs = [SequenceInput(list(range(num_tokens)), 7, [4, 0], 2)]
+    moves = Moves(list(range(100, 100 + num_moves)), list(range(num_moves)))
+    group.send_step(inputs, moves)
+    group._broadcast = lambda message: sent.pop(0)  # type: ignore[method-assign]
+    assert group.receive_step() == (inputs, moves)
+    assert not sent
+
+
 def build(
-    rank: int, meeting: Queue[str], path: str, forward: Any, silence_timeout_s: float = 30
+    rank: int,
+    meeting: Queue[str],
+    path: str,
+    forward: Any,
+    silence_timeout_s: float = 30,
+    block_size: int | None = None,
 ) -> ModelRunner:
     group = join(rank, meeting, silence_timeout_s=silence_timeout_s)
     config = EngineConfig(
-        model=path, dtype="float32", device="cpu", num_threads=1, max_num_seqs=2, forward=forward
+        model=path,
+        dtype="float32",
+        device="cpu",
+        num_threads=1,
+        max_num_seqs=2,
+        forward=forward,
+        block_size=block_size,
     )
     return build_runner(config, role="target", parallel=group)
 
@@ -162,6 +193,67 @@ def start_late(rank: int, meeting: Queue[str], answers: Queue[Any]) -> None:
 def test_a_rank_may_load_for_longer_than_it_may_be_silent_later() -> None:
     with running_ranks(start_late) as (_, answers):
         assert [answers.get(timeout=DEADLINE_S) for _ in range(2)] == [7, 7]
+
+
+def verify_trees(
+    rank: int, meeting: Queue[str], answers: Queue[Any], cases: list[tuple[str, str, list[int]]]
+) -> None:
+    """One group per case; the leader verifies trees with right and wrong nodes."""
+    for path, forward, output in cases:
+        runner = build(rank, meeting, path, forward, block_size=4)
+        if rank > 0:
+            runner.follow()
+        else:
+            answers.put(lead_trees(runner, output))
+        runner.close()
+
+
+def lead_trees(runner: ModelRunner, output: list[int]) -> tuple[list[int], list[int]]:
+    info = engine_info(
+        "target",
+        vocab_size=runner.info.vocab_size,
+        block_size=runner.info.block_size,
+        num_blocks=runner.info.num_blocks,
+    )
+    engine = TargetEngine(runner, info, device=torch.device("cpu"))
+    sampling = SamplingParams(seed=5, num_prompt_tokens=len(PROMPT))
+    for name in "ab":
+        # The second finds in the prefix cache what the first has moved.
+        session = Session(name, [*PROMPT, *output[: 9 * (name == "b")]], sampling)
+        drafter = tree_drafter(output, len(PROMPT), info.vocab_size)
+        while len(session.token_ids) < len(PROMPT) + NUM_TREE_TOKENS:
+            verify(engine, session, drafter(session, 9))
+            engine.check_integrity()
+        if name == "a":
+            accepted = session.accepted
+        engine.release([name])
+        assert session.token_ids[len(PROMPT) :][:NUM_TREE_TOKENS] == output[:NUM_TREE_TOKENS]
+    assert engine.info.num_prefix_cache_hits >= 16
+    return session.token_ids[len(PROMPT) :][:NUM_TREE_TOKENS], accepted
+
+
+def test_two_ranks_verify_trees_as_one(tmp_path: Path) -> None:
+    """Each rank moves its own part of the K/V of what was kept."""
+    sampling = SamplingParams(seed=5, num_prompt_tokens=len(PROMPT))
+    cases = []
+    for name, forward, size in CASES:
+        path = write_checkpoint(tmp_path / name, name, vocab_size=size)
+        model = reference_model(path)
+        output = target_only(
+            lambda prefix, model=model: reference_logits(model, list(prefix))[-1],
+            PROMPT,
+            sampling,
+            NUM_TREE_TOKENS + 10,
+        )
+        cases.append((str(path), forward, output))
+    with running_ranks(verify_trees, cases) as (ranks, answers):
+        received = [answers.get(timeout=DEADLINE_S) for _ in cases]
+        for process in ranks:
+            process.join(DEADLINE_S)
+        assert [process.exitcode for process in ranks] == [0, 0]
+    for (_, _, output), (tokens, accepted) in zip(cases, received, strict=True):
+        assert tokens == output[:NUM_TREE_TOKENS]
+        assert max(accepted) > 2
 
 
 @pytest.mark.parametrize(("verb", "survivor"), [("die", 0), ("hang", 1)])

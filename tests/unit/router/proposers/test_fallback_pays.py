@@ -57,7 +57,7 @@ def test_every_round_with_a_fallback_is_a_look_and_who_asks_for_ngrams_has_them(
     fallback = drafts.of(request(), DraftKind.MODEL, num_sessions=1)
     assert fallback is not None
     asked = request()
-    verdict = Commit((1,) * 5, (), 4, 4, 4, Lookup.NOT_ASKED, fallback.source)
+    verdict = Commit((1,) * 5, (), 4, 4, 4, Lookup.NOT_ASKED, fallback.source, depth=4)
     fallback.observe(Session(asked, None, vocab_size=64), verdict)
     assert drafts._looks.value > before
     for _ in range(SESSIONS_PER_EXPLORATION):

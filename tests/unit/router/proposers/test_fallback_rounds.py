@@ -181,7 +181,7 @@ def test_long_matches_are_believed_apart_from_short_ones() -> None:
     assert local is not None
     short, long = (tokens_of(local, is_long=is_long) for is_long in (False, True))
     assert short < 1.5 < 4.5 < long
-    missed = Commit((1,), (), 5, 0, 0, Lookup.NOT_ASKED, local.source)
+    missed = Commit((1,), (), 5, 0, 0, Lookup.NOT_ASKED, local.source, depth=5)
     for _ in range(200):
         local.observe(Session(request(), None, vocab_size=64), missed)
     assert tokens_of(local, is_long=True) < 1.1

@@ -26,7 +26,7 @@ def test_next_item_brings_accepted_and_next_token_after_what_the_target_was_told
     propose(session, (10, 11, 12))
     item = session.verify_item(ROOM)
     assert (item.base_len, item.token_ids, item.draft.token_ids) == (4, (9,), (10, 11, 12))
-    assert verdict(session, 2, 50) == Commit((10, 11, 50), (), 3, 2, 2, Lookup.NOT_ASKED)
+    assert verdict(session, 2, 50) == Commit((10, 11, 50), (), 3, 2, 2, Lookup.NOT_ASKED, depth=3)
     item = session.verify_item(ROOM)
     assert (item.base_len, item.token_ids) == (5, (10, 11, 50))
     assert session.committed == [1, 2, 3, 4, 9, 10, 11, 50]

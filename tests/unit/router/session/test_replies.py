@@ -147,11 +147,12 @@ def test_foreign_draft_tokens_do_not_reach_the_target(token: int) -> None:
     assert session.drafted == NO_DRAFT
 
 
-def test_tree_with_a_foreign_token_is_not_used() -> None:
+def test_tree_loses_foreign_tokens_and_what_follows_them() -> None:
     session = decoding()
     item = session.proposal_item(3)
-    session.on_proposal(Proposal("a", item.round_id, 0, DraftTokens((10, 64, 11), (-1, -1, 0))))
-    assert session.drafted == NO_DRAFT
+    tree = DraftTokens((10, 64, 11, 12, 13), (-1, -1, 0, 1, 0))
+    session.on_proposal(Proposal("a", item.round_id, 0, tree))
+    assert session.drafted == DraftTokens((10, 11, 13), (-1, 0, 0))
 
 
 @pytest.mark.parametrize(("drawn", "foreign"), [(11, 64), (64, 64), (11, -1), (-1, -1)])

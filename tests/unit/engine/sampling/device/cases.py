@@ -8,8 +8,8 @@ import random
 import numpy as np
 import torch
 
-from specray.draft_tokens import SparseProbs
-from specray.engine.sampling.state import RowGroup, SamplingState, chain_rows
+from specray.draft_tokens import DraftTokens, SparseProbs
+from specray.engine.sampling.state import RowGroup, SamplingState, chain_rows, draft_rows
 from specray.engine.sampling.verify import Round
 from specray.types import SamplingParams, Verification
 
@@ -38,7 +38,7 @@ def random_sampling(
         min_tokens=sometimes(4, 0),
         stop_token_ids=tokens(2),
         allowed_token_ids=sometimes((0, *tokens(vocab_size // 2)), ()),
-        bad_words=sometimes(tuple((token,) for token in tokens(2)), ()),
+        bad_words=sometimes((*((token,) for token in tokens(2)), *filter(None, (tokens(2), tokens(3)))), ()),
         seed=rng.choice((rng.getrandbits(64), rng.getrandbits(20))),
         num_prompt_tokens=num_prompt,
         verification=rng.choice((Verification.COUPLED, Verification.REJECTION)),
@@ -55,14 +55,16 @@ def random_logits(rng: random.Random, num_rows: int, vocab_size: int) -> torch.T
 
 
 def random_group(rng: random.Random, vocab_size: int, num_drafts: int, *, plain: bool = False) -> RowGroup:
-    """The rows of a sequence with some draft tokens."""
+    """The rows of a sequence with some draft tokens: a chain, or half the time a tree where it can be one."""
     num_prompt = rng.randint(1, 6)
     sampling = random_sampling(rng, vocab_size, num_prompt, plain=plain)
     prefix = [rng.randrange(vocab_size) for _ in range(rng.randint(1, 12))]
     drafts = [rng.randrange(vocab_size) for _ in range(num_drafts)]
-    return chain_rows(
-        SamplingState(sampling, prefix), drafts, token_masks=_random_masks(rng, vocab_size, num_drafts)
-    )
+    state, masks = SamplingState(sampling, prefix), _random_masks(rng, vocab_size, num_drafts)
+    if rng.random() < 0.5:
+        return chain_rows(state, drafts, token_masks=masks)
+    parents = tuple(rng.randrange(-1, node) for node in range(num_drafts))
+    return draft_rows(state, DraftTokens(tuple(drafts), parents), token_masks=masks)
 
 
 def _random_masks(rng: random.Random, vocab_size: int, num_drafts: int) -> np.ndarray | None:
@@ -84,7 +86,7 @@ def random_round(rng: random.Random, vocab_size: int, logits: torch.Tensor) -> R
         logits: the sequence's rows; one more than draft tokens.
     """
     group = random_group(rng, vocab_size, len(logits) - 1)
-    if not group.token_ids or not group.sampling.draws_by_rejection or rng.random() < 0.3:
+    if not group.token_ids or not group.is_tested or rng.random() < 0.3:
         return Round(group, group.token_ids, ())
     probs = []
     for row, token in zip(logits[:-1], group.token_ids, strict=True):

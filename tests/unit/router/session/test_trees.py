@@ -1,0 +1,158 @@
+"""A session that verifies trees: what a verdict keeps, what is counted, and which outcome it was."""
+
+from __future__ import annotations
+
+import pytest
+
+from specray.draft_tokens import NO_DRAFT, DraftTokens, SparseProbs
+from specray.errors import ProtocolError
+from specray.requests import FinishReason
+from specray.router.session import Session
+from specray.router.session_values import Commit, Lookup
+from specray.types import Branch, Outcomes, Proposal, Verification
+from tests.unit.router.session.harness import ROOM, decoding, new_session, propose, verdict
+
+#     9
+#    /  \
+#  10    11
+#   |   /  \
+#  12  13   14
+#            |
+#           15
+TREE = DraftTokens((10, 11, 12, 13, 14, 15), (-1, -1, 0, 1, 1, 4))
+
+
+def propose_tree(session: Session, tree: DraftTokens = TREE, *, asked: int = 5) -> None:
+    item = session.proposal_item(asked)
+    assert session.on_proposal(Proposal("a", item.round_id, item.base_len, tree))
+
+
+def verifying(**options: object) -> Session:
+    session = decoding(**options)
+    propose_tree(session)
+    assert session.verify_item(ROOM).draft == TREE
+    return session
+
+
+def test_verdict_commits_the_path_to_its_node() -> None:
+    session = verifying()
+    commit = verdict(session, 2, 50, last_accepted_node=4)
+    assert commit == Commit((11, 14, 50), (), 6, 2, 2, Lookup.NOT_ASKED, depth=3)
+    assert session.committed == [1, 2, 3, 4, 9, 11, 14, 50]
+    item = session.verify_item(ROOM)
+    assert (item.base_len, item.token_ids) == (5, (11, 14, 50))
+
+
+def test_verdict_without_a_node_keeps_of_the_first_chain() -> None:
+    session = verifying()
+    commit = verdict(session, 2, 50)
+    assert commit is not None and commit.token_ids == (10, 12, 50)
+    session = verifying()
+    commit = verdict(session, 0, 50)
+    assert commit is not None and commit.token_ids == (50,)
+
+
+@pytest.mark.parametrize(
+    ("num_accepted", "node"), [(3, None), (1, 6), (1, 4), (3, 4), (0, 0), (7, 5), (1, 99)]
+)
+def test_verdict_with_no_such_path_breaks_the_protocol(num_accepted: int, node: int | None) -> None:
+    session = verifying()
+    with pytest.raises(ProtocolError, match=f"keeps {num_accepted}"):
+        verdict(session, num_accepted, 50, last_accepted_node=node)
+    assert session.committed == [1, 2, 3, 4, 9]
+
+
+def test_counters_tell_nodes_from_depths() -> None:
+    session = verifying()
+    verdict(session, 3, 50, last_accepted_node=5)
+    stats = session.tally.stats
+    assert (stats.num_spec_steps, stats.num_draft_tokens, stats.num_accepted_draft_tokens) == (1, 6, 3)
+    assert stats.acceptance_histogram == (0, 0, 0, 1)
+
+
+def test_stop_token_on_the_path_ends_the_output() -> None:
+    session = verifying(stop_token_ids=(14,))
+    commit = verdict(session, 3, 50, last_accepted_node=5)
+    assert commit is not None and (commit.token_ids, commit.num_kept_tokens) == ((11, 14), 2)
+    assert (session.finish_reason, session.stop_reason) == (FinishReason.STOP, 14)
+
+
+def test_nodes_deeper_than_the_output_may_grow_are_left_out() -> None:
+    """The others stay, however many: none of them is more than the output may still have."""
+    session = decoding(max_tokens=4)
+    propose_tree(session)
+    assert session.verify_item(ROOM).draft == DraftTokens((10, 11, 12, 13, 14), (-1, -1, 0, 1, 1))
+    session = decoding(max_tokens=2)
+    propose_tree(session)
+    assert session.verify_item(ROOM).draft == NO_DRAFT
+
+
+def test_nodes_that_find_no_room_are_left_out() -> None:
+    session = decoding()
+    propose_tree(session)
+    assert session.verify_item(4).draft == TREE.first(3)
+
+
+def test_nodes_deeper_than_asked_are_cut() -> None:
+    session = decoding()
+    propose_tree(session, asked=1)
+    assert session.drafted == DraftTokens((10, 11), (-1, -1))
+
+
+def test_of_a_tree_that_was_sampled_the_first_chain_is_verified() -> None:
+    probs = tuple(SparseProbs((token_id,), (1.0,)) for token_id in TREE.token_ids)
+    session = decoding(verification=Verification.REJECTION, temperature=1.0)
+    propose_tree(session, DraftTokens(TREE.token_ids, TREE.parents, probs))
+    assert session.drafted == DraftTokens((10, 12), probs=(probs[0], probs[2]))
+    # What was chosen without randomness stays a tree.
+    session.take_draft(TREE)
+    assert session.verify_item(ROOM).draft == TREE
+
+
+# Outcomes
+
+
+def asked(session: Session, *branches: Branch) -> None:
+    """Outcomes of the first chain of the tree in flight, and the draft's answer."""
+    item = session.outcomes_item(3, (1, 1, 1))
+    assert item.proposed_token_ids == (10, 12)
+    assert session.on_outcomes(Outcomes("a", item.round_id, item.base_len, branches))
+
+
+def test_outcome_on_the_first_chain_is_a_hit() -> None:
+    session = verifying()
+    asked(session, Branch(0, 40, DraftTokens((41,))), Branch(2, 50, DraftTokens((51, 52))))
+    commit = verdict(session, 2, 50, last_accepted_node=2)
+    assert commit is not None and commit.lookup is Lookup.HIT
+    assert session.drafted == DraftTokens((51, 52))
+
+
+def test_as_many_tokens_on_another_path_are_no_hit() -> None:
+    session = verifying()
+    asked(session, Branch(2, 50, DraftTokens((51, 52))))
+    commit = verdict(session, 2, 50, last_accepted_node=4)
+    assert commit is not None and commit.lookup is Lookup.MISS_COUNT
+    assert session.drafted is None
+
+
+def test_outcomes_that_come_late_are_looked_up_by_node_too() -> None:
+    for node, drafted in ((2, DraftTokens((51, 52))), (3, None)):
+        session = verifying()
+        item = session.outcomes_item(3, (1, 1, 1))
+        commit = verdict(session, 2, 50, last_accepted_node=node)
+        assert commit is not None and commit.lookup is Lookup.PENDING
+        branch = Branch(2, 50, DraftTokens((51, 52)))
+        assert session.on_outcomes(Outcomes("a", item.round_id, item.base_len, (branch,)))
+        assert session.drafted == drafted
+
+
+@pytest.mark.parametrize(("node", "lookup"), [(4, Lookup.HIT), (2, Lookup.MISS_TOKEN)])
+def test_proposal_beside_a_tree_is_the_branch_where_it_leaves_it(node: int, lookup: Lookup) -> None:
+    """As an n-gram tree for the prompt's end, with the draft's proposal on its way."""
+    session = new_session()
+    session.take_draft(TREE)
+    session.verify_item(ROOM)
+    assert propose(session, (11, 14, 20, 21))
+    commit = verdict(session, 2, 20, last_accepted_node=node)
+    assert commit is not None and commit.lookup is lookup
+    assert session.drafted == (DraftTokens((21,)) if lookup is Lookup.HIT else None)
