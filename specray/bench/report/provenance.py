@@ -20,7 +20,8 @@ _CPU_INFO = Path("/proc/cpuinfo")
 def provenance() -> Iterator[str]:
     """Yields lines of Markdown that say under which conditions this process measured."""
     today = datetime.datetime.now(datetime.UTC).date()
-    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    # Also where it was started as a module.
+    command = shlex.join(["specray", *sys.argv[1:]])
     yield f"{today:%d %B %Y}; {machine()}; commit `{commit()}`."
     yield ""
     yield "```bash"

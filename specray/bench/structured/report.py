@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from specray.bench.report.provenance import provenance
 from specray.bench.structured.hostile import ANSWER_GOAL_S, ITL_GOAL, MEMORY_GOAL_MB, HostileResult
 from specray.bench.structured.judgement import Speed, Verdict, judge, refusals
 from specray.bench.structured.run import StructuredPlan, StructuredResult
@@ -13,17 +12,27 @@ from specray.bench.structured.run import StructuredPlan, StructuredResult
 _DASH = "–"
 
 
-def structured_report(result: StructuredResult | None, hostile: HostileResult | None) -> str:
-    """The whole report; None: this part was not measured."""
-    return "\n".join(_report(result, hostile)) + "\n"
+def structured_report(
+    conditions: Sequence[str], result: StructuredResult | None, hostile: HostileResult | None
+) -> str:
+    """The whole report.
+
+    Args:
+        conditions: under which it was measured, as lines of Markdown.
+        result: of the schemas; None: they were not measured.
+        hostile: of the attacks; None: the same.
+    """
+    return "\n".join(_report(conditions, result, hostile)) + "\n"
 
 
-def _report(result: StructuredResult | None, hostile: HostileResult | None) -> Iterator[str]:
+def _report(
+    conditions: Sequence[str], result: StructuredResult | None, hostile: HostileResult | None
+) -> Iterator[str]:
     yield "# Structured output"
     yield ""
     yield "> Written by `specray bench structured`."
     yield ""
-    yield from provenance()
+    yield from conditions
     if result is not None:
         yield from _schemas(result)
     if hostile is not None:

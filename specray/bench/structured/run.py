@@ -20,12 +20,12 @@ from specray.environment import api_key
 from specray.errors import EngineLostError, InvalidRequestError, SpecrayError
 
 OFF: Final = "off"
-ARMS: Final[Mapping[str, Mapping[str, Any]]] = {
-    OFF: {"enabled": False},
+SPECULATIVE: Final[Mapping[str, Mapping[str, Any]]] = {
     "on": {"enabled": True},
     "n-grams": {"enabled": True, "draft": "ngram"},
 }
-"""Field ``speculation`` by the arm's name; under n-grams nearly all draft tokens are forced ones."""
+"""Field ``speculation`` by the arm's name; under n-grams there is no draft model, but forced tokens."""
+ARMS: Final = {OFF: {"enabled": False}, **SPECULATIVE}
 BLOCK: Final = 20
 """Schemas of an arm before the next one has its turn."""
 _ACCEPTED: Final = "specray_spec_decode_num_accepted_tokens_by_source_total"

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from specray.bench.structured.run import StructuredPlan, StructuredResult
 
 NumSchemas = Annotated[int, typer.Option(min=0, help="Number of schemas, composed by the seed; 0: none.")]
+Arms = Annotated[
+    list[str] | None,
+    typer.Option("--arm", help="Adds an arm beside off: on or n-grams; default: both. May be repeated."),
+]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Output tokens of an answer, at most.")]
 Hostile = Annotated[bool, typer.Option(help="Also measure hostile grammars beside ordinary requests.")]
 NumOthers = Annotated[int, typer.Option(min=1, help="Ordinary requests at a time beside hostile grammars.")]
@@ -27,6 +31,7 @@ def structured(
     url: options.ServerUrl = options.DEFAULT_URL,
     num_schemas: NumSchemas = 200,
     temperature: options.Temperatures = None,
+    arm: Arms = None,
     max_tokens: MaxTokens = 96,
     concurrency: options.Concurrency = 1,
     seed: options.Seed = 0,
@@ -42,24 +47,32 @@ def structured(
     With --hostile, grammars that ask for endless work are sent beside ordinary requests: how long does an
     answer take, and what do the others notice?
     """
+    from specray.bench.report.provenance import provenance
     from specray.bench.structured.judgement import shortfalls
     from specray.bench.structured.report import structured_report
-    from specray.bench.structured.run import StructuredPlan
+    from specray.bench.structured.run import OFF, SPECULATIVE, StructuredPlan
     from specray.bench.structured.schemas import compose
     from specray.cli.output import report_failures, write_text
+    from specray.errors import ConfigError
 
+    arms = arm or list(SPECULATIVE)
+    for name in arms:
+        if name not in SPECULATIVE:
+            raise ConfigError(f"--arm is {name!r}; allowed: {' or '.join(SPECULATIVE)}")
     plan = StructuredPlan(
         url=url,
         cases=compose(num_schemas, seed),
+        arms=(OFF, *arms),
         temperatures=tuple(temperature or (0.0, 1.0)),
         max_tokens=max_tokens,
         concurrency=concurrency,
         seed=seed,
         timeout_s=timeout_s,
     )
+    conditions = list(provenance())  # The sources may be changed while it runs.
     result = _measure(plan) if plan.cases else None
     attacked = _attack(plan, num_others, attack_s, quiet_s) if hostile else None
-    text = structured_report(result, attacked)
+    text = structured_report(conditions, result, attacked)
     if report is None:
         typer.echo(text)
     else:

@@ -57,7 +57,8 @@ async def test_small_run_asks_for_every_schema_in_every_arm() -> None:
     sent = router.requests
     assert {request.speculation.enabled for request in sent} == {False, True}
     assert {request.sampling.temperature for request in sent} == {0.0, 1.0}
-    report = structured_report(result, None)
+    report = structured_report(["A machine."], result, None)
+    assert "\nA machine.\n" in report
     assert "| 1 | on |" in report and "What falls short" not in report
 
 
@@ -145,7 +146,7 @@ async def test_hostile_grammars_are_answered_or_refused_while_others_are_served(
     assert result.quiet_itl_ms >= 2 and result.num_failed_others == 0
     refused = {each.name for each in result.attacks if each.statuses == (400,)}
     assert {"anyOf, 300 deep", "arrays, 2000 deep", "5000 properties", "16 patterns in allOf"} <= refused
-    report = structured_report(None, result)
+    report = structured_report(["A machine."], None, result)
     assert report.count("\n| regex") == 4
 
 
