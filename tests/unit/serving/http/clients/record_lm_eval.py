@@ -23,17 +23,17 @@ import requests
 from lm_eval.api.instance import Instance
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 
-url, model = sys.argv[1:]
+base, model = sys.argv[1:]
 send, exchanges = requests.Session.request, []
 
-def recorded(session, method, address, **options):
-    response = send(session, method, address, **options)
-    exchange = {"method": method.upper(), "path": address.removeprefix(url), "body": options.get("json")}
+def recorded(session, method, url, **options):
+    response = send(session, method, url, **options)
+    exchange = {"method": method.upper(), "path": url.removeprefix(base), "body": options.get("json")}
     exchanges.append({**exchange, "status": response.status_code, "answer": response.json()})
     return response
 
 requests.Session.request = recorded
-scored = LocalCompletionsAPI(model=model, base_url=url + "/v1/completions", batch_size=2, max_retries=1)
+scored = LocalCompletionsAPI(model=model, base_url=base + "/v1/completions", batch_size=2, max_retries=1)
 pairs = [("Two and two make", " four"), ("Two and two make", " a banana"), ("", "Hello, world.")]
 scores = scored.loglikelihood([Instance("loglikelihood", {}, pair, 0) for pair in pairs])
 rolling = scored.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, ("Hello, world.",), 0)])
