@@ -64,12 +64,8 @@ def check(client: str) -> Callable[[Check], Check]:
     return register
 
 
-def openai_client(server: Server, base_url: str | None = None) -> Any:
-    """OpenAI's client.
-
-    Args:
-        base_url: of a proxy in front of the server; None: the server's own.
-    """
+def openai_client(server: Server) -> Any:
+    """OpenAI's client, which sends nothing twice."""
     import openai
 
-    return openai.OpenAI(base_url=base_url or server.base_url, api_key=server.key, max_retries=0, timeout=300)
+    return openai.OpenAI(base_url=server.base_url, api_key=server.key, max_retries=0, timeout=300)

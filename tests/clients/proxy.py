@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -33,8 +34,8 @@ NAME = "behind-the-proxy"
 
 
 @contextlib.contextmanager
-def proxied(server: Server) -> Iterator[str]:
-    """Runs the proxy while the block runs; yields the base URL of its OpenAI API."""
+def proxied(server: Server) -> Iterator[Server]:
+    """Runs the proxy while the block runs; yields it as a server."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     model = {"model": f"openai/{server.model}", "api_base": server.base_url, "api_key": server.key}
@@ -42,7 +43,8 @@ def proxied(server: Server) -> Iterator[str]:
         "model_list": [{"model_name": NAME, "litellm_params": model}],
         "router_settings": {"num_retries": 0, "allowed_fails": 0, "cooldown_time": 60},
     }
-    environment = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "NO_DOCS": "True"}
+    key = f"sk-{secrets.token_hex(32)}"
+    environment = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": key}
     with tempfile.TemporaryDirectory() as folder:
         path, log = Path(folder, "proxy.yaml"), Path(folder, "proxy.log")
         path.write_text(yaml.safe_dump(config), encoding="utf-8")
@@ -52,7 +54,7 @@ def proxied(server: Server) -> Iterator[str]:
             process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
         try:
             _wait_until_ready(f"http://127.0.0.1:{port}", process, log)
-            yield f"http://127.0.0.1:{port}/v1"
+            yield Server(f"http://127.0.0.1:{port}", NAME, key)
         finally:
             process.terminate()
             try:
@@ -75,8 +77,8 @@ def _wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> 
 def everything_through_the_proxy(server: Server) -> None:
     import openai
 
-    with proxied(server) as base_url:
-        client = openai_client(server, base_url)
+    with proxied(server) as proxy:
+        client = openai_client(proxy)
         asked = {"model": NAME, "messages": MESSAGES, "max_tokens": 16, "temperature": 0}
         whole = client.chat.completions.create(**asked)
         events = client.chat.completions.create(**asked, stream=True)

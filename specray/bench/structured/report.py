@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from specray.bench.structured.hostile import ANSWER_GOAL_S, ITL_GOAL, MEMORY_GOAL_MB, HostileResult
+from specray.bench.structured.hostile import (
+    ANSWER_GOAL_S,
+    ITL_GOAL,
+    MEMORY_GOAL_MB,
+    ORDINARY,
+    HostileResult,
+)
 from specray.bench.structured.judgement import Speed, Verdict, judge, refusals
 from specray.bench.structured.run import StructuredPlan, StructuredResult
 
@@ -136,9 +142,9 @@ def _hostile(result: HostileResult) -> Iterator[str]:
     yield ""
     yield (
         f"Each attack goes on for seconds, one request at a time and each another variant, beside "
-        f"{result.num_others} ordinary streams, whose median ITL is {result.quiet_itl_ms:.1f} ms without an "
-        f"attack. Goals: an answer within {ANSWER_GOAL_S:g} s, ITL within {ITL_GOAL:g} times, "
-        f"{MEMORY_GOAL_MB:g} MB."
+        f"{result.num_others} ordinary streams; the quiet ITL is theirs in the seconds before. Goals: a "
+        f"refusal within {ANSWER_GOAL_S:g} s, an answer within {ANSWER_GOAL_S:g} s more than that to "
+        f"{ORDINARY}, ITL within {ITL_GOAL:g} times, {MEMORY_GOAL_MB:g} MB."
     )
     yield ""
     rows = [
@@ -147,12 +153,14 @@ def _hostile(result: HostileResult) -> Iterator[str]:
             each.num_sent,
             ", ".join(map(str, each.statuses)),
             f"{each.slowest_s:.3f}",
-            _DASH if each.itl_ms is None else f"{each.itl_ms:.1f} ({each.itl_ms / result.quiet_itl_ms:.2f}x)",
+            *(_DASH if value is None else f"{value:.1f}" for value in (each.quiet_itl_ms, each.itl_ms)),
+            _DASH if each.itl_ratio is None else f"{each.itl_ratio:.2f}",
             _DASH if each.memory_mb is None else f"{each.memory_mb:+.0f}",
         )
         for each in result.attacks
     ]
-    yield from _table(("attack", "requests", "status", "slowest, s", "ITL of others, ms", "memory, MB"), rows)
+    head = ("attack", "requests", "status", "slowest, s", "quiet ITL, ms", "ITL, ms", "ratio", "memory, MB")
+    yield from _table(head, rows)
     yield ""
     growth = _DASH if result.memory_mb is None else f"{result.memory_mb:+.0f} MB"
     yield f"All attacks together: {growth}; {result.num_failed_others} ordinary requests failed."

@@ -23,7 +23,9 @@ MaxTokens = Annotated[int, typer.Option(min=1, help="Output tokens of an answer,
 Hostile = Annotated[bool, typer.Option(help="Also measure hostile grammars beside ordinary requests.")]
 NumOthers = Annotated[int, typer.Option(min=1, help="Ordinary requests at a time beside hostile grammars.")]
 AttackTime = Annotated[float, typer.Option(min=0.1, help="Seconds of each hostile grammar.")]
-QuietTime = Annotated[float, typer.Option(min=0.1, help="Seconds of ordinary requests alone.")]
+QuietTime = Annotated[
+    float, typer.Option(min=0.1, help="Seconds of ordinary requests alone before each of them.")
+]
 ReportPath = Annotated[Path | None, typer.Option(help="File for the report (Markdown); default: stdout.")]
 
 
@@ -38,7 +40,7 @@ def structured(
     hostile: Hostile = False,
     num_others: NumOthers = 2,
     attack_s: AttackTime = 5.0,
-    quiet_s: QuietTime = 20.0,
+    quiet_s: QuietTime = 5.0,
     timeout_s: options.RequestTimeout = 120.0,
     report: ReportPath = None,
 ) -> None:
@@ -94,7 +96,7 @@ def _attack(plan: StructuredPlan, num_others: int, attack_s: float, quiet_s: flo
     from specray.bench.structured.hostile import measure_hostile
     from specray.cli.output import counted_progress
 
-    with counted_progress("without hostile grammars") as show:
+    with counted_progress("an ordinary schema") as show:
         return asyncio.run(
             measure_hostile(
                 plan.url,

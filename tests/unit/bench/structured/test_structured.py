@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from specray.bench.structured.hostile import AttackResult, HostileResult, attacks, measure_hostile
+from specray.bench.structured.hostile import ORDINARY, AttackResult, HostileResult, attacks, measure_hostile
 from specray.bench.structured.judgement import judge, refusals, shortfalls
 from specray.bench.structured.report import structured_report
 from specray.bench.structured.run import Answer, Group, StructuredPlan, StructuredResult, measure_structured
@@ -131,7 +131,7 @@ async def attack(router: FakeRouterClient) -> HostileResult:
             service.url,
             prompts=["def a():"],
             num_others=2,
-            quiet_s=0.3,
+            quiet_s=0.05,
             attack_s=0.01,
             timeout_s=30.0,
             on_progress=quiet,
@@ -143,7 +143,8 @@ async def test_hostile_grammars_are_answered_or_refused_while_others_are_served(
     result = await attack(router)
     assert [each.name for each in result.attacks] == [each.name for each in attacks()]
     assert {status for each in result.attacks for status in each.statuses} == {200, 400}
-    assert result.quiet_itl_ms >= 2 and result.num_failed_others == 0
+    assert result.num_failed_others == 0 and result.shortfalls == ()
+    assert all(each.quiet_itl_ms is None or each.quiet_itl_ms >= 2 for each in result.attacks)
     refused = {each.name for each in result.attacks if each.statuses == (400,)}
     assert {"anyOf, 300 deep", "arrays, 2000 deep", "5000 properties", "16 patterns in allOf"} <= refused
     report = structured_report(["A machine."], None, result)
@@ -161,15 +162,13 @@ async def test_others_that_fail_are_told() -> None:
 def test_variants_of_an_attack_differ_and_shortfalls_name_their_goal() -> None:
     for each in attacks():
         assert each.fields(0) != each.fields(1)
-    good = AttackResult("good", 3, (400,), 0.9, 19.0, 49.0)
-    slow = AttackResult("slow", 3, (400,), 1.1, None, None)
-    bad = AttackResult("bad", 3, (0, 500), 0.1, 21.0, 51.0)
-    assert HostileResult(2, 10.0, (good,), 0, 60.0).shortfalls == ()
-    found = HostileResult(2, 10.0, (good, slow, bad), 1, 60.0).shortfalls
-    assert [problem.split(":")[0] for problem in found] == [
-        "slow",
-        "bad",
-        "bad",
-        "bad",
-        "1 ordinary requests failed",
-    ]
+    ordinary = AttackResult(ORDINARY, 3, (200,), 2.0, 10.0, 12.0, 0.0)
+    good = AttackResult("good", 3, (400,), 0.9, 10.0, 19.0, 49.0)
+    long = AttackResult("long", 3, (200, 400), 2.9, 10.0, None, 49.0)
+    assert HostileResult(2, (ordinary, good, long), 0, 60.0).shortfalls == ()
+    slow = AttackResult("slow", 3, (400,), 1.1, None, None, None)
+    slower = AttackResult("slower", 3, (200,), 3.1, None, 20.0, None)
+    bad = AttackResult("bad", 3, (0, 500), 0.1, 10.0, 21.0, 51.0)
+    found = HostileResult(2, (ordinary, slow, slower, bad), 1, 60.0).shortfalls
+    names = [problem.split(":")[0] for problem in found]
+    assert names == ["slow", "slower", "bad", "bad", "bad", "1 ordinary requests failed"]
