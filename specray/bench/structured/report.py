@@ -64,8 +64,8 @@ def _schemas(result: StructuredResult) -> Iterator[str]:
     head = ("temperature", "arm", "valid", "invalid", "cut", "refused by name", "refused without", "failed")
     yield from _table(head, [_counts(verdict) for verdict in verdicts])
     yield ""
-    head = ("temperature", "arm", "equal", "tokens/s", "speedup", "fixed whitespace", "free whitespace")
-    yield from _table((*head, "forced", "drafted"), [_speeds(verdict) for verdict in verdicts])
+    speeds = ("temperature", "arm", "equal", "tokens/s", "speedup", "fixed whitespace", "free whitespace")
+    yield from _table((*speeds, "forced", "drafted"), [_speeds(verdict) for verdict in verdicts])
     yield ""
     yield (
         "Tokens per second are of whole requests, prompts included, over the schemas that both arms "
