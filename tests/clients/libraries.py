@@ -233,7 +233,7 @@ def library_tools(server: Server) -> None:
 def _instructor(server: Server, mode: str) -> Any:
     import instructor
 
-    return instructor.fromopenai_client(openai_client(server), mode=getattr(instructor.Mode, mode))
+    return instructor.from_openai(openai_client(server), mode=getattr(instructor.Mode, mode))
 
 
 @check("instructor")
