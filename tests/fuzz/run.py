@@ -27,7 +27,7 @@ from specray.bench.compare.peers.process import free_port
 HOOKS = Path(__file__).parent / "hooks.py"
 NUM_BODIES = 7
 """Operations of the document that read a body; the others have one case each."""
-ENGINE = {"dtype": "float32", "max_model_len": 512, "num_threads": 1, "profile_s": 0.5}
+ENGINE = {"model": "embedded", "dtype": "float32", "max_model_len": 512, "num_threads": 1, "profile_s": 0.5}
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
 LOSSES = ("specray_target_lost_total", "specray_draft_lost_total")

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import platform
-from pathlib import Path
-
 import torch
 
+from specray.bench.report.provenance import cpu_name
 from specray.config import EngineConfig
 from specray.engine.runner.device import choose_device, cores_per_rank
-
-_CPU_INFO = Path("/proc/cpuinfo")
 
 
 def hardware_name(config: EngineConfig) -> str:
@@ -19,13 +15,4 @@ def hardware_name(config: EngineConfig) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cores = cores_per_rank(config)
-    return f"{_cpu_name()}, {cores} core{'s' if cores > 1 else ''}"
-
-
-def _cpu_name() -> str:
-    try:
-        lines = _CPU_INFO.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or platform.machine()
+    return f"{cpu_name()}, {cores} core{'s' if cores > 1 else ''}"

@@ -16,6 +16,7 @@ from specray.cli.bench.prediction import prediction
 from specray.cli.bench.quantization import quantization
 from specray.cli.bench.serve import serve
 from specray.cli.bench.soak import soak
+from specray.cli.bench.structured import structured
 from specray.cli.bench.trace import trace
 
 _HELP = "Benchmarks: a running server (serve, the default), other services, and single parts of this one."
@@ -33,7 +34,7 @@ class _ServeByDefault(TyperGroup):
 
 app = typer.Typer(cls=_ServeByDefault, help=_HELP)
 _COMMANDS = (
-    *(serve, compare, overlap, trace, soak, overload, plain, prediction),
+    *(serve, compare, overlap, trace, soak, overload, plain, prediction, structured),
     *(forwards, quantization, drafting, router, rpc),
 )
 for command in _COMMANDS:

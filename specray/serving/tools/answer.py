@@ -3,15 +3,20 @@
 Where regions begin and end is found by ``tokenization.regions``; what is inside a region of calls is read
 here, by the format's own reader. Malformed calls are content: nothing that a model wrote is lost, and no
 answer fails because of it. Whitespace around reasoning and between calls is part of the format.
+
+In a stream the arguments of calls are told as they are written, where the format has them as JSON; then a
+call that breaks off is a call with the arguments so far.
 """
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from specray.serving.tools.formats import MAX_CALL_LEN, ToolCall, ToolFormat
+from specray.serving.tools.call_stream import CallStream
+from specray.serving.tools.formats import MAX_CALL_LEN, ToolFormat
 from specray.serving.tools.request import ToolMode, ToolUse
 from specray.tokenization.regions import Region, RegionEvent, RegionParser
 
@@ -26,12 +31,17 @@ _REASONING: Final = "reasoning"
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """One whole call of an answer."""
+    """What one call of an answer has gained; all of it where neither part is missing."""
 
     index: int
     """Place of the call in its answer."""
     call_id: str
-    call: ToolCall
+    name: str
+    arguments: str
+    """JSON text, or the part of it that has come."""
+    is_first: bool = True
+    is_last: bool = True
+    """The arguments are complete. A call that breaks off has no last part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +52,16 @@ class AnswerDelta:
     reasoning: str = ""
     calls: tuple[CallDelta, ...] = ()
 
+    @property
+    def continued(self) -> Iterator[CallDelta]:
+        """The part of a call that had begun before; it comes ahead of all else."""
+        return (call for call in self.calls if not call.is_first)
+
+    @property
+    def begun(self) -> Iterator[CallDelta]:
+        """Calls that begin; they come behind the text."""
+        return (call for call in self.calls if call.is_first)
+
 
 class AnswerParser:
     """Reads one answer.
@@ -51,6 +71,7 @@ class AnswerParser:
         tool_format: how the model writes calls; None: calls are not read.
         reads_reasoning: text between ``<think>`` and ``</think>`` is reasoning.
         begins_in_reasoning: the prompt ended with ``<think>``.
+        tells_parts: calls are told in parts, as they are written.
     """
 
     def __init__(
@@ -60,6 +81,7 @@ class AnswerParser:
         *,
         reads_reasoning: bool = False,
         begins_in_reasoning: bool = False,
+        tells_parts: bool = False,
     ) -> None:
         reads_calls = use is not None and tool_format is not None and use.mode is not ToolMode.NONE
         self._format = tool_format if reads_calls else None
@@ -67,6 +89,10 @@ class AnswerParser:
         self._schemas = {} if use is None else {tool.name: tool.parameters for tool in use.tools}
         self._num_calls = 0
         self._body = ""
+        self._head = self._format.head if self._format is not None and tells_parts else None
+        self._stream: CallStream | None = None
+        """The region's calls as they are told in parts; None: outside, or they are told whole."""
+        self._call_id = ""
         self._has_ended = False
         self._content = _Trimmed()
         self._reasoning = _Trimmed(trims_start=reads_reasoning)
@@ -103,7 +129,7 @@ class AnswerParser:
                 content += self._content.push(rest)
                 calls += read
             elif event.region == _CALLS:
-                self._body += event.text
+                calls += self._parts(event.text)
             elif event.region == _REASONING and event.is_end:
                 self._reasoning = _Trimmed(trims_start=True)
                 self._content.trims_start = True
@@ -115,24 +141,54 @@ class AnswerParser:
                 content += self._content.push(event.text)
         return AnswerDelta(content, reasoning, tuple(calls))
 
+    def _parts(self, text: str) -> Iterator[CallDelta]:
+        """What more text of a region tells of its calls before the region ends."""
+        if self._head is None:
+            self._body += text
+            return
+        assert self._use is not None
+        if self._stream is None:
+            limit = None if self._use.is_parallel else 1 - min(self._num_calls, 1)
+            self._stream = CallStream(self._head, self._use.allowed, limit)
+        for part in self._stream.push(text):
+            if part.is_first:
+                self._content.drop()
+                self._num_calls += 1
+                self._call_id = make_call_id()
+            yield CallDelta(
+                self._num_calls - 1, self._call_id, part.name, part.arguments, part.is_first, part.is_last
+            )
+
     def _read_calls(self) -> tuple[str, list[CallDelta]]:
-        """The calls of a region; or its text, as it was written, when they are malformed."""
+        """The calls of a region that has ended, but those that were told; or its text when they are none."""
         assert self._format is not None and self._use is not None
-        body, self._body = self._body, ""
+        (body, self._body), (stream, self._stream) = (self._body, ""), (self._stream, None)
+        opening, unread = self._format.opening, body
+        if stream is not None:
+            body = unread = stream.rest
+            if stream.num_calls:
+                left = self._format.tail.match(body)
+                unread = body[left.end() if left else 0 :].rstrip("] \t\r\n")
+                if not unread:
+                    return "", []
+                opening = ""
         try:
-            if len(body) > MAX_CALL_LEN:
-                raise ValueError("too long")
-            calls = list(self._format.read(body, self._schemas))
+            if len(body) > MAX_CALL_LEN or (stream is not None and stream.is_in_call):
+                raise ValueError("too long, or no call")
+            calls = list(self._format.read(unread, self._schemas))
             if not calls or any(call.name not in self._use.allowed for call in calls):
                 raise ValueError("no call, or one of a tool that may not be called")
         except (ValueError, RecursionError):
             close = "" if self._has_ended else self._format.close or ""
-            return self._format.opening + body + close, []
+            return opening + body + close, []
         self._content.drop()
         if not self._use.is_parallel:
             calls = calls[: 1 - min(self._num_calls, 1)]
         first, self._num_calls = self._num_calls, self._num_calls + len(calls)
-        return "", [CallDelta(first + place, make_call_id(), call) for place, call in enumerate(calls)]
+        return "", [
+            CallDelta(first + place, make_call_id(), call.name, call.arguments)
+            for place, call in enumerate(calls)
+        ]
 
 
 class _Trimmed:

@@ -60,6 +60,11 @@ class ToolFormat:
     """A grammar of this format can be written."""
     writes_parameters: bool = False
     """Arguments are written one by one between tags, and not as JSON."""
+    head: re.Pattern[str] | None = None
+    """Text of a call up to its arguments, which begin with a bracket; None: they are not JSON. Its groups:
+    ``name``, and ``object``, what it has of an object that ends behind the arguments."""
+    tail: re.Pattern[str] = re.compile(r"[\s,;\]]*+")
+    """Text that may be left behind the last call."""
 
 
 def _json_calls(text: str, schemas: Schemas) -> Iterator[ToolCall]:
@@ -102,6 +107,13 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
+_JSON_HEAD: Final = re.compile(
+    r'[\s,;\[]{0,64}+(?P<object>\{\s{0,64}+"name"\s{0,64}+:\s{0,64}+"(?P<name>[\w.-]{1,64})"\s{0,64}+,'
+    r'\s{0,64}+"(?:arguments|parameters)"\s{0,64}+:\s{0,64}+)(?=\{)'
+)
+_MISTRAL_HEAD: Final = re.compile(
+    r"\s{0,64}+(?:\[TOOL_CALLS\])?\s{0,64}+(?P<name>[\w.-]{1,64}+)\s{0,64}+\[ARGS\]\s{0,64}+(?=\{)"
+)
 _MISTRAL_CALL: Final = re.compile(r"\s*+(?:\[TOOL_CALLS\])?\s*+([\w.-]{1,64}+)\s*+\[ARGS\]\s*+")
 
 
@@ -152,6 +164,13 @@ def _typed(text: str, schema: object) -> object:
 
 _DEEPSEEK_CALL: Final = re.compile(
     r"\s*(?:<｜tool▁call▁begin｜>)?(?:function<｜tool▁sep｜>)?([\w.-]{1,64})<?(?:｜tool▁sep｜>|\n```json\n)\s*"
+)
+
+
+_DEEPSEEK_TAIL: Final = re.compile(r"\s{0,64}+(?:```)?\s{0,64}+(?:<｜tool▁call▁end｜>)?\s{0,64}+")
+_DEEPSEEK_HEAD: Final = re.compile(
+    _DEEPSEEK_TAIL.pattern + r"(?:<｜tool▁call▁begin｜>)?(?:function<｜tool▁sep｜>)?(?P<name>[\w.-]{1,64})"
+    r"<?(?:｜tool▁sep｜>|\n```json\n)\s{0,64}+(?=\{)"
 )
 
 
@@ -219,6 +238,7 @@ FORMATS: Final = (
         after="}\n</tool_call>",
         between="\n",
         end="",
+        head=_JSON_HEAD,
     ),
     ToolFormat(
         name="mistral_args",
@@ -233,6 +253,7 @@ FORMATS: Final = (
         after="",
         between="",
         end="",
+        head=_MISTRAL_HEAD,
     ),
     ToolFormat(
         name="mistral",
@@ -247,6 +268,7 @@ FORMATS: Final = (
         after="}",
         between=", ",
         end="]",
+        head=_JSON_HEAD,
     ),
     ToolFormat(
         name="deepseek_v31",
@@ -261,6 +283,8 @@ FORMATS: Final = (
         after="<｜tool▁call▁end｜>",
         between="",
         end="<｜tool▁calls▁end｜>",
+        head=_DEEPSEEK_HEAD,
+        tail=_DEEPSEEK_TAIL,
     ),
     ToolFormat(
         name="llama3_json",
@@ -275,6 +299,7 @@ FORMATS: Final = (
         after="}",
         between="; ",
         end="",
+        head=_JSON_HEAD,
         allows_several=False,
     ),
     ToolFormat(

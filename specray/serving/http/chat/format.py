@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from specray.requests import FinishReason
 from specray.serving.generation import Delta
@@ -150,7 +150,13 @@ class _Gained:
     def add(self, part: AnswerDelta) -> None:
         self.content.append(part.content)
         self.reasoning.append(part.reasoning)
-        self.calls += part.calls
+        for call in part.calls:
+            if call.is_first:
+                self.calls.append(call)
+                continue
+            last = self.calls.pop() if self.calls else replace(call, arguments="")
+            arguments = last.arguments + call.arguments
+            self.calls.append(replace(last, arguments=arguments, is_last=call.is_last))
 
 
 def logprob_entry(tokenizer: Tokenizer, entry: TokenLogprobs) -> Json:
@@ -177,12 +183,13 @@ def _changes(read: AnswerDelta) -> Iterator[Json]:
     if read.content:
         yield {"content": read.content}
     for delta in read.calls:
-        whole = _call(delta)
-        opening = {**whole, "function": {"name": delta.call.name, "arguments": ""}}
-        yield {"tool_calls": [{"index": delta.index, **opening}]}
-        yield {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.call.arguments}}]}
+        if delta.is_first:
+            opening = {**_call(delta), "function": {"name": delta.name, "arguments": ""}}
+            yield {"tool_calls": [{"index": delta.index, **opening}]}
+        if delta.arguments:
+            yield {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.arguments}}]}
 
 
 def _call(delta: CallDelta) -> Json:
-    function = {"name": delta.call.name, "arguments": delta.call.arguments}
+    function = {"name": delta.name, "arguments": delta.arguments}
     return {"id": delta.call_id, "type": "function", "function": function}

@@ -30,6 +30,8 @@ class Reading:
     tool_format: ToolFormat | None
     reads_reasoning: bool
     begins_in_reasoning: bool
+    tells_parts: bool = False
+    """The answer is a stream, in which arguments of calls come as they are written."""
 
     @property
     def reads_calls(self) -> bool:
@@ -49,6 +51,7 @@ class Reading:
             self.tool_format,
             reads_reasoning=self.reads_reasoning,
             begins_in_reasoning=self.begins_in_reasoning,
+            tells_parts=self.tells_parts,
         )
 
 
@@ -133,6 +136,7 @@ class ChatPlanner:
             self._has_reasoning,
             # A grammar that could not be put behind reasoning rules from the first token on.
             prompt.begins_in_reasoning and (grammar is None or has_own_grammar),
+            bool(body.stream),
         )
         shown = self._marker_ids if reading.reads_calls or self._has_reasoning else frozenset[int]()
         return ChatPlan(

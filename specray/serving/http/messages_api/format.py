@@ -56,8 +56,13 @@ class MessageFormat:
     def events(self, delta: Delta) -> Iterator[Json]:
         if delta.finish_reason is not None:
             self._last = delta
-        for block in self._blocks(self._answer.read(delta)):
+        read = self._answer.read(delta)
+        for call in read.continued:
+            yield from self._grow_call(call)
+        for block in self._texts(read):
             yield from self._grow(block)
+        for call in read.begun:
+            yield from self._grow_call(call)
 
     def closing(self, totals: Totals, *, includes_usage: bool, includes_metrics: bool) -> Iterable[Json]:
         yield from self._close()
@@ -87,31 +92,37 @@ class MessageFormat:
         }
 
     def _blocks(self, read: AnswerDelta) -> Iterator[Json]:
-        """The blocks of what the answer has gained."""
+        """The blocks of a whole answer."""
+        yield from self._texts(read)
+        for call in read.calls:
+            yield _tool_use(call, json.loads(call.arguments))
+
+    def _texts(self, read: AnswerDelta) -> Iterator[Json]:
+        """The blocks of text that the answer has gained."""
         if read.reasoning and self._shows_thinking:
             yield {"type": "thinking", "thinking": read.reasoning, "signature": ""}
         if read.content:
             yield {"type": "text", "text": read.content}
-        for call in read.calls:
-            yield _tool_use(call)
 
     def _grow(self, block: Json) -> Iterator[Json]:
         kind = block["type"]
-        if self._open_kind != kind or kind == "tool_use":
-            yield from self._close()
-            self._open_kind = kind
-            empty: Json = {"input": {}} if kind == "tool_use" else {kind: ""}
-            yield {
-                "type": "content_block_start",
-                "index": self._num_blocks,
-                "content_block": {**block, **empty},
-            }
-        if kind == "tool_use":
-            text = json.dumps(block["input"], ensure_ascii=False)
-            delta = {"type": "input_json_delta", "partial_json": text}
-        else:
-            delta = {"type": f"{kind}_delta", kind: block[kind]}
-        yield {"type": "content_block_delta", "index": self._num_blocks, "delta": delta}
+        if self._open_kind != kind:
+            yield from self._open(kind, {**block, kind: ""})
+        yield self._delta({"type": f"{kind}_delta", kind: block[kind]})
+
+    def _grow_call(self, call: CallDelta) -> Iterator[Json]:
+        if call.is_first:
+            yield from self._open("tool_use", _tool_use(call, {}))
+        if call.arguments:
+            yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+
+    def _open(self, kind: str, block: Json) -> Iterator[Json]:
+        yield from self._close()
+        self._open_kind = kind
+        yield {"type": "content_block_start", "index": self._num_blocks, "content_block": block}
+
+    def _delta(self, delta: Json) -> Json:
+        return {"type": "content_block_delta", "index": self._num_blocks, "delta": delta}
 
     def _close(self) -> Iterator[Json]:
         if self._open_kind is not None:
@@ -142,10 +153,5 @@ class MessageFormat:
         }
 
 
-def _tool_use(delta: CallDelta) -> Json:
-    return {
-        "type": "tool_use",
-        "id": delta.call_id,
-        "name": delta.call.name,
-        "input": json.loads(delta.call.arguments),
-    }
+def _tool_use(call: CallDelta, value: Json) -> Json:
+    return {"type": "tool_use", "id": call.call_id, "name": call.name, "input": value}

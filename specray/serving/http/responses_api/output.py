@@ -34,11 +34,13 @@ class Output:
     def add(self, read: AnswerDelta, logprobs: list[Json]) -> Iterator[Json]:
         """Yields the events of what the answer has gained. ``logprobs``: of tokens outside the reasoning."""
         self._waiting += logprobs
+        for call in read.continued:
+            yield from self._call(call)
         if read.reasoning:
             yield from self._grow("reasoning", read.reasoning)
         if read.content:
             yield from self._grow("message", read.content)
-        for call in read.calls:
+        for call in read.begun:
             yield from self._call(call)
 
     def end(self, *, is_complete: bool) -> Iterator[Json]:
@@ -53,6 +55,10 @@ class Output:
             return
         item = self.items[-1]
         kind = item["type"]
+        if kind == "function_call":
+            # Its last part would have closed it.
+            yield from self._close_call(is_complete=False)
+            return
         if kind == "message":
             self._take_logprobs()
         self._is_open = False
@@ -90,22 +96,35 @@ class Output:
 
     def _call(self, delta: CallDelta) -> Iterator[Json]:
         self._waiting = []  # Of the call's own tokens.
-        yield from self.close()
-        arguments = delta.call.arguments
+        if delta.is_first:
+            yield from self.close()
+            yield from self._open_call(delta)
+        item, name = self.items[-1], "response.function_call_arguments"
+        self._texts.append(delta.arguments)
+        if delta.arguments:
+            yield self._event(f"{name}.delta", item_id=item["id"], delta=delta.arguments)
+        if delta.is_last:
+            yield from self._close_call(is_complete=True)
+
+    def _open_call(self, delta: CallDelta) -> Iterator[Json]:
+        self._is_open, self._texts = True, []
         item = {
             "id": self._item_id("function_call"),
             "type": "function_call",
-            "status": "completed",
+            "status": "in_progress",
             "call_id": delta.call_id,
-            "name": delta.call.name,
-            "arguments": arguments,
+            "name": delta.name,
+            "arguments": "",
         }
         self.items.append(item)
-        opening = {**item, "status": "in_progress", "arguments": ""}
-        yield self._event("response.output_item.added", item=opening)
-        name, item_id = "response.function_call_arguments", item["id"]
-        yield self._event(f"{name}.delta", item_id=item_id, delta=arguments)
-        yield self._event(f"{name}.done", item_id=item_id, arguments=arguments)
+        yield self._event("response.output_item.added", item={**item})
+
+    def _close_call(self, *, is_complete: bool) -> Iterator[Json]:
+        self._is_open = False
+        item, arguments = self.items[-1], "".join(self._texts)
+        item |= {"status": "completed" if is_complete else "incomplete", "arguments": arguments}
+        name = "response.function_call_arguments.done"
+        yield self._event(name, item_id=item["id"], name=item["name"], arguments=arguments)
         yield self._event("response.output_item.done", item=item)
 
     def _event(self, kind: str, **fields: object) -> Json:

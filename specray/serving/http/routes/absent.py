@@ -27,6 +27,7 @@ NOT_OFFERED: Final = (
     *((path, _STATE) for path in ("/v1/files", "/v1/uploads", "/v1/batches", "/v1/fine_tuning")),
     *((path, _STATE) for path in ("/v1/assistants", "/v1/threads", "/v1/vector_stores", "/v1/evals")),
     *((path, _STATE) for path in ("/v1/containers", "/v1/conversations", "/v1/responses/{response_id}")),
+    ("/v1/chat/completions/{completion_id}", _STATE),
     ("/v1/messages/batches", _STATE),
     ("/v1/complete", "use /v1/messages"),
 )

@@ -86,8 +86,10 @@ def read(parser: AnswerParser, text: str, size: int) -> tuple[str, str, list[Too
     calls = [delta for each in deltas for delta in each.calls]
     assert [call.index for call in calls] == list(range(len(calls)))
     assert len({call.call_id for call in calls}) == len(calls)
+    assert all(call.is_first and call.is_last for call in calls)
     content = "".join(delta.content for delta in deltas)
-    return content, "".join(delta.reasoning for delta in deltas), [call.call for call in calls]
+    reasoning = "".join(delta.reasoning for delta in deltas)
+    return content, reasoning, [ToolCall(call.name, call.arguments) for call in calls]
 
 
 @pytest.mark.parametrize("name", TEXTS)

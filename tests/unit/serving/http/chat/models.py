@@ -97,15 +97,18 @@ def saying(tokenizer: Tokenizer, text: str, *, chunk_size: int = 1, ends: bool =
     return _router(tokenizer, lambda _: tokens, chunk_size)
 
 
-def babbling(tokenizer: Tokenizer, *, seed: int, chunk_size: int = 3) -> FakeRouterClient:
-    """A router whose model draws from what the grammar of a request allows, each time with another seed."""
-    compiler, seeds = grammar_compiler(tokenizer), itertools.count(seed)
+def babbling(tokenizer: Tokenizer, *, seed: int | None, chunk_size: int = 3) -> FakeRouterClient:
+    """A router whose model draws from what the grammar of a request allows, each time with another seed.
+
+    ``seed``: None: that of the request.
+    """
+    compiler, seeds = grammar_compiler(tokenizer), itertools.count(seed or 0)
 
     def reply(request: GenerateRequest) -> Sequence[int]:
         assert request.sampling.grammar is not None
         matcher, chance, output = (
             compiler.matcher(request.sampling.grammar),
-            random.Random(next(seeds)),
+            random.Random(request.sampling.seed if seed is None else next(seeds)),
             list[int](),
         )
         while len(output) < min(request.max_tokens, 400):

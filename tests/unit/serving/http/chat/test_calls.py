@@ -154,12 +154,18 @@ async def test_stream_has_deltas_as_the_openai_client_puts_them_together(chunk_s
     calls = [entry for delta in deltas if "tool_calls" in delta for entry in delta["tool_calls"]]
     ids = [call.pop("id") for call in calls if "id" in call]
     assert len(set(ids)) == 2
-    assert calls == [
+    places = [place for place, call in enumerate(calls) if "type" in call]
+    assert [calls[place] for place in places] == [
         {"index": 0, "type": "function", "function": {"name": "get_weather", "arguments": ""}},
-        {"index": 0, "function": {"arguments": '{"city": "Rome"}'}},
         {"index": 1, "type": "function", "function": {"name": "clock", "arguments": ""}},
-        {"index": 1, "function": {"arguments": "{}"}},
     ]
+    for index, (first, end, arguments) in enumerate(
+        [(places[0] + 1, places[1], '{"city": "Rome"}'), (places[1] + 1, len(calls), "{}")]
+    ):
+        pieces = [call["function"].pop("arguments") for call in calls[first:end]]
+        assert "".join(pieces) == arguments
+        assert len(pieces) == (1 if index else {1: 10, 4: 3, 1000: 1}[chunk_size])
+        assert calls[first:end] == [{"index": index, "function": {}}] * len(pieces)
     assert (choices[-1]["delta"], choices[-1]["finish_reason"]) == ({}, "tool_calls")
     assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (len(choices) - 1)
 

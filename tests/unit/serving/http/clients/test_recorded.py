@@ -69,16 +69,21 @@ def without_added(value: Any) -> Any:
 def put_together(events: list[Any]) -> dict[str, Any]:
     """The message of a stream of Anthropic's API."""
     message: dict[str, Any] = events[0]["message"]
+    arguments = ""
     for event in events:
         if event["type"] == "content_block_start":
             message["content"].append({**event["content_block"]})
         elif event["type"] == "content_block_delta":
             block, delta = message["content"][event["index"]], event["delta"]
             if delta["type"] == "input_json_delta":
-                block["input"] = json.loads(delta["partial_json"])
+                arguments += delta["partial_json"]
             else:
                 name = delta["type"].removesuffix("_delta")
                 block[name] += delta[name]
+        elif event["type"] == "content_block_stop":
+            block = message["content"][event["index"]]
+            if block["type"] == "tool_use":
+                block["input"], arguments = json.loads(arguments), ""
         elif event["type"] == "message_delta":
             message |= event["delta"]
             message["usage"] |= event["usage"]

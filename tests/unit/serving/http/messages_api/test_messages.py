@@ -179,6 +179,17 @@ async def test_stream_and_whole_message_have_the_same_blocks(chunk_size: int) ->
     assert answer["usage"] == events[-2]["usage"]
 
 
+@pytest.mark.parametrize("chunk_size", [1, 5, 12, 30])
+async def test_text_behind_a_call_never_comes_into_its_block(chunk_size: int) -> None:
+    tokenizer = chat_tokenizer(HERMES)
+    text = f"So:\n{CALL}\nDone, and well."
+    async with serving(saying(tokenizer, text, chunk_size=chunk_size), tokenizer=tokenizer) as service:
+        blocks = put_together(await streamed(service, tools=[WEATHER]))
+    assert [block["partial"] for block in blocks if block["type"] == "tool_use"] == ['{"city": "Rome"}']
+    texts = [block["partial"] for block in blocks if block["type"] == "text"]
+    assert "".join(texts) == "So:\nDone, and well."
+
+
 async def test_result_of_a_tool_comes_back_into_the_prompt_with_what_led_to_it() -> None:
     tokenizer = chat_tokenizer(MAY_REASON)
     router = saying(tokenizer, FULL)

@@ -212,6 +212,21 @@ async def test_stream_and_whole_response_have_the_same_output(chunk_size: int) -
     )
 
 
+@pytest.mark.parametrize("chunk_size", [1, 5])
+async def test_call_that_is_cut_in_a_stream_is_incomplete_with_the_arguments_so_far(chunk_size: int) -> None:
+    tokenizer = chat_tokenizer(HERMES)
+    num_tokens = len(tokenizer.encode(CALL.split(': "Rome')[0] + ":", add_special_tokens=False))
+    asked = {"input": "Weather?", "tools": [WEATHER], "max_output_tokens": num_tokens}
+    async with serving(saying(tokenizer, CALL, chunk_size=chunk_size), tokenizer=tokenizer) as service:
+        *events, end = await typed_events_of(service, PATH, asked)
+    deltas = [event["delta"] for event in events if event["type"].endswith("arguments.delta")]
+    (done,) = [event for event in events if event["type"].endswith("arguments.done")]
+    (item,) = end["response"]["output"]
+    assert end["type"] == "response.incomplete"
+    assert "".join(deltas) == done["arguments"] == item["arguments"] == '{"city":'
+    assert (done["name"], item["status"]) == ("get_weather", "incomplete")
+
+
 async def test_output_of_a_tool_comes_back_into_the_prompt_with_what_led_to_it() -> None:
     tokenizer = chat_tokenizer(MAY_REASON)
     router = saying(tokenizer, FULL)
