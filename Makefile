@@ -10,6 +10,9 @@ TEST_ENV := RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0 OMP_WAIT_POLICY=pas
 TEST_WORKERS ?= 2
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
 
+# All tests that start a Ray, as tests/conftest.py knows them: the others need not be imported to find them.
+CLUSTER_TESTS := tests/e2e tests/cluster/test_target_nodes.py
+
 # Cases of make fuzz.
 FUZZ_CASES ?= 2000
 
@@ -28,8 +31,8 @@ serve: setup
 
 # Services start one after another and have the machine to themselves: what they wait for has deadlines.
 test: setup
-	$(PYTEST) -n $(TEST_WORKERS) -m 'not cluster and not zoo'
-	$(PYTEST) -m 'cluster and not zoo'
+	$(PYTEST) -n $(TEST_WORKERS) -m 'not cluster and not zoo' --ignore=tests/e2e
+	$(PYTEST) -m 'cluster and not zoo' $(CLUSTER_TESTS)
 
 # No services, no compilers, no long samples.
 test-fast: setup

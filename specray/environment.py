@@ -90,12 +90,15 @@ def apply_ray_environment(rpc: RpcConfig) -> None:
     on 2 cores at ten times the load, refusals within 100 ms: 86 % at 15, median 8 ms; 98.5 % at 0, median 1
     ms.
 
-    Ray waits 30 s by default for its first process to report its port, which was once too short on a busy
-    machine.
+    Ray waits 30 s by default for its first process to report its port and for its agents to answer, and 60 s
+    for a worker, which was too short on busy machines. A start whose first workers came too late waited for
+    them without end.
     """
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")
+    os.environ.setdefault("RAY_agent_register_timeout_ms", "120000")
+    os.environ.setdefault("RAY_worker_register_timeout_seconds", "300")
     os.environ.setdefault("RAY_worker_niceness", "0")
     if not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)

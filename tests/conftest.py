@@ -20,7 +20,8 @@ for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):
 end_without_destructors()
 
 STARTS_RAY = ("tests/e2e/", "tests/cluster/test_target_nodes.py")
-"""Tests that have Ray processes of their own: one worker runs them all, in their order."""
+"""Tests that have Ray processes of their own: one worker runs them all, in their order, and ``make test``
+looks for them nowhere else."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -38,4 +39,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        starts_ray = item.get_closest_marker("cluster") is not None
+        if starts_ray is not item.nodeid.startswith(STARTS_RAY):
+            raise pytest.UsageError(
+                f"{item.nodeid}: 'cluster' is for the tests of {STARTS_RAY}, and all of them"
+            )
     items.sort(key=lambda item: not item.nodeid.startswith(STARTS_RAY))

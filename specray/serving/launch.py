@@ -22,6 +22,7 @@ from typing import Any, Final
 from specray.config import EMBEDDED, Config
 from specray.environment import apply_ray_environment, external_ray_address
 from specray.errors import ConfigError
+from specray.serving.agent_ports import chosen_agent_ports
 from specray.serving.live.notes import noted
 from specray.serving.process_end import end_without_destructors
 from specray.tokenization.files import has_chat_template
@@ -212,7 +213,8 @@ def _init_ray(**options: Any) -> Any:
     for is_last in (False, True):
         before = _children()
         try:
-            return ray.init(**options)
+            with chosen_agent_ports():
+                return ray.init(**options)
         # Ray raises a plain Exception for this; its subclasses are about something else.
         except Exception as error:
             if type(error) is not Exception and not isinstance(error, (RuntimeError, TimeoutError)):

@@ -25,6 +25,7 @@ from specray.errors import ConfigError
 from specray.requests import GenerateRequest
 from specray.router import Router
 from specray.rpc.connections.verifier import GrpcVerifier
+from specray.serving.agent_ports import chosen_agent_ports
 from specray.types import SamplingParams
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -70,10 +71,12 @@ def expected(model: Path) -> tuple[int, ...]:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """A head without room for ranks, a node for two of them, and another."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    with chosen_agent_ports():
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     try:
-        for _ in range(2):
-            cluster.add_node(num_cpus=3, labels=ON_RANK_NODES)
+        with chosen_agent_ports():
+            for _ in range(2):
+                cluster.add_node(num_cpus=3, labels=ON_RANK_NODES)
         ray.init(address=cluster.address, log_to_driver=False)
         cluster.wait_for_nodes()
         yield cluster
@@ -192,10 +195,10 @@ async def test_a_group_that_cannot_start_says_why_and_leaves_nobody_behind(
 async def test_a_removed_node_is_a_pause_when_another_takes_its_rank(
     cluster: Cluster, model: Path, expected: tuple[int, ...]
 ) -> None:
-    # Three nodes of one rank each, away from those of the other tests.
-    labels = {"ranks": "single"}
-    options = {"num_cpus": 1.4, "label_selector": labels}
-    added = [cluster.add_node(num_cpus=2, labels=labels) for _ in range(3)]
+    # A rank that leaves no room for another on its node, and a third node for the one that is lost.
+    options = {"num_cpus": 2, "label_selector": ON_RANK_NODES}
+    with chosen_agent_ports():
+        nodes = [*cluster.worker_nodes, cluster.add_node(num_cpus=3, labels=ON_RANK_NODES)]
     cluster.wait_for_nodes()
     async with running(config_of(model, 2, ray_actor_options=options)) as site:
         assert site.strategy == "PACK"
@@ -205,12 +208,9 @@ async def test_a_removed_node_is_a_pause_when_another_takes_its_rank(
         async for token in site.tokens("a"):
             output.append(token)
             if len(output) == 8:
-                lost = next(node for node in added if node.node_id == follower_node)
-                added.remove(lost)
+                (lost,) = [node for node in nodes if node.node_id == follower_node]
                 await asyncio.to_thread(cluster.remove_node, lost)
         assert tuple(output) == expected
         after = await site.rank_nodes()
         assert len(set(after)) == 2 and follower_node not in after and leader_node in after
         assert (len(site.groups), before != after) == (2, True)
-    for node in added:
-        cluster.remove_node(node)

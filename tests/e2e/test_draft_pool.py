@@ -29,6 +29,7 @@ from specray.bench.compare.peers.process import free_port
 from specray.config import Config, parse_config
 from specray.demo.paths import demo_draft_path
 from specray.rpc.inference.client import SpecrayClient
+from specray.serving.agent_ports import chosen_agent_ports
 from specray.serving.launch import APP_NAME
 from tests.e2e.service import DEADLINE_S, Service, complete, is_running
 
@@ -63,10 +64,11 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
             "rpc": {"secret_file": str(secret)},
         }
     )
-    ray.init(
-        num_cpus=8, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False,
-        logging_level="WARNING",
-    )  # fmt: skip
+    with chosen_agent_ports():
+        ray.init(
+            num_cpus=8, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False,
+            logging_level="WARNING",
+        )  # fmt: skip
     try:
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": config.http.port})
         deploy(config, user_config=None)

@@ -7,6 +7,7 @@ import pytest
 from specray.bench.rpc import measure_rpc
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
 def test_measure_rpc_reports_ordered_percentiles(transport: str) -> None:
     result = measure_rpc(transport=transport, num_sessions=2, num_rounds=20)  # type: ignore[arg-type]

@@ -125,6 +125,7 @@ INFOS = st.builds(
 )
 
 
+@pytest.mark.slow
 @example(
     (SpeculateItem("", 0, 0, (), 0, (), (0,), SamplingParams(0.0, top_p=0.0, repetition_penalty=0.0)),), ()
 )
@@ -141,6 +142,7 @@ def test_draft_replies_round_trip(replies: tuple, forward_ns: int) -> None:
     assert codec.decode_draft_replies(codec.encode_draft_replies(batch)) == batch
 
 
+@pytest.mark.slow
 @given(tuples_of(verify_items()), tuples_of(TEXT))
 def test_verify_request_round_trip(items: tuple[VerifyItem, ...], releases: tuple[str, ...]) -> None:
     data = codec.encode_verify_request(items, releases)

@@ -87,6 +87,8 @@ def test_a_ray_that_was_imported_before_reads_only_the_token(
         ("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.25"),
         ("RAY_worker_niceness", "0"),
         ("RAY_gcs_server_port_wait_time_s", "120"),
+        ("RAY_agent_register_timeout_ms", "120000"),
+        ("RAY_worker_register_timeout_seconds", "300"),
     ],
 )
 def test_what_ray_does_unless_the_user_wants_it_otherwise(

@@ -60,19 +60,23 @@ def _cluster() -> Iterator[dict[str, Handler]]:
     """Starts a head node and one node for the draft, as processes that share this machine's address."""
     from ray.cluster_utils import Cluster
 
+    from specray.serving.agent_ports import chosen_agent_ports
+
     # Ray takes 127.0.0.1 for the machine's own address when it joins; so these nodes are there.
     shared: dict[str, Any] = {
         "num_cpus": NUM_CPUS_PER_NODE,
         "object_store_memory": _NODE_MEMORY_BYTES,
         "include_dashboard": False,
     }
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args={**shared, "resources": {TARGET_RESOURCE: 1}},
-    )
+    with chosen_agent_ports():
+        cluster = Cluster(
+            initialize_head=True,
+            head_node_args={**shared, "resources": {TARGET_RESOURCE: 1}},
+        )
 
     def add() -> Any:
-        return cluster.add_node(**shared, resources={DRAFT_RESOURCE: 1})
+        with chosen_agent_ports():
+            return cluster.add_node(**shared, resources={DRAFT_RESOURCE: 1})
 
     nodes = [add()]
 

@@ -1,14 +1,15 @@
-"""Starts the service of all tests of keys, certificates and secrets."""
+"""Starts the service of all tests of the whole path: one with keys, certificates and a secret."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from specray.serving.admission.api_keys import key_hash
-from tests.e2e.service import Service, started
+from tests.e2e.service import DEADLINE_S, Service, started
 
 
 @pytest.fixture(scope="package")
@@ -25,7 +26,17 @@ def service(directory: Path) -> Iterator[Service]:
     from tests.e2e.secured.access import KEY, peer
 
     keys = [{"name": "team-a", "sha256": key_hash(KEY), "can_observe": True}]
-    engine = {"max_model_len": 256, "profile_s": 0}
+    engine = {"profile_s": 0}
     rpc = peer(directory, "ours").model_dump()
     with started(target=engine, draft=engine, auth={"keys": keys}, rpc=rpc) as service:
         yield service
+
+
+@pytest.fixture
+async def http(service: Service) -> AsyncIterator[aiohttp.ClientSession]:
+    """A session that shows the service's key."""
+    from tests.e2e.secured.access import HEADERS
+
+    timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
+    async with aiohttp.ClientSession(service.url, headers=HEADERS, timeout=timeout) as session:
+        yield session

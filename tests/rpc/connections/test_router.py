@@ -38,6 +38,7 @@ class Leases:
         return drafter
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [Overlap.SERIAL, Overlap.AHEAD, Overlap.ENUMERATE])
 @pytest.mark.parametrize("draft_dies", [False, True])
 async def test_router_over_grpc_gives_the_targets_own_tokens(

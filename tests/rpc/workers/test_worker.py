@@ -59,6 +59,7 @@ async def test_killed_worker_is_engine_lost_and_not_a_hang(address: str) -> None
         await drafter.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_signal_ends_a_worker_with_its_socket(number: int, address: str, socket_path: Path) -> None:
     with worker_process(address) as (process, printed):

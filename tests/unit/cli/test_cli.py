@@ -59,6 +59,7 @@ def test_every_command_explains_itself(arguments: list[str], capsys: pytest.Capt
     assert "Usage:" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_documents_name_commands_and_options_that_there_are(path: Path) -> None:
     text = path.read_text(encoding="utf-8").replace("\\\n", " ")

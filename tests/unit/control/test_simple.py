@@ -76,6 +76,7 @@ def work(controller: Controller, sessions: list[SessionStats], speedup: float, n
     return tokens * 0.020 / seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_running", [1, 8])
 @pytest.mark.parametrize("speedup", [0.5, 0.9, 1.0, 1.5, 2.5])
 def test_no_slower_than_098_of_the_best_mode_once_experiments_have_shown_it(

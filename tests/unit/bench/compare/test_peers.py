@@ -211,6 +211,7 @@ def llama_setup(tmp_path: Path) -> Setup:
     return Setup(tmp_path / "target", tmp_path / "draft", 1, 64, 1, tmp_path)
 
 
+@pytest.mark.slow
 def test_checkpoints_are_converted_once_and_again_when_they_change(llama_setup: Setup) -> None:
     peer, work_dir = LlamaCpp(llama_setup.work_dir), llama_setup.work_dir
     peer.prepare(llama_setup)

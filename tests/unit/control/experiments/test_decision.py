@@ -103,6 +103,7 @@ def test_what_is_promised_of_many_is_of_plans_that_many_may_be_under() -> None:
         assert speedup == pytest.approx(controller.goodput(Plan(longest), stats, num_running) / plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_running", [1, 8, 64])
 @pytest.mark.parametrize(
     ("predicted_speedup", "model", "fallback"),

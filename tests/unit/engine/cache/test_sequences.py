@@ -178,6 +178,7 @@ operations = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(operations, st.booleans())
 def test_blocks_are_never_lost_or_shared(

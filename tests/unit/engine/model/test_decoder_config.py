@@ -153,6 +153,7 @@ def assert_same_model(parsed: DecoderConfig, config: Any, max_model_len: int = M
         assert torch.equal(own, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", TYPES)
 def test_every_field_is_read_as_the_library_reads_it(model_type: str, directory: Path) -> None:
     @given(configs(model_type))
@@ -179,6 +180,7 @@ _FIELDS = (
 # fmt: on
 
 
+@pytest.mark.slow
 @given(
     configs(),
     st.sampled_from(_FIELDS),

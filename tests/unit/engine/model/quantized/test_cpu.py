@@ -139,6 +139,7 @@ def pair(tmp_path: Path, quantization: str) -> Config:
     return parse_config({"target": settings(target, **formats), "draft": settings(draft, **formats)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_speculation_changes_no_token(tmp_path: Path, quantization: str) -> None:
     """Greedy and seeded, in float32, with a draft of other weights and with the target's own."""

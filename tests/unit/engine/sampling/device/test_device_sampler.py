@@ -23,6 +23,7 @@ def samplers(vocab_size: int, support: int = 64) -> tuple[DeviceSampler, CpuSamp
     return DeviceSampler(TorchKernels(), support), CpuSampler(vocab_size, support)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 def test_verdicts_are_those_of_a_cpu(vocab_size: int) -> None:
     device, cpu = samplers(vocab_size)
@@ -33,6 +34,7 @@ def test_verdicts_are_those_of_a_cpu(vocab_size: int) -> None:
         assert torch.equal(logits, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 def test_draft_tokens_are_those_of_a_cpu(vocab_size: int) -> None:
     device, cpu = samplers(vocab_size, support=20)
@@ -58,6 +60,7 @@ def test_leads_are_zero_unless_asked_for() -> None:
     assert {token.logprob for token in device.draw(random_logits(rng, 6, 30), groups)} == {0.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 def test_ranked_tokens_are_those_of_a_cpu(vocab_size: int) -> None:
     device, cpu = samplers(vocab_size)

@@ -1,4 +1,4 @@
-"""Tests of the whole path over real Ray, HTTP and gRPC: what users see, also when a draft dies."""
+"""Tests of the whole path over real Ray, HTTP and gRPC: what users with a key see, also when a draft dies."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from ray import serve
 
 from specray.rpc.inference.client import SpecrayClient
 from specray.rpc.inference.types import GenerateParams
+from tests.e2e.secured.access import KEY
 from tests.e2e.service import DEADLINE_S, Service, complete
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
@@ -29,7 +30,7 @@ PROMPTS = ["def fibonacci(n):\n", "class Stack:\n    def push(self, item):\n", "
 @pytest.fixture
 async def openai(service: Service) -> AsyncIterator[AsyncOpenAI]:
     async with AsyncOpenAI(
-        base_url=f"{service.url}/v1", api_key="unused", timeout=DEADLINE_S, max_retries=0
+        base_url=f"{service.url}/v1", api_key=KEY, timeout=DEADLINE_S, max_retries=0
     ) as client:
         yield client
 
@@ -130,7 +131,7 @@ async def test_concurrent_mixed_requests_answer_as_if_alone(
             temperature=float(fields["temperature"]),
             max_tokens=fields["max_tokens"],
         )
-        async with SpecrayClient(service.grpc_address) as client:
+        async with SpecrayClient(service.grpc_address, key=KEY) as client:
             return "".join([event.text async for event in client.generate(params, timeout_s=DEADLINE_S)])
 
     ways = (streamed, whole, over_grpc)
@@ -140,7 +141,7 @@ async def test_concurrent_mixed_requests_answer_as_if_alone(
 
 
 async def test_grpc_info_and_generate(service: Service, http: aiohttp.ClientSession) -> None:
-    async with SpecrayClient(service.grpc_address) as client:
+    async with SpecrayClient(service.grpc_address, key=KEY) as client:
         info = await client.info()
         events = [
             event
