@@ -11,6 +11,9 @@ from typing import Any
 PORTS = range(20_000, 32_768)
 """Port numbers to choose from: below those that Linux gives to whoever asks for any."""
 
+_KNOWN_RAY = "2.60."
+"""Prefix of the Ray versions whose nodes are known to take the ports so; others choose their own."""
+
 
 def choose_ports(count: int) -> list[int]:
     """Returns ports on which nobody listens now, in random order: another Ray may choose at the same time.
@@ -40,6 +43,12 @@ def chosen_agent_ports() -> Iterator[None]:
     ``ray.init`` has no parameters for them. One port has none in Ray's own program for a node either: its
     file is written here, before the agent writes the same.
     """
+    import ray
+
+    if not ray.__version__.startswith(_KNOWN_RAY):
+        # What is wrapped here is not public.
+        yield
+        return
     from ray._private.node import Node
     from ray._raylet import DASHBOARD_AGENT_LISTEN_PORT_NAME, persist_port
 

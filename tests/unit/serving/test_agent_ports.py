@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 from ray._private.node import Node
 from ray._private.parameter import RayParams
 from ray._raylet import DASHBOARD_AGENT_LISTEN_PORT_NAME, wait_for_persisted_port
@@ -77,3 +78,10 @@ def test_other_nodes_of_the_process_start_as_ray_starts_them() -> None:
         assert Node.start_raylet is not before
         raise ZeroDivisionError
     assert Node.start_raylet is before
+
+
+def test_a_ray_of_another_version_starts_as_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "__version__", "2.61.0")
+    before = Node.start_raylet
+    with chosen_agent_ports():
+        assert Node.start_raylet is before
