@@ -72,6 +72,10 @@ class Plan:
     """Branches per number of accepted tokens, on average, under enumeration; the draft chooses which."""
     min_acceptance: float = field(default=0.0, compare=False)
     """Least P(all of a proposal is accepted), by the draft; below it the proposal ends. 0: no bound."""
+    num_tree_nodes: int = field(default=0, compare=False)
+    """Most nodes of a tree whose paths have at most ``num_speculative_tokens``; 0: a chain."""
+    tree_widths: tuple[int, ...] = field(default=(), compare=False)
+    """Children of each node by depth, of a tree of one shape; empty: the likeliest nodes."""
     reason: Reason = field(default=Reason.PROFITABLE, compare=False)
 
     @property

@@ -106,7 +106,7 @@ class LocalProposer:
         plan = controller.plan(stats, num_remaining=session.num_remaining, num_running=budget.num_running)
         if plan.is_off:
             return NO_DRAFT
-        return DraftTokens(self.proposer.propose(min(plan.num_speculative_tokens, self.max_tokens)))
+        return self.proposer.propose(min(plan.num_speculative_tokens, self.max_tokens), plan.num_tree_nodes)
 
     def observe(self, session: Session, commit: Commit) -> None:
         """Learns from a verdict on its own draft tokens, none included; others' are not its own."""
