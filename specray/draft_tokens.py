@@ -206,7 +206,7 @@ class TreeBudget:
     widths: tuple[int, ...] = ()
     """Children of each node, by depth, from the root on: a tree of one shape. Empty: the likeliest nodes."""
     min_chance: float = 0.0
-    """Least chance of a node that it is reached, as the draft estimates it, in [0, 1). A shape has no bound."""
+    """Least chance that a node is reached, as the draft estimates it, in [0, 1); a shape has no bound."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_nodes <= MAX_DRAFT_NODES:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from specray.draft_tokens import NO_DRAFT, DraftTokens
+from specray.draft_tokens import NO_DRAFT, DraftTokens, TreeBudget
 from specray.errors import ProtocolError
 from specray.interfaces import StopMatcher
 from specray.requests import FinishReason, GenerateRequest
@@ -174,11 +174,13 @@ class Session:
         view.in_flight = item
         return item
 
-    def proposal_item(self, num_speculative_tokens: int, min_acceptance: float = 0.0) -> SpeculateItem:
+    def proposal_item(
+        self, num_speculative_tokens: int, min_acceptance: float = 0.0, tree: TreeBudget | None = None
+    ) -> SpeculateItem:
         """Asks the draft what may follow the committed tokens; replaces what it was asked before."""
         self._open_verdict = None
         self._has_outcomes = False
-        return self._speculate_item(num_speculative_tokens, (), (), min_acceptance=min_acceptance)
+        return self._speculate_item(num_speculative_tokens, (), (), min_acceptance=min_acceptance, tree=tree)
 
     def outcomes_item(
         self, num_speculative_tokens: int, fanout: tuple[int, ...], max_branches: int = 0
@@ -207,6 +209,7 @@ class Session:
         fanout: tuple[int, ...],
         max_branches: int = 0,
         min_acceptance: float = 0.0,
+        tree: TreeBudget | None = None,
         end: int | None = None,
     ) -> SpeculateItem:
         view = self.draft
@@ -223,6 +226,7 @@ class Session:
             self.request.sampling if start == 0 else None,
             max_branches,
             min_acceptance,
+            tree,
         )
         return view.in_flight
 
@@ -309,7 +313,7 @@ class Session:
         if item.is_prefill_chunk:
             self.draft.in_flight = None
             return True
-        drafted = self._usable(proposal.draft, most=item.num_speculative_tokens)
+        drafted = self._usable(proposal.draft, most=item.max_draft_nodes)
         is_current = self.draft.synced_len == len(self.committed)
         verifying = self.target.in_flight
         if is_current and (verifying is None or not verifying.sample):

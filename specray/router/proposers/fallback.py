@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from specray.control.controller import Controller
-from specray.control.goodput import MAX_ACCEPTANCE, expected_tokens
+from specray.control.expectations import expected_tokens
+from specray.control.goodput import MAX_ACCEPTANCE
 from specray.control.state import Plan
 from specray.draft_tokens import DraftTokens
 from specray.router.proposers.base import Budget

@@ -13,9 +13,10 @@ from types import MappingProxyType
 from typing import Final
 
 from specray.config import SpeculationConfig
-from specray.control.controller import Controller, without_overlap
+from specray.control.controller import Controller
 from specray.control.estimators import Rate
-from specray.control.goodput import MAX_ACCEPTANCE, expected_tokens
+from specray.control.expectations import expected_tokens
+from specray.control.goodput import MAX_ACCEPTANCE
 from specray.control.state import SessionStats
 from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.drafting import LONG_MATCH_LEN, OutputStore, OutputStores, SessionProposer, make_proposer
@@ -178,7 +179,7 @@ class LocalProposers:
         self._set(config)
         for controllers in self._controllers.values():
             for controller in controllers:
-                controller.configure(without_overlap(config))
+                controller.configure(config.without_overlap)
 
     def _set(self, config: SpeculationConfig) -> None:
         has_fallback = self._has_model and config.fallback != "none"
