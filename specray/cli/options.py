@@ -76,7 +76,9 @@ OverlapMode = Annotated[
 ]
 Tree = Annotated[
     str | None,
-    typer.Option(help="Trees of draft tokens: off, auto, or children of each node by depth, such as 4x2x1."),
+    typer.Option(
+        help="Trees of draft tokens: off, auto, a number of nodes, or children by depth such as 4x2x1."
+    ),
 ]
 
 # The requests.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Final, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from specray.config.section import Section
 from specray.draft_tokens import MAX_DRAFT_NODES, TreeBudget
 from specray.types import MAX_SPECULATIVE_TOKENS, Overlap, Verification
+
+_TREE: Final = re.compile(rf"[0-9]{{1,2}}(x[0-9]{{1,2}}){{0,{MAX_SPECULATIVE_TOKENS - 1}}}")
 
 
 class SpeculationConfig(Section):
@@ -29,8 +32,8 @@ class SpeculationConfig(Section):
     overlap: Overlap | Literal["auto"] = Overlap.SERIAL
     tree: str = Field(
         "off",
-        description="Trees of draft tokens: off, auto (where measurements promise more than a chain), or the "
-        "children of each node by depth, such as 4x2x1.",
+        description="Trees of draft tokens: off, auto (where measurements promise more than a chain), a "
+        "number of nodes, or the children of each node by depth, such as 4x2x1.",
     )
     fallback: Literal["none", "ngram", "suffix"] = Field(
         "ngram",
@@ -52,14 +55,14 @@ class SpeculationConfig(Section):
         return self.model_copy(update={"overlap": Overlap.SERIAL})
 
     @property
-    def tree_widths(self) -> tuple[int, ...]:
-        """Children of each node by depth, of trees of one shape; empty: there is no shape."""
-        return () if self.tree in ("off", "auto") else tuple(map(int, self.tree.split("x")))
+    def tree_budget(self) -> TreeBudget | None:
+        """What every tree has; None: there are none, or it is chosen by measurement."""
+        return None if self.tree in ("off", "auto") else _read_budget(self.tree)
 
     @field_validator("tree", mode="before")
     @classmethod
     def _read_tree(cls, tree: object) -> object:
-        # YAML reads off as a boolean, and a shape of one depth as a number.
+        # YAML reads off as a boolean.
         if isinstance(tree, bool):
             return "on" if tree else "off"
         return str(tree) if isinstance(tree, int) else tree
@@ -69,19 +72,15 @@ class SpeculationConfig(Section):
     def _check_tree(cls, tree: str) -> str:
         if tree in ("off", "auto"):
             return tree
-        allowed = (
-            f"allowed: off, auto, or widths of 1 or more such as 4x2x1, at most {MAX_DRAFT_NODES} nodes and "
-            f"{MAX_SPECULATIVE_TOKENS} depths"
-        )
-        widths = tree.split("x")
-        if len(widths) > MAX_SPECULATIVE_TOKENS or not all(
-            width.isascii() and width.isdecimal() and len(width) <= 2 for width in widths
-        ):
-            raise ValueError(f"tree is {tree}; {allowed}")
         try:
-            TreeBudget.of_widths([int(width) for width in widths])
+            if not _TREE.fullmatch(tree):
+                raise ValueError
+            _read_budget(tree)
         except ValueError:
-            raise ValueError(f"tree is {tree}; {allowed}") from None
+            raise ValueError(
+                f"tree is {tree}; allowed: off, auto, a number of nodes 1..{MAX_DRAFT_NODES}, or children "
+                f"by depth such as 4x2x1: at most {MAX_DRAFT_NODES} nodes, {MAX_SPECULATIVE_TOKENS} depths"
+            ) from None
         return tree
 
     @model_validator(mode="after")
@@ -90,3 +89,9 @@ class SpeculationConfig(Section):
         if k != "auto" and not 0 <= k <= MAX_SPECULATIVE_TOKENS:
             raise ValueError(f"num_speculative_tokens is {k}; allowed: 0..{MAX_SPECULATIVE_TOKENS} or auto")
         return self
+
+
+def _read_budget(tree: str) -> TreeBudget:
+    """Reads a number of nodes, or a shape."""
+    widths = [int(width) for width in tree.split("x")]
+    return TreeBudget(widths[0]) if len(widths) == 1 else TreeBudget.of_widths(widths)

@@ -51,7 +51,7 @@ class TreeChoice:
         self, config: SpeculationConfig, goodput: GoodputModel, cost_model: CostModel, *, is_model: bool
     ) -> None:
         self._is_off = config.tree == "off"
-        self._widths = config.tree_widths
+        self._fixed = config.tree_budget
         self._goodput = goodput
         self._cost = cost_model
         self._is_model = is_model
@@ -63,8 +63,9 @@ class TreeChoice:
             return plan
         if not stats.draft_knows_acceptance:
             return plan
-        if self._widths:
-            return replace(plan, tree=TreeBudget.of_widths(self._widths[: plan.num_speculative_tokens]))
+        if self._fixed is not None:
+            widths = self._fixed.widths[: plan.num_speculative_tokens]
+            return replace(plan, tree=TreeBudget.of_widths(widths) if widths else self._fixed)
         if self._cost.verify_s(num_running, num_running) is None:
             return plan
         tree, goodput = (self._of_model if self._is_model else self._of_others)(plan, stats, num_running)
