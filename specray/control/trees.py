@@ -82,7 +82,7 @@ class TreeChoice:
         k = plan.num_speculative_tokens
         chain = self._goodput.expected_round(k, stats)
         growth = max(1.0, min(stats.tree.growth.value, MAX_NODES / chain.num_drafts))
-        tokens = self._tokens(chain.num_tokens, stats)
+        tokens = with_branches(chain.num_tokens, stats)
         tree = ExpectedRound(growth * chain.num_drafts, tokens, chain.continuation)
         goodput = self._goodput.serial_goodput(k, [tree], num_running, width=growth)
         worth = num_running * goodput * self._row_s(chain.num_drafts, growth, num_running)
@@ -110,7 +110,7 @@ class TreeChoice:
         """The largest tree whose nodes are worth their rows, as far as is known, and its goodput."""
         k = plan.num_speculative_tokens
         acceptance = min(stats.acceptance.value, MAX_ACCEPTANCE)
-        tokens = self._tokens(expected_tokens(acceptance, k), stats)
+        tokens = with_branches(expected_tokens(acceptance, k), stats)
         best: tuple[TreeBudget | None, float] = (None, 0.0)
         for extra in EXTRA_NODES:
             num_nodes = min(MAX_SPECULATIVE_TOKENS, k) + extra
@@ -119,6 +119,7 @@ class TreeChoice:
                 best = TreeBudget(num_nodes), goodput
         return best
 
-    @staticmethod
-    def _tokens(chain_tokens: float, stats: SessionStats) -> float:
-        return 1 + max(1.0, stats.tree.gain.value) * (chain_tokens - 1)
+
+def with_branches(num_tokens: float, stats: SessionStats) -> float:
+    """Expected tokens of a round with trees, of whose first chains alone it would commit ``num_tokens``."""
+    return 1 + max(1.0, stats.tree.gain.value) * (num_tokens - 1)

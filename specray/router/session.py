@@ -32,6 +32,7 @@ from specray.router.session_values import (
     fitting_draft,
     kept_of,
     usable_draft,
+    verdict_on_tree,
 )
 from specray.types import (
     MAX_SPECULATIVE_TOKENS,
@@ -266,7 +267,8 @@ class Session:
         self.finish_reason, self.stop_reason = cut.finish_reason, cut.stop_reason
         lookup = self._look_up((kept.last_node, next_token_id))
         logprobs, source = verdict.logprobs[: cut.num_kept], self._verified_source
-        return Commit(token_ids, logprobs, num_drafts, num_accepted, num_kept, lookup, source, depth)
+        tree = verdict_on_tree(item.draft, kept.last_node)
+        return Commit(token_ids, logprobs, num_drafts, num_accepted, num_kept, lookup, source, depth, tree)
 
     def on_target_unknown(self, reply: UnknownSequence) -> bool:
         """The target lost the sequence; the next item carries everything. False: a late reply."""

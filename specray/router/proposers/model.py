@@ -209,12 +209,11 @@ class ModelProposer:
         live, num_running = self._running.get(session.request_id), len(self._running)
         if live is None:
             return
-        num_drafts, num_accepted = commit.depth, commit.num_accepted_tokens
-        has_fallback = False
-        if commit.source != self.source:
-            has_fallback = num_drafts > 0
-            num_drafts = num_accepted = 0
-        self._controller.observe_round(live.stats, num_drafts, num_accepted, has_ngram=has_fallback)
+        is_own, chain = commit.source == self.source, (commit.num_chain_tokens, commit.num_chain_accepted)
+        if is_own and commit.tree is not None:
+            self._controller.observe_tree(live.stats, commit.tree)
+        has_ngram = not is_own and commit.num_draft_tokens > 0
+        self._controller.observe_round(live.stats, *(chain if is_own else (0, 0)), has_ngram=has_ngram)
         if self._controller.is_replan_near(live.stats, num_running):
             self._later.add(self._prepare, live, num_running)
 

@@ -18,6 +18,7 @@ from specray.control.estimators import Rate
 from specray.control.expectations import expected_tokens
 from specray.control.goodput import MAX_ACCEPTANCE
 from specray.control.state import SessionStats
+from specray.control.trees import with_branches
 from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.drafting import LONG_MATCH_LEN, OutputStore, OutputStores, SessionProposer, make_proposer
 from specray.requests import GenerateRequest
@@ -114,7 +115,9 @@ class LocalProposer:
         if commit.source != self.source:
             return
         track = self._track
-        track.controller.observe_round(track.stats, commit.depth, commit.num_accepted_tokens)
+        track.controller.observe_round(track.stats, commit.num_chain_tokens, commit.num_chain_accepted)
+        if commit.tree is not None:
+            track.controller.observe_tree(track.stats, commit.tree)
         if self.looks is not None and not self.is_forced:
             self.looks.add(commit.num_accepted_tokens, 1)
 
@@ -123,14 +126,14 @@ class LocalProposer:
         if self.looks is not None and not self.is_forced:
             self.looks.add(0, 1)
 
-    def expect(self, num_drafts: int, *, num_running: int) -> tuple[float, float]:
-        """Returns the tokens that a round commits in which every session has so many draft tokens, and its
+    def expect(self, draft: DraftTokens, *, num_running: int) -> tuple[float, float]:
+        """Returns the tokens that a round commits in which every session has such draft tokens, and its
         seconds."""
-        track = self._track
-        tokens = expected_tokens(min(track.stats.acceptance.value, MAX_ACCEPTANCE), num_drafts)
-        return tokens, track.controller.cost_model.usual_verify_s(
-            num_running * (1 + num_drafts), num_running
-        ) or 0.0
+        stats, cost_model = self._track.stats, self._track.controller.cost_model
+        tokens = expected_tokens(min(stats.acceptance.value, MAX_ACCEPTANCE), len(draft.first_path))
+        if not draft.is_chain:
+            tokens = with_branches(tokens, stats)
+        return tokens, cost_model.usual_verify_s(num_running * (1 + len(draft)), num_running) or 0.0
 
     def keep_output(self, session: Session) -> None:
         """Adds a finished output to the tenant's past ones, where they are kept.
