@@ -58,6 +58,9 @@ class TreeChoice:
 
     def with_tree(self, plan: Plan, stats: SessionStats, num_running: int) -> Plan:
         """The session's next plan with a tree, where one is set or promises more than the plan's chain."""
+        if plan.tree is not None:
+            # It was chosen for an earlier plan, which is kept.
+            plan = replace(plan, tree=None)
         # Draft tokens that rejection tests are a chain.
         if self._is_off or plan.is_off or plan.overlap is not Overlap.SERIAL:
             return plan
