@@ -23,7 +23,7 @@ from specray.control.expectations import ExpectedRound, expected_tokens
 from specray.control.goodput import HYSTERESIS, MAX_ACCEPTANCE, MAX_BOUND, GoodputModel
 from specray.control.state import PRIOR_GAIN, PRIOR_GROWTH, Plan, Reason, SessionStats
 from specray.draft_tokens import TreeBudget
-from specray.types import MAX_SPECULATIVE_TOKENS, Overlap
+from specray.types import Overlap
 
 MAX_NODES: Final = 32
 """Most nodes of a tree that is chosen by measurement."""
@@ -31,6 +31,8 @@ MIN_CHANCE: Final = 0.02
 """Least ``TreeBudget.min_chance``: rows never cost nothing, whatever was measured."""
 EXTRA_NODES: Final = (16, 12, 8, 4, 2)
 """Nodes beside the chain of a draft that takes no time."""
+HALF_GAIN_NODES = 4
+"""Nodes beside the chain that bring half of what many bring; twice as many bring three quarters."""
 PRIORS_BY_KIND: Final[Mapping[bool, tuple[float, float]]] = MappingProxyType(
     {True: (PRIOR_GAIN, PRIOR_GROWTH), False: (1.1, 2.0)}
 )
@@ -113,10 +115,12 @@ class TreeChoice:
         """The largest tree whose nodes are worth their rows, as far as is known, and its goodput."""
         k = plan.num_speculative_tokens
         acceptance = min(stats.acceptance.value, MAX_ACCEPTANCE)
-        tokens = with_branches(expected_tokens(acceptance, k), stats)
+        chain = expected_tokens(acceptance, k)
+        most = with_branches(chain, stats)
         best: tuple[TreeBudget | None, float] = (None, 0.0)
         for extra in EXTRA_NODES:
-            num_nodes = min(MAX_SPECULATIVE_TOKENS, k) + extra
+            num_nodes = k + extra
+            tokens = most - (most - chain) * 0.5 ** (extra / HALF_GAIN_NODES)
             goodput = self._goodput.lone_goodput(num_nodes, tokens, num_running)
             if goodput > best[1]:
                 best = TreeBudget(num_nodes), goodput

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Final
 
 from specray.config import Config, parse_config
+from specray.draft_tokens import TreeBudget
 from specray.errors import ConfigError
 from specray.requests import SpeculationStats
 from specray.types import DraftKind
@@ -44,6 +45,11 @@ class Method:
                 f"--method is {name!r}; allowed: {', '.join(_KINDS)}, all but {PLAIN} with :TREE"
             )
         return cls(name, _KINDS[kind], tree or "off")
+
+    @property
+    def budget(self) -> TreeBudget | None:
+        """The tree that is set; None: a chain, or one that is chosen. Raises ConfigError."""
+        return self.config(parse_config({})).speculation.tree_budget
 
     def config(self, config: Config) -> Config:
         """The configuration of the method's router: of what the method names, and nothing beside it.
@@ -91,15 +97,39 @@ class Tally:
         self.num_tokens[-1] += num_tokens
         self.draft_s += draft_s
         self.num_rounds += num_tokens - stats.num_accepted_draft_tokens
-        self.num_spec_steps += stats.num_spec_steps
-        self.num_drafts += stats.num_draft_tokens
-        self.num_accepted += stats.num_accepted_draft_tokens
-        longer = len(stats.acceptance_histogram) - len(self.histogram)
-        self.histogram += [0] * longer
-        for index, count in enumerate(stats.acceptance_histogram):
-            self.histogram[index] += count
+        self._count(
+            stats.num_spec_steps,
+            stats.num_draft_tokens,
+            stats.num_accepted_draft_tokens,
+            stats.acceptance_histogram,
+        )
         self.num_equal += is_equal
         self.num_outputs += 1
+
+    @classmethod
+    def merged(cls, tallies: Iterable[Tally]) -> Tally:
+        """All of some tallies, in one turn."""
+        total = cls()
+        total.begin_turn()
+        for one in tallies:
+            total.seconds[0] += sum(one.seconds)
+            total.num_tokens[0] += sum(one.num_tokens)
+            total.draft_s += one.draft_s
+            total.num_rounds += one.num_rounds
+            total.num_equal += one.num_equal
+            total.num_outputs += one.num_outputs
+            total._count(one.num_spec_steps, one.num_drafts, one.num_accepted, one.histogram)
+        return total
+
+    def _count(
+        self, num_spec_steps: int, num_drafts: int, num_accepted: int, histogram: Sequence[int]
+    ) -> None:
+        self.num_spec_steps += num_spec_steps
+        self.num_drafts += num_drafts
+        self.num_accepted += num_accepted
+        self.histogram += [0] * (len(histogram) - len(self.histogram))
+        for index, count in enumerate(histogram):
+            self.histogram[index] += count
 
     @property
     def rates(self) -> list[float]:
@@ -114,9 +144,9 @@ class MethodRow:
     temperature: float
     category: str
     method: str
-    tokens_per_s: float
-    """Median over the turns."""
-    speedup: float
+    tokens_per_s: float | None
+    """Median over the turns; None: it was not measured."""
+    speedup: float | None
     """Median over the turns of tokens/s over those of plain decoding in the same turn."""
     tokens_per_round: float
     """Output tokens per step of the target."""
@@ -133,15 +163,19 @@ class MethodRow:
     num_outputs: int
 
     @classmethod
-    def of(cls, temperature: float, category: str, method: str, tally: Tally, plain: Tally) -> MethodRow:
-        """The figures of a tally, compared with plain decoding's."""
+    def of(
+        cls, temperature: float, category: str, method: str, tally: Tally, plain: Tally | None = None
+    ) -> MethodRow:
+        """The figures of a tally, compared with plain decoding's. None: there are no times."""
         steps = tally.num_spec_steps
         return cls(
             temperature,
             category,
             method,
-            median(tally.rates),
-            median(rate / base for rate, base in zip(tally.rates, plain.rates, strict=True)),
+            None if plain is None else median(tally.rates),
+            None
+            if plain is None
+            else median(rate / base for rate, base in zip(tally.rates, plain.rates, strict=True)),
             sum(tally.num_tokens) / tally.num_rounds,
             1 + tally.num_accepted / steps if steps else None,
             by_depth(tally.histogram),

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
+from specray.bench.methods.along import rows_along, walk_along
 from specray.bench.methods.method import ALL, PLAIN, Method, MethodRow, Tally
+from specray.bench.proposals import WrittenOutput
 from specray.config import Config
 from specray.errors import SpecrayError
 from specray.requests import GenerateRequest, OutputChunk, SpeculationParams
 from specray.router import Router
-from specray.serving.local.pair import LocalPair, local_pair
+from specray.serving.local.pair import LocalPair, PeerDrafterSource, local_pair
 from specray.types import SamplingParams
 
 _DRAFT_SECONDS = "specray_draft_forward_seconds_sum"
@@ -62,6 +65,59 @@ async def measure_methods(
                 on_progress=on_progress,
             )
     return rows
+
+
+async def measure_acceptance(
+    config: Config,
+    methods: Sequence[Method],
+    prompts: Sequence[LabelledPrompt],
+    *,
+    temperatures: Sequence[float],
+    max_tokens: int,
+    num_draft_steps: int,
+    on_progress: Callable[[str], None],
+) -> list[MethodRow]:
+    """Lets the target write every output alone, and leads every method along it: see ``along``.
+
+    Raises:
+        ConfigError: see ``local_pair``; a method's tree is not set, or it has no draft model.
+        EngineLostError: an engine did not start or was lost.
+        SpecrayError: a request failed.
+    """
+    rows: list[MethodRow] = []
+    async with local_pair(config) as pair:
+        drafter = None if pair.draft is None else await PeerDrafterSource(pair.draft).lease()
+        for temperature in temperatures:
+            on_progress(f"temperature {temperature:g}, the target alone")
+            outputs = await _written(config, pair, prompts, temperature, max_tokens)
+            tallies: dict[str, list[Tally]] = {}
+            for method in methods:
+                on_progress(f"temperature {temperature:g}, {method.name}")
+                tallies[method.name] = await walk_along(drafter, method, outputs, num_draft_steps)
+            rows += rows_along(temperature, [prompt.category for prompt in prompts], tallies)
+        if drafter is not None:
+            await drafter.close()
+    return rows
+
+
+async def _written(
+    config: Config, pair: LocalPair, prompts: Sequence[LabelledPrompt], temperature: float, max_tokens: int
+) -> list[WrittenOutput]:
+    """Plain decoding's outputs, many side by side; empty ones have no place."""
+    plain = Method.parse(PLAIN)
+    async with AsyncExitStack() as stack:
+        router = await _started(plain.config(config), pair, stack)
+        requests = [
+            _request(plain, prompt, temperature, max_tokens, 0, place) for place, prompt in enumerate(prompts)
+        ]
+        outputs = await asyncio.gather(*(router.complete(request) for request in requests))
+    for output in outputs:
+        if output.message:
+            raise SpecrayError(output.message)
+    return [
+        WrittenOutput(request.prompt_token_ids, output.token_ids, request.sampling)
+        for request, output in zip(requests, outputs, strict=True)
+    ]
 
 
 async def _measure(

@@ -48,6 +48,10 @@ def methods_chart(rows: Sequence[MethodRow]) -> str:
     return draw("Acceptance by depth", panels, num_columns=2)
 
 
+def _number(value: float | None, digits: int = 2) -> str:
+    return _DASH if value is None else f"{value:.{digits}f}"
+
+
 def _all_table(temperature: float, rows: Sequence[MethodRow]) -> Table:
     table = Table(title=f"temperature {temperature:g}, all prompts")
     table.add_column("method")
@@ -57,11 +61,11 @@ def _all_table(temperature: float, rows: Sequence[MethodRow]) -> Table:
     for row in rows:
         table.add_row(
             row.method,
-            f"{row.tokens_per_s:.1f}",
-            f"{row.speedup:.2f}",
+            _number(row.tokens_per_s, 1),
+            _number(row.speedup),
             f"{row.tokens_per_round:.2f}",
-            _DASH if row.acceptance_length is None else f"{row.acceptance_length:.2f}",
-            _DASH if row.nodes_per_step is None else f"{row.nodes_per_step:.1f}",
+            _number(row.acceptance_length),
+            _number(row.nodes_per_step, 1),
             f"{row.draft_ms:.2f}",
             f"{row.num_equal}/{row.num_outputs}",
             " ".join(f"{share:.2f}" for share in row.acceptance_by_depth[:6]),
@@ -79,5 +83,5 @@ def _category_table(temperature: float, rows: Sequence[MethodRow]) -> Table:
         table.add_column(method, justify="right")
     for category in dict.fromkeys(row.category for row in rows):
         cells = [by_place[category, method] for method in methods]
-        table.add_row(category, *(f"{cell.tokens_per_round:.2f}  {cell.speedup:.2f}" for cell in cells))
+        table.add_row(category, *(f"{cell.tokens_per_round:.2f}  {_number(cell.speedup)}" for cell in cells))
     return table

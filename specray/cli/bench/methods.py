@@ -12,6 +12,7 @@ import typer
 from specray.bench.load.prompts import Dataset
 from specray.bench.methods.method import DEFAULT_METHODS
 from specray.cli import options
+from specray.errors import ConfigError
 
 Methods = Annotated[
     list[str] | None,
@@ -25,6 +26,13 @@ NumRepeats = Annotated[
 ]
 IsChat = Annotated[
     bool, typer.Option(help="Ask in the model's chat template, where it has one, or for a continuation.")
+]
+OnlyAcceptance = Annotated[
+    bool,
+    typer.Option(
+        "--only-acceptance",
+        help="Let the target write the outputs alone, and lead each method along them: no speeds, and K set.",
+    ),
 ]
 SvgPath = Annotated[
     Path | None, typer.Option("--svg", help="File for the chart of acceptance by depth (SVG).")
@@ -41,6 +49,7 @@ def methods(
     dataset_path: options.PromptPath = None,
     num_prompts: options.NumPrompts = 13,
     chat: IsChat = True,
+    only_acceptance: OnlyAcceptance = False,
     temperature: options.Temperatures = None,
     num_repeats: NumRepeats = 3,
     max_tokens: options.MaxTokens = 128,
@@ -54,7 +63,7 @@ def methods(
 
     from specray.bench.load.prompts import load_labelled_prompts
     from specray.bench.methods.method import Method
-    from specray.bench.methods.run import LabelledPrompt, measure_methods, with_plain
+    from specray.bench.methods.run import LabelledPrompt, measure_acceptance, measure_methods, with_plain
     from specray.bench.report.methods import methods_chart, methods_tables
     from specray.cli.output import wide_console, write_json, write_text
     from specray.cli.settings import build_config, pair_options
@@ -84,12 +93,26 @@ def methods(
     # An output must have room for itself behind its prompt.
     prompts = [one for one in prompts if len(one.token_ids) + max_tokens <= max_model_len]
     with Console(stderr=True).status("starting the pair") as status:
+        temperatures = temperature or (0.0, 1.0)
+        k = config.speculation.num_speculative_tokens
+        if only_acceptance and not isinstance(k, int):
+            raise ConfigError("--num-speculative-tokens is auto; allowed with --only-acceptance: a number")
         rows = asyncio.run(
-            measure_methods(
+            measure_acceptance(
                 config,
                 parsed,
                 prompts,
-                temperatures=temperature or (0.0, 1.0),
+                temperatures=temperatures,
+                max_tokens=max_tokens,
+                num_draft_steps=int(k),
+                on_progress=status.update,
+            )
+            if only_acceptance
+            else measure_methods(
+                config,
+                parsed,
+                prompts,
+                temperatures=temperatures,
                 max_tokens=max_tokens,
                 num_repeats=num_repeats,
                 on_progress=status.update,
