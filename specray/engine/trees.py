@@ -168,9 +168,8 @@ class DraftTree:
 
     def _kept(self) -> list[int]:
         """The likeliest nodes, best first, as many as there may be; a parent is likelier than its child."""
-        nodes = self._nodes
-        best = sorted(range(len(nodes)), key=lambda index: (-nodes[index].logprob, index))
-        return best[: self._budget.num_nodes]
+        best = sorted((-node.logprob, index) for index, node in enumerate(self._nodes))
+        return [index for _, index in best[: self._budget.num_nodes]]
 
     def _is_end(self, index: int) -> bool:
         """In a grammar nothing follows a stop."""
