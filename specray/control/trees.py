@@ -63,10 +63,10 @@ class TreeChoice:
         if plan.tree is not None:
             # It was chosen for an earlier plan, which is kept.
             plan = replace(plan, tree=None)
-        # Draft tokens that rejection tests are a chain.
         if self._is_off or plan.is_off or plan.overlap is not Overlap.SERIAL:
             return plan
-        if not stats.draft_knows_acceptance:
+        if self._is_model and not stats.draft_knows_acceptance:
+            # Of what was sampled for rejection, a chain is verified.
             return plan
         if self._fixed is not None:
             widths = self._fixed.widths[: plan.num_speculative_tokens]

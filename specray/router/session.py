@@ -13,6 +13,7 @@ An item in flight changes nothing here until its reply arrives: lengths are plan
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from specray.draft_tokens import NO_DRAFT, DraftTokens, TreeBudget
@@ -181,7 +182,9 @@ class Session:
         """Asks the draft what may follow the committed tokens; replaces what it was asked before."""
         self._open_verdict = None
         self._has_outcomes = False
-        return self._speculate_item(num_speculative_tokens, (), (), min_acceptance=min_acceptance, tree=tree)
+        item = self._speculate_item(num_speculative_tokens)
+        self.draft.in_flight = item = replace(item, min_acceptance=min_acceptance, tree=tree)
+        return item
 
     def outcomes_item(
         self, num_speculative_tokens: int, fanout: tuple[int, ...], max_branches: int = 0
@@ -196,22 +199,17 @@ class Session:
         assert len(fanout) == len(proposed) + 1
         self._branches.ask(verifying.draft)
         self._has_outcomes = False
-        return self._speculate_item(num_speculative_tokens, proposed, fanout, max_branches)
+        item = self._speculate_item(num_speculative_tokens, proposed, fanout)
+        self.draft.in_flight = item = replace(item, max_branches=max_branches)
+        return item
 
     def prefill_chunk_item(self, num_tokens: int) -> SpeculateItem:
         """Lets the draft prefill the next of the tokens that it was not told; it is asked nothing."""
         assert self.draft.in_flight is None and num_tokens >= 1
-        return self._speculate_item(0, (), (), end=self.draft.synced_len + num_tokens)
+        return self._speculate_item(0, end=self.draft.synced_len + num_tokens)
 
     def _speculate_item(
-        self,
-        num_speculative_tokens: int,
-        proposed: tuple[int, ...],
-        fanout: tuple[int, ...],
-        max_branches: int = 0,
-        min_acceptance: float = 0.0,
-        tree: TreeBudget | None = None,
-        end: int | None = None,
+        self, most: int, proposed: tuple[int, ...] = (), fanout: tuple[int, ...] = (), end: int | None = None
     ) -> SpeculateItem:
         view = self.draft
         view.round_id += 1
@@ -221,13 +219,10 @@ class Session:
             view.round_id,
             start,
             tuple(self.committed[start:end]),
-            num_speculative_tokens,
+            most,
             proposed,
             fanout,
             self.request.sampling if start == 0 else None,
-            max_branches,
-            min_acceptance,
-            tree,
         )
         return view.in_flight
 
