@@ -84,11 +84,13 @@ class SuffixProposer:
         matches = [(self._index, self._own_match())]
         if self._store is not None:
             matches += [(index, index.find(self._end)) for index in self._store.generations]
-        used, (score, path) = self._index, (0.0, ())
+        used = self._index
+        best: tuple[float, tuple[int, ...]] = (0.0, ())
         for index, match in matches:
             found = self._best(index, match, k)
-            if found[0] > score:
-                used, (score, path) = index, found
+            if found[0] > best[0]:
+                used, best = index, found
+        path = best[1]
         if not path:
             return NO_DRAFT
         draft = DraftTokens(path)

@@ -180,8 +180,7 @@ class Session:
         self, num_speculative_tokens: int, min_acceptance: float = 0.0, tree: TreeBudget | None = None
     ) -> SpeculateItem:
         """Asks the draft what may follow the committed tokens; replaces what it was asked before."""
-        self._open_verdict = None
-        self._has_outcomes = False
+        self._open_verdict, self._has_outcomes = None, False
         item = self._speculate_item(num_speculative_tokens)
         self.draft.in_flight = item = replace(item, min_acceptance=min_acceptance, tree=tree)
         return item
