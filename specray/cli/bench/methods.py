@@ -91,7 +91,8 @@ def methods(
         for prompt in load_labelled_prompts(dataset, dataset_path, num_prompts)
     ]
     # An output must have room for itself behind its prompt.
-    prompts = [one for one in prompts if len(one.token_ids) + max_tokens <= max_model_len]
+    longest = (max_model_len or config.target.max_model_len or 2048) - max_tokens
+    prompts = [one for one in prompts if len(one.token_ids) <= longest]
     with Console(stderr=True).status("starting the pair") as status:
         temperatures = temperature or (0.0, 1.0)
         k = config.speculation.num_speculative_tokens

@@ -11,11 +11,10 @@ import torch
 
 from specray.draft_tokens import DraftTokens, TreeBudget
 from specray.engine.draft import DraftEngine
-from specray.engine.sampling.draws import SCORE_SPREAD
 from specray.engine.sampling.noise import NoiseSource
 from specray.engine.sampling.processors import process_logits
 from specray.engine.sampling.verify import add_draw_noise
-from specray.engine.trees import CHILDREN
+from specray.engine.trees import CHILDREN, REACHED, SPREAD
 from specray.types import Proposal, SamplingParams
 from tests.unit.engine.harness import (
     CLOSE,
@@ -58,10 +57,10 @@ def children(sampling: SamplingParams, prefix: Sequence[int]) -> list[tuple[int,
     group = row_group(sampling, prefix, 1)
     noise = NoiseSource(VOCAB_SIZE, max_cached_bytes=0)
     scores = add_draw_noise(process_logits(row, [group]), [group], noise)[0]
-    values, token_ids = scores.topk(CHILDREN + 1)
-    logprobs = (values / SCORE_SPREAD).log_softmax(-1)
+    values, token_ids = scores.topk(CHILDREN)
+    logprobs = (values / SPREAD).log_softmax(-1) + math.log(REACHED)
     ranked = zip(token_ids.tolist(), logprobs.tolist(), strict=True)
-    return [(token, logprob) for token, logprob in ranked if logprob > -math.inf][:CHILDREN]
+    return [(token, logprob) for token, logprob in ranked if logprob > -math.inf]
 
 
 def best_tree(sampling: SamplingParams, prefix: Sequence[int], depth: int, num_nodes: int) -> DraftTokens:
