@@ -31,11 +31,12 @@ from specray.errors import OutOfBlocksError
 CHILDREN = 8
 """Children of a node that are looked at; the target draws others at hardly any position."""
 SPREAD = 1.0
-"""As SCORE_SPREAD, for nodes: scores (logits, with noise) this far apart differ by a factor of e in the chance
-that the target draws their tokens. Measured on SmolLM2-135M and the draft that was trained for it, over 576
-places of nine Spec-Bench outputs: by it, the best of a row have 0.60, 0.11, 0.05 and 0.04 where the target drew
-them in 0.56, 0.09, 0.05 and 0.03 at temperature 0; 0.52, 0.14, 0.07 and 0.04 for 0.46, 0.09, 0.06 and 0.05 at
-temperature 1."""
+"""As SCORE_SPREAD, for nodes: scores (logits, with noise) that are this far apart differ by a factor of e in
+the chance that the target draws their tokens.
+
+Measured on SmolLM2-135M and the draft trained for it, over 576 places of nine Spec-Bench outputs: by it, the
+best tokens of a row have 0.60, 0.11, 0.05 and 0.04 where the target drew them in 0.56, 0.09, 0.05 and 0.03 at
+temperature 0; 0.52, 0.14, 0.07 and 0.04 for 0.46, 0.09, 0.06 and 0.05 at temperature 1."""
 REACHED = 0.85
 """Chance that the target draws one of the best eight. It was 0.78 and 0.75 there; a surer draft has more."""
 _ROOT = -1
