@@ -1,4 +1,4 @@
-"""Draft tokens, a chain or a tree, and the distributions that they were sampled from.
+"""Draft tokens, a chain or a tree, the distributions that they were sampled from, and what a tree may have.
 
 As ``types``, it crosses boundaries, is plain and frozen, and imports nothing from the rest of the package.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from typing import Final
 
 MAX_DRAFT_NODES: Final = 64
@@ -189,3 +191,32 @@ class DraftTokens:
 
 NO_DRAFT: Final = DraftTokens()
 """No draft tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreeBudget:
+    """What a tree of draft tokens may have, besides the longest path.
+
+    Raises:
+        ValueError: names the field, the value and what is allowed.
+    """
+
+    num_nodes: int
+    """Most nodes, 1..MAX_DRAFT_NODES."""
+    widths: tuple[int, ...] = ()
+    """Children of each node, by depth, from the root on: a tree of one shape. Empty: the likeliest nodes."""
+    min_chance: float = 0.0
+    """Least chance that a node is reached, as the draft estimates it, in [0, 1); a shape has no bound."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_nodes <= MAX_DRAFT_NODES:
+            raise ValueError(f"tree.num_nodes is {self.num_nodes}; allowed: 1..{MAX_DRAFT_NODES}")
+        if any(width < 1 for width in self.widths):
+            raise ValueError(f"tree.widths is {self.widths}; allowed: numbers of 1 or more")
+        if not 0.0 <= self.min_chance < 1.0:
+            raise ValueError(f"tree.min_chance is {self.min_chance}; allowed: 0 or more, below 1")
+
+    @classmethod
+    def of_widths(cls, widths: Sequence[int]) -> TreeBudget:
+        """The budget of a tree of one shape, for all of its nodes."""
+        return cls(sum(accumulate(widths, mul)), tuple(widths))

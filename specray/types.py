@@ -18,7 +18,7 @@ import enum
 from dataclasses import dataclass
 from typing import Final
 
-from specray.draft_tokens import NO_DRAFT, DraftTokens
+from specray.draft_tokens import NO_DRAFT, DraftTokens, TreeBudget
 
 MAX_SPECULATIVE_TOKENS: Final = 32
 """Largest K: most draft tokens per round that a configuration or a request may ask for."""
@@ -168,11 +168,20 @@ class SpeculateItem:
     min_acceptance: float = 0.0
     """Probability in [0, 1) at which a Proposal ends: before the token by which the chance that all of it is
     accepted, as the draft estimates it, would fall below. The first token is always there. Without effect
-    under rejection, where draft tokens must not be chosen by what they are."""
+    under rejection, where draft tokens must not be chosen by what they are. Of a tree: no node is added where
+    the chance that one of its leaves is reached would be below."""
+    tree: TreeBudget | None = None
+    """Answer a Proposal with a tree, whose paths have at most ``num_speculative_tokens``; None: with a chain,
+    as always under rejection."""
 
     @property
     def is_prefill_chunk(self) -> bool:
         return self.num_speculative_tokens == 0 and not self.fanout
+
+    @property
+    def max_draft_nodes(self) -> int:
+        """Most draft tokens of a Proposal, or of each branch."""
+        return self.num_speculative_tokens if self.tree is None else self.tree.num_nodes
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,7 @@ def generate(
     num_speculative_tokens: options.NumSpeculativeTokens = None,
     verification: options.Verification = None,
     overlap: options.OverlapMode = None,
+    tree: options.Tree = None,
     settings: options.Settings = None,
 ) -> None:
     """Print the continuation of a prompt as it is generated, and what speculation did (on stderr)."""
@@ -83,6 +84,7 @@ def generate(
             num_speculative_tokens=num_speculative_tokens,
             verification=verification,
             overlap=overlap,
+            tree=tree,
         )
         pieces = _from_own_pair(build_config(config, values, settings or []), text, sampling)
 

@@ -74,6 +74,12 @@ OverlapMode = Annotated[
     str | None,
     typer.Option(help="What the draft does while the target verifies: serial, ahead, enumerate, auto."),
 ]
+Tree = Annotated[
+    str | None,
+    typer.Option(
+        help="Trees of draft tokens: off, auto, a number of nodes, or children by depth such as 4x2x1."
+    ),
+]
 
 # The requests.
 PromptSource = Annotated[Dataset, typer.Option(help="Source of the prompts.")]

@@ -26,6 +26,7 @@ def serve(
     num_speculative_tokens: options.NumSpeculativeTokens = None,
     verification: options.Verification = None,
     overlap: options.OverlapMode = None,
+    tree: options.Tree = None,
     num_draft_replicas: options.NumDraftReplicas = None,
     served_model_name: Annotated[str | None, typer.Option(help="Name of the model in the API.")] = None,
     host: Annotated[str | None, typer.Option(help="Address on which HTTP and gRPC listen.")] = None,
@@ -48,6 +49,7 @@ def serve(
         num_speculative_tokens=num_speculative_tokens,
         verification=verification,
         overlap=overlap,
+        tree=tree,
     ) | {
         "target.tensor_parallel_size": tensor_parallel_size,
         "draft.num_replicas": num_draft_replicas,

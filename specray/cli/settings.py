@@ -70,6 +70,7 @@ def pair_options(
     num_speculative_tokens: str | None = None,
     verification: str | None = None,
     overlap: str | None = None,
+    tree: str | None = None,
 ) -> dict[str, object]:
     """Translates the options about the pair, and how it speculates, to dotted keys of the configuration."""
     has_no_draft = draft == NO_DRAFT
@@ -90,6 +91,7 @@ def pair_options(
         "speculation.num_speculative_tokens": _number(num_speculative_tokens),
         "speculation.verification": verification,
         "speculation.overlap": overlap,
+        "speculation.tree": tree,
     }
 
 

@@ -25,6 +25,7 @@ LIVE_KEYS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
             "num_speculative_tokens",
             "verification",
             "overlap",
+            "tree",
             "fallback",
             "past_output_tokens",
         ),

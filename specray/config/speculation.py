@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Final, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from specray.config.section import Section
+from specray.draft_tokens import MAX_DRAFT_NODES, TreeBudget
 from specray.types import MAX_SPECULATIVE_TOKENS, Overlap, Verification
+
+_TREE: Final = re.compile(rf"[0-9]{{1,2}}(x[0-9]{{1,2}}){{0,{MAX_SPECULATIVE_TOKENS - 1}}}")
 
 
 class SpeculationConfig(Section):
@@ -26,6 +30,11 @@ class SpeculationConfig(Section):
     # Measured on 2 cores shared by both engines, tokens/s: 193M target 164 serial, 168 auto; embedded pair
     # 876 serial, 829 auto. With the draft behind a network, overlap hides the latency: choose auto.
     overlap: Overlap | Literal["auto"] = Overlap.SERIAL
+    tree: str = Field(
+        "off",
+        description="Trees of draft tokens: off, auto (where measurements promise more than a chain), a "
+        "number of nodes, or the children of each node by depth, such as 4x2x1.",
+    )
     fallback: Literal["none", "ngram", "suffix"] = Field(
         "ngram",
         description="Fallback proposer for rounds without a proposal of the draft model, while it pays off.",
@@ -40,9 +49,49 @@ class SpeculationConfig(Section):
         64, ge=1, le=256, description="Support of the sparse draft distribution under rejection."
     )
 
+    @property
+    def without_overlap(self) -> SpeculationConfig:
+        """The settings for drafts that take no time."""
+        return self.model_copy(update={"overlap": Overlap.SERIAL})
+
+    @property
+    def tree_budget(self) -> TreeBudget | None:
+        """What every tree has; None: there are none, or it is chosen by measurement."""
+        return None if self.tree in ("off", "auto") else _read_budget(self.tree)
+
+    @field_validator("tree", mode="before")
+    @classmethod
+    def _read_tree(cls, tree: object) -> object:
+        # YAML reads off as a boolean.
+        if isinstance(tree, bool):
+            return "on" if tree else "off"
+        return str(tree) if isinstance(tree, int) else tree
+
+    @field_validator("tree")
+    @classmethod
+    def _check_tree(cls, tree: str) -> str:
+        if tree in ("off", "auto"):
+            return tree
+        try:
+            if not _TREE.fullmatch(tree):
+                raise ValueError
+            _read_budget(tree)
+        except ValueError:
+            raise ValueError(
+                f"tree is {tree}; allowed: off, auto, a number of nodes 1..{MAX_DRAFT_NODES}, or children "
+                f"by depth such as 4x2x1: at most {MAX_DRAFT_NODES} nodes, {MAX_SPECULATIVE_TOKENS} depths"
+            ) from None
+        return tree
+
     @model_validator(mode="after")
     def _check_k(self) -> SpeculationConfig:
         k = self.num_speculative_tokens
         if k != "auto" and not 0 <= k <= MAX_SPECULATIVE_TOKENS:
             raise ValueError(f"num_speculative_tokens is {k}; allowed: 0..{MAX_SPECULATIVE_TOKENS} or auto")
         return self
+
+
+def _read_budget(tree: str) -> TreeBudget:
+    """Reads a number of nodes, or a shape."""
+    widths = [int(width) for width in tree.split("x")]
+    return TreeBudget(widths[0]) if len(widths) == 1 else TreeBudget.of_widths(widths)

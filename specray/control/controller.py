@@ -14,9 +14,8 @@ from dataclasses import replace
 
 from specray.config import SpeculationConfig
 from specray.control.cost_model import CostModel
-from specray.control.estimators import Rate
 from specray.control.experiments import EXPLORATION_ROUNDS, Experiments, Exploration
-from specray.control.goodput import ANY_K, HYSTERESIS, GoodputModel, prior_hit_rate
+from specray.control.goodput import ANY_K, HYSTERESIS, GoodputModel
 from specray.control.mode import ModeController
 from specray.control.service_rates import PRIOR_ACCEPTANCE, ServiceRates
 from specray.control.simple import SimpleModel
@@ -29,7 +28,9 @@ from specray.control.state import (
     Plan,
     Reason,
     SessionStats,
+    TreeVerdict,
 )
+from specray.control.trees import PRIORS_BY_KIND, TreeChoice
 from specray.requests import GenerateRequest
 from specray.types import MAX_SPECULATIVE_TOKENS, DraftKind, Overlap
 
@@ -40,11 +41,6 @@ MAX_NEXT_TOKENS = 8
 REFUSED_REST_ROUNDS = 16
 """Rounds for which a draft that refused a session is not asked for it."""
 _FOR_EVER = 1 << 60
-
-
-def without_overlap(config: SpeculationConfig) -> SpeculationConfig:
-    """The settings for drafts that take no time."""
-    return config.model_copy(update={"overlap": Overlap.SERIAL})
 
 
 class Controller:
@@ -74,7 +70,7 @@ class Controller:
         self._observer = observer
         self._source = source
         self._is_model = source == DraftKind.MODEL.value
-        self._rates = ServiceRates(prior_acceptance)
+        self._rates = ServiceRates(prior_acceptance, *PRIORS_BY_KIND[self._is_model])
         self.cost_model = CostModel() if cost_model is None else cost_model
         self._is_simple = self._is_model and config.control == "simple"
         self._set(config)
@@ -98,6 +94,7 @@ class Controller:
         self._fixed_k = None if fixed == "auto" else fixed
         model = SimpleModel if self._is_simple else GoodputModel
         self._goodput = model(config, self._source, self.cost_model)
+        self._trees = TreeChoice(config, self._goodput, self.cost_model, is_model=self._is_model)
 
     def beside(self, source: str, *, prior_acceptance: float) -> Controller:
         """A controller for drafts that take no time and so never overlap; target times are shared.
@@ -107,7 +104,7 @@ class Controller:
             prior_acceptance: per token, until some have been verified; in (0, 1).
         """
         return Controller(
-            without_overlap(self._config),
+            self._config.without_overlap,
             observer=self._observer,
             source=source,
             prior_acceptance=prior_acceptance,
@@ -221,7 +218,10 @@ class Controller:
     def observe_round(
         self, stats: SessionStats, num_drafts: int, num_accepted: int, *, has_ngram: bool = False
     ) -> None:
-        """Takes a verdict of a session; ``has_ngram``: on draft tokens that are not counted here."""
+        """Takes a verdict of a session; ``has_ngram``: on draft tokens that are not counted here.
+
+        Of a tree, that on its first chain.
+        """
         stats.rounds_to_replan -= 1
         if stats.rest_rounds:
             stats.rest_rounds -= 1
@@ -237,6 +237,10 @@ class Controller:
         stats.rounds_off = 0
         self._rates.observe_verdict(stats, num_drafts, num_accepted)
 
+    def observe_tree(self, stats: SessionStats, verdict: TreeVerdict) -> None:
+        """Takes a verdict on all of a tree."""
+        self._rates.observe_tree(stats, verdict)
+
     def observe_proposal(self, stats: SessionStats, num_asked: int, num_drafts: int) -> None:
         """Takes the length of a proposal under a bound, for which ``num_asked`` tokens were asked at most."""
         self._rates.observe_proposal(stats, num_asked, num_drafts)
@@ -244,10 +248,7 @@ class Controller:
     def observe_lookup(self, plan: Plan, *, is_hit: bool) -> None:
         """Takes whether a verdict was among the outcomes asked under ``plan``."""
         if plan.overlap is Overlap.ENUMERATE:
-            hit_rate = self.cost_model.hit_rate
-            if plan.width not in hit_rate:
-                hit_rate[plan.width] = Rate(prior_hit_rate(plan.width, self._rates.acceptance.value))
-            hit_rate[plan.width].add(int(is_hit), 1)
+            self.cost_model.observe_lookup(plan.width, self._rates.acceptance.value, is_hit=is_hit)
 
     def observe_refusal(self, stats: SessionStats, *, is_final: bool = False) -> None:
         """The draft refused the session; ``is_final``: it is not asked again for this session."""
@@ -302,7 +303,8 @@ class Controller:
         else:
             plan = self._choose(plans, current, stats, num_running)
         limit = self._goodput.with_bound if self._joint(stats) is None else self._goodput.share_of
-        stats.plan = self._with_reason(limit(plan, stats, num_running), stats, num_running)
+        chain = self._with_reason(limit(plan, stats, num_running), stats, num_running)
+        stats.plan = self._trees.with_tree(chain, stats, num_running)
         most = OFF_REPLAN_ROUNDS if plan.is_off else REPLAN_ROUNDS
         stats.rounds_to_replan = EXPLORATION_ROUNDS if stats.is_exploring else min(most, stats.replan_rounds)
         stats.replan_rounds = min(most, 2 * stats.replan_rounds)
@@ -347,6 +349,8 @@ class Controller:
             self.cost_model.decay(DECAY / max(1, num_running))
             if current is not None and current.num_speculative_tokens != ANY_K:
                 stats.bounded.decay(DECAY)
+            if current is not None and current.tree is None:
+                stats.tree.decay(DECAY)
         joint = self._joint(stats)
         best = plans[0] if joint is None else joint
         if joint is None and len(plans) > 1:

@@ -15,10 +15,12 @@ nor to all of them together.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from specray.control.estimators import Average, OutcomesTime, Rate, TimeTable
+from specray.control.expectations import prior_hit_rate
 from specray.types import DraftReply, Proposal, SpeculateItem, StepTime
 
 PRIOR_DRAFT_SHARE = 0.15
@@ -142,13 +144,21 @@ class DraftTimes:
         """Seconds of so many proposals besides their steps."""
         return self._overhead * math.sqrt(num_proposals) * (self._shape.predict(1) or 0.0)
 
-    def add(self, num_steps: Sequence[int], seconds: float, *, num_read: int = 0) -> None:
+    def add(
+        self,
+        num_steps: Sequence[int],
+        seconds: float,
+        *,
+        num_read: int = 0,
+        num_more_rows: Sequence[int] = (),
+    ) -> None:
         """Takes the time of an answer to proposals, and to nothing else.
 
         Args:
             num_steps: of each proposal; at least one has some.
             seconds: more than 0.
             num_read: tokens that all proposals began with together; 0: one each.
+            num_more_rows: of each step, rows beyond one for each proposal that grows: those of trees.
         """
         most = max(num_steps)
         if self._shape.predict(1) is None:
@@ -156,6 +166,8 @@ class DraftTimes:
             self.expect({1: seconds / most})
         unit = self._shape.predict(1) or 0.0
         rows = [sum(steps > index for steps in num_steps) for index in range(most)]
+        for index, more in enumerate(num_more_rows):
+            rows[index] += more
         rows[0] = max(rows[0], first_rows(len(num_steps), num_read / len(num_steps)))
         steps_s = sum(self._shape.predict(count) or 0.0 for count in rows)
         rest_s = unit * math.sqrt(len(num_steps))
@@ -247,17 +259,26 @@ class CostModel:
         num_steps = [num_draft_steps(*answer) for answer in answered]
         if not items[0].fanout:
             num_read = sum(len(item.token_ids) for item in items)
-            self.observe_proposals(num_steps, forward_s, transport_s, num_read=num_read)
+            self.observe_proposals(
+                num_steps, forward_s, transport_s, num_read=num_read, num_more_rows=_more_rows(answered)
+            )
             return
         num_branches = sum(item.max_branches or sum(item.fanout) for item in items)
         self.observe_outcomes(max(num_steps), num_branches, forward_s)
 
     def observe_proposals(
-        self, num_steps: Sequence[int], forward_s: float, round_trip_s: float, *, num_read: int = 0
+        self,
+        num_steps: Sequence[int],
+        forward_s: float,
+        round_trip_s: float,
+        *,
+        num_read: int = 0,
+        num_more_rows: Sequence[int] = (),
     ) -> None:
         """Takes a draft step that answered proposals and nothing else; as ``DraftTimes.add``."""
         if max(num_steps) > 0:
-            self.draft.add(num_steps, forward_s / self.load_factor, num_read=num_read)
+            seconds = forward_s / self.load_factor
+            self.draft.add(num_steps, seconds, num_read=num_read, num_more_rows=num_more_rows)
             self.draft_round_trip.add(max(0.0, round_trip_s) / self.load_factor)
 
     def observe_outcomes(self, num_tokens: int, num_branches: int, forward_s: float) -> None:
@@ -269,6 +290,16 @@ class CostModel:
         step_s = self.draft_step_s(1, 0.0)
         self.outcomes.add(num_tokens, num_branches, forward_s, step_s=step_s)
         self.slowest_outcomes_s = max(forward_s, 0.98 * self.slowest_outcomes_s)
+
+    def observe_lookup(self, width: int, acceptance: float, *, is_hit: bool) -> None:
+        """Takes whether a verdict was among the outcomes of an enumeration.
+
+        Args:
+            acceptance: per token, from which the first estimate follows.
+        """
+        if width not in self.hit_rate:
+            self.hit_rate[width] = Rate(prior_hit_rate(width, acceptance))
+        self.hit_rate[width].add(int(is_hit), 1)
 
     def decay(self, share: float) -> None:
         """Forgets a share of what was measured of outcomes, which may not have been asked for since."""
@@ -311,4 +342,21 @@ def first_rows(num_proposals: int, num_tokens: float) -> int:
 def num_draft_steps(item: SpeculateItem, reply: DraftReply) -> int:
     """Draft steps of an answer: the token before which a proposal was ended had been drafted too."""
     asked = item.num_speculative_tokens
-    return min(asked, len(reply.draft.token_ids) + 1) if isinstance(reply, Proposal) else asked
+    if not isinstance(reply, Proposal):
+        return asked
+    if item.tree is not None and item.tree.widths:
+        return min(asked, len(item.tree.widths))
+    return min(asked, max(reply.draft.depths, default=-1) + 2)
+
+
+def _more_rows(answered: Sequence[tuple[SpeculateItem, DraftReply]]) -> list[int]:
+    """Rows of each draft step beyond one for each proposal: a step continues the nodes of one depth."""
+    more: Counter[int] = Counter()
+    for item, reply in answered:
+        if not isinstance(reply, Proposal) or reply.draft.is_chain:
+            continue
+        num_steps = num_draft_steps(item, reply)
+        for depth, count in Counter(reply.draft.depths).items():
+            if depth + 1 < num_steps:
+                more[depth + 1] += count - 1
+    return [more[index] for index in range(max(more, default=-1) + 1)]

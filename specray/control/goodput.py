@@ -16,15 +16,21 @@ the branches, and so does h: the width of the fan-out is part of the plan.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean, geometric_mean
-from typing import Final, NamedTuple
+from typing import Final
 
 from specray.config import SpeculationConfig
 from specray.control.cost_model import CostModel
 from specray.control.estimators import Rate
+from specray.control.expectations import (
+    ExpectedRound,
+    expected_drafts,
+    expected_steps,
+    expected_tokens,
+    prior_hit_rate,
+)
 from specray.control.state import OFF, BoundedProposalStats, Plan, SessionStats
 from specray.types import MAX_SPECULATIVE_TOKENS, DraftKind, Overlap
 
@@ -62,32 +68,8 @@ HANDLING_S: Final = 40e-6
 embedded pair, rounds with proposals took 5.7 ms beside both engines' steps and the way to the draft, rounds
 without 0.3 (2 cores, ``specray bench overlap``). Chosen, not fitted: with it they came to 0.94 times plain
 decoding, with none to 0.84."""
-MISSES_BY_WIDTH = (1.0, 0.5, 0.3)
-"""P(miss) of 1, 2 or 3 branches per number of accepted tokens, relative to the draft's first guess alone,
-before it is measured. Measured on the embedded pair."""
 _UNKNOWN_S = 1e-3
 """Seconds of a target step of which nothing is known."""
-_MIN_CHANCE = 0.01
-"""Least probability of a draft step that is counted."""
-
-
-class ExpectedRound(NamedTuple):
-    """Expectation of one session's round."""
-
-    num_drafts: float
-    num_tokens: float
-    """Committed tokens."""
-    continuation: float
-    """P(a draft token is followed by another)."""
-
-
-class DraftStep(NamedTuple):
-    """Expectation of one step of the draft."""
-
-    chance: float
-    """P(the step is taken)."""
-    num_growing: float
-    """Proposals that grow in it if it is taken; at least 1."""
 
 
 class GoodputModel:
@@ -189,9 +171,9 @@ class GoodputModel:
         if plan.is_off:
             return self.plain_goodput(num_running)
         if not self._is_model:
-            return self._lone_goodput(k, acceptance, num_running)
+            return self.lone_goodput(k, expected_tokens(acceptance, k), num_running)
         if plan.overlap is Overlap.SERIAL:
-            return self.serial_goodput(k, [self._round(k, stats)], num_running)
+            return self.serial_goodput(k, [self.expected_round(k, stats)], num_running)
         num_branches = num_running
         if plan.overlap is Overlap.ENUMERATE:
             num_branches *= max_branches(plan, k, num_running=num_running)
@@ -201,7 +183,9 @@ class GoodputModel:
         """Predicted tokens per second of one session without speculation."""
         return 1.0 / max(self._cost.verify_s(num_running, num_running) or _UNKNOWN_S, 1e-9)
 
-    def serial_goodput(self, k: int, rounds: Sequence[ExpectedRound], num_running: int) -> float:
+    def serial_goodput(
+        self, k: int, rounds: Sequence[ExpectedRound], num_running: int, *, width: float = 1.0
+    ) -> float:
         """Predicted tokens per second of one session where draft and target take turns.
 
         The geometric mean over sessions: slow ones are there for longer. Where each that ends makes room for
@@ -209,14 +193,17 @@ class GoodputModel:
         gain, which only end sooner for it.
 
         Args:
-            k: most draft tokens of a proposal, >= 1.
+            k: most draft tokens of a proposal, >= 1; of a tree, of a path.
             rounds: of some sessions, which stand for all.
+            width: rows of a proposal in a draft step, on average: more than one of a tree.
         """
         cost = self._cost
         num_drafts = fmean(one.num_drafts for one in rounds)
         steps = expected_steps(k, [one.continuation for one in rounds], num_running)
         verify = cost.verify_s(round(num_running * (1 + num_drafts)), num_running) or _UNKNOWN_S
-        draft = sum(step.chance * cost.draft_step_s(round(step.num_growing), verify) for step in steps)
+        draft = sum(
+            step.chance * cost.draft_step_s(round(width * step.num_growing), verify) for step in steps
+        )
         num_read = fmean(one.num_tokens for one in rounds)
         draft += cost.load_factor * (
             cost.draft.unread_s(num_running, num_read) + cost.draft.overhead_s(num_running)
@@ -224,19 +211,22 @@ class GoodputModel:
         round_s = verify + draft + cost.round_trip_s + HANDLING_S * num_running
         return geometric_mean(one.num_tokens for one in rounds) / round_s
 
-    def _lone_goodput(self, k: int, acceptance: float, num_running: int) -> float:
-        """Goodput of ``k`` draft tokens that took no time, in a step in which the others have none.
+    def lone_goodput(self, num_drafts: int, num_tokens: float, num_running: int) -> float:
+        """Goodput of draft tokens that took no time, in a step in which the others have none.
 
         It is what the session adds to the tokens per second of all: its own tokens, less what the longer step
         costs the others. So it compares with ``plain_goodput`` as the others' does. The more others there
         are, the less a few rows gain: their cost is not known so well.
+
+        Args:
+            num_tokens: that such a round is expected to commit.
         """
         plain, longer = (
-            self._cost.verify_s(num_running + rows, num_running) or _UNKNOWN_S for rows in (0, k)
+            self._cost.verify_s(num_running + rows, num_running) or _UNKNOWN_S for rows in (0, num_drafts)
         )
         longer = max(longer, MIN_SLOWDOWN * plain)
         num_others = num_running - 1
-        return (num_others + expected_tokens(acceptance, k)) / longer - num_others / plain
+        return (num_others + num_tokens) / longer - num_others / plain
 
     def _overlapped_goodput(
         self, plan: Plan, acceptance: float, num_branches: int, num_running: int
@@ -269,7 +259,7 @@ class GoodputModel:
         if plan.overlap is not Overlap.SERIAL or not self._is_model:
             return fmean(self.goodput(plan, stats, num_running) for stats in sessions)
         k = plan.num_speculative_tokens
-        return self.serial_goodput(k, [self._round(k, stats) for stats in sessions], num_running)
+        return self.serial_goodput(k, [self.expected_round(k, stats) for stats in sessions], num_running)
 
     def _break_even(self, plan: Plan, stats: SessionStats, num_running: int) -> float:
         """Least P(a draft token is accepted) at which it is worth its row and its draft step.
@@ -302,8 +292,8 @@ class GoodputModel:
         part_s = 0.0 if num_running == 1 else max(0.0, together - alone) / (num_running - 1)
         return part_s + max(0.0, alone - part_s) / num_running**2
 
-    def _round(self, k: int, stats: SessionStats) -> ExpectedRound:
-        """Expected round of a session where the draft goes first."""
+    def expected_round(self, k: int, stats: SessionStats) -> ExpectedRound:
+        """Expected round of a session where the draft goes first, and proposes a chain."""
         acceptance = min(stats.acceptance.value, MAX_ACCEPTANCE)
         if k == ANY_K and self._is_bounded(Overlap.SERIAL, stats):
             # At most as many tokens as are accepted per rejection, however long proposals are.
@@ -346,54 +336,3 @@ def max_branches(plan: Plan, num_drafts: int, *, num_running: int) -> int:
     # Tokens of the n-gram fallback may be more: no more outcomes are worth a branch, and each costs a row.
     num_drafts = min(num_drafts, plan.num_speculative_tokens)
     return max(1, min(plan.width * (num_drafts + 1), MAX_BRANCH_ROWS // max(1, num_running)))
-
-
-def prior_hit_rate(width: int, acceptance: float) -> float:
-    """P(the next token is among ``width`` guesses), if the first alone is right with P(acceptance)."""
-    return 1 - (1 - acceptance) * MISSES_BY_WIDTH[width - 1]
-
-
-def expected_drafts(num_drafts: int, continuation: float) -> float:
-    """Expected draft tokens of a proposal of at most ``num_drafts`` >= 1.
-
-    Args:
-        continuation: P(a draft token is followed by another), in (0, 1].
-    """
-    if continuation >= 1.0:
-        return float(num_drafts)
-    return (1 - continuation**num_drafts) / (1 - continuation)
-
-
-def expected_steps(num_drafts: int, continuations: Sequence[float], num_proposals: int) -> list[DraftStep]:
-    """Draft steps until the last of some proposals has ended, each of at most ``num_drafts`` tokens.
-
-    They grow side by side, so all wait for the longest; the token before which it ends is drafted too.
-
-    Args:
-        continuations: of some of the proposals, which stand for all; as in ``expected_drafts``.
-    """
-    share = num_proposals / len(continuations)
-    steps = [DraftStep(1.0, float(num_proposals))]
-    chances = [1.0] * len(continuations)
-    for _ in range(num_drafts - 1):
-        # The step after token i is taken when one proposal at least has token i.
-        taken = 1 - math.prod(1 - chance for chance in chances) ** share
-        if taken < _MIN_CHANCE:
-            break
-        steps.append(DraftStep(taken, max(1.0, share * sum(chances) / taken)))
-        chances = [chance * more for chance, more in zip(chances, continuations, strict=True)]
-    return steps
-
-
-def expected_tokens(acceptance: float, num_drafts: int, continuation: float = 1.0) -> float:
-    """Expected tokens that a round of at most ``num_drafts`` draft tokens commits.
-
-    Leviathan et al. 2023 for ``continuation`` 1; token i is there and accepted, with all before it, in
-    ``continuation^(i-1) * acceptance^i`` of the rounds.
-
-    Args:
-        acceptance: per token, in [0, 1).
-        continuation: per token that follows another, in (0, 1].
-    """
-    both = acceptance * continuation
-    return 1 + acceptance * (1 - both**num_drafts) / (1 - both)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from specray.control.estimators import Rate, chain_trials
 from specray.control.goodput import ANY_K
-from specray.control.state import BoundedProposalStats, SessionStats
+from specray.control.state import BoundedProposalStats, SessionStats, TreeStats, TreeVerdict
 from specray.requests import GenerateRequest
 
 PRIOR_ACCEPTANCE = 0.7
@@ -17,6 +17,8 @@ PRIOR_BOUNDED_DRAFTS, PRIOR_BOUNDED_ACCEPTED = 8.0, 4.0
 """Tokens per proposal that only the draft ends: drafted, accepted."""
 PRIOR_WEIGHT = 4.0
 """Weight of a prior, in trials."""
+PRIOR_TREE_WEIGHT = 16.0
+"""Weight of the prior of trees, in tokens of their first chains."""
 
 
 class ServiceRates:
@@ -24,13 +26,15 @@ class ServiceRates:
 
     Args:
         prior_acceptance: per token, until some have been verified; in (0, 1).
+        prior_gain, prior_growth: of trees, until some have been verified: see ``TreeStats``.
 
     Attributes:
         acceptance: P(a draft token is accepted), given that those before it are.
     """
 
-    def __init__(self, prior_acceptance: float) -> None:
+    def __init__(self, prior_acceptance: float, prior_gain: float, prior_growth: float) -> None:
         self.acceptance = _service_rate(prior_acceptance)
+        self._tree = TreeStats(_service_rate(prior_gain), _service_rate(prior_growth))
         self._continuation = _service_rate(PRIOR_CONTINUATION)
         self._bounded = BoundedProposalStats(
             _service_rate(PRIOR_BOUNDED_DRAFTS), _service_rate(PRIOR_BOUNDED_ACCEPTED)
@@ -46,6 +50,7 @@ class ServiceRates:
             Rate(self.acceptance.value, PRIOR_WEIGHT),
             Rate(self._continuation.value, PRIOR_WEIGHT),
             self._bounded.start(PRIOR_WEIGHT),
+            self._tree.start(PRIOR_TREE_WEIGHT),
             request.request_id,
             fixed_k,
             draft_knows_acceptance=not request.sampling.draws_by_rejection,
@@ -60,6 +65,11 @@ class ServiceRates:
             stats.bounded.add(num_drafts, num_accepted)
             self._bounded.add(num_drafts, num_accepted)
         stats.num_asked = 0
+
+    def observe_tree(self, stats: SessionStats, verdict: TreeVerdict) -> None:
+        """Takes a verdict on a tree of a session."""
+        stats.tree.add(verdict)
+        self._tree.add(verdict)
 
     def observe_proposal(self, stats: SessionStats, num_asked: int, num_drafts: int) -> None:
         """Takes the length of a proposal under a bound, for which ``num_asked`` tokens were asked at most."""

@@ -6,14 +6,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from types import MappingProxyType
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from specray.control.estimators import Rate
+from specray.draft_tokens import TreeBudget
 from specray.types import Overlap
 
 FIRST_REPLAN_ROUNDS = 4
 REPLAN_ROUNDS = 16
 """Rounds for which a plan holds; the first plans hold for fewer, each twice as long as the one before."""
+PRIOR_GAIN, PRIOR_GROWTH = 1.3, 3.0
+"""``TreeStats`` of a draft model before a tree was verified."""
 OFF_REPLAN_ROUNDS = 32
 """Rounds for which a plan without speculation holds: nothing is measured meanwhile."""
 
@@ -27,6 +30,8 @@ class Reason(StrEnum):
     """Nothing is known of the target yet: a first K is tried."""
     PROFITABLE = "profitable"
     """Measurements promise more tokens per second with this K than without speculation."""
+    TREE = "tree"
+    """They promise still more with trees than with chains of this K."""
     UNPROFITABLE = "unprofitable"
     """Measurements promise too little, for all sessions or for the rest of this one."""
     EXPERIMENT = "experiment"
@@ -72,11 +77,19 @@ class Plan:
     """Branches per number of accepted tokens, on average, under enumeration; the draft chooses which."""
     min_acceptance: float = field(default=0.0, compare=False)
     """Least P(all of a proposal is accepted), by the draft; below it the proposal ends. 0: no bound."""
+    tree: TreeBudget | None = field(default=None, compare=False)
+    """What proposals have beside a chain: trees, whose paths have at most ``num_speculative_tokens``. None:
+    chains."""
     reason: Reason = field(default=Reason.PROFITABLE, compare=False)
 
     @property
     def is_off(self) -> bool:
         return self.num_speculative_tokens == 0
+
+    @property
+    def num_tree_nodes(self) -> int:
+        """Most nodes of a tree; 0: a chain."""
+        return 0 if self.tree is None else self.tree.num_nodes
 
     @property
     def overlap_label(self) -> str:
@@ -137,6 +150,39 @@ class BoundedProposalStats:
 
 
 @dataclass(slots=True)
+class TreeStats:
+    """Trees, compared with their first chains, which would have been proposed alone."""
+
+    gain: Rate
+    """Accepted tokens of trees, per accepted token of their first chains."""
+    growth: Rate
+    """Nodes of trees, per token of their first chains."""
+
+    def start(self, weight: float) -> TreeStats:
+        """The statistics of a new session, with these as its prior."""
+        return TreeStats(Rate(self.gain.value, weight), Rate(self.growth.value, weight))
+
+    def add(self, verdict: TreeVerdict) -> None:
+        """Takes one verdict."""
+        self.gain.add(verdict.num_accepted, verdict.num_chain_accepted)
+        self.growth.add(verdict.num_nodes, verdict.num_chain_nodes)
+
+    def decay(self, share: float) -> None:
+        """Forgets a share of the verdicts."""
+        self.gain.decay(share)
+        self.growth.decay(share)
+
+
+class TreeVerdict(NamedTuple):
+    """What was accepted of a tree, and what would have been of its first chain alone."""
+
+    num_nodes: int
+    num_accepted: int
+    num_chain_nodes: int
+    num_chain_accepted: int
+
+
+@dataclass(slots=True)
 class SessionStats:
     """One session's measurements and plan. Only the controller, with its service rates, writes to it."""
 
@@ -145,6 +191,7 @@ class SessionStats:
     continuation: Rate
     """P(the draft continues after a token), under a bound."""
     bounded: BoundedProposalStats
+    tree: TreeStats = field(default_factory=lambda: TreeStats(Rate(PRIOR_GAIN), Rate(PRIOR_GROWTH)))
     request_id: str = ""
     fixed_k: int | None = None
     """K of the configuration or the request; None: chosen by measurement."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.drafting.ngram import NgramProposer
 from specray.drafting.store import OutputStore
 from specray.drafting.suffix import SuffixProposer
@@ -28,8 +29,14 @@ class SessionProposer(Protocol):
         """Takes the session's next committed tokens: the prompt first, then verified ones."""
         ...
 
-    def propose(self, k: int) -> tuple[int, ...]:
-        """Returns at most ``k`` tokens to follow the given ones; empty: no match."""
+    def propose(self, k: int, num_nodes: int = 0) -> DraftTokens:
+        """Draft tokens to follow the given ones; none: no match.
+
+        Args:
+            k: most tokens of a path.
+            num_nodes: most nodes of a tree. Its first chain is the chain that is proposed without one; with
+                no more nodes than that has, there are none but its own.
+        """
         ...
 
 
@@ -42,9 +49,9 @@ class NoProposer:
     def extend(self, token_ids: Sequence[int]) -> None:
         """See SessionProposer."""
 
-    def propose(self, k: int) -> tuple[int, ...]:
+    def propose(self, k: int, num_nodes: int = 0) -> DraftTokens:
         """See SessionProposer."""
-        return ()
+        return NO_DRAFT
 
 
 def make_proposer(kind: DraftKind | None, store: OutputStore | None = None) -> SessionProposer:

@@ -3,21 +3,30 @@
 Oliaro et al.: *SuffixDecoding: extreme speculative decoding for emerging AI applications*, arXiv 2411.04975.
 For every match of the last tokens it follows the likeliest path. The relative frequency of a step estimates
 its probability; the path ends where the product falls below a bound. The path with the most expected accepted
-tokens is proposed. So proposals are long where the text repeats itself and short elsewhere. Only paths are
-proposed: trees would need a target that verifies them.
+tokens is proposed. So proposals are long where the text repeats itself and short elsewhere.
+
+Where more nodes are asked for, the other continuations of all matches become branches beside that path: each
+match is an expert that gives its share of the weight to each token, by how often it followed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
+from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.drafting.store import OutputStore
 from specray.drafting.suffix_index import MAX_MATCH_LEN, MAX_PROPOSAL_LEN, Match, SuffixIndex
+from specray.drafting.trie import grow
 
 MIN_PROB = 0.1
 """Minimum estimated probability that a whole path is accepted."""
 SPEC_FACTOR = 1.0
 """Maximum proposed tokens per token of the match."""
+MAX_CHILDREN = 4
+"""Most continuations of one match that are looked at, at each node of a tree."""
+LENGTH_WEIGHT = 2.0
+"""Factor on a match's weight for each further token of it."""
 
 
 class SuffixProposer:
@@ -65,20 +74,45 @@ class SuffixProposer:
         self._end.extend(token_ids)
         del self._end[:-MAX_MATCH_LEN]
 
-    def propose(self, k: int) -> tuple[int, ...]:
-        """Returns the path with the most expected accepted tokens, at most ``k`` long, often shorter."""
+    def propose(self, k: int, num_nodes: int = 0) -> DraftTokens:
+        """The path with the most expected accepted tokens, at most ``k`` long, often shorter.
+
+        Args:
+            num_nodes: with more than the path has, its other continuations become branches beside it, of as
+                many nodes in all.
+        """
+        matches = [(self._index, self._own_match())]
+        if self._store is not None:
+            matches += [(index, index.find(self._end)) for index in self._store.generations]
+        used = self._index
         best: tuple[float, tuple[int, ...]] = (0.0, ())
-        best = max(best, self._best(self._index, self._own_match(), k), key=_score)
-        if self._store is None:
-            return best[1]
-        used = None
-        for generation in self._store.generations:
-            score, path = self._best(generation, generation.find(self._end), k)
-            if score > best[0]:
-                best, used = (score, path), generation
-        if used is not None:
-            self._store.touch(used, self._end, best[1])
-        return best[1]
+        for index, match in matches:
+            found = self._best(index, match, k)
+            if found[0] > best[0]:
+                used, best = index, found
+        path = best[1]
+        if not path:
+            return NO_DRAFT
+        draft = DraftTokens(path)
+        if num_nodes > len(path):
+            draft = grow(path, self._experts(matches), num_nodes=num_nodes, depth=min(k, MAX_PROPOSAL_LEN))
+        # It changes the other index, of which there are matches.
+        if self._store is not None and used is not self._index:
+            self._store.touch(used, self._end, path)
+        return draft
+
+    def _experts(self, matches: Sequence[tuple[SuffixIndex, Match | None]]) -> list[_Expert]:
+        """All matches, the shorter ones too, with weights that sum to one."""
+        found: list[tuple[SuffixIndex, Match]] = []
+        for index, match in matches:
+            while match is not None:
+                found.append((index, match))
+                match = index.shorter(match)
+        weights = [LENGTH_WEIGHT**match.length for _, match in found]
+        return [
+            _Expert(index, match.state, weight / sum(weights), int(self._spec_factor * match.length))
+            for (index, match), weight in zip(found, weights, strict=True)
+        ]
 
     def _own_match(self) -> Match | None:
         """The longest suffix of the session that occurred earlier in it."""
@@ -111,6 +145,26 @@ class SuffixProposer:
             score += prob
             state = following
         return score, tuple(tokens)
+
+
+class _Expert(NamedTuple):
+    """Implements ``trie.Expert``: a match, and tokens behind it that were followed."""
+
+    texts: SuffixIndex
+    state: int
+    weight: float
+    num_left: int
+    """Tokens for which it may still be followed."""
+
+    def next(self) -> Iterable[tuple[int, _Expert]]:
+        """See Expert: tokens by how often they followed."""
+        if self.num_left <= 0:
+            return
+        texts = self.texts
+        count = texts.count(self.state)
+        for token_id, following in texts.likely(self.state, MAX_CHILDREN):
+            share = self.weight * texts.count(following) / count
+            yield token_id, _Expert(texts, following, share, self.num_left - 1)
 
 
 def _score(path: tuple[float, tuple[int, ...]]) -> float:

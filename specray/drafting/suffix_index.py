@@ -13,6 +13,7 @@ which are few unless the text repeats itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import nlargest
 from typing import NamedTuple
 
 from specray.types import MAX_SPECULATIVE_TOKENS
@@ -115,6 +116,11 @@ class SuffixIndex:
         count, latest = self._count, self._latest
         token_id = max(following, key=lambda token: (count[following[token]], latest[following[token]]))
         return token_id, following[token_id]
+
+    def likely(self, state: int, most: int) -> list[tuple[int, int]]:
+        """The ``most`` likeliest next tokens and their states, as ``likeliest`` orders them."""
+        count, latest, following = self._count, self._latest, self._next[state]
+        return nlargest(most, following.items(), key=lambda step: (count[step[1]], latest[step[1]]))
 
     # Structure
 

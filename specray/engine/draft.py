@@ -2,7 +2,8 @@
 
 A batch is a set of *chains*, each of which grows by one draft token per step, all in one ragged forward. A
 proposal is one chain. Outcomes begin with one forward over the tokens under verification, whose logits rank
-the next tokens; each (number accepted, next token) is then a chain of its own, a branch of the sequence.
+the next tokens; each (number accepted, next token) is then a chain of its own, a branch of the sequence. A
+proposal may also be a tree (``trees``), whose nodes of one depth are rows of the same forwards.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from specray.engine.schedule import (
     failure_reply,
     split_waves,
 )
+from specray.engine.trees import DraftTree, TreeRow
 from specray.errors import InvalidRequestError, SpecrayError
 from specray.types import DraftReplies, DraftReply, EngineInfo, Outcomes, Proposal, SpeculateItem
 
@@ -47,7 +49,7 @@ class _Proposing:
     chain: Chain
 
 
-_Task = _Proposing | OutcomeBranches
+_Task = _Proposing | DraftTree | OutcomeBranches
 
 
 class DraftEngine(EngineBase):
@@ -111,8 +113,11 @@ class DraftEngine(EngineBase):
     def _work(self, tasks: Sequence[_Task]) -> None:
         """Runs the tasks: one forward for first draft tokens and rankings, then a step per further token."""
         proposing = [task for task in tasks if isinstance(task, _Proposing)]
+        trees = [task for task in tasks if isinstance(task, DraftTree)]
         outcomes = [task for task in tasks if isinstance(task, OutcomeBranches)]
+        rows = [row for tree in trees for row in tree.rows()]
         work = [CatchUp(task.sequence, min(1, task.chain.num_wanted)) for task in proposing]
+        work += [CatchUp(tree.sequence, min(1, tree.num_wanted)) for tree in trees]
         work += [CatchUp(task.sequence, task.num_rows) for task in outcomes]
         logits = self._catch_up(work)
         growing = [task for task in proposing if not task.chain.is_full]
@@ -121,9 +126,11 @@ class DraftEngine(EngineBase):
             return
         if growing:
             self._draw(logits[: len(growing)], [task.chain for task in growing])
+        if rows:
+            self._spread(logits[len(growing) : len(growing) + len(rows)], rows)
         if outcome:
-            self._branch(logits[len(growing) :], outcome)
-        self._grow(growing, outcome)
+            self._branch(logits[len(growing) + len(rows) :], outcome)
+        self._grow(growing, trees, outcome)
         for task in outcome:
             task.settle()
 
@@ -151,13 +158,15 @@ class DraftEngine(EngineBase):
                 f"{MAX_TREE_ROWS}",
                 field="num_speculative_tokens",
             )
-        return self._admit_outcomes(item, length) if item.fanout else self._admit_chain(item, length)
+        return self._admit_outcomes(item, length) if item.fanout else self._admit_proposal(item, length)
 
-    def _admit_chain(self, item: SpeculateItem, length: int) -> _Proposing:
+    def _admit_proposal(self, item: SpeculateItem, length: int) -> _Proposing | DraftTree:
         num_wanted = min(item.num_speculative_tokens, self._info.max_model_len - length)
         sequence = self._keep_and_append(item, num_wanted)
         sequence.set_tail(())
         sequence.recompute_last(min(1, num_wanted))
+        if item.tree is not None and not sequence.sampling.draws_by_rejection:
+            return DraftTree(sequence, item.tree, num_wanted, min_acceptance=item.min_acceptance)
         # Log of 0 is minus infinity: no bound.
         min_logprob = math.log(item.min_acceptance) if item.min_acceptance > 0 else -math.inf
         chain = Chain(
@@ -219,12 +228,25 @@ class DraftEngine(EngineBase):
         for outcome in outcomes:
             outcome.spread([next(rows) for _ in range(outcome.num_rows)])
 
-    def _grow(self, proposing: Sequence[_Proposing], outcomes: Sequence[OutcomeBranches]) -> None:
-        """Continues all chains together until each has its tokens."""
+    def _spread(self, logits: Tensor, rows: Sequence[TreeRow]) -> None:
+        """Gives each row's next tokens to its tree."""
+        groups = [self._masked(row.group, row.request_id, row) for row in rows]
+        ranked = self._sampler.rank(logits, groups, [row.count for row in rows], [None] * len(rows))
+        for row, next_tokens in zip(rows, ranked, strict=True):
+            row.tree.add(row.node, next_tokens)
+
+    def _grow(
+        self,
+        proposing: Sequence[_Proposing],
+        trees: Sequence[DraftTree],
+        outcomes: Sequence[OutcomeBranches],
+    ) -> None:
+        """Continues all chains and trees together until each has its tokens."""
         before: Sequence[_Proposing] = ()
         while True:
             proposing = [task for task in proposing if not task.chain.is_full]
             chains: list[Chain] = [task.chain for task in proposing]
+            rows: list[TreeRow] = []
             logits = self._advance(before) if before and chains else None
             if logits is None:
                 work: list[CatchUp | BranchStep] = [CatchUp(task.sequence, 1) for task in proposing]
@@ -232,13 +254,20 @@ class DraftEngine(EngineBase):
                     growing, step = outcome.step()
                     chains += growing
                     work += [] if step is None else [step]
-                if not chains:
+                for tree in trees:
+                    nodes, step = tree.step()
+                    rows += nodes
+                    work += [] if step is None else [step]
+                if not chains and not rows:
                     return
                 logits = self._catch_up(work)
             assert logits is not None, "every chain wants a logits row"
-            self._draw(logits, chains)
+            if chains:
+                self._draw(logits[: len(chains)], chains)
+            if rows:
+                self._spread(logits[len(chains) :], rows)
             # Without branches, and in one forward each, a step follows from the one before.
-            is_simple = not outcomes and len(chains) <= self._info.max_num_batched_tokens
+            is_simple = not outcomes and not trees and len(chains) <= self._info.max_num_batched_tokens
             before = proposing if is_simple else ()
 
     def _advance(self, before: Sequence[_Proposing]) -> Tensor | None:
@@ -259,7 +288,7 @@ class DraftEngine(EngineBase):
         for chain, token in zip(chains, tokens, strict=True):
             chain.take(token)
 
-    def _masked(self, group: RowGroup, request_id: str, of: Chain | OutcomeBranches) -> RowGroup:
+    def _masked(self, group: RowGroup, request_id: str, of: Chain | OutcomeBranches | TreeRow) -> RowGroup:
         """The rows with what their request's grammar allows.
 
         Without masks where the grammar is lost: the target refuses what it forbids.
@@ -274,6 +303,8 @@ class DraftEngine(EngineBase):
 
 
 def _reply(item: SpeculateItem, task: _Task) -> DraftReply:
+    if isinstance(task, DraftTree):
+        return Proposal(item.request_id, item.round_id, item.base_len, task.settle())
     if isinstance(task, _Proposing):
         chain = task.chain
         return Proposal(

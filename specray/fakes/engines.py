@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from heapq import heappop, heappush
 
-from specray.draft_tokens import DraftTokens
+from specray.draft_tokens import DraftTokens, TreeBudget
 from specray.errors import ProtocolError
 from specray.fakes.models import Guesser, ToyModel
 from specray.types import (
@@ -297,7 +298,10 @@ class FakeDraft:
         if item.fanout:
             branches = tuple(self._branches(item, sequence))
             return Outcomes(item.request_id, item.round_id, item.base_len, branches)
-        draft = self._proposed(sequence.tokens, item.num_speculative_tokens, sequence.noise_key)
+        if item.tree is not None and not sequence.sampling.draws_by_rejection:
+            draft = self._tree(sequence, item.tree, item.num_speculative_tokens)
+        else:
+            draft = self._proposed(sequence.tokens, item.num_speculative_tokens, sequence.noise_key)
         return Proposal(item.request_id, item.round_id, item.base_len, draft)
 
     def _proposed(self, tokens: Sequence[int], length: int, noise_key: int) -> DraftTokens:
@@ -319,6 +323,28 @@ class FakeDraft:
         if item.max_branches:
             branches = sorted(branches, key=lambda branch: branch[0])[: item.max_branches]
         return [branch for _, branch in branches]
+
+    def _tree(self, sequence: _Sequence, budget: TreeBudget, depth: int) -> DraftTokens:
+        """The nodes of the best guesses: a second guess is worth as much as three further first ones."""
+        widths = budget.widths or (budget.num_nodes,) * depth
+        token_ids: list[int] = []
+        parents: list[int] = []
+        open_nodes: list[tuple[int, int, tuple[int, ...]]] = []
+
+        def push(cost: int, parent: int, path: tuple[int, ...]) -> None:
+            if len(path) < min(depth, len(widths)):
+                prefix = [*sequence.tokens, *path]
+                guesses = self.guesser.ranked(prefix, sequence.noise_key, widths[len(path)])
+                for rank, guess in enumerate(guesses):
+                    heappush(open_nodes, (cost + 1 + 3 * rank, parent, (*path, guess)))
+
+        push(0, -1, ())
+        while open_nodes and len(token_ids) < budget.num_nodes:
+            cost, parent, path = heappop(open_nodes)
+            token_ids.append(path[-1])
+            parents.append(parent)
+            push(cost, len(token_ids) - 1, path)
+        return DraftTokens(tuple(token_ids), tuple(parents))
 
     def _chain(self, prefix: Sequence[int], length: int, noise_key: int) -> tuple[int, ...]:
         tokens = list(prefix)

@@ -13,9 +13,10 @@ An item in flight changes nothing here until its reply arrives: lengths are plan
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
-from specray.draft_tokens import NO_DRAFT, DraftTokens
+from specray.draft_tokens import NO_DRAFT, DraftTokens, TreeBudget
 from specray.errors import ProtocolError
 from specray.interfaces import StopMatcher
 from specray.requests import FinishReason, GenerateRequest
@@ -32,6 +33,7 @@ from specray.router.session_values import (
     fitting_draft,
     kept_of,
     usable_draft,
+    verdict_on_tree,
 )
 from specray.types import (
     MAX_SPECULATIVE_TOKENS,
@@ -174,11 +176,14 @@ class Session:
         view.in_flight = item
         return item
 
-    def proposal_item(self, num_speculative_tokens: int, min_acceptance: float = 0.0) -> SpeculateItem:
+    def proposal_item(
+        self, num_speculative_tokens: int, min_acceptance: float = 0.0, tree: TreeBudget | None = None
+    ) -> SpeculateItem:
         """Asks the draft what may follow the committed tokens; replaces what it was asked before."""
-        self._open_verdict = None
-        self._has_outcomes = False
-        return self._speculate_item(num_speculative_tokens, (), (), min_acceptance=min_acceptance)
+        self._open_verdict, self._has_outcomes = None, False
+        item = self._speculate_item(num_speculative_tokens)
+        self.draft.in_flight = item = replace(item, min_acceptance=min_acceptance, tree=tree)
+        return item
 
     def outcomes_item(
         self, num_speculative_tokens: int, fanout: tuple[int, ...], max_branches: int = 0
@@ -193,21 +198,17 @@ class Session:
         assert len(fanout) == len(proposed) + 1
         self._branches.ask(verifying.draft)
         self._has_outcomes = False
-        return self._speculate_item(num_speculative_tokens, proposed, fanout, max_branches)
+        item = self._speculate_item(num_speculative_tokens, proposed, fanout)
+        self.draft.in_flight = item = replace(item, max_branches=max_branches)
+        return item
 
     def prefill_chunk_item(self, num_tokens: int) -> SpeculateItem:
         """Lets the draft prefill the next of the tokens that it was not told; it is asked nothing."""
         assert self.draft.in_flight is None and num_tokens >= 1
-        return self._speculate_item(0, (), (), end=self.draft.synced_len + num_tokens)
+        return self._speculate_item(0, end=self.draft.synced_len + num_tokens)
 
     def _speculate_item(
-        self,
-        num_speculative_tokens: int,
-        proposed: tuple[int, ...],
-        fanout: tuple[int, ...],
-        max_branches: int = 0,
-        min_acceptance: float = 0.0,
-        end: int | None = None,
+        self, most: int, proposed: tuple[int, ...] = (), fanout: tuple[int, ...] = (), end: int | None = None
     ) -> SpeculateItem:
         view = self.draft
         view.round_id += 1
@@ -217,12 +218,10 @@ class Session:
             view.round_id,
             start,
             tuple(self.committed[start:end]),
-            num_speculative_tokens,
+            most,
             proposed,
             fanout,
             self.request.sampling if start == 0 else None,
-            max_branches,
-            min_acceptance,
         )
         return view.in_flight
 
@@ -262,7 +261,8 @@ class Session:
         self.finish_reason, self.stop_reason = cut.finish_reason, cut.stop_reason
         lookup = self._look_up((kept.last_node, next_token_id))
         logprobs, source = verdict.logprobs[: cut.num_kept], self._verified_source
-        return Commit(token_ids, logprobs, num_drafts, num_accepted, num_kept, lookup, source, depth)
+        tree = verdict_on_tree(item.draft, kept.last_node)
+        return Commit(token_ids, logprobs, num_drafts, num_accepted, num_kept, lookup, source, depth, tree)
 
     def on_target_unknown(self, reply: UnknownSequence) -> bool:
         """The target lost the sequence; the next item carries everything. False: a late reply."""
@@ -309,7 +309,7 @@ class Session:
         if item.is_prefill_chunk:
             self.draft.in_flight = None
             return True
-        drafted = self._usable(proposal.draft, most=item.num_speculative_tokens)
+        drafted = self._usable(proposal.draft, most=item.max_draft_nodes)
         is_current = self.draft.synced_len == len(self.committed)
         verifying = self.target.in_flight
         if is_current and (verifying is None or not verifying.sample):

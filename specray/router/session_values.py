@@ -5,8 +5,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import eq
 from typing import Generic, NamedTuple, TypeVar
 
+from specray.control.state import TreeVerdict
 from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.errors import ProtocolError
 from specray.requests import SpeculationStats
@@ -104,6 +106,18 @@ class Commit(NamedTuple):
     """Proposer of the draft tokens."""
     depth: int = 0
     """Draft tokens that could have been accepted: all of a chain, of a tree those of its longest path."""
+    tree: TreeVerdict | None = None
+    """What was accepted of a tree and of its first chain; None: the draft tokens are a chain."""
+
+    @property
+    def num_chain_tokens(self) -> int:
+        """Draft tokens of the chain, of a tree those of its first."""
+        return self.num_draft_tokens if self.tree is None else self.tree.num_chain_nodes
+
+    @property
+    def num_chain_accepted(self) -> int:
+        """Those of them that were accepted."""
+        return self.num_accepted_tokens if self.tree is None else self.tree.num_chain_accepted
 
 
 @dataclass(slots=True)
@@ -226,6 +240,14 @@ def kept_of(draft: DraftTokens, num_accepted: int, last_node: int | None) -> Kep
             f"{draft.parents}"
         )
     return Kept(tuple(draft.token_ids[node] for node in path), path[-1] if path else -1)
+
+
+def verdict_on_tree(draft: DraftTokens, last_node: int) -> TreeVerdict | None:
+    """What a verdict says of a tree, besides its last accepted node; None: it is a chain."""
+    if draft.is_chain:
+        return None
+    path, first = draft.path(last_node), draft.first_path
+    return TreeVerdict(len(draft), len(path), len(first), sum(map(eq, path, first)))
 
 
 def fitting_draft(draft: DraftTokens, *, room: int, depth: int) -> DraftTokens:

@@ -95,6 +95,8 @@ class DraftAsked:
     """Most branches of all outcomes together; 0: as the fan-out says."""
     min_acceptance: float = 0.0
     """Probability of full acceptance, as the draft estimates it, below which a proposal ends."""
+    num_tree_nodes: int = 0
+    """Most nodes of a tree; 0: a chain was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +239,7 @@ class Trace:
                 item.fanout,
                 item.max_branches,
                 item.min_acceptance,
+                0 if item.tree is None else item.tree.num_nodes,
             )
         )
 

@@ -7,7 +7,7 @@ from google.protobuf.message import Message
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from specray.draft_tokens import NO_DRAFT, DraftTokens, SparseProbs
+from specray.draft_tokens import NO_DRAFT, DraftTokens, SparseProbs, TreeBudget
 from specray.errors import ProtocolError
 from specray.rpc.codec import engine as codec
 from specray.rpc.codec.engine import RequestBatch
@@ -76,15 +76,19 @@ SAMPLING = st.builds(
 )
 
 
+TREES = st.builds(
+    TreeBudget, st.integers(1, 64), tuples_of(st.integers(1, 64)), st.floats(0, 1, exclude_max=True)
+)
+
+
 @st.composite
 def speculate_items(draw: st.DrawFn) -> SpeculateItem:
     proposed = draw(IDS)
     fanout = draw(st.just(()) | tuples_of(U32, size=len(proposed) + 1))
     sampling = draw(st.none() | SAMPLING)
     max_branches = draw(U32) if fanout else 0
-    return SpeculateItem(
-        draw(TEXT), draw(U64), draw(U32), draw(IDS), draw(U32), proposed, fanout, sampling, max_branches
-    )
+    head = (draw(TEXT), draw(U64), draw(U32), draw(IDS), draw(U32))
+    return SpeculateItem(*head, proposed, fanout, sampling, max_branches, tree=draw(st.none() | TREES))
 
 
 @st.composite
@@ -196,6 +200,11 @@ UNPAIRED_LOGPROBS = types_pb2.TokenLogprobs(top_token_ids=[1], top_logprobs=[-0.
         (codec.decode_target_replies, b"\xff\xff", "specray.v1.VerifyResponse"),
         # Field 1 (an item) of field 1 (its request_id) holding a byte that is not UTF-8.
         (codec.decode_speculate_request, b"\x0a\x03\x0a\x01\xff", "specray.v1.SpeculateRequest"),
+        (
+            codec.decode_speculate_request,
+            speculate_item(tree=draft_pb2.TreeBudget(num_nodes=65)),
+            "SpeculateItem: tree.num_nodes is 65; allowed: 1..64",
+        ),
         (
             codec.decode_speculate_request,
             speculate_item(proposed_token_ids=[1, 2], fanout=[1, 1]),

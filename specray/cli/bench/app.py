@@ -8,6 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from specray.cli.bench.compare import compare
+from specray.cli.bench.methods import methods
 from specray.cli.bench.overlap import overlap
 from specray.cli.bench.overload import overload
 from specray.cli.bench.parts import drafting, forwards, router, rpc
@@ -34,7 +35,7 @@ class _ServeByDefault(TyperGroup):
 
 app = typer.Typer(cls=_ServeByDefault, help=_HELP)
 _COMMANDS = (
-    *(serve, compare, overlap, trace, soak, overload, plain, prediction, structured),
+    *(serve, compare, methods, overlap, trace, soak, overload, plain, prediction, structured),
     *(forwards, quantization, drafting, router, rpc),
 )
 for command in _COMMANDS:

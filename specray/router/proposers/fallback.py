@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from specray.control.controller import Controller
-from specray.control.goodput import MAX_ACCEPTANCE, expected_tokens
+from specray.control.expectations import expected_tokens
+from specray.control.goodput import MAX_ACCEPTANCE
 from specray.control.state import Plan
 from specray.draft_tokens import DraftTokens
 from specray.router.proposers.base import Budget
@@ -47,7 +48,7 @@ class NgramFallback:
         rate = self._controller.goodput(plan, live.stats, num_running)
         asked_rate = self._controller.goodput(Plan(k), live.stats, num_running)
         asked_tokens = expected_tokens(min(live.stats.acceptance.value, MAX_ACCEPTANCE), k)
-        tokens, seconds = local.expect(len(draft), num_running=num_running)
+        tokens, seconds = local.expect(draft, num_running=num_running)
         is_worth_more = tokens - rate * seconds > asked_tokens * (1 - rate / asked_rate)
         return draft if is_worth_more else None
 
@@ -67,16 +68,18 @@ class NgramFallback:
             # With a fixed K nothing could be longer: no reason to look.
             return None
         longer = local.propose(live.session, Budget(now, len(self._running)))
-        agrees = local.is_long and longer.token_ids[:num_foreseen] == foreseen.token_ids
-        if agrees and self._brings_more(live, local, len(longer), num_foreseen):
+        agrees = local.is_long and longer.first_chain().token_ids[:num_foreseen] == foreseen.token_ids
+        if agrees and self._brings_more(live, local, longer, foreseen):
             return longer
         local.pass_over()
         return None
 
-    def _brings_more(self, live: LiveSession, local: LocalProposer, num_drafts: int, num_fewer: int) -> bool:
-        """A round with so many local draft tokens brings more than one with fewer, for its time."""
+    def _brings_more(
+        self, live: LiveSession, local: LocalProposer, longer: DraftTokens, foreseen: DraftTokens
+    ) -> bool:
+        """A round with the local draft tokens brings more than one with those of the hit, for its time."""
         num_running = len(self._running)
-        tokens, seconds = local.expect(num_drafts, num_running=num_running)
-        fewer_tokens, shorter_s = local.expect(num_fewer, num_running=num_running)
+        tokens, seconds = local.expect(longer, num_running=num_running)
+        fewer_tokens, shorter_s = local.expect(foreseen, num_running=num_running)
         rate = self._controller.goodput(live.ahead, live.stats, num_running)
         return tokens - fewer_tokens > rate * (seconds - shorter_s)

@@ -134,7 +134,7 @@ class ModelProposer:
         plan = self.plan_question(live, now) if budget.plan is None else budget.plan
         if plan.is_off:
             return None
-        self._push(session.proposal_item(plan.num_speculative_tokens, plan.min_acceptance), now)
+        self._ask(session, plan, now)
         self._waits.begin(session.request_id, now)
         live.timer.restart(now)
         return PENDING
@@ -161,7 +161,7 @@ class ModelProposer:
                 continue
             if num_tokens == live.num_unread and session.is_prefilling and not live.is_predicted:
                 live.plan = plan
-                self._push(session.proposal_item(plan.num_speculative_tokens, plan.min_acceptance), now)
+                self._ask(session, plan, now)
             else:
                 self._push(session.prefill_chunk_item(num_tokens), now)
                 self._prefill.note(live, now)
@@ -209,12 +209,11 @@ class ModelProposer:
         live, num_running = self._running.get(session.request_id), len(self._running)
         if live is None:
             return
-        num_drafts, num_accepted = commit.depth, commit.num_accepted_tokens
-        has_fallback = False
-        if commit.source != self.source:
-            has_fallback = num_drafts > 0
-            num_drafts = num_accepted = 0
-        self._controller.observe_round(live.stats, num_drafts, num_accepted, has_ngram=has_fallback)
+        is_own, chain = commit.source == self.source, (commit.num_chain_tokens, commit.num_chain_accepted)
+        if is_own and commit.tree is not None:
+            self._controller.observe_tree(live.stats, commit.tree)
+        has_ngram = not is_own and commit.num_draft_tokens > 0
+        self._controller.observe_round(live.stats, *(chain if is_own else (0, 0)), has_ngram=has_ngram)
         if self._controller.is_replan_near(live.stats, num_running):
             self._later.add(self._prepare, live, num_running)
 
@@ -252,7 +251,7 @@ class ModelProposer:
             if asked is not None and isinstance(reply, (Proposal, Outcomes)):
                 answered.append((asked, reply))
                 if isinstance(reply, Proposal) and asked.min_acceptance:
-                    num_drafts = len(reply.draft.token_ids)
+                    num_drafts = len(reply.draft.first_chain())
                     self._controller.observe_proposal(live.stats, asked.num_speculative_tokens, num_drafts)
             if self._waits.end(live) and isinstance(reply, Proposal):
                 live.timer.add_draft_step(replies.forward_ns / 1e9)
@@ -388,6 +387,10 @@ class ModelProposer:
 
     def _is_stalled(self, link: DraftLink, now: float) -> bool:
         return link.unanswered_since is not None and now >= link.unanswered_since + self._patience_s()
+
+    def _ask(self, session: Session, plan: Plan, now: float) -> None:
+        """Asks for a proposal."""
+        self._push(session.proposal_item(plan.num_speculative_tokens, plan.min_acceptance, plan.tree), now)
 
     def _push(self, item: SpeculateItem, now: float) -> None:
         assert self.link is not None

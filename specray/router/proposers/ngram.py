@@ -13,10 +13,12 @@ from types import MappingProxyType
 from typing import Final
 
 from specray.config import SpeculationConfig
-from specray.control.controller import Controller, without_overlap
+from specray.control.controller import Controller
 from specray.control.estimators import Rate
-from specray.control.goodput import MAX_ACCEPTANCE, expected_tokens
+from specray.control.expectations import expected_tokens
+from specray.control.goodput import MAX_ACCEPTANCE
 from specray.control.state import SessionStats
+from specray.control.trees import with_branches
 from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.drafting import LONG_MATCH_LEN, OutputStore, OutputStores, SessionProposer, make_proposer
 from specray.requests import GenerateRequest
@@ -106,14 +108,16 @@ class LocalProposer:
         plan = controller.plan(stats, num_remaining=session.num_remaining, num_running=budget.num_running)
         if plan.is_off:
             return NO_DRAFT
-        return DraftTokens(self.proposer.propose(min(plan.num_speculative_tokens, self.max_tokens)))
+        return self.proposer.propose(min(plan.num_speculative_tokens, self.max_tokens), plan.num_tree_nodes)
 
     def observe(self, session: Session, commit: Commit) -> None:
         """Learns from a verdict on its own draft tokens, none included; others' are not its own."""
         if commit.source != self.source:
             return
         track = self._track
-        track.controller.observe_round(track.stats, commit.depth, commit.num_accepted_tokens)
+        track.controller.observe_round(track.stats, commit.num_chain_tokens, commit.num_chain_accepted)
+        if commit.tree is not None:
+            track.controller.observe_tree(track.stats, commit.tree)
         if self.looks is not None and not self.is_forced:
             self.looks.add(commit.num_accepted_tokens, 1)
 
@@ -122,14 +126,14 @@ class LocalProposer:
         if self.looks is not None and not self.is_forced:
             self.looks.add(0, 1)
 
-    def expect(self, num_drafts: int, *, num_running: int) -> tuple[float, float]:
-        """Returns the tokens that a round commits in which every session has so many draft tokens, and its
+    def expect(self, draft: DraftTokens, *, num_running: int) -> tuple[float, float]:
+        """Returns the tokens that a round commits in which every session has such draft tokens, and its
         seconds."""
-        track = self._track
-        tokens = expected_tokens(min(track.stats.acceptance.value, MAX_ACCEPTANCE), num_drafts)
-        return tokens, track.controller.cost_model.usual_verify_s(
-            num_running * (1 + num_drafts), num_running
-        ) or 0.0
+        stats, cost_model = self._track.stats, self._track.controller.cost_model
+        tokens = expected_tokens(min(stats.acceptance.value, MAX_ACCEPTANCE), len(draft.first_path))
+        if not draft.is_chain:
+            tokens = with_branches(tokens, stats)
+        return tokens, cost_model.usual_verify_s(num_running * (1 + len(draft)), num_running) or 0.0
 
     def keep_output(self, session: Session) -> None:
         """Adds a finished output to the tenant's past ones, where they are kept.
@@ -178,7 +182,7 @@ class LocalProposers:
         self._set(config)
         for controllers in self._controllers.values():
             for controller in controllers:
-                controller.configure(without_overlap(config))
+                controller.configure(config.without_overlap)
 
     def _set(self, config: SpeculationConfig) -> None:
         has_fallback = self._has_model and config.fallback != "none"

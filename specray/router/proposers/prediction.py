@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from specray.config import SpeculationConfig
-from specray.control.controller import Controller, without_overlap
+from specray.control.controller import Controller
 from specray.control.goodput import AUTO_K
 from specray.control.state import OFF, Plan, SessionStats
 from specray.draft_tokens import NO_DRAFT, DraftTokens
@@ -128,7 +128,7 @@ class Predictions:
     def configure(self, config: SpeculationConfig) -> None:
         """Makes the next sessions' proposers by other settings."""
         for controller in (self._sure, self._unsure):
-            controller.configure(without_overlap(config))
+            controller.configure(config.without_overlap)
 
     def of(self, request: GenerateRequest) -> SessionPrediction | None:
         """The proposer of a new session; None: it has no prediction, or does not speculate."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from specray.draft_tokens import TreeBudget
 from specray.errors import ProtocolError
 from specray.rpc.codec.values import (
     decode_draft_tokens,
@@ -76,6 +77,10 @@ def encode_speculate_request(items: Sequence[SpeculateItem], release_request_ids
             out.fanout.extend(item.fanout)
             out.max_branches = item.max_branches
         out.min_acceptance = item.min_acceptance
+        if item.tree is not None:
+            out.tree.num_nodes = item.tree.num_nodes
+            out.tree.widths.extend(item.tree.widths)
+            out.tree.min_chance = item.tree.min_chance
         if item.sampling is not None:
             encode_sampling(out.sampling, item.sampling)
     return message.SerializeToString()
@@ -107,7 +112,15 @@ def _decode_speculate_item(item: draft_pb2.SpeculateItem) -> SpeculateItem:
         decode_sampling(item.sampling) if item.HasField("sampling") else None,
         item.max_branches,
         item.min_acceptance,
+        _decode_tree(item.tree) if item.HasField("tree") else None,
     )
+
+
+def _decode_tree(tree: draft_pb2.TreeBudget) -> TreeBudget:
+    try:
+        return TreeBudget(tree.num_nodes, tuple(tree.widths[:]), tree.min_chance)
+    except ValueError as error:
+        raise ProtocolError(f"SpeculateItem: {error}") from None
 
 
 def encode_draft_replies(replies: DraftReplies) -> bytes:

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SpeculateItem(_message.Message):
-    __slots__ = ("request_id", "round_id", "base_len", "token_ids", "proposed_token_ids", "num_speculative_tokens", "fanout", "sampling", "max_branches", "min_acceptance")
+    __slots__ = ("request_id", "round_id", "base_len", "token_ids", "proposed_token_ids", "num_speculative_tokens", "fanout", "sampling", "max_branches", "min_acceptance", "tree")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +19,7 @@ class SpeculateItem(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     MAX_BRANCHES_FIELD_NUMBER: _ClassVar[int]
     MIN_ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
+    TREE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     round_id: int
     base_len: int
@@ -29,7 +30,18 @@ class SpeculateItem(_message.Message):
     sampling: _types_pb2.SamplingParams
     max_branches: int
     min_acceptance: float
-    def __init__(self, request_id: _Optional[str] = ..., round_id: _Optional[int] = ..., base_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., proposed_token_ids: _Optional[_Iterable[int]] = ..., num_speculative_tokens: _Optional[int] = ..., fanout: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_branches: _Optional[int] = ..., min_acceptance: _Optional[float] = ...) -> None: ...
+    tree: TreeBudget
+    def __init__(self, request_id: _Optional[str] = ..., round_id: _Optional[int] = ..., base_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., proposed_token_ids: _Optional[_Iterable[int]] = ..., num_speculative_tokens: _Optional[int] = ..., fanout: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_branches: _Optional[int] = ..., min_acceptance: _Optional[float] = ..., tree: _Optional[_Union[TreeBudget, _Mapping]] = ...) -> None: ...
+
+class TreeBudget(_message.Message):
+    __slots__ = ("num_nodes", "widths", "min_chance")
+    NUM_NODES_FIELD_NUMBER: _ClassVar[int]
+    WIDTHS_FIELD_NUMBER: _ClassVar[int]
+    MIN_CHANCE_FIELD_NUMBER: _ClassVar[int]
+    num_nodes: int
+    widths: _containers.RepeatedScalarFieldContainer[int]
+    min_chance: float
+    def __init__(self, num_nodes: _Optional[int] = ..., widths: _Optional[_Iterable[int]] = ..., min_chance: _Optional[float] = ...) -> None: ...
 
 class SpeculateRequest(_message.Message):
     __slots__ = ("items", "release_request_ids")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from specray.control.controller import Controller
-from specray.control.goodput import max_branches, prior_hit_rate
+from specray.control.expectations import prior_hit_rate
+from specray.control.goodput import max_branches
 from specray.control.state import OFF, Plan
 from specray.types import Overlap
 from tests.unit.control.harness import chosen, measured

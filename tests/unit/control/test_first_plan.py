@@ -7,14 +7,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from specray.control.controller import Controller
-from specray.control.goodput import (
-    ANY_K,
-    AUTO_K,
-    HANDLING_S,
-    expected_drafts,
-    expected_steps,
-    expected_tokens,
-)
+from specray.control.expectations import expected_drafts, expected_steps, expected_tokens
+from specray.control.goodput import ANY_K, AUTO_K, HANDLING_S
 from specray.control.state import OFF, Plan
 from specray.fakes import LocalVerifier, VirtualClock
 from specray.router.trace import Planned, VerdictReceived, decode_trace

@@ -8,7 +8,8 @@ import pytest
 
 from specray.control.controller import Controller
 from specray.control.estimators import Rate
-from specray.control.goodput import HANDLING_S, MIN_SPEEDUP, ExpectedRound, GoodputModel, mean_of
+from specray.control.expectations import ExpectedRound
+from specray.control.goodput import HANDLING_S, MIN_SPEEDUP, GoodputModel, mean_of
 from specray.control.mode import (
     DECISION_STEPS,
     FIRST_DECISION_STEPS,

@@ -10,6 +10,7 @@ import pytest
 from specray.control.controller import Controller
 from specray.control.cost_model import CostModel, DraftTimes
 from specray.control.estimators import Rate
+from specray.control.expectations import ExpectedRound, expected_drafts, expected_steps, expected_tokens
 from specray.control.goodput import (
     ANY_K,
     AUTO_K,
@@ -17,11 +18,7 @@ from specray.control.goodput import (
     LONGER_GAIN,
     MANY_SESSIONS,
     MAX_SHARED_K,
-    ExpectedRound,
     GoodputModel,
-    expected_drafts,
-    expected_steps,
-    expected_tokens,
 )
 from specray.control.state import Plan, SessionStats
 from specray.types import Overlap, Verification

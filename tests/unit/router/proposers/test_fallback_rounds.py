@@ -10,6 +10,7 @@ import pytest
 
 from specray.control.controller import Controller
 from specray.control.service_rates import PRIOR_ACCEPTANCE
+from specray.draft_tokens import DraftTokens
 from specray.errors import EngineLostError
 from specray.fakes import FakeDraft, LocalDrafter, NoisyGuesser, PerfectGuesser, ToyModel, VirtualClock
 from specray.interfaces import Drafter
@@ -203,7 +204,7 @@ def test_nothing_is_planned_for_a_session_that_repeats_nothing() -> None:
 def tokens_of(local: LocalProposer, *, is_long: bool) -> float:
     """Expected of a round with five of its draft tokens."""
     local.is_long = is_long
-    return local.expect(5, num_running=1)[0]
+    return local.expect(DraftTokens((1, 2, 3, 4, 5)), num_running=1)[0]
 
 
 def test_models_acceptance_is_not_the_fallback() -> None:

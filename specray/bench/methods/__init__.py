@@ -1,0 +1,1 @@
+"""Compares everything that can draft for one target, by category of prompts."""

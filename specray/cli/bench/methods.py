@@ -1,0 +1,127 @@
+"""``specray bench methods``: everything that can draft for a target, by category of prompts."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specray.bench.load.prompts import Dataset
+from specray.bench.methods.method import DEFAULT_METHODS
+from specray.cli import options
+from specray.errors import ConfigError
+
+Methods = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="plain, model, ngram or suffix, the last three also with a tree, such as model:auto, "
+        f"model:4x2x1, ngram:16; may be repeated. Default: {', '.join(DEFAULT_METHODS)}."
+    ),
+]
+NumRepeats = Annotated[
+    int, typer.Option(min=1, help="Turns, in each of which every method is asked for all outputs.")
+]
+IsChat = Annotated[
+    bool, typer.Option(help="Ask in the model's chat template, where it has one, or for a continuation.")
+]
+OnlyAcceptance = Annotated[
+    bool,
+    typer.Option(
+        "--only-acceptance",
+        help="Let the target write the outputs alone, and lead each method along them: no speeds, and K set.",
+    ),
+]
+SvgPath = Annotated[
+    Path | None, typer.Option("--svg", help="File for the chart of acceptance by depth (SVG).")
+]
+
+
+def methods(
+    target: options.TargetModel = None,
+    draft: options.Draft = None,
+    dtype: options.Dtype = None,
+    method: Methods = None,
+    num_speculative_tokens: options.NumSpeculativeTokens = None,
+    dataset: options.PromptSource = Dataset.BUILTIN,
+    dataset_path: options.PromptPath = None,
+    num_prompts: options.NumPrompts = 13,
+    chat: IsChat = True,
+    only_acceptance: OnlyAcceptance = False,
+    temperature: options.Temperatures = None,
+    num_repeats: NumRepeats = 3,
+    max_tokens: options.MaxTokens = 128,
+    max_model_len: options.MaxModelLen = 2048,
+    settings: options.Settings = None,
+    json_path: options.JsonPath = None,
+    svg: SvgPath = None,
+) -> None:
+    """Measure every method of drafting for one target in turns, without Ray."""
+    from rich.console import Console
+
+    from specray.bench.load.prompts import load_labelled_prompts
+    from specray.bench.methods.method import Method
+    from specray.bench.methods.run import LabelledPrompt, measure_acceptance, measure_methods, with_plain
+    from specray.bench.report.methods import methods_chart, methods_tables
+    from specray.cli.output import wide_console, write_json, write_text
+    from specray.cli.settings import build_config, pair_options
+    from specray.tokenization import load_tokenizer
+    from specray.tokenization.chat import ChatMessage
+
+    values = pair_options(
+        target=target,
+        draft=draft,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        num_speculative_tokens=num_speculative_tokens,
+    )
+    config = build_config(None, values, settings or [])
+    parsed = with_plain([Method.parse(name) for name in method or DEFAULT_METHODS])
+    tokenizer = load_tokenizer(config.target.model)
+    is_chat = chat and tokenizer.chat_template is not None
+    prompts = [
+        LabelledPrompt(
+            tokenizer.encode_chat([ChatMessage("user", prompt.text)])
+            if is_chat
+            else tokenizer.encode(prompt.text),
+            prompt.category,
+        )
+        for prompt in load_labelled_prompts(dataset, dataset_path, num_prompts)
+    ]
+    # An output must have room for itself behind its prompt.
+    longest = (max_model_len or config.target.max_model_len or 2048) - max_tokens
+    prompts = [one for one in prompts if len(one.token_ids) <= longest]
+    with Console(stderr=True).status("starting the pair") as status:
+        temperatures = temperature or (0.0, 1.0)
+        k = config.speculation.num_speculative_tokens
+        if only_acceptance and not isinstance(k, int):
+            raise ConfigError("--num-speculative-tokens is auto; allowed with --only-acceptance: a number")
+        rows = asyncio.run(
+            measure_acceptance(
+                config,
+                parsed,
+                prompts,
+                temperatures=temperatures,
+                max_tokens=max_tokens,
+                num_draft_steps=int(k),
+                on_progress=status.update,
+            )
+            if only_acceptance
+            else measure_methods(
+                config,
+                parsed,
+                prompts,
+                temperatures=temperatures,
+                max_tokens=max_tokens,
+                num_repeats=num_repeats,
+                on_progress=status.update,
+            )
+        )
+    console = wide_console()
+    for table in methods_tables(rows):
+        console.print(table)
+    write_json([asdict(row) for row in rows], json_path)
+    if svg is not None:
+        write_text(svg, methods_chart(rows), "--svg")

@@ -1,0 +1,156 @@
+"""Trees in service: the output is the target's alone, and the control takes them where they bring more."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from specray.fakes import (
+    AdversarialGuesser,
+    EmptyGuesser,
+    FakeTarget,
+    LocalDrafter,
+    NoisyGuesser,
+    PerfectGuesser,
+    RandomGuesser,
+    ToyModel,
+    VirtualClock,
+)
+from specray.interfaces import Drafter
+from specray.requests import GenerateRequest, OutputChunk
+from specray.types import DraftKind, Verification
+from tests.unit.control.harness import times
+from tests.unit.router.harness import (
+    MODEL,
+    Pair,
+    expected,
+    fake_draft,
+    request,
+    router_config,
+    run,
+    serving,
+)
+
+REPEATING = ToyModel(context_len=1)
+GUESSERS = {
+    "perfect": PerfectGuesser(MODEL),
+    "noisy": NoisyGuesser(MODEL),
+    "random": RandomGuesser(MODEL),
+    "adversarial": AdversarialGuesser(MODEL),
+    "empty": EmptyGuesser(),
+    "dying": NoisyGuesser(MODEL),
+}
+
+
+def given_requests() -> list[GenerateRequest]:
+    """Of all kinds: a long prompt, one output token, sampling by either rule, a few tokens."""
+    return [
+        request("short", (7,), 1),
+        request("long", tuple(index % 64 for index in range(70)), 23),
+        request("seeded", (9, 8, 7), 17, temperature=1.0, seed=1234),
+        request("rejected", (2, 4, 6), 17, temperature=1.0, seed=5, verification=Verification.REJECTION),
+        request("few", (5, 5, 5), 3),
+    ]
+
+
+@pytest.mark.parametrize("overlap", ["serial", "auto"])
+@pytest.mark.parametrize("tree", ["12", "3x2x1", "auto"])
+@pytest.mark.parametrize("name", GUESSERS)
+@pytest.mark.parametrize("k", [2, 5, "auto"])
+def test_output_is_the_targets_alone(name: str, tree: str, k: int | str, overlap: str) -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        draft = fake_draft(GUESSERS[name])
+
+        def lease(number: int) -> Drafter:
+            return LocalDrafter(draft, clock, dies_after=3 if name == "dying" else None)
+
+        async with serving(
+            clock,
+            draft=draft,
+            make_drafter=lease,
+            config=router_config(prefill_chunk_tokens=16),
+            overlap=overlap,
+            num_speculative_tokens=k,
+            tree=tree,
+        ) as pair:
+            given = given_requests()
+            outputs = await asyncio.gather(*(pair.router.complete(each) for each in given))
+            for each, output in zip(given, outputs, strict=True):
+                assert output.token_ids == expected(each), each.request_id
+            if name != "dying":
+                await pair.settle()
+
+    run(clock, main())
+
+
+@pytest.mark.parametrize("tree", ["off", "8", "auto"])
+@pytest.mark.parametrize("kind", [DraftKind.NGRAM, DraftKind.SUFFIX])
+def test_tries_leave_the_output_alone(kind: DraftKind, tree: str) -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        target = FakeTarget(REPEATING, cost=lambda rows: 20_000_000)
+        async with serving(clock, target=target, has_draft_model=False, draft_kind=kind, tree=tree) as pair:
+            given = [request(str(index), (index, 63 - index, 5), 60) for index in range(4)]
+            outputs = await asyncio.gather(*(pair.router.complete(each) for each in given))
+            for each, output in zip(given, outputs, strict=True):
+                assert output.token_ids == REPEATING.generate(each.prompt_token_ids, 60), each.request_id
+
+    run(clock, main())
+
+
+def served(tree: str, **options: object) -> tuple[OutputChunk, Pair, float]:
+    """One output of a pair whose draft's first guess is right in 6 of 10 places, and its second in all."""
+    clock = VirtualClock()
+
+    async def main() -> tuple[OutputChunk, Pair, float]:
+        async with serving(clock, overlap="serial", tree=tree, **options) as pair:
+            given = request("a", max_tokens=200)
+            output = await pair.router.complete(given)
+            assert output.token_ids == expected(given)
+            return output, pair, clock.monotonic()
+
+    return run(clock, main())
+
+
+def test_two_guesses_at_each_depth_are_never_wrong() -> None:
+    output, _, _ = served("2x2x2", num_speculative_tokens=3)
+    stats = output.stats
+    assert stats is not None
+    # All rounds accept all three but the last, which the output's length cuts.
+    assert stats.acceptance_histogram[3] >= stats.num_spec_steps - 1
+    assert stats.num_draft_tokens >= 14 * (stats.num_spec_steps - 1)
+    chain, *_ = served("off", num_speculative_tokens=3)
+    assert chain.stats is not None
+    assert chain.stats.mean_acceptance_length < 0.7 * stats.mean_acceptance_length
+
+
+def test_control_takes_trees_where_they_bring_more() -> None:
+    output, pair, seconds = served("auto")
+    chain, _, chain_seconds = served("off")
+    assert output.stats is not None and chain.stats is not None
+    assert output.stats.mean_acceptance_length > 1.3 * chain.stats.mean_acceptance_length
+    assert seconds < 0.9 * chain_seconds
+    assert pair.counted("specray_spec_decode_num_draft_tokens_total") > chain.stats.num_draft_tokens
+
+
+def test_control_keeps_chains_where_rows_are_dear() -> None:
+    clock = VirtualClock()
+
+    async def main() -> OutputChunk:
+        # A row takes a fifth of a step of one: a chain is worth its rows, three times as many are not.
+        step_times = times((1, 0.020), (2, 0.024), (64, 0.272))
+        info = replace(FakeTarget(MODEL).info, step_times=step_times)
+        target = FakeTarget(MODEL, info=info, cost=lambda rows: int((0.016 + 0.004 * rows) * 1e9))
+        draft = fake_draft(NoisyGuesser(MODEL, agreement=0.85))
+        async with serving(clock, target=target, draft=draft, overlap="serial", tree="auto") as pair:
+            return await pair.router.complete(request("a", max_tokens=200))
+
+    stats = run(clock, main()).stats
+    assert stats is not None
+    assert stats.num_spec_steps > 30
+    assert stats.num_draft_tokens < 8 * stats.num_spec_steps
