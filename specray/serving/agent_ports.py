@@ -49,10 +49,12 @@ def chosen_agent_ports() -> Iterator[None]:
         # What is wrapped here is not public.
         yield
         return
-    from ray._private.node import Node
-    from ray._raylet import DASHBOARD_AGENT_LISTEN_PORT_NAME, persist_port
+    from ray import _raylet
+    from ray._private import node as ray_node
 
-    start_raylet = Node.start_raylet
+    node_class: Any = ray_node.Node
+    raylet: Any = _raylet
+    start_raylet = node_class.start_raylet
 
     def start_with_ports(node: Any, *args: Any, **kwargs: Any) -> None:
         grpc, http, runtime_env, metrics = choose_ports(4)
@@ -62,11 +64,11 @@ def chosen_agent_ports() -> Iterator[None]:
             runtime_env_agent_port=runtime_env,
             metrics_export_port=metrics,
         )
-        persist_port(node._session_dir, node._node_id, DASHBOARD_AGENT_LISTEN_PORT_NAME, http)
+        raylet.persist_port(node._session_dir, node._node_id, raylet.DASHBOARD_AGENT_LISTEN_PORT_NAME, http)
         start_raylet(node, *args, **kwargs)
 
-    Node.start_raylet = start_with_ports
+    node_class.start_raylet = start_with_ports
     try:
         yield
     finally:
-        Node.start_raylet = start_raylet
+        node_class.start_raylet = start_raylet
