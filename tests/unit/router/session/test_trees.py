@@ -8,7 +8,7 @@ from specray.draft_tokens import NO_DRAFT, DraftTokens, SparseProbs
 from specray.errors import ProtocolError
 from specray.requests import FinishReason
 from specray.router.session import Session
-from specray.router.session_values import Commit, Lookup
+from specray.router.session_values import Commit, Lookup, TreeVerdict
 from specray.types import Branch, Outcomes, Proposal, Verification
 from tests.unit.router.session.harness import ROOM, decoding, new_session, propose, verdict
 
@@ -37,7 +37,8 @@ def verifying(**options: object) -> Session:
 def test_verdict_commits_the_path_to_its_node() -> None:
     session = verifying()
     commit = verdict(session, 2, 50, last_accepted_node=4)
-    assert commit == Commit((11, 14, 50), (), 6, 2, 2, Lookup.NOT_ASKED, depth=3)
+    told = TreeVerdict(num_nodes=6, num_accepted=2, num_chain_nodes=2, num_chain_accepted=0)
+    assert commit == Commit((11, 14, 50), (), 6, 2, 2, Lookup.NOT_ASKED, depth=3, tree=told)
     assert session.committed == [1, 2, 3, 4, 9, 11, 14, 50]
     item = session.verify_item(ROOM)
     assert (item.base_len, item.token_ids) == (5, (11, 14, 50))
