@@ -77,7 +77,7 @@ specray.io/service: {{ include "specray.fullname" . }}
 
 {{- /* Keys that change while serving, as in specray/config/live.py. */}}
 {{- define "specray.liveKeys" -}}
-speculation: [num_speculative_tokens, verification, overlap, fallback, past_output_tokens]
+speculation: [num_speculative_tokens, verification, overlap, tree, fallback, past_output_tokens]
 router: [max_queued_requests, max_queued_tokens, prefill_chunk_tokens, max_prefill_slowdown, stream_interval_ms]
 ingress: [excess_max_tokens]
 auth: [keys, open_paths]

@@ -7,13 +7,15 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 from types import MappingProxyType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from specray.config import Config, parse_config
 from specray.draft_tokens import TreeBudget
 from specray.errors import ConfigError
 from specray.requests import SpeculationStats
 from specray.types import DraftKind
+
+if TYPE_CHECKING:
+    from specray.config import Config
 
 PLAIN: Final = "plain"
 ALL: Final = "all"
@@ -49,6 +51,8 @@ class Method:
     @property
     def budget(self) -> TreeBudget | None:
         """The tree that is set; None: a chain, or one that is chosen. Raises ConfigError."""
+        from specray.config import parse_config
+
         return self.config(parse_config({})).speculation.tree_budget
 
     def config(self, config: Config) -> Config:
@@ -57,6 +61,9 @@ class Method:
         Raises:
             ConfigError: the tree is none.
         """
+        # Here, since the command line's help names the methods, and pydantic takes half a second to import.
+        from specray.config import parse_config
+
         values = config.model_dump(mode="json")
         values["speculation"] |= {"tree": self.tree, "fallback": "none"}
         return parse_config(values)
