@@ -31,8 +31,8 @@ from specray.errors import OutOfBlocksError
 CHILDREN = 8
 """Children of a node that are looked at; the target draws others at hardly any position."""
 SPREAD = 1.0
-"""As SCORE_SPREAD, for nodes: scores (logits, with noise) that are this far apart differ by a factor of e in
-the chance that the target draws their tokens.
+"""Distance of two scores (logits, with noise), as SCORE_SPREAD, of a node's children: they differ by a factor
+of e in the chance that the target draws their tokens.
 
 Measured on SmolLM2-135M and the draft trained for it, over 576 places of nine Spec-Bench outputs: by it, the
 best tokens of a row have 0.60, 0.11, 0.05 and 0.04 where the target drew them in 0.56, 0.09, 0.05 and 0.03 at

@@ -137,7 +137,7 @@ def _json(schema: object) -> Fields:
 
 
 def _deep(opening: str, close: str, depth: int) -> str:
-    """As text: what writes JSON has limits of its own."""
+    """A schema that is nested so deep, as text: what writes JSON has limits of its own."""
     return opening * depth + '{"type":"integer"}' + close * depth
 
 
@@ -157,7 +157,7 @@ def _with_key(key: str, inner: Any) -> Any:
 
 
 def _chain(number: int) -> Any:
-    """As ``_one_of``, each level by references to the next: short, and just as wide."""
+    """A schema as wide as one of ``_one_of``, and short: each level refers to the next."""
     levels = {f"level{depth}": _one_of({"$ref": f"#/$defs/level{depth + 1}"}, number) for depth in range(8)}
     return {"$defs": {**levels, "level8": {"type": "integer"}}, "$ref": "#/$defs/level0"}
 

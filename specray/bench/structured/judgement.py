@@ -43,7 +43,7 @@ class Verdict:
     num_compared: int
     speed: Speed
     strict: Speed | None
-    """Of schemas with fixed whitespace; None: there were none."""
+    """Speed over schemas with fixed whitespace; None: there were none."""
     free: Speed | None
     forced_share: float | None
     """Output tokens that the grammar forced and that came as draft tokens; None: without output."""

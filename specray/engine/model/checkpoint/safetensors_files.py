@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from specray.engine.model.checkpoint.headers import INDEX, SINGLE
 from specray.engine.model.checkpoint.source import Part
 from specray.engine.model.checks.messages import one_line
-from specray.engine.model.checks.weights import is_finite
+from specray.engine.model.checks.weights import check_weight
 from specray.errors import ConfigError
 
 _REOPEN_BYTES = 1 << 28
@@ -64,8 +64,7 @@ class SafetensorsWeights:
 
     def take(self, name: str, part: Part | None = None) -> torch.Tensor:
         tensor = self.read(name, part)
-        if tensor.numel() and not is_finite(tensor):
-            raise ConfigError(f"model {self._path!r}: the weight {name!r} holds NaN or infinite values")
+        check_weight(self._path, name, tensor)
         return tensor
 
     def read(self, name: str, part: Part | None = None) -> torch.Tensor:

@@ -83,7 +83,7 @@ def _fp8(values: Mapping[str, Any]) -> StoredFormat:
 
 
 def _modelopt(values: Mapping[str, Any]) -> StoredFormat:
-    """Of NVIDIA's ModelOpt; scales of the KV cache and of activations are of no use in other data types."""
+    """NVIDIA's ModelOpt: one scale for each weight or row."""
     _expect(values, "quant_algo", ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"))
     return StoredFormat("modelopt")
 

@@ -18,7 +18,7 @@ from specray.engine.model.checkpoint.stored_format import (
     is_mark,
 )
 from specray.engine.model.checks.messages import one_line
-from specray.engine.model.checks.weights import is_finite
+from specray.engine.model.checks.weights import check_weight
 from specray.errors import ConfigError
 
 
@@ -62,8 +62,7 @@ class StoredWeights:
 
     def take(self, name: str, part: Part | None = None) -> torch.Tensor:
         tensor = self.read(name, part)
-        if tensor.numel() and not is_finite(tensor):
-            raise ConfigError(f"model {self._path!r}: the weight {name!r} holds NaN or infinite values")
+        check_weight(self._path, name, tensor)
         return tensor
 
     def read(self, name: str, part: Part | None = None) -> torch.Tensor:
@@ -103,7 +102,7 @@ class StoredWeights:
         return kind
 
     def _shape(self, layer: str) -> tuple[int, ...]:
-        """Of the dequantised weight, from the files' headers."""
+        """Shape of a layer's dequantised weight, from the files' headers."""
         shapes, kind = self._files.shapes, self._kind(layer)
         if kind == "scaled":
             return shapes[f"{layer}.weight"]

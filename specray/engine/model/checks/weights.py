@@ -75,13 +75,17 @@ def check_finite(path: str, model: PreTrainedModel) -> None:
 
     for name, tensor in model.state_dict().items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if local.is_floating_point() and local.numel() and not is_finite(local):
-            raise ConfigError(f"model {path!r}: the weight {name!r} holds NaN or infinite values")
+        if local.is_floating_point():
+            check_weight(path, name, local)
 
 
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all are numbers; one pass without a copy, since NaN is a minimum and a maximum."""
-    return bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
+def check_weight(path: str, name: str, weight: torch.Tensor) -> None:
+    """Raises ConfigError for a weight with a NaN or an infinity.
+
+    One pass without a copy, since NaN is a minimum and a maximum.
+    """
+    if weight.numel() and not bool(torch.stack(torch.aminmax(weight)).isfinite().all()):
+        raise ConfigError(f"model {path!r}: the weight {name!r} holds NaN or infinite values")
 
 
 def listed(names: Iterable[object]) -> str:
