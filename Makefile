@@ -48,11 +48,12 @@ fuzz: setup .venv-fuzz/.installed
 	$(TEST_ENV) PYTHONPATH=. $(BIN)/python tests/fuzz/run.py --schemathesis .venv-fuzz/bin/schemathesis --cases $(FUZZ_CASES)
 
 # Unmodified clients against a running server: make clients URL=http://127.0.0.1:8000. With TARGET=CHECKPOINT, which the
-# server serves in float32, the scores that lm_eval reads are compared with a forward of transformers.
+# server serves in float32, the scores that lm_eval reads are compared with a forward of transformers. RECORD=FILE keeps
+# what was sent.
 SAMPLES := .venv-clients/samples.json
 clients: .venv-clients/.installed $(if $(TARGET),setup)
 	test -n "$(URL)" || { echo "URL is not set; for example: make clients URL=http://127.0.0.1:8000" >&2; exit 2; }
-	.venv-clients/bin/python -m tests.clients.run $(URL) --samples $(SAMPLES)
+	.venv-clients/bin/python -m tests.clients.run $(URL) --samples $(SAMPLES) $(if $(RECORD),--record $(RECORD))
 	test -z "$(TARGET)" || $(BIN)/python -m tests.clients.forward $(TARGET) $(SAMPLES)
 
 .venv-%/.installed: tests/%/requirements.txt

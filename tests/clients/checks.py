@@ -13,6 +13,8 @@ MAX_TOKENS = 96
 QUESTION = "What is the weather in Rome?"
 NO_TOOLS = "does not show them to the model"
 """Part of the error that a model without tools in its template answers."""
+SKIPPED = "cannot be checked here"
+"""Beginning of the error of a check that lacks what it needs."""
 PARAMETERS = {
     "type": "object",
     "properties": {"city": {"type": "string", "enum": ["Rome", "Paris"]}},
