@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Final
 
+from specray.round_reports import RoundReport
 from specray.types import DraftKind, SamplingParams, TokenLogprobs
 
 
@@ -98,6 +99,8 @@ class SpeculationParams:
     """Tenant whose past outputs ``suffix`` may propose from, and who gets this one; empty: none."""
     prediction: tuple[int, ...] = ()
     """Token ids of a text that the output is expected to be close to; empty: none."""
+    reports_rounds: bool = False
+    """The chunks of the output tell its rounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +231,8 @@ class OutputChunk:
     had none, or another router had committed them."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Logprobs of the prompt's tokens but the first, on the last chunk only, where they were asked for."""
+    rounds: tuple[RoundReport, ...] = ()
+    """Rounds that brought the tokens, where they were asked for."""
 
 
 @dataclass(frozen=True, slots=True)

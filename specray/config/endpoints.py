@@ -32,6 +32,11 @@ class HttpConfig(Section):
     openapi: bool = Field(
         False, description="Serve the OpenAPI document at /openapi.json, and as a page at /docs."
     )
+    lab: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Page /lab, which shows what speculation does with a prompt: auto: where http.host is "
+        "an address of this machine alone.",
+    )
     server: Literal["auto", "ingress", "proxy"] = Field(
         "auto",
         description="HTTP server: proxy: Serve's, on every node where it runs; ingress: each Ingress itself, "

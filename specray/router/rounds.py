@@ -69,7 +69,7 @@ class Rounds:
         clock: of deadlines and measurements.
         metrics: of rounds.
         later: what is counted when the messages of a step have left; shared with ``proposers``.
-        trace: told of items and verdicts; None: nobody is.
+        trace: told of items and verdicts.
         on_target_lost: decides what becomes of the sessions.
     """
 
@@ -85,7 +85,7 @@ class Rounds:
         metrics: RouterMetrics,
         later: Later,
         on_target_lost: Callable[[TargetLink, Exception], None],
-        trace: Trace | None = None,
+        trace: Trace,
     ) -> None:
         self.sessions = sessions
         self.proposers = proposers
@@ -232,10 +232,7 @@ class Rounds:
                 if commit is not None:
                     # Also of a chunk of a prompt, which commits nothing.
                     self.last_verdict_s = self._now
-                    if self._trace is not None:
-                        self._trace.verdict_received(
-                            reply, commit, replies, reason=live.round_plan.reason.value
-                        )
+                    self._trace.verdict_received(reply, commit, replies, live.round_plan)
                     self._deliver(live, commit, replies.forward_ns / 1e9)
                 return commit is not None
             case UnknownSequence():
@@ -259,7 +256,7 @@ class Rounds:
         live.committed_s = now
         live.num_target_losses = 0
         # Whoever is woken by it would run before the links' writers.
-        self._later.add(live.delivery.push, commit.token_ids, commit.logprobs)
+        self._later.add(live.delivery.push, commit.token_ids, commit.logprobs, live.take_reports())
         if live.session.is_finished:
             self.sessions.end(live, now)
         else:
@@ -338,8 +335,7 @@ class Rounds:
             num_new = min(room, len(item.token_ids) + len(item.draft.token_ids))
             num_rows += num_new
             num_context_tokens += item.base_len + num_new
-            if self._trace is not None:
-                self._trace.verify_sent(item, step=self._num_steps, num_rows=num_new)
+            self._trace.verify_sent(item, step=self._num_steps, num_rows=num_new)
             live.last_step, live.round_plan = self._num_steps, live.plan
             live.timer.start(now)
             self.target.push(item, now)

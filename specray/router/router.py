@@ -106,8 +106,8 @@ class Router:
         inbox = self._inbox = Inbox()
         self._draft = draft
         self._draft_on_demand = draft_on_demand
-        self._trace = Trace(self._clock, config.trace_events) if config.trace_events else None
-        observer = ControlObserver(self.metrics, self._trace)
+        self._trace = Trace(self._clock, config.trace_events)
+        observer = ControlObserver(self.metrics, self._trace if config.trace_events else None)
         self._controller = Controller(speculation, observer=observer)
         self._local_proposers = LocalProposers(speculation, self._controller, has_model=drafters is not None)
         self._predictions = Predictions(self._controller)
@@ -300,7 +300,7 @@ class Router:
 
     async def trace_text(self) -> str | None:
         """See interfaces.RouterClient."""
-        return None if self._trace is None else encode_trace(self._trace.events)
+        return encode_trace(self._trace.events) if self._config.trace_events else None
 
     def load(self) -> dict[str, float]:
         """See Sessions.load."""
@@ -331,6 +331,7 @@ class Router:
                 request, request.speculation.draft or self._draft, num_sessions=len(self._sessions) + 1
             ),
             prediction=self._predictions.of(request),
+            watch=self._trace.watch(request.request_id) if request.speculation.reports_rounds else None,
         )
         if live.is_resumed:
             # What comes next is no first token.

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 from specray.control.state import OFF, OFF_BY_REASON, Plan, Reason, SessionStats
 from specray.requests import RequestLife
+from specray.round_reports import RoundReport
 from specray.router.output.delivery import Delivery
+from specray.router.output.watch import RoundWatch
 from specray.router.proposers.ngram import LocalProposer
 from specray.router.proposers.prediction import SessionPrediction
 from specray.router.session import Session
@@ -29,6 +31,8 @@ class LiveSession:
     """Proposer that drafts for it without a model, or fills in for the model; None: none does."""
     prediction: SessionPrediction | None = None
     """Proposer of the output that the request predicts; None: it predicts none."""
+    watch: RoundWatch | None = None
+    """Recorder of its rounds; None: its caller does not watch them."""
     last_step: int = 0
     """Number of the target step that it was last part of."""
     plan: Plan = field(default=OFF_BY_REASON[Reason.PREFILL])
@@ -124,6 +128,10 @@ class LiveSession:
             num_preemptions=self.num_preemptions,
             stats=session.tally.stats,
         )
+
+    def take_reports(self) -> tuple[RoundReport, ...]:
+        """Rounds since the last call, for a caller that watches them."""
+        return () if self.watch is None else self.watch.take()
 
     @property
     def is_prefilling(self) -> bool:

@@ -1,7 +1,8 @@
 """Records what the router decided and when: a ring of the last events, for debugging and for timelines.
 
 Times are nanoseconds on the router's own clock; durations of engines are from their replies. Events hold no
-tokens. Without tracing there is no Trace, and a hook is one comparison.
+tokens. Callers that watch their requests are told of their rounds from the same places. With nobody watching
+and no events to keep, a hook is two comparisons.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any, Final
+from weakref import WeakValueDictionary
 
+from specray.control.state import Plan
 from specray.errors import ConfigError
 from specray.interfaces import Clock
+from specray.router.output.watch import RoundWatch
 from specray.router.session_values import Commit
 from specray.types import (
     DraftReplies,
@@ -199,16 +203,23 @@ _BY_TYPE: Final[Mapping[type[TraceEvent], str]] = MappingProxyType(
 
 
 class Trace:
-    """The last ``max_events`` events, oldest first.
+    """The last ``max_events`` events, oldest first, and the watches of requests.
 
     Args:
         clock: the router's clock.
-        max_events: most events, >= 1; the oldest are forgotten.
+        max_events: most events; the oldest are forgotten. 0: none are kept.
     """
 
     def __init__(self, clock: Clock, max_events: int) -> None:
         self._clock = clock
+        self._keeps_events = max_events > 0
         self._events: deque[TraceEvent] = deque(maxlen=max_events)
+        self._watches: WeakValueDictionary[str, RoundWatch] = WeakValueDictionary()
+
+    def watch(self, request_id: str) -> RoundWatch:
+        """Begins to tell of a request that arrives now, as long as the caller keeps what it returns."""
+        watch = self._watches[request_id] = RoundWatch(self._clock.monotonic, self._clock.monotonic())
+        return watch
 
     @property
     def events(self) -> list[TraceEvent]:
@@ -228,6 +239,10 @@ class Trace:
         self._events.append(ExperimentEnded(self._ns(), **result))
 
     def draft_asked(self, item: SpeculateItem) -> None:
+        if self._watches and (watch := self._watches.get(item.request_id)) is not None:
+            watch.draft_asked()
+        if not self._keeps_events:
+            return
         self._events.append(
             DraftAsked(
                 self._ns(),
@@ -244,6 +259,10 @@ class Trace:
         )
 
     def draft_replied(self, reply: DraftReply, replies: DraftReplies, *, is_late: bool) -> None:
+        if self._watches and not is_late and (watch := self._watches.get(reply.request_id)) is not None:
+            watch.draft_replied(replies.forward_ns)
+        if not self._keeps_events:
+            return
         num_branches = 0
         match reply:
             case Proposal():
@@ -267,10 +286,15 @@ class Trace:
         )
 
     def draft_skipped(self, request_id: str) -> None:
-        self._events.append(DraftSkipped(self._ns(), request_id))
+        if self._keeps_events:
+            self._events.append(DraftSkipped(self._ns(), request_id))
 
     def verify_sent(self, item: VerifyItem, *, step: int, num_rows: int) -> None:
         """Records an item; ``num_rows`` is the number of its tokens for which the step has room."""
+        if self._watches and (watch := self._watches.get(item.request_id)) is not None:
+            watch.verify_sent(item)
+        if not self._keeps_events:
+            return
         num_drafts = len(item.draft.token_ids)
         self._events.append(
             VerifySent(
@@ -284,9 +308,14 @@ class Trace:
             )
         )
 
-    def verdict_received(
-        self, verdict: Verdict, commit: Commit, replies: TargetReplies, *, reason: str
-    ) -> None:
+    def verdict_received(self, verdict: Verdict, commit: Commit, replies: TargetReplies, plan: Plan) -> None:
+        """Records a verdict; ``plan`` is the round's."""
+        if commit.token_ids and self._watches:
+            watch = self._watches.get(verdict.request_id)
+            if watch is not None:
+                watch.committed(commit, plan, replies.forward_ns)
+        if not self._keeps_events:
+            return
         self._events.append(
             VerdictReceived(
                 self._ns(),
@@ -297,13 +326,16 @@ class Trace:
                 commit.num_draft_tokens,
                 commit.num_accepted_tokens,
                 len(commit.token_ids),
-                reason,
+                plan.reason.value,
                 None if commit.depth == commit.num_draft_tokens else commit.depth,
             )
         )
 
     def looked_up(self, request_id: str, result: str, num_draft_tokens: int) -> None:
-        self._events.append(LookedUp(self._ns(), request_id, result, num_draft_tokens))
+        if self._watches and (watch := self._watches.get(request_id)) is not None:
+            watch.looked_up(result)
+        if self._keeps_events:
+            self._events.append(LookedUp(self._ns(), request_id, result, num_draft_tokens))
 
     def _ns(self) -> int:
         return round(self._clock.monotonic() * 1e9)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from specray.errors import EngineLostError, SpecrayError
 from specray.interfaces import RouterClient
 from specray.requests import FinishReason, GenerateRequest, OutputChunk, SpeculationStats
+from specray.round_reports import RoundReport
 from specray.tokenization import TextStream, Tokenizer
 from specray.types import TokenLogprobs
 
@@ -35,6 +36,8 @@ class Delta:
     """Seconds that the router took to the first tokens; comes with the finish reason."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Logprobs of the prompt's tokens but the first; they come with the finish reason."""
+    rounds: tuple[RoundReport, ...] = ()
+    """Rounds that brought the tokens, where the call asks for them."""
 
     @property
     def is_visible(self) -> bool:
@@ -87,6 +90,7 @@ class Choice:
             num_cached_tokens=chunk.num_cached_tokens,
             ttft_s=chunk.ttft_s,
             prompt_logprobs=chunk.prompt_logprobs,
+            rounds=chunk.rounds,
         )
 
 

@@ -122,6 +122,8 @@ class GenerationOptions(SamplingOptions):
     truncate_prompt_tokens: int | None = None
     """Tokens of a prompt's end that are kept; -1: as many as leave room for ``max_tokens``."""
     cache_salt: str = ""
+    reports_rounds: bool = False
+    """The deltas of a stream tell the rounds that brought them."""
     names: Mapping[str, str] = dataclass_field(default_factory=dict)
     """Names of fields in this API where they differ, for error messages."""
 

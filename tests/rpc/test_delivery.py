@@ -17,6 +17,7 @@ from specray.actors.mailbox import Mailbox
 from specray.actors.stream_sinks import StreamSinks
 from specray.errors import EngineLostError, ProtocolError
 from specray.requests import FinishReason, OutputChunk, SpeculationStats
+from specray.round_reports import EngineStep, RoundReport
 from specray.router.transport.clock import SystemClock
 from specray.rpc.channel import ChannelOptions
 from specray.rpc.codec.delivery import decode_chunks, encode_chunks
@@ -35,11 +36,30 @@ logprobs = st.builds(
     st.lists(token_ids, max_size=2).map(tuple),
     st.just(()),
 ).map(lambda entry: TokenLogprobs(entry.token_id, entry.logprob, (), ()))
+ids = st.lists(token_ids, max_size=4).map(tuple)
+times = st.floats(0, 1e6)
+steps = st.builds(EngineStep, times, times, times)
+rounds = st.builds(
+    RoundReport,
+    token_ids=ids,
+    draft_token_ids=ids,
+    num_accepted_tokens=st.integers(0, 64),
+    source=st.sampled_from(["", "model"]),
+    lookup=st.sampled_from(["", "hit"]),
+    overlap=st.sampled_from(["off", "serial"]),
+    num_speculative_tokens=st.integers(0, 32),
+    reason=st.text(max_size=8),
+    verify=steps,
+    drafting=st.lists(steps, max_size=2).map(tuple),
+    draft_parents=st.none() | st.lists(st.integers(-1, 63), min_size=1, max_size=4).map(tuple),
+    draft_probs=st.lists(st.floats(0, 1), max_size=4).map(tuple),
+)
 open_chunks = st.builds(
     OutputChunk,
     st.text(min_size=1, max_size=8),
-    st.lists(token_ids, max_size=4).map(tuple),
+    ids,
     st.lists(logprobs, max_size=2).map(tuple),
+    rounds=st.lists(rounds, max_size=2).map(tuple),
 )
 last_chunks = st.builds(
     OutputChunk,
@@ -53,6 +73,7 @@ last_chunks = st.builds(
     num_cached_tokens=token_ids,
     ttft_s=st.none() | st.floats(0, 60),
     prompt_logprobs=st.lists(logprobs, max_size=2).map(tuple),
+    rounds=st.lists(rounds, max_size=2).map(tuple),
 )
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from specray.interfaces import Clock
 from specray.requests import FinishReason, OutputChunk, SpeculationStats
+from specray.round_reports import RoundReport
 from specray.types import TokenLogprobs
 
 
@@ -30,6 +31,7 @@ class Delivery:
         self._is_begun = False
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._rounds: list[RoundReport] = []
         self._last: OutputChunk | None = None
         self._error: Exception | None = None
         self._wake = asyncio.Event()
@@ -51,10 +53,16 @@ class Delivery:
 
     # The router's side
 
-    def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
-        """Adds newly committed tokens."""
+    def push(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        rounds: Sequence[RoundReport] = (),
+    ) -> None:
+        """Adds newly committed tokens, and the rounds that brought them where the caller watches them."""
         self._token_ids.extend(token_ids)
         self._logprobs.extend(logprobs)
+        self._rounds.extend(rounds)
         if self._on_change is not None:
             self._on_change(self)
         if self._wakes_always:
@@ -63,8 +71,8 @@ class Delivery:
     def put(self, chunk: OutputChunk) -> None:
         """Adds a chunk of the same output that another process has sent."""
         if chunk.finish_reason is not None:
-            self._last = replace(chunk, token_ids=(), logprobs=())
-        self.push(chunk.token_ids, chunk.logprobs)
+            self._last = replace(chunk, token_ids=(), logprobs=(), rounds=())
+        self.push(chunk.token_ids, chunk.logprobs, chunk.rounds)
         if chunk.finish_reason is not None:
             self._wake.set()
 
@@ -150,12 +158,13 @@ class Delivery:
     def take(self) -> OutputChunk:
         """Returns all that has come since the last call. Raises the error that ``fail`` was given."""
         self._is_begun = True
-        token_ids, logprobs = tuple(self._token_ids), tuple(self._logprobs)
+        token_ids, logprobs, rounds = tuple(self._token_ids), tuple(self._logprobs), tuple(self._rounds)
         self._token_ids.clear()
         self._logprobs.clear()
+        self._rounds.clear()
         if self._error is not None:
             raise self._error
         last = self._last
         if last is None:
-            return OutputChunk(self._request_id, token_ids, logprobs)
-        return replace(last, token_ids=token_ids, logprobs=logprobs)
+            return OutputChunk(self._request_id, token_ids, logprobs, rounds=rounds)
+        return replace(last, token_ids=token_ids, logprobs=logprobs, rounds=rounds)

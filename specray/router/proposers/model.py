@@ -64,7 +64,7 @@ class ModelProposer:
         later: what is counted when the messages of a step have left.
         settings: time after which a silent draft is lost, tokens that it is given to prefill at once, and
             whether both engines take turns.
-        trace: told of questions and answers; None: nobody is.
+        trace: told of questions and answers.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ModelProposer:
         later: Later,
         *,
         settings: Settings,
-        trace: Trace | None = None,
+        trace: Trace,
     ) -> None:
         self._leases = leases
         self._running = running
@@ -243,8 +243,7 @@ class ModelProposer:
             if live is not None and is_taken and had_open_verdict and isinstance(reply, (Proposal, Outcomes)):
                 settled.append(live)
                 self._on_late_outcomes(live)
-            if self._trace is not None:
-                self._trace.draft_replied(reply, replies, is_late=not is_taken)
+            self._trace.draft_replied(reply, replies, is_late=not is_taken)
             if live is None or not is_taken:
                 self._metrics.late_replies.labels("draft").inc()
                 continue
@@ -295,8 +294,7 @@ class ModelProposer:
 
     def _count_lookup(self, live: LiveSession, result: str) -> None:
         self._later.add(self._metrics.observe_lookup, result, live.num_drafted)
-        if self._trace is not None:
-            self._trace.looked_up(live.request_id, result, live.num_drafted)
+        self._trace.looked_up(live.request_id, result, live.num_drafted)
 
     # Losses
 
@@ -342,8 +340,7 @@ class ModelProposer:
             if live.session.has_open_verdict:
                 self._count_lookup(live, "timed_out")
             live.session.skip_draft()
-            if self._trace is not None:
-                self._trace.draft_skipped(live.request_id)
+            self._trace.draft_skipped(live.request_id)
         return given_up
 
     @property
@@ -395,5 +392,4 @@ class ModelProposer:
     def _push(self, item: SpeculateItem, now: float) -> None:
         assert self.link is not None
         self.link.push(item, now)
-        if self._trace is not None:
-            self._trace.draft_asked(item)
+        self._trace.draft_asked(item)

@@ -12,6 +12,7 @@ from specray.rpc.codec.inference import (
     decode_stats,
     encode_stats,
 )
+from specray.rpc.codec.round_reports import decode_round, encode_round
 from specray.rpc.codec.values import decode_token_logprobs, encode_token_logprobs, parse
 from specray.rpc.pb import delivery_pb2, inference_pb2
 
@@ -37,6 +38,8 @@ def _encode_chunk(out: delivery_pb2.OutputChunk, chunk: OutputChunk) -> None:
     out.token_ids.extend(chunk.token_ids)
     for logprobs in chunk.logprobs:
         encode_token_logprobs(out.logprobs.add(), logprobs)
+    for report in chunk.rounds:
+        encode_round(out.rounds.add(), report)
     if chunk.finish_reason is None:
         return
     out.finish_reason = _REASON_TO_PB[chunk.finish_reason]
@@ -69,4 +72,5 @@ def _decode_chunk(chunk: delivery_pb2.OutputChunk) -> OutputChunk:
         num_cached_tokens=chunk.num_cached_tokens,
         ttft_s=chunk.ttft_s if chunk.HasField("ttft_s") else None,
         prompt_logprobs=tuple(map(decode_token_logprobs, chunk.prompt_logprobs)),
+        rounds=tuple(map(decode_round, chunk.rounds)),
     )

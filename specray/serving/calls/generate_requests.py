@@ -99,6 +99,7 @@ def _generate_request(
             draft=options.draft,
             tenant=options.tenant,
             prediction=options.prediction_ids,
+            reports_rounds=options.reports_rounds,
         ),
         priority=options.priority or 0,
         timeout_s=options.timeout_s,

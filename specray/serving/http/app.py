@@ -37,6 +37,7 @@ from specray.serving.http.openai_api import Call, OpenAiApi
 from specray.serving.http.problems import HttpError, problem_response
 from specray.serving.http.responses_api.calls import responses_call
 from specray.serving.http.routes.absent import add_absent_routes
+from specray.serving.http.routes.lab_page import add_lab_routes, has_lab
 from specray.serving.http.routes.models import add_model_routes
 from specray.serving.http.routes.openapi import add_openapi_routes
 from specray.serving.http.routes.service import TextSource, add_observer_routes, add_service_routes
@@ -101,6 +102,8 @@ def build_http_app(
     _add_generating_routes(app, api, live)
     if config.http.openapi:
         add_openapi_routes(app, asks_for_key=lambda: keyring.asks_for_key)
+    if has_lab(config.http):
+        add_lab_routes(app)
     add_absent_routes(app)
     app.add_middleware(
         AdmissionMiddleware, max_calls=config.ingress.max_ongoing_requests, capacity=client.capacity

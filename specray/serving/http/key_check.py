@@ -10,6 +10,7 @@ from specray.errors import UnauthenticatedError
 from specray.serving.admission.api_keys import Caller, Keyring
 from specray.serving.http.observe import record_of
 from specray.serving.http.problems import HttpError, problem_response
+from specray.serving.http.routes.lab_page import is_lab_path
 
 _CALLER = "specray.caller"
 
@@ -26,10 +27,11 @@ class KeyMiddleware:
             await self._app(scope, receive, send)
             return
         request = Request(scope)
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
         try:
             scope[_CALLER] = (
                 None
-                if self._keyring.is_open(scope["path"].removeprefix(scope.get("root_path", "")))
+                if self._keyring.is_open(path) or is_lab_path(path)
                 else self._keyring.identify(_authorization(request.headers))
             )
         except UnauthenticatedError as error:

@@ -20,13 +20,14 @@ from specray.serving.calls.predictions import with_prediction_ids
 from specray.serving.generation import Delta, close
 from specray.serving.grammars import GrammarChecker
 from specray.serving.http.answers.completions import CompletionFormat, shown_prompt, without_output
+from specray.serving.http.answers.rounds import RoundFormat
 from specray.serving.http.answers.token_ids import TokenIds
 from specray.serving.http.chat.format import ChatFormat
 from specray.serving.http.chat.plan import ChatPlanner, Reading
 from specray.serving.http.chat.schema import ChatCompletionRequest
 from specray.serving.http.identity import Identity
 from specray.serving.http.problems import log_problem
-from specray.serving.http.responses import Header, Json, ResponseFormat, Totals
+from specray.serving.http.responses import ChunkFormat, Header, Json, ResponseFormat, Totals
 from specray.serving.http.schemas import CompletionRequest, RequestT, SamplingFields, parse_request
 from specray.serving.http.unknown import without_unknown
 from specray.serving.limits import ServiceLimits
@@ -65,6 +66,8 @@ class Call:
     includes_metrics: bool
     token_ids: TokenIds | None = None
     """Adds token ids to the answer; None: the call does not ask for them."""
+    rounds: RoundFormat | None = None
+    """Writes the rounds of a stream; None: the call does not ask for them."""
     hides_output: bool = False
     """The prompt alone is asked about."""
 
@@ -222,8 +225,11 @@ class OpenAiApi:
             delta = without_output(delta)
         totals.add(delta)
         call.record.observe(delta)
-        events = call.format.events(delta)
-        return b"".join(_event(_with_usage(call, event, totals)) for event in _with_ids(call, events, delta))
+        events = _with_ids(call, call.format.events(delta), delta)
+        told = [_event(_with_usage(call, event, totals)) for event in events]
+        if call.rounds is not None and delta.rounds:
+            told.insert(0, _event(call.rounds.event(delta)))
+        return b"".join(told)
 
     async def _checked(self, body: SamplingFields, caller: Caller) -> tuple[GenerationOptions, Limits]:
         limits = await self._limits.get()
@@ -272,6 +278,11 @@ class OpenAiApi:
             includes_usage=body.includes_usage,
             repeats_usage=body.repeats_usage,
             includes_metrics=bool(body.return_speculation_metrics),
+            rounds=(
+                RoundFormat(self._tokenizer, response_format.summary())
+                if body.includes_rounds and isinstance(response_format, ChunkFormat)
+                else None
+            ),
             token_ids=(
                 TokenIds(prompts, num_choices=body.n or 1, is_chat=isinstance(body, ChatCompletionRequest))
                 if body.return_token_ids

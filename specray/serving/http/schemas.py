@@ -58,7 +58,8 @@ class SpeculationFields(Fields):
 class StreamOptions(Fields):
     """Options of a stream.
 
-    ``include_usage`` puts token counts in a last event, ``continuous_usage_stats`` in each.
+    ``include_usage`` puts token counts in a last event, ``continuous_usage_stats`` in each, and
+    ``include_speculation`` adds an event for each round.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -66,6 +67,7 @@ class StreamOptions(Fields):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     """Token counts in every event, as in vLLM; ignored without ``include_usage``."""
+    include_speculation: bool | None = None
     include_obfuscation: bool | None = None
     """Accepted and ignored: nothing is padded here."""
 
@@ -142,6 +144,11 @@ class SamplingFields(_OptionFields):
         options = self.stream_options
         return self.includes_usage and options is not None and bool(options.continuous_usage_stats)
 
+    @property
+    def includes_rounds(self) -> bool:
+        """True if a stream tells its rounds."""
+        return self.stream_options is not None and bool(self.stream_options.include_speculation)
+
     def options(self) -> GenerationOptions:
         """Returns the request without its prompt. Raises InvalidRequestError."""
         extras = self.model_extra or {}
@@ -178,6 +185,7 @@ class SamplingFields(_OptionFields):
             ),
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             cache_salt=self.cache_salt or "",
+            reports_rounds=self.includes_rounds,
             n=self.n,
             num_logprobs=self.num_logprobs,
             num_prompt_logprobs=self.num_prompt_logprobs,
