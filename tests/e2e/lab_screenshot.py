@@ -29,7 +29,9 @@ async def picture(url: str, path: Path) -> None:
             result = "document.getElementById('race-result').textContent !== ''"
             await page.until(f"{result} && document.body.dataset.state === 'idle'", "the race is over")
             texts = "['off', 'on'].map(arm => document.getElementById(`${arm}-text`).textContent)"
-            await page.until(f"(([off, on]) => off.length > 200 && off === on)({texts})", "the replay is over")
+            await page.until(
+                f"(([off, on]) => off.length > 200 && off === on)({texts})", "the replay is over"
+            )
             await page.click("#show-rejected")
             await page.evaluate("document.getElementById('output').focus(); scrollTo(0, 0)")
             for _ in range(9):
