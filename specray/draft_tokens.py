@@ -220,3 +220,54 @@ class TreeBudget:
     def of_widths(cls, widths: Sequence[int]) -> TreeBudget:
         """The budget of a tree of one shape, for all of its nodes."""
         return cls(sum(accumulate(widths, mul)), tuple(widths))
+
+
+@dataclass(frozen=True, slots=True)
+class LookaheadBudget:
+    """What lookahead decoding may compute beside a step of the target, per request.
+
+    Raises:
+        ValueError: names the field, the value and what is allowed.
+    """
+
+    width: int = 7
+    """Columns of the window (W)."""
+    ngram_len: int = 5
+    """Tokens of an n-gram (N): the first is committed, the others are proposed."""
+    num_guesses: int = 7
+    """N-grams kept, and proposed, for each first token (G)."""
+
+    def __post_init__(self) -> None:
+        if self.width < 1 or self.num_guesses < 1:
+            raise ValueError(
+                f"lookahead has width {self.width} and {self.num_guesses} guesses; allowed: 1 or more"
+            )
+        if self.ngram_len < 2:
+            raise ValueError(f"lookahead has n-grams of {self.ngram_len} tokens; allowed: 2 or more")
+        if (num_rows := self.max_window_rows + self.max_guess_rows) > MAX_DRAFT_NODES:
+            raise ValueError(
+                f"lookahead {self} takes {num_rows} rows; allowed: at most {MAX_DRAFT_NODES}, of which "
+                "guesses take num_guesses * (ngram_len - 1)"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.width}x{self.ngram_len}x{self.num_guesses}"
+
+    @property
+    def num_levels(self) -> int:
+        """Levels of a full window."""
+        return self.ngram_len - 1
+
+    def num_columns(self, num_levels: int) -> int:
+        """Columns of a window that has so many levels: one less for each, until all are there."""
+        return self.width + self.num_levels - num_levels
+
+    @property
+    def max_window_rows(self) -> int:
+        """Most rows of the window."""
+        return max(levels * self.num_columns(levels) for levels in range(1, self.ngram_len)) - 1
+
+    @property
+    def max_guess_rows(self) -> int:
+        """Most rows of n-grams that are verified."""
+        return self.num_guesses * (self.ngram_len - 1)

@@ -18,7 +18,7 @@ import enum
 from dataclasses import dataclass
 from typing import Final
 
-from specray.draft_tokens import NO_DRAFT, DraftTokens, TreeBudget
+from specray.draft_tokens import NO_DRAFT, DraftTokens, LookaheadBudget, TreeBudget
 
 MAX_SPECULATIVE_TOKENS: Final = 32
 """Largest K: most draft tokens per round that a configuration or a request may ask for."""
@@ -52,6 +52,8 @@ class DraftKind(enum.StrEnum):
     """Tokens that followed the last ones when they came before in the same request; no model."""
     SUFFIX = "suffix"
     """Tokens that followed the last ones most often, there or in the tenant's past outputs; no model."""
+    LOOKAHEAD = "lookahead"
+    """N-grams that the target makes of its own guesses beside each step (Jacobi); no model."""
 
 
 class GrammarKind(enum.StrEnum):
@@ -259,6 +261,9 @@ class VerifyItem:
     max_new_tokens: int | None = None
     """Most tokens that a chunk computes, >= 1; it is cut behind them. Tokens found in the prefix cache do not
     count. None: all of them."""
+    lookahead: LookaheadBudget | None = None
+    """What the target computes beside this step for the Verdict's ``draft``; None: nothing. A chunk has none,
+    and rows that do not fit are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +288,8 @@ class Verdict:
     last_accepted_node: int | None = None
     """Index of the last node that is kept of a tree. None: a chain, or the nodes kept are the first of the
     tree's first chain."""
+    draft: DraftTokens = NO_DRAFT
+    """What the target itself proposes behind ``next_token_id``, where the item asked for it."""
 
 
 DraftReply = Proposal | Outcomes | UnknownSequence | ItemFailed

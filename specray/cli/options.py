@@ -42,7 +42,9 @@ DraftModel = Annotated[
 ]
 Draft = Annotated[
     str | None,
-    typer.Option(help="Draft model: path, GGUF file, hub id, known name, embedded; or ngram, suffix, none."),
+    typer.Option(
+        help="Draft model: path, GGUF file, hub id, known name, embedded; or ngram, suffix, lookahead, none."
+    ),
 ]
 Model = Annotated[str, typer.Option(help="Model: path, hub id, or embedded.")]
 Role = Annotated[EngineRole, typer.Option(help="Engine, and which model of the embedded pair.")]

@@ -17,8 +17,11 @@ WeightFormat = Literal["none", "int8", "int4"]
 EMBEDDED = "embedded"
 """Model name of the pair that ships with the package."""
 
-MODEL_FREE_DRAFTS = (DraftKind.NGRAM.value, DraftKind.SUFFIX.value)
+MODEL_FREE_DRAFTS = (DraftKind.NGRAM.value, DraftKind.SUFFIX.value, DraftKind.LOOKAHEAD.value)
 """Names of drafts without a model; write a directory of such a name with its path."""
+
+INNER_CACHE_GIB = 1.0
+"""GiB of the block cache of a model that drafts for the draft, where nothing is said."""
 
 RANK_OPTIONS = ("num_cpus", "num_gpus", "memory", "resources", "accelerator_type", "label_selector")
 """Ray actor options that a user may set for ranks; specray sets the others."""
@@ -129,11 +132,11 @@ class EngineConfig(Section):
                 f"ray_actor_options has {', '.join(unknown)}; allowed for ranks: {', '.join(RANK_OPTIONS)}"
             )
 
-    @field_validator("model")
+    @field_validator("model", "draft", check_fields=False)
     @classmethod
-    def _absolute(cls, model: str) -> str:
+    def _absolute(cls, model: str | None) -> str | None:
         """``~`` and relative paths of directories, which other processes would not find as they are."""
-        if model in ("", EMBEDDED, *MODEL_FREE_DRAFTS):
+        if model is None or model in ("", EMBEDDED, *MODEL_FREE_DRAFTS):
             return model
         path = Path(model).expanduser() if model.startswith("~") else Path(model)
         return str(path.absolute()) if model.startswith("~") or path.is_dir() else model
@@ -163,13 +166,22 @@ class DraftConfig(EngineConfig):
 
     model: str = Field(
         EMBEDDED,
-        description="As for the target, or 'ngram' or 'suffix', which draft in the Router without a model.",
+        description="As for the target; or 'ngram' or 'suffix', which draft in the Router without a model, "
+        "or 'lookahead', which drafts in the target.",
     )
     enabled: bool = Field(True, description="False: plain decoding.")
     vocabulary_ids: str | None = Field(
         None,
         description="File with the token ids that the draft may propose: a JSON list, .npy or .safetensors. "
         "The head is cut to them when it is loaded; default: all that it has.",
+    )
+    draft: str | None = Field(
+        None,
+        description="Draft of the draft, which makes its proposals sooner and changes none: 'ngram', or path "
+        "or hub id of a smaller model with the same tokenizer.",
+    )
+    inner_draft_tokens: int = Field(
+        4, ge=1, le=16, description="Maximum tokens of its own draft that the draft verifies in one forward."
     )
     num_replicas: int = Field(1, ge=0, le=1024, description="0: plain decoding.")
     autoscaling: DraftScalingConfig | None = Field(
@@ -191,7 +203,31 @@ class DraftConfig(EngineConfig):
         self._check_formats()
         if self.tensor_parallel_size > 1:
             self._check_rank_options()
+        if self.draft in ("", EMBEDDED, DraftKind.SUFFIX.value, DraftKind.LOOKAHEAD.value):
+            raise ValueError(
+                f"draft.draft is {self.draft!r}; allowed: 'ngram', path or hub id of a model, or none"
+            )
+        if self.draft is not None and self.model in MODEL_FREE_DRAFTS:
+            raise ValueError(
+                f"draft.draft is {self.draft!r} with model {self.model!r}; allowed: with a model"
+            )
         return self
+
+    @property
+    def inner_model(self) -> DraftConfig | None:
+        """The configuration of the model that drafts for the draft; None: there is none."""
+        if not self.has_model or self.draft in (None, DraftKind.NGRAM.value):
+            return None
+        own = {
+            "model": self.draft,
+            "draft": None,
+            "vocabulary_ids": None,
+            "tensor_parallel_size": 1,
+            "profile_s": 0.0,
+        }
+        if self.cache_memory_gib == "auto":
+            own["cache_memory_gib"] = INNER_CACHE_GIB
+        return self.model_copy(update=own)
 
     @property
     def has_replicas(self) -> bool:

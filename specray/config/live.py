@@ -27,6 +27,7 @@ LIVE_KEYS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
             "overlap",
             "tree",
             "fallback",
+            "lookahead",
             "past_output_tokens",
         ),
         "router": (

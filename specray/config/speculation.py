@@ -8,9 +8,10 @@ from typing import Final, Literal
 from pydantic import Field, field_validator, model_validator
 
 from specray.config.section import Section
-from specray.draft_tokens import MAX_DRAFT_NODES, TreeBudget
+from specray.draft_tokens import MAX_DRAFT_NODES, LookaheadBudget, TreeBudget
 from specray.types import MAX_SPECULATIVE_TOKENS, Overlap, Verification
 
+_LOOKAHEAD: Final = re.compile(r"[0-9]{1,2}x[0-9]{1,2}x[0-9]{1,2}")
 _TREE: Final = re.compile(rf"[0-9]{{1,2}}(x[0-9]{{1,2}}){{0,{MAX_SPECULATIVE_TOKENS - 1}}}")
 
 
@@ -39,6 +40,11 @@ class SpeculationConfig(Section):
         "ngram",
         description="Fallback proposer for rounds without a proposal of the draft model, while it pays off.",
     )
+    lookahead: str = Field(
+        str(LookaheadBudget()),
+        description="Lookahead decoding of drafts 'lookahead': width of the window, tokens of an n-gram, and "
+        f"n-grams verified at once (W x N x G); at most {MAX_DRAFT_NODES} rows.",
+    )
     past_output_tokens: int = Field(
         0,
         ge=0,
@@ -58,6 +64,17 @@ class SpeculationConfig(Section):
     def tree_budget(self) -> TreeBudget | None:
         """What every tree has; None: there are none, or it is chosen by measurement."""
         return None if self.tree in ("off", "auto") else _read_budget(self.tree)
+
+    @property
+    def lookahead_budget(self) -> LookaheadBudget:
+        """What lookahead decoding may compute beside each step."""
+        return _read_lookahead(self.lookahead)
+
+    @field_validator("lookahead")
+    @classmethod
+    def _check_lookahead(cls, lookahead: str) -> str:
+        _read_lookahead(lookahead)
+        return lookahead
 
     @field_validator("tree", mode="before")
     @classmethod
@@ -89,6 +106,13 @@ class SpeculationConfig(Section):
         if k != "auto" and not 0 <= k <= MAX_SPECULATIVE_TOKENS:
             raise ValueError(f"num_speculative_tokens is {k}; allowed: 0..{MAX_SPECULATIVE_TOKENS} or auto")
         return self
+
+
+def _read_lookahead(lookahead: str) -> LookaheadBudget:
+    """Reads W x N x G. Raises ValueError with what is allowed."""
+    if not _LOOKAHEAD.fullmatch(lookahead):
+        raise ValueError(f"lookahead is {lookahead}; allowed: three numbers such as {LookaheadBudget()}")
+    return LookaheadBudget(*map(int, lookahead.split("x")))
 
 
 def _read_budget(tree: str) -> TreeBudget:

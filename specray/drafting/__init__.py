@@ -4,6 +4,7 @@ They run synchronously in the router's process, in microseconds per call. Each s
 verifies every proposal, so a bad one costs time but never correctness.
 """
 
+from specray.drafting.lookahead import LookaheadProposer
 from specray.drafting.ngram import LONG_MATCH_LEN, NgramProposer
 from specray.drafting.prediction import PredictionProposer
 from specray.drafting.proposer import SessionProposer, make_proposer
@@ -13,6 +14,7 @@ from specray.drafting.suffix_index import SuffixIndex
 
 __all__ = [
     "LONG_MATCH_LEN",
+    "LookaheadProposer",
     "NgramProposer",
     "OutputStore",
     "OutputStores",

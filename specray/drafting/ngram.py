@@ -96,6 +96,28 @@ class NgramProposer:
             return DraftTokens(tuple(chain))
         return grow(chain, self._occurrences(), num_nodes=num_nodes, depth=k)
 
+    def is_prefix_of(self, token_ids: Sequence[int]) -> bool:
+        """Whether other tokens begin with those given so far, as far as the last one of these tells."""
+        count = len(self._tokens)
+        return count <= len(token_ids) and (not count or token_ids[count - 1] == self._tokens[-1])
+
+    def continuation(self, token_ids: Sequence[int], k: int) -> tuple[int, ...]:
+        """What ``propose`` would say had some more tokens been given, which are not kept; up to ``k`` tokens.
+
+        Matches among these alone are not found.
+        """
+        if not token_ids:
+            return self.propose(k).token_ids
+        if k <= 0:
+            return ()
+        last = [*self._tokens[-self._ends[-1][0] :], *token_ids]
+        for length, ends in reversed(self._ends):
+            end = ends.get(tuple(last[-length:]))
+            if end is not None:
+                follow = [*self._tokens[end : end + k], *token_ids][:k]
+                return tuple((follow * -(-k // len(follow)))[:k])
+        return ()
+
     def _occurrences(self) -> list[_Occurrence]:
         """The latest ones, with weights that sum to one."""
         ends: list[int] = []

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from specray.draft_tokens import NO_DRAFT, DraftTokens
+from specray.drafting.lookahead import LookaheadProposer
 from specray.drafting.ngram import NgramProposer
 from specray.drafting.store import OutputStore
 from specray.drafting.suffix import SuffixProposer
@@ -64,4 +65,6 @@ def make_proposer(kind: DraftKind | None, store: OutputStore | None = None) -> S
     assert kind is not DraftKind.MODEL
     if kind is None:
         return NoProposer()
+    if kind is DraftKind.LOOKAHEAD:
+        return LookaheadProposer()
     return NgramProposer() if kind is DraftKind.NGRAM else SuffixProposer(store=store)

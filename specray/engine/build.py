@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from specray.config import Config, EngineConfig
+from specray.config import Config, DraftConfig, EngineConfig
 from specray.engine.draft import DraftEngine
+from specray.engine.guesses import Guesser, Masks, ModelGuesses, NgramGuesses
 from specray.engine.model.description import model_path
 from specray.engine.profile import profile_draft, profile_target
 from specray.engine.runner.assembly import build_runner
@@ -49,8 +50,12 @@ def build_draft_engine(config: Config, *, parallel: ParallelContext | None = Non
     Raises:
         ConfigError: names the setting, its value and what is allowed.
     """
+    inner = config.draft.inner_model
+    # Before the draft, whose cache takes the memory that is left.
+    inner_engine = None if inner is None else _build_inner(inner)
     runner = _build_runner(config.draft, role="draft", parallel=parallel)
     info = _engine_info("draft", config.draft, runner.info)
+    guesser = _guesser(config.draft, runner.info, inner_engine)
     grammars = GrammarMasks(partial(_grammar_compiler, config.draft, "draft", runner.info.vocab_size))
     make_engine = partial(
         DraftEngine,
@@ -61,9 +66,48 @@ def build_draft_engine(config: Config, *, parallel: ParallelContext | None = Non
         token_ids=runner.info.token_ids,
         max_num_draft_probs=config.speculation.max_num_draft_probs,
     )
-    step_times = profile_draft(make_engine(info), budget_s=config.draft.profile_s)
+    # What its own draft saves depends on the text.
+    masks = guesser if isinstance(guesser, Masks) else None
+    step_times = profile_draft(make_engine(info, guesser=masks), budget_s=config.draft.profile_s)
     _log("draft", step_times)
-    return make_engine(replace(info, step_times=step_times), prefix_cache=config.draft.prefix_cache)
+    info = replace(info, step_times=step_times)
+    return make_engine(info, prefix_cache=config.draft.prefix_cache, guesser=guesser)
+
+
+def _guesser(config: DraftConfig, runner: RunnerInfo, inner: DraftEngine | None) -> Guesser | None:
+    """What a draft computes behind a chain in one forward. Raises ConfigError for two things at once."""
+    if runner.mask_token_id is not None:
+        if config.draft is not None:
+            raise ConfigError(
+                f"draft.draft is {config.draft!r} and model {config.model!r} has a pard_token, by which it "
+                "drafts in one forward; allowed: none"
+            )
+        logger.info("the draft predicts all draft tokens in one forward, behind masks (pard_token)")
+        return Masks(runner.mask_token_id)
+    if config.draft is None:
+        return None
+    if inner is None:
+        return NgramGuesses(config.inner_draft_tokens)
+    if inner.info.tokenizer_fingerprint != runner.tokenizer_fingerprint:
+        raise ConfigError(
+            f"draft.draft is {config.draft!r}, which has another tokenizer than the draft {config.model!r}; "
+            "allowed: a model with the same vocabulary"
+        )
+    return ModelGuesses(inner, config.inner_draft_tokens)
+
+
+def _build_inner(config: DraftConfig) -> DraftEngine:
+    """Loads the model that drafts for the draft, on one rank."""
+    runner = _build_runner(config, role="draft", parallel=None)
+    masks = None if runner.info.mask_token_id is None else Masks(runner.info.mask_token_id)
+    return DraftEngine(
+        runner,
+        _engine_info("draft", config, runner.info),
+        device=runner.info.device,
+        num_token_ids=runner.info.num_token_ids,
+        token_ids=runner.info.token_ids,
+        guesser=masks,
+    )
 
 
 def build_follower(config: EngineConfig, *, role: str, parallel: ParallelContext) -> ModelRunner:

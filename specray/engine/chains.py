@@ -49,6 +49,11 @@ class Chain:
         return len(self.drawn) >= self.num_wanted
 
     @property
+    def num_left(self) -> int:
+        """Draft tokens that it still wants."""
+        return self.num_wanted - len(self.drawn)
+
+    @property
     def is_judged(self) -> bool:
         """How likely its tokens are accepted decides where it ends."""
         return self.min_logprob > -math.inf
@@ -62,6 +67,11 @@ class Chain:
     def output_ids(self) -> list[int]:
         """The output that the next token continues, draft tokens included, without the prompt."""
         return self.token_ids[self.state.sampling.num_prompt_tokens :]
+
+    def split(self) -> tuple[list[int], list[int]]:
+        """What the router has told, and the other tokens that the next token continues."""
+        num_told = len(self.token_ids) - len(self.drawn)
+        return self.token_ids[:num_told], self.token_ids[num_told:]
 
     @property
     def draft_token_ids(self) -> tuple[int, ...]:
@@ -112,14 +122,22 @@ class BranchChain(Chain):
     def output_ids(self) -> list[int]:
         return self.sequence_ids[self.state.sampling.num_prompt_tokens : self.prefix_len] + self.token_ids
 
+    def split(self) -> tuple[list[int], list[int]]:
+        num_told = self.prefix_len - self.num_accepted
+        accepted = self.sequence_ids[num_told : self.prefix_len]
+        return self.sequence_ids[:num_told], [*accepted, *self.token_ids]
+
     @property
     def next_token_id(self) -> int:
         return self.token_ids[0]
 
-    @property
-    def visibility(self) -> Visibility:
-        """What its last token sees."""
-        return branch_visibility(self.prefix_len, self.first_index, 1 + len(self.drawn))
+    def visibility(self, num_guesses: int) -> list[Visibility]:
+        """What its last token sees, and so many guesses behind it."""
+        length = 1 + len(self.drawn)
+        return [
+            branch_visibility(self.prefix_len, self.first_index, length + index)
+            for index in range(1 + num_guesses)
+        ]
 
     @property
     def end_index(self) -> int:
@@ -201,21 +219,40 @@ class OutcomeBranches:
         self.branches = [branches[outcome] for outcome in logprobs if outcome in branches]
         self._own = branches.get(own) if own is not None else None
 
-    def step(self) -> tuple[list[BranchChain], BranchStep | None]:
-        """The branches that are not full, and the rows that continue them."""
-        growing = sorted(
+    @property
+    def growing(self) -> list[BranchChain]:
+        """The branches that are not full, by KV index."""
+        return sorted(
             (branch for branch in self.branches if not branch.is_full), key=lambda branch: branch.first_index
         )
-        if not growing:
-            return [], None
-        token_ids = [branch.token_ids[-1] for branch in growing]
-        return growing, BranchStep(self.sequence, token_ids, [branch.visibility for branch in growing])
 
-    def settle(self) -> None:
-        """Makes the own branch the sequence's tail, when all is drawn, and frees the others' room."""
+    def step(self, growing: Sequence[BranchChain], guesses: Sequence[Sequence[int]]) -> BranchStep:
+        """The rows that continue some branches: the last token of each, and its guesses."""
+        return BranchStep(
+            self.sequence,
+            [
+                token_id
+                for branch, guess in zip(growing, guesses, strict=True)
+                for token_id in (branch.token_ids[-1], *guess)
+            ],
+            [
+                row
+                for branch, guess in zip(growing, guesses, strict=True)
+                for row in branch.visibility(len(guess))
+            ],
+        )
+
+    def settle(self, *, drew_behind_masks: bool) -> None:
+        """Makes the own branch the sequence's tail, when all is drawn, and frees the others' room.
+
+        Args:
+            drew_behind_masks: of each branch the next token alone was computed.
+        """
         sequence, own = self.sequence, self._own
         if own is not None:
             num_computed = own.end_index
+            if drew_behind_masks:
+                num_computed = min(own.first_index + 1, num_computed)
             sequence.token_ids[own.prefix_len :] = own.token_ids
             sequence.num_computed_tokens = num_computed
         sequence.block_table.truncate(len(sequence.token_ids))

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from specray.engine.attention.mask import MAX_TREE_ROWS
 from specray.engine.base import EngineBase
 from specray.engine.cache.sequences import EngineSequence
 from specray.engine.chains import Chain, OutcomeBranches
+from specray.engine.guesses import Guesser
 from specray.engine.sampling.grammars import GrammarMasks
 from specray.engine.sampling.sampler import make_sampler
 from specray.engine.sampling.state import RowGroup
@@ -48,6 +50,10 @@ class _Proposing:
     sequence: EngineSequence
     chain: Chain
 
+    def catch_up(self, guess: Sequence[int]) -> CatchUp:
+        """All missing tokens and some guesses behind them, with a row for each token that is drawn."""
+        return CatchUp(self.sequence, 1 + len(guess), extra_token_ids=guess)
+
 
 _Task = _Proposing | DraftTree | OutcomeBranches
 
@@ -63,6 +69,7 @@ class DraftEngine(EngineBase):
         num_token_ids: token ids up to the tokenizer's last one; those behind it are padding, and never
             proposed. None: all may be.
         token_ids: of the logits, ascending; None: of all tokens.
+        guesser: names what is computed behind a chain's last token in the same forward; None: nothing.
     """
 
     def __init__(
@@ -76,8 +83,10 @@ class DraftEngine(EngineBase):
         grammars: GrammarMasks | None = None,
         num_token_ids: int | None = None,
         token_ids: NDArray[np.int64] | None = None,
+        guesser: Guesser | None = None,
     ) -> None:
         super().__init__(runner, info, can_evict=True, prefix_cache=prefix_cache, grammars=grammars)
+        self._guesser = guesser
         self._sampler = make_sampler(
             info.vocab_size,
             device,
@@ -85,6 +94,18 @@ class DraftEngine(EngineBase):
             num_token_ids=num_token_ids,
             token_ids=token_ids,
         )
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        """Frees the sequences; unknown ids are ignored."""
+        super().release(request_ids)
+        if self._guesser is not None:
+            self._guesser.release(request_ids)
+
+    def close(self) -> None:
+        """Closes the runner, and what guesses for it; idempotent."""
+        super().close()
+        if self._guesser is not None:
+            self._guesser.close()
 
     @torch.inference_mode()
     def speculate(self, items: Sequence[SpeculateItem]) -> DraftReplies:
@@ -116,23 +137,26 @@ class DraftEngine(EngineBase):
         trees = [task for task in tasks if isinstance(task, DraftTree)]
         outcomes = [task for task in tasks if isinstance(task, OutcomeBranches)]
         rows = [row for tree in trees for row in tree.rows()]
-        work = [CatchUp(task.sequence, min(1, task.chain.num_wanted)) for task in proposing]
+        growing = [task for task in proposing if not task.chain.is_full]
+        guesses = self._guess([task.chain for task in growing])
+        work = [task.catch_up(guess) for task, guess in zip(growing, guesses, strict=True)]
+        work += [CatchUp(task.sequence, 0) for task in proposing if task.chain.is_full]
         work += [CatchUp(tree.sequence, min(1, tree.num_wanted)) for tree in trees]
         work += [CatchUp(task.sequence, task.num_rows) for task in outcomes]
         logits = self._catch_up(work)
-        growing = [task for task in proposing if not task.chain.is_full]
         outcome = [task for task in outcomes if task.num_rows > 0]
         if logits is None:
             return
+        end = len(growing) + sum(map(len, guesses))
         if growing:
-            self._draw(logits[: len(growing)], [task.chain for task in growing])
+            self._draw_behind(logits[:end], growing, (), guesses)
         if rows:
-            self._spread(logits[len(growing) : len(growing) + len(rows)], rows)
+            self._spread(logits[end : end + len(rows)], rows)
         if outcome:
-            self._branch(logits[len(growing) + len(rows) :], outcome)
+            self._branch(logits[end + len(rows) :], outcome)
         self._grow(growing, trees, outcome)
         for task in outcome:
-            task.settle()
+            task.settle(drew_behind_masks=self._has_masks)
 
     # ---- schedule
 
@@ -165,7 +189,8 @@ class DraftEngine(EngineBase):
         sequence = self._keep_and_append(item, num_wanted)
         sequence.set_tail(())
         sequence.recompute_last(min(1, num_wanted))
-        if item.tree is not None and not sequence.sampling.draws_by_rejection:
+        # Behind masks nodes of one depth could not differ.
+        if item.tree is not None and not sequence.sampling.draws_by_rejection and not self._has_masks:
             return DraftTree(sequence, item.tree, num_wanted, min_acceptance=item.min_acceptance)
         # Log of 0 is minus infinity: no bound.
         min_logprob = math.log(item.min_acceptance) if item.min_acceptance > 0 else -math.inf
@@ -245,30 +270,78 @@ class DraftEngine(EngineBase):
         before: Sequence[_Proposing] = ()
         while True:
             proposing = [task for task in proposing if not task.chain.is_full]
-            chains: list[Chain] = [task.chain for task in proposing]
+            branches = [(outcome, outcome.growing) for outcome in outcomes]
+            own: list[Chain] = [branch for _, growing in branches for branch in growing]
+            chains = [task.chain for task in proposing] + own
             rows: list[TreeRow] = []
+            guesses: Sequence[Sequence[int]] = [()] * len(chains)
             logits = self._advance(before) if before and chains else None
             if logits is None:
-                work: list[CatchUp | BranchStep] = [CatchUp(task.sequence, 1) for task in proposing]
-                for outcome in outcomes:
-                    growing, step = outcome.step()
-                    chains += growing
-                    work += [] if step is None else [step]
+                guesses = self._guess(chains)
+                behind = iter(guesses)
+                work: list[CatchUp | BranchStep] = [task.catch_up(next(behind)) for task in proposing]
+                for outcome, growing in branches:
+                    work += [outcome.step(growing, [next(behind) for _ in growing])] if growing else []
                 for tree in trees:
                     nodes, step = tree.step()
                     rows += nodes
                     work += [] if step is None else [step]
-                if not chains and not rows:
+                if not work:
                     return
                 logits = self._catch_up(work)
             assert logits is not None, "every chain wants a logits row"
+            end = len(chains) + sum(map(len, guesses))
             if chains:
-                self._draw(logits[: len(chains)], chains)
+                self._draw_behind(logits[:end], proposing, own, guesses)
             if rows:
-                self._spread(logits[len(chains) :], rows)
-            # Without branches, and in one forward each, a step follows from the one before.
+                self._spread(logits[end:], rows)
+            # Without branches and guesses, and in one forward each, a step follows from the one before.
             is_simple = not outcomes and not trees and len(chains) <= self._info.max_num_batched_tokens
-            before = proposing if is_simple else ()
+            before = proposing if is_simple and self._guesser is None else ()
+
+    @property
+    def _has_masks(self) -> bool:
+        return self._guesser is not None and self._guesser.are_masks
+
+    def _guess(self, chains: Sequence[Chain]) -> Sequence[Sequence[int]]:
+        if self._guesser is None or not chains:
+            return [()] * len(chains)
+        return self._guesser.guess(chains)
+
+    def _draw_behind(
+        self,
+        logits: Tensor,
+        proposing: Sequence[_Proposing],
+        branches: Sequence[Chain],
+        guesses: Sequence[Sequence[int]],
+    ) -> None:
+        """Draws what follows each chain's last token and its guesses, as far as these are what was drawn."""
+        chains = [*(task.chain for task in proposing), *branches]
+        if not any(guesses):
+            self._draw(logits, chains)
+            return
+        lengths = [len(chain.drawn) for chain in chains]
+        starts = [0, *accumulate(1 + len(guess) for guess in guesses)]
+        going: Sequence[int] = range(len(chains))
+        for depth in range(1 + max(map(len, guesses))):
+            going = [
+                index
+                for index in going
+                if depth <= len(guesses[index])
+                and not chains[index].is_full
+                and (
+                    depth == 0 or self._has_masks or chains[index].token_ids[-1] == guesses[index][depth - 1]
+                )
+            ]
+            if not going:
+                break
+            rows = torch.tensor([starts[index] + depth for index in going], device=logits.device)
+            self._draw(logits[rows], [chains[index] for index in going])
+        if self._has_masks:
+            return
+        for task, length in zip(proposing, lengths, strict=False):
+            # All drawn now but the last were computed as guesses.
+            task.sequence.num_computed_tokens += max(0, len(task.chain.drawn) - length - 1)
 
     def _advance(self, before: Sequence[_Proposing]) -> Tensor | None:
         """Next decode step of the unfinished chains; None: it must be planned anew."""

@@ -56,13 +56,21 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CatchUp:
-    """Work: all missing tokens of a sequence, with logits of the last ``num_logits``."""
+    """Work: all missing tokens of a sequence, with logits of the last ``num_logits`` rows."""
 
     sequence: EngineSequence
     num_logits: int
     parents: Sequence[int] | None = None
     """Parents of the tokens behind what was told, where they are a tree (as ``DraftTokens`` has them): they
     count as computed only when the sequence is told which of them are kept. None: a chain."""
+    extra_token_ids: Sequence[int] = ()
+    """Rows behind the sequence's tokens that never count as computed; nodes of the tree, if it is one."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens of the sequence, and the extra ones."""
+        token_ids = self.sequence.token_ids
+        return [*token_ids, *self.extra_token_ids] if self.extra_token_ids else token_ids
 
     def visibility(self) -> Sequence[Visibility]:
         """Visibility of each missing token; empty: they are a chain."""
@@ -187,7 +195,8 @@ def _plan_steps(work: Iterable[CatchUp | BranchStep], budget: int) -> Iterator[l
                 left -= last - first
                 first = last
             continue
-        start, end = sequence.num_computed_tokens, len(sequence.token_ids)
+        token_ids = item.token_ids
+        start, end = sequence.num_computed_tokens, len(token_ids)
         assert end - start >= item.num_logits, (start, end, item.num_logits)
         visibility, first = item.visibility(), start
         while start < end:
@@ -199,7 +208,7 @@ def _plan_steps(work: Iterable[CatchUp | BranchStep], budget: int) -> Iterator[l
             num_logits = max(0, stop - max(start, end - item.num_logits))
             inputs.append(
                 SequenceInput(
-                    sequence.token_ids[start:stop],
+                    token_ids[start:stop],
                     start,
                     sequence.block_table.block_ids,
                     num_logits,

@@ -9,16 +9,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from specray.draft_tokens import DraftTokens
+from specray.draft_tokens import NO_DRAFT, DraftTokens
+from specray.engine.attention.mask import MAX_TREE_ROWS
 from specray.engine.base import EngineBase
 from specray.engine.cache.prefix import UNIT_TOKENS
-from specray.engine.cache.sequences import EngineSequence
+from specray.engine.lookahead import Lookahead, WindowRows
+from specray.engine.sampling.draws import best_tokens
 from specray.engine.sampling.grammars import GrammarMasks
 from specray.engine.sampling.logprobs import token_logprobs
 from specray.engine.sampling.sampler import make_sampler
@@ -33,51 +34,16 @@ from specray.engine.schedule import (
     failure_reply,
     split_waves,
 )
-from specray.errors import InvalidRequestError, SpecrayError
+from specray.engine.target_items import Scheduled, Scores, split_scores, with_rows
+from specray.errors import InvalidRequestError, OutOfBlocksError, SpecrayError
 from specray.grammar import TokenMasks
 from specray.types import EngineInfo, TargetReplies, TargetReply, TokenLogprobs, Verdict, VerifyItem
 
 _log = logging.getLogger(__name__)
 _SHARED_TOKENS = 64
 """Equal first tokens from which on prompts of one step share work: one is computed first."""
-T = TypeVar("T")
-
 Answer = tuple[int, TargetReply]
 """Index of an item in its batch, and the reply to it."""
-Scores = dict[int, tuple[TokenLogprobs, ...]]
-"""Logprobs of the prompt tokens of an item, by its index in the batch."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Scheduled:
-    """An item whose sequence has its tokens and its room."""
-
-    index: int
-    item: VerifyItem
-    draft: DraftTokens
-    """What is verified of the item's draft."""
-    sequence: EngineSequence
-
-    @property
-    def num_sampled(self) -> int:
-        """Rows from which tokens are drawn."""
-        return len(self.draft.token_ids) + 1 if self.item.sample else 0
-
-    @property
-    def scored(self) -> Sequence[int]:
-        """The prompt tokens of the item whose logprobs are wanted; nothing predicts the first of all."""
-        sampling = self.sequence.sampling
-        if sampling.num_prompt_logprobs is None:
-            return ()
-        end = min(self.sequence.num_tokens, sampling.num_prompt_tokens)
-        return self.sequence.token_ids[max(1, self.item.base_len) : end]
-
-    @property
-    def num_logits(self) -> int:
-        """Rows that give logits: the last ones, from the one before the first scored token."""
-        if not self.scored:
-            return self.num_sampled
-        return len(self.sequence.token_ids) - max(1, self.item.base_len) + 1
 
 
 class TargetEngine(EngineBase):
@@ -101,6 +67,13 @@ class TargetEngine(EngineBase):
         super().__init__(runner, info, can_evict=False, prefix_cache=prefix_cache, grammars=grammars)
         self._num_shared_tokens = _SHARED_TOKENS if prefix_cache else None
         self._sampler = make_sampler(info.vocab_size, device)
+        self._lookaheads: dict[str, Lookahead] = {}
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        """Frees the sequences; unknown ids are ignored."""
+        super().release(request_ids)
+        for request_id in request_ids:
+            self._lookaheads.pop(request_id, None)
 
     @torch.inference_mode()
     def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
@@ -110,15 +83,15 @@ class TargetEngine(EngineBase):
         num_rows = 0
         for wave in split_waves(items, num_shared_tokens=self._num_shared_tokens):
             scheduled, failed = self._schedule(wave)
-            num_rows += sum(entry.sequence.num_missing_tokens for entry in scheduled)
+            num_rows += sum(entry.sequence.num_missing_tokens + entry.num_window_rows for entry in scheduled)
             logits = self._run(scheduled)
             answers.update(failed)
             answers.update(self._postprocess(scheduled, logits))
         replies = tuple(answers[index] for index in range(len(items)))
         return TargetReplies(replies, time.perf_counter_ns() - started_ns, num_rows)
 
-    def _schedule(self, wave: Sequence[tuple[int, VerifyItem]]) -> tuple[list[_Scheduled], list[Answer]]:
-        scheduled: list[_Scheduled] = []
+    def _schedule(self, wave: Sequence[tuple[int, VerifyItem]]) -> tuple[list[Scheduled], list[Answer]]:
+        scheduled: list[Scheduled] = []
         failed: list[Answer] = []
         self._table.begin_step()
         for index, item in wave:
@@ -128,7 +101,7 @@ class TargetEngine(EngineBase):
                 failed.append((index, failure_reply(item, error)))
         return scheduled, failed
 
-    def _admit(self, index: int, item: VerifyItem) -> _Scheduled:
+    def _admit(self, index: int, item: VerifyItem) -> Scheduled:
         """Gives the sequence its tokens and its room; raises before anything changed."""
         draft = item.draft if item.draft.is_chain else self._cut_tree(item)
         num_drafts = len(draft.token_ids)
@@ -154,9 +127,29 @@ class TargetEngine(EngineBase):
             max_new_tokens=item.max_new_tokens,
         )
         sequence.set_tail(draft.token_ids)
-        scheduled = _Scheduled(index, item, draft, sequence)
+        scheduled = Scheduled(index, item, draft, sequence)
         sequence.recompute_last(scheduled.num_logits)
-        return scheduled
+        return scheduled if item.lookahead is None else replace(scheduled, window=self._window(scheduled))
+
+    def _window(self, entry: Scheduled) -> WindowRows | None:
+        """The rows of lookahead decoding; None where they do not fit, or would mask a whole prompt."""
+        item, sequence = entry.item, entry.sequence
+        assert item.lookahead is not None
+        lookahead = self._lookaheads.get(item.request_id)
+        if lookahead is None or lookahead.budget != item.lookahead:
+            lookahead = self._lookaheads[item.request_id] = Lookahead(item.lookahead)
+        if not item.sample or entry.scored or sequence.num_missing_tokens > MAX_TREE_ROWS:
+            return None
+        told = sequence.num_tokens
+        room = self._info.max_model_len - told
+        window = lookahead.rows(sequence.token_ids[:told], len(entry.draft), room=room)
+        if window is None:
+            return None
+        try:
+            sequence.block_table.reserve(told + len(entry.draft) + len(window.token_ids))
+        except OutOfBlocksError:
+            return None
+        return window
 
     def _cut_tree(self, item: VerifyItem) -> DraftTokens:
         """The part of a tree that can be verified: all that fits behind the sequence.
@@ -168,17 +161,27 @@ class TargetEngine(EngineBase):
             return item.draft.first_chain()
         return item.draft.first(max(0, self._info.max_model_len - item.base_len - len(item.token_ids)))
 
-    def _run(self, scheduled: Sequence[_Scheduled]) -> Tensor | None:
-        work = [CatchUp(entry.sequence, entry.num_logits, entry.draft.parents) for entry in scheduled]
+    def _run(self, scheduled: Sequence[Scheduled]) -> Tensor | None:
+        work = [
+            CatchUp(
+                entry.sequence,
+                entry.num_logits + entry.num_window_rows,
+                entry.parents,
+                () if entry.window is None else entry.window.token_ids,
+            )
+            for entry in scheduled
+        ]
         output = catch_up(self._runner, work, self._info.max_num_batched_tokens)
         for entry in scheduled:
             if len(entry.item.token_ids) >= UNIT_TOKENS:
                 self._table.publish(entry.sequence)
         return None if output is None or not len(output.logits) else output.logits
 
-    def _postprocess(self, scheduled: Sequence[_Scheduled], logits: Tensor | None) -> Iterator[Answer]:
+    def _postprocess(self, scheduled: Sequence[Scheduled], logits: Tensor | None) -> Iterator[Answer]:
         sampled = [entry for entry in scheduled if entry.item.sample]
-        logits, scores = _split_scores(scheduled, logits)
+        if logits is not None:
+            logits = self._take_windows(scheduled, logits)
+        logits, scores = split_scores(scheduled, logits)
         for entry in scheduled:
             if not entry.item.sample:
                 yield entry.index, _chunk_verdict(entry, scores.get(entry.index, ()))
@@ -191,20 +194,37 @@ class TargetEngine(EngineBase):
             _log.exception("a batch of %d items could not be verified together", len(sampled))
             yield from self._postprocess_singly(sampled, logits, scores)
             return
-        for entry, rows, result in _with_rows(sampled, logits, verified):
+        for entry, rows, result in with_rows(sampled, logits, verified):
             yield entry.index, self._commit(entry, rows, result, scores.get(entry.index, ()))
 
     def _postprocess_singly(
-        self, sampled: Sequence[_Scheduled], logits: Tensor, scores: Scores
+        self, sampled: Sequence[Scheduled], logits: Tensor, scores: Scores
     ) -> Iterator[Answer]:
-        for entry, rows, _ in _with_rows(sampled, logits, [None] * len(sampled)):
+        for entry, rows, _ in with_rows(sampled, logits, [None] * len(sampled)):
             try:
                 verified = self._verify([entry], rows)[0]
                 yield entry.index, self._commit(entry, rows, verified, scores.get(entry.index, ()))
             except Exception as error:
                 yield entry.index, failure_reply(entry.item, error)
 
-    def _verify(self, sampled: Sequence[_Scheduled], logits: Tensor) -> list[Verified]:
+    def _take_windows(self, scheduled: Sequence[Scheduled], logits: Tensor) -> Tensor:
+        """Gives what the target said behind windows to those who look ahead; the other rows of logits."""
+        if all(entry.window is None for entry in scheduled):
+            return logits
+        kept: list[Tensor] = []
+        pieces = torch.split(logits, [entry.num_logits + entry.num_window_rows for entry in scheduled])
+        for entry, rows in zip(scheduled, pieces, strict=True):
+            kept.append(rows[: entry.num_logits])
+            if (window := entry.window) is not None:
+                first = entry.num_logits + entry.num_window_rows - window.num_outputs
+                outputs = best_tokens(rows[:1]) if window.with_root else []
+                outputs += best_tokens(rows[first:]) if window.num_outputs else []
+                sequence = entry.sequence
+                lookahead = self._lookaheads[entry.item.request_id]
+                lookahead.take(sequence.token_ids[sequence.num_tokens - 1], outputs)
+        return torch.cat(kept)
+
+    def _verify(self, sampled: Sequence[Scheduled], logits: Tensor) -> list[Verified]:
         rounds = [
             Round(
                 draft_rows(entry.sequence.told_state, entry.draft, token_masks=self._token_masks(entry)),
@@ -215,7 +235,7 @@ class TargetEngine(EngineBase):
         ]
         return self._sampler.verify(logits, rounds)
 
-    def _token_masks(self, entry: _Scheduled) -> TokenMasks | None:
+    def _token_masks(self, entry: Scheduled) -> TokenMasks | None:
         """What the request's grammar allows each row; None without one. Raises SpecrayError."""
         sampling, sequence = entry.sequence.sampling, entry.sequence
         if sampling.grammar is None:
@@ -230,7 +250,7 @@ class TargetEngine(EngineBase):
 
     def _commit(
         self,
-        entry: _Scheduled,
+        entry: Scheduled,
         logits: Tensor,
         verified: Verified,
         prompt_logprobs: tuple[TokenLogprobs, ...],
@@ -240,11 +260,13 @@ class TargetEngine(EngineBase):
         num_accepted, next_token_id, last_node = verified
         num_logprobs = sequence.sampling.num_logprobs
         logprobs: tuple[TokenLogprobs, ...] = ()
-        if draft.is_chain:
-            if num_logprobs is not None:
-                committed = (*draft.token_ids[:num_accepted], next_token_id)
-                logprobs = token_logprobs(logits[: num_accepted + 1], committed, num_logprobs)
+        if draft.is_chain and num_logprobs is not None:
+            committed = (*draft.token_ids[:num_accepted], next_token_id)
+            logprobs = token_logprobs(logits[: num_accepted + 1], committed, num_logprobs)
+        if entry.parents is None:
             sequence.accept_tail(num_accepted)
+        elif draft.is_chain:
+            sequence.accept_path(range(num_accepted))
         else:
             path = () if last_node is None else draft.path(last_node)
             if num_logprobs is not None:
@@ -264,36 +286,18 @@ class TargetEngine(EngineBase):
             num_cached_tokens=sequence.num_cached_tokens,
             prompt_logprobs=prompt_logprobs,
             last_accepted_node=last_node,
+            draft=self._propose(entry, next_token_id),
         )
 
-
-def _with_rows(
-    sampled: Sequence[_Scheduled], logits: Tensor, values: Sequence[T]
-) -> Iterator[tuple[_Scheduled, Tensor, T]]:
-    start = 0
-    for entry, value in zip(sampled, values, strict=True):
-        yield entry, logits[start : start + entry.num_sampled], value
-        start += entry.num_sampled
+    def _propose(self, entry: Scheduled, next_token_id: int) -> DraftTokens:
+        """What looking ahead has found to follow the tokens that are committed now."""
+        lookahead = self._lookaheads.get(entry.item.request_id)
+        if entry.item.lookahead is None or lookahead is None:
+            return NO_DRAFT
+        return lookahead.draft([*entry.sequence.token_ids, next_token_id])
 
 
-def _split_scores(scheduled: Sequence[_Scheduled], logits: Tensor | None) -> tuple[Tensor | None, Scores]:
-    """Separates the rows that tokens are drawn from, and makes logprobs of those that score prompts."""
-    if logits is None or not any(entry.scored for entry in scheduled):
-        return logits, {}
-    scores: Scores = {}
-    sampled: list[Tensor] = []
-    pieces = torch.split(logits, [entry.num_logits for entry in scheduled])
-    for entry, rows in zip(scheduled, pieces, strict=True):
-        tokens, num_top = entry.scored, entry.sequence.sampling.num_prompt_logprobs
-        if tokens:
-            assert num_top is not None
-            scores[entry.index] = token_logprobs(rows[: len(tokens)], tokens, num_top)
-        if entry.item.sample:
-            sampled.append(rows[len(rows) - entry.num_sampled :])
-    return (torch.cat(sampled) if sampled else None), scores
-
-
-def _chunk_verdict(entry: _Scheduled, prompt_logprobs: tuple[TokenLogprobs, ...]) -> Verdict:
+def _chunk_verdict(entry: Scheduled, prompt_logprobs: tuple[TokenLogprobs, ...]) -> Verdict:
     item, sequence = entry.item, entry.sequence
     return Verdict(
         item.request_id,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from heapq import heappop, heappush
 
-from specray.draft_tokens import DraftTokens, TreeBudget
+from specray.draft_tokens import NO_DRAFT, DraftTokens, LookaheadBudget, TreeBudget
 from specray.errors import ProtocolError
 from specray.fakes.models import Guesser, ToyModel
 from specray.types import (
@@ -106,6 +106,7 @@ class FakeTarget:
         info: enforced limits; a step beyond them raises ProtocolError.
         cost: nanoseconds of a step by rows, reported as ``forward_ns``.
         prefix_cache: whether whole blocks seen before are not computed again.
+        ahead: what it finds when it looks ahead; None: nothing.
     """
 
     def __init__(
@@ -115,8 +116,10 @@ class FakeTarget:
         info: EngineInfo | None = None,
         cost: Cost = lambda rows: 0,
         prefix_cache: bool = False,
+        ahead: Guesser | None = None,
     ) -> None:
         self.model = model or ToyModel()
+        self._ahead = ahead
         self._info = info or fake_info("target", vocab_size=self.model.vocab_size)
         self._cost = cost
         self._sequences = _Sequences(self._info)
@@ -124,6 +127,8 @@ class FakeTarget:
         self._known: set[tuple[int, ...]] | None = set() if prefix_cache else None
         self.num_steps = 0
         self.num_rows = 0
+        self.lookaheads: list[LookaheadBudget] = []
+        """Budgets of the items beside which it was to look ahead."""
 
     @property
     def info(self) -> EngineInfo:
@@ -149,6 +154,9 @@ class FakeTarget:
         rows = sum(len(item.token_ids) + len(item.draft.token_ids) - cached for item, cached in cut)
         if rows > self._info.max_num_batched_tokens or len(items) > self._info.max_num_seqs:
             raise ProtocolError(f"a step of {len(items)} items and {rows} rows is over the limits")
+        budgets = [item.lookahead for item in items if item.lookahead is not None]
+        self.lookaheads += budgets
+        rows += sum(budget.max_window_rows for budget in budgets)
         self.num_steps += 1
         self.num_rows += rows
         answers = tuple(
@@ -218,7 +226,22 @@ class FakeTarget:
             num_cached_tokens=cached,
             prompt_logprobs=scores,
             last_accepted_node=last_node,
+            draft=self._look_ahead(item, [*sequence.tokens, *drawn], sequence.noise_key),
         )
+
+    def _look_ahead(self, item: VerifyItem, tokens: list[int], noise_key: int) -> DraftTokens:
+        """Two guesses of the next token, and what may follow the first."""
+        if item.lookahead is None or self._ahead is None:
+            return NO_DRAFT
+        first = self._ahead.ranked(tokens, noise_key, 2)
+        token_ids, parents = list(first), [-1] * len(first)
+        tokens, parent = tokens + token_ids[:1], 0
+        while first and len(token_ids) < item.lookahead.ngram_len:
+            token_ids += self._ahead.ranked(tokens, noise_key, 1)
+            parents.append(parent)
+            parent = len(parents) - 1
+            tokens.append(token_ids[-1])
+        return DraftTokens(tuple(token_ids), tuple(parents))
 
     def _chain_draws(self, sequence: _Sequence, draft_token_ids: Sequence[int]) -> list[int]:
         """The target's own tokens, as long as draft tokens equal them, and the one behind those."""

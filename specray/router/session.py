@@ -26,12 +26,13 @@ from specray.router.session_branches import Branches, Outcome
 from specray.router.session_values import (
     Commit,
     DraftView,
-    EngineView,
     Lookup,
     PromptScores,
     Tally,
+    TargetView,
     fitting_draft,
     kept_of,
+    offer_of,
     usable_draft,
     verdict_on_tree,
 )
@@ -62,7 +63,7 @@ class Session:
         self.request_id = request.request_id
         self.committed: list[int] = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.committed)
-        self.target: EngineView[VerifyItem] = EngineView()
+        self.target = TargetView()
         self.draft = DraftView()
         self.drafted: DraftTokens | None = None
         """Draft tokens of the next Verify; None: not decided yet. Set by ``take_draft`` and by replies."""
@@ -172,6 +173,7 @@ class Session:
             sample=not is_chunk,
             sampling=self.request.sampling if start == 0 else None,
             max_new_tokens=max_new_tokens if is_first_chunk else None,
+            lookahead=None if is_chunk else view.lookahead,
         )
         view.in_flight = item
         return item
@@ -260,9 +262,9 @@ class Session:
         self.committed.extend(token_ids)
         self.finish_reason, self.stop_reason = cut.finish_reason, cut.stop_reason
         lookup = self._look_up((kept.last_node, next_token_id))
-        logprobs, source = verdict.logprobs[: cut.num_kept], self._verified_source
-        tree = verdict_on_tree(item.draft, kept.last_node)
-        return Commit(token_ids, logprobs, num_drafts, num_accepted, num_kept, lookup, source, depth, tree)
+        made = (token_ids, verdict.logprobs[: cut.num_kept], num_drafts, num_accepted, num_kept, lookup)
+        tree, offer = verdict_on_tree(item.draft, kept.last_node), offer_of(item, verdict, self._vocab_size)
+        return Commit(*made, self._verified_source, depth, tree, *offer)
 
     def on_target_unknown(self, reply: UnknownSequence) -> bool:
         """The target lost the sequence; the next item carries everything. False: a late reply."""
@@ -356,8 +358,7 @@ class Session:
 
     def skip_draft(self) -> None:
         """Goes on without the draft in this round: what it was asked is forgotten."""
-        self.draft.in_flight = None
-        self._open_verdict = None
+        self.draft.in_flight = self._open_verdict = None
         self.take_draft(NO_DRAFT)
 
     # Ends
@@ -396,5 +397,4 @@ class Session:
             self._has_outcomes = True
             return
         self.drafted, self._source = self._branches.take(self._open_verdict).draft, DraftKind.MODEL.value
-        self._open_verdict = None
-        self.draft.in_flight = None
+        self.draft.in_flight = self._open_verdict = None

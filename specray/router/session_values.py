@@ -9,10 +9,18 @@ from operator import eq
 from typing import Generic, NamedTuple, TypeVar
 
 from specray.control.state import TreeVerdict
-from specray.draft_tokens import NO_DRAFT, DraftTokens
+from specray.draft_tokens import MAX_DRAFT_NODES, NO_DRAFT, DraftTokens, LookaheadBudget
 from specray.errors import ProtocolError
 from specray.requests import SpeculationStats
-from specray.types import DraftKind, DraftReply, SpeculateItem, TargetReply, TokenLogprobs, VerifyItem
+from specray.types import (
+    DraftKind,
+    DraftReply,
+    SpeculateItem,
+    TargetReply,
+    TokenLogprobs,
+    Verdict,
+    VerifyItem,
+)
 
 ItemT = TypeVar("ItemT", SpeculateItem, VerifyItem)
 
@@ -108,6 +116,10 @@ class Commit(NamedTuple):
     """Draft tokens that could have been accepted: all of a chain, of a tree those of its longest path."""
     tree: TreeVerdict | None = None
     """What was accepted of a tree and of its first chain; None: the draft tokens are a chain."""
+    offered: DraftTokens = NO_DRAFT
+    """What the target itself proposes behind all committed tokens."""
+    had_window: bool = False
+    """The target was to look ahead beside the round."""
 
     @property
     def num_chain_tokens(self) -> int:
@@ -143,6 +155,14 @@ class EngineView(Generic[ItemT]):
         """The engine no longer holds anything, and owes nothing."""
         self.synced_len = 0
         self.in_flight = None
+
+
+@dataclass(slots=True)
+class TargetView(EngineView[VerifyItem]):
+    """What the target has been told of a session."""
+
+    lookahead: LookaheadBudget | None = None
+    """What it computes beside the next round to look ahead; None: nothing."""
 
 
 class DraftView(EngineView[SpeculateItem]):
@@ -260,6 +280,14 @@ def fitting_draft(draft: DraftTokens, *, room: int, depth: int) -> DraftTokens:
     if draft.is_chain:
         return draft.first(max(0, min(room, depth)))
     return draft.within(max(0, depth)).first(max(0, room))
+
+
+def offer_of(item: VerifyItem, verdict: Verdict, vocab_size: int) -> tuple[DraftTokens, bool]:
+    """What the target itself proposes with a verdict, and whether it was to look ahead beside it."""
+    if item.lookahead is None:
+        return NO_DRAFT, False
+    most = MAX_DRAFT_NODES
+    return usable_draft(verdict.draft, most=most, vocab_size=vocab_size, needs_probs=False), True
 
 
 def usable_draft(draft: DraftTokens, *, most: int, vocab_size: int, needs_probs: bool) -> DraftTokens:

@@ -7,7 +7,7 @@ from google.protobuf.message import Message
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from specray.draft_tokens import NO_DRAFT, DraftTokens, SparseProbs, TreeBudget
+from specray.draft_tokens import NO_DRAFT, DraftTokens, LookaheadBudget, SparseProbs, TreeBudget
 from specray.errors import ProtocolError
 from specray.rpc.codec import engine as codec
 from specray.rpc.codec.engine import RequestBatch
@@ -81,6 +81,9 @@ TREES = st.builds(
 )
 
 
+LOOKAHEADS = (LookaheadBudget(), LookaheadBudget(1, 2, 1), LookaheadBudget(3, 4, 5))
+
+
 @st.composite
 def speculate_items(draw: st.DrawFn) -> SpeculateItem:
     proposed = draw(IDS)
@@ -95,7 +98,8 @@ def speculate_items(draw: st.DrawFn) -> SpeculateItem:
 def verify_items(draw: st.DrawFn) -> VerifyItem:
     head = [draw(part) for part in HEAD]
     sampling, limit = draw(st.none() | SAMPLING), draw(st.none() | U32)
-    return VerifyItem(*head, draw(IDS), draw(draft_tokens()), draw(st.booleans()), sampling, limit)
+    lookahead = draw(st.none() | st.sampled_from(LOOKAHEADS))
+    return VerifyItem(*head, draw(IDS), draw(draft_tokens()), draw(st.booleans()), sampling, limit, lookahead)
 
 
 UNKNOWN = st.builds(UnknownSequence, *HEAD)
@@ -114,6 +118,7 @@ VERDICTS = st.builds(
     U32,
     prompt_logprobs=LOGPROBS,
     last_accepted_node=st.none() | U32,
+    draft=draft_tokens(),
 )
 INFOS = st.builds(
     EngineInfo,
@@ -276,6 +281,13 @@ def test_a_round_of_one_coupled_session_fits_the_network_budget() -> None:
         codec.encode_target_replies(TargetReplies((reply,), 20_000_000))
     )
     assert size < 1024
+
+
+def test_a_budget_that_the_engine_could_not_keep_is_refused() -> None:
+    wide = {"width": 7, "ngram_len": 5, "num_guesses": 10}
+    message = target_pb2.VerifyRequest(items=[target_pb2.VerifyItem(sample=True, lookahead=wide)])
+    with pytest.raises(ProtocolError, match="VerifyItem: lookahead 7x5x10 takes 67 rows; allowed: "):
+        codec.decode_verify_request(message.SerializeToString())
 
 
 @given(draft_tokens(), st.integers(), st.data())

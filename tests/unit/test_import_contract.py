@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "grammar": VOCABULARY,
     "train": VOCABULARY,
     "models": VOCABULARY | {"environment", "demo"},
-    "engine": SEAMS - {"requests"} | {"demo", "tokenization", "grammar"},
+    "engine": SEAMS - {"requests"} | {"demo", "tokenization", "grammar", "drafting"},
     "drafting": SEAMS,
     "control": VOCABULARY | {"config"},
     "rpc": SEAMS,

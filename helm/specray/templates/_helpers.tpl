@@ -77,7 +77,7 @@ specray.io/service: {{ include "specray.fullname" . }}
 
 {{- /* Keys that change while serving, as in specray/config/live.py. */}}
 {{- define "specray.liveKeys" -}}
-speculation: [num_speculative_tokens, verification, overlap, tree, fallback, past_output_tokens]
+speculation: [num_speculative_tokens, verification, overlap, tree, fallback, lookahead, past_output_tokens]
 router: [max_queued_requests, max_queued_tokens, prefill_chunk_tokens, max_prefill_slowdown, stream_interval_ms]
 ingress: [excess_max_tokens]
 auth: [keys, open_paths]
@@ -90,7 +90,7 @@ logging: [format, level, requests]
 {{- $timeout := dig "router" "request_timeout_s" 600 .Values.config -}}
 {{- $draft := dig "draft" (dict) .Values.config -}}
 {{- $model := dig "model" "" $draft -}}
-{{- $loads := and $model (not (has $model (list "ngram" "suffix"))) (dig "enabled" true $draft) -}}
+{{- $loads := and $model (not (has $model (list "ngram" "suffix" "lookahead"))) (dig "enabled" true $draft) -}}
 {{- $replicates := or (dig "autoscaling" (dict) $draft) (gt (int (dig "num_replicas" 1 $draft)) 0) -}}
 {{- $args := .Values.config -}}
 {{- if and $loads $replicates -}}
@@ -145,7 +145,7 @@ applications:
           {{- toYaml (omit $live "auth") | nindent 10 }}
       {{- if $replicates }}
       {{- if ne (toString (dig "enabled" true $draft)) "false" }}
-      {{- if not (has $model (list "ngram" "suffix")) }}
+      {{- if not (has $model (list "ngram" "suffix" "lookahead")) }}
       - name: Draft
         user_config:
           {{- toYaml (merge (dict "draft" (ternary (dict "model" $model) (dict) (ne $model ""))) (pick $live "logging")) | nindent 10 }}

@@ -22,11 +22,19 @@ ALL: Final = "all"
 """Category of all prompts together."""
 DEFAULT_METHODS: Final = (
     *(PLAIN, "model", "model:auto", "model:16"),
-    *("ngram", "ngram:16", "suffix", "suffix:16"),
+    *("cascade", "ngram", "ngram:16", "suffix", "suffix:16", "lookahead"),
 )
+CASCADE: Final = "cascade"
+"""The draft model with a draft of its own."""
+PARD: Final = "pard"
+"""A draft model that predicts all draft tokens in one forward, behind masks."""
 _KINDS: Final[Mapping[str, DraftKind | None]] = MappingProxyType(
-    {PLAIN: None} | {kind.value: kind for kind in DraftKind}
+    {PLAIN: None}
+    | {kind.value: kind for kind in DraftKind}
+    | {CASCADE: DraftKind.MODEL, PARD: DraftKind.MODEL}
 )
+_WITHOUT_TREES: Final = (PLAIN, CASCADE, PARD, DraftKind.LOOKAHEAD.value)
+"""Plain decoding, chains, and what has no tree but its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +45,17 @@ class Method:
     draft: DraftKind | None
     """None: plain decoding."""
     tree: str = "off"
+    process: str = ""
+    """Name of its draft model where that is not the pair's own: CASCADE or PARD."""
 
     @classmethod
     def parse(cls, name: str) -> Method:
         """Reads ``plain``, ``model``, ``model:auto``, ``ngram:16`` ... Raises ConfigError."""
         kind, _, tree = name.partition(":")
-        if kind not in _KINDS or (kind == PLAIN and tree):
-            raise ConfigError(
-                f"--method is {name!r}; allowed: {', '.join(_KINDS)}, all but {PLAIN} with :TREE"
-            )
-        return cls(name, _KINDS[kind], tree or "off")
+        if kind not in _KINDS or (kind in _WITHOUT_TREES and tree):
+            with_tree = ", ".join(kind for kind in _KINDS if kind not in _WITHOUT_TREES)
+            raise ConfigError(f"--method is {name!r}; allowed: {', '.join(_KINDS)}; with :TREE: {with_tree}")
+        return cls(name, _KINDS[kind], tree or "off", kind if kind in (CASCADE, PARD) else "")
 
     @property
     def budget(self) -> TreeBudget | None:

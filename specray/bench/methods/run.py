@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -38,11 +38,13 @@ async def measure_methods(
     max_tokens: int,
     num_repeats: int,
     on_progress: Callable[[str], None],
+    other_drafts: Mapping[str, Config] | None = None,
 ) -> list[MethodRow]:
     """Asks for every output with every method, ``num_repeats`` times, and once before to warm up.
 
     Args:
         config: of the pair; a draft model is needed for the methods that it proposes for.
+        other_drafts: those of methods that have one of their own: see ``drafts_of``.
         methods: plain decoding among them.
         on_progress: told what begins.
 
@@ -52,7 +54,7 @@ async def measure_methods(
     """
     assert any(method.draft is None for method in methods), "all others are compared with plain decoding"
     rows: list[MethodRow] = []
-    async with local_pair(config) as pair:
+    async with local_pair(config, other_drafts=other_drafts) as pair:
         for temperature in temperatures:
             rows += await _measure(
                 config,
@@ -76,6 +78,7 @@ async def measure_acceptance(
     max_tokens: int,
     num_draft_steps: int,
     on_progress: Callable[[str], None],
+    other_drafts: Mapping[str, Config] | None = None,
 ) -> list[MethodRow]:
     """Lets the target write every output alone, and leads every method along it: see ``along``.
 
@@ -85,17 +88,23 @@ async def measure_acceptance(
         SpecrayError: a request failed.
     """
     rows: list[MethodRow] = []
-    async with local_pair(config) as pair:
-        drafter = None if pair.draft is None else await PeerDrafterSource(pair.draft).lease()
+    async with local_pair(config, other_drafts=other_drafts) as pair:
+        addresses = {"": pair.draft, **pair.other_drafts}
+        drafters = {
+            name: await PeerDrafterSource(address).lease()
+            for name, address in addresses.items()
+            if address is not None
+        }
         for temperature in temperatures:
             on_progress(f"temperature {temperature:g}, the target alone")
             outputs = await _written(config, pair, prompts, temperature, max_tokens)
             tallies: dict[str, list[Tally]] = {}
             for method in methods:
                 on_progress(f"temperature {temperature:g}, {method.name}")
+                drafter = drafters.get(method.process)
                 tallies[method.name] = await walk_along(drafter, method, outputs, num_draft_steps)
             rows += rows_along(temperature, [prompt.category for prompt in prompts], tallies)
-        if drafter is not None:
+        for drafter in drafters.values():
             await drafter.close()
     return rows
 
@@ -136,7 +145,10 @@ async def _measure(
     plain = next(method for method in methods if method.draft is None)
     outputs: dict[int, tuple[int, ...]] = {}
     async with AsyncExitStack() as stack:
-        routers = {method.name: await _started(method.config(config), pair, stack) for method in methods}
+        routers = {
+            method.name: await _started(method.config(config), pair.with_draft(method.process), stack)
+            for method in methods
+        }
         for turn in range(-1, num_repeats):
             if turn >= 0:
                 for tally in tallies.values():

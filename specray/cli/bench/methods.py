@@ -17,9 +17,13 @@ from specray.errors import ConfigError
 Methods = Annotated[
     list[str] | None,
     typer.Option(
-        help="plain, model, ngram or suffix, the last three also with a tree, such as model:auto, "
-        f"model:4x2x1, ngram:16; may be repeated. Default: {', '.join(DEFAULT_METHODS)}."
+        help="plain, lookahead, cascade (the draft model with draft.draft, ngram if it has none), pard; "
+        "model, ngram or suffix, also with a tree, such as model:auto, model:4x2x1, ngram:16; may be "
+        f"repeated. Default: {', '.join(DEFAULT_METHODS)}, and pard with --pard."
     ),
+]
+Pard = Annotated[
+    str | None, typer.Option("--pard", help="Draft model with mask tokens (pard_token), for pard.")
 ]
 NumRepeats = Annotated[
     int, typer.Option(min=1, help="Turns, in each of which every method is asked for all outputs.")
@@ -42,6 +46,7 @@ SvgPath = Annotated[
 def methods(
     target: options.TargetModel = None,
     draft: options.Draft = None,
+    pard: Pard = None,
     dtype: options.Dtype = None,
     method: Methods = None,
     num_speculative_tokens: options.NumSpeculativeTokens = None,
@@ -62,7 +67,8 @@ def methods(
     from rich.console import Console
 
     from specray.bench.load.prompts import load_labelled_prompts
-    from specray.bench.methods.method import Method
+    from specray.bench.methods.drafts import drafts_of
+    from specray.bench.methods.method import PARD, Method
     from specray.bench.methods.run import LabelledPrompt, measure_acceptance, measure_methods, with_plain
     from specray.bench.report.methods import methods_chart, methods_tables
     from specray.cli.output import wide_console, write_json, write_text
@@ -78,7 +84,9 @@ def methods(
         num_speculative_tokens=num_speculative_tokens,
     )
     config = build_config(None, values, settings or [])
-    parsed = with_plain([Method.parse(name) for name in method or DEFAULT_METHODS])
+    names = method or (*DEFAULT_METHODS, *([PARD] if pard else []))
+    parsed = with_plain([Method.parse(name) for name in names])
+    config, other_drafts = drafts_of(config, parsed, pard)
     tokenizer = load_tokenizer(config.target.model)
     is_chat = chat and tokenizer.chat_template is not None
     prompts = [
@@ -107,6 +115,7 @@ def methods(
                 max_tokens=max_tokens,
                 num_draft_steps=int(k),
                 on_progress=status.update,
+                other_drafts=other_drafts,
             )
             if only_acceptance
             else measure_methods(
@@ -117,6 +126,7 @@ def methods(
                 max_tokens=max_tokens,
                 num_repeats=num_repeats,
                 on_progress=status.update,
+                other_drafts=other_drafts,
             )
         )
     console = wide_console()

@@ -223,6 +223,8 @@ _WITHOUT_EFFECT: dict[str, Callable[[Any], bool]] = {
     "eos_token_id": _is_token_id,
     "initializer_range": lambda value: type(value) is float and 0.0 <= value <= 1.0,
     "pad_token_id": lambda value: value is None or _is_whole(value),
+    # Says which token stands for one to be predicted, wherever it lies.
+    "pard_token": lambda value: True,
     "pretraining_tp": lambda value: value is None or _is_whole(value),
     "quantization_config": lambda value: value is None,
     "torch_dtype": _is_dtype,

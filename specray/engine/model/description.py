@@ -66,6 +66,8 @@ class ModelDescription:
     """What ``ModelArgs.vocabulary_ids`` leaves of the head; None: nothing is cut."""
     stored: StoredFormat | None = None
     """Format of the files' quantised weights; None: they are plain."""
+    mask_token_id: int | None = None
+    """Token behind which a draft predicts what it stands for (PARD); None: it has none."""
 
 
 def model_path(config: EngineConfig, role: str) -> str:
@@ -90,12 +92,13 @@ def describe(args: ModelArgs) -> ModelDescription:
     Raises:
         ConfigError: the path or hub id does not exist, holds no safetensors or quantised ones, is no
             decoder-only language model or one that is not computed rightly over the cache, wants remote code,
-            cannot serve ``max_model_len``, cannot have weights in ``formats``, or has a head with wrong ids;
-            the message names the value and what is allowed.
+            cannot serve ``max_model_len``, cannot have weights in ``formats``, or has a head with wrong ids
+            or a mask that is no token; the message names the value and what is allowed.
     """
     described = _describe_model(args)
     args.formats.check(args.path, described.decoder, args.tensor_parallel_size)
     _check_trimmed(args, described)
+    described = replace(described, mask_token_id=_mask(args, described))
     if args.vocabulary_ids is None:
         return described
     return replace(described, head=read_head(args.vocabulary_ids, described.vocab_size))
@@ -181,6 +184,17 @@ def _check_trimmed(args: ModelArgs, described: ModelDescription) -> None:
     else:
         return
     raise ConfigError(f"model {args.path!r}: draft_vocab_size is {num_rows}; {problem}")
+
+
+def _mask(args: ModelArgs, described: ModelDescription) -> int | None:
+    """The mask token that the configuration names. Raises ConfigError for one that is no token."""
+    values = None if described.directory is None else read_config(described.directory)
+    if values is None and described.library is not None:
+        values = vars(described.library.text)
+    mask = None if values is None else values.get("pard_token")
+    if mask is None or (type(mask) is int and 0 <= mask < described.vocab_size):
+        return mask
+    raise ConfigError(f"model {args.path!r}: pard_token is {mask}; allowed: 0..{described.vocab_size - 1}")
 
 
 def _max_model_len(args: ModelArgs, limit: int | None) -> int:

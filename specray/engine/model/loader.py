@@ -63,6 +63,8 @@ class LoadedModel:
     device: torch.device
     token_ids: NDArray[np.int64] | None = None
     """Token ids of the logits, ascending; None: all of the vocabulary."""
+    mask_token_id: int | None = None
+    """Token behind which a draft predicts what it stands for (PARD); None: it has none."""
 
 
 def load_model(args: ModelArgs, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
@@ -97,6 +99,7 @@ def load_model(args: ModelArgs, *, dtype: torch.dtype, device: torch.device) -> 
         dtype=dtype,
         device=device,
         token_ids=None if head is None else head.token_ids,
+        mask_token_id=described.mask_token_id,
     )
 
 

@@ -59,6 +59,20 @@ def _check_stored_ids(path: str, described: ModelDescription) -> None:
         stored_head(path, directory, num_rows=decoder.num_logits, vocab_size=decoder.vocab_size, entry=entry)
 
 
+def _check_inner(draft: EngineConfig, checked: ModelSummary) -> None:
+    """Raises ConfigError where the draft's own draft is none, or speaks of other tokens."""
+    inner = draft.inner_model if isinstance(draft, DraftConfig) else None
+    if inner is None:
+        return
+    found = check_model(inner, "draft")
+    problem = difference(found.vocabulary, checked.vocabulary)
+    if problem is not None:
+        raise ConfigError(
+            f"draft.draft: {found.path} has another tokenizer than the draft {checked.path}: {problem}; "
+            "allowed: the same vocabulary"
+        )
+
+
 def check_pair(target: EngineConfig, draft: EngineConfig | None) -> None:
     """Checks both models and that they speak of the same tokens.
 
@@ -69,6 +83,7 @@ def check_pair(target: EngineConfig, draft: EngineConfig | None) -> None:
     if draft is None:
         return
     checked_draft = check_model(draft, "draft")
+    _check_inner(draft, checked_draft)
     problem = difference(checked_draft.vocabulary, checked_target.vocabulary)
     if problem is not None:
         raise ConfigError(

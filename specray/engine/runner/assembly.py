@@ -114,6 +114,7 @@ def _info(
         number_format=config.number_format,
         num_token_ids=loaded.num_token_ids,
         token_ids=loaded.token_ids,
+        mask_token_id=loaded.mask_token_id,
         attention="" if backend is None else backend.name,
     )
 

@@ -47,6 +47,8 @@ class RunnerInfo:
     """Token ids up to the tokenizer's last one; None: not known."""
     token_ids: NDArray[np.int64] | None = None
     """Token ids of the logits, ascending; None: all of the vocabulary."""
+    mask_token_id: int | None = None
+    """Token behind which a draft predicts what it stands for (PARD); None: it has none."""
     attention: str = ""
     """Name of the paged attention backend; empty: attention runs sequence by sequence."""
 

@@ -53,7 +53,8 @@ def check_request(
         )
     if request.speculation.draft is DraftKind.MODEL and not has_draft_model:
         raise InvalidRequestError(
-            "draft is 'model', but this service has no draft model; allowed: ngram, suffix", field="draft"
+            "draft is 'model', but this service has no draft model; allowed: ngram, suffix, lookahead",
+            field="draft",
         )
     if request.stop and not has_stop_strings:
         raise InvalidRequestError("stop strings are not supported by this service", field="stop")

@@ -20,15 +20,23 @@ from specray.control.goodput import MAX_ACCEPTANCE
 from specray.control.state import SessionStats
 from specray.control.trees import with_branches
 from specray.draft_tokens import NO_DRAFT, DraftTokens
-from specray.drafting import LONG_MATCH_LEN, OutputStore, OutputStores, SessionProposer, make_proposer
+from specray.drafting import (
+    LONG_MATCH_LEN,
+    LookaheadProposer,
+    OutputStore,
+    OutputStores,
+    SessionProposer,
+    make_proposer,
+)
 from specray.requests import GenerateRequest
 from specray.router.proposers.base import Budget
+from specray.router.proposers.lookahead import Windows
 from specray.router.session import Session
 from specray.router.session_values import FALLBACK, GRAMMAR, Commit
 from specray.types import MAX_SPECULATIVE_TOKENS, DraftKind
 
 PRIOR_ACCEPTANCE: Final[Mapping[str, float]] = MappingProxyType(
-    {DraftKind.NGRAM: 0.5, DraftKind.SUFFIX: 0.5, FALLBACK: 0.3, GRAMMAR: 0.95}
+    {DraftKind.NGRAM: 0.5, DraftKind.SUFFIX: 0.5, DraftKind.LOOKAHEAD: 0.5, FALLBACK: 0.3, GRAMMAR: 0.95}
 )
 PRIOR_LONG_MATCH_ACCEPTANCE = 0.9
 LOOK_S: Final = 12e-6
@@ -59,7 +67,7 @@ class LocalProposer:
     """One session's proposer and its own statistics, apart from those of a draft model."""
 
     kind: str
-    """ngram, suffix or FALLBACK: what proposes where no grammar forces a token."""
+    """ngram, suffix, lookahead or FALLBACK: what proposes where no grammar forces a token."""
     proposer: SessionProposer
     short: Track
     long: Track
@@ -71,6 +79,10 @@ class LocalProposer:
     store: OutputStore | None = None
     looks: Rate | None = None
     """Accepted draft tokens per look of all sessions; None: the draft is no fallback."""
+    windows: Windows | None = None
+    """Chooses where the target looks ahead; None: nowhere."""
+    has_fixed_k: bool = False
+    """K is set."""
     is_long: bool = False
     """So was the match of the last proposal, or it was forced."""
     is_forced: bool = False
@@ -93,6 +105,8 @@ class LocalProposer:
 
     def propose(self, session: Session, budget: Budget) -> DraftTokens:
         """See Proposer; none when nothing was found, or when it would not pay."""
+        if self.windows is not None:
+            session.target.lookahead = self.windows.choose(budget.num_running, is_fixed=self.has_fixed_k)
         forced = self.propose_forced(session)
         if self.is_forced:
             self.is_long = True
@@ -112,6 +126,9 @@ class LocalProposer:
 
     def observe(self, session: Session, commit: Commit) -> None:
         """Learns from a verdict on its own draft tokens, none included; others' are not its own."""
+        if self.windows is not None and commit.had_window and isinstance(self.proposer, LookaheadProposer):
+            self.proposer.offer(commit.offered, len(session.committed))
+            self.windows.observe(len(commit.token_ids), commit.num_draft_tokens)
         if commit.source != self.source:
             return
         track = self._track
@@ -171,8 +188,9 @@ class LocalProposers:
             for source, prior in PRIOR_ACCEPTANCE.items()
         }
         self._stores = OutputStores(config.past_output_tokens)
-        self._set(config)
         self._controller = controller
+        self._windows = Windows(controller.cost_model, config.lookahead_budget)
+        self._set(config)
         self._looks = Rate(PRIOR_ACCEPTED, PRIOR_LOOKS, fading=LOOKS_FADING)
         self._num_without = 0
         """Sessions that had no fallback, since it did not pay."""
@@ -189,6 +207,8 @@ class LocalProposers:
         self._fallback = DraftKind(config.fallback) if has_fallback else None
         if self._stores.max_tokens != config.past_output_tokens:
             self._stores = OutputStores(config.past_output_tokens)
+        if self._windows.budget != config.lookahead_budget:
+            self._windows = Windows(self._controller.cost_model, config.lookahead_budget)
 
     def of(
         self, request: GenerateRequest, draft: DraftKind, *, num_sessions: int = 1
@@ -222,7 +242,19 @@ class LocalProposers:
         store = self._stores.of(request.speculation.tenant) if kind is DraftKind.SUFFIX else None
         most = fixed_k or MAX_SPECULATIVE_TOKENS
         looks = self._looks if is_fallback else None
-        return LocalProposer(source, make_proposer(kind, store), short, long, forced, most, store, looks)
+        windows = self._windows if kind is DraftKind.LOOKAHEAD else None
+        return LocalProposer(
+            source,
+            make_proposer(kind, store),
+            short,
+            long,
+            forced,
+            most,
+            store,
+            looks,
+            windows,
+            has_fixed_k=fixed_k is not None,
+        )
 
     def _may_pay(self, num_sessions: int) -> bool:
         """What the fallback brought lately is worth more than its looks take, or it is time to look again.

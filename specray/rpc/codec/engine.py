@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from specray.draft_tokens import TreeBudget
+from specray.draft_tokens import NO_DRAFT, LookaheadBudget, TreeBudget
 from specray.errors import ProtocolError
 from specray.rpc.codec.values import (
     decode_draft_tokens,
@@ -217,6 +217,10 @@ def encode_verify_request(items: Sequence[VerifyItem], release_request_ids: Sequ
             encode_sampling(out.sampling, item.sampling)
         if item.max_new_tokens is not None:
             out.max_new_tokens = item.max_new_tokens
+        if item.lookahead is not None:
+            out.lookahead.width = item.lookahead.width
+            out.lookahead.ngram_len = item.lookahead.ngram_len
+            out.lookahead.num_guesses = item.lookahead.num_guesses
     return message.SerializeToString()
 
 
@@ -237,7 +241,15 @@ def _decode_verify_item(item: target_pb2.VerifyItem) -> VerifyItem:
         item.sample,
         decode_sampling(item.sampling) if item.HasField("sampling") else None,
         item.max_new_tokens if item.HasField("max_new_tokens") else None,
+        _decode_lookahead(item.lookahead) if item.HasField("lookahead") else None,
     )
+
+
+def _decode_lookahead(budget: target_pb2.LookaheadBudget) -> LookaheadBudget:
+    try:
+        return LookaheadBudget(budget.width, budget.ngram_len, budget.num_guesses)
+    except ValueError as error:
+        raise ProtocolError(f"VerifyItem: {error}") from None
 
 
 def encode_target_replies(replies: TargetReplies) -> bytes:
@@ -297,6 +309,8 @@ def _encode_verdict(out: target_pb2.Verdict, verdict: Verdict) -> None:
         encode_token_logprobs(out.prompt_logprobs.add(), logprobs)
     if verdict.last_accepted_node is not None:
         out.last_accepted_node = verdict.last_accepted_node
+    if verdict.draft.token_ids:
+        encode_draft_tokens(out, verdict.draft)
 
 
 def _decode_verdict(verdict: target_pb2.Verdict) -> Verdict:
@@ -311,6 +325,7 @@ def _decode_verdict(verdict: target_pb2.Verdict) -> Verdict:
         verdict.num_cached_tokens,
         tuple(map(decode_token_logprobs, verdict.prompt_logprobs)) if verdict.prompt_logprobs else (),
         verdict.last_accepted_node if verdict.HasField("last_accepted_node") else None,
+        decode_draft_tokens(verdict) if verdict.draft_token_ids else NO_DRAFT,
     )
 
 

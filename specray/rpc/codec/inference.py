@@ -39,6 +39,7 @@ DRAFT_KIND_TO_PB = {
     DraftKind.MODEL: inference_pb2.DRAFT_KIND_MODEL,
     DraftKind.NGRAM: inference_pb2.DRAFT_KIND_NGRAM,
     DraftKind.SUFFIX: inference_pb2.DRAFT_KIND_SUFFIX,
+    DraftKind.LOOKAHEAD: inference_pb2.DRAFT_KIND_LOOKAHEAD,
 }
 DRAFT_KIND_FROM_PB = {
     inference_pb2.DRAFT_KIND_UNSPECIFIED: None,

@@ -34,7 +34,7 @@ _GRAMMAR_KINDS: Final = {
     GrammarKind.REGEX: types_pb2.GRAMMAR_KIND_REGEX,
 }
 MessageT = TypeVar("MessageT", bound=Message)
-DraftMessage = draft_pb2.Proposal | draft_pb2.Branch | target_pb2.VerifyItem
+DraftMessage = draft_pb2.Proposal | draft_pb2.Branch | target_pb2.VerifyItem | target_pb2.Verdict
 """Messages with draft tokens in fields of their own: a message inside would cost bytes per round."""
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class VerifyItem(_message.Message):
-    __slots__ = ("request_id", "round_id", "base_len", "token_ids", "draft_token_ids", "draft_probs", "sample", "sampling", "max_new_tokens", "draft_parents")
+    __slots__ = ("request_id", "round_id", "base_len", "token_ids", "draft_token_ids", "draft_probs", "sample", "sampling", "max_new_tokens", "draft_parents", "lookahead")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +19,7 @@ class VerifyItem(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_PARENTS_FIELD_NUMBER: _ClassVar[int]
+    LOOKAHEAD_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     round_id: int
     base_len: int
@@ -29,7 +30,18 @@ class VerifyItem(_message.Message):
     sampling: _types_pb2.SamplingParams
     max_new_tokens: int
     draft_parents: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[str] = ..., round_id: _Optional[int] = ..., base_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., draft_probs: _Optional[_Iterable[_Union[_types_pb2.SparseProbs, _Mapping]]] = ..., sample: _Optional[bool] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., draft_parents: _Optional[_Iterable[int]] = ...) -> None: ...
+    lookahead: LookaheadBudget
+    def __init__(self, request_id: _Optional[str] = ..., round_id: _Optional[int] = ..., base_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., draft_probs: _Optional[_Iterable[_Union[_types_pb2.SparseProbs, _Mapping]]] = ..., sample: _Optional[bool] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., draft_parents: _Optional[_Iterable[int]] = ..., lookahead: _Optional[_Union[LookaheadBudget, _Mapping]] = ...) -> None: ...
+
+class LookaheadBudget(_message.Message):
+    __slots__ = ("width", "ngram_len", "num_guesses")
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    NGRAM_LEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_GUESSES_FIELD_NUMBER: _ClassVar[int]
+    width: int
+    ngram_len: int
+    num_guesses: int
+    def __init__(self, width: _Optional[int] = ..., ngram_len: _Optional[int] = ..., num_guesses: _Optional[int] = ...) -> None: ...
 
 class VerifyRequest(_message.Message):
     __slots__ = ("items", "release_request_ids")
@@ -40,7 +52,7 @@ class VerifyRequest(_message.Message):
     def __init__(self, items: _Optional[_Iterable[_Union[VerifyItem, _Mapping]]] = ..., release_request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("request_id", "round_id", "base_len", "num_accepted_tokens", "next_token_id", "logprobs", "held_len", "num_cached_tokens", "prompt_logprobs", "last_accepted_node")
+    __slots__ = ("request_id", "round_id", "base_len", "num_accepted_tokens", "next_token_id", "logprobs", "held_len", "num_cached_tokens", "prompt_logprobs", "last_accepted_node", "draft_token_ids", "draft_parents", "draft_probs")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +63,9 @@ class Verdict(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     LAST_ACCEPTED_NODE_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_PARENTS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_PROBS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     round_id: int
     base_len: int
@@ -61,7 +76,10 @@ class Verdict(_message.Message):
     num_cached_tokens: int
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]
     last_accepted_node: int
-    def __init__(self, request_id: _Optional[str] = ..., round_id: _Optional[int] = ..., base_len: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., next_token_id: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ..., held_len: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ..., last_accepted_node: _Optional[int] = ...) -> None: ...
+    draft_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    draft_parents: _containers.RepeatedScalarFieldContainer[int]
+    draft_probs: _containers.RepeatedCompositeFieldContainer[_types_pb2.SparseProbs]
+    def __init__(self, request_id: _Optional[str] = ..., round_id: _Optional[int] = ..., base_len: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., next_token_id: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ..., held_len: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ..., last_accepted_node: _Optional[int] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., draft_parents: _Optional[_Iterable[int]] = ..., draft_probs: _Optional[_Iterable[_Union[_types_pb2.SparseProbs, _Mapping]]] = ...) -> None: ...
 
 class TargetReply(_message.Message):
     __slots__ = ("verdict", "unknown_sequence", "item_failed")

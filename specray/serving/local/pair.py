@@ -7,9 +7,9 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -48,6 +48,12 @@ class LocalPair:
 
     target: str
     draft: str | None
+    other_drafts: Mapping[str, str] = field(default_factory=dict)
+    """Addresses of further drafts, by name."""
+
+    def with_draft(self, name: str) -> LocalPair:
+        """The target with another of the drafts; empty: as it is."""
+        return replace(self, draft=self.other_drafts[name]) if name else self
 
     def router(self, config: Config, stop_matchers: StopMatcherFactory | None = None) -> Router:
         """Makes a router over the pair, not started yet; several may share the pair."""
@@ -92,6 +98,7 @@ async def local_pair(
     *,
     worker_command: Sequence[str] = WORKER_COMMAND,
     draft_host: DraftHost | None = None,
+    other_drafts: Mapping[str, Config] | None = None,
 ) -> AsyncIterator[LocalPair]:
     """Starts both workers, and ends every process that it started when the block ends.
 
@@ -99,6 +106,7 @@ async def local_pair(
         config: configuration of the engines; all ranks run on this machine.
         worker_command: command of a worker, before its role and options.
         draft_host: place of the draft; None: here, as the target. Whoever reaches its address can use it.
+        other_drafts: configurations of further drafts, by name; their other sections are of no account.
 
     Raises:
         ConfigError: a model or a setting is wrong.
@@ -116,11 +124,20 @@ async def local_pair(
             host = draft_host or DraftHost(f"unix:{directory / 'draft'}.sock", ())
             pair = replace(pair, draft=host.address)
             commands["draft"] = ((*host.command, *worker_command), host.address)
+        names = other_drafts or {}
+        pair = replace(pair, other_drafts={name: f"unix:{directory / name}.sock" for name in names})
         async with contextlib.AsyncExitStack() as stack:
             workers = [
                 await stack.enter_async_context(_worker(role, config_path, command, address))
                 for role, (command, address) in commands.items()
             ]
+            for name, other in names.items():
+                path = directory / f"{name}.yaml"
+                shared = _sharing_gpu(other).model_copy(update={"rpc": RpcConfig()})
+                path.write_text(yaml.safe_dump(shared.model_dump(mode="json")), encoding="utf-8")
+                address = pair.other_drafts[name]
+                worker = _worker("draft", path, worker_command, address, log_name=name)
+                workers.append(await stack.enter_async_context(worker))
             timeout_s = config.router.start_timeout_s
             await asyncio.gather(*(worker.wait_ready(timeout_s) for worker in workers))
             yield pair
@@ -197,9 +214,9 @@ def _last_words(text: str) -> str:
 
 @asynccontextmanager
 async def _worker(
-    role: str, config_path: Path, command: Sequence[str], address: str
+    role: str, config_path: Path, command: Sequence[str], address: str, *, log_name: str | None = None
 ) -> AsyncIterator[_Worker]:
-    log = config_path.with_name(f"{role}.log")
+    log = config_path.with_name(f"{log_name or role}.log")
     with log.open("wb") as stderr:
         process = await asyncio.create_subprocess_exec(
             *command,

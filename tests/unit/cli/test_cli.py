@@ -132,7 +132,7 @@ def test_serve_without_a_draft(served: list[Config]) -> None:
     assert served[0].speculation.num_speculative_tokens == "auto"
 
 
-@pytest.mark.parametrize("name", ["ngram", "suffix"])
+@pytest.mark.parametrize("name", ["ngram", "suffix", "lookahead"])
 def test_serve_with_a_draft_that_needs_no_model(served: list[Config], name: str) -> None:
     run("serve", "--target", "/models/big", "--draft", name)
     (config,) = served

@@ -106,3 +106,25 @@ def test_match_is_as_long_as_what_was_written_twice(proposer: NgramProposer | Su
     assert lengths[0] == 0
     proposer.extend([99])
     assert proposer.match_len == 0
+
+
+def test_continuation_follows_tokens_that_are_not_kept() -> None:
+    proposer = NgramProposer()
+    proposer.extend([1, 2, 3, 4, 5, 1, 2])
+    assert proposer.continuation([], 3) == proposer.propose(3).token_ids == (3, 4, 5)
+    # The longest n-gram counts, whether or not it reaches back into what is kept.
+    assert proposer.continuation([3], 3) == (4, 5, 1)
+    assert proposer.continuation([9, 2, 3], 9) == (4, 5, 1, 2, 9, 2, 3, 4, 5)
+    assert proposer.continuation([9], 3) == proposer.continuation([3, 9], 3) == ()
+    assert proposer.continuation([3], 0) == ()
+    # The last tokens that are kept come again: what followed them is new.
+    assert proposer.continuation([7, 8, 1, 2], 4) == (7, 8, 1, 2)
+    assert proposer.num_tokens == 7 and proposer.propose(3).token_ids == (3, 4, 5)
+
+
+def test_prefix_is_known_by_its_last_token() -> None:
+    proposer = NgramProposer()
+    assert proposer.is_prefix_of([])
+    proposer.extend([1, 2, 3])
+    assert proposer.is_prefix_of([1, 2, 3]) and proposer.is_prefix_of([1, 2, 3, 4])
+    assert not proposer.is_prefix_of([1, 2]) and not proposer.is_prefix_of([1, 2, 4, 4])

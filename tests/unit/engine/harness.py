@@ -18,6 +18,7 @@ from torch import Tensor
 from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.engine.attention.mask import Visibility
 from specray.engine.draft import DraftEngine
+from specray.engine.guesses import Guesser
 from specray.engine.runner.inputs import Moves, SequenceInput
 from specray.engine.sampling.noise import NoiseSource
 from specray.engine.sampling.processors import process_logits
@@ -128,8 +129,7 @@ class SlotRunner:
         for slot, (token_id, seen) in zip(moves.destinations, moved, strict=True):
             self.slots[slot], self._seen[slot] = token_id, seen
 
-    def close(self) -> None:
-        pass
+    def close(self) -> None: ...
 
     def _run_sequence(self, item: SequenceInput) -> list[Tensor]:
         assert 0 <= item.num_logits <= len(item.token_ids) and len(item.token_ids) >= 1
@@ -205,15 +205,15 @@ def toy_draft(
     *,
     token_ids: Sequence[int] | None = None,
     num_token_ids: int | None = None,
+    guesser: Guesser | None = None,
     **changes: int,
 ) -> tuple[DraftEngine, SlotRunner]:
     """A draft over a table of logits; with ``token_ids``, its head knows these alone."""
     info = engine_info("draft", **changes)
-    if token_ids is None:
-        runner = SlotRunner(rows, info)
-        return DraftEngine(runner, info, device=CPU, num_token_ids=num_token_ids), runner
-    runner = SlotRunner(rows[:, list(token_ids)], info)
-    return DraftEngine(runner, info, device=CPU, token_ids=np.array(token_ids)), runner
+    kept = None if token_ids is None else np.array(token_ids)
+    runner = SlotRunner(rows if token_ids is None else rows[:, list(token_ids)], info)
+    options = {"num_token_ids": num_token_ids, "token_ids": kept, "guesser": guesser}
+    return DraftEngine(runner, info, device=CPU, **options), runner  # type: ignore[arg-type]
 
 
 def only(rows: Tensor, token_ids: Sequence[int]) -> Tensor:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
+from specray.bench.methods.along import walk_along
+from specray.bench.methods.drafts import drafts_of
 from specray.bench.methods.method import ALL, DEFAULT_METHODS, Method, MethodRow, Tally, by_depth
 from specray.bench.methods.run import with_plain
 from specray.bench.report.methods import methods_chart, methods_tables
@@ -18,7 +22,9 @@ def test_name_says_what_drafts_and_its_tree() -> None:
     assert Method.parse("ngram") == Method("ngram", DraftKind.NGRAM, "off")
     assert Method.parse("model:4x2x1") == Method("model:4x2x1", DraftKind.MODEL, "4x2x1")
     assert [Method.parse(name).name for name in DEFAULT_METHODS] == list(DEFAULT_METHODS)
-    for name in ("eagle", "plain:4", ""):
+    assert Method.parse("lookahead") == Method("lookahead", DraftKind.LOOKAHEAD)
+    assert Method.parse("pard") == Method("pard", DraftKind.MODEL, process="pard")
+    for name in ("eagle", "plain:4", "cascade:16", "pard:4x2", "lookahead:8", ""):
         with pytest.raises(ConfigError, match=f"--method is '{name}'; allowed: plain, model, ngram, suffix"):
             Method.parse(name)
 
@@ -36,6 +42,37 @@ def test_plain_decoding_is_always_measured() -> None:
     model, plain = Method.parse("model"), Method.parse("plain")
     assert with_plain([model]) == [plain, model]
     assert with_plain([model, plain]) == [model, plain]
+
+
+def test_methods_with_a_draft_of_their_own_have_a_process_of_their_own() -> None:
+    config = parse_config(
+        {"draft": {"model": "some/model", "draft": "some/smaller", "vocabulary_ids": "ids"}}
+    )
+    methods = [Method.parse(name) for name in ("plain", "model", "cascade", "pard", "lookahead")]
+    own, others = drafts_of(config, methods, "some/masked")
+    assert own.draft.draft is None and own.draft.model == "some/model" and own.draft.vocabulary_ids
+    assert sorted(others) == ["cascade", "pard"]
+    assert (others["cascade"].draft.model, others["cascade"].draft.draft) == ("some/model", "some/smaller")
+    masked = others["pard"].draft
+    assert (masked.model, masked.draft, masked.vocabulary_ids) == ("some/masked", None, None)
+    plain = parse_config({"draft": {"model": "some/model"}})
+    assert drafts_of(plain, methods[2:3], None)[1]["cascade"].draft.draft == "ngram"
+    assert drafts_of(plain, methods[:2], None) == (plain, {})
+    with pytest.raises(ConfigError, match=r"--method is 'pard'; allowed with .* --pard"):
+        drafts_of(plain, methods, None)
+    without = parse_config({"draft": {"model": "ngram"}})
+    with pytest.raises(ConfigError, match="--method is 'cascade'; allowed with a draft model: --draft"):
+        drafts_of(without, methods[2:3], None)
+    assert drafts_of(without, methods[3:4], "some/masked")[1]["pard"].draft.has_model
+
+
+async def no_draft_along(method: str) -> None:
+    await walk_along(None, Method.parse(method), [], 4)
+
+
+def test_what_drafts_in_the_target_cannot_be_led_along_an_output() -> None:
+    with pytest.raises(ConfigError, match="--method is 'lookahead', which drafts in the target's steps"):
+        asyncio.run(no_draft_along("lookahead"))
 
 
 def tally_of(*, seconds: tuple[float, ...], histogram: tuple[int, ...] = ()) -> Tally:
