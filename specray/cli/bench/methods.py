@@ -38,6 +38,11 @@ OnlyAcceptance = Annotated[
         help="Let the target write the outputs alone, and lead each method along them: no speeds, and K set.",
     ),
 ]
+ContextPath = Annotated[
+    Path | None,
+    typer.Option("--context", help="Text file, of which a piece of its own goes before each prompt."),
+]
+ContextTokens = Annotated[int, typer.Option(min=1, help="Tokens of each piece of --context.")]
 SvgPath = Annotated[
     Path | None, typer.Option("--svg", help="File for the chart of acceptance by depth (SVG).")
 ]
@@ -53,6 +58,8 @@ def methods(
     dataset: options.PromptSource = Dataset.BUILTIN,
     dataset_path: options.PromptPath = None,
     num_prompts: options.NumPrompts = 13,
+    context: ContextPath = None,
+    context_tokens: ContextTokens = 4096,
     chat: IsChat = True,
     only_acceptance: OnlyAcceptance = False,
     temperature: options.Temperatures = None,
@@ -66,6 +73,7 @@ def methods(
     """Measure every method of drafting for one target in turns, without Ray."""
     from rich.console import Console
 
+    from specray.bench.load.contexts import contexts
     from specray.bench.load.prompts import load_labelled_prompts
     from specray.bench.methods.drafts import drafts_of
     from specray.bench.methods.method import PARD, Method
@@ -89,14 +97,17 @@ def methods(
     config, other_drafts = drafts_of(config, parsed, pard)
     tokenizer = load_tokenizer(config.target.model)
     is_chat = chat and tokenizer.chat_template is not None
+    loaded = load_labelled_prompts(dataset, dataset_path, num_prompts)
+    texts = [prompt.text for prompt in loaded]
+    if context is not None:
+        pieces = contexts(context, tokenizer, num_tokens=context_tokens, count=len(loaded))
+        texts = [f"{piece}\n\n{text}" for piece, text in zip(pieces, texts, strict=True)]
     prompts = [
         LabelledPrompt(
-            tokenizer.encode_chat([ChatMessage("user", prompt.text)])
-            if is_chat
-            else tokenizer.encode(prompt.text),
+            tokenizer.encode_chat([ChatMessage("user", text)]) if is_chat else tokenizer.encode(text),
             prompt.category,
         )
-        for prompt in load_labelled_prompts(dataset, dataset_path, num_prompts)
+        for prompt, text in zip(loaded, texts, strict=True)
     ]
     # An output must have room for itself behind its prompt.
     longest = (max_model_len or config.target.max_model_len or 2048) - max_tokens
