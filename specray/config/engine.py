@@ -13,6 +13,7 @@ from specray.types import DraftKind
 
 Dtype = Literal["bfloat16", "float32"]
 WeightFormat = Literal["none", "int8", "int4"]
+VocabularyMode = Literal["auto", "same", "intersect", "retokenize"]
 
 EMBEDDED = "embedded"
 """Model name of the pair that ships with the package."""
@@ -182,6 +183,18 @@ class DraftConfig(EngineConfig):
     )
     inner_draft_tokens: int = Field(
         4, ge=1, le=16, description="Maximum tokens of its own draft that the draft verifies in one forward."
+    )
+    vocabulary: VocabularyMode = Field(
+        "auto",
+        description="How a draft with another tokenizer is used. same: it is refused. intersect: it proposes "
+        "tokens that both have. retokenize: it proposes text, which the target's tokenizer reads. auto: "
+        "intersect, or retokenize where less than half of the draft's probability is on tokens of both.",
+    )
+    window: int | None = Field(
+        None,
+        ge=16,
+        le=1 << 20,
+        description="Last tokens that the draft sees at least, beside the first four; default: all.",
     )
     num_replicas: int = Field(1, ge=0, le=1024, description="0: plain decoding.")
     autoscaling: DraftScalingConfig | None = Field(

@@ -12,6 +12,9 @@ from specray.engine.draft import DraftEngine
 from specray.engine.guesses import Guesser, Masks, ModelGuesses, NgramGuesses
 from specray.engine.model.description import model_path
 from specray.engine.profile import profile_draft, profile_target
+from specray.engine.reading.build import make_reading_engine
+from specray.engine.reading.choice import choose_vocabulary
+from specray.engine.reading.window import with_window
 from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.parallel import ParallelContext
 from specray.engine.runner.runner import ModelRunner, RunnerInfo
@@ -55,8 +58,18 @@ def build_draft_engine(config: Config, *, parallel: ParallelContext | None = Non
     inner_engine = None if inner is None else _build_inner(inner)
     runner = _build_runner(config.draft, role="draft", parallel=parallel)
     info = _engine_info("draft", config.draft, runner.info)
-    guesser = _guesser(config.draft, runner.info, inner_engine)
-    grammars = GrammarMasks(partial(_grammar_compiler, config.draft, "draft", runner.info.vocab_size))
+    other = choose_vocabulary(config, runner)
+    is_reading = other is not None or config.draft.window is not None
+    if is_reading and config.draft.draft is not None:
+        raise ConfigError(
+            f"draft.draft is {config.draft.draft!r} for a draft with a window or another tokenizer than the "
+            "target; allowed: none"
+        )
+    guesser = None if is_reading else _guesser(config.draft, runner.info, inner_engine)
+    make_grammars = partial(_grammar_compiler, config.draft, "draft", runner.info.vocab_size)
+    if other is not None:
+        make_grammars = partial(_grammar_compiler, config.target, "target", other.vocab_size)
+    grammars = GrammarMasks(make_grammars)
     make_engine = partial(
         DraftEngine,
         runner,
@@ -71,6 +84,8 @@ def build_draft_engine(config: Config, *, parallel: ParallelContext | None = Non
     step_times = profile_draft(make_engine(info, guesser=masks), budget_s=config.draft.profile_s)
     _log("draft", step_times)
     info = replace(info, step_times=step_times)
+    if is_reading:
+        return make_reading_engine(config, runner, info, other, grammars)
     return make_engine(info, prefix_cache=config.draft.prefix_cache, guesser=guesser)
 
 
@@ -134,7 +149,7 @@ def _log(role: str, step_times: Sequence[StepTime]) -> None:
 
 def _build_runner(config: EngineConfig, *, role: str, parallel: ParallelContext | None) -> ModelRunner:
     """Builds a runner with cache for every sequence, its branches, and the block of the health check."""
-    num_branch_sequences = _BRANCH_SEQUENCES if role == "draft" else 0
+    config, num_branch_sequences = with_window(config), _BRANCH_SEQUENCES if role == "draft" else 0
     num_sequences = config.max_num_seqs * (1 + num_branch_sequences) + 1
     runner = build_runner(
         config.model_copy(update={"max_num_seqs": num_sequences}), role=role, parallel=parallel

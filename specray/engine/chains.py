@@ -36,8 +36,8 @@ class Chain:
     """Tokens to which draft tokens are appended; the last one is computed next."""
     num_wanted: int
     """Number of draft tokens at which the chain is full."""
-    request_id: str = field(default="", kw_only=True)
-    """Request whose grammar its tokens follow."""
+    sequence: EngineSequence = field(kw_only=True)
+    """Sequence that the chain continues."""
     min_logprob: float = field(default=-math.inf, kw_only=True)
     """Least log probability that all draft tokens are accepted; the chain ends before it falls below."""
     drawn: list[DraftToken] = field(default_factory=list, init=False)
@@ -64,9 +64,14 @@ class Chain:
         return chain_rows(self.state)
 
     @property
+    def request_id(self) -> str:
+        """Request whose grammar its tokens follow."""
+        return self.sequence.request_id
+
+    @property
     def output_ids(self) -> list[int]:
         """The output that the next token continues, draft tokens included, without the prompt."""
-        return self.token_ids[self.state.sampling.num_prompt_tokens :]
+        return [*self.sequence.told_output_ids, *self.draft_token_ids]
 
     def split(self) -> tuple[list[int], list[int]]:
         """What the router has told, and the other tokens that the next token continues."""
@@ -95,7 +100,7 @@ class Chain:
             self.num_wanted = len(self.drawn)
             return
         self.drawn.append(token)
-        self.token_ids.append(token.token_id)
+        self.token_ids.append(self.sequence.own_id(token.token_id))
         self.state.advance((token.token_id,))
         sampling = self.state.sampling
         if sampling.grammar is not None and token.token_id in sampling.stop_token_ids:
@@ -115,21 +120,19 @@ class BranchChain(Chain):
     """Number of the sequence's tokens that the branch continues."""
     first_index: int
     """KV index of the next token."""
-    sequence_ids: list[int]
-    """Tokens of the sequence, of which the branch continues the first ``prefix_len``."""
+    accepted_ids: tuple[int, ...]
+    """The accepted tokens."""
+    next_token_id: int
+    """The token behind them."""
 
     @property
     def output_ids(self) -> list[int]:
-        return self.sequence_ids[self.state.sampling.num_prompt_tokens : self.prefix_len] + self.token_ids
+        before = (*self.accepted_ids, self.next_token_id)
+        return [*self.sequence.told_output_ids, *before, *self.draft_token_ids]
 
     def split(self) -> tuple[list[int], list[int]]:
-        num_told = self.prefix_len - self.num_accepted
-        accepted = self.sequence_ids[num_told : self.prefix_len]
-        return self.sequence_ids[:num_told], [*accepted, *self.token_ids]
-
-    @property
-    def next_token_id(self) -> int:
-        return self.token_ids[0]
+        num_told, held = self.prefix_len - self.num_accepted, self.sequence.token_ids
+        return held[:num_told], [*held[num_told : self.prefix_len], *self.token_ids]
 
     def visibility(self, num_guesses: int) -> list[Visibility]:
         """What its last token sees, and so many guesses behind it."""
@@ -193,8 +196,7 @@ class OutcomeBranches:
     @property
     def output_ids(self) -> list[int]:
         """The output before the first of the rows that rank next tokens."""
-        start = self.sequence.told_state.sampling.num_prompt_tokens
-        return self.sequence.token_ids[start : self.sequence.num_tokens + self.first]
+        return [*self.sequence.told_output_ids, *self.item.proposed_token_ids[: self.first]]
 
     def spread(self, ranked: Sequence[RankedRow]) -> None:
         """Makes branches of the likeliest outcomes, as far as there is room for their K/V."""
@@ -259,15 +261,17 @@ class OutcomeBranches:
 
     def _branch(self, num_accepted: int, token_id: int, first_index: int) -> BranchChain:
         prefix_len = self.sequence.num_tokens + num_accepted
+        accepted = self.item.proposed_token_ids[:num_accepted]
         state = self.sequence.told_state.fork()
-        state.advance((*self.item.proposed_token_ids[:num_accepted], token_id))
+        state.advance((*accepted, token_id))
         return BranchChain(
             state,
-            [token_id],
+            [self.sequence.own_id(token_id)],
             min(self.item.num_speculative_tokens, self.max_model_len - prefix_len - 1),
             num_accepted,
             prefix_len,
             first_index,
-            self.sequence.token_ids,
-            request_id=self.item.request_id,
+            accepted,
+            token_id,
+            sequence=self.sequence,
         )

@@ -26,7 +26,7 @@ from specray.engine.cache.sequences import EngineSequence
 from specray.engine.chains import Chain, OutcomeBranches
 from specray.engine.guesses import Guesser
 from specray.engine.sampling.grammars import GrammarMasks
-from specray.engine.sampling.sampler import make_sampler
+from specray.engine.sampling.sampler import Sampler, make_sampler
 from specray.engine.sampling.state import RowGroup
 from specray.engine.schedule import (
     BranchStep,
@@ -69,6 +69,7 @@ class DraftEngine(EngineBase):
         num_token_ids: token ids up to the tokenizer's last one; those behind it are padding, and never
             proposed. None: all may be.
         token_ids: of the logits, ascending; None: of all tokens.
+        sampler: draws draft tokens; None: of the logits' own tokens.
         guesser: names what is computed behind a chain's last token in the same forward; None: nothing.
     """
 
@@ -83,11 +84,14 @@ class DraftEngine(EngineBase):
         grammars: GrammarMasks | None = None,
         num_token_ids: int | None = None,
         token_ids: NDArray[np.int64] | None = None,
+        sampler: Sampler | None = None,
         guesser: Guesser | None = None,
     ) -> None:
         super().__init__(runner, info, can_evict=True, prefix_cache=prefix_cache, grammars=grammars)
         self._guesser = guesser
-        self._sampler = make_sampler(
+        self._num_told_ids = info.vocab_size
+        """Token ids of what is proposed, which may be others than those of the sequences."""
+        self._sampler = sampler or make_sampler(
             info.vocab_size,
             device,
             max_num_draft_probs,
@@ -165,7 +169,7 @@ class DraftEngine(EngineBase):
         limit, length = self._info.max_model_len, item.base_len + len(item.token_ids)
         check_length(item.base_len, length, limit)
         check_token_ids("token_ids", item.token_ids, self._info.vocab_size)
-        check_token_ids("proposed_token_ids", item.proposed_token_ids, self._info.vocab_size)
+        check_token_ids("proposed_token_ids", item.proposed_token_ids, self._num_told_ids)
         if not 0.0 <= item.min_acceptance < 1.0:
             raise InvalidRequestError(
                 f"min_acceptance is {item.min_acceptance}; allowed: 0 or more, below 1",
@@ -198,7 +202,7 @@ class DraftEngine(EngineBase):
             sequence.told_state.fork(),
             sequence.token_ids,
             num_wanted,
-            request_id=item.request_id,
+            sequence=sequence,
             min_logprob=min_logprob,
         )
         return _Proposing(sequence, chain)
@@ -221,7 +225,7 @@ class DraftEngine(EngineBase):
         proposed = item.proposed_token_ids[: max(last, 0)]
         num_extra = min(len(proposed) + 1 + item.num_speculative_tokens, self._info.max_model_len - length)
         sequence = self._keep_and_append(item, num_extra)
-        sequence.set_tail(proposed)
+        sequence.set_tail([sequence.own_id(token_id) for token_id in proposed])
         outcome = OutcomeBranches(item, sequence, first, last, self._info.max_model_len)
         sequence.recompute_last(outcome.num_rows)
         return outcome

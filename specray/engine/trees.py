@@ -77,9 +77,7 @@ class TreeRow:
     @property
     def output_ids(self) -> list[int]:
         """The output that the children continue, draft tokens included, without the prompt."""
-        sequence = self.tree.sequence
-        told = sequence.token_ids[sequence.sampling.num_prompt_tokens : sequence.num_tokens]
-        return [*told, *self.tree.path(self.node)]
+        return [*self.tree.sequence.told_output_ids, *self.tree.path(self.node)]
 
     @property
     def group(self) -> RowGroup:
@@ -159,7 +157,7 @@ class DraftTree:
         if not growing:
             return [], None
         sequence, start = self.sequence, self.sequence.num_tokens
-        token_ids = [self._nodes[index].token_id for index in growing]
+        token_ids = [sequence.own_id(self._nodes[index].token_id) for index in growing]
         visibility = [Visibility(start, start, self._nodes[index].mask) for index in growing]
         return [TreeRow(self, index) for index in growing], BranchStep(sequence, token_ids, visibility)
 
@@ -168,7 +166,7 @@ class DraftTree:
         sequence = self.sequence
         kept = self._kept()
         spine = [self._nodes[index] for index in kept if self._nodes[index].is_spine]
-        sequence.token_ids.extend(node.token_id for node in spine)
+        sequence.token_ids.extend(sequence.own_id(node.token_id) for node in spine)
         sequence.num_computed_tokens = sequence.num_tokens + sum(node.mask > 0 for node in spine)
         sequence.block_table.truncate(len(sequence.token_ids))
         places = {_ROOT: _ROOT} | {index: place for place, index in enumerate(kept)}

@@ -73,6 +73,17 @@ class Tokenizer:
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @property
+    def vocabulary(self) -> dict[str, int]:
+        """Ids by token, added tokens included."""
+        vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        return vocabulary
+
+    def special_id(self, role: str) -> int | None:
+        """The id of ``bos_token``, ``eos_token`` ...; None: there is none."""
+        token = self._special_tokens.get(role)
+        return None if token is None else self._backend.token_to_id(token)
+
+    @property
     def backend_json(self) -> str:
         """The tokenizer as the text of a ``tokenizer.json``."""
         return self._backend.to_str()
@@ -84,6 +95,10 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Encodes text to token ids, by default with the special tokens that the tokenizer adds."""
         return tuple(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def encode_inner(self, text: str) -> tuple[int, ...]:
+        """Encodes a text that others go before: without the space that some put before a text."""
+        return self._encode_piece(text, is_first=False)
 
     def encode_chat(
         self, messages: Sequence[ChatMessage], options: ChatOptions = _DEFAULT_OPTIONS

@@ -67,7 +67,8 @@ def documented_key(key: str) -> str:
     head, _, rest = key.partition(".")
     if rest.startswith("autoscaling."):
         return rest
-    own = {"enabled", "vocabulary_ids", "draft", "inner_draft_tokens", "num_replicas", "autoscaling"}
+    own = {"enabled", "vocabulary_ids", "draft", "inner_draft_tokens", "vocabulary", "window"}
+    own |= {"num_replicas", "autoscaling"}
     return rest if head in ("target", "draft") and rest not in own else key
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from specray.engine.cache.blocks import BlockAllocator, BlockTable
 from specray.engine.cache.prefix import UNIT_TOKENS
 from specray.engine.cache.reuse import CopyTokens, SequencePrefix
-from specray.engine.sampling.state import SamplingState
+from specray.engine.sampling.state import SamplingState, ToldTokens
 from specray.errors import InvalidRequestError, OutOfBlocksError, OverloadedError, SpecrayError
 from specray.types import SamplingParams
 
@@ -47,6 +47,8 @@ class EngineSequence:
     """Tokens of the last item that were found in the prefix cache."""
     prefix: SequencePrefix | None = None
     """Known units that others may use; None: there is no prefix cache."""
+    told: ToldTokens | None = None
+    """What the router has told, where the sequence holds other tokens; None: it holds those."""
     _state: SamplingState = field(init=False)
 
     def __post_init__(self) -> None:
@@ -55,8 +57,21 @@ class EngineSequence:
     @property
     def told_state(self) -> SamplingState:
         """Sampling state of what the router has told; fork it to go on from there."""
+        if self.told is not None:
+            return self.told.state
         self._state.advance(self.token_ids[self._state.length : self.num_tokens])
         return self._state
+
+    @property
+    def told_output_ids(self) -> list[int]:
+        """The output that the router has told."""
+        if self.told is not None:
+            return self.told.output_ids
+        return self.token_ids[self.sampling.num_prompt_tokens : self.num_tokens]
+
+    def own_id(self, token_id: int) -> int:
+        """The token that the sequence holds for one that follows what was told."""
+        return token_id if self.told is None else self.told.own_id(token_id)
 
     def set_sampling(self, sampling: SamplingParams) -> None:
         """Changes the parameters of the request."""

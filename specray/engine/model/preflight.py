@@ -10,14 +10,16 @@ from specray.engine.model.checkpoint.headers import weight_files
 from specray.engine.model.checkpoint.vocabulary import stored_head
 from specray.engine.model.description import ModelArgs, ModelDescription, describe, model_path
 from specray.engine.model.quantized.formats import WeightFormats
+from specray.engine.reading.window import with_window
 from specray.errors import ConfigError
 from specray.tokenization.fingerprint import tokenizer_vocabulary
 from specray.tokenization.overlap import difference
+from specray.tokenization.pair import pair_problem
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSummary:
-    """The part of a model's description in which draft and target must agree."""
+    """The part of a model's description that draft and target must know of each other."""
 
     path: str
     vocab_size: int
@@ -34,17 +36,23 @@ def check_model(config: EngineConfig, role: str) -> ModelSummary:
             many ranks, or a limit is beyond the model's.
     """
     path = model_path(config, role)
-    described = describe(
-        ModelArgs(
-            path=path,
-            max_model_len=config.max_model_len,
-            tensor_parallel_size=config.tensor_parallel_size,
-            role=role,
-            forward=config.forward,
-            formats=WeightFormats.of(config),
-            vocabulary_ids=config.vocabulary_ids if isinstance(config, DraftConfig) else None,
-        )
+    args = ModelArgs(
+        path=path,
+        max_model_len=with_window(config).max_model_len,
+        tensor_parallel_size=config.tensor_parallel_size,
+        role=role,
+        forward=config.forward,
+        formats=WeightFormats.of(config),
+        vocabulary_ids=config.vocabulary_ids if isinstance(config, DraftConfig) else None,
     )
+    try:
+        described = describe(args)
+    except ConfigError as error:
+        if args.max_model_len == config.max_model_len:
+            raise
+        raise ConfigError(
+            f"draft.window leads to sequences of {args.max_model_len} tokens: {error}"
+        ) from None
     _check_stored_ids(path, described)
     return ModelSummary(path, described.vocab_size, tokenizer_vocabulary(path, described.directory))
 
@@ -74,19 +82,26 @@ def _check_inner(draft: EngineConfig, checked: ModelSummary) -> None:
 
 
 def check_pair(target: EngineConfig, draft: EngineConfig | None) -> None:
-    """Checks both models and that they speak of the same tokens.
+    """Checks both models and that the draft can read the target's tokens.
 
     Raises:
-        ConfigError: as :func:`check_model`, or the draft's tokenizer differs.
+        ConfigError: as :func:`check_model`, or the draft's tokenizer does not fit.
     """
     checked_target = check_model(target, "target")
     if draft is None:
         return
     checked_draft = check_model(draft, "draft")
     _check_inner(draft, checked_draft)
-    problem = difference(checked_draft.vocabulary, checked_target.vocabulary)
+    mode = draft.vocabulary if isinstance(draft, DraftConfig) else "same"
+    problem = pair_problem(
+        checked_draft.vocabulary,
+        checked_target.vocabulary,
+        mode,
+        draft_path=checked_draft.path,
+        target_path=checked_target.path,
+    )
     if problem is not None:
         raise ConfigError(
             f"draft.model: {checked_draft.path} has another tokenizer than the target {checked_target.path}: "
-            f"{problem}; allowed: the same vocabulary"
+            f"{problem}"
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,6 +95,24 @@ class SamplingState:
         copy._output_counts = None if self._output_counts is None else self._output_counts.copy()
         copy._history = None if self._history is None else self._history.copy()
         return copy
+
+
+class ToldTokens(Protocol):
+    """What the router has told of a request whose sequence holds other tokens: a draft's reading of it."""
+
+    @property
+    def state(self) -> SamplingState:
+        """Sampling state of what was told."""
+        ...
+
+    @property
+    def output_ids(self) -> list[int]:
+        """The output that was told."""
+        ...
+
+    def own_id(self, token_id: int) -> int:
+        """The token that the sequence holds for one that follows."""
+        ...
 
 
 def _subtract(counts: Counter[int], token_ids: Sequence[int]) -> None:

@@ -150,7 +150,11 @@ class SlotRunner:
         for row in rows:
             self._see(row)
         wanted = rows[len(rows) - item.num_logits :]
-        return [model_logits(self._rows, [self.slots[slot] for slot in row]) for row in wanted]
+        return [self.logits_of([self.slots[slot] for slot in row]) for row in wanted]
+
+    def logits_of(self, prefix: Sequence[int]) -> Tensor:
+        """The model itself."""
+        return model_logits(self._rows, prefix)
 
     def _see(self, row: Sequence[int]) -> None:
         """Computes the last of some slots from all of them, each of which must have seen those before it."""

@@ -32,6 +32,7 @@ from tests.unit.engine.harness import (
     verify_item,
 )
 from tests.unit.engine.p_values import chi_square_p_value
+from tests.unit.engine.reading.toys import toy_reader
 from tests.unit.engine.samplings import (
     FANOUTS,
     NUM_OUTPUT,
@@ -47,7 +48,19 @@ from tests.unit.engine.samplings import (
 
 pytestmark = pytest.mark.slow
 
-DRAFTERS = ["perfect", "close", "trimmed", "random", "tree", "adversarial", "empty", "dying"]
+DRAFTERS = [
+    "perfect",
+    "close",
+    "trimmed",
+    "intersect",
+    "retokenize",
+    "window",
+    "random",
+    "tree",
+    "adversarial",
+    "empty",
+    "dying",
+]
 
 
 TRIMMED = (1, 3, 4, 5, 9, 12, 13, 17, 21)
@@ -61,6 +74,12 @@ def make_drafter(name: str, sampling: SamplingParams) -> tuple[Drafter, DraftEng
         case "trimmed":
             draft, _ = toy_draft(TARGET, token_ids=TRIMMED)
             return engine_drafter(draft), draft
+        case "intersect" | "retokenize":
+            reader, _ = toy_reader("intersect" if name == "intersect" else "retokenize")
+            return engine_drafter(reader), reader
+        case "window":
+            reader, _ = toy_reader(window=6)
+            return engine_drafter(reader), reader
         case "dying":
             draft, _ = toy_draft()
             return dying_drafter(draft, rounds=3), draft

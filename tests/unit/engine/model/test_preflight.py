@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -35,15 +36,31 @@ def test_padding_may_differ(target: int, draft: int, models: dict[int, Path]) ->
     check_pair(TargetConfig(model=str(models[target])), DraftConfig(model=str(models[draft])))
 
 
-def test_another_tokenizer_is_refused_with_the_overlap(models: dict[int, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("vocabulary", "overlap"),
+    [
+        (
+            "same",
+            "90 of 92 token ids mean the same string; the first that does not is 90, 'w90' in the draft and "
+            "unknown in the target; allowed: the same vocabulary",
+        ),
+        (
+            "auto",
+            "90 of the draft's 92 tokens are the target's as well; allowed with draft.vocabulary 'auto': the "
+            "same vocabulary, or two tokenizers that can write any text",
+        ),
+    ],
+)
+def test_another_tokenizer_is_refused_with_the_overlap(
+    vocabulary: Literal["same", "auto"], overlap: str, models: dict[int, Path], tmp_path: Path
+) -> None:
     write_checkpoint(tmp_path, "qwen3", vocab_size=96)
     write_tokenizer(tmp_path, NUM_WORDS + 2)
+    target = TargetConfig(model=str(models[96]))
     with pytest.raises(ConfigError) as caught:
-        check_pair(TargetConfig(model=str(models[96])), DraftConfig(model=str(tmp_path)))
+        check_pair(target, DraftConfig(model=str(tmp_path), vocabulary=vocabulary))
     assert str(caught.value) == (
-        f"draft.model: {tmp_path} has another tokenizer than the target {models[96]}: 90 of 92 token ids "
-        "mean the same string; the first that does not is 90, 'w90' in the draft and unknown in the target; "
-        "allowed: the same vocabulary"
+        f"draft.model: {tmp_path} has another tokenizer than the target {models[96]}: {overlap}"
     )
 
 
