@@ -54,6 +54,8 @@ class DraftKind(enum.StrEnum):
     """Tokens that followed the last ones most often, there or in the tenant's past outputs; no model."""
     LOOKAHEAD = "lookahead"
     """N-grams that the target makes of its own guesses beside each step (Jacobi); no model."""
+    FEATURES = "features"
+    """A drafter on the target, which reads the target's features."""
 
 
 class GrammarKind(enum.StrEnum):
@@ -264,6 +266,9 @@ class VerifyItem:
     lookahead: LookaheadBudget | None = None
     """What the target computes beside this step for the Verdict's ``draft``; None: nothing. A chunk has none,
     and rows that do not fit are left out."""
+    num_next_draft_tokens: int = 0
+    """Most draft tokens that the target's own drafter is asked for behind the verdict; 0: none. A target
+    without a drafter drafts nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,3 +383,5 @@ class EngineInfo:
     busy_share: float = 0.0
     """Share of the last seconds that was spent computing, in [0, 1]."""
     grammar: GrammarStats = GrammarStats()
+    drafter: str = ""
+    """Target: name of its own drafter, which reads its features; empty: it has none."""

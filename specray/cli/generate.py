@@ -52,6 +52,7 @@ def generate(
     config: options.ConfigPath = None,
     target: options.TargetModel = None,
     draft: options.Draft = None,
+    drafter: options.Drafter = None,
     dtype: options.Dtype = None,
     device: options.Device = None,
     max_tokens: Annotated[int, typer.Option(help="Maximum output tokens.")] = 128,
@@ -79,6 +80,7 @@ def generate(
         values = pair_options(
             target=target,
             draft=draft,
+            drafter=drafter,
             dtype=dtype,
             device=device,
             num_speculative_tokens=num_speculative_tokens,

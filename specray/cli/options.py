@@ -43,8 +43,13 @@ DraftModel = Annotated[
 Draft = Annotated[
     str | None,
     typer.Option(
-        help="Draft model: path, GGUF file, hub id, known name, embedded; or ngram, suffix, lookahead, none."
+        help="Draft model: path, GGUF file, hub id, known name, embedded; or ngram, suffix, lookahead, "
+        "features, none."
     ),
+]
+Drafter = Annotated[
+    str | None,
+    typer.Option(help="Directory of a drafter that reads the target's features: EAGLE-1, 2, 3, or Medusa."),
 ]
 Model = Annotated[str, typer.Option(help="Model: path, hub id, or embedded.")]
 Role = Annotated[EngineRole, typer.Option(help="Engine, and which model of the embedded pair.")]

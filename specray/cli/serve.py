@@ -19,6 +19,7 @@ def serve(
     config: ConfigPath = None,
     target: options.ServedTarget = None,
     draft: options.Draft = None,
+    drafter: options.Drafter = None,
     tensor_parallel_size: options.TensorParallelSize = None,
     dtype: options.Dtype = None,
     device: options.Device = None,
@@ -43,6 +44,7 @@ def serve(
     values = pair_options(
         target=target,
         draft=draft,
+        drafter=drafter,
         dtype=dtype,
         device=device,
         max_model_len=max_model_len,

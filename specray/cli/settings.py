@@ -10,7 +10,14 @@ from typing import Any
 import yaml
 
 from specray.cli.models.checkpoints import choose_draft, choose_target, use_checkpoints
-from specray.config import EMBEDDED, MODEL_FREE_DRAFTS, Config, parse_config, read_config_file
+from specray.config import (
+    EMBEDDED,
+    MODEL_FREE_DRAFTS,
+    Config,
+    parse_config,
+    prefer_drafter,
+    read_config_file,
+)
 from specray.errors import ConfigError
 from specray.models.catalogue import find_known, known_names
 
@@ -44,6 +51,7 @@ def build_config(
     _assign_all(values, assignments)
     if chooses_target:
         choose_target(values)
+    prefer_drafter(values)
     has_chosen_draft = choose_draft(values)
     _check_pair(values)
     # Whatever is wrong is said before anything is fetched.
@@ -63,6 +71,7 @@ def pair_options(
     *,
     target: str | None = None,
     draft: str | None = None,
+    drafter: str | None = None,
     dtype: str | None = None,
     device: str | None = None,
     max_model_len: int | None = None,
@@ -76,6 +85,7 @@ def pair_options(
     has_no_draft = draft == NO_DRAFT
     return {
         "target.model": target,
+        "target.drafter": drafter,
         "draft.model": None if has_no_draft else draft,
         "draft.enabled": False if has_no_draft else None,
         **{

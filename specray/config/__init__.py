@@ -21,7 +21,7 @@ from specray.config.engine import (
 from specray.config.router import RouterConfig
 from specray.config.scaling import DraftScalingConfig, RouterScalingConfig, ScalingConfig
 from specray.config.section import Section
-from specray.config.service import Config, load_config, parse_config, read_config_file
+from specray.config.service import Config, load_config, parse_config, prefer_drafter, read_config_file
 from specray.config.speculation import SpeculationConfig
 
 __all__ = [
@@ -52,5 +52,6 @@ __all__ = [
     "TlsConfig",
     "load_config",
     "parse_config",
+    "prefer_drafter",
     "read_config_file",
 ]

@@ -18,8 +18,13 @@ VocabularyMode = Literal["auto", "same", "intersect", "retokenize"]
 EMBEDDED = "embedded"
 """Model name of the pair that ships with the package."""
 
-MODEL_FREE_DRAFTS = (DraftKind.NGRAM.value, DraftKind.SUFFIX.value, DraftKind.LOOKAHEAD.value)
-"""Names of drafts without a model; write a directory of such a name with its path."""
+MODEL_FREE_DRAFTS = (
+    DraftKind.NGRAM.value,
+    DraftKind.SUFFIX.value,
+    DraftKind.LOOKAHEAD.value,
+    DraftKind.FEATURES.value,
+)
+"""Names of drafts without a model of their own; write a directory of such a name with its path."""
 
 INNER_CACHE_GIB = 1.0
 """GiB of the block cache of a model that drafts for the draft, where nothing is said."""
@@ -146,9 +151,22 @@ class EngineConfig(Section):
 class TargetConfig(EngineConfig):
     """The large model, whose distribution is authoritative."""
 
+    drafter: str | None = Field(
+        None,
+        min_length=1,
+        description="Directory of a drafter that reads the target's features (EAGLE-1, 2, 3, Medusa); it is "
+        "loaded beside the target. Set, and with no draft.model, it drafts for all requests.",
+    )
+
     ray_actor_options: dict[str, Any] = Field(
         default_factory=dict, description=f"Ray options of each rank: {', '.join(RANK_OPTIONS)}."
     )
+
+    @field_validator("drafter")
+    @classmethod
+    def _absolute_drafter(cls, path: str | None) -> str | None:
+        """``~`` and relative paths, which other processes would not find as they are."""
+        return None if path is None else str(Path(path).expanduser().absolute())
 
     @model_validator(mode="after")
     def _check_options(self) -> TargetConfig:
@@ -168,7 +186,7 @@ class DraftConfig(EngineConfig):
     model: str = Field(
         EMBEDDED,
         description="As for the target; or 'ngram' or 'suffix', which draft in the Router without a model, "
-        "or 'lookahead', which drafts in the target.",
+        "or 'lookahead' or 'features' (target.drafter), which draft in the target.",
     )
     enabled: bool = Field(True, description="False: plain decoding.")
     vocabulary_ids: str | None = Field(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from specray.config.access import AuthConfig, RpcConfig
 from specray.config.endpoints import (
@@ -26,6 +26,7 @@ from specray.config.router import RouterConfig
 from specray.config.section import Section
 from specray.config.speculation import SpeculationConfig
 from specray.errors import ConfigError
+from specray.types import DraftKind
 
 
 class Config(Section):
@@ -48,6 +49,14 @@ class Config(Section):
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
 
+    @model_validator(mode="after")
+    def _check_drafter(self) -> Config:
+        if self.draft.model == DraftKind.FEATURES and self.draft.enabled and self.target.drafter is None:
+            raise ValueError(
+                "draft.model is 'features' without target.drafter; allowed: both, or another model"
+            )
+        return self
+
     @property
     def model_name(self) -> str:
         """Name that clients send as ``model``."""
@@ -56,12 +65,25 @@ class Config(Section):
         return "specray-embedded" if self.target.model == EMBEDDED else Path(self.target.model).name
 
 
+def prefer_drafter(values: dict[str, Any]) -> None:
+    """Lets the target's drafter draft for all requests where no draft is named."""
+    target, draft = values.get("target"), values.get("draft")
+    if not isinstance(target, dict) or target.get("drafter") is None:
+        return
+    if draft is None:
+        draft = values["draft"] = {}
+    if isinstance(draft, dict) and draft.get("enabled", True):
+        draft.setdefault("model", DraftKind.FEATURES.value)
+
+
 def parse_config(values: dict[str, Any]) -> Config:
     """Validates a configuration given as nested dictionaries.
 
     Raises:
         ConfigError: names every wrong key, its value and what is allowed.
     """
+    values = {name: dict(each) if isinstance(each, dict) else each for name, each in values.items()}
+    prefer_drafter(values)
     try:
         return Config.model_validate(values)
     except ValidationError as error:
@@ -104,17 +126,17 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict):
         raise ConfigError(f"configuration file {path} must hold a mapping, not a {type(values).__name__}")
-    for role in ("target", "draft"):
-        _resolve_model(values.get(role), Path(path).parent)
+    for role, key in (("target", "model"), ("draft", "model"), ("target", "drafter")):
+        _resolve_model(values.get(role), key, Path(path).parent)
     return values
 
 
-def _resolve_model(section: object, folder: Path) -> None:
+def _resolve_model(section: object, key: str, folder: Path) -> None:
     """A relative path of a directory or a GGUF file that is not here may be of one beside the file."""
-    if not isinstance(section, dict) or not isinstance(model := section.get("model"), str):
+    if not isinstance(section, dict) or not isinstance(model := section.get(key), str):
         return
     if model in ("", EMBEDDED, *MODEL_FREE_DRAFTS):
         return
     beside = folder / model
     if not Path(model).exists() and (beside.is_dir() or (beside.is_file() and beside.suffix == ".gguf")):
-        section["model"] = str((folder / model).absolute())
+        section[key] = str((folder / model).absolute())

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from specray.config import Config, DraftConfig, EngineConfig
+from specray.config import Config, DraftConfig, EngineConfig, TargetConfig
 from specray.engine.draft import DraftEngine
+from specray.engine.features.build import DrafterPlan, plan_drafter, tap_features
 from specray.engine.guesses import Guesser, Masks, ModelGuesses, NgramGuesses
 from specray.engine.model.description import model_path
 from specray.engine.profile import profile_draft, profile_target
@@ -16,6 +17,7 @@ from specray.engine.reading.build import make_reading_engine
 from specray.engine.reading.choice import choose_vocabulary
 from specray.engine.reading.window import with_window
 from specray.engine.runner.assembly import build_runner
+from specray.engine.runner.memory import NOTHING_BESIDE
 from specray.engine.runner.parallel import ParallelContext
 from specray.engine.runner.runner import ModelRunner, RunnerInfo
 from specray.engine.sampling.grammars import GrammarMasks
@@ -37,10 +39,18 @@ def build_target_engine(config: Config, *, parallel: ParallelContext | None = No
     Raises:
         ConfigError: names the setting, its value and what is allowed.
     """
-    runner = _build_runner(config.target, role="target", parallel=parallel)
+    plan = plan_drafter(config.target)
+    runner = _build_runner(config.target, role="target", parallel=parallel, plan=plan)
     info = _engine_info("target", config.target, runner.info)
     grammars = GrammarMasks(partial(_grammar_compiler, config.target, "target", runner.info.vocab_size))
     make_engine = partial(TargetEngine, runner, device=runner.info.device, grammars=grammars)
+    if plan is not None:
+        most = config.speculation.max_num_draft_probs
+        tap, drafting = tap_features(runner, plan, grammars=grammars, max_num_draft_probs=most)
+        make_engine = partial(
+            TargetEngine, tap, device=runner.info.device, grammars=grammars, drafting=drafting
+        )
+        info = replace(info, drafter=plan.name)
     speed = profile_target(make_engine(info), budget_s=config.target.profile_s)
     _log("target", speed.step_times)
     info = replace(info, step_times=speed.step_times, context_token_s=speed.context_token_s)
@@ -131,7 +141,8 @@ def build_follower(config: EngineConfig, *, role: str, parallel: ParallelContext
     Raises:
         ConfigError: names the setting, its value and what is allowed.
     """
-    return _build_runner(config, role=role, parallel=parallel)
+    plan = plan_drafter(config) if isinstance(config, TargetConfig) else None
+    return _build_runner(config, role=role, parallel=parallel, plan=plan)
 
 
 def _grammar_compiler(config: EngineConfig, role: str, vocab_size: int) -> GrammarCompiler:
@@ -147,12 +158,18 @@ def _log(role: str, step_times: Sequence[StepTime]) -> None:
         logger.info("%s step times in ms, by rows: %s", role, listed)
 
 
-def _build_runner(config: EngineConfig, *, role: str, parallel: ParallelContext | None) -> ModelRunner:
+def _build_runner(
+    config: EngineConfig, *, role: str, parallel: ParallelContext | None, plan: DrafterPlan | None = None
+) -> ModelRunner:
     """Builds a runner with cache for every sequence, its branches, and the block of the health check."""
     config, num_branch_sequences = with_window(config), _BRANCH_SEQUENCES if role == "draft" else 0
     num_sequences = config.max_num_seqs * (1 + num_branch_sequences) + 1
     runner = build_runner(
-        config.model_copy(update={"max_num_seqs": num_sequences}), role=role, parallel=parallel
+        config.model_copy(update={"max_num_seqs": num_sequences}),
+        role=role,
+        parallel=parallel,
+        feature_layers=() if plan is None else plan.feature_layers,
+        beside=NOTHING_BESIDE if plan is None else plan.beside,
     )
     info = runner.info
     needed = -(-info.max_model_len // info.block_size) + 1

@@ -135,7 +135,9 @@ class ForwardOutput(NamedTuple):
     features: Mapping[int, torch.Tensor] | None = None
     """Residual stream of all rows by layer: what enters layer k, ``[num_rows, hidden_size]``.
 
-    None where no layer was asked for when the forward was built.
+    Numbers are those of ``output_hidden_states``, but for the last: k = number of layers is what leaves the
+    last layer, before the final norm, and one more is what the head reads, behind the norm. None where no
+    layer was asked for when the forward was built.
     """
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,6 +18,7 @@ from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.engine.attention.mask import MAX_TREE_ROWS
 from specray.engine.base import EngineBase
 from specray.engine.cache.prefix import UNIT_TOKENS
+from specray.engine.features.drafting import DraftRequest, TargetDrafting
 from specray.engine.lookahead import Lookahead, WindowRows
 from specray.engine.sampling.draws import best_tokens
 from specray.engine.sampling.grammars import GrammarMasks
@@ -53,6 +54,7 @@ class TargetEngine(EngineBase):
         runner, info, prefix_cache: see :class:`EngineBase`.
         device: device of the runner's logits.
         grammars: masks for requests with a grammar; None: these are refused.
+        drafting: with a drafter of the target's own, over a runner that feeds it; None: there is none.
     """
 
     def __init__(
@@ -63,8 +65,10 @@ class TargetEngine(EngineBase):
         device: torch.device,
         prefix_cache: bool = True,
         grammars: GrammarMasks | None = None,
+        drafting: TargetDrafting | None = None,
     ) -> None:
         super().__init__(runner, info, can_evict=False, prefix_cache=prefix_cache, grammars=grammars)
+        self._drafting = drafting
         self._num_shared_tokens = _SHARED_TOKENS if prefix_cache else None
         self._sampler = make_sampler(info.vocab_size, device)
         self._lookaheads: dict[str, Lookahead] = {}
@@ -87,6 +91,8 @@ class TargetEngine(EngineBase):
             logits = self._run(scheduled)
             answers.update(failed)
             answers.update(self._postprocess(scheduled, logits))
+            if self._drafting is not None:
+                answers.update(self._draft(self._drafting, scheduled, answers))
         replies = tuple(answers[index] for index in range(len(items)))
         return TargetReplies(replies, time.perf_counter_ns() - started_ns, num_rows)
 
@@ -223,6 +229,26 @@ class TargetEngine(EngineBase):
                 lookahead = self._lookaheads[entry.item.request_id]
                 lookahead.take(sequence.token_ids[sequence.num_tokens - 1], outputs)
         return torch.cat(kept)
+
+    def _draft(
+        self, drafting: TargetDrafting, scheduled: Sequence[Scheduled], answers: Mapping[int, TargetReply]
+    ) -> Iterator[Answer]:
+        """Adds what the drafter expects next to the verdicts of those who ask for it."""
+        asked: list[tuple[int, Verdict, DraftRequest]] = []
+        for entry in scheduled:
+            item, verdict = entry.item, answers[entry.index]
+            if (
+                item.num_next_draft_tokens
+                and isinstance(verdict, Verdict)
+                and verdict.next_token_id is not None
+            ):
+                request = DraftRequest(
+                    item.request_id, entry.sequence, verdict.next_token_id, item.num_next_draft_tokens
+                )
+                asked.append((entry.index, verdict, request))
+        drafts = drafting.draft([request for _, _, request in asked]) if asked else []
+        for (index, verdict, _), draft in zip(asked, drafts, strict=True):
+            yield index, replace(verdict, draft=draft)
 
     def _verify(self, sampled: Sequence[Scheduled], logits: Tensor) -> list[Verified]:
         rounds = [

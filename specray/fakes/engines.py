@@ -107,6 +107,7 @@ class FakeTarget:
         cost: nanoseconds of a step by rows, reported as ``forward_ns``.
         prefix_cache: whether whole blocks seen before are not computed again.
         ahead: what it finds when it looks ahead; None: nothing.
+        drafter: guesses what follows a verdict, for those who ask; None: it has no drafter.
     """
 
     def __init__(
@@ -117,10 +118,14 @@ class FakeTarget:
         cost: Cost = lambda rows: 0,
         prefix_cache: bool = False,
         ahead: Guesser | None = None,
+        drafter: Guesser | None = None,
     ) -> None:
         self.model = model or ToyModel()
         self._ahead = ahead
         self._info = info or fake_info("target", vocab_size=self.model.vocab_size)
+        if drafter is not None:
+            self._info = replace(self._info, drafter="guesser")
+        self._drafter = drafter
         self._cost = cost
         self._sequences = _Sequences(self._info)
         self._scripted: dict[str, list[tuple[str, bool, bool]]] = {}
@@ -216,6 +221,12 @@ class FakeTarget:
         if sequence.sampling.num_logprobs is not None:
             logprobs = tuple(TokenLogprobs(token, -float(token)) for token in drawn)
         num_accepted, next_token_id = len(drawn) - 1, drawn[-1]
+        next_draft = NO_DRAFT
+        if self._drafter is not None:
+            known = [*sequence.tokens, *drawn]
+            next_draft = DraftTokens(
+                guessed(self._drafter, known, item.num_next_draft_tokens, sequence.noise_key)
+            )
         return Verdict(
             item.request_id,
             item.round_id,
@@ -226,7 +237,7 @@ class FakeTarget:
             num_cached_tokens=cached,
             prompt_logprobs=scores,
             last_accepted_node=last_node,
-            draft=self._look_ahead(item, [*sequence.tokens, *drawn], sequence.noise_key),
+            draft=next_draft or self._look_ahead(item, [*sequence.tokens, *drawn], sequence.noise_key),
         )
 
     def _look_ahead(self, item: VerifyItem, tokens: list[int], noise_key: int) -> DraftTokens:
@@ -370,10 +381,15 @@ class FakeDraft:
         return DraftTokens(tuple(token_ids), tuple(parents))
 
     def _chain(self, prefix: Sequence[int], length: int, noise_key: int) -> tuple[int, ...]:
-        tokens = list(prefix)
-        for _ in range(length):
-            guess = self.guesser.ranked(tokens, noise_key, 1)
-            if not guess:
-                break
-            tokens.append(guess[0])
-        return tuple(tokens[len(prefix) :])
+        return guessed(self.guesser, prefix, length, noise_key)
+
+
+def guessed(guesser: Guesser, prefix: Sequence[int], length: int, noise_key: int) -> tuple[int, ...]:
+    """First guesses, one after the other; fewer where there is none."""
+    tokens = list(prefix)
+    for _ in range(length):
+        guess = guesser.ranked(tokens, noise_key, 1)
+        if not guess:
+            break
+        tokens.append(guess[0])
+    return tuple(tokens[len(prefix) :])

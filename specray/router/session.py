@@ -67,6 +67,7 @@ class Session:
         self.draft = DraftView()
         self.drafted: DraftTokens | None = None
         """Draft tokens of the next Verify; None: not decided yet. Set by ``take_draft`` and by replies."""
+        self._num_next_drafts = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.message = ""
@@ -164,6 +165,8 @@ class Session:
         drafted = fitting_draft(drafted, room=max_new_tokens - missing, depth=self.num_remaining - 1)
         self._verified = self.guide.without_illegal(drafted)
         self._verified_source = self._source
+        # At least one token is committed by this round, and one more by the next.
+        num_next = 0 if is_chunk else max(0, min(self._num_next_drafts, self.num_remaining - 2))
         item = VerifyItem(
             self.request_id,
             view.round_id,
@@ -174,6 +177,7 @@ class Session:
             sampling=self.request.sampling if start == 0 else None,
             max_new_tokens=max_new_tokens if is_first_chunk else None,
             lookahead=None if is_chunk else view.lookahead,
+            num_next_draft_tokens=num_next,
         )
         view.in_flight = item
         return item
@@ -264,7 +268,8 @@ class Session:
         lookup = self._look_up((kept.last_node, next_token_id))
         made = (token_ids, verdict.logprobs[: cut.num_kept], num_drafts, num_accepted, num_kept, lookup)
         tree, offer = verdict_on_tree(item.draft, kept.last_node), offer_of(item, verdict, self._vocab_size)
-        return Commit(*made, self._verified_source, depth, tree, *offer)
+        following = self._usable(verdict.draft, most=item.num_next_draft_tokens)
+        return Commit(*made, self._verified_source, depth, tree, *offer, following)
 
     def on_target_unknown(self, reply: UnknownSequence) -> bool:
         """The target lost the sequence; the next item carries everything. False: a late reply."""
@@ -274,11 +279,7 @@ class Session:
         return True
 
     def on_target_failed(self, reply: ItemFailed) -> bool:
-        """A retriable failure starts over from 0 when sent again, any other ends the request.
-
-        Returns:
-            False for a late reply.
-        """
+        """A retriable failure starts over from 0 when sent again, any other ends it. False: a late reply."""
         if self.target.accept(reply) is None:
             return False
         self.lose_target()
@@ -335,11 +336,7 @@ class Session:
         return True
 
     def on_draft_refused(self, reply: UnknownSequence | ItemFailed) -> bool:
-        """The draft lost the sequence, or cannot serve it: the next item carries everything.
-
-        Returns:
-            False for a late reply.
-        """
+        """The draft lost the sequence, or cannot serve it; the next item carries all. False: a late reply."""
         if self.draft.accept(reply) is None:
             return False
         self.lose_draft()
@@ -352,9 +349,11 @@ class Session:
 
     # What to verify next
 
-    def take_draft(self, drafted: DraftTokens, source: str = DraftKind.MODEL.value) -> None:
-        """Decides what the next Verify carries after all committed tokens."""
-        self.drafted, self._source = drafted, source
+    def take_draft(
+        self, drafted: DraftTokens, source: str = DraftKind.MODEL.value, num_next: int = 0
+    ) -> None:
+        """Decides what the next Verify carries, and how much it asks of the target's own drafter."""
+        self.drafted, self._source, self._num_next_drafts = drafted, source, num_next
 
     def skip_draft(self) -> None:
         """Goes on without the draft in this round: what it was asked is forgotten."""

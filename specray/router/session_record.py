@@ -9,7 +9,7 @@ from specray.requests import RequestLife
 from specray.round_reports import RoundReport
 from specray.router.output.delivery import Delivery
 from specray.router.output.watch import RoundWatch
-from specray.router.proposers.ngram import LocalProposer
+from specray.router.proposers.local import LocalProposer
 from specray.router.proposers.prediction import SessionPrediction
 from specray.router.session import Session
 from specray.router.session_values import RoundTimer

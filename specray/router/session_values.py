@@ -120,6 +120,8 @@ class Commit(NamedTuple):
     """What the target itself proposes behind all committed tokens."""
     had_window: bool = False
     """The target was to look ahead beside the round."""
+    next_draft: DraftTokens = NO_DRAFT
+    """Draft tokens of the target's own drafter, behind all that is committed now."""
 
     @property
     def num_chain_tokens(self) -> int:

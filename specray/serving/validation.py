@@ -234,7 +234,7 @@ def _check_grammar(options: GenerationOptions) -> None:
 
 def _check_draft(options: GenerationOptions, limits: Limits) -> None:
     if options.draft is DraftKind.MODEL and not limits.has_draft_model:
-        allowed = ", ".join(kind for kind in DraftKind if kind is not DraftKind.MODEL)
+        allowed = ", ".join(kind for kind in DraftKind if kind not in (DraftKind.MODEL, DraftKind.FEATURES))
         raise out_of_range(
             options.name("draft"), options.draft.value, f"{allowed} (no draft model is served)"
         )

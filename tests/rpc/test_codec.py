@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from google.protobuf.message import Message
 from hypothesis import example, given
@@ -99,7 +101,8 @@ def verify_items(draw: st.DrawFn) -> VerifyItem:
     head = [draw(part) for part in HEAD]
     sampling, limit = draw(st.none() | SAMPLING), draw(st.none() | U32)
     lookahead = draw(st.none() | st.sampled_from(LOOKAHEADS))
-    return VerifyItem(*head, draw(IDS), draw(draft_tokens()), draw(st.booleans()), sampling, limit, lookahead)
+    drawn = draw(IDS), draw(draft_tokens()), draw(st.booleans())
+    return VerifyItem(*head, *drawn, sampling, limit, lookahead, draw(U32))
 
 
 UNKNOWN = st.builds(UnknownSequence, *HEAD)
@@ -130,6 +133,7 @@ INFOS = st.builds(
     num_prefix_cache_hits=U64,
     step_times=tuples_of(st.builds(StepTime, U32, st.floats(allow_nan=False))),
     context_token_s=st.floats(allow_nan=False),
+    drafter=TEXT,
     grammar=st.builds(GrammarStats, st.floats(allow_nan=False), st.floats(allow_nan=False), U64, U64, U64),
 )
 
@@ -298,6 +302,21 @@ def test_invalid_parents_are_refused_by_name(draft: DraftTokens, foreign: int, d
     parents[index] = foreign if not -1 <= foreign < index else index
     with pytest.raises(ValueError, match=rf"draft\.parents\[{index}\] is {parents[index]}; allowed: -1"):
         DraftTokens((*draft.token_ids, 1), tuple(parents))
+
+
+def test_peers_that_know_no_drafter_understand_and_are_understood() -> None:
+    """Without a drafter the bytes are those of before; what a peer does not know it skips."""
+    item, asking = VerifyItem("a", 1, 4, (9,)), VerifyItem("a", 1, 4, (9,), num_next_draft_tokens=3)
+    known = verify_item(request_id="a", round_id=1, base_len=4, token_ids=[9], sample=True)
+    assert codec.encode_verify_request([item], ()) == known
+    message = target_pb2.VerifyRequest.FromString(codec.encode_verify_request([asking], ()))
+    message.items[0].ClearField("num_next_draft_tokens")
+    assert message.SerializeToString() == known
+    verdict = Verdict("a", 1, 4, 0, 7, draft=DraftTokens((5, 6)))
+    plain = target_reply(verdict=target_pb2.Verdict(request_id="a", round_id=1, base_len=4, next_token_id=7))
+    assert codec.decode_target_replies(plain).replies == (replace(verdict, draft=NO_DRAFT),)
+    data = codec.encode_target_replies(TargetReplies((verdict,), 0))
+    assert codec.decode_target_replies(data).replies == (verdict,)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 8])

@@ -31,9 +31,14 @@ class _Context(NamedTuple):
 
 
 class SdpaStep:
-    """The attention of one step, sequence by sequence. Layers share what does not depend on them."""
+    """The attention of one step, sequence by sequence. Layers share what does not depend on them.
 
-    def __init__(self, step: AttentionStep) -> None:
+    Args:
+        first_index: KV index before which nothing is seen.
+    """
+
+    def __init__(self, step: AttentionStep, *, first_index: int = 0) -> None:
+        self._first_index = first_index
         self.rows = step.rows
         self.cache = step.cache
         self._contexts: dict[tuple[int, int | None, int], _Context] = {}
@@ -83,7 +88,9 @@ class SdpaStep:
         context = self._contexts.get((index, window, group_size))
         if context is None:
             rows = self.rows[index]
-            first = 0 if window is None else max(0, rows.start - window + 1)
+            first = self._first_index
+            if window is not None:
+                first = max(first, rows.start - window + 1)
             slots = sequence_slots(rows.block_ids, first, rows.end, self.cache.block_size, query.device)
             needs_mask = rows.num_rows > 1 or rows.visibility
             mask = _mask(rows, first, window, group_size, query) if needs_mask else None

@@ -45,6 +45,8 @@ class EngineSequence:
     last_used_step: int = 0
     num_cached_tokens: int = 0
     """Tokens of the last item that were found in the prefix cache."""
+    num_drafted_for: int = 0
+    """First tokens that a drafter on the target has caught up with."""
     prefix: SequencePrefix | None = None
     """Known units that others may use; None: there is no prefix cache."""
     told: ToldTokens | None = None
@@ -101,6 +103,7 @@ class EngineSequence:
         if num_equal < len(token_ids):
             self.token_ids[base_len + num_equal :] = token_ids[num_equal:]
             self.num_computed_tokens = min(self.num_computed_tokens, base_len + num_equal)
+            self.num_drafted_for = min(self.num_drafted_for, base_len + num_equal)
 
     def set_tail(self, token_ids: Sequence[int]) -> None:
         """Makes ``token_ids`` all that follows what the router has told; equal tokens stay computed."""
@@ -132,6 +135,7 @@ class EngineSequence:
         self._state.truncate(length)
         self.num_tokens = min(self.num_tokens, length)
         self.num_computed_tokens = min(self.num_computed_tokens, length)
+        self.num_drafted_for = min(self.num_drafted_for, length)
 
     def recompute_last(self, count: int) -> None:
         """Marks at least the last ``count`` tokens as not computed, so that they give logits again."""
@@ -269,6 +273,7 @@ class SequenceTable:
         start = sequence.num_still_computed(base_len, token_ids)
         if prefix is not None and min(start, last) < prefix.known_len:
             start = sequence.num_computed_tokens = prefix.withdraw(max(0, min(start, last)))
+            sequence.num_drafted_for = min(sequence.num_drafted_for, start)
         found = None
         if prefix is not None and is_long:
             told = [*sequence.token_ids[:base_len], *token_ids]
@@ -284,6 +289,7 @@ class SequenceTable:
             assert self._copy_tokens is not None, "an index needs copy_tokens"
             prefix.adopt(found, num_told + num_extra_tokens, self._allocate, self._copy_tokens)
             sequence.num_cached_tokens = length - start
+            sequence.num_drafted_for = min(sequence.num_drafted_for, start)
             self.num_cached_tokens += length - start
         return token_ids
 

@@ -182,13 +182,18 @@ class DecoderForward:
     attention: Attention
     cache_shape: CacheShape
     feature_layers: tuple[int, ...] = ()
-    """Layers whose input is part of the output."""
+    """Layers whose input is part of the output; ``step.ForwardOutput`` says what numbers mean."""
     keeps_residuals: bool = False
     """True if projections leave their summand as it is, so that features need no copy."""
 
     @property
     def name(self) -> str:
         return "decoder"
+
+    @property
+    def has_late_features(self) -> bool:
+        """Some are behind the last layer, which must then compute all rows."""
+        return any(layer >= len(self.layers) for layer in self.feature_layers)
 
     def linears(self) -> list[Weights]:
         """Every linear layer of this rank that is not part of a group, in the order of the forward."""
@@ -205,15 +210,22 @@ class DecoderForward:
         features: dict[int, torch.Tensor] | None = {} if self.feature_layers else None
         attention = self.attention.prepare(step.attention, step.positions)
         last = len(self.layers) - 1
+        is_cut = step.logit_rows is not None and not self.has_late_features
         for index, layer in enumerate(self.layers):
             if features is not None and index in self.feature_layers:
                 features[index] = hidden if self.keeps_residuals else hidden.clone()
             qkv = layer.qkv(layer.input_norm(hidden))
             attended = attention.attend(index, qkv, layer.head_norm, layer.window)
-            if index == last and step.logit_rows is not None:
+            if index == last and is_cut and step.logit_rows is not None:
                 # Nothing after the last attention is needed of rows whose logits nobody wants.
                 attended, hidden = attended[step.logit_rows], hidden[step.logit_rows]
             hidden = layer.output.plus(attended, hidden)
             rows = layer.post_attention_norm(hidden)
             hidden = layer.down.plus(layer.gate(rows), hidden)
-        return ForwardOutput(self.head.precise(self.final_norm(hidden)), features)
+        normed = self.final_norm(hidden)
+        if features is not None and self.has_late_features:
+            late = {last + 1: hidden, last + 2: normed}
+            features |= {layer: rows for layer, rows in late.items() if layer in self.feature_layers}
+            if step.logit_rows is not None:
+                normed = normed[step.logit_rows]
+        return ForwardOutput(self.head.precise(normed), features)

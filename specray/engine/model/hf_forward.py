@@ -56,8 +56,8 @@ class HfForward:
     name = "hf"
 
     def __init__(self, model: PreTrainedModel, feature_layers: tuple[int, ...] = ()) -> None:
-        self._model = model
-        self._feature_layers = feature_layers
+        self.model = model
+        self._tap = _Tap(model, feature_layers)
         with torch.inference_mode():
             expected = model(torch.tensor([_CHECKED_TOKENS], device=model.device), use_cache=False).logits[0]
         AttentionInterface.register(ATTENTION_NAME, _block_attention)
@@ -67,14 +67,14 @@ class HfForward:
 
     def _probe(self) -> CacheShape:
         probe = _Probe()
-        one_token = torch.zeros(1, 1, dtype=torch.int64, device=self._model.device)
+        one_token = torch.zeros(1, 1, dtype=torch.int64, device=self.model.device)
         with torch.inference_mode():
-            self._model(one_token, position_ids=one_token, use_cache=False, attention_step=probe)
-        return probe.cache_shape(type(self._model).__name__)
+            self.model(one_token, position_ids=one_token, use_cache=False, attention_step=probe)
+        return probe.cache_shape(type(self.model).__name__)
 
     def _check(self, expected: torch.Tensor) -> None:
         """Two cached chunks must give the plain forward's logits: whatever else the model keeps is lost."""
-        shape, device, dtype = self.cache_shape, self._model.device, self._model.dtype
+        shape, device, dtype = self.cache_shape, self.model.device, self.model.dtype
         num_tokens = len(_CHECKED_TOKENS)
         cache = BlockCache(
             num_layers=shape.num_layers,
@@ -96,7 +96,7 @@ class HfForward:
         allowed = 1e-3 if dtype == torch.float32 else 5e-2
         if not error < allowed:
             raise ConfigError(
-                f"{type(self._model).__name__} is not supported: over the block cache its logits are off by "
+                f"{type(self.model).__name__} is not supported: over the block cache its logits are off by "
                 f"{error:.2g} of their deviation (allowed: {allowed}); it keeps more than keys and values, "
                 "or attends in its own way"
             )
@@ -108,16 +108,61 @@ class HfForward:
         rows = slice(0, len(step.token_ids)) if step.logit_rows is None else step.logit_rows
         if isinstance(rows, slice):
             rows = torch.arange(rows.start, rows.stop, device=device)
-        output = self._model(
+        output = self.model(
             input_ids=step.token_ids[None],
             position_ids=positions[None],
             use_cache=False,
             logits_to_keep=rows,
             attention_step=SdpaStep(step.attention),
-            output_hidden_states=bool(self._feature_layers),
+            output_hidden_states=self._tap.is_wanted,
         )
-        features = {layer: output.hidden_states[layer][0] for layer in self._feature_layers}
-        return ForwardOutput(output.logits[0].float(), features or None)
+        return ForwardOutput(output.logits[0].float(), self._tap.take(output.hidden_states))
+
+
+class _Tap:
+    """Picks layers out of the hidden states, whose last one the library gives behind the final norm only.
+
+    Args:
+        layers: as ``step.ForwardOutput`` numbers them.
+
+    Raises:
+        ConfigError: the model has no list of layers whose last one could be watched.
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: tuple[int, ...]) -> None:
+        self._layers = layers
+        self._num_layers = int(model.config.get_text_config().num_hidden_layers) if layers else 0
+        self._last: torch.Tensor | None = None
+        if self._num_layers in layers:
+            self._last_layer(model).register_forward_hook(self._keep)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Any layer is."""
+        return bool(self._layers)
+
+    def take(self, hidden_states: tuple[torch.Tensor, ...] | None) -> dict[int, torch.Tensor] | None:
+        """Features of the forward that has just run; None where no layer is wanted."""
+        if not self._layers:
+            return None
+        assert hidden_states is not None, "hidden states were asked for"
+        found = dict(enumerate(hidden_states[:-1]))
+        found[self._num_layers + 1] = hidden_states[-1]
+        if self._last is not None:
+            found[self._num_layers], self._last = self._last, None
+        return {layer: found[layer][0] for layer in self._layers}
+
+    def _last_layer(self, model: PreTrainedModel) -> torch.nn.Module:
+        for module in model.modules():
+            if isinstance(module, torch.nn.ModuleList) and len(module) == self._num_layers:
+                return module[-1]
+        raise ConfigError(
+            f"{type(model).__name__} gives no features of layer {self._num_layers}: it has no list of "
+            f"{self._num_layers} layers"
+        )
+
+    def _keep(self, module: torch.nn.Module, args: object, output: Any) -> None:
+        self._last = output[0] if isinstance(output, tuple) else output
 
 
 class _Probe:

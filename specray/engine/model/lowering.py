@@ -51,13 +51,17 @@ def lower(
             quantised.
         parallel: the group over which the model is sharded.
         max_model_len: tokens of the longest sequence.
-        feature_layers: layers whose input is part of the output.
+        feature_layers: layers whose input is part of the output, on the first rank alone; numbered as
+            ``step.ForwardOutput`` says.
         head_rows: rows of the head's weight that are computed, in this order; None: all as they are.
 
     Raises:
         ConfigError: a weight cannot be read, or holds NaN or infinite values.
     """
     shape = head_shape(config, parallel)
+    if parallel is not None and parallel.rank > 0:
+        # Others need not keep any, but where the last layer computes all rows, it does so on every rank.
+        feature_layers = tuple(layer for layer in feature_layers if layer >= config.num_hidden_layers)
     taken = _Taken(weights, parallel)
     if not isinstance(operators, OperatorSet):
         operators = OperatorSet(operators, operators)

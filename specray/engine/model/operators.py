@@ -7,7 +7,7 @@ Nothing of numba is imported where it is not used.
 from __future__ import annotations
 
 import logging
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -16,6 +16,9 @@ from specray.engine.model.decoder import Attention, Norm
 from specray.engine.model.linear import Gate, Linear
 from specray.engine.model.operators_torch import TorchOperators, rotary_tables
 from specray.engine.step import HeadShape
+
+if TYPE_CHECKING:
+    from specray.engine.cpu.thread_pool import ThreadPool
 
 _log = logging.getLogger(__name__)
 
@@ -63,8 +66,12 @@ class PagedOperators:
         return PagedAttention(tables, shape, self._attend, self._store)
 
 
-def cpu_operators(dtype: torch.dtype, num_threads: int) -> Operators:
-    """Our kernels, or torch's operators where numba is missing."""
+def cpu_operators(dtype: torch.dtype, num_threads: int, thread_pool: ThreadPool | None = None) -> Operators:
+    """Our kernels, or torch's operators where numba is missing.
+
+    Args:
+        thread_pool: of a model beside which this one runs; None: one of its own.
+    """
     try:
         from specray.engine.model.operators_cpu import KernelOperators
     except ImportError as error:
@@ -74,7 +81,7 @@ def cpu_operators(dtype: torch.dtype, num_threads: int) -> Operators:
             error,
         )
         return TorchOperators(dtype)
-    return KernelOperators(dtype, num_threads)
+    return KernelOperators(dtype, num_threads, thread_pool)
 
 
 def cuda_operators(dtype: torch.dtype, device: torch.device) -> Operators:

@@ -24,11 +24,12 @@ class KernelOperators(TorchOperators):
 
     Args:
         num_threads: that work through the parts of a kernel.
+        thread_pool: of other kernels that the same thread runs; None: one of its own.
     """
 
-    def __init__(self, dtype: torch.dtype, num_threads: int) -> None:
+    def __init__(self, dtype: torch.dtype, num_threads: int, thread_pool: ThreadPool | None = None) -> None:
         super().__init__(dtype)
-        self.thread_pool = ThreadPool(num_threads)
+        self.thread_pool = thread_pool or ThreadPool(num_threads)
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return (

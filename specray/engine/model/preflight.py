@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from specray.config import DraftConfig, EngineConfig
+from specray.config import DraftConfig, EngineConfig, TargetConfig
 from specray.engine.model.checkpoint.headers import weight_files
 from specray.engine.model.checkpoint.vocabulary import stored_head
 from specray.engine.model.description import ModelArgs, ModelDescription, describe, model_path
@@ -81,13 +82,21 @@ def _check_inner(draft: EngineConfig, checked: ModelSummary) -> None:
         )
 
 
+def _check_drafter(target: EngineConfig) -> None:
+    """Raises ConfigError for a drafter that is not there; what is in it, only the engine reads."""
+    path = target.drafter if isinstance(target, TargetConfig) else None
+    if path is not None and not (Path(path) / "config.json").is_file():
+        raise ConfigError(f"target.drafter is {path!r}; allowed: a directory with config.json and tensors")
+
+
 def check_pair(target: EngineConfig, draft: EngineConfig | None) -> None:
     """Checks both models and that the draft can read the target's tokens.
 
     Raises:
-        ConfigError: as :func:`check_model`, or the draft's tokenizer does not fit.
+        ConfigError: as :func:`check_model`, there is no such drafter, or the draft's tokenizer does not fit.
     """
     checked_target = check_model(target, "target")
+    _check_drafter(target)
     if draft is None:
         return
     checked_draft = check_model(draft, "draft")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -30,7 +31,7 @@ from specray.engine.runner.device import (
 )
 from specray.engine.runner.gpu_claim import claim_gpu, name_of
 from specray.engine.runner.inputs import SequenceInput
-from specray.engine.runner.memory import CudaMemory, cache_bytes, naming
+from specray.engine.runner.memory import NOTHING_BESIDE, Beside, CudaMemory, cache_bytes, naming
 from specray.engine.runner.parallel import ParallelContext
 from specray.engine.runner.runner import ModelRunner, RunnerInfo
 from specray.engine.step import CacheShape, Forward
@@ -51,6 +52,7 @@ def build_runner(
     role: str,
     parallel: ParallelContext | None = None,
     feature_layers: tuple[int, ...] = (),
+    beside: Beside = NOTHING_BESIDE,
 ) -> ModelRunner:
     """Loads the model and prepares everything that a first step needs.
 
@@ -58,6 +60,7 @@ def build_runner(
         role: ``draft`` or ``target``: which of the embedded pair ``embedded`` means.
         parallel: this process's place in a tensor-parallel group; every rank calls this with the same config.
         feature_layers: layers whose input every forward gives beside its logits.
+        beside: memory that is to be left for a drafter.
 
     Raises:
         ConfigError: names the setting, its value and what is allowed.
@@ -67,7 +70,7 @@ def build_runner(
     if device.type == "cuda":
         claim_gpu(config, role, name_of(device))
     tensor_parallel_size = 1 if parallel is None else parallel.world_size
-    args = _model_args(config, role, tensor_parallel_size)
+    args = model_args(config, role, tensor_parallel_size)
     loaded = load_model(args, dtype=_DTYPES[config.dtype], device=device)
     torch.set_num_threads(config.num_threads or num_threads_for(loaded.num_weight_bytes))
     backend = _attention_backend(config, loaded, parallel)
@@ -75,8 +78,8 @@ def build_runner(
         forward = _build_forward(config, loaded, parallel, backend, feature_layers)
     block_size = _block_size(config, loaded, backend)
     provisional = _info(config, loaded, forward, block_size, 0, tensor_parallel_size, backend)
-    wanted_bytes = _cache_bytes(config, provisional, forward, parallel)
-    num_blocks = _num_blocks(config, loaded, forward.cache_shape, block_size, wanted_bytes)
+    wanted_bytes = _cache_bytes(config, provisional, forward, parallel, beside)
+    num_blocks = _num_blocks(config, loaded, forward.cache_shape, block_size, wanted_bytes, beside)
     info = replace(provisional, num_blocks=num_blocks)
     with naming(lambda: f"cache_memory_gib is {config.cache_memory_gib}; lower it"):
         # The last block is for rows of captured forwards that belong to nobody.
@@ -119,7 +122,8 @@ def _info(
     )
 
 
-def _model_args(config: EngineConfig, role: str, tensor_parallel_size: int) -> ModelArgs:
+def model_args(config: EngineConfig, role: str, tensor_parallel_size: int) -> ModelArgs:
+    """What is loaded of a draft or a target."""
     return ModelArgs(
         path=model_path(config, role),
         max_model_len=config.max_model_len,
@@ -169,10 +173,15 @@ def _too_large(loaded: LoadedModel) -> str:
 
 
 def _cache_bytes(
-    config: EngineConfig, info: RunnerInfo, forward: Forward, parallel: ParallelContext | None
+    config: EngineConfig,
+    info: RunnerInfo,
+    forward: Forward,
+    parallel: ParallelContext | None,
+    beside: Beside,
 ) -> int:
     memory = CudaMemory(info.device) if info.device.type == "cuda" else None
-    found = cache_bytes(config, memory, info.vocab_size, lambda: _run_peak_step(config, info, forward))
+    peak_step = partial(_run_peak_step, config, info, forward)
+    found = cache_bytes(config, memory, info.vocab_size, peak_step, beside.weight_bytes)
     # Ranks must have equally many blocks, and the leader's own memory is not the others'.
     return found if parallel is None or memory is None else parallel.least(found)
 
@@ -278,14 +287,20 @@ def _cache(loaded: LoadedModel, shape: CacheShape, num_blocks: int, block_size: 
 
 
 def _num_blocks(
-    config: EngineConfig, loaded: LoadedModel, shape: CacheShape, block_size: int, num_bytes: int
+    config: EngineConfig,
+    loaded: LoadedModel,
+    shape: CacheShape,
+    block_size: int,
+    num_bytes: int,
+    beside: Beside,
 ) -> int:
-    per_block = block_size * bytes_per_token(
+    per_token = beside.bytes_per_token + bytes_per_token(
         num_layers=shape.num_layers,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         dtype=loaded.dtype,
     )
+    per_block = block_size * per_token
     per_sequence = -(-loaded.max_model_len // block_size)
     affordable = num_bytes // per_block
     if affordable < per_sequence:

@@ -29,6 +29,18 @@ class Usage(NamedTuple):
     """Bytes that this process holds."""
 
 
+class Beside(NamedTuple):
+    """What a drafter on the target takes beside it."""
+
+    weight_bytes: int = 0
+    bytes_per_token: int = 0
+    """Bytes of each token that the block cache holds."""
+
+
+NOTHING_BESIDE = Beside()
+"""No drafter beside the target."""
+
+
 class DeviceMemory(Protocol):
     """What is known of a device's memory."""
 
@@ -63,13 +75,18 @@ class CudaMemory:
 
 
 def cache_bytes(
-    config: EngineConfig, memory: DeviceMemory | None, vocab_size: int, peak_step: Callable[[], object]
+    config: EngineConfig,
+    memory: DeviceMemory | None,
+    vocab_size: int,
+    peak_step: Callable[[], object],
+    num_reserved_bytes: int = 0,
 ) -> int:
     """Bytes of the block cache: as configured, or what weights and one largest step leave.
 
     Args:
         memory: of the device; None: the CPU.
         peak_step: runs a step of ``max_num_batched_tokens`` rows; called for ``auto`` on a device only.
+        num_reserved_bytes: that are to be left for others, for ``auto`` on a device only.
     """
     if config.cache_memory_gib != "auto":
         return int(config.cache_memory_gib * _GIB)
@@ -81,7 +98,7 @@ def cache_bytes(
     # Engines that share a device must not take from each other what comes first.
     allowed = min(free, int(config.num_gpus * total) - own) if config.shares_gpu else free
     logits = _COPIES_OF_LOGITS * 4 * MAX_ROWS * vocab_size
-    return max(0, int(_SAFE_SHARE * (allowed - step - logits)))
+    return max(0, int(_SAFE_SHARE * (allowed - step - logits - num_reserved_bytes)))
 
 
 @contextlib.contextmanager

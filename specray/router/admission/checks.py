@@ -56,6 +56,12 @@ def check_request(
             "draft is 'model', but this service has no draft model; allowed: ngram, suffix, lookahead",
             field="draft",
         )
+    if request.speculation.draft is DraftKind.FEATURES and not info.drafter:
+        raise InvalidRequestError(
+            "draft is 'features', but the target has no drafter; allowed: "
+            f"{'model, ' if has_draft_model else ''}ngram, suffix",
+            field="draft",
+        )
     if request.stop and not has_stop_strings:
         raise InvalidRequestError("stop strings are not supported by this service", field="stop")
 

@@ -13,7 +13,7 @@ from specray.control.goodput import MAX_ACCEPTANCE
 from specray.control.state import Plan
 from specray.draft_tokens import DraftTokens
 from specray.router.proposers.base import Budget
-from specray.router.proposers.ngram import LocalProposer
+from specray.router.proposers.local import LocalProposer
 from specray.router.session_record import LiveSession
 from specray.types import Overlap
 

@@ -8,35 +8,29 @@ fallback*, which proposes where the model has nothing to offer. Tokens that a gr
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
 from specray.config import SpeculationConfig
 from specray.control.controller import Controller
 from specray.control.estimators import Rate
-from specray.control.expectations import expected_tokens
-from specray.control.goodput import MAX_ACCEPTANCE
-from specray.control.state import SessionStats
-from specray.control.trees import with_branches
-from specray.draft_tokens import NO_DRAFT, DraftTokens
-from specray.drafting import (
-    LONG_MATCH_LEN,
-    LookaheadProposer,
-    OutputStore,
-    OutputStores,
-    SessionProposer,
-    make_proposer,
-)
+from specray.drafting import OutputStores, make_proposer
 from specray.requests import GenerateRequest
-from specray.router.proposers.base import Budget
+from specray.router.proposers.features import FeatureProposer
+from specray.router.proposers.local import LocalProposer, Track
 from specray.router.proposers.lookahead import Windows
-from specray.router.session import Session
-from specray.router.session_values import FALLBACK, GRAMMAR, Commit
+from specray.router.session_values import FALLBACK, GRAMMAR
 from specray.types import MAX_SPECULATIVE_TOKENS, DraftKind
 
 PRIOR_ACCEPTANCE: Final[Mapping[str, float]] = MappingProxyType(
-    {DraftKind.NGRAM: 0.5, DraftKind.SUFFIX: 0.5, DraftKind.LOOKAHEAD: 0.5, FALLBACK: 0.3, GRAMMAR: 0.95}
+    {
+        DraftKind.NGRAM: 0.5,
+        DraftKind.SUFFIX: 0.5,
+        DraftKind.LOOKAHEAD: 0.5,
+        DraftKind.FEATURES: 0.6,
+        FALLBACK: 0.3,
+        GRAMMAR: 0.95,
+    }
 )
 PRIOR_LONG_MATCH_ACCEPTANCE = 0.9
 LOOK_S: Final = 12e-6
@@ -50,123 +44,6 @@ LOOKS_FADING = 0.9998
 SESSIONS_PER_EXPLORATION = 32
 """Number of sessions of which one has a fallback while it does not pay, to see whether that has changed: two
 of 64, whose looks take a few thousandths of a small target's step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Track:
-    """What is known of one kind of match, and the plan that follows from it."""
-
-    controller: Controller
-    """Chooses plans for all sessions."""
-    stats: SessionStats
-    """Statistics of this session."""
-
-
-@dataclass(slots=True, eq=False)
-class LocalProposer:
-    """One session's proposer and its own statistics, apart from those of a draft model."""
-
-    kind: str
-    """ngram, suffix, lookahead or FALLBACK: what proposes where no grammar forces a token."""
-    proposer: SessionProposer
-    short: Track
-    long: Track
-    """Statistics after a long match, which most often means that a repetition goes on."""
-    forced: Track
-    """Statistics of tokens that the grammar forces; the model may spell them in other tokens."""
-    max_tokens: int
-    """Most draft tokens of a proposal."""
-    store: OutputStore | None = None
-    looks: Rate | None = None
-    """Accepted draft tokens per look of all sessions; None: the draft is no fallback."""
-    windows: Windows | None = None
-    """Chooses where the target looks ahead; None: nowhere."""
-    has_fixed_k: bool = False
-    """K is set."""
-    is_long: bool = False
-    """So was the match of the last proposal, or it was forced."""
-    is_forced: bool = False
-    """The grammar forced the last proposal."""
-
-    @property
-    def source(self) -> str:
-        """See Proposer: of the last proposal."""
-        return GRAMMAR if self.is_forced else self.kind
-
-    @property
-    def is_fallback(self) -> bool:
-        return self.kind == FALLBACK
-
-    def propose_forced(self, session: Session) -> DraftTokens:
-        """What the grammar forces; each such token is worth its row, whatever else would pay."""
-        forced = session.guide.forced(self.max_tokens)
-        self.is_forced = len(forced) > 0
-        return forced
-
-    def propose(self, session: Session, budget: Budget) -> DraftTokens:
-        """See Proposer; none when nothing was found, or when it would not pay."""
-        if self.windows is not None:
-            session.target.lookahead = self.windows.choose(budget.num_running, is_fixed=self.has_fixed_k)
-        forced = self.propose_forced(session)
-        if self.is_forced:
-            self.is_long = True
-            return forced
-        self.proposer.extend(session.committed[self.proposer.num_tokens :])
-        match_len = self.proposer.match_len
-        self.is_long = match_len >= LONG_MATCH_LEN
-        if match_len == 0 and self.store is None:
-            return NO_DRAFT
-        controller, stats = self._track.controller, self._track.stats
-        if controller.resting_plan(stats) is not None:
-            return NO_DRAFT
-        plan = controller.plan(stats, num_remaining=session.num_remaining, num_running=budget.num_running)
-        if plan.is_off:
-            return NO_DRAFT
-        return self.proposer.propose(min(plan.num_speculative_tokens, self.max_tokens), plan.num_tree_nodes)
-
-    def observe(self, session: Session, commit: Commit) -> None:
-        """Learns from a verdict on its own draft tokens, none included; others' are not its own."""
-        if self.windows is not None and commit.had_window and isinstance(self.proposer, LookaheadProposer):
-            self.proposer.offer(commit.offered, len(session.committed))
-            self.windows.observe(len(commit.token_ids), commit.num_draft_tokens)
-        if commit.source != self.source:
-            return
-        track = self._track
-        track.controller.observe_round(track.stats, commit.num_chain_tokens, commit.num_chain_accepted)
-        if commit.tree is not None:
-            track.controller.observe_tree(track.stats, commit.tree)
-        if self.looks is not None and not self.is_forced:
-            self.looks.add(commit.num_accepted_tokens, 1)
-
-    def pass_over(self) -> None:
-        """What it found, if anything, is not verified: a look that brought nothing."""
-        if self.looks is not None and not self.is_forced:
-            self.looks.add(0, 1)
-
-    def expect(self, draft: DraftTokens, *, num_running: int) -> tuple[float, float]:
-        """Returns the tokens that a round commits in which every session has such draft tokens, and its
-        seconds."""
-        stats, cost_model = self._track.stats, self._track.controller.cost_model
-        tokens = expected_tokens(min(stats.acceptance.value, MAX_ACCEPTANCE), len(draft.first_path))
-        if not draft.is_chain:
-            tokens = with_branches(tokens, stats)
-        return tokens, cost_model.usual_verify_s(num_running * (1 + len(draft)), num_running) or 0.0
-
-    def keep_output(self, session: Session) -> None:
-        """Adds a finished output to the tenant's past ones, where they are kept.
-
-        Not those that rejection has drawn: which tokens these are depends on the noise that tests whether a
-        draft token is accepted, and a request of the same seed draws that noise again. A draft that knows
-        the outcome of its own test is no draft, and the output would not be the target's.
-        """
-        if self.store is not None and not session.request.sampling.draws_by_rejection:
-            self.store.add(session.committed[session.num_prompt_tokens :])
-
-    @property
-    def _track(self) -> Track:
-        if self.is_forced:
-            return self.forced
-        return self.long if self.is_long else self.short
 
 
 class LocalProposers:
@@ -242,6 +119,8 @@ class LocalProposers:
         store = self._stores.of(request.speculation.tenant) if kind is DraftKind.SUFFIX else None
         most = fixed_k or MAX_SPECULATIVE_TOKENS
         looks = self._looks if is_fallback else None
+        if kind is DraftKind.FEATURES:
+            return FeatureProposer(source, make_proposer(None), short, long, forced, most)
         windows = self._windows if kind is DraftKind.LOOKAHEAD else None
         return LocalProposer(
             source,

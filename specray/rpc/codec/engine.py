@@ -221,6 +221,8 @@ def encode_verify_request(items: Sequence[VerifyItem], release_request_ids: Sequ
             out.lookahead.width = item.lookahead.width
             out.lookahead.ngram_len = item.lookahead.ngram_len
             out.lookahead.num_guesses = item.lookahead.num_guesses
+        if item.num_next_draft_tokens:
+            out.num_next_draft_tokens = item.num_next_draft_tokens
     return message.SerializeToString()
 
 
@@ -242,6 +244,7 @@ def _decode_verify_item(item: target_pb2.VerifyItem) -> VerifyItem:
         decode_sampling(item.sampling) if item.HasField("sampling") else None,
         item.max_new_tokens if item.HasField("max_new_tokens") else None,
         _decode_lookahead(item.lookahead) if item.HasField("lookahead") else None,
+        item.num_next_draft_tokens,
     )
 
 

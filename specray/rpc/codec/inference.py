@@ -40,6 +40,7 @@ DRAFT_KIND_TO_PB = {
     DraftKind.NGRAM: inference_pb2.DRAFT_KIND_NGRAM,
     DraftKind.SUFFIX: inference_pb2.DRAFT_KIND_SUFFIX,
     DraftKind.LOOKAHEAD: inference_pb2.DRAFT_KIND_LOOKAHEAD,
+    DraftKind.FEATURES: inference_pb2.DRAFT_KIND_FEATURES,
 }
 DRAFT_KIND_FROM_PB = {
     inference_pb2.DRAFT_KIND_UNSPECIFIED: None,

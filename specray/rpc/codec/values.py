@@ -224,6 +224,7 @@ def encode_engine_info(out: types_pb2.EngineInfo, info: EngineInfo) -> None:
     for step_time in info.step_times:
         out.step_times.add(num_rows=step_time.num_rows, seconds=step_time.seconds)
     out.context_token_s = info.context_token_s
+    out.drafter = info.drafter
     for name in _GRAMMAR_STATS:
         setattr(out.grammar, name, getattr(info.grammar, name))
 
@@ -248,6 +249,7 @@ def decode_engine_info(info: types_pb2.EngineInfo) -> EngineInfo:
         step_times=tuple(StepTime(entry.num_rows, entry.seconds) for entry in info.step_times),
         context_token_s=info.context_token_s,
         num_routers=info.num_routers,
+        drafter=info.drafter,
         busy_share=info.busy_share,
         grammar=GrammarStats(**{name: getattr(info.grammar, name) for name in _GRAMMAR_STATS}),
     )

@@ -15,6 +15,7 @@ class DraftKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DRAFT_KIND_NGRAM: _ClassVar[DraftKind]
     DRAFT_KIND_SUFFIX: _ClassVar[DraftKind]
     DRAFT_KIND_LOOKAHEAD: _ClassVar[DraftKind]
+    DRAFT_KIND_FEATURES: _ClassVar[DraftKind]
 
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -28,6 +29,7 @@ DRAFT_KIND_MODEL: DraftKind
 DRAFT_KIND_NGRAM: DraftKind
 DRAFT_KIND_SUFFIX: DraftKind
 DRAFT_KIND_LOOKAHEAD: DraftKind
+DRAFT_KIND_FEATURES: DraftKind
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason

@@ -15,7 +15,8 @@ from specray.fakes.engines import fake_info
 from specray.requests import GenerateRequest, SpeculationParams
 from specray.router.output.delivery import Delivery
 from specray.router.proposers.fallback import NgramFallback
-from specray.router.proposers.ngram import LocalProposer, LocalProposers
+from specray.router.proposers.local import LocalProposer
+from specray.router.proposers.ngram import LocalProposers
 from specray.router.session import Session
 from specray.router.session_record import LiveSession
 from specray.types import DraftKind, Overlap, StepTime, Verification

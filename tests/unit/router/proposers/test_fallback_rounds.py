@@ -15,7 +15,8 @@ from specray.errors import EngineLostError
 from specray.fakes import FakeDraft, LocalDrafter, NoisyGuesser, PerfectGuesser, ToyModel, VirtualClock
 from specray.interfaces import Drafter
 from specray.router.proposers.base import Budget
-from specray.router.proposers.ngram import LocalProposer, LocalProposers
+from specray.router.proposers.local import LocalProposer
+from specray.router.proposers.ngram import LocalProposers
 from specray.router.session import Session
 from specray.router.session_values import Commit, Lookup
 from specray.types import DraftKind
@@ -107,7 +108,7 @@ def test_first_round_carries_a_fallback_with_the_prompt() -> None:
 
 
 def only_short_matches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specray.router.proposers.ngram.LONG_MATCH_LEN", 1000)
+    monkeypatch.setattr("specray.router.proposers.local.LONG_MATCH_LEN", 1000)
 
 
 def test_models_first_proposal_holds_where_it_agrees_with_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,1 @@
+"""Drafters on the target that read its features: checkpoints, forwards, and drafting with them."""

@@ -1,0 +1,116 @@
+"""What a drafter that reads the target's features is to the engine, and what the target is to a drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from specray.engine.model.operators import Operators
+
+TokenRows = Callable[[torch.Tensor], torch.Tensor]
+"""Token ids ``[num_rows]`` to embeddings, or hidden states ``[num_rows, hidden_size]`` to float32 logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetShape:
+    """Sizes of the target that a drafter has to fit."""
+
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class TargetParts:
+    """What a drafter takes from the loaded target."""
+
+    shape: TargetShape
+    embed: TokenRows
+    logits: TokenRows
+    """The target's head, of rows behind its final norm."""
+    operators: Operators
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int
+    num_blocks: int
+    """Blocks of the target's cache; a drafter's K/V and features lie in blocks of the same ids."""
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """A sequence that is drafted for."""
+
+    token_ids: Sequence[int]
+    """All of its tokens; the last one is drawn, and not computed by the target."""
+    block_ids: Sequence[int]
+    """Blocks for its tokens, and for all but the last of its draft tokens."""
+    num_valid: int
+    """First tokens whose part of the drafter's own state is there."""
+
+
+class FeatureStore:
+    """Fused features of every token that the target has computed, at the token's slot.
+
+    They depend on the token and those before it alone, as K/V do, so sequences share them as they share
+    blocks, and a prefix that is found in the cache needs no further forward of the target.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, size: int, *, like: torch.Tensor) -> None:
+        self.block_size = block_size
+        # Of the CPU's memory, pages that are never written are never had.
+        self.rows = like.new_empty(num_blocks * block_size, size)
+
+    def write(self, slots: slice | torch.Tensor, features: torch.Tensor) -> None:
+        """Stores features ``[num_rows, size]``."""
+        self.rows[slots] = features
+
+    def copy(self, sources: slice | torch.Tensor, destinations: slice | torch.Tensor) -> None:
+        """Copies between slots; all are read before any is written."""
+        self.rows[destinations] = self.rows[sources].clone()
+
+
+class FeatureDrafter(Protocol):
+    """A loaded drafter. One chain per sequence, all sequences side by side; not for two threads at once."""
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Layers of the target that it reads, as ``step.ForwardOutput`` numbers them."""
+        ...
+
+    @property
+    def feature_size(self) -> int:
+        """Numbers that are stored of each token."""
+        ...
+
+    @property
+    def max_draft_tokens(self) -> int | None:
+        """Most draft tokens of a chain; None: any number."""
+        ...
+
+    @property
+    def token_ids(self) -> NDArray[np.int64] | None:
+        """Token ids of its logits, ascending; None: all of the target's vocabulary."""
+        ...
+
+    def fuse(self, features: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """What is stored of the features of some rows, ``[num_rows, feature_size]``."""
+        ...
+
+    def start(self, store: FeatureStore, contexts: Sequence[Context]) -> torch.Tensor:
+        """Catches up with what the target has accepted; float32 logits of each first draft token."""
+        ...
+
+    def advance(self, kept: Sequence[int], token_ids: Sequence[int]) -> torch.Tensor:
+        """Logits of the next draft tokens.
+
+        Args:
+            kept: which of the rows before go on, ascending.
+            token_ids: of each, the draft token that was drawn.
+        """
+        ...

@@ -1,0 +1,91 @@
+"""Builds a target's drafter: its checkpoint before the target, its forward after it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from specray.config import TargetConfig
+from specray.engine.features.base import FeatureStore, TargetShape
+from specray.engine.features.drafting import TargetDrafting
+from specray.engine.features.loader import Layout, load_drafter, read_layout
+from specray.engine.features.parts import target_parts, target_shape
+from specray.engine.features.tap import FeatureTap
+from specray.engine.model.description import ModelArgs
+from specray.engine.runner.assembly import model_args
+from specray.engine.runner.memory import Beside
+from specray.engine.runner.runner import ModelRunner
+from specray.engine.sampling.grammars import GrammarMasks
+
+_ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterPlan:
+    """A drafter whose checkpoint is read and fits the target, which is not loaded yet."""
+
+    layout: Layout
+    shape: TargetShape
+    args: ModelArgs
+    """Of the target's checkpoint."""
+    item_bytes: int
+    """Bytes of a number of the target's data type."""
+
+    @property
+    def name(self) -> str:
+        """Name of the drafter, for people."""
+        return Path(self.layout.path).name
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Layers of the target that it reads."""
+        return self.layout.feature_layers
+
+    @property
+    def beside(self) -> Beside:
+        """Memory that it will take."""
+        layout = self.layout
+        return Beside(layout.num_weights * self.item_bytes, layout.bytes_per_token(self.item_bytes))
+
+
+def plan_drafter(config: TargetConfig) -> DrafterPlan | None:
+    """Reads the target's drafter; None: it has none.
+
+    Raises:
+        ConfigError: the drafter cannot be read or does not fit; names the tensor or field.
+    """
+    if config.drafter is None:
+        return None
+    args = model_args(config, "target", config.tensor_parallel_size)
+    shape = target_shape(args)
+    return DrafterPlan(read_layout(config.drafter, shape), shape, args, _ITEM_BYTES[config.dtype])
+
+
+def tap_features(
+    runner: ModelRunner, plan: DrafterPlan, *, grammars: GrammarMasks, max_num_draft_probs: int
+) -> tuple[FeatureTap, TargetDrafting]:
+    """Loads the drafter beside the target that the runner runs.
+
+    Returns:
+        The runner that feeds it, to take the other's place, and what drafts.
+
+    Raises:
+        ConfigError: it cannot be loaded beside this target.
+    """
+    info = runner.info
+    parts = target_parts(runner, plan.layout, plan.shape, plan.args)
+    drafter = load_drafter(plan.layout, parts)
+    store = FeatureStore(
+        parts.num_blocks, parts.block_size, drafter.feature_size, like=runner.cache.layers[0]
+    )
+    drafting = TargetDrafting(
+        drafter,
+        store,
+        vocab_size=info.vocab_size,
+        device=info.device,
+        max_model_len=info.max_model_len,
+        num_token_ids=info.num_token_ids,
+        max_num_draft_probs=max_num_draft_probs,
+        grammars=grammars,
+    )
+    return FeatureTap(runner, drafter, store, info.device), drafting

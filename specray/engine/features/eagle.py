@@ -1,0 +1,256 @@
+"""The EAGLE forward: one small decoder behind fused features, that goes on with its own output.
+
+The entry of token j joins the embedding of token j with the feature of token j - 1, and its K/V lie at token
+j's slot, though its rotary position is j - 1. So it depends on tokens 0..j alone, as everything at that slot
+does; slot 0 has none.
+
+::
+
+    slot                 0      1            2            ...
+    features             f0     f1           f2
+    entries, K/V         -      (t1, f0)     (t2, f1)     ...    -> draft token
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from specray.engine.attention.sdpa import SdpaStep, sequence_slots
+from specray.engine.cache.blocks import BlockCache
+from specray.engine.features.base import Context, FeatureStore, TargetParts, TokenRows
+from specray.engine.features.eagle_layout import EagleLayout, LayerTensors
+from specray.engine.model.decoder import HeadNorm, Norm, Rotary, rotate_heads
+from specray.engine.model.linear import Gate, Linear
+from specray.engine.model.operators_torch import rotary_tables
+from specray.engine.model.rotary import cos_sin
+from specray.engine.step import AttentionStep, SequenceRows
+
+_FIRST_ENTRY = 1
+"""KV index of the first entry."""
+_MAX_ROWS = 2048
+"""Rows of one forward, at most, while long prompts are caught up with."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    input_norm: Norm | None
+    hidden_norm: Norm | None
+    qkv: Linear
+    head_norm: HeadNorm | None
+    output: Linear
+    post_norm: Norm
+    gate: Gate
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class _Entries:
+    """Consecutive entries of one sequence: tokens ``first..end - 1``, with the features before them."""
+
+    context: Context
+    first: int
+    end: int
+
+
+class EagleDrafter:
+    """Implements ``base.FeatureDrafter``.
+
+    Args:
+        layout: the checkpoint.
+        parts: what is the target's.
+    """
+
+    def __init__(self, layout: EagleLayout, parts: TargetParts) -> None:
+        self._layout = layout
+        self._parts = parts
+        self.feature_layers = layout.feature_layers
+        self.max_draft_tokens: int | None = None
+        self.token_ids: NDArray[np.int64] | None = layout.token_ids
+        attention = layout.attention
+        self._num_heads, self._num_kv_heads = attention.num_attention_heads, attention.num_key_value_heads
+        self._head_dim = attention.head_dim
+        self._fc = self._linear(layout.fc)
+        self._fc_norms = [self._norm(weight) for weight in layout.fc_norms]
+        self._final_norm = None if layout.norm is None else self._norm(layout.norm)
+        self._layers = tuple(self._lower(layer) for layer in layout.layers)
+        self._embed = _embedding(layout, parts)
+        self._logits = _head(layout, parts)
+        self._rotary: Rotary = rotary_tables(
+            *cos_sin(attention, parts.max_model_len, parts.device), parts.dtype
+        )
+        self._cache = BlockCache(
+            num_layers=len(self._layers),
+            num_blocks=parts.num_blocks,
+            block_size=parts.block_size,
+            num_kv_heads=self._num_kv_heads,
+            head_dim=self._head_dim,
+            dtype=parts.dtype,
+            device=parts.device,
+        )
+        self._growing: list[tuple[Context, int]] = []
+        """Sequences of the last step, and the index of each one's next entry."""
+        self._recycled = torch.empty(0)
+        """Of each, what stands for the feature of its last token."""
+
+    @property
+    def feature_size(self) -> int:
+        """Numbers that are stored of each token."""
+        layout = self._layout
+        return layout.target_hidden_size if layout.joins_embedding_in_fc else layout.hidden_size
+
+    def fuse(self, features: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """See ``base.FeatureDrafter``."""
+        rows = [features[layer].to(self._parts.dtype) for layer in self.feature_layers]
+        if self._layout.joins_embedding_in_fc:
+            return rows[0]
+        if len(self._fc_norms) > 1:
+            rows = [norm(each.contiguous()) for norm, each in zip(self._fc_norms, rows, strict=True)]
+        joined = torch.cat(rows, -1)
+        return self._fc(self._fc_norms[0](joined) if len(self._fc_norms) == 1 else joined)
+
+    def start(self, store: FeatureStore, contexts: Sequence[Context]) -> torch.Tensor:
+        """See ``base.FeatureDrafter``."""
+        most = max(1, _MAX_ROWS // len(contexts))
+        last: list[_Entries] = []
+        for context in contexts:
+            first, end = max(_FIRST_ENTRY, context.num_valid), len(context.token_ids)
+            while end - first > most:
+                self._run_entries(store, [_Entries(context, first, first + most)])
+                first += most
+            last.append(_Entries(context, min(first, end - 1), end))
+        output = self._run_entries(store, last)
+        ends, at = [], -1
+        for entries in last:
+            at += entries.end - entries.first
+            ends.append(at)
+        self._growing = [(context, len(context.token_ids)) for context in contexts]
+        return self._finish(output[torch.tensor(ends, device=output.device)])
+
+    def advance(self, kept: Sequence[int], token_ids: Sequence[int]) -> torch.Tensor:
+        """See ``base.FeatureDrafter``."""
+        device = self._parts.device
+        growing = [self._growing[index] for index in kept]
+        features = self._recycled[torch.tensor(kept, device=device)]
+        rows = tuple(
+            SequenceRows(row, 1, index, context.block_ids) for row, (context, index) in enumerate(growing)
+        )
+        positions = torch.tensor([index - 1 for _, index in growing], device=device)
+        tokens = torch.tensor(token_ids, device=device)
+        self._growing = [(context, index + 1) for context, index in growing]
+        return self._finish(self._forward(tokens, features, rows, positions))
+
+    def _run_entries(self, store: FeatureStore, pieces: Sequence[_Entries]) -> torch.Tensor:
+        device, size = self._parts.device, self._cache.block_size
+        features: list[torch.Tensor] = []
+        rows: list[SequenceRows] = []
+        positions: list[int] = []
+        token_ids: list[int] = []
+        for piece in pieces:
+            first, end, blocks = piece.first, piece.end, piece.context.block_ids
+            features.append(store.rows[sequence_slots(blocks, first - 1, end - 1, size, device)])
+            rows.append(SequenceRows(len(token_ids), end - first, first, blocks))
+            positions.extend(range(first - 1, end - 1))
+            token_ids.extend(piece.context.token_ids[first:end])
+        return self._forward(
+            torch.tensor(token_ids, device=device),
+            torch.cat(features),
+            tuple(rows),
+            torch.tensor(positions, device=device),
+        )
+
+    def _forward(
+        self,
+        token_ids: torch.Tensor,
+        features: torch.Tensor,
+        rows: tuple[SequenceRows, ...],
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """What leaves the last layer, ``[num_rows, hidden_size]``."""
+        embedded = self._embed(token_ids)
+        attention = SdpaStep(AttentionStep(rows, self._cache), first_index=_FIRST_ENTRY)
+        cos, sin = self._rotary.at(positions)
+        hidden = features
+        if self._layout.joins_embedding_in_fc:
+            hidden = self._fc(torch.cat((embedded, features), -1))
+        for index, layer in enumerate(self._layers):
+            if layer.hidden_norm is not None and layer.input_norm is not None:
+                normed = layer.hidden_norm(hidden)
+                entering = torch.cat((layer.input_norm(embedded), normed), -1)
+                hidden = normed if self._layout.is_residual_normed else hidden
+            else:
+                entering = hidden if layer.input_norm is None else layer.input_norm(hidden)
+            heads = layer.qkv(entering).view(len(token_ids), -1, self._head_dim)
+            num_rotated = self._num_heads + self._num_kv_heads
+            rotate_heads(heads.narrow(1, 0, num_rotated), layer.head_norm, cos, sin)
+            attended = attention.attend(
+                index,
+                heads.narrow(1, 0, self._num_heads),
+                heads.narrow(1, self._num_heads, 2 * self._num_kv_heads),
+                scale=self._head_dim**-0.5,
+            )
+            hidden = layer.output.plus(attended, hidden)
+            hidden = layer.down.plus(layer.gate(layer.post_norm(hidden)), hidden)
+        return hidden
+
+    def _finish(self, output: torch.Tensor) -> torch.Tensor:
+        """Logits of rows that left the last layer, which the next step goes on with."""
+        normed = output if self._final_norm is None else self._final_norm(output)
+        # Later steps may write to their residuals.
+        self._recycled = (normed if self._layout.is_output_normed else output).clone()
+        logits = self._logits(normed)
+        return logits if self._layout.logit_scale == 1.0 else logits * self._layout.logit_scale
+
+    def _lower(self, layer: LayerTensors) -> _Layer:
+        heads = None
+        if layer.head_norms is not None:
+            query, key = (self._cast(weight) for weight in layer.head_norms)
+            weight = torch.cat((query.expand(self._num_heads, -1), key.expand(self._num_kv_heads, -1)))
+            heads = HeadNorm(weight, self._layout.attention.rms_norm_eps)
+        parts = self._parts
+        return _Layer(
+            input_norm=None if layer.input_norm is None else self._norm(layer.input_norm),
+            hidden_norm=None if layer.hidden_norm is None else self._norm(layer.hidden_norm),
+            qkv=self._linear(layer.qkv),
+            head_norm=heads,
+            output=self._linear(layer.output),
+            post_norm=self._norm(layer.post_norm),
+            gate=parts.operators.gate(
+                self._cast(layer.gate[0]),
+                self._cast(layer.up[0]),
+                None if layer.gate[1] is None else self._cast(layer.gate[1]),
+                None if layer.up[1] is None else self._cast(layer.up[1]),
+            ),
+            down=self._linear(layer.down),
+        )
+
+    def _norm(self, weight: torch.Tensor) -> Norm:
+        return self._parts.operators.norm(self._cast(weight), self._layout.attention.rms_norm_eps)
+
+    def _linear(self, tensors: tuple[torch.Tensor, torch.Tensor | None]) -> Linear:
+        weight, bias = tensors
+        return self._parts.operators.linear(self._cast(weight), None if bias is None else self._cast(bias))
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device=self._parts.device, dtype=self._parts.dtype).contiguous()
+
+
+def _embedding(layout: EagleLayout, parts: TargetParts) -> TokenRows:
+    if layout.embedding is None:
+        return parts.embed
+    table = layout.embedding.to(device=parts.device, dtype=parts.dtype)
+    return lambda token_ids: torch.nn.functional.embedding(token_ids, table)
+
+
+def _head(layout: EagleLayout, parts: TargetParts) -> TokenRows:
+    if layout.head is not None:
+        weight = layout.head.to(device=parts.device, dtype=parts.dtype).contiguous()
+        return parts.operators.linear(weight, None).precise
+    if layout.token_ids is None:
+        return parts.logits
+    index = torch.from_numpy(layout.token_ids).to(parts.device)
+    return lambda rows: parts.logits(rows).index_select(1, index)

@@ -1,0 +1,136 @@
+"""A drafter's files: its configuration and its tensors, each taken by name and shape or refused by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from specray.engine.model.checks.messages import one_line
+from specray.errors import ConfigError
+
+_TENSOR_FILES = ("*.safetensors", "medusa_lm_head.pt", "pytorch_model*.bin")
+"""Names of the files with tensors; the first that is there counts."""
+_COMPUTED = re.compile(r"(^|\.)(rotary_emb\.|inv_freq$)")
+"""Tables that are computed, once saved with the weights."""
+_MAX_LISTED = 4
+
+
+class DrafterFiles:
+    """The tensors of a directory, under the names that a layout gives them, and its config.json.
+
+    Args:
+        path: directory of the checkpoint.
+
+    Raises:
+        ConfigError: a file is missing or damaged.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        directory = Path(path).expanduser()
+        if not directory.is_dir():
+            raise ConfigError(f"drafter {path!r} is no directory; allowed: one with a drafter's checkpoint")
+        self.config = self._read_config(directory)
+        self.tensors: dict[str, torch.Tensor] = self._read_tensors(directory)
+        self._taken: set[str] = set()
+
+    def refuse(self, problem: str) -> ConfigError:
+        """The error for this drafter: what is wrong with it, and what is allowed."""
+        return ConfigError(f"drafter {self.path!r}: {problem}")
+
+    def rename(self, renamed: Callable[[str], str]) -> None:
+        """Gives tensors other names. Raises ConfigError where two would have the same."""
+        tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in self.tensors.items():
+            if renamed(name) in tensors:
+                raise self.refuse(f"{name} and another tensor are both {renamed(name)}; allowed: one of them")
+            tensors[renamed(name)] = tensor
+        self.tensors = tensors
+
+    def has(self, name: str) -> bool:
+        return name in self.tensors
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        """A tensor of the shape. Raises ConfigError: it is missing, of another shape or not finite."""
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            raise self.refuse(f"{name} is missing; allowed: {list(shape)}")
+        if tuple(tensor.shape) != shape:
+            raise self.refuse(f"{name} is {list(tensor.shape)}; allowed: {list(shape)}")
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise self.refuse(f"{name} holds NaN or infinite values; allowed: numbers")
+        self._taken.add(name)
+        return tensor
+
+    def take_if_there(self, name: str, *shape: int) -> torch.Tensor | None:
+        """As :meth:`take`; None for a tensor that is missing."""
+        return self.take(name, *shape) if name in self.tensors else None
+
+    def pass_over(self, names: Iterable[str]) -> None:
+        """Tensors that need not be taken."""
+        self._taken.update(names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a matrix. Raises ConfigError for one that is missing or no matrix."""
+        tensor = self.tensors.get(name)
+        if tensor is None or tensor.ndim != 2:
+            found = "is missing" if tensor is None else f"is {list(tensor.shape)}"
+            raise self.refuse(f"{name} {found}; allowed: a matrix")
+        return tuple(tensor.shape)
+
+    def check_all_taken(self, layout: str) -> None:
+        """Raises ConfigError for tensors that nobody has taken."""
+        left = [name for name in self.tensors if name not in self._taken and not _COMPUTED.search(name)]
+        if left:
+            listed = ", ".join(sorted(left)[:_MAX_LISTED]) + ", ..." * (len(left) > _MAX_LISTED)
+            raise self.refuse(f"{listed}: the {layout} layout has no place for them")
+
+    def whole(self, name: str, default: int | None, *, section: dict[str, Any] | None = None) -> int:
+        """A whole number above zero of the configuration. Raises ConfigError."""
+        value = (self.config if section is None else section).get(name, default)
+        if type(value) is not int or value < 1:
+            raise self.refuse(f"{name} is {value!r}; allowed: a whole number above 0")
+        return value
+
+    def _read_config(self, directory: Path) -> dict[str, Any]:
+        try:
+            values = json.loads((directory / "config.json").read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise self.refuse(f"config.json cannot be read: {one_line(error)}") from None
+        if not isinstance(values, dict):
+            raise self.refuse("config.json holds no mapping; allowed: one")
+        return values
+
+    def _read_tensors(self, directory: Path) -> dict[str, torch.Tensor]:
+        for pattern in _TENSOR_FILES:
+            files = sorted(directory.glob(pattern))
+            tensors: dict[str, torch.Tensor] = {}
+            for file in files:
+                try:
+                    tensors |= _safetensors(file) if file.suffix == ".safetensors" else _pickled(file)
+                except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+                    raise self.refuse(f"{file.name} cannot be read: {one_line(error)}") from None
+                except Exception as error:  # The unpickler has kinds of its own.
+                    raise self.refuse(f"{file.name} holds more than tensors: {one_line(error)}") from None
+            if files:
+                return tensors
+        raise self.refuse(f"it holds no tensors; allowed: {', '.join(_TENSOR_FILES)}")
+
+
+def _safetensors(file: Path) -> dict[str, torch.Tensor]:
+    with safe_open(str(file), framework="pt", device="cpu") as mapped:
+        return {name: mapped.get_tensor(name) for name in mapped.keys()}  # noqa: SIM118
+
+
+def _pickled(file: Path) -> dict[str, torch.Tensor]:
+    """Tensors and nothing else: no code of the file is run."""
+    values = torch.load(file, map_location="cpu", weights_only=True)
+    if not isinstance(values, dict) or not all(isinstance(value, torch.Tensor) for value in values.values()):
+        raise ValueError("allowed: a mapping of tensors")
+    return {str(name): tensor for name, tensor in values.items()}

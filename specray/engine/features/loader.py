@@ -1,0 +1,41 @@
+"""One loader for drafters that read features: what a checkpoint is follows from its tensors, not its name."""
+
+from __future__ import annotations
+
+from specray.engine.features.base import FeatureDrafter, TargetParts, TargetShape
+from specray.engine.features.eagle import EagleDrafter
+from specray.engine.features.eagle_layout import EagleLayout, is_eagle, read_eagle
+from specray.engine.features.files import DrafterFiles
+from specray.engine.features.medusa import MedusaDrafter, MedusaLayout, is_medusa, read_medusa
+from specray.errors import ConfigError
+
+Layout = EagleLayout | MedusaLayout
+"""A drafter's checkpoint, read and checked, before the target is loaded."""
+
+_MAX_LISTED = 4
+
+
+def read_layout(path: str, target: TargetShape) -> Layout:
+    """Reads a drafter's checkpoint, whichever layout it has.
+
+    Raises:
+        ConfigError: it cannot be read, is of no known layout or does not fit the target; names the tensor or
+            field, and what is allowed.
+    """
+    files = DrafterFiles(path)
+    if is_eagle(files):
+        return read_eagle(files, target)
+    if is_medusa(files):
+        return read_medusa(files, target)
+    listed = ", ".join(sorted(files.tensors)[:_MAX_LISTED])
+    raise ConfigError(
+        f"drafter {path!r} has tensors of no layout that is known ({listed}, ...); "
+        "allowed: EAGLE-1, 2, 3, Medusa"
+    )
+
+
+def load_drafter(layout: Layout, parts: TargetParts) -> FeatureDrafter:
+    """Makes the drafter of a checkpoint, on the target's device and in its data type."""
+    if isinstance(layout, EagleLayout):
+        return EagleDrafter(layout, parts)
+    return MedusaDrafter(layout, parts)

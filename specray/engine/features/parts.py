@@ -1,0 +1,90 @@
+"""What a drafter takes from a loaded target: embedding, head, operators, and sizes."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from specray.engine.features.base import TargetParts, TargetShape, TokenRows
+from specray.engine.features.loader import Layout
+from specray.engine.model.decoder import DecoderForward
+from specray.engine.model.decoder_config import EMBEDDING, HEAD
+from specray.engine.model.description import ModelArgs, describe
+from specray.engine.model.loader import DecoderSource, load_model
+from specray.engine.model.operators import Operators, cpu_operators, cuda_operators
+from specray.engine.runner.runner import ModelRunner
+from specray.errors import ConfigError
+
+
+def target_shape(args: ModelArgs) -> TargetShape:
+    """Sizes of a target before it is loaded. Raises ConfigError as ``describe`` does."""
+    described = describe(args)
+    if described.decoder is not None:
+        config = described.decoder
+        return TargetShape(config.num_hidden_layers, config.hidden_size, config.vocab_size)
+    assert described.library is not None, "one of both has described it"
+    text = described.library.text
+    return TargetShape(int(text.num_hidden_layers), int(text.hidden_size), described.vocab_size)
+
+
+def target_parts(runner: ModelRunner, layout: Layout, shape: TargetShape, args: ModelArgs) -> TargetParts:
+    """What the drafter takes from the target.
+
+    A group's ranks share embedding and head, and the leader drafts alone: it reads both once more.
+
+    Args:
+        args: of the target's checkpoint.
+
+    Raises:
+        ConfigError: a group's target is not covered by the decoder, or its weights cannot be read.
+    """
+    info, forward = runner.info, runner.forward
+    operators = _operators(runner)
+    embed: TokenRows
+    logits: TokenRows
+    if info.tensor_parallel_size > 1:
+        embed, logits = _read_again(args, layout, operators, info.dtype, info.device)
+    elif isinstance(forward, DecoderForward):
+        embed, logits = forward.embedding, forward.head.precise
+    else:
+        from specray.engine.model.hf_forward import HfForward
+
+        assert isinstance(forward, HfForward), "there are two forwards"
+        model = forward.model
+        embed = model.get_input_embeddings()
+        head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        logits = lambda rows: head(rows).float()  # noqa: E731
+    return TargetParts(
+        shape,
+        embed,
+        logits,
+        operators,
+        info.dtype,
+        info.device,
+        info.max_model_len,
+        runner.cache.num_blocks,
+        info.block_size,
+    )
+
+
+def _operators(runner: ModelRunner) -> Operators:
+    info, forward = runner.info, runner.forward
+    if info.device.type != "cpu":
+        return cuda_operators(info.dtype, info.device)
+    attention = getattr(forward, "attention", None)
+    pool = getattr(attention, "thread_pool", None)
+    return cpu_operators(info.dtype, torch.get_num_threads(), pool)
+
+
+def _read_again(
+    args: ModelArgs, layout: Layout, operators: Operators, dtype: torch.dtype, device: torch.device
+) -> tuple[TokenRows, TokenRows]:
+    source = load_model(args, dtype=dtype, device=device).source
+    if not isinstance(source, DecoderSource):
+        raise ConfigError(
+            f"target.drafter is {layout.path!r} with tensor_parallel_size {args.tensor_parallel_size} and "
+            "forward 'hf'; allowed: forward 'decoder', or one rank"
+        )
+    table = source.weights.take(EMBEDDING).clone()
+    weight = table if source.config.tie_word_embeddings else source.weights.take(HEAD)
+    return (lambda token_ids: F.embedding(token_ids, table)), operators.linear(weight, None).precise

@@ -1,0 +1,96 @@
+"""The feature tap: a runner that keeps, fused, the features of every row that it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from specray.engine.attention.sdpa import sequence_slots
+from specray.engine.features.base import FeatureDrafter, FeatureStore
+from specray.engine.runner.inputs import Moves, SequenceInput
+from specray.engine.schedule import Runner
+from specray.engine.step import ForwardOutput
+
+
+class FeatureTap:
+    """Implements ``schedule.Runner`` over another one, whose forward gives the drafter's layers.
+
+    Features lie at the slots of their rows: chunks of a prompt, and rows of draft tokens, whatever becomes of
+    them, are one case. They follow K/V where these are copied or moved.
+
+    Args:
+        runner: of the leader.
+        drafter: fuses features.
+        store: of the runner's blocks.
+        device: of the features.
+    """
+
+    def __init__(
+        self, runner: Runner, drafter: FeatureDrafter, store: FeatureStore, device: torch.device
+    ) -> None:
+        self._runner = runner
+        self._drafter = drafter
+        self._device = device
+        self.store = store
+
+    @property
+    def pending_moves(self) -> Moves:
+        """See ``schedule.Runner``."""
+        return self._runner.pending_moves
+
+    def run(self, inputs: Sequence[SequenceInput]) -> ForwardOutput:
+        """See ``schedule.Runner``; features are stored, and no part of the output."""
+        output = self._runner.run(inputs)
+        assert output.features is not None, "the forward was built for the drafter"
+        fused = self._drafter.fuse(output.features)
+        first = 0
+        for item in inputs:
+            count = len(item.token_ids)
+            self.store.write(self._slots(item), fused[first : first + count])
+            first += count
+        return ForwardOutput(output.logits)
+
+    def advance(self, kept: Sequence[int], token_ids: Sequence[int]) -> ForwardOutput | None:
+        """See ``schedule.Runner``: here every step is planned."""
+        return None
+
+    def copy_tokens(
+        self,
+        source_block_ids: Sequence[int],
+        destination_block_ids: Sequence[int],
+        num_tokens: int,
+        *,
+        first: int = 0,
+    ) -> None:
+        """See ``schedule.Runner``."""
+        self._runner.copy_tokens(source_block_ids, destination_block_ids, num_tokens, first=first)
+        source, destination = (
+            sequence_slots(ids, first, num_tokens, self.store.block_size, self._device)
+            for ids in (source_block_ids, destination_block_ids)
+        )
+        self.store.copy(source, destination)
+
+    def move_tokens(self, block_ids: Sequence[int], sources: Sequence[int], first: int) -> None:
+        """See ``schedule.Runner``; features are moved at once."""
+        self._runner.move_tokens(block_ids, sources, first)
+        moved = [(source, index) for index, source in enumerate(sources, first) if source != index]
+        if moved:
+            slots = [
+                [self._slot(block_ids, index) for index in indices] for indices in zip(*moved, strict=True)
+            ]
+            self.store.copy(*torch.tensor(slots, device=self._device).unbind())
+
+    def close(self) -> None:
+        """See ``schedule.Runner``."""
+        self._runner.close()
+
+    def _slots(self, item: SequenceInput) -> slice | torch.Tensor:
+        if item.visibility:
+            slots = [self._slot(item.block_ids, row.kv_index) for row in item.visibility]
+            return torch.tensor(slots, device=self._device)
+        return sequence_slots(item.block_ids, item.start, item.end, self.store.block_size, self._device)
+
+    def _slot(self, block_ids: Sequence[int], index: int) -> int:
+        size = self.store.block_size
+        return block_ids[index // size] * size + index % size

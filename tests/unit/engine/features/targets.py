@@ -1,0 +1,104 @@
+"""Target engines with a drafter, rounds over them, and what the drafter's logits were."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specray.config import parse_config
+from specray.draft_tokens import NO_DRAFT, DraftTokens
+from specray.engine.build import build_target_engine
+from specray.engine.target import TargetEngine
+from specray.types import SamplingParams, Verdict, VerifyItem
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def make_target(target: Path, drafter: Path | None, **changes: Any) -> TargetEngine:
+    settings = {
+        "model": str(target),
+        "drafter": None if drafter is None else str(drafter),
+        "device": "cpu",
+        "dtype": "float32",
+        "profile_s": 0,
+        "max_num_seqs": 4,
+    }
+    return build_target_engine(parse_config({"target": settings | changes}))
+
+
+@dataclass
+class Watched:
+    """Keeps the logits that draft tokens are drawn from."""
+
+    sampler: Any
+    logits: list[torch.Tensor] = field(default_factory=list)
+
+    def draw(self, logits: torch.Tensor, groups: Any, **options: Any) -> Any:
+        self.logits.append(logits.clone())
+        return self.sampler.draw(logits, groups, **options)
+
+
+def watch(target: TargetEngine) -> Watched:
+    drafting = target._drafting
+    assert drafting is not None
+    watched = drafting._sampler = Watched(drafting._sampler)  # type: ignore[assignment]
+    return watched  # type: ignore[return-value]
+
+
+@dataclass
+class Session:
+    """One request as a router keeps it: what is committed, and what the target holds."""
+
+    request_id: str
+    token_ids: list[int]
+    sampling: SamplingParams = GREEDY
+    held: int = 0
+    round_id: int = 0
+    accepted: list[int] = field(default_factory=list)
+
+    def item(self, draft: DraftTokens = NO_DRAFT, num_next: int = 0) -> VerifyItem:
+        self.round_id += 1
+        return VerifyItem(
+            self.request_id,
+            self.round_id,
+            self.held,
+            tuple(self.token_ids[self.held :]),
+            draft,
+            sampling=self.sampling if self.held == 0 else None,
+            num_next_draft_tokens=num_next,
+        )
+
+    def take(self, draft: DraftTokens, verdict: Verdict) -> None:
+        kept = draft.token_ids[: verdict.num_accepted_tokens]
+        if verdict.last_accepted_node is not None:
+            kept = tuple(draft.token_ids[node] for node in draft.path(verdict.last_accepted_node))
+        assert verdict.next_token_id is not None
+        self.held = len(self.token_ids)
+        self.token_ids += [*kept, verdict.next_token_id]
+        self.accepted.append(len(kept))
+
+
+def step(
+    target: TargetEngine, sessions: Sequence[Session], drafts: Sequence[DraftTokens], num_next: int
+) -> Any:
+    """One verify of all; their verdicts."""
+    items = [session.item(draft, num_next) for session, draft in zip(sessions, drafts, strict=True)]
+    verdicts = target.verify(items).replies
+    for session, draft, verdict in zip(sessions, drafts, verdicts, strict=True):
+        assert isinstance(verdict, Verdict), verdict
+        session.take(draft, verdict)
+    target.check_integrity()
+    return verdicts
+
+
+def generate(target: TargetEngine, session: Session, num_output: int, num_next: int) -> list[int]:
+    """Rounds whose drafts are the target's own."""
+    num_prompt, draft = len(session.token_ids), NO_DRAFT
+    while len(session.token_ids) < num_prompt + num_output:
+        [verdict] = step(target, [session], [draft], num_next)
+        draft = verdict.draft
+    return session.token_ids[num_prompt : num_prompt + num_output]

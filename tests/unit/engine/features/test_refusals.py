@@ -1,0 +1,132 @@
+"""Drafters that cannot be read are refused by the name of the tensor or field."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specray.config import parse_config
+from specray.engine.features.base import TargetShape
+from specray.engine.features.loader import read_layout
+from specray.engine.model.preflight import check_pair
+from specray.errors import ConfigError
+from tests.unit.engine.features.checkpoints import (
+    HIDDEN,
+    Weights,
+    eagle1_weights,
+    eagle3_weights,
+    medusa_weights,
+    nvidia,
+    official,
+    speculators,
+    write,
+)
+from tests.unit.engine.model.checkpoints import VOCAB_SIZE, write_checkpoint
+
+TARGET = TargetShape(num_layers=3, hidden_size=HIDDEN, vocab_size=VOCAB_SIZE)
+Files = tuple[Weights, dict[str, Any]]
+
+
+def changed(tensors: Weights | None = None, drop: str = "", **config: Any) -> Files:
+    weights, values = official(eagle3_weights())
+    weights |= tensors or {}
+    weights.pop(drop, None)
+    return weights, values | config
+
+
+CASES: dict[str, tuple[Files, str]] = {
+    "missing tensor": (changed(drop="midlayer.hidden_norm.weight"), "layers.0.hidden_norm.weight is missing"),
+    "wrong shape": (changed({"norm.weight": torch.ones(7)}), r"norm.weight is \[7\]; allowed: \[32\]"),
+    "not finite": (changed({"norm.weight": torch.full((HIDDEN,), float("nan"))}), "norm.weight holds NaN"),
+    "unknown tensor": (
+        changed({"extra.weight": torch.ones(2)}),
+        "extra.weight: the EAGLE-3 layout has no place",
+    ),
+    "block drafter": (changed({"mask_hidden": torch.ones(1, 1, 96)}), "mask_hidden belongs to a drafter of"),
+    "both names": (changed({"layers.0.hidden_norm.weight": torch.ones(HIDDEN)}), "allowed: one of them"),
+    "layer beyond": (changed(eagle_aux_hidden_state_layer_ids=[1, 2, 4]), r"ids is \[1, 2, 4\]; allowed"),
+    "too few layers": (changed(eagle_aux_hidden_state_layer_ids=[1, 2]), "names 2 layers; allowed: 3"),
+    "no ids": (changed(eagle_aux_hidden_state_layer_ids=None), "is not set, and the target has 3 layers"),
+    "vocabulary": (changed(draft_vocab_size=48), "draft_vocab_size is 48; allowed: 24"),
+    "offsets": (changed({"d2t": torch.full((24,), 90)}), "d2t gives token ids that are no 24 different"),
+    "few offsets": (changed({"d2t": torch.zeros(5, dtype=torch.int64)}), r"d2t is \[5\]; allowed: \[24\]"),
+    "heads": (changed(num_attention_heads=5), "num_attention_heads is 5, with 32 query"),
+    "activation": (changed(hidden_act="gelu"), "hidden_act is 'gelu'; allowed: 'silu'"),
+    "rope": (
+        changed(rope_scaling={"rope_type": "yarn", "factor": 2.0}),
+        "not understood; allowed: rope types",
+    ),
+    "flag": (changed(norm_before_residual="yes"), "norm_before_residual is 'yes'; allowed: true or false"),
+    "norm before fc": (changed(norm_before_fc=True), "norm_before_fc and input_norm.weight do not agree"),
+    "one residual": (changed(eagle_config={"use_aux_hidden_state": False}), "use_aux_hidden_state is false"),
+    "another target": (changed(target_hidden_size=64), "target_hidden_size is 64; allowed: 32"),
+    "narrow fc": (changed({"fc.weight": torch.ones(HIDDEN, 50)}), "fc.weight reads 50 numbers"),
+    "eagle1 with a norm": (
+        ({**eagle1_weights(), "norm.weight": torch.ones(HIDDEN)}, official({})[1]),
+        "norm.weight: the EAGLE-1 layout has no place",
+    ),
+    "medusa width": (({"0.0.linear.weight": torch.ones(8, 8)}, {}), r"0.0.linear.weight is \[8, 8\]"),
+    "medusa head": (
+        ({**medusa_weights(), "1.1.weight": torch.ones(9, HIDDEN)}, {}),
+        r"1.1.weight is \[9, 32\]; allowed: \[96, 32\]",
+    ),
+    "medusa gap": (
+        ({key: each for key, each in medusa_weights().items() if not key.startswith("1.")}, {}),
+        "2.0.linear.bias, 2.0.linear.weight, 2.1.weight: the Medusa layout has no place",
+    ),
+    "another model": (({"model.wte.weight": torch.ones(3, 3)}, {}), "of no layout that is known"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_refused_by_name(tmp_path: Path, name: str) -> None:
+    files, message = CASES[name]
+    with pytest.raises(ConfigError, match=message):
+        read_layout(str(write(tmp_path, *files)), TARGET)
+
+
+def test_files_that_are_missing_or_damaged(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no directory"):
+        read_layout(str(tmp_path / "nowhere"), TARGET)
+    (tmp_path / "config.json").write_text("{}", "utf-8")
+    with pytest.raises(ConfigError, match="it holds no tensors"):
+        read_layout(str(tmp_path), TARGET)
+    (tmp_path / "model.safetensors").write_bytes(b"12345")
+    with pytest.raises(ConfigError, match=r"model.safetensors cannot be read"):
+        read_layout(str(tmp_path), TARGET)
+
+
+def test_code_in_a_pickled_file_is_not_run(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, ...]]:
+            return Path.touch, (tmp_path / "touched",)  # type: ignore[return-value]
+
+    (tmp_path / "config.json").write_text("{}", "utf-8")
+    torch.save({"0.0.linear.weight": Evil()}, tmp_path / "medusa_lm_head.pt")
+    with pytest.raises(ConfigError, match=r"medusa_lm_head\.pt"):
+        read_layout(str(tmp_path), TARGET)
+    assert not (tmp_path / "touched").exists()
+
+
+@pytest.mark.parametrize("layout", [official, speculators, nvidia])
+def test_ids_of_both_conventions_are_the_same_layers(
+    tmp_path: Path, layout: Callable[[Weights], Files]
+) -> None:
+    assert read_layout(str(write(tmp_path, *layout(eagle3_weights()))), TARGET).feature_layers == (1, 2, 3)
+
+
+def test_the_usual_layers_where_none_are_named(tmp_path: Path) -> None:
+    tensors, config = official(eagle3_weights(), eagle_aux_hidden_state_layer_ids=None)
+    path = str(write(tmp_path, tensors, config))
+    assert read_layout(path, TargetShape(36, HIDDEN, VOCAB_SIZE)).feature_layers == (2, 18, 33)
+
+
+def test_a_drafter_that_is_not_there_ends_the_start(tmp_path: Path) -> None:
+    target = write_checkpoint(tmp_path / "target", "llama")
+    config = parse_config({"target": {"model": str(target), "drafter": str(tmp_path / "nowhere")}})
+    with pytest.raises(ConfigError, match=r"target\.drafter is '.*nowhere'; allowed: a directory with"):
+        check_pair(config.target, None)

@@ -1,0 +1,204 @@
+"""Draft tokens that come with the verdict: from the target's own drafter, verified in the next round."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from specray.errors import EngineLostError, InvalidRequestError
+from specray.fakes import (
+    AdversarialGuesser,
+    EmptyGuesser,
+    FakeTarget,
+    LocalVerifier,
+    NoisyGuesser,
+    PerfectGuesser,
+    RandomGuesser,
+    Transport,
+    VirtualClock,
+)
+from specray.interfaces import Verifier
+from specray.requests import SpeculationParams
+from specray.types import DraftKind, TargetReplies, VerifyItem
+from tests.unit.router.harness import MODEL, expected, request, router_config, run, serving
+
+GUESSERS = {
+    "perfect": PerfectGuesser(MODEL),
+    "noisy": NoisyGuesser(MODEL),
+    "random": RandomGuesser(MODEL),
+    "adversarial": AdversarialGuesser(MODEL),
+    "empty": EmptyGuesser(),
+}
+FEATURES: dict[str, Any] = {"draft_kind": DraftKind.FEATURES, "has_draft_model": False}
+
+
+class Watched(FakeTarget):
+    """Keeps the items that it is sent."""
+
+    def __init__(self, guesser: Any, **options: Any) -> None:
+        super().__init__(MODEL, drafter=guesser, cost=lambda rows: 20_000_000, **options)
+        self.items: list[VerifyItem] = []
+
+    def verify(self, items: Any) -> TargetReplies:
+        self.items.extend(items)
+        return super().verify(items)
+
+
+@pytest.mark.parametrize("name", GUESSERS)
+@pytest.mark.parametrize("k", [0, 1, 3, 8, "auto"])
+def test_the_output_is_the_targets_alone(name: str, k: int | str) -> None:
+    clock, target = VirtualClock(), Watched(GUESSERS[name])
+    given = [
+        request("short", (7,), 1),
+        request("long", tuple(index % 64 for index in range(70)), 23),
+        request("seeded", (9, 8, 7), 17, temperature=1.0, seed=1234),
+        request("rejected", (2, 8, 7), 17, temperature=1.0, seed=9),
+    ]
+
+    async def main() -> None:
+        config = router_config(prefill_chunk_tokens=16)
+        async with serving(clock, target=target, config=config, num_speculative_tokens=k, **FEATURES) as pair:
+            outputs = await asyncio.gather(*(pair.router.complete(each) for each in given))
+            assert [output.token_ids for output in outputs] == [expected(each) for each in given]
+            drafted = pair.counted("specray_spec_decode_num_draft_tokens_total")
+            accepted = pair.counted("specray_spec_decode_num_accepted_tokens_total")
+            assert (drafted > 0) == (k != 0 and name != "empty")
+            if name == "perfect":
+                assert accepted == drafted, "what comes with a verdict fits what is committed then"
+            if name == "adversarial":
+                assert accepted == 0
+            await pair.settle()
+
+    run(clock, main())
+
+
+def test_a_perfect_drafter_makes_every_round_a_whole_one() -> None:
+    clock, target = VirtualClock(), Watched(PerfectGuesser(MODEL))
+
+    async def main() -> None:
+        async with serving(clock, target=target, num_speculative_tokens=3, **FEATURES) as pair:
+            await pair.router.complete(request(max_tokens=9))
+
+    run(clock, main())
+    # The prompt's verdict brings the first draft; the last rounds ask for no more than can be of use.
+    assert [len(item.draft) for item in target.items] == [0, 3, 3]
+    assert [item.num_next_draft_tokens for item in target.items] == [3, 3, 2]
+
+
+def test_chunks_of_a_prompt_ask_for_nothing() -> None:
+    clock, target = VirtualClock(), Watched(PerfectGuesser(MODEL))
+    given = request("long", tuple(index % 64 for index in range(70)), 8)
+
+    async def main() -> None:
+        config = router_config(prefill_chunk_tokens=16)
+        async with serving(clock, target=target, config=config, num_speculative_tokens=2, **FEATURES) as pair:
+            await pair.router.complete(given)
+
+    run(clock, main())
+    chunks = [item for item in target.items if not item.sample]
+    assert len(chunks) >= 4 and {item.num_next_draft_tokens for item in chunks} == {0}
+
+
+class Dying(Watched):
+    """Ends its connection every few steps, and knows no sequence afterwards."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(NoisyGuesser(MODEL))
+        self._rng = rng
+        self.num_losses = 0
+
+    def verify(self, items: Any) -> TargetReplies:
+        if self._rng.random() < 0.2:
+            self.forget()
+            self.num_losses += 1
+            raise EngineLostError("gone")
+        if self._rng.random() < 0.1:
+            self.forget(items[0].request_id)
+        return super().verify(items)
+
+
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_targets_that_die_cost_no_token(seed: int) -> None:
+    clock, target = VirtualClock(), Dying(random.Random(seed))
+
+    async def connect() -> Verifier:
+        transport = Transport(random.Random(seed), max_delay_s=0.03, duplication=0.2)
+        return LocalVerifier(target, clock, transport=transport)
+
+    async def main() -> None:
+        async with serving(
+            clock, target=target, verifier=connect, num_speculative_tokens=3, **FEATURES
+        ) as pair:
+            given = [request(str(number), (number, 3, 4), 30) for number in range(4)]
+            outputs = await asyncio.gather(*(pair.router.complete(each) for each in given))
+            assert [output.token_ids for output in outputs] == [expected(each) for each in given]
+            assert target.num_losses and any(item.draft.token_ids for item in target.items)
+
+    run(clock, main())
+
+
+def test_a_request_may_ask_for_it_beside_a_draft_model() -> None:
+    clock, target = VirtualClock(), Watched(PerfectGuesser(MODEL))
+    given = request(speculation=SpeculationParams(draft=DraftKind.FEATURES, num_speculative_tokens=2))
+
+    async def main() -> None:
+        async with serving(clock, target=target) as pair:
+            output = await pair.router.complete(given)
+            assert output.token_ids == expected(given)
+            assert pair.counted("specray_spec_decode_num_draft_tokens_by_source_total", source="features") > 0
+            assert pair.draft.num_steps == 0
+
+    run(clock, main())
+
+
+def test_it_is_refused_where_the_target_has_no_drafter() -> None:
+    clock = VirtualClock()
+    given = request(speculation=SpeculationParams(draft=DraftKind.FEATURES))
+
+    async def main() -> None:
+        async with serving(clock) as pair:
+            with pytest.raises(
+                InvalidRequestError, match="draft is 'features', but the target has no drafter"
+            ):
+                await pair.router.complete(given)
+
+    run(clock, main())
+
+
+def test_foreign_tokens_of_a_drafter_do_not_reach_the_target() -> None:
+    class Foreign:
+        def ranked(self, tokens: Any, seed: int, count: int) -> tuple[int, ...]:
+            return (MODEL.next_token(tokens, seed) if len(tokens) % 3 else 64 + 5,)
+
+    clock, target = VirtualClock(), Watched(Foreign())
+
+    async def main() -> None:
+        async with serving(clock, target=target, num_speculative_tokens=4, **FEATURES) as pair:
+            given = request(max_tokens=20)
+            output = await pair.router.complete(given)
+            assert output.token_ids == expected(given)
+
+    run(clock, main())
+    assert max(len(item.draft) for item in target.items) >= 1
+    assert all(token < 64 for item in target.items for token in item.draft.token_ids)
+
+
+def test_rejection_drops_draft_tokens_without_their_distributions() -> None:
+    """The fake drafter gives none; what was not sampled must not be tested as if it were."""
+    from specray.types import Verification
+
+    clock, target = VirtualClock(), Watched(PerfectGuesser(MODEL))
+    given = request(temperature=1.0, seed=3)
+    given = replace(given, sampling=replace(given.sampling, verification=Verification.REJECTION))
+
+    async def main() -> None:
+        async with serving(clock, target=target, num_speculative_tokens=3, **FEATURES) as pair:
+            await pair.router.complete(given)
+
+    run(clock, main())
+    assert any(item.num_next_draft_tokens for item in target.items)
+    assert all(not item.draft.token_ids for item in target.items)
