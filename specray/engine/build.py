@@ -12,6 +12,7 @@ from specray.engine.draft import DraftEngine
 from specray.engine.features.build import DrafterPlan, plan_drafter, tap_features
 from specray.engine.guesses import Guesser, Masks, ModelGuesses, NgramGuesses
 from specray.engine.model.description import model_path
+from specray.engine.on_device.looped import looped_proposals
 from specray.engine.profile import profile_draft, profile_target
 from specray.engine.reading.build import make_reading_engine
 from specray.engine.reading.choice import choose_vocabulary
@@ -80,6 +81,13 @@ def build_draft_engine(config: Config, *, parallel: ParallelContext | None = Non
     if other is not None:
         make_grammars = partial(_grammar_compiler, config.target, "target", other.vocab_size)
     grammars = GrammarMasks(make_grammars)
+    looped = None
+    if guesser is None and not is_reading:
+        looped = looped_proposals(
+            runner,
+            max_num_draft_probs=config.speculation.max_num_draft_probs,
+            max_num_batched_tokens=config.draft.max_num_batched_tokens,
+        )
     make_engine = partial(
         DraftEngine,
         runner,
@@ -88,6 +96,7 @@ def build_draft_engine(config: Config, *, parallel: ParallelContext | None = Non
         num_token_ids=runner.info.num_token_ids,
         token_ids=runner.info.token_ids,
         max_num_draft_probs=config.speculation.max_num_draft_probs,
+        looped=looped,
     )
     # What its own draft saves depends on the text.
     masks = guesser if isinstance(guesser, Masks) else None

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -41,6 +42,9 @@ from specray.engine.schedule import (
 from specray.engine.trees import DraftTree, TreeRow
 from specray.errors import InvalidRequestError, SpecrayError
 from specray.types import DraftReplies, DraftReply, EngineInfo, Outcomes, Proposal, SpeculateItem
+
+if TYPE_CHECKING:
+    from specray.engine.on_device.looped import LoopedProposals
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +75,7 @@ class DraftEngine(EngineBase):
         token_ids: of the logits, ascending; None: of all tokens.
         sampler: draws draft tokens; None: of the logits' own tokens.
         guesser: names what is computed behind a chain's last token in the same forward; None: nothing.
+        looped: runs proposals without guesses as captured work; None: all is told from here.
     """
 
     def __init__(
@@ -86,9 +91,11 @@ class DraftEngine(EngineBase):
         token_ids: NDArray[np.int64] | None = None,
         sampler: Sampler | None = None,
         guesser: Guesser | None = None,
+        looped: LoopedProposals | None = None,
     ) -> None:
         super().__init__(runner, info, can_evict=True, prefix_cache=prefix_cache, grammars=grammars)
         self._guesser = guesser
+        self._looped = looped if guesser is None else None
         self._num_told_ids = info.vocab_size
         """Token ids of what is proposed, which may be others than those of the sequences."""
         self._sampler = sampler or make_sampler(
@@ -140,6 +147,9 @@ class DraftEngine(EngineBase):
         proposing = [task for task in tasks if isinstance(task, _Proposing)]
         trees = [task for task in tasks if isinstance(task, DraftTree)]
         outcomes = [task for task in tasks if isinstance(task, OutcomeBranches)]
+        looped = self._looped if len(proposing) == len(tasks) else None
+        if looped is not None and looped.propose([(task.sequence, task.chain) for task in proposing]):
+            return
         rows = [row for tree in trees for row in tree.rows()]
         growing = [task for task in proposing if not task.chain.is_full]
         guesses = self._guess([task.chain for task in growing])

@@ -20,12 +20,13 @@ from specray.engine.base import EngineBase
 from specray.engine.cache.prefix import UNIT_TOKENS
 from specray.engine.features.drafting import DraftRequest, TargetDrafting
 from specray.engine.lookahead import Lookahead, WindowRows
+from specray.engine.on_device.group_draws import group_draws
 from specray.engine.sampling.draws import best_tokens
 from specray.engine.sampling.grammars import GrammarMasks
 from specray.engine.sampling.logprobs import token_logprobs
 from specray.engine.sampling.sampler import make_sampler
 from specray.engine.sampling.state import draft_rows
-from specray.engine.sampling.verify import Round, Verified
+from specray.engine.sampling.verify import Round, Verified, accept_own
 from specray.engine.schedule import (
     CatchUp,
     Runner,
@@ -71,6 +72,8 @@ class TargetEngine(EngineBase):
         self._drafting = drafting
         self._num_shared_tokens = _SHARED_TOKENS if prefix_cache else None
         self._sampler = make_sampler(info.vocab_size, device)
+        # What drafts from features needs those of the leader's own forward.
+        self._group_draws = None if drafting else group_draws(runner, info.max_num_batched_tokens)
         self._lookaheads: dict[str, Lookahead] = {}
 
     def release(self, request_ids: Sequence[str]) -> None:
@@ -88,9 +91,12 @@ class TargetEngine(EngineBase):
         for wave in split_waves(items, num_shared_tokens=self._num_shared_tokens):
             scheduled, failed = self._schedule(wave)
             num_rows += sum(entry.sequence.num_missing_tokens + entry.num_window_rows for entry in scheduled)
-            logits = self._run(scheduled)
             answers.update(failed)
-            answers.update(self._postprocess(scheduled, logits))
+            own_token_ids = self._draw_in_group(scheduled)
+            if own_token_ids is None:
+                answers.update(self._postprocess(scheduled, self._run(scheduled)))
+            else:
+                answers.update(self._commit_own(scheduled, own_token_ids))
             if self._drafting is not None:
                 answers.update(self._draft(self._drafting, scheduled, answers))
         replies = tuple(answers[index] for index in range(len(items)))
@@ -167,6 +173,31 @@ class TargetEngine(EngineBase):
             return item.draft.first_chain()
         return item.draft.first(max(0, self._info.max_model_len - item.base_len - len(item.token_ids)))
 
+    def _draw_in_group(self, scheduled: Sequence[Scheduled]) -> list[int] | None:
+        """Runs a step whose draws the ranks of a group make together; None: it has not run."""
+        if self._group_draws is None or any(_takes_logits(entry) for entry in scheduled):
+            return None
+        groups = [
+            draft_rows(entry.sequence.told_state, entry.draft) for entry in scheduled if entry.item.sample
+        ]
+        work = [CatchUp(entry.sequence, entry.num_logits, entry.parents) for entry in scheduled]
+        own_token_ids = self._group_draws.run(work, groups)
+        if own_token_ids is not None:
+            self._publish(scheduled)
+        return own_token_ids
+
+    def _commit_own(self, scheduled: Sequence[Scheduled], own_token_ids: Sequence[int]) -> Iterator[Answer]:
+        """Answers a step whose rows have been drawn."""
+        start = 0
+        for entry in scheduled:
+            if not entry.item.sample:
+                yield entry.index, _chunk_verdict(entry, ())
+                continue
+            own = own_token_ids[start : start + entry.num_sampled]
+            start += entry.num_sampled
+            verified = accept_own(own, draft_rows(entry.sequence.told_state, entry.draft))
+            yield entry.index, self._commit(entry, torch.empty(0, 0), verified, ())
+
     def _run(self, scheduled: Sequence[Scheduled]) -> Tensor | None:
         work = [
             CatchUp(
@@ -178,10 +209,13 @@ class TargetEngine(EngineBase):
             for entry in scheduled
         ]
         output = catch_up(self._runner, work, self._info.max_num_batched_tokens)
+        self._publish(scheduled)
+        return None if output is None or not len(output.logits) else output.logits
+
+    def _publish(self, scheduled: Sequence[Scheduled]) -> None:
         for entry in scheduled:
             if len(entry.item.token_ids) >= UNIT_TOKENS:
                 self._table.publish(entry.sequence)
-        return None if output is None or not len(output.logits) else output.logits
 
     def _postprocess(self, scheduled: Sequence[Scheduled], logits: Tensor | None) -> Iterator[Answer]:
         sampled = [entry for entry in scheduled if entry.item.sample]
@@ -321,6 +355,17 @@ class TargetEngine(EngineBase):
         if entry.item.lookahead is None or lookahead is None:
             return NO_DRAFT
         return lookahead.draft([*entry.sequence.token_ids, next_token_id])
+
+
+def _takes_logits(entry: Scheduled) -> bool:
+    """True if more is wanted of a step than its draws, or if what may be drawn is known only behind it."""
+    sampling = entry.sequence.sampling
+    return (
+        bool(entry.scored)
+        or entry.num_window_rows > 0
+        or sampling.grammar is not None
+        or (entry.item.sample and sampling.num_logprobs is not None)
+    )
 
 
 def _chunk_verdict(entry: Scheduled, prompt_logprobs: tuple[TokenLogprobs, ...]) -> Verdict:

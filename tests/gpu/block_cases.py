@@ -11,7 +11,7 @@ from specray.engine.cache.blocks import BlockCache
 from specray.engine.step import AttentionStep, HeadShape, SequenceRows
 from tests.unit.engine.attention.trees import Tree, random_tree
 
-NUM_BLOCKS = 24
+NUM_BLOCKS = 26
 BRANCHES = (
     *(branch_visibility(5, 9, count) for count in (1, 2, 3)),
     branch_visibility(7, 12, 1),
@@ -47,6 +47,25 @@ CASES = [
     Case("branches in a window", ((6, 2),), 4, GQA, window=4, with_branches=True),
     Case("branches longer than the window", ((6, 2),), 4, GQA, window=2, with_branches=True),
 ]
+
+EDGES = [
+    *(Case(f"group of {size}", ((16, 2), (3, 1)), 16, HeadShape(2 * size, 2, 16)) for size in range(1, 9)),
+    *(
+        Case(f"rows from {start} on", ((start, 2), (0, 1)), 16, HeadShape(2, 1, 16))
+        for start in (14, 15, 16, 30, 31, 32, 62, 63, 64, 65, 95, 127, 128)
+    ),
+    *(
+        Case(f"{count} rows of a group of 4", ((40, count), (1, 1)), 16, HeadShape(4, 1, 16))
+        for count in (15, 16, 17, 33)
+    ),
+    *(
+        Case(f"window {window}", ((70, 3), (2, 1)), 16, HeadShape(2, 1, 16), window=window)
+        for window in (1, 2, 31, 32, 33, 72, 73, 74)
+    ),
+    Case("parts without anything to see", ((330, 1), (0, 1), (33, 4)), 16, HeadShape(4, 1, 16)),
+    Case("parts without anything in a window", ((330, 2), (0, 1)), 16, HeadShape(4, 1, 16), window=40),
+]
+"""Around the sizes of blocks, tiles and parts; all heads of a group in one program."""
 
 SOME_TREES = (Tree(9, random_tree(20, 1)), Tree(3, random_tree(64, 2), 5))
 """Trees for an interpreter, which takes seconds for each: one whole, one in a window."""

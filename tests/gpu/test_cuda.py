@@ -9,6 +9,7 @@ import torch
 
 from specray.config import EngineConfig
 from specray.engine.attention.mask import branch_visibility
+from specray.engine.attention.paged import AttendPaged
 from specray.engine.attention.select import Model, choose_backend
 from specray.engine.cache.blocks import BlockAllocator, BlockTable
 from specray.engine.runner.assembly import build_runner
@@ -16,12 +17,16 @@ from specray.engine.runner.cuda_graphs import Bucket
 from specray.engine.runner.inputs import SequenceInput
 from specray.engine.runner.runner import ModelRunner
 from specray.engine.step import HeadShape
+from tests.gpu.attention_checks import check_case, check_store, check_tree
+from tests.gpu.block_cases import CASES, EDGES, Case
+from tests.unit.engine.attention.trees import TREES, Tree
 from tests.unit.engine.model.checkpoints import write_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
 ]
+CUDA = torch.device("cuda", 0)
 CONTEXT = [(7 * index) % 90 + 2 for index in range(40)]
 
 
@@ -83,6 +88,33 @@ def test_triton_kernel_agrees_on_this_device(dtype: torch.dtype, head_dim: int) 
     model = Model(HeadShape(8, 2, head_dim), dtype, torch.device("cuda", 0))
     for block_size in (16, 256):
         assert choose_backend("triton", model, block_size).block_size == block_size
+
+
+@pytest.fixture(scope="module", params=[0, 2, 1000], ids=lambda count: f"{count} programs a processor")
+def triton_attend(request: pytest.FixtureRequest) -> AttendPaged:
+    from specray.engine.attention import triton
+
+    # So few places are split as in long sequences.
+    triton._MIN_SPLIT_PLACES = 32
+    return triton.TritonAttend(torch.cuda.get_device_properties(CUDA).multi_processor_count, request.param)
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
+@pytest.mark.parametrize("case", [*CASES, *EDGES], ids=lambda case: case.name)
+def test_triton_kernel_equals_gathered_blocks(
+    triton_attend: AttendPaged, case: Case, dtype: torch.dtype, atol: float
+) -> None:
+    check_case(triton_attend, case, CUDA, dtype, atol)
+
+
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
+def test_triton_kernel_equals_the_dense_mask_of_a_tree(triton_attend: AttendPaged, tree: Tree) -> None:
+    check_tree(triton_attend, tree, CUDA)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_store_kernel_norms_and_rotates(case: Case) -> None:
+    check_store(case, CUDA)
 
 
 @pytest.mark.parametrize("shape", [HeadShape(8, 2, 64), HeadShape(5, 5, 32), HeadShape(32, 8, 128)])

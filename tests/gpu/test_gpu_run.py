@@ -68,6 +68,26 @@ def test_sampling_on_a_cpu_needs_no_model_and_gives_every_figure(tmp_path: Path)
     assert "Tokens equal a CPU's in 7 of 7 kinds." in (tmp_path / "report.md").read_text()
 
 
+def test_attention_and_proposals_on_a_cpu_give_every_figure(tmp_path: Path) -> None:
+    stages = ("--stage", "attention", "--stage", "proposals")
+    options = (*stages, "--shape", "tiny", "--device", "cpu", "--dtype", "float32")
+    result = run_script(*options, "--report", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["failures"], report["shapes"]) == ([], {})
+    attention = report["attention"]
+    assert attention["kernels"]["gather"] == "equal" and "triton" in attention["kernels"]
+    measured = {(time["num_sequences"], time["num_rows"], time["is_tree"]) for time in attention["times"]}
+    assert measured == {(n, *rows) for n in (1, 2) for rows in ((1, False), (3, False), (7, True))}
+    proposals = report["proposals"]["times"]
+    assert [(time["sampling"], time["num_sequences"]) for time in proposals] == [
+        (name, count) for name in ("greedy", "coupled", "top-p 0.9", "rejection") for count in (1, 2)
+    ]
+    assert [time["num_equal"] for time in proposals] == [3, 6] * 4
+    text = (tmp_path / "report.md").read_text()
+    assert "| gather | 2 | 7 (tree) | 40 |" in text and "| rejection | 2 | 2 |" in text
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_device_the_message_says_so_and_the_report_has_it(tmp_path: Path) -> None:
     result = run_script("--shape", "tiny", "--report", str(tmp_path / "new" / "folder"))
@@ -85,7 +105,12 @@ def test_a_stage_that_takes_too_long_is_ended_and_the_report_is_written(tmp_path
     assert result.returncode == 1
     assert json.loads((tmp_path / "report.json").read_text())["failures"] == [
         {"stage": stage, "reason": "it took more than 0.1 s"}
-        for stage in ("sampling: sampling", "tiny checkpoint: models")
+        for stage in (
+            "sampling: sampling",
+            "attention: attention",
+            "proposals: proposals",
+            "tiny checkpoint: models",
+        )
     ]
 
 
@@ -109,7 +134,7 @@ def test_wrong_option_is_refused_at_once(
 
 def test_default_options_measure_everything_on_one_device() -> None:
     options = parse_options(["--report", "x"])
-    assert options.stages == ("sampling", "forwards", "pair", "transformers")
+    assert options.stages == ("sampling", "attention", "proposals", "forwards", "pair", "transformers")
     assert (options.shapes, options.device, options.draft_device) == (("1b", "8b"), "cuda", "cuda")
 
 
@@ -205,6 +230,22 @@ def test_summary_compares_with_the_bound_with_plain_and_with_transformers(tmp_pa
 def test_other_tokens_than_a_cpus_are_a_problem() -> None:
     report = {**report_of(1, [1, 2], [1, 2]), "sampling": {"differing": ["top-p 0.9"]}}
     assert problems(report) == ["sampling, top-p 0.9: other tokens than a CPU's"]
+
+
+def test_kernels_and_loops_that_are_wrong_are_problems() -> None:
+    time = {"sampling": "greedy", "num_sequences": 1, "num_tokens": 4, "num_equal": 11, "num_proposals": 12}
+    kernels = {
+        "gather": "equal",
+        "varlen": "attention is 'varlen', which does not work here: ImportError: none",
+        "triton": "attention is 'triton', which does not work here: its numbers are off by 0.1; allowed: 0",
+    }
+    report = {"shapes": {}, "failures": [], "attention": {"kernels": kernels}, "proposals": {"times": [time]}}
+    wrong_kernel = f"attention, triton: {kernels['triton']}"
+    assert problems({**report, "options": {"dtype": "bfloat16"}}) == [wrong_kernel]
+    assert problems({**report, "options": {"dtype": "float32"}}) == [
+        wrong_kernel,
+        "proposals, greedy, 1 sequences, 4 draft tokens: 11 of 12 of the loop equal those of steps",
+    ]
 
 
 def test_report_of_a_run_whose_stages_all_failed_is_written(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from specray.config import EngineConfig
 from specray.engine.attention.mask import branch_visibility
 from specray.engine.cache.blocks import BlockAllocator, BlockTable
-from specray.engine.runner.assembly import _prepared_buckets, build_runner
+from specray.engine.runner.assembly import _prepared_buckets, _until, build_runner
 from specray.engine.runner.cuda_graphs import (
     MAX_ROWS,
     SEQUENCES,
@@ -134,18 +134,19 @@ def test_captured_branches_equal_the_plain_forward(eager: ModelRunner, checkpoin
 
 
 def test_trees_from_captured_forwards_keep_the_output(eager: ModelRunner, checkpoint: Path) -> None:
-    """Rows and masks of every step differ; the shapes do not. A tree beyond the buckets runs as it is."""
+    """Rows and masks of every step differ; the shapes do not. The largest beside its context is too wide."""
     runner = graphed(eager)
     model = reference_model(checkpoint)
     output = reference_greedy(model, CONTEXT, 40)
     info = engine_info(
         "target",
+        max_num_batched_tokens=128,
         vocab_size=runner.info.vocab_size,
         block_size=runner.info.block_size,
         num_blocks=runner.info.num_blocks,
     )
     engine = TargetEngine(runner, info, device=torch.device("cpu"))
-    for num_nodes in (3, 15, 40):
+    for num_nodes in (3, 15, 64):
         session = Session("a", list(CONTEXT), SamplingParams(temperature=0.0, num_prompt_tokens=len(CONTEXT)))
         known = [*output, *[0] * num_nodes]
         drafter = tree_drafter(known, len(CONTEXT), runner.info.vocab_size)
@@ -156,7 +157,7 @@ def test_trees_from_captured_forwards_keep_the_output(eager: ModelRunner, checkp
         engine.check_integrity()
         engine.release(["a"])
     assert runner.graphs is not None
-    assert {bucket.width for bucket in runner.graphs.buckets if bucket.has_masks} == {4, 12, 16, 24}
+    assert {bucket.width for bucket in runner.graphs.buckets if bucket.has_masks} == {4, 12, 16, 24, 72}
 
 
 def test_logits_outlive_the_next_step(eager: ModelRunner) -> None:
@@ -259,7 +260,9 @@ def test_capture_itself_writes_to_the_spare_block_only(eager: ModelRunner) -> No
         ((1,), Bucket(1, 1, False)),
         ((9,), Bucket(1, 12, False)),
         ((1, 2, 1), Bucket(4, 2, False)),
-        ((33,), None),
+        ((33,), Bucket(1, 48, False)),
+        ((65,), Bucket(1, 72, False)),
+        ((73,), None),
         ((32,) * 17, None),
         ((1,) * 65, None),
         ((8,) * 64, Bucket(64, 8, False)),
@@ -297,7 +300,36 @@ def test_branches_behind_the_longest_sequence_run_as_they_are(eager: ModelRunner
     assert runner.graphs.buckets == (Bucket(1, 1, False),)
 
 
-def test_a_draft_prepares_forwards_of_branches_too() -> None:
+def test_likely_forwards_are_prepared_and_those_of_one_sequence_first() -> None:
     target, draft = (_prepared_buckets(role) for role in ("target", "draft"))
-    assert target == [Bucket(1, width, False) for width in range(1, 9)]
-    assert draft == target + [Bucket(1, width, True) for width in (*range(1, 9), 12, 16)]
+    assert target[:8] == [Bucket(1, width, False) for width in range(1, 9)]
+    assert draft[8:18] == [Bucket(1, width, True) for width in (*range(1, 9), 12, 16)]
+    several = [Bucket(count, width, False) for count in (2, 4, 8, 16) for width in range(1, 9)]
+    assert target[8:] == draft[18:] == several
+
+
+def test_preparing_ends_when_it_is_told_to(eager: ModelRunner) -> None:
+    graphs = graphed(eager).graphs
+    assert graphs is not None
+    answers = iter([True, True, False])
+    graphs.prepare([Bucket(1, width, False) for width in range(1, 9)], lambda: next(answers))
+    assert graphs.buckets == (Bucket(1, 1, False), Bucket(1, 2, False))
+
+
+def test_a_group_goes_on_while_all_have_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("specray.engine.runner.assembly.time.monotonic", lambda: now)
+
+    class Group:
+        others = 1
+
+        def least(self, value: int) -> int:
+            return min(value, self.others)
+
+    group = Group()
+    alone, together = _until(5.0, None), _until(5.0, group)  # type: ignore[arg-type]
+    assert alone() is True and together() is True
+    group.others = 0
+    assert alone() is True and together() is False
+    now, group.others = 5.0, 1
+    assert alone() is False and together() is False

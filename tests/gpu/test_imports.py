@@ -36,6 +36,8 @@ MODULES = (
     "specray.bench.gpu.stage",
     "specray.bench.gpu.worker",
     "specray.bench.gpu.models",
+    "specray.bench.gpu.attention",
+    "specray.bench.gpu.proposals",
     "specray.bench.gpu.forwards",
     "specray.bench.gpu.pair",
     "specray.bench.gpu.peer",

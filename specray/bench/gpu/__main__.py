@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from specray.bench.gpu.options import Options, parse_options
+from specray.bench.gpu.options import STAGES_WITHOUT_MODEL, Options, parse_options
 from specray.bench.gpu.report import Report, problems, write_report
 
 _MAX_ERROR_CHARS = 1500
@@ -114,11 +114,24 @@ def measure_shape(shape: str, options: Options, stages: Stages, models: Path, re
     stage(f"transformers {options.dtype}", "peer", **timed)
 
 
-def measure_sampling(options: Options, stages: Stages, report: Report) -> None:
-    """Runs the stage that needs no model."""
+def measure_without_model(name: str, options: Options, stages: Stages, report: Report) -> None:
+    """Runs a stage that needs no model."""
     try:
-        report["sampling"] = stages.run(
-            "sampling", "sampling", device=options.device, is_tiny=options.shapes == ("tiny",)
+        report[name] = stages.run(name, name, device=options.device, is_tiny=options.shapes == ("tiny",))
+    except Failure as failure:
+        _note(failure, report)
+    write_report(report, options.report)
+
+
+def measure_proposals(options: Options, stages: Stages, report: Report) -> None:
+    """Runs the stage that needs the draft alone."""
+    try:
+        report["proposals"] = stages.run(
+            "proposals",
+            "proposals",
+            device=options.draft_device,
+            dtype=options.dtype,
+            is_tiny=options.shapes == ("tiny",),
         )
     except Failure as failure:
         _note(failure, report)
@@ -146,9 +159,13 @@ def main() -> int:
     report: Report = {"options": values, "shapes": {}, "failures": []}
     with tempfile.TemporaryDirectory(prefix="specray-gpu-") as name:
         stages = Stages(Path(name), options.stage_timeout_s)
-        if "sampling" in options.stages:
-            measure_sampling(options, stages, report)
-        for shape in options.shapes if set(options.stages) - {"sampling"} else ():
+        for stage in STAGES_WITHOUT_MODEL:
+            if stage in options.stages:
+                measure_without_model(stage, options, stages, report)
+        if "proposals" in options.stages:
+            measure_proposals(options, stages, report)
+        of_shapes = set(options.stages) - {*STAGES_WITHOUT_MODEL, "proposals"}
+        for shape in options.shapes if of_shapes else ():
             measure_shape(shape, options, stages, options.models or Path(name), report)
     for problem in problems(report):
         print(f"specray: {problem}", file=sys.stderr)

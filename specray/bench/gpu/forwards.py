@@ -20,13 +20,13 @@ from specray.engine.attention.select import Model, choose_backend
 from specray.engine.model.decoder import DecoderForward
 from specray.engine.model.linear import Weights
 from specray.engine.runner.assembly import build_runner
-from specray.engine.runner.cuda_graphs import CudaCapture, GraphedForward, Work, run_again
+from specray.engine.runner.cuda_graphs import Capture, CudaCapture, GraphedForward, run_again
 from specray.engine.runner.inputs import SequenceInput
 from specray.engine.runner.runner import ModelRunner
 from specray.engine.step import ForwardOutput
 from specray.errors import ConfigError
 
-BACKENDS = ("varlen", "triton", "gather")
+BACKENDS = ("auto", "varlen", "triton", "gather")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def measure(config: EngineConfig, workload: Workload) -> dict[str, Any]:
         raise ConfigError(
             f"the forward of {runner.info.model_name} attends in its own way; nothing to capture"
         )
-    bounds = _bounds_ms(forward, runner, workload)
+    bounds = bounds_ms(forward, runner, workload)
     weight_bytes = sum(x.num_bytes for x in forward.linears())
     used: dict[str, str] = {}
     times: list[ForwardTime] = []
@@ -140,12 +140,12 @@ def _step(runner: ModelRunner, batch: int, width: int, context_len: int) -> list
     return [SequenceInput([2] * width, context_len, table, width) for table in tables]
 
 
-def _capture(device: torch.device) -> Callable[[Work], Work]:
+def _capture(device: torch.device) -> Capture:
     return CudaCapture(device) if device.type == "cuda" else run_again
 
 
 @torch.inference_mode()
-def _bounds_ms(forward: DecoderForward, runner: ModelRunner, workload: Workload) -> dict[int, float]:
+def bounds_ms(forward: DecoderForward, runner: ModelRunner, workload: Workload) -> dict[int, float]:
     """Times the linear layers alone, by rows of a step; captured where forwards are."""
     linears: list[Weights] = forward.linears()
     device, bounds = runner.info.device, {}

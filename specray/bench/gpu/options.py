@@ -12,7 +12,9 @@ from specray.types import MAX_SPECULATIVE_TOKENS
 
 SHAPES = ("tiny", "1b", "8b")
 DTYPES = ("bfloat16", "float32")
-STAGES = ("sampling", "forwards", "pair", "transformers")
+STAGES_WITHOUT_MODEL = ("sampling", "attention")
+"""Stages that are measured once, whatever the shape of the target."""
+STAGES = (*STAGES_WITHOUT_MODEL, "proposals", "forwards", "pair", "transformers")
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,17 @@ def problems(report: Report) -> list[str]:
     found = [f"{failure['stage']} failed: {failure['reason']}" for failure in report["failures"]]
     for name in report.get("sampling", {}).get("differing", ()):
         found.append(f"sampling, {name}: other tokens than a CPU's")
+    for name, state in report.get("attention", {}).get("kernels", {}).items():
+        if "numbers are off" in state:
+            found.append(f"attention, {name}: {state.splitlines()[0]}")
+    for time in report.get("proposals", {}).get("times", ()):
+        # With fewer bits two ways to the same logits may differ.
+        if report["options"].get("dtype") == "float32" and time["num_equal"] < time["num_proposals"]:
+            found.append(
+                f"proposals, {time['sampling']}, {time['num_sequences']} sequences, {time['num_tokens']} "
+                f"draft tokens: {time['num_equal']} of {time['num_proposals']} of the loop equal those of "
+                "steps"
+            )
     for shape, results in report["shapes"].items():
         pair = results.get("pair float32")
         if pair is None:
@@ -50,6 +61,10 @@ def _markdown(report: Report) -> Iterator[str]:
     yield f"`{json.dumps(options)}`"
     if "sampling" in report:
         yield from _sampling(report["sampling"])
+    if "attention" in report:
+        yield from _attention(report["attention"])
+    if "proposals" in report:
+        yield from _proposals(report["proposals"])
     for shape, results in report["shapes"].items():
         yield ""
         yield f"## {shape}"
@@ -94,6 +109,67 @@ def _sampling(sampling: dict[str, Any]) -> Iterator[str]:
     yield from _table(
         ("kernel", "rows", "ms"),
         [(time["kernel"], str(time["num_rows"]), f"{time['ms']:.3f}") for time in sampling["kernel_times"]],
+    )
+
+
+def _attention(attention: dict[str, Any]) -> Iterator[str]:
+    heads = attention["heads"]
+    yield ""
+    yield "## Attention"
+    yield ""
+    yield (
+        f"One layer of {heads['num_heads']} query and {heads['num_kv_heads']} kv heads of "
+        f"{heads['head_dim']} numbers. The bound is a copy of as many bytes as K/V have."
+    )
+    for name, state in attention["kernels"].items():
+        if state != "equal":
+            yield ""
+            yield f"`{name}` was not measured: {state.splitlines()[0]}"
+    if attention["chosen"]:
+        chosen = ", ".join(f"{shape} {name}" for shape, name in attention["chosen"].items())
+        yield ""
+        yield f"Chosen at a start, by sequences x rows: {chosen}."
+    yield ""
+    yield from _table(
+        ("kernel", "sequences", "rows each", "tokens before", "us", "bound us"),
+        [
+            (
+                time["kernel"],
+                str(time["num_sequences"]),
+                f"{time['num_rows']}{' (tree)' * time['is_tree']}",
+                str(time["context_len"]),
+                f"{time['us']:.1f}",
+                f"{time['bound_us']:.1f}",
+            )
+            for time in attention["times"]
+        ],
+    )
+
+
+def _proposals(proposals: dict[str, Any]) -> Iterator[str]:
+    yield ""
+    yield "## Proposals"
+    yield ""
+    yield (
+        f"Draft `{proposals['model']}`: told step by step, and as one piece of captured work. The bound is "
+        "its linear layers alone."
+    )
+    yield ""
+    yield from _table(
+        ("sampling", "sequences", "draft tokens", "steps ms", "loop ms", "bound ms", "bound share", "equal"),
+        [
+            (
+                time["sampling"],
+                str(time["num_sequences"]),
+                str(time["num_tokens"]),
+                f"{time['steps_ms']:.3f}",
+                f"{time['loop_ms']:.3f}",
+                f"{time['bound_ms']:.3f}",
+                f"{time['bound_ms'] / time['loop_ms']:.2f}",
+                f"{time['num_equal']} of {time['num_proposals']}",
+            )
+            for time in proposals["times"]
+        ],
     )
 
 

@@ -26,8 +26,7 @@ def models(shape: str, directory: str, device: str) -> dict[str, Any]:
 
     from specray.bench.gpu.models import make_checkpoint
 
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device is 'cuda', but torch sees no CUDA device; allowed here: cpu")
+    _check_device(device)
     began = time.perf_counter()
     path = make_checkpoint(shape, Path(directory), device)
     is_cuda = device == "cuda"
@@ -56,9 +55,27 @@ def sampling(device: str, is_tiny: bool) -> dict[str, Any]:
 
     from specray.bench.gpu.sampling import TINY, Workload, measure
 
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device is 'cuda', but torch sees no CUDA device; allowed here: cpu")
+    _check_device(device)
     return measure(torch.device(device), TINY if is_tiny else Workload())
+
+
+def attention(device: str, is_tiny: bool) -> dict[str, Any]:
+    """Times attention alone in this process."""
+    import torch
+
+    from specray.bench.gpu.attention import TINY, Workload, measure
+
+    _check_device(device)
+    return measure(torch.device(device), TINY if is_tiny else Workload())
+
+
+def proposals(device: str, dtype: str, is_tiny: bool) -> dict[str, Any]:
+    """Times the proposals of the embedded draft in this process."""
+    from specray.bench.gpu.proposals import TINY, Workload, measure
+
+    _check_device(device)
+    values = {**_engine(EMBEDDED, device, dtype), "max_num_seqs": 2 * _NUM_SEQUENCES}
+    return measure(EngineConfig.model_validate(values), TINY if is_tiny else Workload())
 
 
 def pair(
@@ -113,6 +130,13 @@ def pair_config(path: str, device: str, draft_device: str, dtype: str) -> Config
     return parse_config({"target": target, "draft": draft})
 
 
+def _check_device(device: str) -> None:
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device is 'cuda', but torch sees no CUDA device; allowed here: cpu")
+
+
 def _engine(path: str, device: str, dtype: str) -> dict[str, Any]:
     return {
         "model": path,
@@ -127,7 +151,7 @@ def _engine(path: str, device: str, dtype: str) -> dict[str, Any]:
 
 
 _STAGES: Final[dict[str, Callable[..., dict[str, Any]]]] = {
-    stage.__name__: stage for stage in (models, sampling, forwards, pair, peer)
+    stage.__name__: stage for stage in (models, sampling, attention, proposals, forwards, pair, peer)
 }
 
 

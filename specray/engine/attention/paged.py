@@ -20,6 +20,9 @@ from specray.engine.attention.mask import is_visible
 from specray.engine.model.decoder import HeadNorm, Rotary, rotate_heads
 from specray.engine.step import AttentionStep, HeadShape, KVCache, PagedBatch, SequenceRows, Slots
 
+_ALIGNED_INTS = 4
+"""Integers of 4 bytes between the places where a part of a packed batch may start."""
+
 
 class AttendPaged(Protocol):
     """Computes attention of rows whose keys and values are in the cache."""
@@ -49,7 +52,7 @@ class AttendPaged(Protocol):
 
 
 class StoreRows(Protocol):
-    """Rotates queries and keys, and puts keys and values into the cache."""
+    """Norms and rotates queries and keys, and puts keys and values into the cache."""
 
     def __call__(
         self,
@@ -58,6 +61,7 @@ class StoreRows(Protocol):
         slots: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
+        head_norm: HeadNorm | None = None,
     ) -> torch.Tensor:
         """Stores a step's rows.
 
@@ -66,6 +70,7 @@ class StoreRows(Protocol):
             layer: ``[num_slots, 2 * num_kv_heads, head_dim]``.
             slots: ``[num_rows]``.
             cos, sin: the rows' tables, as ``Rotary.at`` gives them.
+            head_norm: what queries and keys are normed with before; None: nothing.
 
         Returns:
             The rotated queries, ``[num_rows, num_heads, head_dim]``.
@@ -79,11 +84,12 @@ def store_rows(
     slots: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
+    head_norm: HeadNorm | None = None,
 ) -> torch.Tensor:
     """Implements :class:`StoreRows` with torch's operators."""
     num_stored = layer.shape[1]
     num_heads = heads.shape[1] - num_stored
-    rotate_heads(heads.narrow(1, 0, num_heads + num_stored // 2), None, cos, sin)
+    rotate_heads(heads.narrow(1, 0, num_heads + num_stored // 2), head_norm, cos, sin)
     layer.index_copy_(0, slots, heads.narrow(1, num_heads, num_stored))
     return heads.narrow(1, 0, num_heads)
 
@@ -104,8 +110,15 @@ class BatchShape:
     def sizes(self) -> tuple[int, ...]:
         """Returns the sizes of the parts of a packed batch, in their order."""
         rows, sequences = self.num_rows, self.num_sequences
-        # Masks come first: they are read as int64, which must lie at a multiple of 8 bytes.
         return (2 * rows, *[rows] * 6, sequences + 1, sequences, sequences * self.max_num_blocks)
+
+    @property
+    def starts(self) -> list[int]:
+        """Where each part starts, and where the last one ends: at multiples of 16 bytes.
+
+        Kernels are compiled once for arguments that lie so, and once more for each combination that does not.
+        """
+        return [0, *itertools.accumulate(-(-size // _ALIGNED_INTS) * _ALIGNED_INTS for size in self.sizes)]
 
 
 class HostBatch:
@@ -119,21 +132,27 @@ class HostBatch:
         self.shape = shape
         self._block_size = block_size
         self._spare_slot = spare_slot
-        self.packed = np.zeros(sum(shape.sizes), np.int32)
+        self.packed = np.zeros(shape.starts[-1], np.int32)
         views = _split(self.packed, shape)
         self._ancestors = views[0].view(np.int64)
         self._token_ids, self._positions, self._slots = views[1:4]
         self._kv_indices, self._prefix_lens, self._first_indices = views[4:7]
         self._first_rows, self._lengths, self._tables = views[7:]
 
-    def fill(self, rows: Sequence[SequenceRows], token_ids: Sequence[int]) -> None:
-        """Writes a step; what of the shape it does not use is padding."""
+    def fill(
+        self, rows: Sequence[SequenceRows], token_ids: Sequence[int], *, num_ahead: Sequence[int] = ()
+    ) -> None:
+        """Writes a step; what of the shape it does not use is padding.
+
+        Args:
+            num_ahead: of each sequence, tokens behind its rows whose blocks are written too; empty: none.
+        """
         shape, count = self.shape, len(rows)
         num_used = len(token_ids)
         assert count <= shape.num_sequences and num_used <= shape.num_rows, (count, num_used, shape)
         self._token_ids[:num_used] = token_ids
         for index, item in enumerate(rows):
-            self._fill_rows(index, item)
+            self._fill_rows(index, item, num_ahead[index] if num_ahead else 0)
         self._token_ids[num_used:] = 0
         self._positions[num_used:] = 0
         self._slots[num_used:] = self._spare_slot
@@ -147,7 +166,7 @@ class HostBatch:
         self._first_rows[count:] = range(count, shape.num_sequences + 1) if all_single else num_used
         self._lengths[count:] = 1
 
-    def _fill_rows(self, index: int, item: SequenceRows) -> None:
+    def _fill_rows(self, index: int, item: SequenceRows, num_ahead: int) -> None:
         assert item.num_rows <= self.shape.max_rows, (item, self.shape)
         first, last = item.first_row, item.first_row + item.num_rows
         if item.visibility:
@@ -162,7 +181,7 @@ class HostBatch:
                 item.start, item.end, dtype=np.int32
             )
             ancestors = np.ones((), np.int64)
-        num_blocks = -(-item.end // self._block_size)
+        num_blocks = -(-(item.end + num_ahead) // self._block_size)
         # Of fewer, one would be broadcast over the whole table.
         assert len(item.block_ids) >= num_blocks, (item, self._block_size)
         table = self._tables[index]
@@ -183,7 +202,7 @@ class DeviceBatch:
 
     def __init__(self, shape: BatchShape, device: torch.device) -> None:
         self._shape = shape
-        self._packed = torch.zeros(sum(shape.sizes), dtype=torch.int32, device=device)
+        self._packed = torch.zeros(shape.starts[-1], dtype=torch.int32, device=device)
         self._views = _split(self._packed, shape)
 
     @property
@@ -263,10 +282,7 @@ class _PagedStep:
     ) -> torch.Tensor:
         shape, stored = self.attention.shape, self.cache.layers[layer]
         heads = qkv.view(len(qkv), -1, shape.head_dim)
-        if head_norm is not None:
-            normed = heads.narrow(1, 0, shape.num_heads + shape.num_kv_heads)
-            normed.copy_(head_norm(normed))
-        query = self.attention.store(heads, stored, self.batch.slots, self.cos, self.sin)
+        query = self.attention.store(heads, stored, self.batch.slots, self.cos, self.sin, head_norm)
         return self.attention.attend_paged(
             query,
             stored,
@@ -338,7 +354,6 @@ def _visible(batch: PagedBatch, index: torch.Tensor, num_keys: int, window: int 
 
 def _split(packed: Any, shape: BatchShape) -> list[Any]:
     """The parts of a packed batch, an array or a tensor, as views."""
-    ends = list(itertools.accumulate(shape.sizes))
-    parts = [packed[end - size : end] for end, size in zip(ends, shape.sizes, strict=True)]
+    parts = [packed[start : start + size] for start, size in zip(shape.starts, shape.sizes, strict=False)]
     parts[-1] = parts[-1].reshape(shape.num_sequences, shape.max_num_blocks)
     return parts

@@ -3,7 +3,8 @@
 ``varlen``: torch's own, FlashAttention with block tables (``torch.nn.attention.varlen``): 16-bit numbers on
 CUDA, blocks of a multiple of 256 tokens, chains only. ``triton``: our kernel, any number format and block
 size. ``gather``: torch's plain operators, anywhere. Each kernel first computes small steps beside ``gather``:
-one that does not compile on this device, or gives other numbers, is not used.
+one that does not compile on this device, or gives other numbers, is not used. Of those that are left, each
+step goes to the one that is fastest for its shape (``measured``).
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from specray.engine.attention.mask import branch_visibility, tree_visibility
+from specray.engine.attention.measured import CudaTimer, InputMaker, Kernel, measure
 from specray.engine.attention.paged import (
     AttendPaged,
     StoreRows,
@@ -24,6 +26,7 @@ from specray.engine.attention.paged import (
     make_batch,
     store_rows,
 )
+from specray.engine.model.decoder import HeadNorm
 from specray.engine.step import HeadShape, PagedBatch, SequenceRows
 from specray.errors import ConfigError
 
@@ -33,6 +36,10 @@ VARLEN_BLOCK_SIZE = 256
 """Tokens per block; FlashAttention 2 in torch takes multiples of this only."""
 DEFAULT_BLOCK_SIZE = 16
 _CHECKED_WINDOWS = (None, 7)
+_PROGRAMS_PER_PROCESSOR = (1, 4)
+"""Programs of the Triton kernel for each multiprocessor that are timed beside its default."""
+_MEASURED_MODEL_LEN = 4096
+"""Tokens of the longest sequence for which kernels are timed, where the model's own is not told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +50,8 @@ class Backend:
     attend: AttendPaged
     store: StoreRows
     block_size: int
+    rivals: tuple[Kernel, ...] = ()
+    """Other ways to attend over the same cache, which give the same and may be faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +61,8 @@ class Model:
     shape: HeadShape
     dtype: torch.dtype
     device: torch.device
+    max_model_len: int = _MEASURED_MODEL_LEN
+    """Most tokens of a sequence."""
 
 
 class VarlenAttend:
@@ -119,7 +130,7 @@ class VarlenAttend:
 
 
 def choose_backend(setting: str, model: Model, block_size: int | None) -> Backend:
-    """The first way that works here, or the one asked for.
+    """The first way that works here, or the one asked for; of ``auto``, the fastest for each shape of step.
 
     Args:
         setting: ``auto``, ``varlen``, ``triton`` or ``gather``.
@@ -140,8 +151,22 @@ def choose_backend(setting: str, model: Model, block_size: int | None) -> Backen
                 raise ConfigError(f"attention is {setting!r}, which does not work here: {reason}") from error
             _log.info("attention %r is not used: %s", name, reason)
         else:
-            return backend
+            return _fastest(backend, model) if setting == "auto" else backend
     raise AssertionError("gathering works everywhere")
+
+
+def _fastest(backend: Backend, model: Model) -> Backend:
+    """The backend with whichever kernel is fastest for each shape of step."""
+    if not backend.rivals:
+        return backend
+    try:
+        inputs = InputMaker(model.shape, model.dtype, model.device, backend.block_size, model.max_model_len)
+        kernels = (Kernel(backend.name, backend.attend), *backend.rivals)
+        return replace(backend, attend=measure(kernels, inputs, CudaTimer(model.device)))
+    # Whatever a driver raises: the backend works as it is.
+    except Exception as error:
+        _log.info("attention kernels were not timed: %s: %s", type(error).__name__, error)
+        return backend
 
 
 def _make(name: str, model: Model, block_size: int | None) -> Backend:
@@ -157,7 +182,8 @@ def _make(name: str, model: Model, block_size: int | None) -> Backend:
     if size % VARLEN_BLOCK_SIZE:
         raise ConfigError(f"block_size is {size}; allowed: multiples of {VARLEN_BLOCK_SIZE}")
     others = _beside_varlen(model, size)
-    return Backend(name, VarlenAttend(others.attend), others.store, size)
+    own = () if others.name == "gather" else (Kernel(others.name, others.attend),)
+    return Backend(name, VarlenAttend(others.attend), others.store, size, (*own, *others.rivals))
 
 
 def _triton(device: torch.device, block_size: int) -> Backend:
@@ -165,7 +191,8 @@ def _triton(device: torch.device, block_size: int) -> Backend:
     from specray.engine.model import operators_triton as operators_triton
 
     attend = TritonAttend(torch.cuda.get_device_properties(device).multi_processor_count)
-    return Backend("triton", attend, operators_triton.store_rows, block_size)
+    rivals = tuple(Kernel(f"triton-{count}", attend.splitting(count)) for count in _PROGRAMS_PER_PROCESSOR)
+    return Backend("triton", attend, operators_triton.store_rows, block_size, rivals)
 
 
 def _beside_varlen(model: Model, block_size: int) -> Backend:
@@ -218,14 +245,16 @@ def _check_store(store: StoreRows, model: Model, tolerance: float) -> None:
         )
     )
     slots = torch.tensor([6, 0, 3], device=model.device)
-    layers = layer.clone(), layer.clone()
-    queries = [
-        each(heads.clone(), own, slots, cos, sin)
-        for each, own in zip((store, store_rows), layers, strict=True)
-    ]
-    # Products of two numbers from the normal distribution, and their sum: larger than what is attended.
-    _check_equal(queries[0], queries[1], 4 * tolerance)
-    _check_equal(layers[0], layers[1], 4 * tolerance)
+    weight = 1.0 + heads[0, : shape.num_heads + shape.num_kv_heads].abs()
+    # Sums of products of two or three numbers from the normal distribution: larger than what is attended.
+    for head_norm, factor in ((None, 4), (HeadNorm(weight, 1e-6), 8)):
+        layers = layer.clone(), layer.clone()
+        queries = [
+            each(heads.clone(), own, slots, cos, sin, head_norm)
+            for each, own in zip((store, store_rows), layers, strict=True)
+        ]
+        _check_equal(queries[0], queries[1], factor * tolerance)
+        _check_equal(layers[0], layers[1], factor * tolerance)
 
 
 def _check_equal(output: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:

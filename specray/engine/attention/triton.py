@@ -1,9 +1,10 @@
 """Attention over the block cache as a Triton kernel. Importing it needs triton.
 
 One program takes some rows of one sequence, with all query heads that share a kv head, through a part of what
-they see; the parts are joined by a second kernel. So a decode step of few sequences keeps all
-multiprocessors busy, and keys and values are read once for all rows of a verification (Dao et al.:
-*Flash-Decoding for long-context inference*, 2023). Sums are float32, and so are products of float32.
+they see; the parts are joined by a second kernel. So a step of few sequences keeps all multiprocessors busy,
+and keys and values are read once for all rows of a verification (Dao et al.: *Flash-Decoding for long-context
+inference*, 2023). What all rows of a program see needs no mask, and that is nearly everything: only behind it
+do windows, ancestors and the rows' own places decide. Sums are float32, and so are products of float32.
 """
 
 from __future__ import annotations
@@ -15,13 +16,59 @@ import triton.language as tl
 from specray.engine.attention.mask import within_window
 from specray.engine.step import PagedBatch
 
-_MAX_SPLITS = 16
+_MAX_SPLITS = 32
 """Most parts of one sequence, a power of two."""
 _MIN_SPLIT_PLACES = 128
 """KV indices per part, at least; a shorter part costs more to join than it saves."""
 _MAX_TILE = 64
 """Rows times query heads of a program, at most; the matrix product needs at least 16."""
 _LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _load_places(
+    layer,
+    table,
+    key,
+    is_key,
+    slot_stride,
+    kv_head,
+    dim,
+    is_dim,
+    IS_WHOLE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Keys, transposed, and values of one kv head at some KV indices; zeros where there are none."""
+    if IS_WHOLE:
+        block = tl.load(table + key // BLOCK_SIZE)
+    else:
+        block = tl.load(table + key // BLOCK_SIZE, mask=is_key, other=0)
+    slot = (block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE) * slot_stride + kv_head * HEAD_DIM
+    key_at = layer + slot[None, :] + dim[:, None]
+    value_at = layer + slot[:, None] + NUM_KV_HEADS * HEAD_DIM + dim[None, :]
+    if IS_WHOLE:
+        keys = tl.load(key_at, mask=is_dim[:, None], other=0.0)
+        values = tl.load(value_at, mask=is_dim[None, :], other=0.0)
+    else:
+        keys = tl.load(key_at, mask=is_key[None, :] & is_dim[:, None], other=0.0)
+        values = tl.load(value_at, mask=is_key[:, None] & is_dim[None, :], other=0.0)
+    return keys, values
+
+
+@triton.jit
+def _weigh(scores, values, highest, total, mixed):
+    """The running softmax of more scores: highest score, sum of weights and weighted values of each row."""
+    higher = tl.maximum(highest, tl.max(scores, 1))
+    # Where nothing was seen yet: minus infinity less itself would be no number.
+    anchor = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp2(scores - anchor[:, None])
+    kept = tl.exp2(highest - anchor)
+    total = total * kept + tl.sum(weights, 1)
+    mixed = mixed * kept[:, None]
+    mixed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return higher, total, mixed
 
 
 # Steps differ in these: they must not make another variant to compile.
@@ -69,10 +116,13 @@ def _attend(
         is_row = (member < ROWS * GROUP_SIZE) & (row < last_row)
         position = tl.load(positions + row, mask=is_row, other=0)
         kv_index = tl.load(kv_indices + row, mask=is_row, other=0)
+        # KV indices below it are seen by the row.
+        seen = position + 1
         if HAS_MASKS:
             prefix_len = tl.load(prefix_lens + row, mask=is_row, other=0)
             first_index = tl.load(first_indices + row, mask=is_row, other=0)
             bits = tl.load(ancestors + row, mask=is_row, other=0)
+            seen = prefix_len
         dim = tl.arange(0, PADDED_DIM)
         is_dim = dim < HEAD_DIM
         rows = tl.load(
@@ -91,19 +141,28 @@ def _attend(
         highest = tl.full([TILE], float("-inf"), tl.float32)
         total = tl.zeros([TILE], tl.float32)
         mixed = tl.zeros([TILE, PADDED_DIM], tl.float32)
-        for at in range(low, high, PLACES):
+        table = tables + sequence.to(tl.int64) * table_stride
+        masked_from = low
+        if WINDOW == 0:
+            common = tl.minimum(tl.min(tl.where(is_row, seen, 2147483647), 0), high)
+            masked_from = low + tl.maximum(common - low, 0) // PLACES * PLACES
+            for at in range(low, masked_from, PLACES):
+                key = at + tl.arange(0, PLACES)
+                keys, values = _load_places(
+                    layer, table, key, key >= 0, slot_stride, kv_head, dim, is_dim,
+                    True, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
+                )  # fmt: skip
+                scores = tl.dot(rows, keys, input_precision="ieee") * scale
+                highest, total, mixed = _weigh(scores, values, highest, total, mixed)
+        for at in range(masked_from, high, PLACES):
             key = at + tl.arange(0, PLACES)
             is_key = key < high
-            block = tl.load(tables + sequence * table_stride + key // BLOCK_SIZE, mask=is_key, other=0)
-            slot = (block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE) * slot_stride + kv_head * HEAD_DIM
-            keys = tl.load(
-                layer + slot[None, :] + dim[:, None], mask=is_key[None, :] & is_dim[:, None], other=0.0
-            )
+            keys, values = _load_places(
+                layer, table, key, is_key, slot_stride, kv_head, dim, is_dim,
+                False, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
+            )  # fmt: skip
             scores = tl.dot(rows, keys, input_precision="ieee") * scale
-            if HAS_MASKS:
-                is_visible = key[None, :] < prefix_len[:, None]
-            else:
-                is_visible = key[None, :] <= position[:, None]
+            is_visible = key[None, :] < seen[:, None]
             if WINDOW > 0:
                 is_visible = is_visible & (key[None, :] > position[:, None] - WINDOW)
             if HAS_MASKS:
@@ -113,20 +172,7 @@ def _attend(
                 is_visible = is_visible | (is_bit & (((bits[:, None] >> shift) & 1) != 0))
             is_visible = is_visible & is_key[None, :]
             scores = tl.where(is_visible, scores, float("-inf"))
-            higher = tl.maximum(highest, tl.max(scores, 1))
-            # Where nothing was seen yet: minus infinity less itself would be no number.
-            anchor = tl.where(higher == float("-inf"), 0.0, higher)
-            weights = tl.exp2(scores - anchor[:, None])
-            kept = tl.exp2(highest - anchor)
-            values = tl.load(
-                layer + slot[:, None] + NUM_KV_HEADS * HEAD_DIM + dim[None, :],
-                mask=is_key[:, None] & is_dim[None, :],
-                other=0.0,
-            )
-            total = total * kept + tl.sum(weights, 1)
-            mixed = mixed * kept[:, None]
-            mixed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-            highest = higher
+            highest, total, mixed = _weigh(scores, values, highest, total, mixed)
         divisor = tl.where(total == 0.0, 1.0, total)
         place_out = (split * num_rows + row).to(tl.int64) * (NUM_KV_HEADS * GROUP_SIZE) + head
         tl.store(
@@ -173,11 +219,18 @@ class TritonAttend:
     """Implements ``paged.AttendPaged``.
 
     Args:
-        num_processors: of the device; programs for twice as many are wanted.
+        num_processors: of the device.
+        programs_per_processor: programs that are wanted for each of them; what they see is split until there
+            are so many.
     """
 
-    def __init__(self, num_processors: int) -> None:
-        self._num_wanted = 2 * num_processors
+    def __init__(self, num_processors: int, programs_per_processor: int = 2) -> None:
+        self._num_processors = num_processors
+        self._num_wanted = programs_per_processor * num_processors
+
+    def splitting(self, programs_per_processor: int) -> TritonAttend:
+        """The same with other splits."""
+        return TritonAttend(self._num_processors, programs_per_processor)
 
     def __call__(
         self,

@@ -14,6 +14,7 @@ below). So rows are padded to one of few widths.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -114,6 +115,15 @@ class PlainLinear:
 
 
 @dataclass(frozen=True, slots=True)
+class WideLinear(PlainLinear):
+    """A weight of 16 bits whose products can be left in the float32 that they are summed in."""
+
+    def precise(self, rows: torch.Tensor) -> torch.Tensor:
+        assert self.bias is None, "only products are wide"
+        return torch.mm(rows, self.weight.t(), out_dtype=torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
 class PlainGate:
     """Both weights in one: on CUDA, and where oneDNN lacks the data type."""
 
@@ -206,7 +216,26 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     """
     if can_pack(weight.device, weight.dtype):
         return PackedLinear(_reorder(weight.contiguous()), bias)
-    return PlainLinear(weight.contiguous(), bias)
+    kind = WideLinear if bias is None and has_wide_products(weight.device, weight.dtype) else PlainLinear
+    return kind(weight.contiguous(), bias)
+
+
+@functools.cache
+def has_wide_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this torch leaves products of 16-bit numbers in float32 on this device: it is tried."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return False
+    # The sum needs more than 16 bits.
+    rows, weight = (
+        torch.ones(1, 16, dtype=dtype, device=device),
+        torch.ones(8, 16, dtype=dtype, device=device),
+    )
+    rows[0, 0] = 2.0**-12
+    try:
+        products = WideLinear(weight, None).precise(rows)
+    except (RuntimeError, TypeError):
+        return False
+    return products.dtype == torch.float32 and bool((products == 15.0 + 2.0**-12).all())
 
 
 def make_gate(

@@ -127,14 +127,18 @@ class ReducedLinear:
 
 @dataclass(frozen=True, slots=True)
 class GatheredHead:
-    """Some rows of the head: the ranks' logits are joined."""
+    """Some rows of the head: each rank has the logits of some tokens, until they are joined."""
 
     local: Linear
     num_logits: int
     parallel: ParallelContext
 
     def precise(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.parallel.all_gather(self.local(rows), self.num_logits).float()
+        return self.local(rows)
+
+    def whole(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits of all ranks."""
+        return self.parallel.all_gather(logits, self.num_logits).float()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The work between a layer's matrix products, in few Triton kernels. Importing it needs triton.
 
-A captured forward of few rows still pays some microseconds for every operator: rotating queries and keys and
-writing the cache is one here, and so is the activation of a gated pair.
+A captured forward of few rows still pays some microseconds for every operator: norming and rotating queries
+and keys and writing the cache is one here, and so is the activation of a gated pair.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from specray.engine.model.decoder import HeadNorm
 from specray.engine.model.linear import PlainGate
 from specray.engine.model.operators_torch import TorchOperators
 
@@ -27,8 +28,11 @@ def _store(
     slots,
     cos,
     sin,
+    norm_weight,
+    eps,
     row_stride,
     slot_stride,
+    HAS_NORM: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -43,10 +47,19 @@ def _store(
     if head < NUM_HEADS + NUM_KV_HEADS:
         half: tl.constexpr = HEAD_DIM // 2
         partner = tl.where(dim < half, dim + half, dim - half)
-        others = tl.load(source + partner, mask=is_dim, other=0.0).to(tl.float32)
+        others = tl.load(source + partner, mask=is_dim, other=0.0)
+        if HAS_NORM:
+            # Rounded where the operators of a head norm round.
+            wide = numbers.to(tl.float32)
+            factor = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / HEAD_DIM + eps)
+            own_weight = tl.load(norm_weight + head * HEAD_DIM + dim, mask=is_dim, other=0.0)
+            other_weight = tl.load(norm_weight + head * HEAD_DIM + partner, mask=is_dim, other=0.0)
+            numbers = (wide * factor).to(heads.dtype.element_ty) * own_weight
+            others = (others.to(tl.float32) * factor).to(heads.dtype.element_ty) * other_weight
         cosine = tl.load(cos + row * HEAD_DIM + dim, mask=is_dim, other=0.0).to(tl.float32)
         sine = tl.load(sin + row * HEAD_DIM + dim, mask=is_dim, other=0.0).to(tl.float32)
-        numbers = (numbers.to(tl.float32) * cosine + others * sine).to(heads.dtype.element_ty)
+        rotated = numbers.to(tl.float32) * cosine + others.to(tl.float32) * sine
+        numbers = rotated.to(heads.dtype.element_ty)
     if head < NUM_HEADS:
         tl.store(query + (row * NUM_HEADS + head) * HEAD_DIM + dim, numbers, mask=is_dim)
     else:
@@ -71,6 +84,7 @@ def store_rows(
     slots: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
+    head_norm: HeadNorm | None = None,
 ) -> torch.Tensor:
     """Implements ``paged.StoreRows``."""
     num_rows, num_all_heads, head_dim = heads.shape
@@ -84,8 +98,11 @@ def store_rows(
         slots,
         cos,
         sin,
+        cos if head_norm is None else head_norm.weight,
+        0.0 if head_norm is None else head_norm.eps,
         heads.stride(0),
         layer.stride(0),
+        HAS_NORM=head_norm is not None,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -10,9 +12,10 @@ import torch
 from specray.config import DraftConfig, EngineConfig
 from specray.engine.attention.select import DEFAULT_BLOCK_SIZE, Backend, Model, choose_backend
 from specray.engine.cache.blocks import BlockCache, bytes_per_token
+from specray.engine.model.decoder import DecoderForward
 from specray.engine.model.description import ModelArgs, model_path
 from specray.engine.model.loader import DecoderSource, LoadedModel, load_model
-from specray.engine.model.lowering import head_shape, lower
+from specray.engine.model.lowering import GatheredHead, head_shape, lower
 from specray.engine.model.operators import (
     Operators,
     PagedOperators,
@@ -21,7 +24,7 @@ from specray.engine.model.operators import (
 )
 from specray.engine.model.quantized.formats import WeightFormats
 from specray.engine.model.quantized.operator_set import OperatorSet, operator_set
-from specray.engine.runner.cuda_graphs import WIDTHS, Bucket, CudaCapture, GraphedForward
+from specray.engine.runner.cuda_graphs import SEQUENCES, WIDTHS, Bucket, CudaCapture, GraphedForward
 from specray.engine.runner.device import (
     available_memory,
     choose_device,
@@ -40,10 +43,13 @@ from specray.errors import ConfigError
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _POPULATED_SHARE = 4
 """Divisor of the available memory: the share populated at start, since other engines do the same."""
+_CAPTURE_LIMIT_S = 30.0
+"""Seconds in which forwards are captured before the first request."""
 _MAX_PREPARED_WIDTH = 8
-"""Rows of one sequence, at most, whose forwards are captured before the first request."""
+"""Rows of one sequence, at most, whose forwards are captured then; those of draft tokens and one more."""
 _MAX_PREPARED_BRANCHES = 16
-"""Branch rows of one sequence, at most, whose forwards are captured before the first request."""
+"""Branch rows of one sequence, at most, whose forwards are captured then by a draft."""
+_MAX_PREPARED_SEQUENCES = 16
 
 
 def build_runner(
@@ -87,11 +93,19 @@ def build_runner(
     if parallel is not None:
         parallel.start(_group_choices(info))
     graphs = None
-    if config.cuda_graphs and device.type == "cuda" and backend is not None and parallel is None:
+    if config.cuda_graphs and device.type == "cuda" and backend is not None:
         capture = CudaCapture(device)
         graphs = GraphedForward(forward, cache, max_model_len=loaded.max_model_len, capture=capture)
-        graphs.prepare(_prepared_buckets(role))
-    return _with_threads_left(ModelRunner(forward, cache, info, parallel=parallel, graphs=graphs))
+        graphs.prepare(_prepared_buckets(role), _until(time.monotonic() + _CAPTURE_LIMIT_S, parallel))
+    runner = ModelRunner(forward, cache, info, parallel=parallel, graphs=graphs, head=_shared_head(forward))
+    return _with_threads_left(runner)
+
+
+def _shared_head(forward: Forward) -> GatheredHead | None:
+    """The head of a forward whose logits are this rank's alone."""
+    if isinstance(forward, DecoderForward) and isinstance(forward.head, GatheredHead):
+        return forward.head
+    return None
 
 
 def _info(
@@ -159,10 +173,20 @@ def _group_choices(info: RunnerInfo) -> dict[str, object]:
 
 
 def _prepared_buckets(role: str) -> list[Bucket]:
-    buckets = [Bucket(1, width, has_masks=False) for width in WIDTHS if width <= _MAX_PREPARED_WIDTH]
+    """Forwards to capture ahead of need, the likeliest first: of one sequence, then of more and more."""
+    widths = [width for width in WIDTHS if width <= _MAX_PREPARED_WIDTH]
+    buckets = [Bucket(1, width, has_masks=False) for width in widths]
     if role == "draft":
         buckets += [Bucket(1, width, has_masks=True) for width in WIDTHS if width <= _MAX_PREPARED_BRANCHES]
-    return buckets
+    several = [count for count in SEQUENCES if 1 < count <= _MAX_PREPARED_SEQUENCES]
+    return buckets + [Bucket(count, width, has_masks=False) for count in several for width in widths]
+
+
+def _until(ends_at: float, parallel: ParallelContext | None) -> Callable[[], bool]:
+    """Whether there is time left; a group goes on while all its ranks have some."""
+    if parallel is None:
+        return lambda: time.monotonic() < ends_at
+    return lambda: bool(parallel.least(time.monotonic() < ends_at))
 
 
 def _too_large(loaded: LoadedModel) -> str:
@@ -250,7 +274,8 @@ def _attention_backend(
         return None
     if loaded.device.type == "cpu" and config.attention == "auto":
         return None
-    model = Model(head_shape(loaded.source.config, parallel), loaded.dtype, loaded.device)
+    shape = head_shape(loaded.source.config, parallel)
+    model = Model(shape, loaded.dtype, loaded.device, loaded.max_model_len)
     return choose_backend(config.attention, model, config.block_size)
 
 

@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -26,11 +26,20 @@ from specray.engine.step import AttentionStep, Forward, ForwardOutput, SequenceR
 _log = logging.getLogger(__name__)
 
 Work = Callable[[], ForwardOutput]
-Capture = Callable[[Work], Work]
-"""Function that captures some work and returns a function that runs it again, into the same tensors."""
+Output = TypeVar("Output")
+
+
+class Capture(Protocol):
+    """Captures some work."""
+
+    def __call__(self, work: Callable[[], Output], /) -> Callable[[], Output]:
+        """Returns a function that runs the work again, into the same tensors."""
+        ...
+
 
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
-WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
+WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 72)
+"""Rows of a sequence; the largest tree and what its sequence lacks before it fit the last."""
 MAX_ROWS = 512
 """Rows of a bucket, at most; a longer forward hides its launches."""
 _WARM_UPS = 2
@@ -57,19 +66,20 @@ def bucket_for(inputs: Sequence[SequenceInput]) -> Bucket | None:
     return Bucket(SEQUENCES[sequences], WIDTHS[width], any(item.visibility for item in inputs))
 
 
-def run_again(work: Work) -> Work:
-    """A :data:`Capture` for devices that have none: the work itself."""
+def run_again(work: Callable[[], Output]) -> Callable[[], Output]:
+    """A :class:`Capture` for devices that have none: the work itself."""
     return work
 
 
 class CudaCapture:
-    """A :data:`Capture` into CUDA graphs that share their memory; for one thread."""
+    """A :class:`Capture` into CUDA graphs that share their memory; for one thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def __call__(self, work: Work) -> Work:
+    def __call__(self, work: Callable[[], Output]) -> Callable[[], Output]:
+        """See :class:`Capture`."""
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -81,7 +91,7 @@ class CudaCapture:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             output = work()
 
-        def replay() -> ForwardOutput:
+        def replay() -> Output:
             graph.replay()
             return output
 
@@ -110,7 +120,7 @@ class GraphedForward:
         self._forward = forward
         self._cache = cache
         self._max_num_blocks = -(-max_model_len // cache.block_size)
-        self._capture = capture
+        self.capture = capture
         self._prepared: dict[Bucket, _Prepared] = {}
         self._logits: torch.Tensor | None = None  # [MAX_ROWS, vocab_size], of whichever bucket ran last
 
@@ -126,10 +136,16 @@ class GraphedForward:
         return bucket_for(inputs)
 
     @torch.inference_mode()
-    def prepare(self, buckets: Sequence[Bucket]) -> None:
-        """Captures ahead of need."""
+    def prepare(self, buckets: Sequence[Bucket], goes_on: Callable[[], bool] = lambda: True) -> None:
+        """Captures ahead of need.
+
+        Args:
+            goes_on: asked before each bucket; False: the others are captured when they are needed.
+        """
         began = time.perf_counter()
         for bucket in buckets:
+            if not goes_on():
+                break
             self._get(bucket)
         _log.info("%d forwards captured in %.1f s", len(self.buckets), time.perf_counter() - began)
 
@@ -190,7 +206,7 @@ class GraphedForward:
             return output._replace(logits=kept.copy_(output.logits))
 
         try:
-            return _Prepared(host, on_device, self._capture(work), is_captured=True)
+            return _Prepared(host, on_device, self.capture(work), is_captured=True)
         except RuntimeError as error:
             # torch's allocator has a type of its own for it; the driver, which keeps every graph, has not.
             if "out of memory" not in str(error):

@@ -1,18 +1,15 @@
 """A tensor-parallel group: how its ranks meet, and how the leader tells the others what to run.
 
 Meeting: rank 0 opens a store on a free port and reports its address; every rank joins through it. The
-group's collectives inside a forward use the default process group (gloo on CPU, NCCL on CUDA); what the
-leader says goes over a gloo group of its own, as one small integer tensor:
+group's collectives inside a forward use the default process group (gloo on CPU, NCCL on CUDA). What the
+leader says goes through shared memory where all ranks of a CUDA group are on one node, else over a gloo group
+of its own (``step_channel``), as a list of integers:
 
     [kind, payload_len, num_moves, payload ...]
-                                         payload of a step, per sequence:
-                                         start, num_logits, num_tokens, num_blocks, num_masks,
-                                         tokens ..., blocks ..., masks (three integers each) ...
-                                         payload of a copy:
-                                         first, num_tokens, num_blocks, source ..., destination ...
 
-Behind the payload of either come the slots of K/V that are moved before it: sources ..., destinations ...
-A silent leader is a lost leader: while it has nothing to run it sends beats.
+The payload is a step or a copy as ``wire`` has them, before a step perhaps draws from its logits. Behind it
+come the slots of K/V that are moved before: sources ..., destinations ... A silent leader is a lost leader:
+while it has nothing to run it sends beats.
 """
 
 from __future__ import annotations
@@ -30,12 +27,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from specray.engine.attention.mask import Visibility
 from specray.engine.runner.inputs import CopyInput, Moves, SequenceInput
+from specray.engine.runner.step_channel import Channel, NetworkChannel, shared_channel
+from specray.engine.runner.wire import SentTables, decode_copy, encode_copy
 from specray.errors import ConfigError, EngineLostError
 
-_MESSAGE_LEN = 256
-"""Integers of the first broadcast; nearly every decode step fits."""
 _HEADER_LEN = 3
 
 
@@ -48,6 +44,7 @@ class _Kind(enum.IntEnum):
     STEP = 1
     CLOSE = 2
     COPY = 3
+    DRAW = 4
 
 
 class Received(NamedTuple):
@@ -57,6 +54,8 @@ class Received(NamedTuple):
     """A step, or a copy."""
     moves: Moves
     """Moves before it."""
+    draws: list[int] | None = None
+    """Draws from the step's logits, encoded (``shards.ShardDraws``); None: its logits are joined."""
 
 
 def _family(host: str) -> socket.AddressFamily:
@@ -100,6 +99,12 @@ class GroupArgs:
     """Seconds to wait for the other ranks: to meet, to load, and in any one collective."""
     silence_timeout_s: float = 60.0
     """Seconds of silence after which the leader counts as lost."""
+    shares_memory: bool | None = None
+    """Whether messages go through shared memory if all ranks reach it; None: under ``cuda``, where ranks have
+    time and cores to look for them."""
+    draws_apart: bool | None = None
+    """Whether ranks draw from the logits that each has, where they can, instead of joining them; None: under
+    ``cuda``. On a CPU joined logits are drawn from faster."""
 
 
 class ParallelContext:
@@ -110,7 +115,8 @@ class ParallelContext:
         self.world_size = args.world_size
         self._args = args
         self._starting = starting
-        self._control = control
+        self._channel: Channel = NetworkChannel(control)
+        self._sent_tables = SentTables()
         self._lock = threading.Lock()
         self._is_closing = threading.Event()
         self._failure: EngineLostError | None = None
@@ -142,6 +148,12 @@ class ParallelContext:
         assert starting is not None and control is not None
         return cls(args, starting, control)
 
+    @property
+    def draws_apart(self) -> bool:
+        """Whether ranks draw from the logits that each has."""
+        own = self._args.draws_apart
+        return self._args.device_type == "cuda" if own is None else own
+
     def start(self, choices: Mapping[str, object]) -> None:
         """Waits until every rank is ready to run; then the leader begins to beat.
 
@@ -162,9 +174,22 @@ class ParallelContext:
         except RuntimeError as error:
             raise EngineLostError(f"the group did not start: {error}") from None
         check_same_choices(everyones)
+        self._choose_channel()
         if self.rank == 0:
             self._beating = threading.Thread(target=self._beat, name="specray-group-beat", daemon=True)
             self._beating.start()
+
+    def _choose_channel(self) -> None:
+        args = self._args
+        shares_memory = args.device_type == "cuda" if args.shares_memory is None else args.shares_memory
+        if not shares_memory:
+            return
+        timeout = timedelta(seconds=args.silence_timeout_s)
+        try:
+            shared = shared_channel(self.rank, self.world_size, self._starting, timeout)
+        except RuntimeError as error:
+            raise EngineLostError(f"the group did not start: {error}") from None
+        self._channel = shared or self._channel
 
     def least(self, value: int) -> int:
         """The least of the ranks' values; every rank asks. Raises EngineLostError as ``start`` does."""
@@ -180,7 +205,11 @@ class ParallelContext:
 
     def send_step(self, inputs: Sequence[SequenceInput], moves: Moves = NO_MOVES) -> None:
         """Leader: hands a step to the other ranks. Raises EngineLostError when one is gone."""
-        self._send(_Kind.STEP, encode_inputs(inputs), moves)
+        self._send(_Kind.STEP, self._sent_tables.encode(inputs), moves)
+
+    def send_draws(self, inputs: Sequence[SequenceInput], draws: list[int], moves: Moves = NO_MOVES) -> None:
+        """Leader: as ``send_step``, with draws from the step's logits."""
+        self._send(_Kind.DRAW, [len(draws), *draws, *self._sent_tables.encode(inputs)], moves)
 
     def send_copy(self, copy: CopyInput, moves: Moves = NO_MOVES) -> None:
         """Leader: hands a copy to the other ranks. Raises EngineLostError when one is gone."""
@@ -195,7 +224,10 @@ class ParallelContext:
         while True:
             kind, payload, moves = self._receive()
             if kind == _Kind.STEP:
-                return Received(decode_inputs(payload), moves)
+                return Received(self._sent_tables.decode(payload), moves)
+            if kind == _Kind.DRAW:
+                end = 1 + payload[0]
+                return Received(self._sent_tables.decode(payload[end:]), moves, payload[1:end])
             if kind == _Kind.COPY:
                 return Received(decode_copy(payload), moves)
             if kind == _Kind.CLOSE:
@@ -219,6 +251,15 @@ class ParallelContext:
         except RuntimeError as error:
             raise EngineLostError(f"rank {self.rank} lost its group: {error}") from None
         return torch.cat(parts, -1)[:, :total]
+
+    def exchange(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The same-sized numbers of all ranks: ``[world_size, *shape]``."""
+        parts = [torch.empty_like(numbers) for _ in range(self.world_size)]
+        try:
+            dist.all_gather(parts, numbers.contiguous())
+        except RuntimeError as error:
+            raise EngineLostError(f"rank {self.rank} lost its group: {error}") from None
+        return torch.stack(parts)
 
     def first_row(self, total: int) -> int:
         """The first of ``total`` rows that this rank holds, where rows are dealt in equal runs."""
@@ -246,32 +287,25 @@ class ParallelContext:
 
     def _send(self, kind: _Kind, payload: list[int], moves: Moves = NO_MOVES) -> None:
         message = [int(kind), len(payload), len(moves.sources), *payload, *moves.sources, *moves.destinations]
-        first = message[:_MESSAGE_LEN] + [0] * (_MESSAGE_LEN - len(message))
         with self._lock:
             if self._failure is not None:
                 raise self._failure
             if self._is_closing.is_set():
                 return
-            self._broadcast(torch.tensor(first))
-            if len(message) > _MESSAGE_LEN:
-                self._broadcast(torch.tensor(message[_MESSAGE_LEN:]))
+            try:
+                self._channel.send(message)
+            except RuntimeError as error:
+                raise EngineLostError(f"rank {self.rank} lost its group: {error}") from None
 
     def _receive(self) -> tuple[int, list[int], Moves]:
-        message: list[int] = self._broadcast(torch.empty(_MESSAGE_LEN, dtype=torch.int64)).tolist()
-        kind, payload_len, num_moves = message[:_HEADER_LEN]
-        end = _HEADER_LEN + payload_len
-        num_missing = end + 2 * num_moves - _MESSAGE_LEN
-        if num_missing > 0:
-            message += self._broadcast(torch.empty(num_missing, dtype=torch.int64)).tolist()
-        slots = message[end : end + 2 * num_moves]
-        return kind, message[_HEADER_LEN:end], Moves(slots[:num_moves], slots[num_moves:])
-
-    def _broadcast(self, message: torch.Tensor) -> torch.Tensor:
         try:
-            dist.broadcast(message, src=0, group=self._control)
+            message = self._channel.receive()
         except RuntimeError as error:
             raise EngineLostError(f"rank {self.rank} lost its group: {error}") from None
-        return message
+        kind, payload_len, num_moves = message[:_HEADER_LEN]
+        end = _HEADER_LEN + payload_len
+        slots = message[end : end + 2 * num_moves]
+        return kind, message[_HEADER_LEN:end], Moves(slots[:num_moves], slots[num_moves:])
 
 
 def check_same_choices(choices: Sequence[Mapping[str, object]]) -> None:
@@ -292,52 +326,6 @@ def check_same_choices(choices: Sequence[Mapping[str, object]]) -> None:
 
 def _named_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def encode_inputs(inputs: Sequence[SequenceInput]) -> list[int]:
-    """A step as integers."""
-    encoded: list[int] = []
-    for item in inputs:
-        encoded += (
-            item.start,
-            item.num_logits,
-            len(item.token_ids),
-            len(item.block_ids),
-            len(item.visibility),
-        )
-        encoded += item.token_ids
-        encoded += item.block_ids
-        for row in item.visibility:
-            encoded += (row.prefix_len, row.first_index, row.signed_ancestors)
-    return encoded
-
-
-def decode_inputs(encoded: Sequence[int]) -> list[SequenceInput]:
-    """The inverse of :func:`encode_inputs`."""
-    inputs: list[SequenceInput] = []
-    at = 0
-    while at < len(encoded):
-        start, num_logits, num_tokens, num_blocks, num_masks = encoded[at : at + 5]
-        tokens_at = at + 5
-        blocks_at = tokens_at + num_tokens
-        rows_at = blocks_at + num_blocks
-        at = rows_at + 3 * num_masks
-        visibility = tuple(Visibility.from_signed(*encoded[row : row + 3]) for row in range(rows_at, at, 3))
-        token_ids, block_ids = encoded[tokens_at:blocks_at], encoded[blocks_at:rows_at]
-        inputs.append(SequenceInput(token_ids, start, block_ids, num_logits, visibility))
-    return inputs
-
-
-def encode_copy(copy: CopyInput) -> list[int]:
-    """A copy as integers."""
-    sources = copy.source_block_ids
-    return [copy.first, copy.num_tokens, len(sources), *sources, *copy.destination_block_ids]
-
-
-def decode_copy(encoded: Sequence[int]) -> CopyInput:
-    """The inverse of :func:`encode_copy`."""
-    first, num_tokens, num_sources = encoded[:3]
-    return CopyInput(encoded[3 : 3 + num_sources], encoded[3 + num_sources :], first, num_tokens)
 
 
 def _connect(address: str, timeout: timedelta) -> TCPStore:

@@ -19,9 +19,12 @@ from specray.engine.cache.blocks import BlockCache
 from specray.engine.runner.cuda_graphs import Bucket, GraphedForward
 from specray.engine.runner.inputs import CopyInput, Moves, SequenceInput
 from specray.engine.runner.parallel import NO_MOVES, ParallelContext
+from specray.engine.sampling.device.select import choose_kernels
+from specray.engine.sampling.device.shards import SHARD_MULTIPLE, ShardDrawer, ShardDraws, best_of_ranks
 from specray.engine.step import AttentionStep, Forward, ForwardOutput, SequenceRows, Step
 
 if TYPE_CHECKING:
+    from specray.engine.model.lowering import GatheredHead
     from specray.engine.runner.cpu_graphs import CpuGraphForward
 
 
@@ -57,6 +60,9 @@ class ModelRunner:
     """One rank's model and cache. In a tensor-parallel group every rank has one and calls the same ``run``.
 
     The leader's ``run`` hands the step to the other ranks, which sit in ``follow``.
+
+    Args:
+        head: of a forward whose logits are this rank's alone; None: they are whole.
     """
 
     def __init__(
@@ -67,12 +73,17 @@ class ModelRunner:
         *,
         parallel: ParallelContext | None = None,
         graphs: GraphedForward | None = None,
+        head: GatheredHead | None = None,
     ) -> None:
         self.info = info
         self.cache = cache
         self.forward = forward
         self.graphs = graphs
         self._parallel = parallel
+        self._head = head
+        self._drawer = (
+            None if parallel is None or head is None else _shard_drawer(parallel, head, info.device)
+        )
         self.pending_moves = Moves()
         """K/V that is moved before whatever comes next."""
         self._cpu_graphs = None if parallel is not None else _with_cpu_graphs(forward, info.device)
@@ -82,6 +93,11 @@ class ModelRunner:
     def has_cpu_graphs(self) -> bool:
         """True if a step is kernels alone between tokens and logits; they have threads of their own."""
         return self._cpu_graphs is not None
+
+    @property
+    def is_group(self) -> bool:
+        """True if other ranks run what this one runs."""
+        return self._parallel is not None
 
     @torch.inference_mode()
     def run(self, inputs: Sequence[SequenceInput]) -> ForwardOutput:
@@ -96,6 +112,38 @@ class ModelRunner:
         moves = self._take_moves()
         if self._parallel is not None:
             self._parallel.send_step(inputs, moves)
+        return self._joined(self._moved_and_run(inputs, moves))
+
+    @property
+    def can_draw(self) -> bool:
+        """True if ranks share the logits and can draw from them without joining them."""
+        return self._drawer is not None
+
+    @torch.inference_mode()
+    def run_draws(self, inputs: Sequence[SequenceInput], draws: ShardDraws) -> list[int]:
+        """As :meth:`run`, but draws from the logits instead of giving them.
+
+        Args:
+            draws: of the rows whose logits are wanted, at least one.
+
+        Returns:
+            A token id of each row.
+        """
+        assert self._parallel is not None, "only ranks share logits"
+        moves, encoded = self._take_moves(), draws.encode()
+        self._parallel.send_draws(inputs, encoded, moves)
+        return best_of_ranks(self._exchanged(self._moved_and_run(inputs, moves), encoded))
+
+    def _exchanged(self, output: ForwardOutput, draws: Sequence[int]) -> torch.Tensor:
+        assert self._parallel is not None and self._drawer is not None, "only ranks share logits"
+        return self._parallel.exchange(self._drawer.best(output.logits, draws))
+
+    def _joined(self, output: ForwardOutput) -> ForwardOutput:
+        if self._head is None or not len(output.logits):
+            return output
+        return output._replace(logits=self._head.whole(output.logits))
+
+    def _moved_and_run(self, inputs: Sequence[SequenceInput], moves: Moves) -> ForwardOutput:
         try:
             self._move(moves)
             return self._run(inputs)
@@ -135,12 +183,17 @@ class ModelRunner:
         assert self._parallel is not None and self._parallel.rank > 0, "only a follower follows"
         with torch.inference_mode():
             while (received := self._parallel.receive_step()) is not None:
-                work, moves = received
+                work, moves, draws = received
                 self._move(moves)
                 if isinstance(work, CopyInput):
                     self._copy(work)
+                    continue
+                # The leader captures and replays the same forwards, so that their collectives meet.
+                output = self._run(work)
+                if draws is None:
+                    self._joined(output)
                 else:
-                    self._forward(self._plan(work))
+                    self._exchanged(output, draws)
 
     @torch.inference_mode()
     def copy_tokens(
@@ -179,6 +232,12 @@ class ModelRunner:
                 self.pending_moves.sources.append(block_ids[source // size] * size + source % size)
                 self.pending_moves.destinations.append(block_ids[index // size] * size + index % size)
 
+    @torch.inference_mode()
+    def settle_moves(self) -> None:
+        """Moves at once what waits for the next step; only where there are no other ranks."""
+        assert self._parallel is None, "other ranks are told of moves with a step"
+        self._move(self._take_moves())
+
     def _take_moves(self) -> Moves:
         moves = self.pending_moves
         if not moves:
@@ -213,7 +272,7 @@ class ModelRunner:
             positions.extend(item.positions)
         wanted = _logit_rows(inputs, rows)
         return Step(
-            token_ids=torch.tensor([token for item in inputs for token in item.token_ids], device=device),
+            token_ids=torch.tensor(_token_ids(inputs), device=device),
             positions=torch.tensor(positions, device=device),
             attention=AttentionStep(tuple(rows), self.cache),
             logit_rows=None
@@ -235,7 +294,7 @@ class ModelRunner:
         self, graphs: GraphedForward, bucket: Bucket, inputs: Sequence[SequenceInput]
     ) -> ForwardOutput:
         rows = _sequence_rows(inputs)
-        logits, features = graphs.run(bucket, rows, [token for item in inputs for token in item.token_ids])
+        logits, features = graphs.run(bucket, rows, _token_ids(inputs))
         wanted = _logit_rows(inputs, rows)
         # Copies, since the next step overwrites them.
         if features is not None:
@@ -254,6 +313,20 @@ def _with_cpu_graphs(forward: Forward, device: torch.device) -> CpuGraphForward 
     except ImportError:  # Without numba there are no kernels.
         return None
     return with_cpu_graphs(forward)
+
+
+def _shard_drawer(parallel: ParallelContext, head: GatheredHead, device: torch.device) -> ShardDrawer | None:
+    """Draws from this rank's logits; None: they are joined, or the ranks' runs of tokens do not allow it."""
+    run_len = -(-head.num_logits // parallel.world_size)
+    if not parallel.draws_apart or run_len % SHARD_MULTIPLE:
+        return None
+    if (parallel.world_size - 1) * run_len >= head.num_logits:
+        return None
+    return ShardDrawer(choose_kernels(device), parallel.first_row(head.num_logits))
+
+
+def _token_ids(inputs: Sequence[SequenceInput]) -> list[int]:
+    return [token for item in inputs for token in item.token_ids]
 
 
 def _sequence_rows(inputs: Sequence[SequenceInput]) -> list[SequenceRows]:

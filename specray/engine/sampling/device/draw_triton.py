@@ -39,7 +39,7 @@ def _take(score, token, highest, chosen, total, IS_JUDGED: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["vocab_size", "split_size"],
+    do_not_specialize=["vocab_size", "split_size", "first_block"],
     do_not_specialize_on_alignment=[
         "logits",
         "keys",
@@ -62,11 +62,15 @@ def draw_kernel(
     totals,
     vocab_size,
     split_size,
+    first_block,
     HAS_CUT: tl.constexpr,
     IS_JUDGED: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """The best score of a part of a row, its token, and the sum of exp(2 * (score - best))."""
+    """The best score of a part of a row, its token, and the sum of exp(2 * (score - best)).
+
+    Of a row of some tokens, ``first_block`` is the first one's place among the blocks of four.
+    """
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     place = row * tl.num_programs(1) + split
@@ -91,7 +95,7 @@ def draw_kernel(
         number2 = load_number(row_logits, token + 2, end, divisor, threshold, last, HAS_CUT).to(tl.float64)
         number3 = load_number(row_logits, token + 3, end, divisor, threshold, last, HAS_CUT).to(tl.float64)
         if has_noise:
-            block = ((token >> 2) + 1).to(tl.uint64)
+            block = ((token >> 2) + 1 + first_block).to(tl.uint64)
             word0, word1, word2, word3 = philox(block, seed, position, purpose)
             number0 += gumbel_of(word0)
             number1 += gumbel_of(word1)

@@ -52,6 +52,17 @@ class Kernels(Protocol):
         """
         ...
 
+    def draw_best(self, logits: Tensor, rows: RowTable, first_token_id: int) -> tuple[Tensor, Tensor]:
+        """The first best token of each row with its noise, where logits are of the ids from one on.
+
+        Args:
+            first_token_id: a multiple of 4.
+
+        Returns:
+            float64 scores and int64 token ids ``[num_rows]``.
+        """
+        ...
+
     def sums(self, logits: Tensor, rows: RowTable, cut: Cut | None) -> tuple[Tensor, Tensor]:
         """Each row's largest logit, float32, and the float64 sum of exp(logit - largest) of what is kept."""
         ...
@@ -137,6 +148,12 @@ class TorchKernels:
         # Scores count twice: SCORE_SPREAD is a half.
         spread = 2.0 * scores.float()
         return tokens, spread.amax(-1) - spread.logsumexp(-1)
+
+    def draw_best(self, logits: Tensor, rows: RowTable, first_token_id: int) -> tuple[Tensor, Tensor]:
+        """See :class:`Kernels`."""
+        noise = self.gumbel(rows.keys, first_token_id + logits.shape[1])[:, first_token_id:]
+        scores, token_ids = (divided(logits, rows) + noise).max(-1)
+        return scores, token_ids + first_token_id
 
     def sums(self, logits: Tensor, rows: RowTable, cut: Cut | None) -> tuple[Tensor, Tensor]:
         """See :class:`Kernels`."""

@@ -80,7 +80,7 @@ class TritonKernels:
         totals = torch.empty(num_rows, num_splits, dtype=torch.float32, device=logits.device)
         draw_kernel[(num_rows, num_splits)](
             logits, rows.keys, rows.divisors, *_cut_of(cut, rows), best, where, totals,
-            vocab_size, split_size, HAS_CUT=cut is not None, IS_JUDGED=is_judged, LANES=self._lanes,
+            vocab_size, split_size, 0, HAS_CUT=cut is not None, IS_JUDGED=is_judged, LANES=self._lanes,
         )  # fmt: skip
         tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
         leads = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
@@ -96,6 +96,19 @@ class TritonKernels:
             SPLITS=_MAX_SPLITS,
         )
         return tokens, leads
+
+    def draw_best(self, logits: Tensor, rows: RowTable, first_token_id: int) -> tuple[Tensor, Tensor]:
+        """See ``kernels.Kernels``."""
+        num_rows, vocab_size = logits.shape
+        num_splits, split_size = self._splits(num_rows, vocab_size)
+        best, where = self._parts(num_rows, num_splits, logits.device)
+        draw_kernel[(num_rows, num_splits)](
+            logits, rows.keys, rows.divisors, *_cut_of(None, rows), best, where, best,
+            vocab_size, split_size, first_token_id // 4, HAS_CUT=False, IS_JUDGED=False, LANES=self._lanes,
+        )  # fmt: skip
+        # Parts are in the order of their tokens: of equal scores the first one's counts.
+        scores, split = best.max(-1, keepdim=True)
+        return scores[:, 0], where.gather(1, split)[:, 0].long() + first_token_id
 
     def sums(self, logits: Tensor, rows: RowTable, cut: Cut | None) -> tuple[Tensor, Tensor]:
         """See ``kernels.Kernels``."""

@@ -69,7 +69,7 @@ def plan_rows(upload: Upload, groups: Sequence[RowGroup], keys: Sequence[NoiseKe
     Args:
         keys: of each row; None: it has no noise.
     """
-    settings = np.array([_settings(group) for group in groups], dtype=np.float64).reshape(-1, 4)
+    settings = np.array([row_settings(group) for group in groups], dtype=np.float64).reshape(-1, 4)
     by_row = np.repeat(settings, [group.num_rows for group in groups], axis=0)
     return RowPlan(
         upload.add(key_words(keys)),
@@ -86,7 +86,8 @@ def key_words(keys: Sequence[NoiseKey | None]) -> NDArray[np.int64]:
     return np.array(rows, dtype=np.int64).reshape(-1, 3)
 
 
-def _settings(group: RowGroup) -> tuple[float, float, float, float]:
+def row_settings(group: RowGroup) -> tuple[float, float, float, float]:
+    """Divisor, top-k, top-p and log of min-p of a group's rows."""
     sampling = group.sampling
     if sampling.is_greedy:
         return 1.0, 0.0, 1.0, -math.inf

@@ -66,12 +66,14 @@ class DeviceSampler:
         # Token ids are exact in float64.
         parts = [tokens.double(), leads.double()]
         if truncated is not None:
-            parts.append(self._draw_truncated(step, cut, truncated).view(-1))
+            rows, keys = (step.sent[piece] for piece in truncated)
+            numbers = processed(step.logits, step.table, cut).index_select(0, rows)
+            parts.append(draw_truncated(self._kernels, numbers, keys, self._support_size(numbers)).view(-1))
         answer: list[float] = torch.cat(parts).cpu().tolist()
         count = len(groups)
         rest = iter(_split(answer[2 * count :], 1 + 2 * self._support_size(logits)))
         return [
-            _truncated_token(next(rest))
+            truncated_token(next(rest))
             if group.sampling.draws_by_rejection
             else DraftToken(int(token), None, lead)
             for group, token, lead in zip(groups, answer[:count], answer[count : 2 * count], strict=True)
@@ -102,19 +104,23 @@ class DeviceSampler:
     def _support_size(self, logits: Tensor) -> int:
         return min(logits.shape[1], self._max_num_draft_probs)
 
-    def _draw_truncated(self, step: _Step, cut: Cut | None, truncated: tuple[Piece, Piece]) -> Tensor:
-        """Samples the likeliest tokens' renormalised distribution, rounded to the float32 that travels.
 
-        Returns:
-            float64 ``[num_rows, 1 + 2 * support]``: the token, the likeliest ones, their probabilities.
-        """
-        rows, keys = (step.sent[piece] for piece in truncated)
-        numbers = processed(step.logits, step.table, cut).index_select(0, rows)
-        values, token_ids = numbers.topk(self._support_size(numbers), dim=-1)
-        probs = values.softmax(-1, dtype=torch.float32).double()
-        noise = gumbel_from_words(self._kernels.words(keys, token_ids))
-        choice = (probs.log() + noise).argmax(-1, keepdim=True)
-        return torch.cat((token_ids.gather(1, choice).double(), token_ids.double(), probs), dim=1)
+def draw_truncated(kernels: Kernels, numbers: Tensor, keys: Tensor, size: int) -> Tensor:
+    """Samples the likeliest tokens' renormalised distribution, rounded to the float32 that travels.
+
+    Args:
+        numbers: processed logits, ``[num_rows, vocab_size]``.
+        keys: of each row, as in a row table.
+        size: number of the likeliest tokens.
+
+    Returns:
+        float64 ``[num_rows, 1 + 2 * size]``: the token, the likeliest ones, their probabilities.
+    """
+    values, token_ids = numbers.topk(size, dim=-1)
+    probs = values.softmax(-1, dtype=torch.float32).double()
+    noise = gumbel_from_words(kernels.words(keys, token_ids))
+    choice = (probs.log() + noise).argmax(-1, keepdim=True)
+    return torch.cat((token_ids.gather(1, choice).double(), token_ids.double(), probs), dim=1)
 
 
 class _Step:
@@ -160,7 +166,8 @@ def _plan_truncated(upload: Upload, groups: Sequence[RowGroup]) -> tuple[Piece, 
     return upload.add(torch.tensor(is_own).nonzero()[:, 0].numpy()), upload.add(key_words(keys))
 
 
-def _truncated_token(numbers: Sequence[float]) -> DraftToken:
+def truncated_token(numbers: Sequence[float]) -> DraftToken:
+    """Reads a row of :func:`draw_truncated`."""
     size = len(numbers) // 2
     support, probs = numbers[1 : 1 + size], numbers[1 + size :]
     possible = [(int(token), prob) for token, prob in zip(support, probs, strict=True) if prob > 0.0]

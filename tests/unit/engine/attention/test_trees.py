@@ -52,7 +52,13 @@ def amx(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def attend(attention: Attention, tree: Tree, dtype: torch.dtype, block_size: int) -> torch.Tensor:
+def attend(
+    attention: Attention,
+    tree: Tree,
+    dtype: torch.dtype,
+    block_size: int,
+    device: torch.device = torch.device("cpu"),  # noqa: B008
+) -> torch.Tensor:
     """The nodes' attention, then that of the other sequence's only row."""
     cache = BlockCache(
         num_layers=1,
@@ -61,13 +67,13 @@ def attend(attention: Attention, tree: Tree, dtype: torch.dtype, block_size: int
         num_kv_heads=SHAPE.num_kv_heads,
         head_dim=SHAPE.head_dim,
         dtype=dtype,
-        device=torch.device("cpu"),
+        device=device,
     )
-    qkv = random_rows(tree, SHAPE, dtype)
+    qkv = random_rows(tree, SHAPE, dtype).to(device)
     steps = tree_steps(tree, cache)
     for step, positions, taken in steps:
         rows = torch.cat((qkv[taken], qkv[:1])) if len(step.rows) > 1 else qkv[taken]
-        prepared = attention.prepare(step, torch.tensor(positions))
+        prepared = attention.prepare(step, torch.tensor(positions, device=device))
         out = prepared.attend(0, rows.clone().flatten(1), None, tree.window)
     return out
 

@@ -15,10 +15,25 @@ from specray.errors import ConfigError, EngineLostError
 DEADLINE_S = 40.0
 
 
-def join(rank: int, meeting: Queue[str], *, silence_timeout_s: float) -> ParallelContext:
+def join(
+    rank: int,
+    meeting: Queue[str],
+    *,
+    silence_timeout_s: float,
+    shares_memory: bool = False,
+    draws_apart: bool = False,
+) -> ParallelContext:
     """Rank 0 opens the store and says where; the other comes."""
     torch.set_num_threads(1)
-    args = GroupArgs(rank, 2, "cpu", start_timeout_s=DEADLINE_S, silence_timeout_s=silence_timeout_s)
+    args = GroupArgs(
+        rank,
+        2,
+        "cpu",
+        start_timeout_s=DEADLINE_S,
+        silence_timeout_s=silence_timeout_s,
+        shares_memory=shares_memory,
+        draws_apart=draws_apart,
+    )
     if rank > 0:
         return ParallelContext.join(args, meeting.get(timeout=DEADLINE_S))
     store = GroupStore("127.0.0.1", timeout_s=DEADLINE_S)
@@ -26,9 +41,9 @@ def join(rank: int, meeting: Queue[str], *, silence_timeout_s: float) -> Paralle
     return ParallelContext.join(args, store)
 
 
-def hang_or_die(rank: int, meeting: Queue[str], answers: Queue[Any], verb: str) -> None:
+def hang_or_die(rank: int, meeting: Queue[str], answers: Queue[Any], verb: str, shares_memory: bool) -> None:
     """The follower dies, or the leader hangs; the other says how it ended."""
-    group = join(rank, meeting, silence_timeout_s=2)
+    group = join(rank, meeting, silence_timeout_s=2, shares_memory=shares_memory)
     if rank == 0 and verb == "hang":
         # What a stuck leader looks like from outside: alive, connected, silent.
         group._is_closing.set()

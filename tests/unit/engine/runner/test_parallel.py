@@ -15,21 +15,18 @@ import pytest
 import torch
 
 from specray.config import EngineConfig
-from specray.engine.attention.mask import Visibility
 from specray.engine.model.description import ModelArgs, check_loadable
 from specray.engine.runner.assembly import _group_choices, build_runner
-from specray.engine.runner.inputs import CopyInput, Moves, SequenceInput
+from specray.engine.runner.inputs import Moves, SequenceInput
 from specray.engine.runner.parallel import (
     GroupArgs,
     GroupStore,
     ParallelContext,
     check_same_choices,
-    decode_copy,
-    decode_inputs,
-    encode_copy,
-    encode_inputs,
 )
 from specray.engine.runner.runner import ModelRunner
+from specray.engine.runner.step_channel import NetworkChannel
+from specray.engine.runner.wire import SentTables
 from specray.engine.target import TargetEngine
 from specray.errors import ConfigError, EngineLostError
 from specray.types import SamplingParams
@@ -56,34 +53,24 @@ LONG = [(7 * i) % 90 + 2 for i in range(120)]
 Ranks = list[multiprocessing.process.BaseProcess]
 
 
-def test_a_step_survives_the_wire() -> None:
-    branches = (Visibility(5, 9, 0b11), Visibility(4, 12, 1 << 63 | 0b101))
-    inputs = [
-        SequenceInput([1, 2, 3], 7, [4, 0], 2),
-        SequenceInput([7, 8], 0, [3, 2], 2, branches),
-        SequenceInput([9], 0, [1], 0),
-    ]
-    assert decode_inputs(encode_inputs(inputs)) == inputs
-    assert decode_inputs([]) == []
-
-
-def test_a_copy_survives_the_wire() -> None:
-    copy = CopyInput([3, 1], [4, 0, 2], 5, 30)
-    assert decode_copy(encode_copy(copy)) == copy
-
-
 @pytest.mark.parametrize(("num_tokens", "num_moves"), [(3, 0), (3, 2), (240, 9), (247, 1), (600, 64)])
 def test_moves_survive_the_wire_behind_a_step(num_tokens: int, num_moves: int) -> None:
     """In messages of one broadcast and of two."""
     sent: list[torch.Tensor] = []
-    group = ParallelContext.__new__(ParallelContext)
-    group._lock, group._failure, group._is_closing = threading.Lock(), None, threading.Event()
-    group._broadcast = lambda message: sent.append(message) or message  # type: ignore[method-assign,func-returns-value]
+    sides = []
+    for rank, broadcast in enumerate((sent.append, lambda _: sent.pop(0))):
+        group = ParallelContext.__new__(ParallelContext)
+        group._lock, group._failure, group._is_closing = threading.Lock(), None, threading.Event()
+        group._sent_tables, group.rank = SentTables(), rank
+        channel = NetworkChannel.__new__(NetworkChannel)
+        channel._broadcast = broadcast  # type: ignore[method-assign,assignment]
+        group._channel = channel
+        sides.append(group)
     inputs = [SequenceInput(list(range(num_tokens)), 7, [4, 0], 2)]
     moves = Moves(list(range(100, 100 + num_moves)), list(range(num_moves)))
-    group.send_step(inputs, moves)
-    group._broadcast = lambda message: sent.pop(0)  # type: ignore[method-assign]
-    assert group.receive_step() == (inputs, moves)
+    sides[0].send_step(inputs, moves)
+    assert [len(message) for message in sent][:1] == [256]
+    assert sides[1].receive_step() == (inputs, moves)
     assert not sent
 
 
@@ -94,8 +81,17 @@ def build(
     forward: Any,
     silence_timeout_s: float = 30,
     block_size: int | None = None,
+    attention: Any = "auto",
+    shares_memory: bool = False,
+    draws_apart: bool = False,
 ) -> ModelRunner:
-    group = join(rank, meeting, silence_timeout_s=silence_timeout_s)
+    group = join(
+        rank,
+        meeting,
+        silence_timeout_s=silence_timeout_s,
+        shares_memory=shares_memory,
+        draws_apart=draws_apart,
+    )
     config = EngineConfig(
         model=path,
         dtype="float32",
@@ -104,6 +100,7 @@ def build(
         max_num_seqs=2,
         forward=forward,
         block_size=block_size,
+        attention=attention,
     )
     return build_runner(config, role="target", parallel=group)
 
@@ -256,9 +253,10 @@ def test_two_ranks_verify_trees_as_one(tmp_path: Path) -> None:
         assert max(accepted) > 2
 
 
+@pytest.mark.parametrize("shares_memory", [False, True])
 @pytest.mark.parametrize(("verb", "survivor"), [("die", 0), ("hang", 1)])
-def test_a_lost_rank_is_noticed(verb: str, survivor: int) -> None:
-    with running_ranks(hang_or_die, verb) as (ranks, answers):
+def test_a_lost_rank_is_noticed(verb: str, survivor: int, shares_memory: bool) -> None:
+    with running_ranks(hang_or_die, verb, shares_memory) as (ranks, answers):
         message = answers.get(timeout=DEADLINE_S)
         ranks[survivor].join(DEADLINE_S)
         assert ranks[survivor].exitcode == 0

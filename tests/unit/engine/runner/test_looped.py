@@ -1,0 +1,327 @@
+"""Proposals that run as one piece of captured work are those that are told step by step."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from specray.config import EngineConfig
+from specray.engine.cache.blocks import BlockCache
+from specray.engine.draft import DraftEngine
+from specray.engine.model.operators_torch import TorchOperators
+from specray.engine.on_device.looped import LoopedProposals, _known
+from specray.engine.runner import assembly
+from specray.engine.runner.assembly import build_runner
+from specray.engine.runner.cuda_graphs import GraphedForward, run_again
+from specray.engine.runner.draft_loop import (
+    LENGTHS,
+    DraftLoop,
+    LoopAnswer,
+    LoopRow,
+    LoopShape,
+    shape_for,
+)
+from specray.engine.runner.runner import ModelRunner
+from specray.engine.sampling.device.kernels import TorchKernels
+from specray.engine.step import CacheShape, ForwardOutput, SequenceRows, Step
+from specray.types import DraftReply, Proposal, SamplingParams, SpeculateItem, Verification
+from tests.unit.engine.harness import engine_info
+from tests.unit.engine.model.checkpoints import write_checkpoint
+from tests.unit.engine.runner.tape import Tape
+from tests.unit.engine.sampling.device.recording import DEVICE, Recording, Remote
+
+GREEDY = SamplingParams(temperature=0.0)
+COUPLED = SamplingParams(seed=3)
+TOP_P = SamplingParams(seed=4, temperature=0.8, top_p=0.8, top_k=40, min_p=0.01)
+REJECTION = SamplingParams(seed=5, verification=Verification.REJECTION)
+PENALISED = SamplingParams(seed=6, repetition_penalty=1.3)
+SAMPLINGS = {
+    "greedy": (GREEDY,),
+    "coupled": (COUPLED, replace(COUPLED, seed=(1 << 64) - 1)),
+    "cut": (TOP_P, COUPLED, GREEDY),
+    "rejection": (REJECTION, COUPLED, replace(REJECTION, top_p=0.7), GREEDY),
+}
+BLOCK_SIZE = 4
+
+
+@pytest.fixture(scope="module")
+def runners(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelRunner, ModelRunner]:
+    """Two of one model; each has a cache of its own."""
+    config = EngineConfig(
+        model=str(write_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3")),
+        dtype="float32",
+        device="cpu",
+        attention="gather",
+        block_size=BLOCK_SIZE,
+        max_num_seqs=8,
+        max_model_len=64,
+        num_threads=1,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        # A tape does not see kernels that are none of torch's.
+        patch.setattr(assembly, "cpu_operators", lambda dtype, num_threads: TorchOperators(dtype))
+        plain, other = (build_runner(config, role="draft") for _ in range(2))
+    graphs = GraphedForward(other.forward, other.cache, max_model_len=64, capture=run_again)
+    return plain, ModelRunner(other.forward, other.cache, other.info, graphs=graphs)
+
+
+def make_loop(runner: ModelRunner, tape: Tape, **changes: Any) -> DraftLoop:
+    values: dict[str, Any] = {
+        "max_model_len": 64,
+        "kernels": TorchKernels(),
+        "capture": tape,
+        "known": _known(runner),
+        "max_num_draft_probs": 8,
+    }
+    return DraftLoop(runner.forward, runner.cache, **{**values, **changes})
+
+
+def make_engines(
+    runners: tuple[ModelRunner, ModelRunner], tape: Tape, *, budget: int = 64
+) -> tuple[DraftEngine, DraftEngine]:
+    """One that is told step by step, and one with a loop."""
+    engines = []
+    for runner in runners:
+        info = engine_info(
+            "draft",
+            vocab_size=runner.info.vocab_size,
+            block_size=BLOCK_SIZE,
+            num_blocks=runner.info.num_blocks,
+            max_model_len=64,
+            max_num_batched_tokens=budget,
+        )
+        looped = None
+        if runner is runners[1]:
+            looped = LoopedProposals(runner, make_loop(runner, tape), max_num_batched_tokens=budget)
+        engine = DraftEngine(runner, info, device=torch.device("cpu"), max_num_draft_probs=8, looped=looped)
+        engines.append(engine)
+    return engines[0], engines[1]
+
+
+class Rounds:
+    """Requests whose draft tokens are accepted at random, all in one batch.
+
+    Args:
+        max_model_len: where they end.
+    """
+
+    def __init__(self, samplings: Sequence[SamplingParams], seed: int) -> None:
+        self._random = random.Random(seed)
+        self._samplings = samplings
+        lengths = [self._random.randint(1, 14) for _ in samplings]
+        self.tokens = [[self._random.randrange(2, 90) for _ in range(length)] for length in lengths]
+        self._told = [0] * len(samplings)
+        self._round = 0
+
+    def items(self, num_tokens: Sequence[int], min_acceptance: float = 0.0) -> list[SpeculateItem]:
+        self._round += 1
+        items = [
+            SpeculateItem(
+                f"r{index}",
+                self._round,
+                self._told[index],
+                tuple(tokens[self._told[index] :]),
+                num_tokens[index],
+                sampling=sampling if self._told[index] == 0 else None,
+                min_acceptance=min_acceptance,
+            )
+            for index, (tokens, sampling) in enumerate(zip(self.tokens, self._samplings, strict=True))
+        ]
+        self._told = [len(tokens) for tokens in self.tokens]
+        return items
+
+    def accept(self, replies: Sequence[DraftReply]) -> None:
+        """Some of each proposal's tokens, often all, and one more."""
+        for tokens, reply in zip(self.tokens, replies, strict=True):
+            assert isinstance(reply, Proposal)
+            drafted = reply.draft.token_ids
+            count = len(drafted) if self._random.random() < 0.5 else self._random.randint(0, len(drafted))
+            tokens += [*drafted[:count], self._random.randrange(2, 90)]
+
+
+def assert_same(replies: Sequence[DraftReply], expected: Sequence[DraftReply]) -> None:
+    for reply, other in zip(replies, expected, strict=True):
+        assert isinstance(reply, Proposal) and isinstance(other, Proposal), (reply, other)
+        assert reply.draft.token_ids == other.draft.token_ids
+        for probs, others in zip(reply.draft.probs, other.draft.probs, strict=True):
+            assert probs.token_ids == others.token_ids
+            assert probs.probs == pytest.approx(others.probs, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("min_acceptance", [0.0, 0.3])
+def test_rounds_of_a_loop_are_those_of_steps(
+    runners: tuple[ModelRunner, ModelRunner], name: str, min_acceptance: float
+) -> None:
+    tape = Tape()
+    plain, looped = make_engines(runners, tape)
+    rounds = Rounds(SAMPLINGS[name], 1)
+    sizes = itertools.cycle([4, 3, 5, 4, 1])
+    num_drafted = 0
+    for _ in range(6):
+        items = rounds.items([next(sizes) for _ in rounds.tokens], min_acceptance)
+        expected = plain.speculate(items).replies
+        replies = looped.speculate(items).replies
+        assert_same(replies, expected)
+        looped.check_integrity()
+        num_drafted += sum(len(reply.draft.token_ids) for reply in replies if isinstance(reply, Proposal))
+        rounds.accept(replies)
+    assert tape.num_replays == 6 and num_drafted > 6
+    for engine in (plain, looped):
+        engine.release([f"r{index}" for index in range(len(rounds.tokens))])
+
+
+def test_a_loop_ends_where_the_model_does(runners: tuple[ModelRunner, ModelRunner]) -> None:
+    """Sequences of one batch want as many tokens as there is room for: 5, 1 and none."""
+    tape = Tape()
+    plain, looped = make_engines(runners, tape)
+    rounds = Rounds((COUPLED,) * 3, 2)
+    rounds.tokens = [[5] * length for length in (40, 63, 64)]
+    before = [layer[-BLOCK_SIZE:].clone() for layer in runners[1].cache.layers]
+    items = rounds.items([5, 5, 5])
+    replies = looped.speculate(items).replies
+    assert_same(replies, plain.speculate(items).replies)
+    assert [len(r.draft.token_ids) for r in replies if isinstance(r, Proposal)] == [5, 1, 0]
+    assert tape.num_replays == 1
+    # What has no sequence goes to the spare block.
+    assert not torch.equal(runners[1].cache.layers[0][-BLOCK_SIZE:], before[0])
+    for engine in (plain, looped):
+        engine.release(["r0", "r1", "r2"])
+
+
+def test_what_a_loop_cannot_draw_goes_step_by_step(runners: tuple[ModelRunner, ModelRunner]) -> None:
+    tape = Tape()
+    plain, looped = make_engines(runners, tape)
+    rounds = Rounds((PENALISED, COUPLED), 3)
+    for _ in range(3):
+        items = rounds.items([4, 4])
+        replies = looped.speculate(items).replies
+        assert_same(replies, plain.speculate(items).replies)
+        rounds.accept(replies)
+    assert tape.num_captures == 0
+    for engine in (plain, looped):
+        engine.release(["r0", "r1"])
+
+
+def test_prompts_are_computed_in_steps_of_the_budget_before_a_loop(
+    runners: tuple[ModelRunner, ModelRunner],
+) -> None:
+    tape = Tape()
+    plain, looped = make_engines(runners, tape, budget=7)
+    rounds = Rounds((COUPLED, GREEDY), 4)
+    rounds.tokens = [list(range(2, 32)), list(range(40, 48))]
+    for _ in range(2):
+        items = rounds.items([3, 3])
+        replies = looped.speculate(items).replies
+        assert_same(replies, plain.speculate(items).replies)
+        rounds.accept(replies)
+    assert tape.num_replays == 2
+    for engine in (plain, looped):
+        engine.release(["r0", "r1"])
+
+
+def test_only_the_spare_block_is_written_by_a_capture_and_by_nobody(
+    runners: tuple[ModelRunner, ModelRunner],
+) -> None:
+    runner = runners[1]
+    before = [layer[:-BLOCK_SIZE].clone() for layer in runner.cache.layers]
+    loop = make_loop(runner, Tape())
+    loop.run(LoopShape(4, 3), (), (), ())
+    for layer, kept in zip(runner.cache.layers, before, strict=True):
+        assert torch.equal(layer[:-BLOCK_SIZE], kept)
+
+
+def test_likely_shapes_are_captured_within_the_time(runners: tuple[ModelRunner, ModelRunner]) -> None:
+    loop = make_loop(runners[1], Tape(), capture=run_again)
+    now = itertools.count()
+    # The clock is read once at the begin, then before each shape: 0, 1, 2, 3, 4.
+    loop.prepare(4.0, clock=lambda: float(next(now)))
+    assert loop.shapes == (LoopShape(1, 4), LoopShape(1, 3), LoopShape(1, 5))
+
+
+def test_a_shape_without_memory_for_its_capture_runs_as_it_is(
+    runners: tuple[ModelRunner, ModelRunner],
+) -> None:
+    def capture(work: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    loop = make_loop(runners[1], Tape(), capture=capture)
+    answers = [each.run(LoopShape(1, 2), *_one(7)) for each in (loop, make_loop(runners[1], Tape()))]
+    assert answers[0] == answers[1] and loop.shapes == ()
+
+
+def _one(token_id: int) -> tuple[list[SequenceRows], list[int], list[LoopRow]]:
+    row = LoopRow(2, (1, 1, 1), (1.0, 0.0, 1.0, -np.inf))
+    return [SequenceRows(0, 1, 0, [0])], [token_id], [row]
+
+
+@pytest.mark.parametrize(
+    ("num_sequences", "num_tokens", "expected"),
+    [(1, 1, (1, 1)), (3, 9, (4, 10)), (64, 32, (64, 32)), (65, 1, None), (1, 33, None)],
+)
+def test_shape_is_the_smallest_that_holds_a_proposal(
+    num_sequences: int, num_tokens: int, expected: tuple[int, int] | None
+) -> None:
+    assert shape_for(num_sequences, num_tokens) == (expected and LoopShape(*expected))
+    assert LENGTHS[:8] == tuple(range(1, 9))
+
+
+class RemoteForward:
+    """Logits from a table on the device, by token and position."""
+
+    name = "decoder"
+    cache_shape = CacheShape(1, 1, 2)
+
+    def __init__(self, table: Tensor) -> None:
+        self._table = table
+
+    def __call__(self, step: Step) -> ForwardOutput:
+        logits = self._table[(step.token_ids.long() * 7 + step.positions) % len(self._table)]
+        return ForwardOutput(logits if step.logit_rows is None else logits[step.logit_rows])
+
+
+@pytest.mark.parametrize("shape", [LoopShape(2, 5), LoopShape(2, 4, True), LoopShape(4, 3, True, True)])
+def test_a_proposal_is_copied_in_and_out_once_whatever_its_length(shape: LoopShape) -> None:
+    table = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+    key, settings = (9, 6, 1), (1.0, 5.0, 0.9, -np.inf) if shape.cuts else (1.0, 0.0, 1.0, -np.inf)
+    rows = [LoopRow(shape.num_tokens, key, settings, (9, 6, 0) if shape.truncates else None)] * 2
+    sequences = [SequenceRows(0, 2, 5, [1, 2, 3]), SequenceRows(2, 1, 6, [4, 5, 6])]
+
+    def answer(recording: Recording | None) -> LoopAnswer:
+        device = torch.device("cpu") if recording is None else DEVICE
+        cache = BlockCache(
+            num_layers=1,
+            num_blocks=8,
+            block_size=BLOCK_SIZE,
+            num_kv_heads=1,
+            head_dim=2,
+            dtype=torch.float32,
+            device=device,
+        )
+        loop = DraftLoop(
+            RemoteForward(table if recording is None else Remote(table)),
+            cache,
+            max_model_len=12,
+            kernels=TorchKernels(),
+            capture=run_again,
+            known=lambda logits: logits,
+            max_num_draft_probs=4,
+        )
+        loop._get(shape)
+        if recording is not None:
+            recording.counts.clear()
+        return loop.run(shape, sequences, [3, 4, 5], rows)
+
+    with Recording() as recording:
+        remote = answer(recording)
+    assert recording.counts == {"in": 2, "out": 1}
+    assert remote == answer(None)
+    assert len({tuple(tokens) for tokens in remote.token_ids}) > 1
