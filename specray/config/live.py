@@ -71,6 +71,7 @@ STATIC_REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "http.port": "the server listens there",
         "http.cors_origins": "the application is built with it",
         "http.openapi": "the application is built with it",
+        "http.lab": "the application is built with it",
         "http.server": "the server is chosen at the start",
         "grpc": "the gRPC server is started with it",
         "logging.terminal": "Ray is started with it",

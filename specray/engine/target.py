@@ -276,9 +276,8 @@ class TargetEngine(EngineBase):
                 and isinstance(verdict, Verdict)
                 and verdict.next_token_id is not None
             ):
-                request = DraftRequest(
-                    item.request_id, entry.sequence, verdict.next_token_id, item.num_next_draft_tokens
-                )
+                num_tokens = item.num_next_draft_tokens
+                request = DraftRequest(entry.sequence, verdict.next_token_id, num_tokens)
                 asked.append((entry.index, verdict, request))
         drafts = drafting.draft([request for _, _, request in asked]) if asked else []
         for (index, verdict, _), draft in zip(asked, drafts, strict=True):

@@ -24,7 +24,6 @@ _log = logging.getLogger(__name__)
 class DraftRequest:
     """A sequence whose verdict is known, and how many draft tokens are wanted behind it."""
 
-    request_id: str
     sequence: EngineSequence
     """All of its tokens are accepted."""
     next_token_id: int
@@ -126,7 +125,7 @@ class TargetDrafting:
         state = sequence.told_state.fork()
         state.advance((request.next_token_id,))
         context = Context(token_ids.copy(), sequence.block_table.block_ids, sequence.num_drafted_for)
-        return _Growing(sequence, context, Chain(state, token_ids, num_wanted, request_id=request.request_id))
+        return _Growing(sequence, context, Chain(state, token_ids, num_wanted, sequence=sequence))
 
     def _draw(self, logits: torch.Tensor, chains: Sequence[Chain]) -> None:
         tokens = self._sampler.draw(logits, [self._masked(chain) for chain in chains])

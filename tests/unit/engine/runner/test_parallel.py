@@ -70,7 +70,7 @@ def test_moves_survive_the_wire_behind_a_step(num_tokens: int, num_moves: int) -
     moves = Moves(list(range(100, 100 + num_moves)), list(range(num_moves)))
     sides[0].send_step(inputs, moves)
     assert [len(message) for message in sent][:1] == [256]
-    assert sides[1].receive_step() == (inputs, moves)
+    assert sides[1].receive_step() == (inputs, moves, None)
     assert not sent
 
 
