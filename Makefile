@@ -16,7 +16,7 @@ CLUSTER_TESTS := tests/e2e tests/cluster/test_target_nodes.py
 # Cases of make fuzz.
 FUZZ_CASES ?= 2000
 
-.PHONY: setup serve test test-fast zoo fuzz clients lint types protos protos-check schema check clean
+.PHONY: setup serve test test-fast zoo fuzz clients dist lint types protos protos-check schema check clean
 
 setup: $(STAMP)
 
@@ -56,6 +56,17 @@ clients: .venv-clients/.installed $(if $(TARGET),setup)
 	.venv-clients/bin/python -m tests.clients.run $(URL) --samples $(SAMPLES) $(if $(RECORD),--record $(RECORD))
 	test -z "$(TARGET)" || $(BIN)/python -m tests.clients.forward $(TARGET) $(SAMPLES)
 
+# Wheel, sdist and the list of what the wheel depends on (CycloneDX), in dist/. The wheel is installed into an environment of
+# its own and must serve a request there.
+dist: .venv-dist/.installed
+	rm -rf dist
+	.venv-dist/bin/python -m build --outdir dist .
+	$(PYTHON) -m venv --clear .venv-wheel
+	.venv-wheel/bin/python -m pip install --quiet --constraint constraints.txt dist/specray-*.whl
+	.venv-dist/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
+		--output-file dist/specray.cdx.json .venv-wheel/bin/python
+	$(PYTHON) tests/dist/serve_once.py .venv-wheel/bin/specray
+
 .venv-%/.installed: tests/%/requirements.txt
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --quiet --requirement $<
@@ -83,4 +94,4 @@ schema: setup
 check: lint types protos-check test
 
 clean:
-	rm -rf $(VENV) .venv-fuzz .venv-clients build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-fuzz .venv-clients .venv-dist .venv-wheel dist build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
