@@ -18,6 +18,7 @@ from specray.cli.profile import profile
 from specray.cli.reload import reload
 from specray.cli.serve import serve
 from specray.cli.train import app as train_app
+from specray.cli.verify import verify
 from specray.cli.worker import worker
 from specray.errors import ConfigError, InvalidRequestError, SpecrayError
 
@@ -37,6 +38,7 @@ app.command()(generate)
 app.command()(worker)
 app.command()(profile)
 app.command()(plan)
+app.command()(verify)
 app.add_typer(keys_app, name="keys")
 app.add_typer(models_app, name="models")
 app.add_typer(train_app, name="train")

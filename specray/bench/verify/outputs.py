@@ -1,0 +1,64 @@
+"""Outputs of a service as they are compared: token ids, logprobs, and where two of them part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One output, with the logprob of each of its tokens where they were asked for."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()
+
+
+def read_outputs(answer: Mapping[str, Any]) -> list[Output]:
+    """Reads the choices of a completion with ``return_token_ids``."""
+    return [
+        Output(tuple(choice["token_ids"]), tuple((choice.get("logprobs") or {}).get("token_logprobs") or ()))
+        for choice in sorted(answer["choices"], key=lambda choice: int(choice["index"]))
+    ]
+
+
+def num_common(left: Sequence[int], right: Sequence[int]) -> int:
+    """Number of first tokens that two outputs share."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((place for place, (own, other) in pairs if own != other), min(len(left), len(right)))
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How far the outputs of an arm are those of plain decoding."""
+
+    num_outputs: int
+    num_diverged: int
+    """Outputs with another token somewhere."""
+    num_tokens: int
+    """Tokens up to and with the first other one."""
+    max_logprob_distance: float
+    """Largest difference of a shared token's logprob; 0 without logprobs."""
+
+    @property
+    def divergences_per_1000(self) -> float:
+        """Divergences per 1,000 tokens."""
+        return 1e3 * self.num_diverged / max(1, self.num_tokens)
+
+
+def agreement(plain: Iterable[Output], others: Iterable[Output]) -> Agreement:
+    """Compares outputs one by one."""
+    num_outputs = num_diverged = num_tokens = 0
+    distance = 0.0
+    for own, other in zip(plain, others, strict=True):
+        common = num_common(own.token_ids, other.token_ids)
+        is_diverged = own.token_ids != other.token_ids
+        num_outputs += 1
+        num_diverged += is_diverged
+        num_tokens += common + is_diverged
+        pairs = zip(own.logprobs[:common], other.logprobs[:common], strict=False)
+        gaps = (abs(left - right) for left, right in pairs if math.isfinite(left) and math.isfinite(right))
+        distance = max(distance, *gaps, 0.0)
+    return Agreement(num_outputs, num_diverged, num_tokens, distance)

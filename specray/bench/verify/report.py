@@ -1,0 +1,58 @@
+"""The table and the JSON of ``specray verify``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from specray.bench.verify.run import Comparison, VerifyResult
+
+
+def verify_table(result: VerifyResult) -> Table:
+    """A row for each comparison, and what it says."""
+    plan = result.plan
+    table = Table(
+        title=f"{result.model}: {len(plan.prompts)} prompts, {plan.max_tokens} tokens, "
+        f"{plan.num_samples} samples of {plan.num_sampled_prompts} prompts under rejection"
+    )
+    for name in ("sampling", "drafts"):
+        table.add_column(name)
+    for name in ("same", "parts in 1,000", "logprobs", "chance"):
+        table.add_column(name, justify="right")
+    table.add_column("verdict")
+    faults = result.faults
+    for one in result.comparisons:
+        table.add_row(one.case, one.way, *_cells(one), "FAULT" if one in faults else _verdict(one))
+    table.caption = (
+        "same: outputs equal to plain decoding's; parts: divergences per 1,000 tokens; logprobs: largest "
+        "distance before them; chance: of seeing that, or worse, where nothing is wrong"
+    )
+    return table
+
+
+def _cells(one: Comparison) -> tuple[str, str, str, str]:
+    if one.not_offered:
+        return "", "", "", ""
+    chance = f"{one.p_value:.2g}"
+    if one.agreement is None:
+        return "", "", "", chance
+    found = one.agreement
+    same = f"{found.num_outputs - found.num_diverged} of {found.num_outputs}"
+    return same, f"{found.divergences_per_1000:.2f}", f"{found.max_logprob_distance:.1e}", chance
+
+
+def _verdict(one: Comparison) -> str:
+    return "not offered" if one.not_offered else "right"
+
+
+def verify_json(result: VerifyResult) -> dict[str, Any]:
+    """Everything but the prompts."""
+    plan = {key: value for key, value in asdict(result.plan).items() if key != "prompts"}
+    return {
+        "model": result.model,
+        "plan": {**plan, "num_prompts": len(result.plan.prompts)},
+        "comparisons": [asdict(one) for one in result.comparisons],
+        "faults": [f"{one.case}: {one.way}" for one in result.faults],
+    }

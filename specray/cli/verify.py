@@ -1,0 +1,56 @@
+"""``specray verify``: proof that a running service writes what its target alone would."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import typer
+
+from specray.bench.load.prompts import Dataset
+from specray.cli import options
+
+Exact = Annotated[
+    bool, typer.Option("--exact", help="Take one other token for a fault: for a service in float32.")
+]
+NumSamples = Annotated[
+    int, typer.Option(min=0, help="Samples of each of three prompts under rejection; 0: none.")
+]
+
+
+def verify(
+    url: options.ServerUrl = options.DEFAULT_URL,
+    dataset: options.PromptSource = Dataset.BUILTIN,
+    dataset_path: options.PromptPath = None,
+    num_prompts: options.NumPrompts = 12,
+    max_tokens: options.MaxTokens = 48,
+    concurrency: options.Concurrency = 4,
+    seed: options.Seed = 0,
+    num_samples: NumSamples = 192,
+    exact: Exact = False,
+    timeout_s: options.RequestTimeout = 600.0,
+    json_path: options.JsonPath = None,
+) -> None:
+    """Compare a running service with itself without drafts: tokens, logprobs and sampled distributions."""
+    from specray.bench.load.prompts import load_prompts
+    from specray.bench.verify.report import verify_json, verify_table
+    from specray.bench.verify.run import VerifyPlan
+    from specray.bench.verify.run import verify as run_plan
+    from specray.cli.output import counted_progress, wide_console, write_json
+
+    plan = VerifyPlan(
+        url=url,
+        prompts=load_prompts(dataset, dataset_path, num_prompts),
+        max_tokens=max_tokens,
+        concurrency=concurrency,
+        seed=seed,
+        is_exact=exact,
+        num_samples=num_samples,
+        timeout_s=timeout_s,
+    )
+    with counted_progress("verifying") as show:
+        result = asyncio.run(run_plan(plan, show))
+    wide_console().print(verify_table(result))
+    write_json(verify_json(result), json_path)
+    if result.faults:
+        raise typer.Exit(1)

@@ -1,0 +1,134 @@
+"""Services that are right and services with a fault, as ``specray verify`` sees them over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specray.bench.verify.outputs import Agreement, Output, agreement
+from specray.bench.verify.report import verify_json, verify_table
+from specray.bench.verify.run import CASES, SELF, WAYS, VerifyPlan, VerifyResult, verify
+from specray.errors import EngineLostError, InvalidRequestError
+from specray.fakes import FakeRouterClient
+from specray.requests import GenerateRequest
+from specray.types import DraftKind, Verification
+from tests.unit.serving.http.service import INFO, TOKENIZER, serving
+
+VOCABULARY = TOKENIZER.encode("hello, a ")
+PLAN = {"prompts": ["a", "he", "hello"], "max_tokens": 8, "num_samples": 128, "num_sampled_tokens": 2}
+Reply = Callable[[GenerateRequest], Sequence[int]]
+
+
+def honest(request: GenerateRequest) -> list[int]:
+    """Tokens that follow from prompt and seed alone."""
+    state = 1 + request.sampling.seed % 9973 + sum(request.prompt_token_ids)
+    tokens = []
+    for _ in range(request.max_tokens):
+        state = state * 48271 % 2147483647
+        tokens.append(VOCABULARY[state % 5 % len(VOCABULARY)])
+    return tokens
+
+
+class Service(FakeRouterClient):
+    """A router that offers no draft model."""
+
+    def _take(self, request: GenerateRequest) -> None:
+        if request.speculation.draft is DraftKind.MODEL:
+            raise InvalidRequestError("there is no draft model", field="speculation.draft")
+        super()._take(request)
+
+
+async def verified(reply: Reply = honest, **changed: Any) -> VerifyResult:
+    async with serving(Service(reply=reply, info=INFO)) as service:
+        return await verify(VerifyPlan(url=service.url, **{**PLAN, **changed}), lambda *_: None)
+
+
+def names(result: VerifyResult) -> set[tuple[str, str]]:
+    return {(one.case, one.way) for one in result.faults}
+
+
+async def test_a_service_that_is_right_has_no_fault_even_exactly() -> None:
+    result = await verified(is_exact=True)
+    assert names(result) == set()
+    assert len(result.comparisons) == (len(CASES) + 1) * len(WAYS)
+    told = {one.way for one in result.comparisons if one.not_offered}
+    assert told == {"draft model, K=4"}
+    (greedy,) = (one for one in result.comparisons if (one.case, one.way) == ("greedy", SELF))
+    assert greedy.agreement == Agreement(3, 0, 24, 0.0)
+
+
+async def test_other_tokens_of_one_draft_are_a_fault_of_that_way_alone() -> None:
+    def faulty(request: GenerateRequest) -> list[int]:
+        tokens = honest(request)
+        if request.speculation.draft is DraftKind.NGRAM:
+            tokens[2] = VOCABULARY[-1] if tokens[2] != VOCABULARY[-1] else VOCABULARY[0]
+        return tokens
+
+    result = await verified(faulty, is_exact=True, num_samples=0)
+    assert names(result) == {(case.name, "n-grams, K=8") for case in CASES}
+
+
+async def test_many_divergences_are_a_fault_without_exactness_and_one_is_not() -> None:
+    def faulty(request: GenerateRequest) -> list[int]:
+        tokens = honest(request)
+        is_hit = request.speculation.draft is DraftKind.SUFFIX or (
+            request.speculation.draft is DraftKind.NGRAM and request.prompt_token_ids == tuple(prompts[0])
+        )
+        if is_hit:
+            tokens[0] = VOCABULARY[-1] if tokens[0] != VOCABULARY[-1] else VOCABULARY[0]
+        return tokens
+
+    texts = [f"a{'h' * count}" for count in range(12)]
+    prompts = [TOKENIZER.encode(text) for text in texts]
+    result = await verified(faulty, prompts=texts, num_samples=0)
+    assert {way for _, way in names(result)} == {"suffixes, K=8"}
+
+
+async def test_penalties_with_a_wrong_prefix_are_found_under_penalties_only() -> None:
+    def faulty(request: GenerateRequest) -> list[int]:
+        tokens = honest(request)
+        if request.speculation.enabled and request.sampling.presence_penalty:
+            tokens[1:] = [VOCABULARY[0] if token != VOCABULARY[0] else VOCABULARY[1] for token in tokens[1:]]
+        return tokens
+
+    result = await verified(faulty, is_exact=True, num_samples=0)
+    assert {case for case, _ in names(result)} == {"coupled, penalties and top-p"}
+
+
+async def test_a_biased_acceptance_is_found_in_samples() -> None:
+    def faulty(request: GenerateRequest) -> list[int]:
+        tokens = honest(request)
+        is_rejection = request.sampling.verification is Verification.REJECTION
+        if is_rejection and request.speculation.enabled and request.sampling.seed % 4 == 0:
+            tokens[1] = VOCABULARY[0]
+        return tokens
+
+    result = await verified(faulty)
+    assert {case for case, _ in names(result)} == {"rejection"}
+    assert ("rejection", SELF) not in names(result)
+
+
+def test_agreement_counts_tokens_up_to_the_first_other_one() -> None:
+    plain = [Output((1, 2, 3), (-1.0, -2.0, -3.0)), Output((1, 2)), Output((1,))]
+    others = [Output((1, 9, 3), (-1.5, -9.0, -3.0)), Output((1, 2)), Output((1, 2))]
+    assert agreement(plain, others) == Agreement(3, 2, 2 + 2 + 2, 0.5)
+
+
+async def test_table_and_json_name_the_faults(tmp_path: Path) -> None:
+    def faulty(request: GenerateRequest) -> list[int]:
+        tokens = honest(request)
+        return tokens[::-1] if request.speculation.draft is DraftKind.NGRAM else tokens
+
+    result = await verified(faulty, is_exact=True, num_samples=0)
+    assert verify_json(result)["faults"] == [f"{case.name}: n-grams, K=8" for case in CASES]
+    table = verify_table(result)
+    verdicts = list(table.columns[-1].cells)
+    assert verdicts.count("FAULT") == len(CASES) and "not offered" in verdicts
+
+
+async def test_no_server_is_an_error_with_its_address() -> None:
+    with pytest.raises(EngineLostError, match=r"server http://127\.0\.0\.1:9"):
+        await verify(VerifyPlan(url="http://127.0.0.1:9", prompts=["a"]), lambda *_: None)
