@@ -144,6 +144,8 @@ def choose_backend(setting: str, model: Model, block_size: int | None) -> Backen
             backend = _make(name, model, block_size)
             if backend.attend is not attend_gathered:
                 check_backend(backend, model)
+                for rival in backend.rivals:
+                    check_backend(replace(backend, attend=rival.attend), model)
         # Whatever a compiler or a driver raises: there is another way.
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"

@@ -289,7 +289,9 @@ class SequenceTable:
             assert self._copy_tokens is not None, "an index needs copy_tokens"
             prefix.adopt(found, num_told + num_extra_tokens, self._allocate, self._copy_tokens)
             sequence.num_cached_tokens = length - start
-            sequence.num_drafted_for = min(sequence.num_drafted_for, start)
+            # The block that holds the next token may be another now.
+            block_size = self._allocator.block_size
+            sequence.num_drafted_for = min(sequence.num_drafted_for, start // block_size * block_size)
             self.num_cached_tokens += length - start
         return token_ids
 

@@ -44,8 +44,11 @@ class DrafterPlan:
     @property
     def beside(self) -> Beside:
         """Memory that it will take."""
-        layout = self.layout
-        return Beside(layout.num_weights * self.item_bytes, layout.bytes_per_token(self.item_bytes))
+        layout, shape = self.layout, self.shape
+        # A group's leader has a shard of the target's embedding and head, and reads both once more.
+        num_again = 2 * shape.vocab_size * shape.hidden_size if self.args.tensor_parallel_size > 1 else 0
+        num_bytes = (layout.num_weights + num_again) * self.item_bytes
+        return Beside(num_bytes, layout.bytes_per_token(self.item_bytes))
 
 
 def plan_drafter(config: TargetConfig) -> DrafterPlan | None:

@@ -138,7 +138,9 @@ class TargetDrafting:
         if group.sampling.grammar is None or self._grammars is None:
             return group
         try:
-            masks = self._grammars.masks(chain.request_id, group.sampling, chain.output_ids, ())
+            # The drawn token is not told yet.
+            output_ids = chain.token_ids[group.sampling.num_prompt_tokens :]
+            masks = self._grammars.masks(chain.request_id, group.sampling, output_ids, ())
         except SpecrayError:
             return group
         return replace(group, token_masks=masks)

@@ -120,8 +120,10 @@ class EagleDrafter:
         for context in contexts:
             first, end = max(_FIRST_ENTRY, context.num_valid), len(context.token_ids)
             while end - first > most:
-                self._run_entries(store, [_Entries(context, first, first + most)])
-                first += most
+                # Alone it has all the rows that a pass takes.
+                size = min(_MAX_ROWS, end - first - most)
+                self._run_entries(store, [_Entries(context, first, first + size)])
+                first += size
             last.append(_Entries(context, min(first, end - 1), end))
         output = self._run_entries(store, last)
         ends, at = [], -1

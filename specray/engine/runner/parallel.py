@@ -295,7 +295,9 @@ class ParallelContext:
             try:
                 self._channel.send(message)
             except RuntimeError as error:
-                raise EngineLostError(f"rank {self.rank} lost its group: {error}") from None
+                # What comes next would be taken for the rest of this message.
+                self._failure = EngineLostError(f"rank {self.rank} lost its group: {error}")
+                raise self._failure from None
 
     def _receive(self) -> tuple[int, list[int], Moves]:
         try:

@@ -2,7 +2,8 @@
 
 The writer publishes a message by counting it; each reader counts what it has read, and the writer waits where
 a reader is a whole ring behind. Nobody calls the system while messages come quickly: a reader looks, and
-sleeps the longer the longer there is nothing.
+sleeps the longer the longer there is nothing. That a reader has ended shows only when the ring is full, and
+that the writer has only by its silence: whoever started the processes watches them.
 """
 
 from __future__ import annotations
@@ -108,6 +109,7 @@ class StepRing:
         while True:
             _wait(lambda: int(self._counts[0]) > self._count, timeout_s)
             slot = self._slots[self._count % NUM_SLOTS]
+            self._order()
             size, is_last = slot[:_SLOT_HEADER_LEN].tolist()
             message += slot[_SLOT_HEADER_LEN : _SLOT_HEADER_LEN + size].tolist()
             self._publish(1 + self._reader)
@@ -115,10 +117,19 @@ class StepRing:
                 return message
 
     def _publish(self, place: int) -> None:
-        # Whoever sees the count must see what was written before it, or that it was read: a lock orders both.
-        with self._fence:
-            self._count += 1
+        # Whoever sees the count must see what was written before it, or that it was read.
+        self._count += 1
+        self._order()
         self._counts[place] = self._count
+
+    def _order(self) -> None:
+        """Keeps memory accesses before it before those after it, on processors that reorder them, too.
+
+        What is released once and taken again is a barrier both ways; one lock alone is one way only.
+        """
+        for _ in range(2):
+            with self._fence:
+                pass
 
 
 def _wait(is_ready: Callable[[], bool], timeout_s: float) -> None:

@@ -26,7 +26,7 @@ IDLE = "document.body.dataset.state === 'idle'"
 async def page(service: Service, tmp_path: Path) -> AsyncIterator[Page]:
     """The page, with the key of the service in its field."""
     async with browser(tmp_path) as page:
-        await page.open(f"{service.url}/lab")
+        await page.open(f"{service.url}/lab/")
         await page.until("document.getElementById('problem').textContent !== ''", "a key is asked for")
         # The browser's own note of the call without a key.
         assert len(page.problems) == 1 and "401" in page.problems.pop()

@@ -53,7 +53,7 @@ def shown_prompt(
 def without_output(delta: Delta) -> Delta:
     """The delta of a request that asks about its prompt alone, without the token that it generated."""
     return replace(
-        delta, text="", token_ids=(), pieces=(), logprobs=(), text_offsets=(), stop_reason=None,
+        delta, text="", token_ids=(), pieces=(), logprobs=(), text_offsets=(), stop_reason=None, rounds=(),
         finish_reason=None if delta.finish_reason is None else FinishReason.LENGTH,
     )  # fmt: skip
 

@@ -107,7 +107,7 @@ async function runRace(signal) {
   };
   const on = await run(drafting, arm, signal);
   race.end("on", on.rounds);
-  race.finish(off.rounds, on.rounds);
+  race.finish(off.rounds, on.rounds, Number(find("temperature").value) > 0);
   showNumbers(on.rounds, on.metrics, off.rounds.tokensPerSecond);
 }
 

@@ -11,6 +11,9 @@ const KINDS = {
   rejected: "rejected draft token",
 };
 
+/** Sources of draft tokens that are models. */
+const MODELS = ["model", "features"];
+
 /** Tokens of one answer, in an element whose arrow keys go from token to token. */
 export class Output {
   constructor(element, detail) {
@@ -35,7 +38,7 @@ export class Output {
     const nodes = acceptedNodes(round);
     const places = [...nodes];
     round.tokens.forEach((token, place) => {
-      const isFiller = token.kind === "accepted" && round.source !== "model";
+      const isFiller = token.kind === "accepted" && !MODELS.includes(round.source);
       const drafted = token.kind === "accepted" ? round.draft[places[place]] : undefined;
       this.put(isFiller ? "filler" : token.kind, token, drafted, round, number);
       if (token.kind === "recovered") this.putRejected(round, nodes, number);

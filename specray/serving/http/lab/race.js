@@ -31,12 +31,15 @@ export class Race {
     this.find(`${arm}-speed`).textContent = speed === null ? "" : `${speed.toFixed(1)} tokens/s`;
   }
 
-  finish(off, on) {
+  /** Compares both; with ``isSampled`` the draft decides which random draws count. */
+  finish(off, on, isSampled) {
     const [plain, drafted] = [off.tokensPerSecond, on.tokensPerSecond];
     const isSame = text(this.runs.off) === text(this.runs.on);
     const faster = plain && drafted ? `${(drafted / plain).toFixed(2)} times as fast with drafts. ` : "";
-    this.find("race-result").textContent =
-      faster + (isSame ? "Both texts are the same." : "The texts differ: see docs on number formats and widths.");
+    const other = isSampled
+      ? "The texts differ: under rejection drafts change which draws count, not their probabilities."
+      : "The texts differ: in bfloat16 the width of a forward decides near ties.";
+    this.find("race-result").textContent = faster + (isSame ? "Both texts are the same." : other);
     this.find("replay").disabled = false;
     this.replay();
   }

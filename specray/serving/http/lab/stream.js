@@ -1,7 +1,7 @@
 // Asks the service and reads its server-sent events.
 
 /** The service is where the page came from, wherever a proxy has put it. */
-const base = new URL("..", import.meta.url).href;
+const base = new URL(".", location.origin + location.pathname.replace(/\/+$/, "")).href;
 
 /** Answers a GET as JSON; raises Error with the service's own message. */
 export async function read(path, key) {
@@ -25,17 +25,23 @@ export async function* stream(path, body, key, signal) {
   if (!response.ok) throw new Error(problem(await response.json().catch(() => ({})), response.status));
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
-  for (;;) {
-    const { done, value } = await reader.read();
-    if (done) return;
-    const lines = (rest + value).split("\n");
-    rest = lines.pop();
-    for (const line of lines) {
-      if (!line.startsWith("data: ") || line === "data: [DONE]") continue;
-      const event = JSON.parse(line.slice(6));
-      if (event.error) throw new Error(problem(event, 500));
-      yield event;
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) throw new Error("the stream ended before the answer did");
+      const lines = (rest + value).split("\n");
+      rest = lines.pop();
+      for (const line of lines) {
+        if (line === "data: [DONE]") return;
+        if (!line.startsWith("data: ")) continue;
+        const event = JSON.parse(line.slice(6));
+        if (event.error) throw new Error(problem(event, 500));
+        yield event;
+      }
     }
+  } finally {
+    // Also where nobody wants more: the service need not go on.
+    reader.cancel().catch(() => {});
   }
 }
 

@@ -9,7 +9,7 @@ import pytest
 
 from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.engine.features.eagle import EagleDrafter
-from specray.types import SamplingParams, Verdict, VerifyItem
+from specray.types import Grammar, GrammarKind, SamplingParams, Verdict, VerifyItem
 from tests.unit.engine.features import reference
 from tests.unit.engine.features.checkpoints import eagle3_weights, medusa_weights, official, write
 from tests.unit.engine.features.reference import Flags
@@ -155,6 +155,49 @@ def test_a_drafter_that_fails_costs_no_verdict(
     monkeypatch.setattr(EagleDrafter, "start", start)
     [verdict] = step(target, [session], [NO_DRAFT], K)
     assert verdict.draft.token_ids == fresh(llama, session.token_ids)
+
+
+def test_grammars_are_asked_for_the_place_of_each_draft_token(llama: Path, eagle: Path) -> None:
+    target, asked = make_target(llama, eagle), list[list[int]]()
+
+    class Grammars:
+        def masks(
+            self, request_id: str, sampling: Any, output_ids: Any, draft: Any, parents: Any = None
+        ) -> None:
+            asked.append([*output_ids, *draft])
+
+    drafting = target._drafting
+    assert drafting is not None
+    drafting._grammars = Grammars()  # type: ignore[assignment]
+    target._grammars = Grammars()  # type: ignore[assignment]
+    sampling = SamplingParams(
+        temperature=0.0, grammar=Grammar(GrammarKind.REGEX, ".*"), num_prompt_tokens=len(PROMPT)
+    )
+    [verdict] = step(target, [Session("a", list(PROMPT), sampling)], [NO_DRAFT], K)
+    first, (second, third, _) = verdict.next_token_id, verdict.draft.token_ids
+    # The target's own row, then a row for each draft token.
+    assert asked == [[], [first], [first, second], [first, second, third]]
+
+
+def test_long_prompts_are_read_in_whole_passes_beside_many_sessions(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    target = make_target(llama, write(tmp_path, *official(WEIGHTS)), max_num_seqs=8)
+    monkeypatch.setattr("specray.engine.features.eagle._MAX_ROWS", 16)
+    passes = list[int]()
+    run = EagleDrafter._run_entries
+
+    def counted(drafter: EagleDrafter, store: Any, entries: Any) -> Any:
+        passes.append(sum(each.end - each.first for each in entries))
+        return run(drafter, store, entries)
+
+    monkeypatch.setattr(EagleDrafter, "_run_entries", counted)
+    sessions = [Session(str(index), PROMPT[: 2 + index]) for index in range(7)]
+    sessions.append(Session("long", list(LONG)))
+    verdicts = step(target, sessions, [NO_DRAFT] * 8, 1)
+    assert verdicts[-1].draft.token_ids == fresh(llama, sessions[-1].token_ids)[:1]
+    # 70 entries of the long one: all but the last two in passes of up to 16; two rows a session at the end.
+    assert max(passes) <= 16 and len(passes) <= 5 + 7 + 1
 
 
 def test_no_block_is_left_when_idle(llama: Path, eagle: Path) -> None:

@@ -137,6 +137,12 @@ async def test_rounds_of_a_chat_are_events_of_chunks() -> None:
     assert (told["object"], told["choices"]) == ("chat.completion.chunk", [])
 
 
+async def test_rounds_of_an_output_that_is_not_asked_for_are_not_told() -> None:
+    told = await events(Watched(report(A, (), 0)), echo=True, max_tokens=0)
+    assert told[0]["choices"][0]["text"] == "a"
+    assert all("speculation" not in event for event in told)
+
+
 async def test_without_a_stream_there_is_nothing_to_ask_for() -> None:
     async with serving(Watched()) as service:
         body = {**TEXT, "stream_options": {"include_speculation": True}}

@@ -6,6 +6,7 @@ import re
 from importlib.resources import files
 
 import pytest
+from yarl import URL
 
 from specray.config import Config, parse_config
 from specray.fakes import FakeRouterClient
@@ -53,10 +54,26 @@ async def test_page_and_files_come_with_a_policy_that_lets_nothing_else_in() -> 
             assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
 
 
-@pytest.mark.parametrize("path", ["/lab/other.js", "/lab/../app.py", "/lab/lab/lab/lab.js"])
+@pytest.mark.parametrize(
+    "path",
+    ["/lab/other.js", "/lab/lab/lab/lab.js", "/lab/../app.py", "/lab/%2e%2e/app.py", "/lab/..%2fapp.py"],
+)
 async def test_nothing_else_is_served_below_it(path: str) -> None:
-    async with serving(FakeRouterClient(info=INFO)) as service, service.http.get(path) as response:
+    async with (
+        serving(FakeRouterClient(info=INFO)) as service,
+        service.http.get(URL(service.url + path, encoded=True)) as response,
+    ):
         assert response.status == 404
+
+
+@pytest.mark.parametrize("path", ["//lab", "//lab/../v1/models", "/lab;/v1/models", "/lab/../v1/models"])
+async def test_no_form_of_its_path_opens_the_api(path: str) -> None:
+    keys = {"keys": [{"name": "a", "sha256": key_hash(KEY)}]}
+    async with (
+        serving(FakeRouterClient(info=INFO), config=config(auth=keys)) as service,
+        service.http.get(URL(service.url + path, encoded=True)) as response,
+    ):
+        assert response.status in (401, 404)
 
 
 async def test_without_it_the_path_is_unknown() -> None:
