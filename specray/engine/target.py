@@ -111,6 +111,10 @@ class TargetEngine(EngineBase):
                 scheduled.append(self._admit(index, item))
             except SpecrayError as error:
                 failed.append((index, failure_reply(item, error)))
+        for place, entry in enumerate(scheduled):
+            # Behind all that must fit: a window takes only what is left.
+            if entry.item.lookahead is not None:
+                scheduled[place] = replace(entry, window=self._window(entry))
         return scheduled, failed
 
     def _admit(self, index: int, item: VerifyItem) -> Scheduled:
@@ -141,7 +145,7 @@ class TargetEngine(EngineBase):
         sequence.set_tail(draft.token_ids)
         scheduled = Scheduled(index, item, draft, sequence)
         sequence.recompute_last(scheduled.num_logits)
-        return scheduled if item.lookahead is None else replace(scheduled, window=self._window(scheduled))
+        return scheduled
 
     def _window(self, entry: Scheduled) -> WindowRows | None:
         """The rows of lookahead decoding; None where they do not fit, or would mask a whole prompt."""
@@ -262,6 +266,8 @@ class TargetEngine(EngineBase):
                 sequence = entry.sequence
                 lookahead = self._lookaheads[entry.item.request_id]
                 lookahead.take(sequence.token_ids[sequence.num_tokens - 1], outputs)
+                # Its rows are never read again.
+                sequence.block_table.truncate(len(sequence.token_ids))
         return torch.cat(kept)
 
     def _draft(

@@ -179,7 +179,7 @@ class Session:
             lookahead=None if is_chunk else view.lookahead,
             num_next_draft_tokens=num_next,
         )
-        view.in_flight = item
+        view.in_flight, view.lookahead = item, view.lookahead if is_chunk else None
         return item
 
     def proposal_item(
@@ -268,7 +268,8 @@ class Session:
         lookup = self._look_up((kept.last_node, next_token_id))
         made = (token_ids, verdict.logprobs[: cut.num_kept], num_drafts, num_accepted, num_kept, lookup)
         tree, offer = verdict_on_tree(item.draft, kept.last_node), offer_of(item, verdict, self._vocab_size)
-        following = self._usable(verdict.draft, most=item.num_next_draft_tokens)
+        most = item.num_next_draft_tokens
+        following = self._usable(verdict.draft, most=most) if most else NO_DRAFT
         return Commit(*made, self._verified_source, depth, tree, *offer, following)
 
     def on_target_unknown(self, reply: UnknownSequence) -> bool:

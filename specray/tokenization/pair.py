@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,9 +12,11 @@ from specray.tokenization.overlap import difference
 from specray.tokenization.partners import Partners
 
 
-def load_partners(draft: str | Path, target: str | Path) -> Partners:
+def load_partners(
+    draft: str | Path, target: str | Path, sizes: tuple[int, int] = (sys.maxsize, sys.maxsize)
+) -> Partners:
     """The tokens of two checkpoints. Raises ConfigError for a tokenizer that cannot be loaded."""
-    return Partners(load_tokenizer(draft), load_tokenizer(target))
+    return Partners(load_tokenizer(draft), load_tokenizer(target), sizes)
 
 
 def partners_problem(partners: Partners, mode: VocabularyMode) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import itertools
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Final
@@ -70,9 +71,12 @@ class Partners:
 
     Args:
         draft, target: their tokenizers.
+        sizes: token ids of both models, where their tokenizers may name more.
     """
 
-    def __init__(self, draft: Tokenizer, target: Tokenizer) -> None:
+    def __init__(
+        self, draft: Tokenizer, target: Tokenizer, sizes: tuple[int, int] = (sys.maxsize, sys.maxsize)
+    ) -> None:
         self._draft, self._target = Writer(draft), Writer(target)
         self._read: dict[int, tuple[int, ...]] = {}
         self._draft_eos = frozenset(draft.eos_token_ids)
@@ -83,7 +87,10 @@ class Partners:
         if self._target_eos is not None and self._target_eos not in pairs:
             free = self._draft_eos.difference(pairs.values())
             pairs |= {self._target_eos: max(free)} if free else {}
-        self.draft_ids: Mapping[int, int] = pairs
+        self._num_draft_ids, num_target_ids = sizes
+        self.draft_ids: Mapping[int, int] = {
+            own: theirs for own, theirs in pairs.items() if own < num_target_ids and theirs < sizes[0]
+        }
         """Draft's id by target's id, of tokens that mean the same to both; no two have the same."""
 
     @property
@@ -106,7 +113,8 @@ class Partners:
         """The draft's tokens for one of the target's: its partner, or how the draft writes its text."""
         read = self._read.get(token_id)
         if read is None:
-            read = self._read[token_id] = self._find(token_id)
+            found = self._find(token_id)
+            read = self._read[token_id] = tuple(own for own in found if own < self._num_draft_ids)
         return read
 
     def write(self, draft_ids: Sequence[int], behind: Sequence[int]) -> tuple[int, ...]:

@@ -64,7 +64,7 @@ def choose_vocabulary(config: Config, runner: ModelRunner) -> OtherVocabulary | 
     if their_fingerprint == info.tokenizer_fingerprint:
         return None
     path = model_path(config.draft, "draft")
-    partners = load_partners(path, target.path)
+    partners = load_partners(path, target.path, (info.vocab_size, target.vocab_size))
     problem = partners_problem(partners, mode)
     if problem is not None:
         raise ConfigError(

@@ -12,7 +12,7 @@ the window moves on, the sequence becomes another one, which shares the first to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Protocol
 
 from specray.engine.reading.window import NUM_SINKS, Window
@@ -138,7 +138,8 @@ class Reading:
 
     def _own(self, count: int) -> list[int]:
         """The draft's first tokens."""
-        return list(chain.from_iterable(self._pieces[:count]))[:count]
+        # Of some of the target's tokens the draft has nothing.
+        return list(islice(chain.from_iterable(self._pieces), count))
 
     def _behind(self, place: int) -> list[int]:
         """The draft's tokens from a place on."""
