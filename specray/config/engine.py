@@ -234,7 +234,7 @@ class DraftConfig(EngineConfig):
         self._check_formats()
         if self.tensor_parallel_size > 1:
             self._check_rank_options()
-        if self.draft in ("", EMBEDDED, DraftKind.SUFFIX.value, DraftKind.LOOKAHEAD.value):
+        if self.draft in ("", EMBEDDED, *(set(MODEL_FREE_DRAFTS) - {DraftKind.NGRAM.value})):
             raise ValueError(
                 f"draft.draft is {self.draft!r}; allowed: 'ngram', path or hub id of a model, or none"
             )

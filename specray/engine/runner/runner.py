@@ -139,8 +139,11 @@ class ModelRunner:
         return self._parallel.exchange(self._drawer.best(output.logits, draws))
 
     def _joined(self, output: ForwardOutput) -> ForwardOutput:
-        if self._head is None or not len(output.logits):
+        if self._head is None:
             return output
+        if not len(output.logits):
+            # No rank has anything to join, but all rows are equally wide.
+            return output._replace(logits=output.logits.new_empty(0, self._head.num_logits))
         return output._replace(logits=self._head.whole(output.logits))
 
     def _moved_and_run(self, inputs: Sequence[SequenceInput], moves: Moves) -> ForwardOutput:

@@ -59,7 +59,7 @@ def check_request(
     if request.speculation.draft is DraftKind.FEATURES and not info.drafter:
         raise InvalidRequestError(
             "draft is 'features', but the target has no drafter; allowed: "
-            f"{'model, ' if has_draft_model else ''}ngram, suffix",
+            f"{'model, ' if has_draft_model else ''}ngram, suffix, lookahead",
             field="draft",
         )
     if request.stop and not has_stop_strings:

@@ -113,7 +113,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"speculation": {"num_speculative_tokens": -1}}, "speculation.num_speculative_tokens", "-1"),
     ({"speculation": {"verification": "none"}}, "speculation.verification", "coupled or rejection"),
     ({"speculation": {"k": 3}}, "speculation.k", "not a field"),
-    ({"speculation": {"draft": "n-gram"}}, "speculation.draft", "allowed: model or ngram or suffix"),
+    ({"speculation": {"draft": "n-gram"}}, "speculation.draft", "lookahead or model or ngram or suffix"),
     ({"speculation": {"draft": 1}}, "speculation.draft", "a valid string"),
     ({"speculation": {"tenant": "x" * 65}}, "speculation.tenant", "65; allowed: 0..64"),
     ({"speculation": {"tenant": 5}}, "speculation.tenant", "a valid string"),
