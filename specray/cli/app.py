@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from specray import __version__
+from specray.cli.advise.app import advise
 from specray.cli.bench.app import app as bench_app
 from specray.cli.generate import generate
 from specray.cli.keys import app as keys_app
@@ -39,6 +40,7 @@ app.command()(worker)
 app.command()(profile)
 app.command()(plan)
 app.command()(verify)
+app.command()(advise)
 app.add_typer(keys_app, name="keys")
 app.add_typer(models_app, name="models")
 app.add_typer(train_app, name="train")

@@ -97,7 +97,7 @@ async def measure_acceptance(
         }
         for temperature in temperatures:
             on_progress(f"temperature {temperature:g}, the target alone")
-            outputs = await _written(config, pair, prompts, temperature, max_tokens)
+            outputs = await written_outputs(config, pair, prompts, temperature, max_tokens)
             tallies: dict[str, list[Tally]] = {}
             for method in methods:
                 on_progress(f"temperature {temperature:g}, {method.name}")
@@ -109,13 +109,13 @@ async def measure_acceptance(
     return rows
 
 
-async def _written(
+async def written_outputs(
     config: Config, pair: LocalPair, prompts: Sequence[LabelledPrompt], temperature: float, max_tokens: int
 ) -> list[WrittenOutput]:
     """Plain decoding's outputs, many side by side; empty ones have no place."""
     plain = Method.parse(PLAIN)
     async with AsyncExitStack() as stack:
-        router = await _started(plain.config(config), pair, stack)
+        router = await started(plain.config(config), pair, stack)
         requests = [
             _request(plain, prompt, temperature, max_tokens, 0, place) for place, prompt in enumerate(prompts)
         ]
@@ -146,7 +146,7 @@ async def _measure(
     outputs: dict[int, tuple[int, ...]] = {}
     async with AsyncExitStack() as stack:
         routers = {
-            method.name: await _started(method.config(config), pair.with_draft(method.process), stack)
+            method.name: await started(method.config(config), pair.with_draft(method.process), stack)
             for method in methods
         }
         for turn in range(-1, num_repeats):
@@ -188,7 +188,8 @@ async def _measure(
     ]
 
 
-async def _started(config: Config, pair: LocalPair, stack: AsyncExitStack) -> Router:
+async def started(config: Config, pair: LocalPair, stack: AsyncExitStack) -> Router:
+    """A router over the pair that runs until the stack is left."""
     router = pair.router(config)
     await router.start()
     stack.push_async_callback(router.stop)

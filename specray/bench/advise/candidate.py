@@ -1,0 +1,121 @@
+"""A candidate: something that could draft for the target, and the configuration that would serve it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from specray.bench.methods.method import Method
+from specray.config import Config, parse_config
+from specray.errors import ConfigError
+from specray.types import DraftKind
+
+IN_TARGET: Final = (DraftKind.LOOKAHEAD, DraftKind.FEATURES)
+"""Drafts that work in the target's steps: they can only be measured by serving."""
+_WITHOUT_TREES: Final = (DraftKind.LOOKAHEAD, DraftKind.FEATURES)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One row of the advice: a draft, with chains or with trees of a set shape."""
+
+    name: str
+    config: Config
+    """Configuration of the pair that has the draft."""
+    tree: str = "off"
+    source: str = ""
+    """Name of the same draft with chains, on which steps are timed; empty: the name."""
+
+    @property
+    def kind(self) -> DraftKind:
+        """What drafts."""
+        return self.config.draft.kind_in_use
+
+    @property
+    def timed_as(self) -> str:
+        """Name under which its steps are timed: trees of a draft need the same steps as its chains."""
+        return self.source or self.name
+
+    def method(self, process: str = "") -> Method:
+        """The candidate as a method of ``specray bench methods``.
+
+        Args:
+            process: name of the draft's worker; empty: it has none.
+        """
+        return Method(self.name, self.kind, self.tree, process)
+
+    def fitting(self, ks: Sequence[int]) -> list[int]:
+        """The K that its proposals can have: paths of a tree end where its shape does."""
+        budget = self.method().budget
+        if budget is None or not budget.widths:
+            return list(ks)
+        return [k for k in ks if k < len(budget.widths)] + [len(budget.widths)]
+
+    def serving_values(self) -> dict[str, Any]:
+        """The keys of a configuration file that serves the candidate, where they differ from the defaults.
+
+        K stays ``auto``: the service chooses it for each load, by the formulas that predicted the advice.
+        """
+        values: dict[str, Any] = self.config.model_dump(mode="json", exclude_defaults=True)
+        values.setdefault("target", {}).setdefault("model", self.config.target.model)
+        values.setdefault("draft", {}).setdefault("model", self.config.draft.model)
+        values.setdefault("speculation", {}).update({"num_speculative_tokens": "auto", "tree": self.tree})
+        return values
+
+
+def candidates_of(configs: Mapping[str, Config], trees: Sequence[str]) -> list[Candidate]:
+    """Every draft with chains, and with each of the trees where it can propose them.
+
+    Args:
+        configs: of the pairs, by the name of the draft.
+        trees: as in ``speculation.tree``, set ones only.
+
+    Raises:
+        ConfigError: a tree is none, or is chosen by measurement.
+    """
+    found: list[Candidate] = []
+    for name, config in configs.items():
+        chains = Candidate(name, config)
+        found.append(chains)
+        if chains.kind in _WITHOUT_TREES:
+            continue
+        for tree in trees:
+            one = Candidate(f"{name}:{tree}", config, tree, name)
+            if tree in ("auto", "off") or one.method().budget is None:
+                raise ConfigError(
+                    f"--tree is {tree!r}; allowed: a number of nodes, or children such as 4x2x1"
+                )
+            found.append(one)
+    return found
+
+
+def processes_of(candidates: Sequence[Candidate]) -> dict[str, str]:
+    """Names of the workers of draft models, by the draft with chains: its trees share its worker."""
+    models = dict.fromkeys(one.timed_as for one in candidates if one.kind is DraftKind.MODEL)
+    return {name: f"draft-{number}" for number, name in enumerate(models)}
+
+
+def without_draft(config: Config) -> Config:
+    """The target alone, without a drafter on it; requests that name a draft have K chosen for each load."""
+    values = config.model_dump(mode="json", exclude_defaults=True)
+    values.setdefault("target", {})["drafter"] = None
+    values["draft"] = {"enabled": False}
+    values.setdefault("speculation", {})["num_speculative_tokens"] = "auto"
+    return parse_config(values)
+
+
+def split_keys(draft: str) -> tuple[str, list[str]]:
+    """The model of ``MODEL@KEY=VALUE,...``, and what it sets of the section ``draft``."""
+    model, _, keys = draft.rpartition("@")
+    return (model, keys.split(",")) if model and "=" in keys else (draft, [])
+
+
+def short_names(drafts: Sequence[str]) -> list[str]:
+    """A name for each draft: the end of its path, or all of it where two are alike; and the keys it sets."""
+    parts = [split_keys(draft) for draft in drafts]
+    names = [
+        "@".join((Path(model).name or model, *([",".join(keys)] if keys else []))) for model, keys in parts
+    ]
+    return [draft if names.count(name) > 1 else name for name, draft in zip(names, drafts, strict=True)]

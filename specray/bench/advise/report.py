@@ -1,0 +1,265 @@
+"""The tables, the chart, the JSON and the configuration file of ``specray advise``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import yaml
+from rich.table import Table
+
+from specray.bench.advise.advice import Advice, Entry, Measured, Prediction
+from specray.bench.advise.candidate import IN_TARGET
+from specray.bench.advise.figures import Likeness, Times
+from specray.bench.methods.method import ALL
+from specray.bench.report.chart import Panel, Series, draw
+from specray.config import Config
+
+_DASH = "–"
+_COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2")
+
+
+def advice_tables(advice: Advice) -> list[Table]:
+    """The ranking, what would change it, likeness, and step times."""
+    return [_ranking(advice), _changes(advice), _likeness(advice), _times(advice)]
+
+
+def check_table(advice: Advice, speedups: Mapping[str, float]) -> Table:
+    """Predicted beside measured speed-ups of one request at a time, by the measured ones."""
+    predicted = predicted_at_one(advice)
+    table = Table(title=f"one request at a time, temperature {advice.temperature:g}, K auto: speed-up")
+    table.add_column("draft")
+    for name in ("predicted", "measured", "predicted / measured"):
+        table.add_column(name, justify="right")
+    for name, speedup in sorted(speedups.items(), key=lambda pair: -pair[1]):
+        ratio = predicted[name] / speedup
+        table.add_row(name, f"{predicted[name]:.2f}x", f"{speedup:.2f}x", f"{ratio:.2f}")
+    return table
+
+
+def predicted_at_one(advice: Advice) -> dict[str, float]:
+    """Predicted speed-ups of one request at a time, by candidate; empty: it was not asked for."""
+    return {
+        entry.name: one.speedup
+        for entry in advice.entries
+        for one in entry.predictions
+        if one.concurrency == 1
+    }
+
+
+def advice_json(advice: Advice) -> dict[str, Any]:
+    """Everything measured and predicted."""
+    return {
+        "temperature": advice.temperature,
+        "concurrencies": list(advice.concurrencies),
+        "largest_batch": advice.largest_batch,
+        "winner": None if advice.winner is None else advice.winner.name,
+        "plain": {
+            "verify_s_by_rows": advice.plain.verify_s(),
+            "tokens_per_s": {
+                str(one.concurrency): one.tokens_per_s / one.speedup for one in advice.entries[0].predictions
+            },
+        },
+        "ranking": [_entry_json(entry) for entry in advice.entries],
+    }
+
+
+def advice_config(advice: Advice, target: Config) -> str:
+    """A configuration file that serves the winner, or the target alone where nothing pays."""
+    best = advice.winner
+    values = advice.serving_config(target).model_dump(mode="json", exclude_defaults=True)
+    if best is None:
+        head = f"# Predicted to be best at {advice.concurrencies[0]} at a time: the target alone."
+    else:
+        head = (
+            f"# Predicted to be best at {best.first.concurrency} at a time: {best.name}, "
+            f"{best.first.speedup:.2f} times plain decoding with K = {best.first.k}."
+        )
+        # What the advice is about stays in sight, also where it is the default.
+        values.setdefault("target", {}).setdefault("model", best.measured.candidate.config.target.model)
+        values.setdefault("draft", {}).setdefault("model", best.measured.candidate.config.draft.model)
+    return f"{head}\n{yaml.safe_dump(values, sort_keys=False)}"
+
+
+def advice_chart(advice: Advice) -> str:
+    """Speed-up by concurrency, tokens per round by K and survival by depth, as SVG."""
+    entries = advice.entries
+
+    def lines(points: Sequence[tuple[tuple[float, float], ...]]) -> tuple[Series, ...]:
+        return tuple(
+            Series(entry.name, _COLORS[index % len(_COLORS)], entry.measured.candidate.tree != "off", own)
+            for index, (entry, own) in enumerate(zip(entries, points, strict=True))
+            if own
+        )
+
+    found = [entry.measured.at(advice.temperature) for entry in entries]
+    panels = [
+        Panel(
+            "predicted speed-up",
+            "requests at a time",
+            "times plain decoding",
+            lines([tuple((one.concurrency, one.speedup) for one in entry.predictions) for entry in entries]),
+        ),
+        Panel(
+            "tau",
+            "draft tokens per round (K)",
+            "tokens per round",
+            lines([tuple((one.k, one.tokens_per_round) for one in own) for own in found]),
+        ),
+        Panel(
+            "survival",
+            "draft tokens",
+            "share of rounds that accept as many",
+            lines([tuple((d + 1.0, share) for d, share in enumerate(own[-1].survival)) for own in found]),
+        ),
+    ]
+    return draw(f"Drafts at temperature {advice.temperature:g}", panels, num_columns=3)
+
+
+def _entry_json(entry: Entry) -> dict[str, Any]:
+    measured = entry.measured
+    return {
+        "name": entry.name,
+        "predictions": [asdict(one) for one in entry.predictions],
+        "stops_paying": entry.stops_paying,
+        "latency_ratio": entry.latency_ratio,
+        "change": None if entry.change is None else asdict(entry.change),
+        "likeness": [_likeness_json(one) for one in measured.likenesses],
+        "rejection": [_likeness_json(one) for one in measured.rejection],
+        "verify_s_by_rows": measured.times.verify_s(),
+        "draft_step_s_by_sequences": dict(_draft_steps(measured.times)),
+    }
+
+
+def _likeness_json(one: Likeness) -> dict[str, Any]:
+    return {**asdict(one), "survival": one.survival}
+
+
+def _ranking(advice: Advice) -> Table:
+    table = Table(title=f"ranking at temperature {advice.temperature:g}, by tokens/s of one request")
+    for name in ("", "draft"):
+        table.add_column(name)
+    for name in ("accepted", "draft/target", "K", "tau"):
+        table.add_column(name, justify="right")
+    for count in advice.concurrencies:
+        table.add_column(f"tokens/s at {count}", justify="right")
+    table.add_column("pays below", justify="right")
+    plain = [one.tokens_per_s / one.speedup for one in advice.entries[0].predictions]
+    for place, entry in enumerate(advice.entries, 1):
+        best = entry.first
+        likeness = next(one for one in entry.measured.at(advice.temperature) if one.k == best.k)
+        table.add_row(
+            str(place),
+            entry.name,
+            f"{likeness.acceptance:.2f}",
+            _number(entry.latency_ratio),
+            str(best.k),
+            f"{best.tau:.2f}",
+            *(_prediction(one) for one in entry.predictions),
+            _DASH
+            if entry.stops_paying == 1
+            else f"> {advice.largest_batch}"
+            if entry.stops_paying is None
+            else str(entry.stops_paying),
+        )
+    table.add_row("", "plain decoding", *([_DASH] * 4), *(f"{one:.1f}" for one in plain), "")
+    table.caption = (
+        "K: the best at the first concurrency; in brackets: predicted speed-up over plain decoding; pays "
+        "below: batch from which no K is predicted to gain; ~: from step times of smaller batches"
+    )
+    return table
+
+
+def _prediction(one: Prediction) -> str:
+    return f"{'~' if one.is_extrapolated else ''}{one.tokens_per_s:.1f} ({one.speedup:.2f}x, K {one.k})"
+
+
+def _changes(advice: Advice) -> Table:
+    table = Table(title=f"what would make it the best at {advice.concurrencies[0]} at a time, each alone")
+    table.add_column("draft")
+    table.add_column("a faster draft (trimmed vocabulary, int4 weights)")
+    table.add_column("a likelier draft (fine-tuning on the domain)")
+    for entry in advice.entries:
+        change = entry.change
+        if change is None:
+            table.add_row(entry.name, "it is", "it is")
+            continue
+        faster = "no draft step is short enough"
+        if not entry.measured.times.has_draft_steps:
+            is_inside = entry.measured.candidate.kind in IN_TARGET
+            faster = "its steps are part of the target's" if is_inside else "its drafts take no time"
+        elif change.draft_factor is not None:
+            faster = f"steps at most {change.draft_factor:.2f} times as long"
+        likelier = "no acceptance is high enough"
+        if change.acceptance is not None and change.rejections is not None:
+            likelier = f"acceptance {change.acceptance:.2f}: {change.rejections:.2f} of its rejections left"
+        table.add_row(entry.name, faster, likelier)
+    return table
+
+
+def _likeness(advice: Advice) -> Table:
+    table = Table(title="acceptance: greedy at temperature 0, coupled above")
+    for name in ("temperature", "prompts", "draft"):
+        table.add_column(name)
+    for name in ("accepted", "rejection sampling", "tau by K", "survival by depth"):
+        table.add_column(name, justify="right")
+    for own in (entry.measured for entry in advice.entries):
+        for temperature, domain in dict.fromkeys((one.temperature, one.domain) for one in own.likenesses):
+            found = own.at(temperature, domain)
+            last = found[-1]
+            table.add_row(
+                f"{temperature:g}",
+                domain,
+                own.candidate.name,
+                f"{last.acceptance:.3f}",
+                _rejection(own, last),
+                "  ".join(f"{one.k}: {one.tokens_per_round:.2f}" for one in found),
+                "  ".join(f"{share:.2f}" for share in last.survival),
+            )
+    table.caption = f"accepted and survival: of the largest K; prompts {ALL}: all of them"
+    return table
+
+
+def _rejection(own: Measured, like: Likeness) -> str:
+    found = [one for one in own.rejection if one.temperature == like.temperature and like.domain == ALL]
+    return f"{found[0].acceptance:.3f}" if found else ""
+
+
+def _times(advice: Advice) -> Table:
+    table = Table(title="step times in service, in ms")
+    table.add_column("draft")
+    table.add_column("target step by rows: V")
+    table.add_column("draft step by sequences: D")
+    table.add_row("any beside the target", _by_size(_verify_steps(advice.plain)), "")
+    for own in {entry.measured.candidate.timed_as: entry.measured for entry in advice.entries}.values():
+        verify = _verify_steps(own.times) if own.candidate.kind in IN_TARGET else ()
+        row = (_by_size(verify), _by_size(_draft_steps(own.times)))
+        if any(row):
+            table.add_row(own.candidate.timed_as, *row)
+    return table
+
+
+def _verify_steps(times: Times) -> Iterator[tuple[int, float]]:
+    """Seconds of a target step by rows, as the service would predict them, up to the most measured."""
+    cost = times.cost_model()
+    rows = 1
+    while rows <= max((one.num_rows for one in times.verify), default=0):
+        yield rows, cost.verify_s(rows, min(rows, times.most_sequences)) or 0.0
+        rows *= 2
+
+
+def _draft_steps(times: Times) -> Iterator[tuple[int, float]]:
+    """Seconds per draft token by sequences, as the service would predict them."""
+    if times.has_draft_steps:
+        cost = times.cost_model()
+        for count in sorted({one.num_sequences for one in times.verify}):
+            yield count, cost.draft_step_s(count, 0.0)
+
+
+def _by_size(values: Iterable[tuple[int, float]]) -> str:
+    return "  ".join(f"{size}: {1e3 * seconds:.2f}" for size, seconds in values)
+
+
+def _number(value: float | None) -> str:
+    return _DASH if value is None else f"{value:.2f}"

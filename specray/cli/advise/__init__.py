@@ -1,0 +1,1 @@
+"""``specray advise``."""
