@@ -1,16 +1,50 @@
-"""``specray train``: trains drafts for a target on text that the target writes."""
+"""``specray train``: trains drafts and heads for a target on text that the target writes."""
 
+from __future__ import annotations
+
+import shlex
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="Train drafts for a target.")
+if TYPE_CHECKING:
+    from specray.train.heads.training import HeadTrainConfig, Method
+    from specray.train.loop import RunLimit
+
+app = typer.Typer(no_args_is_help=True, help="Train drafts and heads for a target.")
+
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+WritingBudget = Annotated[float, typer.Option(min=1, help="Seconds in which the target writes.")]
+TimeBudget = Annotated[
+    float | None, typer.Option(min=1, help="Seconds of training; default: 7200, unless --steps is given.")
+]
+Steps = Annotated[int | None, typer.Option(min=1, help="Training steps, instead of a time.")]
+NumRows = Annotated[int, typer.Option(min=2, help="Rows of text, at most.")]
+RowsPerBatch = Annotated[int, typer.Option(min=1, help="Rows that are written side by side.")]
+RowsPerForward = Annotated[int, typer.Option(min=1, help="Rows of a forward.")]
+RowLen = Annotated[int, typer.Option(min=32, help="Tokens of a row.")]
+Seed = Annotated[int, typer.Option(help="Seed of weights, texts and their order.")]
+HeadTarget = Annotated[
+    str, typer.Argument(help="Checkpoint directory or hub id of any causal language model of transformers.")
+]
+HeadWorkDir = Annotated[
+    Path,
+    typer.Option(
+        help="Directory of the run; the same command again goes on from there. Methods may share one, and "
+        "then its text."
+    ),
+]
+HeadRowsPerStep = Annotated[int, typer.Option(min=1, help="Rows of a training step.")]
+EvaluateEvery = Annotated[
+    float, typer.Option(min=1, help="Seconds between two evaluations; the head is written each time.")
+]
 
 
 @app.callback()
 def _group() -> None:
-    """Train drafts for a target."""
+    """Train drafts and heads for a target."""
 
 
 @app.command()
@@ -19,31 +53,26 @@ def draft(
     work_dir: Annotated[
         Path, typer.Option(help="Directory of the run; the same command again goes on from there.")
     ] = Path("specray-draft"),
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    writing_budget: Annotated[float, typer.Option(min=1, help="Seconds in which the target writes.")] = 3600,
-    time_budget: Annotated[
-        float | None, typer.Option(min=1, help="Seconds of training; default: 7200, unless --steps is given.")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Training steps, instead of a time.")] = None,
-    num_rows: Annotated[int, typer.Option(min=2, help="Rows of text, at most.")] = 100_000,
-    rows_per_batch: Annotated[int, typer.Option(min=1, help="Rows that are written side by side.")] = 32,
+    device: Device = "cpu",
+    writing_budget: WritingBudget = 3600,
+    time_budget: TimeBudget = None,
+    steps: Steps = None,
+    num_rows: NumRows = 100_000,
+    rows_per_batch: RowsPerBatch = 32,
     rows_per_step: Annotated[int, typer.Option(min=3, help="Rows of a training step.")] = 16,
-    rows_per_forward: Annotated[int, typer.Option(min=1, help="Rows of a forward.")] = 4,
-    row_len: Annotated[int, typer.Option(min=32, help="Tokens of a row.")] = 768,
+    rows_per_forward: RowsPerForward = 4,
+    row_len: RowLen = 768,
     max_vocabulary: Annotated[
         int, typer.Option(min=64, help="Ids that the draft can propose, at most.")
     ] = 12_288,
-    seed: Annotated[int, typer.Option(help="Seed of weights, texts and their order.")] = 0,
+    seed: Seed = 0,
 ) -> None:
     """Train a small draft; what it writes is completed with the target's embedding when it is served."""
     from specray.train.draft.completion import complete_draft
     from specray.train.draft.training import DraftTrainConfig, train_draft
-    from specray.train.loop import RunLimit
 
-    if steps is None and time_budget is None:
-        time_budget = 7200.0
     config = DraftTrainConfig(
-        limit=RunLimit(steps, time_budget),
+        limit=_limit(steps, time_budget),
         writing_budget_s=writing_budget,
         num_rows=num_rows,
         rows_per_batch=rows_per_batch,
@@ -57,3 +86,90 @@ def draft(
     typer.echo(f"wrote {compact}")
     if Path(target).is_dir():
         typer.echo(f"wrote {complete_draft(compact, Path(target), work_dir / 'complete')}")
+
+
+@app.command()
+def eagle3(
+    target: HeadTarget,
+    work_dir: HeadWorkDir = Path("specray-heads"),
+    device: Device = "cpu",
+    writing_budget: WritingBudget = 3600,
+    time_budget: TimeBudget = None,
+    steps: Steps = None,
+    num_depths: Annotated[
+        int, typer.Option(min=1, max=16, help="Steps on the head's own outputs that are trained.")
+    ] = 4,
+    num_rows: NumRows = 100_000,
+    rows_per_batch: RowsPerBatch = 32,
+    rows_per_step: HeadRowsPerStep = 16,
+    rows_per_forward: RowsPerForward = 2,
+    row_len: RowLen = 768,
+    max_vocabulary: Annotated[
+        int, typer.Option(min=64, help="Ids that the head can propose, at most.")
+    ] = 12_288,
+    evaluate_every: EvaluateEvery = 600,
+    seed: Seed = 0,
+) -> None:
+    """Train an EAGLE-3 head; what it writes is served with ``specray serve --target TARGET --drafter``."""
+    from specray.train.draft.text import TextConfig
+    from specray.train.heads.trainer import StepConfig
+    from specray.train.heads.training import HeadTrainConfig
+
+    config = HeadTrainConfig(
+        _limit(steps, time_budget),
+        TextConfig(writing_budget, num_rows, rows_per_batch, row_len, seed),
+        StepConfig(rows_per_step, rows_per_forward, seed=seed),
+        num_depths,
+        evaluate_every,
+        max_draft_vocabulary=max_vocabulary,
+    )
+    _train_head("eagle3", target, work_dir, config, device)
+
+
+@app.command()
+def medusa(
+    target: HeadTarget,
+    work_dir: HeadWorkDir = Path("specray-heads"),
+    device: Device = "cpu",
+    writing_budget: WritingBudget = 3600,
+    time_budget: TimeBudget = None,
+    steps: Steps = None,
+    num_heads: Annotated[int, typer.Option(min=1, max=16, help="Heads, one for each place ahead.")] = 4,
+    num_rows: NumRows = 100_000,
+    rows_per_batch: RowsPerBatch = 32,
+    rows_per_step: HeadRowsPerStep = 16,
+    rows_per_forward: RowsPerForward = 1,
+    row_len: RowLen = 768,
+    evaluate_every: EvaluateEvery = 600,
+    seed: Seed = 0,
+) -> None:
+    """Train Medusa heads; what it writes is served with ``specray serve --target TARGET --drafter``."""
+    from specray.train.draft.text import TextConfig
+    from specray.train.heads.trainer import StepConfig
+    from specray.train.heads.training import HeadTrainConfig
+
+    config = HeadTrainConfig(
+        _limit(steps, time_budget),
+        TextConfig(writing_budget, num_rows, rows_per_batch, row_len, seed),
+        StepConfig(rows_per_step, rows_per_forward, seed=seed),
+        num_heads,
+        evaluate_every,
+    )
+    _train_head("medusa", target, work_dir, config, device)
+
+
+def _limit(steps: int | None, time_budget: float | None) -> RunLimit:
+    from specray.train.loop import RunLimit
+
+    if steps is None and time_budget is None:
+        time_budget = 7200.0
+    return RunLimit(steps, time_budget)
+
+
+def _train_head(method: Method, target: str, work_dir: Path, config: HeadTrainConfig, device: str) -> None:
+    from specray.train.heads.training import train_head
+
+    command = shlex.join(["specray", *sys.argv[1:]])
+    head = train_head(method, target, work_dir, config, device=device, command=command)
+    typer.echo(f"wrote {head}")
+    typer.echo(f"serve it: specray serve --target {target} --drafter {head}")

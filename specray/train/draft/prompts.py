@@ -63,9 +63,12 @@ class Beginnings:
     Args:
         encode: text to token ids, without special tokens.
         passages: texts to cut passages from.
+        markers: what stands around turns; None: there are none, and all is plain text.
     """
 
-    def __init__(self, markers: TurnMarkers, encode: Encode, passages: Sequence[str], *, seed: int) -> None:
+    def __init__(
+        self, markers: TurnMarkers | None, encode: Encode, passages: Sequence[str], *, seed: int
+    ) -> None:
         self._markers = markers
         self._encode = encode
         self._passages = passages
@@ -77,17 +80,17 @@ class Beginnings:
         return [self._one(int(kind)) for kind in kinds]
 
     def _one(self, kind: int) -> Beginning:
+        if self._markers is None or kind == 3:
+            return Beginning(tuple(self._passage(_PLAIN_TOKENS)), "text")
         opening = self._markers.opening
         if kind == 0:
             return Beginning(opening, "user")
         if kind == 1:
             words = FIRST_WORDS[int(self._random.integers(len(FIRST_WORDS)))]
             return Beginning((*opening, *self._encode(words)), "user")
-        if kind == 2:
-            task = _TASKS[int(self._random.integers(len(_TASKS)))]
-            question = (*self._encode(task + "\n\n"), *self._passage(_PASSAGE_TOKENS))
-            return Beginning((*opening, *question, *self._markers.to_assistant), "assistant")
-        return Beginning(tuple(self._passage(_PLAIN_TOKENS)), "text")
+        task = _TASKS[int(self._random.integers(len(_TASKS)))]
+        question = (*self._encode(task + "\n\n"), *self._passage(_PASSAGE_TOKENS))
+        return Beginning((*opening, *question, *self._markers.to_assistant), "assistant")
 
     def _passage(self, num_tokens: tuple[int, int]) -> Sequence[int]:
         text = self._passages[int(self._random.integers(len(self._passages)))]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,18 +10,15 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from specray.train.corpus import CorpusConfig, load_corpus
 from specray.train.draft.checkpoint import write_compact
 from specray.train.draft.loss import DraftLoss, draft_loss
 from specray.train.draft.markers import TurnMarkers, turn_markers
-from specray.train.draft.prompts import Beginnings, passages_of
 from specray.train.draft.student import DraftShape, Student
+from specray.train.draft.text import TextConfig, picked_rows, split_held_out, written_text
 from specray.train.draft.vocabulary import frequent_ids
-from specray.train.draft.writing import Written, write_rows
+from specray.train.draft.writing import Written
 from specray.train.loop import RunLimit, RunState, TrainingRun
 from specray.train.optim import MasterOptimizer, OptimizerConfig
-
-_NUM_HELD_OUT_ROWS = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +52,11 @@ class DraftTrainConfig:
     """Weight of tokens that no server would generate: what is given, and the user's turns."""
     seed: int = 0
 
+    @property
+    def text(self) -> TextConfig:
+        """Options of the writing."""
+        return TextConfig(self.writing_budget_s, self.num_rows, self.rows_per_batch, self.row_len, self.seed)
+
 
 def train_draft(target: str, work_dir: Path, config: DraftTrainConfig, *, device: str = "cpu") -> Path:
     """Writes text, trains on it, and writes the compact draft into ``work_dir/draft``; goes on where it was.
@@ -73,10 +72,11 @@ def train_draft(target: str, work_dir: Path, config: DraftTrainConfig, *, device
     model = LlamaForCausalLM.from_pretrained(target, dtype=torch.bfloat16).to(device)  # type: ignore[arg-type]
     model.train(False)
     tokenizer = AutoTokenizer.from_pretrained(target)
-    written = _written(model, tokenizer, work_dir, config)
-    train, held_out = _split(written)
+    markers = turn_markers(tokenizer)
+    written = written_text(model, tokenizer, work_dir, config.text, markers)
+    train, held_out = split_held_out(written)
     answers = train.token_ids[train.is_answer]
-    always = sorted({*tokenizer.all_special_ids, *_marker_ids(turn_markers(tokenizer))})
+    always = sorted({*tokenizer.all_special_ids, *_marker_ids(markers)})
     ids = frequent_ids(
         answers, share=config.vocabulary_share, max_num_ids=config.max_draft_vocabulary, always=always
     )
@@ -167,12 +167,7 @@ class _Trainer:
     def _picked(self, state: RunState) -> torch.Tensor:
         """The step's rows of an endless seeded shuffle; a multiple of three."""
         count = -(-self._config.rows_per_step // 3) * 3
-        num_rows = len(self._ids)
-        picked: list[int] = []
-        while len(picked) < count:
-            epoch, place = divmod(state.cursor + len(picked), num_rows)
-            order = np.random.default_rng((self._config.seed, epoch)).permutation(num_rows)
-            picked += order[place : place + count - len(picked)].tolist()
+        picked = picked_rows(state.cursor, count, num_rows=len(self._ids), seed=self._config.seed)
         return torch.tensor(picked, device=self._device)
 
 
@@ -180,56 +175,6 @@ def _means(parts: list[DraftLoss]) -> dict[str, float]:
     weight = float(sum(float(part.weight) for part in parts)) or 1.0
     names = ("loss", "agreement", "overlap")
     return {name: sum(float(getattr(part, name).detach()) for part in parts) / weight for name in names}
-
-
-def _written(model: LlamaForCausalLM, tokenizer: Any, work_dir: Path, config: DraftTrainConfig) -> Written:
-    """All that the target writes; batches are kept as files, so that an interrupted run goes on."""
-    directory = work_dir / "written"
-    directory.mkdir(exist_ok=True)
-    markers = turn_markers(tokenizer)
-    passages = _passages(work_dir / "passages.json")
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer.encode(text, add_special_tokens=False))
-
-    began = time.monotonic()
-    for index in range(-(-config.num_rows // config.rows_per_batch)):
-        file = directory / f"{index:05d}.npz"
-        if file.exists():
-            continue
-        if time.monotonic() - began > config.writing_budget_s:
-            break
-        drawn = Beginnings(markers, encode, passages, seed=config.seed + index).draw(config.rows_per_batch)
-        batch = write_rows(model, drawn, markers, row_len=config.row_len, seed=config.seed + index)
-        partial = file.with_suffix(".partial.npz")
-        np.savez(partial, token_ids=batch.token_ids, is_answer=batch.is_answer)
-        partial.replace(file)
-    batches = list(_batches(directory))
-    return Written(
-        *(np.concatenate([getattr(b, name) for b in batches]) for name in ("token_ids", "is_answer"))
-    )
-
-
-def _passages(file: Path) -> list[str]:
-    """Those of the first call, so that a run that goes on elsewhere reads the same."""
-    if not file.exists():
-        texts = passages_of(load_corpus(CorpusConfig(max_source_bytes=1_000_000)))
-        file.write_text(json.dumps(texts), "utf-8")
-    passages: list[str] = json.loads(file.read_text("utf-8"))
-    return passages
-
-
-def _batches(directory: Path) -> Iterator[Written]:
-    for file in sorted(directory.glob("[0-9]*[0-9].npz")):
-        saved = np.load(file)
-        yield Written(saved["token_ids"], saved["is_answer"])
-
-
-def _split(written: Written) -> tuple[Written, Written]:
-    count = min(_NUM_HELD_OUT_ROWS, max(1, len(written.token_ids) // 10))
-    parts = (slice(count, None), slice(None, count))
-    train, held_out = (Written(written.token_ids[part], written.is_answer[part]) for part in parts)
-    return train, held_out
 
 
 def _marker_ids(markers: TurnMarkers) -> set[int]:

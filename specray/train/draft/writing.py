@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import LlamaForCausalLM
 
+from specray.train.draft.decoding import row_decoder
 from specray.train.draft.markers import TurnMarkers
 from specray.train.draft.prompts import Beginning
-from specray.train.sample import CachedDecoder
 
 _USER, _ASSISTANT, _TEXT = 0, 1, 2
 _ROLES = {"user": _USER, "assistant": _ASSISTANT, "text": _TEXT}
@@ -20,13 +20,15 @@ USER_TEMPERATURE = 0.9
 """Temperature of what the model writes in the user's place: the variety of the text comes from there."""
 TEMPERATURES = (0.0, 1.0, 0.0, 0.7)
 """Temperatures of answers, row by row in turn."""
+_NO_MARKERS = TurnMarkers(opening=(), to_assistant=(0,), to_user=(0,))
+"""Stand-in where no row has turns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
     """Rows of text; what a server would be asked to generate is marked."""
 
-    token_ids: npt.NDArray[np.uint16]
+    token_ids: npt.NDArray[np.unsignedinteger]
     """``[num_rows, row_len]``."""
     is_answer: npt.NDArray[np.bool_]
     """Same shape: drawn by the model as an answer, or as the rest of a plain text."""
@@ -34,9 +36,9 @@ class Written:
 
 @torch.no_grad()
 def write_rows(
-    model: LlamaForCausalLM,
+    model: Any,
     beginnings: Sequence[Beginning],
-    markers: TurnMarkers,
+    markers: TurnMarkers | None,
     *,
     row_len: int,
     seed: int,
@@ -47,6 +49,8 @@ def write_rows(
     other's place until the row is full.
 
     Args:
+        model: any causal language model of transformers.
+        markers: what stands around turns; None: no beginning has turns.
         row_len: tokens of a row, with what it begins with, which is cut to that.
     """
     device, num_rows = model.device, len(beginnings)
@@ -54,9 +58,9 @@ def write_rows(
     role = torch.tensor([_ROLES[beginning.goes_on] for beginning in beginnings], device=device)
     temperature = torch.tensor(TEMPERATURES, device=device).repeat(-(-num_rows // len(TEMPERATURES)))
     temperature = temperature[:num_rows, None]
-    turns = _Turns(markers, role)
+    turns = _Turns(markers or _NO_MARKERS, role)
     generator = torch.Generator(device).manual_seed(seed)
-    decoder = CachedDecoder(model, num_rows=num_rows, max_len=row_len)
+    decoder = row_decoder(model, num_rows=num_rows, max_len=row_len)
     rows = torch.empty(num_rows, row_len, dtype=torch.long, device=device)
     is_answer = torch.zeros(num_rows, row_len, dtype=torch.bool, device=device)
     rows[:, 0] = given[:, 0]
@@ -68,7 +72,8 @@ def write_rows(
         drawn = (logits + own * noise).argmax(-1)
         is_given = column < lengths
         rows[:, column], is_answer[:, column] = turns.advance(drawn, given[:, column], is_given)
-    return Written(rows.cpu().numpy().astype(np.uint16), is_answer.cpu().numpy())
+    width = np.uint16 if logits.shape[1] <= 1 << 16 else np.uint32
+    return Written(rows.cpu().numpy().astype(width), is_answer.cpu().numpy())
 
 
 class _Turns:

@@ -11,10 +11,12 @@ import torch
 from transformers import LlamaForCausalLM
 
 from specray.errors import ConfigError
+from specray.train.draft.decoding import LibraryDecoder, row_decoder
 from specray.train.draft.markers import TurnMarkers, turn_markers
 from specray.train.draft.prompts import Beginning, Beginnings, without_head_comment
 from specray.train.draft.vocabulary import frequent_ids
 from specray.train.draft.writing import write_rows
+from specray.train.sample import CachedDecoder
 from specray.train.shapes import ModelShape, new_model
 
 MARKERS = TurnMarkers(opening=(1, 5), to_assistant=(2, 11, 12), to_user=(3, 21))
@@ -133,3 +135,48 @@ def test_rows_are_the_same_for_the_same_seed(tmp_path: Path) -> None:
     begin = [Beginning((1, 5), "user")] * 4
     rows = [write_rows(model, begin, MARKERS, row_len=24, seed=seed).token_ids.tolist() for seed in (4, 4, 5)]
     assert rows[0] == rows[1] != rows[2]
+
+
+def test_without_turns_all_beginnings_are_plain_text() -> None:
+    drawn = Beginnings(None, Template().encode, ["word " * 2000], seed=3).draw(20)
+    assert {item.goes_on for item in drawn} == {"text"}
+    written = write_rows(scripted({7: 2, 2: 0, 0: 7}), [Beginning((7,), "text")], None, row_len=5, seed=0)
+    # Not even the stand-in's id ends a turn that there is not.
+    assert written.token_ids.tolist() == [[7, 2, 0, 7, 2]]
+
+
+def shape_of(vocab_size: int) -> ModelShape:
+    return ModelShape(
+        hidden_size=32,
+        num_layers=2,
+        intermediate_size=32,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        vocab_size=vocab_size,
+    )
+
+
+@torch.no_grad()
+def test_the_librarys_loop_decodes_as_the_fast_one_for_llama() -> None:
+    model = new_model(shape_of(32), seed=1).float()
+    fast, general = row_decoder(model, num_rows=2, max_len=8), LibraryDecoder(model)
+    assert isinstance(fast, CachedDecoder)
+    for ids in ([[1, 5, 9], [2, 3, 4]], [[7], [8]], [[30], [31]]):
+        logits = [decoder.forward(torch.tensor(ids)) for decoder in (fast, general)]
+        assert torch.allclose(*logits, atol=1e-6)
+
+
+def test_other_models_are_decoded_by_the_library() -> None:
+    class Other(LlamaForCausalLM):
+        pass
+
+    assert isinstance(
+        row_decoder(Other(new_model(shape_of(32), seed=1).config), num_rows=1, max_len=8), LibraryDecoder
+    )
+
+
+def test_ids_beyond_two_bytes_are_kept() -> None:
+    model = new_model(shape_of(70_000), seed=1)
+    written = write_rows(model, [Beginning((69_999, 4, 68_000), "text")], None, row_len=4, seed=0)
+    assert written.token_ids[0, :3].tolist() == [69_999, 4, 68_000]

@@ -1,0 +1,73 @@
+"""What a head in training is: logits for each place ahead, and the checkpoint that it becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from specray.errors import ConfigError
+
+
+class Head(Protocol):
+    """A head in training. An anchor q is a token; features of tokens 0..q are known, and token q + 1.
+
+    Depth s drafts token q + 2 + s, behind the tokens of the text that lie between.
+    """
+
+    name: str
+    """Name of the method, as the command has it."""
+    feature_layers: tuple[int, ...]
+    """Layers of the target that it reads, as ``target.FeatureReader`` numbers them."""
+    draft_ids: torch.Tensor
+    """The target's id of each column of its logits, ascending."""
+    num_depths: int
+    """Places ahead that are trained."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The parameters."""
+        ...
+
+    def unroll(
+        self, features: Mapping[int, torch.Tensor], token_ids: torch.Tensor, num_depths: int
+    ) -> Sequence[torch.Tensor]:
+        """Logits of each depth, ``[num_rows, num_anchors, draft_vocab_size]``.
+
+        Args:
+            features: of each layer, ``[num_rows, num_tokens, target_hidden_size]``.
+            token_ids: tokens from 1 on, ``[num_rows, num_known]``; depth s has no more anchors than
+                ``num_known - s``.
+        """
+        ...
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The checkpoint's tensors, under the authors' names."""
+        ...
+
+    def config(self, target: str) -> dict[str, Any]:
+        """The checkpoint's configuration, for the target of that name."""
+        ...
+
+
+def default_layers(num_layers: int) -> tuple[int, ...]:
+    """Layers that EAGLE-3 reads: near the beginning, the middle and the end."""
+    if num_layers >= 7:
+        return (2, num_layers // 2, num_layers - 3)
+    return tuple(sorted({1, (num_layers + 1) // 2, num_layers}))
+
+
+def text_section(config: Any) -> Any:
+    """The part of a model's configuration that describes its text decoder."""
+    return config.get_text_config()
+
+
+def whole_number(section: Any, name: str, default: int | None = None) -> int:
+    """A size of the target. Raises ConfigError where its configuration has none."""
+    value = getattr(section, name, None)
+    value = default if value is None else value
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"the target's {name} is {value!r}; allowed: a whole number above 0")
+    return value

@@ -1,0 +1,34 @@
+"""Writes a trained head in its authors' layout, with a card that says how it was trained."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from specray.train.heads.base import Head
+
+CARD = "README.md"
+"""Name of the file that says how a head was trained."""
+_FILES = {"eagle3": "model.safetensors", "medusa": "medusa_lm_head.safetensors"}
+"""Name of the tensors' file, by method."""
+
+
+def write_head(head: Head, directory: Path, *, target: str, card: str) -> None:
+    """Writes the checkpoint; what is there is replaced only when all of it is written.
+
+    Args:
+        target: name of the target, for the configuration.
+        card: text of the card.
+    """
+    partial = directory.with_name(f"{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in head.tensors().items()}
+    save_file(tensors, partial / _FILES[head.name], {"format": "pt"})
+    (partial / "config.json").write_text(json.dumps(head.config(target), indent=1) + "\n", "utf-8")
+    (partial / CARD).write_text(card, "utf-8")
+    shutil.rmtree(directory, ignore_errors=True)
+    partial.rename(directory)

@@ -1,0 +1,82 @@
+"""Tiny targets and short runs, for tests of heads in training."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from specray.train.draft.text import TextConfig
+from specray.train.heads.trainer import StepConfig
+from specray.train.heads.training import HeadTrainConfig
+from specray.train.loop import RunLimit
+from specray.train.shapes import ModelShape, new_model, save_model
+from tests.unit.train.draft.toy_tokenizer import save_toy_tokenizer
+
+TARGET = ModelShape(
+    hidden_size=32,
+    num_layers=3,
+    intermediate_size=48,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    vocab_size=259,
+    max_position_embeddings=256,
+)
+ROW_LEN = 112
+
+
+def write_target(directory: Path) -> Path:
+    """A random Llama of three layers; without a chat template, so that it writes plain text."""
+    tokenizer = directory / "tokenizer"
+    save_toy_tokenizer(tokenizer)
+    (tokenizer / "chat_template.jinja").unlink()
+    save_model(varied_model(), tokenizer, directory / "target")
+    return directory / "target"
+
+
+def varied_model() -> Any:
+    """A random model that goes on with another token each time: tied and narrow, it would repeat one."""
+    model = new_model(TARGET, seed=0)
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = nn.Parameter(torch.empty_like(model.model.embed_tokens.weight))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def config(num_steps: int, *, seed: int = 0) -> HeadTrainConfig:
+    text = TextConfig(num_rows=24, rows_per_batch=12, row_len=ROW_LEN, seed=0)
+    steps = StepConfig(rows_per_step=3, rows_per_forward=2, seed=seed)
+    return HeadTrainConfig(RunLimit(num_steps=num_steps), text, steps, num_depths=3, max_draft_vocabulary=200)
+
+
+def begin(work_dir: Path, *, text_of: Path | None = None) -> Path:
+    """A run's directory, whose passages are there already: none are looked for.
+
+    Args:
+        text_of: directory of another run of the target, whose text is taken.
+    """
+    work_dir.mkdir(parents=True, exist_ok=True)
+    if text_of is not None:
+        shutil.copytree(text_of / "written", work_dir / "written")
+    (work_dir / "passages.json").write_text(json.dumps(["some text to go on with. " * 40]), "utf-8")
+    return work_dir
+
+
+def target_model(target: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+
+
+def held_out(work_dir: Path, method: str) -> list[dict[str, float]]:
+    """The evaluations of a run's log."""
+    rows = (work_dir / f"{method}.log.jsonl").read_text("utf-8").splitlines()
+    return [row for row in map(json.loads, rows) if "held_out_loss" in row]

@@ -1,0 +1,108 @@
+"""Which of the target's rows a draft token is compared with, and what counts as accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from specray.train.draft.writing import Written
+from specray.train.heads.acceptance import DepthCounts, count_accepted, tokens_per_round
+from specray.train.heads.target import FeatureReader
+from specray.train.heads.trainer import HeadTrainer, StepConfig
+from tests.unit.train.heads.runs import varied_model
+
+IDS = torch.tensor([[1, 40, 50, 60, 70, 80, 90, 91]])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads of so small products wait for each other longer than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Oracle(nn.Module):
+    """Drafts as the target itself would behind the same text; a depth may be late by some places."""
+
+    name = "oracle"
+    feature_layers = (1,)
+    num_depths = 3
+
+    def __init__(self, model: Any, *, late: int = 0) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.ones(2, 2))
+        self.norm = nn.Parameter(torch.ones(2))
+        self.draft_ids = torch.arange(259)
+        self._late = late
+        self._logits = model(input_ids=IDS, use_cache=False).logits.detach()
+
+    @property
+    def module(self) -> nn.Module:
+        return self
+
+    def unroll(
+        self, features: Mapping[int, torch.Tensor], token_ids: torch.Tensor, num_depths: int
+    ) -> Sequence[torch.Tensor]:
+        length = token_ids.shape[1]
+        starts = [1 + depth - self._late for depth in range(num_depths)]
+        return [self._logits[:, at : at + length - depth] for depth, at in enumerate(starts)]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def config(self, target: str) -> dict[str, Any]:
+        return {}
+
+
+def evaluated(*, late: int) -> dict[str, float]:
+    model = varied_model().float()
+    # The text is what the target finds most likely, so that chains go on.
+    with torch.no_grad():
+        for column in range(1, IDS.shape[1]):
+            IDS[0, column] = model(input_ids=IDS[:, :column]).logits[0, -1].argmax()
+    assert len(set(IDS[0].tolist())) > 5
+    answers = np.array([[False, False, True, True, True, True, True, True]])
+    written = Written(IDS.numpy().astype(np.uint16), answers)
+    reader = FeatureReader(model, (1,))
+    config = StepConfig(argmax_weight=0.0)
+    trainer = HeadTrainer(reader, Oracle(model, late=late), written, config, torch.device("cpu"))
+    return trainer.evaluate(written)
+
+
+def test_a_head_that_knows_the_target_has_no_loss_and_is_always_accepted() -> None:
+    figures = evaluated(late=0)
+    assert figures["held_out_tokens_per_round"] == 4.0
+    assert [figures[f"held_out_accepted_{place}"] for place in (1, 2, 3)] == [1.0, 1.0, 1.0]
+    assert figures["held_out_agreement_3"] == 1.0
+    assert abs(figures["held_out_loss"]) < 1e-6
+    wrong = evaluated(late=1)
+    assert wrong["held_out_loss"] > 1e-2 and wrong["held_out_tokens_per_round"] < 2.0
+
+
+def test_a_depth_counts_where_all_before_it_were_right_and_the_text_went_on_so() -> None:
+    hits = [
+        torch.tensor([[True, True, False, True, True]]),
+        torch.tensor([[True, False, True, True]]),
+        torch.tensor([[False, True, True]]),
+    ]
+    # Tokens 2..6 are drafted first; token 5 is not what the target finds most likely.
+    follows = torch.tensor([[False, True, True, True, True, False, True]])
+    is_counted = torch.tensor([[True, False, True, True, True, True, True]])
+    counts = count_accepted(hits, follows, is_counted)
+    # Depth 2 is reached from anchors 0 and 1 (2 was wrong, behind 3 the text went another way).
+    assert counts == [DepthCounts(5, 4), DepthCounts(2, 1), DepthCounts(1, 0)]
+    assert tokens_per_round(counts) == pytest.approx(1 + 4 / 5 + 4 / 5 / 2)
+
+
+def test_what_no_server_would_generate_is_not_counted() -> None:
+    hits = [torch.tensor([[True, True]]), torch.tensor([[True]])]
+    follows = torch.ones(1, 4, dtype=torch.bool)
+    is_counted = torch.tensor([[True, True, True, False]])
+    assert count_accepted(hits, follows, is_counted) == [DepthCounts(1, 1), DepthCounts(0, 0)]

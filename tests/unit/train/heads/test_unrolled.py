@@ -1,0 +1,103 @@
+"""The unrolled forward of training, against one that drafts step by step; what is read of the target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from specray.errors import ConfigError
+from specray.train.heads.base import default_layers
+from specray.train.heads.eagle import EagleHead
+from specray.train.heads.target import FeatureReader
+from tests.unit.engine.features.checkpoints import DRAFT_IDS, LLAMA
+from tests.unit.engine.features.reference import hidden_states, layer, norm
+
+NUM_DEPTHS = 4
+TOKENS = [5, 9, 33, 20, 7, 8, 61, 40, 2, 11]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads of so small products wait for each other longer than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{**LLAMA, "num_hidden_layers": 3}, attn_implementation="eager"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3 + ("norm" in name))
+    return model.eval()
+
+
+def new_head(model: Any) -> EagleHead:
+    ids = torch.tensor(DRAFT_IDS)
+    head = EagleHead(model, ids, feature_layers=(1, 2, 3), num_depths=NUM_DEPTHS, seed=1)
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3 + ("norm" in name))
+    return head
+
+
+def stepwise(head: EagleHead, model: Any, anchor: int, num_depths: int) -> list[torch.Tensor]:
+    """Logits behind the true features of the tokens up to ``anchor``, one draft token after the other."""
+    weights = {name.replace("midlayer.", "layers.0."): each for name, each in head.tensors().items()}
+    states = hidden_states(model, TOKENS[: anchor + 1])
+    features = F.linear(torch.cat([states[index] for index in (1, 2, 3)], -1), weights["fc.weight"])
+    logits = []
+    for depth in range(num_depths):
+        embedded = model.get_input_embeddings().weight[torch.tensor(TOKENS[1 : anchor + 2 + depth])]
+        normed = norm(features, weights["layers.0.hidden_norm.weight"])
+        entering = torch.cat((norm(embedded, weights["layers.0.input_layernorm.weight"]), normed), -1)
+        rows = layer(weights, "layers.0.", entering, features)
+        logits.append(F.linear(norm(rows[-1], weights["norm.weight"]), weights["lm_head.weight"]))
+        features = torch.cat((features, rows[-1:]))
+    return logits
+
+
+@torch.no_grad()
+def test_every_depth_of_every_anchor_is_what_is_drafted_step_by_step(model: Any) -> None:
+    head = new_head(model)
+    ids = torch.tensor([TOKENS, TOKENS[::-1]])
+    features = FeatureReader(model, head.feature_layers).read(ids[:, :-1]).features
+    unrolled = head.unroll(features, ids[:, 1:], NUM_DEPTHS)
+    assert [tuple(each.shape) for each in unrolled] == [(2, count, len(DRAFT_IDS)) for count in (9, 8, 7, 6)]
+    for anchor in range(9):
+        num_depths = min(NUM_DEPTHS, 9 - anchor)
+        for depth, expected in enumerate(stepwise(head, model, anchor, num_depths)):
+            found = unrolled[depth][0, anchor]
+            assert float((found - expected).abs().max()) < 1e-5 * float(expected.abs().max())
+
+
+def test_the_last_residual_is_read_before_the_final_norm_and_behind_it(model: Any) -> None:
+    rows = FeatureReader(model, (0, 3, 4)).read(torch.tensor([TOKENS]))
+    expected = hidden_states(model, TOKENS)
+    for index in (0, 3, 4):
+        assert torch.equal(rows.features[index][0], expected[index])
+    assert not torch.equal(expected[3], expected[4])
+
+
+def test_layers_that_the_target_does_not_have_are_refused(model: Any) -> None:
+    with pytest.raises(ConfigError, match=r"layers are \[5\]; allowed: 0\.\.3"):
+        FeatureReader(model, (5,))
+
+
+def test_default_layers_are_those_that_a_checkpoint_without_ids_means() -> None:
+    assert [default_layers(count) for count in (36, 7)] == [(2, 18, 33), (2, 3, 4)]
+    assert [default_layers(count) for count in (6, 5, 3, 2, 1)] == [
+        (1, 3, 6),
+        (1, 3, 5),
+        (1, 2, 3),
+        (1, 2),
+        (1,),
+    ]
