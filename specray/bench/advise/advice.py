@@ -52,9 +52,9 @@ class Prediction:
     k: int
     tau: float
     tokens_per_s: float
-    """Of one request."""
+    """Tokens per second of one request."""
     speedup: float
-    """Over plain decoding at the same concurrency."""
+    """Multiple of plain decoding's tokens per second at the same concurrency."""
     is_extrapolated: bool
     """No step times of so many sequences were measured."""
 

@@ -274,7 +274,7 @@ class _Bench:
         return tallies
 
     def _by_domain(self, temperature: float, k: int, tallies: Sequence[Tally]) -> list[Likeness]:
-        """Of all prompts together first, then of each domain, if there are several."""
+        """Likenesses of all prompts together first, then of each domain, if there are several."""
         labels = [prompt.category for prompt in self._plan.prompts]
         domains = list(dict.fromkeys(label for label in labels if label))
         found = []

@@ -27,7 +27,7 @@ class DrafterPlan:
     layout: Layout
     shape: TargetShape
     args: ModelArgs
-    """Of the target's checkpoint."""
+    """Description of the target's checkpoint."""
     item_bytes: int
     """Bytes of a number of the target's data type."""
 

@@ -95,7 +95,7 @@ class EagleDrafter:
         self._growing: list[tuple[Context, int]] = []
         """Sequences of the last step, and the index of each one's next entry."""
         self._recycled = torch.empty(0)
-        """Of each, what stands for the feature of its last token."""
+        """Outputs that stand for the features of these sequences' last tokens."""
 
     @property
     def feature_size(self) -> int:

@@ -33,7 +33,7 @@ class LayerTensors:
     """One decoder layer's tensors; biases and head norms may be absent."""
 
     input_norm: torch.Tensor | None
-    """Of EAGLE-3's first layer: the norm of the embedding."""
+    """Norm of the layer's input; of the embedding, in EAGLE-3's first layer."""
     hidden_norm: torch.Tensor | None
     """Norm of the features, of EAGLE-3's first layer alone."""
     qkv: tuple[torch.Tensor, torch.Tensor | None]

@@ -69,7 +69,7 @@ class DrafterFiles:
         return tensor
 
     def take_if_there(self, name: str, *shape: int) -> torch.Tensor | None:
-        """As :meth:`take`; None for a tensor that is missing."""
+        """Takes a tensor as :meth:`take` does; None for one that is missing."""
         return self.take(name, *shape) if name in self.tensors else None
 
     def pass_over(self, names: Iterable[str]) -> None:

@@ -163,7 +163,7 @@ def looped_proposals(
 
 
 def _known(runner: ModelRunner) -> Callable[[torch.Tensor], torch.Tensor]:
-    """From a forward's logits to rows of all tokens that may be drawn."""
+    """Turns a forward's logits into rows of all tokens that may be drawn."""
     info = runner.info
     if info.token_ids is not None:
         return TrimmedVocabulary(info.token_ids, vocab_size=info.vocab_size, device=info.device).whole

@@ -74,7 +74,7 @@ class ReadingDraftEngine(DraftEngine):
 
     @property
     def info(self) -> EngineInfo:
-        """As the router sees it."""
+        """The engine as the router sees it: with the target's vocabulary."""
         told = self._told
         return replace(
             super().info,
@@ -84,7 +84,7 @@ class ReadingDraftEngine(DraftEngine):
         )
 
     def release(self, request_ids: Sequence[str]) -> None:
-        """As for any engine."""
+        """Frees the sequences, and forgets what they read; unknown ids are ignored."""
         super().release(request_ids)
         for request_id in request_ids:
             self._readings.pop(request_id, None)

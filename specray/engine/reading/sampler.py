@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specray.engine.sampling.draft import DraftToken, RankedRow
-from specray.engine.sampling.sampler import Sampler, make_sampler
-from specray.engine.sampling.state import RowGroup
-from specray.engine.sampling.verify import Round, Verified
+from specray.engine.sampling.sampler import MappedRows, Sampler, make_sampler
 
 
-class PartnerSampler:
+class PartnerSampler(MappedRows):
     """Implements :class:`Sampler` for logits of another vocabulary, of which some have a partner here.
 
     Args:
@@ -24,30 +21,11 @@ class PartnerSampler:
     """
 
     def __init__(self, sampler: Sampler, columns: Tensor) -> None:
-        self._sampler = sampler
+        super().__init__(sampler)
         self._columns = columns
 
-    def verify(self, logits: Tensor, rounds: Sequence[Round]) -> list[Verified]:
-        """See :class:`Sampler`."""
-        return self._sampler.verify(self._partners(logits), rounds)
-
-    def draw(
-        self, logits: Tensor, groups: Sequence[RowGroup], *, is_judged: bool = False
-    ) -> Sequence[DraftToken | None]:
-        """See :class:`Sampler`."""
-        return self._sampler.draw(self._partners(logits), groups, is_judged=is_judged)
-
-    def rank(
-        self,
-        logits: Tensor,
-        groups: Sequence[RowGroup],
-        counts: Sequence[int],
-        excluded: Sequence[int | None],
-    ) -> list[RankedRow]:
-        """See :class:`Sampler`."""
-        return self._sampler.rank(self._partners(logits), groups, counts, excluded)
-
-    def _partners(self, logits: Tensor) -> Tensor:
+    def mapped(self, logits: Tensor) -> Tensor:
+        """Rows of the partners."""
         return logits.index_select(1, self._columns)
 
 

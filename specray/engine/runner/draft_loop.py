@@ -99,7 +99,7 @@ class _Numbers:
 
     @classmethod
     def empty(cls, num_sequences: int, device: torch.device) -> _Numbers:
-        """Of sequences that want nothing."""
+        """The numbers of sequences that want nothing."""
         numbers = cls(torch.zeros(num_sequences, 12, dtype=torch.int64, device=device))
         numbers.fill(())
         return numbers

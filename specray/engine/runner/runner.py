@@ -121,7 +121,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run_draws(self, inputs: Sequence[SequenceInput], draws: ShardDraws) -> list[int]:
-        """As :meth:`run`, but draws from the logits instead of giving them.
+        """Runs a forward as :meth:`run` does, and draws from its logits instead of giving them.
 
         Args:
             draws: of the rows whose logits are wanted, at least one.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -89,34 +90,29 @@ class CpuSampler(DraftSampler):
         return verify_rounds(processed, rounds, self._noise)
 
 
-class WholeRows:
-    """Implements :class:`Sampler` for logits of some tokens, through one for logits of all.
+class MappedRows(ABC):
+    """Implements :class:`Sampler` through one for other rows, into which it turns the logits.
 
     Args:
-        sampler: draws from rows of all tokens.
-        num_token_ids: tokens of a row, without padding behind them.
-        vocabulary: what the logits stand for, where they are not of all tokens.
+        sampler: draws from the other rows.
     """
 
-    def __init__(self, sampler: Sampler, num_token_ids: int, vocabulary: TrimmedVocabulary | None) -> None:
+    def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
-        self._num_token_ids = num_token_ids
-        self._vocabulary = vocabulary
+
+    @abstractmethod
+    def mapped(self, logits: Tensor) -> Tensor:
+        """The rows from which the sampler draws."""
 
     def verify(self, logits: Tensor, rounds: Sequence[Round]) -> list[Verified]:
         """See :class:`Sampler`."""
-        return self._sampler.verify(self._whole(logits), rounds)
+        return self._sampler.verify(self.mapped(logits), rounds)
 
     def draw(
         self, logits: Tensor, groups: Sequence[RowGroup], *, is_judged: bool = False
     ) -> Sequence[DraftToken | None]:
-        """See :class:`Sampler`; None where none of the tokens that the logits are of is possible."""
-        whole = self._whole(logits)
-        drawn = self._sampler.draw(whole, groups, is_judged=is_judged)
-        if self._vocabulary is None or not any(shifts_logits(group) for group in groups):
-            return drawn
-        is_dead = (process_logits(whole, groups).amax(-1) == -math.inf).tolist()
-        return [None if dead else token for dead, token in zip(is_dead, drawn, strict=True)]
+        """See :class:`Sampler`."""
+        return self._sampler.draw(self.mapped(logits), groups, is_judged=is_judged)
 
     def rank(
         self,
@@ -126,9 +122,36 @@ class WholeRows:
         excluded: Sequence[int | None],
     ) -> list[RankedRow]:
         """See :class:`Sampler`."""
-        return self._sampler.rank(self._whole(logits), groups, counts, excluded)
+        return self._sampler.rank(self.mapped(logits), groups, counts, excluded)
 
-    def _whole(self, logits: Tensor) -> Tensor:
+
+class WholeRows(MappedRows):
+    """Implements :class:`Sampler` for logits of some tokens, through one for logits of all.
+
+    Args:
+        sampler: draws from rows of all tokens.
+        num_token_ids: tokens of a row, without padding behind them.
+        vocabulary: what the logits stand for, where they are not of all tokens.
+    """
+
+    def __init__(self, sampler: Sampler, num_token_ids: int, vocabulary: TrimmedVocabulary | None) -> None:
+        super().__init__(sampler)
+        self._num_token_ids = num_token_ids
+        self._vocabulary = vocabulary
+
+    def draw(
+        self, logits: Tensor, groups: Sequence[RowGroup], *, is_judged: bool = False
+    ) -> Sequence[DraftToken | None]:
+        """See :class:`Sampler`; None where none of the tokens that the logits are of is possible."""
+        whole = self.mapped(logits)
+        drawn = self._sampler.draw(whole, groups, is_judged=is_judged)
+        if self._vocabulary is None or not any(shifts_logits(group) for group in groups):
+            return drawn
+        is_dead = (process_logits(whole, groups).amax(-1) == -math.inf).tolist()
+        return [None if dead else token for dead, token in zip(is_dead, drawn, strict=True)]
+
+    def mapped(self, logits: Tensor) -> Tensor:
+        """Rows of all tokens."""
         if self._vocabulary is not None:
             return self._vocabulary.whole(logits)
         return logits[:, : self._num_token_ids].contiguous()

@@ -16,9 +16,9 @@ class TargetRows:
     """What a forward of the target gives for rows of token ids."""
 
     features: dict[int, torch.Tensor]
-    """Of each layer that is read, ``[num_rows, length, hidden_size]``."""
+    """Features by layer, ``[num_rows, length, hidden_size]`` each."""
     logits: torch.Tensor
-    """``[num_rows, length, vocab_size]``."""
+    """Logits ``[num_rows, length, vocab_size]``."""
 
 
 class FeatureReader:
