@@ -357,6 +357,15 @@ class RouterMetrics:
         """One sample by its exposed name; 0 when it has not been counted yet."""
         return self.registry.get_sample_value(name, dict(labels)) or 0.0
 
+    def samples(self, name: str) -> list[tuple[dict[str, str], float]]:
+        """All samples of an exposed name, with their labels."""
+        return [
+            (sample.labels, sample.value)
+            for metric in self.registry.collect()
+            for sample in metric.samples
+            if sample.name == name
+        ]
+
 
 class DraftMetrics:
     """What a Draft replica shows of itself, whoever leases it."""

@@ -10,6 +10,7 @@ import torch
 from specray.engine.sampling.device.kernels import Kernels, TorchKernels, processed
 from specray.engine.sampling.device.rows import RowTable, key_words
 from specray.engine.sampling.device.sampler import DeviceSampler
+from specray.engine.sampling.draft import DraftToken
 from specray.engine.sampling.noise import NoiseKey, NoiseSource, PhiloxGenerator, Purpose
 from specray.engine.sampling.sampler import CpuSampler
 from tests.unit.engine.sampling.device.cases import random_group, random_logits, random_rounds
@@ -45,9 +46,19 @@ def check_sampler(kernels: Kernels, device: torch.device, vocab_size: int, seeds
         logits = random_logits(rng, len(groups), vocab_size)
         drawn = sampler.draw(logits.to(device), groups, is_judged=True)
         expected = cpu.draw(logits, groups, is_judged=True)
-        assert [token.token_id for token in drawn] == [token.token_id for token in expected], seed
         for token, other in zip(drawn, expected, strict=True):
+            if _differ_by_ties(token, other):
+                continue
+            assert token.token_id == other.token_id, (vocab_size, seed)
             assert abs(token.logprob - other.logprob) < 0.12
+
+
+def _differ_by_ties(token: DraftToken, other: DraftToken) -> bool:
+    """Of equal tokens at the edge of a truncated distribution either may be in it; the rest is the same."""
+    if token.probs is None or other.probs is None or set(token.probs.token_ids) == set(other.probs.token_ids):
+        return False
+    torch.testing.assert_close(sorted(token.probs.probs), sorted(other.probs.probs), rtol=1e-5, atol=1e-7)
+    return True
 
 
 def check_cuts(kernels: Kernels, device: torch.device, vocab_size: int, num_rows: int) -> None:

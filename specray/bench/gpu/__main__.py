@@ -16,6 +16,7 @@ from typing import Any
 
 from specray.bench.gpu.options import STAGES_WITHOUT_MODEL, Options, parse_options
 from specray.bench.gpu.report import Report, problems, write_report
+from specray.config import EMBEDDED
 
 _MAX_ERROR_CHARS = 1500
 _MAX_TOKENS_FLOAT32 = 64
@@ -100,6 +101,9 @@ def measure_shape(shape: str, options: Options, stages: Stages, models: Path, re
     common = {"path": results["checkpoint"]["path"], "device": options.device}
     is_tiny = shape == "tiny"
     stage("forwards", "forwards", **common, dtype=options.dtype, is_tiny=is_tiny)
+    if shape == "1b":
+        drafting = {"path": common["path"], "device": options.draft_device, "dtype": options.dtype}
+        stage("proposals", "proposals", **drafting, is_tiny=False)
     served = {"num_prompts": options.num_prompts, "max_tokens": options.max_tokens}
     repeated = {**served, "num_repeats": options.num_repeats, "ks": list(options.ks)}
     drafted = {"draft_device": options.draft_device}
@@ -129,6 +133,7 @@ def measure_proposals(options: Options, stages: Stages, report: Report) -> None:
         report["proposals"] = stages.run(
             "proposals",
             "proposals",
+            path=EMBEDDED,
             device=options.draft_device,
             dtype=options.dtype,
             is_tiny=options.shapes == ("tiny",),

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from specray.bench.gpu.verifies import measure_verifies, verify_step
 from specray.config import EngineConfig
 from specray.engine.attention.paged import PagedAttention
 from specray.engine.attention.select import Model, choose_backend
@@ -54,12 +55,16 @@ class Workload:
 
     batches: tuple[int, ...] = (1, 4, 16)
     widths: tuple[int, ...] = (1, 2, 4, 6, 8)
+    verified: tuple[int, ...] = (1, 8, 32)
+    """Sequences of the steps that are verified."""
     context_len: int = 256
     num_repeats: int = 20
     copied_bytes: int = 2**31
 
 
-TINY = Workload(batches=(1, 2), widths=(1, 3), context_len=24, num_repeats=2, copied_bytes=2**22)
+TINY = Workload(
+    batches=(1, 2), widths=(1, 3), verified=(2,), context_len=24, num_repeats=2, copied_bytes=2**22
+)
 
 
 def measure(config: EngineConfig, workload: Workload) -> dict[str, Any]:
@@ -87,6 +92,9 @@ def measure(config: EngineConfig, workload: Workload) -> dict[str, Any]:
         used[name] = "measured"
         other = replace(forward, attention=attention)
         times += _measure_backend(name, other, runner, workload, bounds)
+    verify_steps = [
+        verify_step(count, workload.context_len, runner.info.block_size) for count in workload.verified
+    ]
     return {
         "weight_bytes": weight_bytes,
         "copy_gb_per_s": _copy_gb_per_s(runner.info.device, workload),
@@ -95,6 +103,9 @@ def measure(config: EngineConfig, workload: Workload) -> dict[str, Any]:
         "default_attention": runner.info.attention,
         "attentions": used,
         "times": [{**asdict(entry), "share": entry.share} for entry in times],
+        "verifies": measure_verifies(
+            runner, verify_steps, num_repeats=workload.num_repeats, is_tiny=workload is TINY
+        ),
     }
 
 

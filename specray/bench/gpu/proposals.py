@@ -65,8 +65,11 @@ class Workload:
     num_tokens: tuple[int, ...] = (2, 4, 8)
     prompt_len: int = 128
     num_rounds: int = 12
+    samplings: tuple[str, ...] = tuple(_SAMPLINGS)
 
 
+LARGE = Workload(batches=(1, 4), num_tokens=(4,), samplings=("greedy", "coupled", "top-p 0.9"))
+"""Of a draft as large as people serve."""
 TINY = Workload(batches=(1, 2), num_tokens=(2,), prompt_len=9, num_rounds=3)
 
 
@@ -89,7 +92,8 @@ def measure(config: EngineConfig, workload: Workload) -> dict[str, Any]:
         limit_s=0.0,
     )
     times = []
-    for name, sampling in _SAMPLINGS.items():
+    for name in workload.samplings:
+        sampling = _SAMPLINGS[name]
         for count in workload.batches:
             for num_tokens in workload.num_tokens:
                 drafts, own_ms = [], []

@@ -72,6 +72,8 @@ def _markdown(report: Report) -> Iterator[str]:
         yield from _summary(results, options.get("dtype"))
         if "forwards" in results:
             yield from _forwards(results["forwards"])
+        if "proposals" in results:
+            yield from _proposals(results["proposals"])
         for dtype in ("float32", "bfloat16"):
             yield from _pair(dtype, results.get(f"pair {dtype}"), results.get(f"transformers {dtype}"))
     if report["failures"]:
@@ -239,6 +241,21 @@ def _forwards(forwards: dict[str, Any]) -> Iterator[str]:
     ]
     headings = ("attention", "forward", "sequences", "rows each", "ms", "bound ms", "bound share")
     yield from _table(headings, rows)
+    yield ""
+    size = forwards["verifies"][0]["vocab_size"]
+    yield f"What verdicts over a vocabulary of {size} add to a forward with 4 draft tokens a sequence:"
+    yield ""
+    rows = [
+        (
+            time["sampling"],
+            str(time["num_sequences"]),
+            f"{time['forward_ms']:.3f}",
+            f"{time['verify_ms']:.3f}",
+            f"{time['added_share']:+.1%}",
+        )
+        for time in forwards["verifies"]
+    ]
+    yield from _table(("sampling", "sequences", "forward ms", "with verdicts ms", "added"), rows)
 
 
 def _pair(dtype: str, pair: dict[str, Any] | None, peer: dict[str, Any] | None) -> Iterator[str]:
@@ -264,6 +281,10 @@ def _pair(dtype: str, pair: dict[str, Any] | None, peer: dict[str, Any] | None) 
         ]
         headings = ("arm", "temp.", "tokens/s", "of plain", "accepted", "hits", "verify ms", "draft ms")
         yield from _table((*headings, "equal outputs", "divergences per token"), rows)
+        for arm in pair["arms"]:
+            if "auto" in arm["arm"]:
+                chosen = ", ".join(f"{plan} {share:.0%}" for plan, share in arm["plans"].items())
+                yield f"\nPlans of {arm['arm']} at temperature {arm['temperature']:g}: {chosen}."
     if peer is not None:
         yield ""
         yield f"### transformers, {dtype}"

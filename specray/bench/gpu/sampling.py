@@ -27,7 +27,7 @@ from specray.types import SamplingParams, Verification
 
 _PREFIX = tuple(range(2, 130))
 _REJECTION = SamplingParams(verification=Verification.REJECTION)
-_SAMPLINGS = {
+SAMPLINGS = {
     "greedy": SamplingParams(temperature=0.0),
     "coupled": SamplingParams(),
     "top-k 50": SamplingParams(top_k=50),
@@ -69,10 +69,10 @@ def measure(device: torch.device, workload: Workload) -> dict[str, Any]:
     """Measures everything and returns it in the report's form."""
     kernels = choose_kernels(device)
     sampler = DeviceSampler(kernels, DEFAULT_MAX_NUM_DRAFT_PROBS)
-    differing = [name for name in _SAMPLINGS if not _agrees(sampler, device, name, workload)]
+    differing = [name for name in SAMPLINGS if not _agrees(sampler, device, name, workload)]
     times = [
         StepTime(kind, name, count, count * (1 + (kind == "verify") * workload.num_drafts), ms)
-        for name in _SAMPLINGS
+        for name in SAMPLINGS
         for count in workload.batches
         for kind, ms in _step_times(sampler, device, name, count, workload)
     ]
@@ -80,7 +80,7 @@ def measure(device: torch.device, workload: Workload) -> dict[str, Any]:
         "kernels": type(kernels).__name__,
         "vocab_size": workload.vocab_size,
         "num_drafts": workload.num_drafts,
-        "num_kinds": len(_SAMPLINGS),
+        "num_kinds": len(SAMPLINGS),
         "differing": differing,
         "times": [asdict(entry) for entry in times],
         "kernel_times": [
@@ -91,29 +91,30 @@ def measure(device: torch.device, workload: Workload) -> dict[str, Any]:
     }
 
 
-def _logits(num_rows: int, workload: Workload, device: torch.device) -> Tensor:
+def logits_of(num_rows: int, vocab_size: int, device: torch.device) -> Tensor:
+    """Some logits, float32 ``[num_rows, vocab_size]``."""
     generator = torch.Generator().manual_seed(num_rows)
-    return (3.0 * torch.randn(num_rows, workload.vocab_size, generator=generator)).to(device)
+    return (3.0 * torch.randn(num_rows, vocab_size, generator=generator)).to(device)
 
 
-def _rounds(name: str, count: int, num_drafts: int) -> list[Round]:
+def rounds_of(name: str, count: int, num_drafts: int) -> list[Round]:
     """Sequences whose draft tokens have nothing to do with the logits: most are rejected."""
     drafts = tuple(range(7, 7 + num_drafts))
     size = min(DEFAULT_MAX_NUM_DRAFT_PROBS, 100)
     sparse = SparseProbs(tuple(range(7, 7 + size)), (1.0 / size,) * size)
     rounds = []
     for index in range(count):
-        sampling = replace(_SAMPLINGS[name], seed=index, num_prompt_tokens=len(_PREFIX) // 2)
+        sampling = replace(SAMPLINGS[name], seed=index, num_prompt_tokens=len(_PREFIX) // 2)
         group = chain_rows(SamplingState(sampling, _PREFIX), drafts)
         rounds.append(Round(group, drafts, (sparse,) * num_drafts if sampling.draws_by_rejection else ()))
     return rounds
 
 
 def _agrees(sampler: DeviceSampler, device: torch.device, name: str, workload: Workload) -> bool:
-    rounds = _rounds(name, workload.num_compared, workload.num_drafts)
-    groups = [item.group for item in _rounds(name, workload.num_compared, 0)]
+    rounds = rounds_of(name, workload.num_compared, workload.num_drafts)
+    groups = [item.group for item in rounds_of(name, workload.num_compared, 0)]
     cpu = CpuSampler(workload.vocab_size)
-    logits = _logits(workload.num_compared * (1 + workload.num_drafts), workload, device)
+    logits = logits_of(workload.num_compared * (1 + workload.num_drafts), workload.vocab_size, device)
     first = logits[: workload.num_compared]
     drawn = [token.token_id for token in sampler.draw(first, groups)]
     expected = [token and token.token_id for token in cpu.draw(first.cpu(), groups)]
@@ -123,9 +124,9 @@ def _agrees(sampler: DeviceSampler, device: torch.device, name: str, workload: W
 def _step_times(
     sampler: DeviceSampler, device: torch.device, name: str, count: int, workload: Workload
 ) -> list[tuple[str, float]]:
-    rounds = _rounds(name, count, workload.num_drafts)
-    groups = [item.group for item in _rounds(name, count, 0)]
-    logits = _logits(count * (1 + workload.num_drafts), workload, device)
+    rounds = rounds_of(name, count, workload.num_drafts)
+    groups = [item.group for item in rounds_of(name, count, 0)]
+    logits = logits_of(count * (1 + workload.num_drafts), workload.vocab_size, device)
     repeats = workload.num_repeats
     return [
         ("verify", _median_ms(lambda: sampler.verify(logits, rounds), device, repeats)),
@@ -137,7 +138,7 @@ def _kernel_times(
     kernels: Kernels, device: torch.device, num_rows: int, workload: Workload
 ) -> list[tuple[str, float]]:
     """Each kernel many times behind itself, so that what the host does between two is hidden if it can be."""
-    logits = _logits(num_rows, workload, device)
+    logits = logits_of(num_rows, workload.vocab_size, device)
     plain, top_p, top_k = (_table(num_rows, device, k, p) for k, p in ((0, 1.0), (0, 0.9), (50, 1.0)))
     cut = kernels.cut(logits, top_p)
     sums = kernels.sums(logits, plain, None)
@@ -172,6 +173,8 @@ def _table(num_rows: int, device: torch.device, top_k: int, top_p: float) -> Row
         numbers * top_p,
         numbers * -torch.inf,
         cuts=top_k > 0 or top_p < 1.0,
+        has_top_k=top_k > 0,
+        has_top_p=top_p < 1.0,
     )
 
 

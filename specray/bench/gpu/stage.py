@@ -69,13 +69,14 @@ def attention(device: str, is_tiny: bool) -> dict[str, Any]:
     return measure(torch.device(device), TINY if is_tiny else Workload())
 
 
-def proposals(device: str, dtype: str, is_tiny: bool) -> dict[str, Any]:
-    """Times the proposals of the embedded draft in this process."""
-    from specray.bench.gpu.proposals import TINY, Workload, measure
+def proposals(path: str, device: str, dtype: str, is_tiny: bool) -> dict[str, Any]:
+    """Times the proposals of a draft in this process."""
+    from specray.bench.gpu.proposals import LARGE, TINY, Workload, measure
 
     _check_device(device)
-    values = {**_engine(EMBEDDED, device, dtype), "max_num_seqs": 2 * _NUM_SEQUENCES}
-    return measure(EngineConfig.model_validate(values), TINY if is_tiny else Workload())
+    values = {**_engine(path, device, dtype), "max_num_seqs": 2 * _NUM_SEQUENCES}
+    workload = TINY if is_tiny else Workload() if path == EMBEDDED else LARGE
+    return measure(EngineConfig.model_validate(values), workload)
 
 
 def pair(

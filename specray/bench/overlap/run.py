@@ -74,6 +74,8 @@ class OverlapResult:
     speedup: tuple[float, float] | None = None
     """Speedup over plain decoding, pass by pass, and its standard error; None: no plain arm, or too few
     passes."""
+    plans: dict[str, float] = field(default_factory=dict)
+    """Share of the rounds by plan: overlap, K and reason."""
 
     def is_like(self, other: OverlapResult) -> bool:
         """True if the two differ in nothing but the arm."""
@@ -295,7 +297,18 @@ def _result(
         delay_ms=delay_ms,
         bytes_per_round=None if delay_ms is None else one.num_bytes / (rounds - one.num_rounds),
         speedup=None if plain in (None, one.rates) else speedup_in_turns(one.rates, plain),
+        plans=_plans(metrics),
     )
+
+
+def _plans(metrics: RouterMetrics) -> dict[str, float]:
+    """Share of the rounds by plan, the most frequent first."""
+    counts = {
+        f"{labels['overlap']} K={labels['num_speculative_tokens']} {labels['reason']}": count
+        for labels, count in metrics.samples("specray_plans_total")
+    }
+    ordered = sorted(counts.items(), key=lambda item: -item[1])
+    return {plan: count / sum(counts.values()) for plan, count in ordered}
 
 
 def _outcomes(metrics: RouterMetrics, result: str) -> float:

@@ -30,6 +30,8 @@ _log = logging.getLogger(__name__)
 
 START_LIMIT_S = 20.0
 """Seconds in which proposals are captured at the start."""
+JUDGED_TOKENS = 4
+"""Draft tokens that are drawn before the host sees whether a proposal ends: captured work runs to its end."""
 
 
 class LoopedProposals:
@@ -51,13 +53,23 @@ class LoopedProposals:
         Returns:
             False where it cannot; nothing has happened then.
         """
-        growing = [(sequence, chain) for sequence, chain in proposing if not chain.is_full]
+        growing = _growing(proposing)
         shape = self._shape([chain for _, chain in growing])
         if shape is None:
             return False
         self._compute_prompts(proposing)
         self._runner.settle_moves()
+        while shape is not None:
+            self._grow(shape, growing)
+            growing = _growing(growing)
+            shape = self._shape([chain for _, chain in growing])
+        assert not growing, "what a loop can begin it can end"
+        return True
+
+    def _grow(self, shape: LoopShape, growing: Sequence[tuple[EngineSequence, Chain]]) -> None:
+        """Draws as many tokens as the shape has, or as a chain still wants."""
         inputs = [sequence.token_ids[sequence.num_computed_tokens :] for sequence, _ in growing]
+        counts = [min(chain.num_left, shape.num_tokens) for _, chain in growing]
         rows, first = [], 0
         for (sequence, _), own in zip(growing, inputs, strict=True):
             start, block_ids = sequence.num_computed_tokens, sequence.block_table.block_ids
@@ -67,11 +79,10 @@ class LoopedProposals:
             shape,
             rows,
             [token for own in inputs for token in own],
-            [_loop_row(chain) for _, chain in growing],
+            [_loop_row(chain, count) for (_, chain), count in zip(growing, counts, strict=True)],
         )
-        for index, (sequence, chain) in enumerate(growing):
-            _take(sequence, chain, index, answer)
-        return True
+        for index, ((sequence, chain), count) in enumerate(zip(growing, counts, strict=True)):
+            _take(sequence, chain, index, count, answer)
 
     def _shape(self, chains: Sequence[Chain]) -> LoopShape | None:
         if not chains or len(chains) * MAX_WIDTH > self._max_rows:
@@ -79,9 +90,12 @@ class LoopedProposals:
         groups = [chain.group for chain in chains]
         if any(group.sampling.grammar is not None or shifts_logits(group) for group in groups):
             return None
+        most = max(chain.num_left for chain in chains)
+        if any(chain.is_judged for chain in chains):
+            most = min(most, JUDGED_TOKENS)
         return shape_for(
             len(chains),
-            max(chain.num_wanted for chain in chains),
+            most,
             cuts=any(cuts_tail(group.sampling) for group in groups),
             truncates=any(group.sampling.draws_by_rejection for group in groups),
         )
@@ -106,12 +120,16 @@ class LoopedProposals:
             self._runner.run(inputs)
 
 
-def _loop_row(chain: Chain) -> LoopRow:
+def _growing(proposing: Sequence[tuple[EngineSequence, Chain]]) -> list[tuple[EngineSequence, Chain]]:
+    return [(sequence, chain) for sequence, chain in proposing if not chain.is_full]
+
+
+def _loop_row(chain: Chain, num_wanted: int) -> LoopRow:
     group = chain.group
     sampling = group.sampling
     draft_key = NoiseKey(sampling.seed, group.first_position, Purpose.DRAFT_DRAW)
     return LoopRow(
-        chain.num_wanted - len(chain.drawn),
+        num_wanted,
         _words(draw_keys(group)[0]),
         row_settings(group),
         _words(draft_key) if sampling.draws_by_rejection else None,
@@ -123,11 +141,11 @@ def _words(key: NoiseKey | None) -> tuple[int, int, int]:
     return seed, position, purpose
 
 
-def _take(sequence: EngineSequence, chain: Chain, index: int, answer: LoopAnswer) -> None:
+def _take(sequence: EngineSequence, chain: Chain, index: int, count: int, answer: LoopAnswer) -> None:
     """Gives a chain what was drawn for it, until it ends."""
     # Of the draft tokens all but the last were computed, whether or not the chain keeps them.
-    num_computed = len(sequence.token_ids) + chain.num_wanted - 1
-    for place in range(chain.num_wanted):
+    num_computed = len(sequence.token_ids) + count - 1
+    for place in range(count):
         if chain.is_full:
             break
         token_id, lead = answer.token_ids[place][index], answer.leads[place][index]

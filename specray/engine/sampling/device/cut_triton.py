@@ -1,18 +1,39 @@
-"""Top-k, top-p and min-p as one Triton kernel, without a sort. Importing it needs triton.
+"""Top-k, top-p and min-p as Triton kernels, without a sort. Importing it needs triton.
 
 What is kept of a row is everything above a threshold, so the threshold is found by a radix search over the
-bits of the numbers: eleven passes, each of which narrows it to one eighth. The search looks for the largest
-number such that what is no smaller reaches a goal: a count for top-k, a share of the probability for top-p.
-One program does a row.
+bits of the numbers: eight steps, each of which narrows it to one sixteenth. The search looks for the largest
+number such that what is no smaller reaches a goal: a count for top-k, then a share of the probability of what
+top-k leaves for top-p. In each step the parts of a row are counted by programs of their own; the next step's
+programs add up the parts.
 """
 
 from __future__ import annotations
+
+from typing import Final
 
 import triton
 import triton.language as tl
 
 from specray.engine.sampling.device.draw_triton import load_number
 
+SEARCH_STEPS: Final = 8
+"""Steps of one search."""
+DIGIT_BITS: Final = 4
+NUM_BINS: Final = 1 << DIGIT_BITS
+NUM_LOADS: Final = 4
+"""Loads of a program at a time."""
+NUM_INTS: Final = 5
+"""Integers of a row's state: lowest order that is still searched, tokens above all that are, order below
+which top-k cuts, tokens at that order, and how many of them are kept."""
+NUM_FLOATS: Final = 3
+"""Floats of a row's state: weight above all that is searched, the goal, weight above top-k's cut."""
+
+_BITS = tl.constexpr(DIGIT_BITS)
+_BINS = tl.constexpr(NUM_BINS)
+_STEPS = tl.constexpr(SEARCH_STEPS)
+_LOADS = tl.constexpr(NUM_LOADS)
+_INTS = tl.constexpr(NUM_INTS)
+_FLOATS = tl.constexpr(NUM_FLOATS)
 _LOWEST = tl.constexpr(-2147483648)
 # No number has this order, not even minus infinity: it is that of no number at all.
 
@@ -31,113 +52,184 @@ def _number_of(order):
 
 
 @triton.jit
-def _digit_of(number, is_token, floor, low, shift):
-    """The three bits at ``shift`` of a number's distance from ``low``; 8 for what is not searched."""
+def _weight_of(number, anchor):
+    """Unnormalised probability, float64."""
+    return tl.exp(number.to(tl.float64) - anchor)
+
+
+@triton.jit
+def _load_digits(row_logits, token, end, divisor, floor, low, shift):
+    """Numbers, and of each the digit at ``shift`` of its order's distance from ``low``.
+
+    The digit is ``_BINS`` for what is not searched.
+    """
+    number = load_number(row_logits, token, end, divisor, 0.0, 0, False)
     order = _order_of(number)
     digit = (order.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)) >> shift.to(tl.uint32)
-    return tl.where(is_token & (order > floor) & (digit < 8), digit, 8)
+    is_searched = (token < end) & (order > floor) & (digit < _BINS)
+    return number, tl.where(is_searched, digit, _BINS).to(tl.int32)
 
 
 @triton.jit
-def _add(number, digit, anchor, s0, s1, s2, s3, s4, s5, s6, s7, IS_COUNT: tl.constexpr):
-    """Adds weights to the sum of their digit."""
-    weight = tl.full(number.shape, 1.0, tl.float64)
-    if not IS_COUNT:
-        weight = tl.exp(number.to(tl.float64) - anchor)
-    s0 += tl.where(digit == 0, weight, 0.0)
-    s1 += tl.where(digit == 1, weight, 0.0)
-    s2 += tl.where(digit == 2, weight, 0.0)
-    s3 += tl.where(digit == 3, weight, 0.0)
-    s4 += tl.where(digit == 4, weight, 0.0)
-    s5 += tl.where(digit == 5, weight, 0.0)
-    s6 += tl.where(digit == 6, weight, 0.0)
-    s7 += tl.where(digit == 7, weight, 0.0)
-    return s0, s1, s2, s3, s4, s5, s6, s7
-
-
-@triton.jit
-def _search(
-    row_logits, divisor, anchor, floor, goal, vocab_size, IS_COUNT: tl.constexpr, LANES: tl.constexpr
-):
-    """The largest order such that the weights from it on reach ``goal``, among those above ``floor``.
+def _fold(ints, floats, counts, weights, row, is_count, shift, num_splits, SPLITS: tl.constexpr):
+    """A row's search behind a step, from its state before and the step's counts.
 
     Returns:
-        The order, the weight above it, and whether the goal was reached at all.
+        The lowest order that is still searched, the tokens and the weight above all that are, and the number
+        of tokens that are: behind the last step those of the order that was found.
     """
-    lane = tl.arange(0, LANES)
-    low = tl.full([], _LOWEST, tl.int32)
-    above = tl.full([], 0.0, tl.float64)
-    whole = tl.full([], 0.0, tl.float64)
-    # Two bits first, then three at a time.
-    shift = tl.full([], 30, tl.int32)
-    for step in range(11):
-        s0 = tl.zeros([LANES], tl.float64)
-        s1 = s0
-        s2 = s0
-        s3 = s0
-        s4 = s0
-        s5 = s0
-        s6 = s0
-        s7 = s0
-        for at in range(0, vocab_size, 4 * LANES):
-            # Four loads are on their way at once.
-            token = at + lane
-            n0 = load_number(row_logits, token, vocab_size, divisor, 0.0, 0, False)
-            n1 = load_number(row_logits, token + LANES, vocab_size, divisor, 0.0, 0, False)
-            n2 = load_number(row_logits, token + 2 * LANES, vocab_size, divisor, 0.0, 0, False)
-            n3 = load_number(row_logits, token + 3 * LANES, vocab_size, divisor, 0.0, 0, False)
-            d0 = _digit_of(n0, token < vocab_size, floor, low, shift)
-            d1 = _digit_of(n1, token + LANES < vocab_size, floor, low, shift)
-            d2 = _digit_of(n2, token + 2 * LANES < vocab_size, floor, low, shift)
-            d3 = _digit_of(n3, token + 3 * LANES < vocab_size, floor, low, shift)
-            least = tl.min(tl.minimum(tl.minimum(d0, d1), tl.minimum(d2, d3)).to(tl.int32), 0)
-            # After some passes hardly any number is still searched, and most exponentials can be left out.
-            if least < 8:
-                s0, s1, s2, s3, s4, s5, s6, s7 = _add(
-                    n0, d0, anchor, s0, s1, s2, s3, s4, s5, s6, s7, IS_COUNT
-                )
-                s0, s1, s2, s3, s4, s5, s6, s7 = _add(
-                    n1, d1, anchor, s0, s1, s2, s3, s4, s5, s6, s7, IS_COUNT
-                )
-                s0, s1, s2, s3, s4, s5, s6, s7 = _add(
-                    n2, d2, anchor, s0, s1, s2, s3, s4, s5, s6, s7, IS_COUNT
-                )
-                s0, s1, s2, s3, s4, s5, s6, s7 = _add(
-                    n3, d3, anchor, s0, s1, s2, s3, s4, s5, s6, s7, IS_COUNT
-                )
-        # For each digit the weight from it on.
-        r7 = above + tl.sum(s7, 0)
-        r6 = r7 + tl.sum(s6, 0)
-        r5 = r6 + tl.sum(s5, 0)
-        r4 = r5 + tl.sum(s4, 0)
-        r3 = r4 + tl.sum(s3, 0)
-        r2 = r3 + tl.sum(s2, 0)
-        r1 = r2 + tl.sum(s1, 0)
-        if step == 0:
-            whole = r1 + tl.sum(s0, 0)
-        chosen = (r1 >= goal).to(tl.int32) + (r2 >= goal).to(tl.int32) + (r3 >= goal).to(tl.int32)
-        chosen += (r4 >= goal).to(tl.int32) + (r5 >= goal).to(tl.int32) + (r6 >= goal).to(tl.int32)
-        chosen += (r7 >= goal).to(tl.int32)
-        above = tl.where(chosen == 6, r7, above)
-        above = tl.where(chosen == 5, r6, above)
-        above = tl.where(chosen == 4, r5, above)
-        above = tl.where(chosen == 3, r4, above)
-        above = tl.where(chosen == 2, r3, above)
-        above = tl.where(chosen == 1, r2, above)
-        above = tl.where(chosen == 0, r1, above)
-        low += chosen << shift
-        shift -= 3
-    return low, above, whole >= goal
+    low = tl.load(ints + row * _INTS)
+    above_count = tl.load(ints + row * _INTS + 1)
+    above_weight = tl.load(floats + row * _FLOATS)
+    goal = tl.load(floats + row * _FLOATS + 1)
+    split = tl.arange(0, SPLITS)[:, None]
+    digit = tl.arange(0, _BINS)
+    place = (row * num_splits + split) * _BINS + digit[None, :]
+    count = tl.sum(tl.load(counts + place, mask=split < num_splits, other=0), 0)
+    weight = tl.sum(tl.load(weights + place, mask=split < num_splits, other=0.0), 0)
+    measured = weight
+    reached = above_weight
+    if is_count:
+        measured = count.to(tl.float64)
+        reached = above_count.to(tl.float64)
+    from_on = reached + tl.cumsum(measured, 0, reverse=True)
+    chosen = tl.max(tl.where(from_on >= goal, digit, 0), 0)
+    above_count += tl.sum(tl.where(digit > chosen, count, 0), 0)
+    above_weight += tl.sum(tl.where(digit > chosen, weight, 0.0), 0)
+    num_searched = tl.sum(tl.where(digit == chosen, count, 0), 0)
+    return low + (chosen << shift), above_count, above_weight, num_searched
 
 
-@triton.jit
-def _count_equal(row_logits, divisor, order, vocab_size, LANES: tl.constexpr):
-    lane = tl.arange(0, 4 * LANES)
-    count = tl.zeros([4 * LANES], tl.int32)
-    for at in range(0, vocab_size, 4 * LANES):
-        number = load_number(row_logits, at + lane, vocab_size, divisor, 0.0, 0, False)
-        count += ((_order_of(number) == order) & (at + lane < vocab_size)).to(tl.int32)
-    return tl.sum(count, 0)
+@triton.jit(
+    do_not_specialize=["step", "shift", "vocab_size", "split_size"],
+    do_not_specialize_on_alignment=[
+        "logits",
+        "divisors",
+        "top_k",
+        "top_p",
+        "largest",
+        "totals",
+        "ints",
+        "floats",
+        "counts",
+        "weights",
+    ],
+)
+def narrow_kernel(
+    logits,
+    divisors,
+    top_k,
+    top_p,
+    largest,
+    totals,
+    ints,
+    floats,
+    counts,
+    weights,
+    step,
+    shift,
+    vocab_size,
+    split_size,
+    LANES: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Counts a part of a row for one step of the search: tokens and weight by digit.
+
+    States and counts have a slot for each step; ``shift`` is the lowest bit of the step's digits. The first
+    program of a row writes its state: all of them make the same of the counts before. Steps from
+    ``SEARCH_STEPS`` on search for top-p.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    num_rows = tl.num_programs(0)
+    split = tl.program_id(1)
+    num_splits = tl.num_programs(1)
+    count = tl.load(top_k + row)
+    has_count = (count > 0) & (count < vocab_size)
+    share = tl.load(top_p + row)
+    is_searched = has_count
+    if step >= _STEPS:
+        is_searched = share < 1.0
+    if is_searched:
+        anchor = tl.load(largest + row).to(tl.float64)
+        own_ints = ints + (step * num_rows + row) * _INTS
+        own_floats = floats + (step * num_rows + row) * _FLOATS
+        low = tl.full([], _LOWEST, tl.int32)
+        above_count = tl.full([], 0, tl.int32)
+        above_weight = tl.full([], 0.0, tl.float64)
+        floor = low
+        at_floor = above_count
+        num_kept = above_count
+        above_floor = tl.load(totals + row)
+        goal = count.to(tl.float64)
+        if step > 0:
+            before = (step - 1) * num_rows
+            if (step != _STEPS) | has_count:
+                low, above_count, above_weight, num_searched = _fold(
+                    ints + before * _INTS,
+                    floats + before * _FLOATS,
+                    counts + before * num_splits * _BINS,
+                    weights + before * num_splits * _BINS,
+                    row,
+                    step <= _STEPS,
+                    tl.where(step == _STEPS, 0, shift + _BITS),
+                    num_splits,
+                    SPLITS,
+                )
+                if step == _STEPS:
+                    floor = low
+                    at_floor = num_searched
+                    num_kept = count.to(tl.int32) - above_count
+                    above_floor = above_weight
+            if step == _STEPS:
+                goal = share * above_floor
+                if has_count:
+                    each = _weight_of(_number_of(floor), anchor)
+                    goal = share * (above_floor + num_kept.to(tl.float64) * each)
+                low = tl.full([], _LOWEST, tl.int32)
+                above_count = tl.full([], 0, tl.int32)
+                above_weight = tl.full([], 0.0, tl.float64)
+            else:
+                floor = tl.load(ints + (before + row) * _INTS + 2)
+                at_floor = tl.load(ints + (before + row) * _INTS + 3)
+                num_kept = tl.load(ints + (before + row) * _INTS + 4)
+                goal = tl.load(floats + (before + row) * _FLOATS + 1)
+                above_floor = tl.load(floats + (before + row) * _FLOATS + 2)
+        if split == 0:
+            tl.store(own_ints, low)
+            tl.store(own_ints + 1, above_count)
+            tl.store(own_ints + 2, floor)
+            tl.store(own_ints + 3, at_floor)
+            tl.store(own_ints + 4, num_kept)
+            tl.store(own_floats, above_weight)
+            tl.store(own_floats + 1, goal)
+            tl.store(own_floats + 2, above_floor)
+        row_logits = logits + row * vocab_size
+        divisor = tl.load(divisors + row).to(tl.float32)
+        first = split * split_size
+        end = tl.minimum(first + split_size, vocab_size)
+        lane = tl.arange(0, LANES)
+        digit = tl.arange(0, _BINS)
+        # Lanes along the last dimension: each has all bins, so that an exponential is computed once.
+        own_counts = tl.zeros([_BINS, LANES], tl.int32)
+        own_weights = tl.zeros([_BINS, LANES], tl.float64)
+        for at in range(first, end, _LOADS * LANES):
+            # Several loads are on their way at once.
+            least = tl.full([LANES], _BINS, tl.int32)
+            for index in tl.static_range(_LOADS):
+                token = at + index * LANES + lane
+                _, own = _load_digits(row_logits, token, end, divisor, floor, low, shift)
+                least = tl.minimum(least, own)
+            # After some steps hardly any number is still searched, and most exponentials can be left out.
+            if tl.min(least, 0) < _BINS:
+                for index in tl.static_range(_LOADS):
+                    token = at + index * LANES + lane
+                    number, own = _load_digits(row_logits, token, end, divisor, floor, low, shift)
+                    is_own = own[None, :] == digit[:, None]
+                    own_counts += is_own.to(tl.int32)
+                    own_weights += tl.where(is_own, _weight_of(number, anchor)[None, :], 0.0)
+        place = ((step * num_rows + row) * num_splits + split) * _BINS + digit
+        tl.store(counts + place, tl.sum(own_counts, 1))
+        tl.store(weights + place, tl.sum(own_weights, 1))
 
 
 @triton.jit
@@ -157,86 +249,88 @@ def _find_equal(row_logits, divisor, order, wanted, vocab_size, LANES: tl.conste
 
 
 @triton.jit(
-    do_not_specialize=["vocab_size"],
+    do_not_specialize=["vocab_size", "num_splits"],
     do_not_specialize_on_alignment=[
         "logits",
         "divisors",
         "top_k",
         "top_p",
         "log_min_p",
+        "largest",
+        "ints",
+        "floats",
+        "counts",
+        "weights",
         "thresholds",
         "last_tied",
     ],
 )
-def cut_kernel(
+def finish_cut_kernel(
     logits,
     divisors,
     top_k,
     top_p,
     log_min_p,
+    largest,
+    ints,
+    floats,
+    counts,
+    weights,
     thresholds,
     last_tied,
     vocab_size,
+    num_splits,
     LANES: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
-    """The cut of one row; see ``rows.Cut``."""
+    """The cut of one row, behind all steps; see ``rows.Cut``."""
     row = tl.program_id(0).to(tl.int64)
-    row_logits = logits + row * vocab_size
-    divisor = tl.load(divisors + row).to(tl.float32)
+    num_rows = tl.num_programs(0)
     count = tl.load(top_k + row)
-    share = tl.load(top_p + row)
-    margin = tl.load(log_min_p + row).to(tl.float32)
     has_count = (count > 0) & (count < vocab_size)
-    lane = tl.arange(0, 4 * LANES)
+    has_share = tl.load(top_p + row) < 1.0
+    top = tl.load(largest + row)
     threshold = tl.full([], float("-inf"), tl.float32)
     last = tl.full([], 0, tl.int32) + vocab_size
-    if has_count | (share < 1.0) | (margin > float("-inf")):
-        highest = tl.full([4 * LANES], float("-inf"), tl.float32)
-        for at in range(0, vocab_size, 4 * LANES):
-            number = load_number(row_logits, at + lane, vocab_size, divisor, 0.0, 0, False)
-            highest = tl.maximum(highest, number)
-        top = tl.max(highest, 0)
-        anchor = top.to(tl.float64)
-        # What top-k leaves: all orders above a floor, and of those at the floor some.
-        floor = tl.full([], _LOWEST, tl.int32)
-        num_tied = tl.full([], 0, tl.int32)
-        order = floor
-        if has_count:
-            floor, above, _ = _search(
-                row_logits, divisor, anchor, floor, count.to(tl.float64), vocab_size, True, LANES
-            )
-            num_tied = (count - above.to(tl.int64)).to(tl.int32)
-            order = floor
-        if share < 1.0:
-            total = tl.zeros([4 * LANES], tl.float64)
-            for at in range(0, vocab_size, 4 * LANES):
-                number = load_number(row_logits, at + lane, vocab_size, divisor, 0.0, 0, False)
-                is_above = (_order_of(number) > floor) & (at + lane < vocab_size)
-                total += tl.where(is_above, tl.exp(number.to(tl.float64) - anchor), 0.0)
-            at_floor = tl.full([], 0.0, tl.float64)
-            if has_count:
-                at_floor = tl.exp(_number_of(floor).to(tl.float64) - anchor)
-            total_above = tl.sum(total, 0)
-            goal = share * (total_above + num_tied.to(tl.float64) * at_floor)
-            found, above, is_reached = _search(
-                row_logits, divisor, anchor, floor, goal, vocab_size, False, LANES
-            )
-            if is_reached | (has_count == 0):
-                order = found
-                num_tied = _count_equal(row_logits, divisor, found, vocab_size, LANES)
-            else:
-                above = total_above
-            each = tl.exp(_number_of(order).to(tl.float64) - anchor)
-            needed = tl.ceil((goal - above) / tl.where(each > 0.0, each, 1.0))
-            needed = tl.minimum(tl.maximum(needed, 1.0), num_tied.to(tl.float64))
-            num_tied = needed.to(tl.int32)
-        if has_count | (share < 1.0):
-            threshold = _number_of(order)
-            if num_tied < _count_equal(row_logits, divisor, order, vocab_size, LANES):
-                last = _find_equal(row_logits, divisor, order, num_tied, vocab_size, LANES)
-        least = top + margin
-        if least > threshold:
-            threshold = least
-            last = tl.full([], 0, tl.int32) + vocab_size
+    if has_count | has_share:
+        step = tl.full([], _STEPS - 1, tl.int32)
+        if has_share:
+            step = tl.full([], 2 * _STEPS - 1, tl.int32)
+        slot = step * num_rows
+        order, above_count, above_weight, num_equal = _fold(
+            ints + slot * _INTS,
+            floats + slot * _FLOATS,
+            counts + slot * num_splits * _BINS,
+            weights + slot * num_splits * _BINS,
+            row,
+            has_share == 0,
+            0,
+            num_splits,
+            SPLITS,
+        )
+        # Of the tokens at the order that was found so many are kept.
+        num_kept = count.to(tl.int32) - above_count
+        if has_share:
+            goal = tl.load(floats + (slot + row) * _FLOATS + 1)
+            above_floor = tl.load(floats + (slot + row) * _FLOATS + 2)
+            num_kept = num_equal
+            if has_count & (above_floor < goal):
+                # All above top-k's cut is not enough, so the share ends among those at it.
+                order = tl.load(ints + (slot + row) * _INTS + 2)
+                num_equal = tl.load(ints + (slot + row) * _INTS + 3)
+                num_kept = tl.load(ints + (slot + row) * _INTS + 4)
+                above_weight = above_floor
+            each = _weight_of(_number_of(order), top.to(tl.float64))
+            needed = tl.ceil((goal - above_weight) / tl.where(each > 0.0, each, 1.0))
+            needed = tl.minimum(tl.maximum(needed, 1.0), num_kept.to(tl.float64))
+            num_kept = needed.to(tl.int32)
+        threshold = _number_of(order)
+        if num_kept < num_equal:
+            divisor = tl.load(divisors + row).to(tl.float32)
+            last = _find_equal(logits + row * vocab_size, divisor, order, num_kept, vocab_size, LANES)
+    least = top + tl.load(log_min_p + row).to(tl.float32)
+    if least > threshold:
+        threshold = least
+        last = tl.full([], 0, tl.int32) + vocab_size
     tl.store(thresholds + row, threshold)
     tl.store(last_tied + row, last)

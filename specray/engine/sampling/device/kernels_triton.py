@@ -6,7 +6,16 @@ import torch
 import triton
 from torch import Tensor
 
-from specray.engine.sampling.device.cut_triton import cut_kernel
+from specray.engine.sampling.device.cut_triton import (
+    DIGIT_BITS,
+    NUM_BINS,
+    NUM_FLOATS,
+    NUM_INTS,
+    NUM_LOADS,
+    SEARCH_STEPS,
+    finish_cut_kernel,
+    narrow_kernel,
+)
 from specray.engine.sampling.device.draw_triton import (
     draw_kernel,
     join_kernel,
@@ -21,7 +30,8 @@ from specray.engine.sampling.device.rows import Cut, RowTable
 
 _LANES = 256
 """Lanes of a program that draws; each takes four tokens at a time."""
-_CUT_LANES = 512
+_CUT_LANES = 256
+"""Lanes of a program that searches where tails are cut."""
 _NUM_WORDS = 64
 """Words of a program that is asked for those of some tokens; as many as a draft's support has by default."""
 _MAX_SPLITS = 64
@@ -60,13 +70,28 @@ class TritonKernels:
     def cut(self, logits: Tensor, rows: RowTable) -> Cut:
         """See ``kernels.Kernels``."""
         num_rows, vocab_size = logits.shape
+        num_splits, split_size = self._splits(num_rows, vocab_size, NUM_LOADS * self._cut_lanes)
+        device, num_slots = logits.device, 2 * SEARCH_STEPS * num_rows
+        ints = torch.empty(num_slots, NUM_INTS, dtype=torch.int32, device=device)
+        floats = torch.empty(num_slots, NUM_FLOATS, dtype=torch.float64, device=device)
+        counts = torch.empty(num_slots, num_splits, NUM_BINS, dtype=torch.int32, device=device)
+        weights = torch.empty(num_slots, num_splits, NUM_BINS, dtype=torch.float64, device=device)
+        largest, totals = self.sums(logits, rows, None)
+        states = (ints, floats, counts, weights)
+        first, end = (0 if rows.has_top_k else SEARCH_STEPS), (1 + rows.has_top_p) * SEARCH_STEPS
+        for step in range(first, end):
+            shift = DIGIT_BITS * (SEARCH_STEPS - 1 - step % SEARCH_STEPS)
+            narrow_kernel[(num_rows, num_splits)](
+                logits, rows.divisors, rows.top_k, rows.top_p, largest, totals, *states, step, shift,
+                vocab_size, split_size, LANES=self._cut_lanes, SPLITS=_MAX_SPLITS, num_warps=8,
+            )  # fmt: skip
         cut = Cut(
-            torch.empty(num_rows, dtype=torch.float32, device=logits.device),
-            torch.empty(num_rows, dtype=torch.int32, device=logits.device),
+            torch.empty(num_rows, dtype=torch.float32, device=device),
+            torch.empty(num_rows, dtype=torch.int32, device=device),
         )
-        cut_kernel[(num_rows,)](
-            logits, rows.divisors, rows.top_k, rows.top_p, rows.log_min_p, *cut, vocab_size,
-            LANES=self._cut_lanes, num_warps=max(1, self._cut_lanes // 32),
+        finish_cut_kernel[(num_rows,)](
+            logits, rows.divisors, rows.top_k, rows.top_p, rows.log_min_p, largest, *states, *cut,
+            vocab_size, num_splits, LANES=self._cut_lanes, SPLITS=_MAX_SPLITS,
         )  # fmt: skip
         return cut
 
@@ -75,7 +100,7 @@ class TritonKernels:
     ) -> tuple[Tensor, Tensor]:
         """See ``kernels.Kernels``."""
         num_rows, vocab_size = logits.shape
-        num_splits, split_size = self._splits(num_rows, vocab_size)
+        num_splits, split_size = self._splits(num_rows, vocab_size, 4 * self._lanes)
         best, where = self._parts(num_rows, num_splits, logits.device)
         totals = torch.empty(num_rows, num_splits, dtype=torch.float32, device=logits.device)
         draw_kernel[(num_rows, num_splits)](
@@ -100,7 +125,7 @@ class TritonKernels:
     def draw_best(self, logits: Tensor, rows: RowTable, first_token_id: int) -> tuple[Tensor, Tensor]:
         """See ``kernels.Kernels``."""
         num_rows, vocab_size = logits.shape
-        num_splits, split_size = self._splits(num_rows, vocab_size)
+        num_splits, split_size = self._splits(num_rows, vocab_size, 4 * self._lanes)
         best, where = self._parts(num_rows, num_splits, logits.device)
         draw_kernel[(num_rows, num_splits)](
             logits, rows.keys, rows.divisors, *_cut_of(None, rows), best, where, best,
@@ -113,7 +138,7 @@ class TritonKernels:
     def sums(self, logits: Tensor, rows: RowTable, cut: Cut | None) -> tuple[Tensor, Tensor]:
         """See ``kernels.Kernels``."""
         num_rows, vocab_size = logits.shape
-        num_splits, split_size = self._splits(num_rows, vocab_size)
+        num_splits, split_size = self._splits(num_rows, vocab_size, 4 * self._lanes)
         sums = torch.empty(num_rows, num_splits, dtype=torch.float64, device=logits.device)
         highest = torch.empty(num_rows, num_splits, dtype=torch.float32, device=logits.device)
         sums_kernel[(num_rows, num_splits)](
@@ -134,7 +159,7 @@ class TritonKernels:
     ) -> Tensor:
         """See ``kernels.Kernels``."""
         count, vocab_size = len(residuals.rows), logits.shape[1]
-        num_splits, split_size = self._splits(count, vocab_size)
+        num_splits, split_size = self._splits(count, vocab_size, 4 * self._lanes)
         parts = (
             *self._parts(count, num_splits, logits.device),
             *self._parts(count, num_splits, logits.device),
@@ -148,9 +173,8 @@ class TritonKernels:
         join_residual_kernel[(count,)](*parts, tokens, num_splits, vocab_size, SPLITS=_MAX_SPLITS)
         return tokens
 
-    def _splits(self, num_rows: int, vocab_size: int) -> tuple[int, int]:
+    def _splits(self, num_rows: int, vocab_size: int, at_once: int) -> tuple[int, int]:
         """Number and size of the parts of a row; the size is a multiple of what a program takes at a time."""
-        at_once = 4 * self._lanes
         steps = triton.cdiv(vocab_size, at_once)
         wanted = max(1, min(_MAX_SPLITS, steps, self._num_wanted // num_rows))
         size = triton.cdiv(steps, wanted) * at_once

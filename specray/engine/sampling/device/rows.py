@@ -36,6 +36,10 @@ class RowTable:
     """float64 ``[num_rows]``; minus infinity: none."""
     cuts: bool
     """Whether any row has a top-k, top-p or min-p."""
+    has_top_k: bool = True
+    """Whether any row may have a top-k: False spares the search."""
+    has_top_p: bool = True
+    """Whether any row may have a top-p: False spares the search."""
 
 
 class Cut(NamedTuple):
@@ -56,11 +60,22 @@ class RowPlan:
     settings: Piece
     """float64 ``[4, num_rows]``: divisors, top-k, top-p, log of min-p."""
     cuts: bool
+    has_top_k: bool
+    has_top_p: bool
 
     def table(self, sent: Sent) -> RowTable:
         """Returns the table, when its numbers have been sent."""
         divisors, top_k, top_p, log_min_p = sent[self.settings].unbind(0)
-        return RowTable(sent[self.keys], divisors, top_k.long(), top_p, log_min_p, self.cuts)
+        return RowTable(
+            sent[self.keys],
+            divisors,
+            top_k.long(),
+            top_p,
+            log_min_p,
+            self.cuts,
+            self.has_top_k,
+            self.has_top_p,
+        )
 
 
 def plan_rows(upload: Upload, groups: Sequence[RowGroup], keys: Sequence[NoiseKey | None]) -> RowPlan:
@@ -75,6 +90,8 @@ def plan_rows(upload: Upload, groups: Sequence[RowGroup], keys: Sequence[NoiseKe
         upload.add(key_words(keys)),
         upload.add(by_row.T),
         any(cuts_tail(group.sampling) for group in groups),
+        bool((settings[:, 1] > 0).any()),
+        bool((settings[:, 2] < 1.0).any()),
     )
 
 

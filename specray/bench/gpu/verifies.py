@@ -1,0 +1,107 @@
+"""Measures what verification adds to a forward: both as an engine runs them, in turns with the forward alone.
+
+Logits of a large vocabulary are verified behind the model's own, whose vocabulary may be small. The host
+plans the sampling while the device still computes, so less is added than sampling takes alone (``sampling``).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from specray.bench.gpu.sampling import SAMPLINGS, logits_of, rounds_of
+from specray.engine.runner.inputs import SequenceInput
+from specray.engine.runner.runner import ModelRunner
+from specray.engine.sampling.device.sampler import DeviceSampler
+from specray.engine.sampling.device.select import choose_kernels
+from specray.engine.sampling.sampler import DEFAULT_MAX_NUM_DRAFT_PROBS
+
+_VOCAB_SIZE = 151_936
+_TINY_VOCAB_SIZE = 300
+_NUM_DRAFTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyTime:
+    """Milliseconds of a step of one kind: medians of turns."""
+
+    sampling: str
+    num_sequences: int
+    forward_ms: float
+    """Of the forward alone."""
+    verify_ms: float
+    """Of the forward and the verdicts."""
+
+    @property
+    def added_share(self) -> float:
+        """What verdicts add, as a share of the forward."""
+        return self.verify_ms / self.forward_ms - 1.0
+
+
+def measure_verifies(
+    runner: ModelRunner, steps: Sequence[Sequence[SequenceInput]], *, num_repeats: int, is_tiny: bool
+) -> list[dict[str, Any]]:
+    """Measures every kind of sampling behind each step.
+
+    Args:
+        steps: of so many sequences each, with ``_NUM_DRAFTS`` draft tokens and the one before them.
+    """
+    device = runner.info.device
+    vocab_size = _TINY_VOCAB_SIZE if is_tiny else _VOCAB_SIZE
+    sampler = DeviceSampler(choose_kernels(device), DEFAULT_MAX_NUM_DRAFT_PROBS)
+    times = []
+    for step in steps:
+        count = len(step)
+        logits = logits_of(count * (1 + _NUM_DRAFTS), vocab_size, device)
+        for name in SAMPLINGS:
+            rounds = rounds_of(name, count, _NUM_DRAFTS)
+
+            def verify(
+                step: Sequence[SequenceInput] = step, rounds: Any = rounds, logits: Any = logits
+            ) -> None:
+                runner.run(step)
+                sampler.verify(logits, rounds)
+
+            forward_ms, verify_ms = _in_turns(
+                (lambda step=step: runner.run(step), verify),  # type: ignore[misc]
+                device,
+                num_repeats,
+            )
+            entry = VerifyTime(name, count, forward_ms, verify_ms)
+            times.append({**asdict(entry), "added_share": entry.added_share, "vocab_size": vocab_size})
+    return times
+
+
+def verify_step(sequences: int, context_len: int, block_size: int) -> list[SequenceInput]:
+    """A step of so many sequences, with draft tokens."""
+    width = 1 + _NUM_DRAFTS
+    num_blocks = -(-(context_len + width) // block_size)
+    return [
+        SequenceInput([2] * width, context_len, range(index * num_blocks, (index + 1) * num_blocks), width)
+        for index in range(sequences)
+    ]
+
+
+def _in_turns(
+    calls: Sequence[Callable[[], object]], device: torch.device, num_repeats: int
+) -> Sequence[float]:
+    durations: list[list[float]] = [[] for _ in calls]
+    for repeat in range(-2, num_repeats):
+        for call, own in zip(calls, durations, strict=True):
+            _wait(device)
+            began = time.perf_counter()
+            call()
+            _wait(device)
+            if repeat >= 0:
+                own.append((time.perf_counter() - began) * 1e3)
+    return [statistics.median(own) for own in durations]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
